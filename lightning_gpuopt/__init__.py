@@ -1,0 +1,39 @@
+"""Find out why the GPU waits in a PyTorch Lightning run: measure, diagnose, fix, prove.
+
+The names resolve on first use, so that importing this package imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_gpuopt._version import __version__
+
+if TYPE_CHECKING:
+    from lightning_gpuopt.callbacks.gpu_util_monitor import GpuUtilMonitor
+    from lightning_gpuopt.callbacks.stall_detector import StallDetector
+    from lightning_gpuopt.diagnosis.report import Finding, StallReport
+    from lightning_gpuopt.diagnosis.stalls import StallError
+
+__all__ = ["Finding", "GpuUtilMonitor", "StallDetector", "StallError", "StallReport", "__version__"]
+
+_HOMES = {
+    "Finding": "lightning_gpuopt.diagnosis.report",
+    "GpuUtilMonitor": "lightning_gpuopt.callbacks.gpu_util_monitor",
+    "StallDetector": "lightning_gpuopt.callbacks.stall_detector",
+    "StallError": "lightning_gpuopt.diagnosis.stalls",
+    "StallReport": "lightning_gpuopt.diagnosis.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,121 @@
+"""The one door to Lightning: every import of it, and every private attribute of it that we touch.
+
+Each function that reads a private attribute names the version it was read from and what happens when it is gone: the
+feature stands aside and says so, training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+# `lightning` and `pytorch_lightning` are the same code under two names, whose classes do not know one another. Speak
+# the name that the user's program speaks.
+if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+    from lightning.pytorch.utilities.types import STEP_OUTPUT
+else:
+    from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning.callbacks import Checkpoint
+    from pytorch_lightning.loggers import Logger
+    from pytorch_lightning.profilers import PassThroughProfiler, Profiler
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
+    from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+    from pytorch_lightning.utilities.types import STEP_OUTPUT
+
+__all__ = [
+    "STEP_OUTPUT",
+    "Callback",
+    "Checkpoint",
+    "LightningModule",
+    "Logger",
+    "MisconfigurationException",
+    "PassThroughProfiler",
+    "Profiler",
+    "Trainer",
+    "finished_optimizer_step",
+    "rank_zero_info",
+    "rank_zero_warn",
+    "say_once",
+    "shadow",
+    "validation_loop",
+]
+
+log = logging.getLogger(__name__)
+
+_said: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary()
+
+
+def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True) -> None:
+    """Tell the user something once per Trainer, however many callbacks find the same cause.
+
+    Args:
+        trainer: whose run it concerns.
+        cause: what makes two messages the same, for example ``"nvml-unavailable"``.
+        message: what happened, and what to do.
+        warn: a warning, else an info line.
+    """
+    causes = _said.setdefault(trainer, set())
+    if cause in causes:
+        return
+    causes.add(cause)
+    if warn:
+        rank_zero_warn(message, stacklevel=3)
+    else:
+        rank_zero_info(message)
+
+
+def finished_optimizer_step(trainer: Trainer) -> int | None:
+    """The logging step that this batch completes, or None while gradients still accumulate.
+
+    For use in ``on_train_batch_end``. The count is the one that Lightning puts on the x axis of its own metrics.
+
+    Reads ``_TrainingEpochLoop._should_accumulate`` and ``_batches_that_stepped`` (Lightning 2.5.0 to 2.6.6). Without
+    them the public ``trainer.global_step`` stands in, which counts each optimizer of several.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    try:
+        if loop._should_accumulate():
+            return None
+        return int(loop._batches_that_stepped)
+    except AttributeError:
+        return trainer.global_step - 1
+
+
+def validation_loop(trainer: Trainer) -> Any | None:
+    """The loop that validates inside ``fit``; its ``run()`` is one whole validation.
+
+    Reads ``trainer.fit_loop.epoch_loop.val_loop`` (Lightning 2.5.0 to 2.6.6). None when it is gone: validation is then
+    seen from the validation hooks alone, and the start of its workers counts as ``other``.
+    """
+    return getattr(trainer.fit_loop.epoch_loop, "val_loop", None)
+
+
+def shadow(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
+    """Put ``replacement`` in front of the method ``name`` on this one object.
+
+    Returns:
+        The undo, which may be called more than once. It takes away only what was placed here: what somebody else put
+        on top since then stays.
+    """
+    absent = object()
+    before = vars(owner).get(name, absent)
+    setattr(owner, name, replacement)
+
+    def undo() -> None:
+        if vars(owner).get(name) is not replacement:
+            return
+        if before is absent:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    return undo

@@ -1,0 +1,1 @@
+"""Thin Lightning shells over the rooms below."""

@@ -1,0 +1,1 @@
+"""Why the GPU waits: measurements in, findings and reports out."""
