@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 # `lightning` and `pytorch_lightning` are the same code under two names, whose classes do not know one another. Speak
 # the name that the user's program speaks.
 if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
     from lightning.pytorch.callbacks import Checkpoint
-    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.loggers import CSVLogger, Logger
     from lightning.pytorch.profilers import PassThroughProfiler, Profiler
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 else:
-    from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
     from pytorch_lightning.callbacks import Checkpoint
-    from pytorch_lightning.loggers import Logger
+    from pytorch_lightning.loggers import CSVLogger, Logger
     from pytorch_lightning.profilers import PassThroughProfiler, Profiler
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
     from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -33,6 +33,7 @@ else:
 
 __all__ = [
     "STEP_OUTPUT",
+    "CSVLogger",
     "Callback",
     "Checkpoint",
     "LightningModule",
@@ -42,16 +43,27 @@ __all__ = [
     "Profiler",
     "Trainer",
     "finished_optimizer_step",
+    "logging_step",
+    "profiler",
     "rank_zero_info",
     "rank_zero_warn",
     "say_once",
+    "seed_everything",
     "shadow",
+    "train_iterators",
+    "train_loaders",
     "validation_loop",
+    "version",
 ]
 
 log = logging.getLogger(__name__)
 
 _said: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary()
+
+
+def version() -> str:
+    """The version of Lightning under the name that we speak."""
+    return str(sys.modules[Trainer.__module__.partition(".")[0]].__version__)
 
 
 def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True) -> None:
@@ -68,26 +80,58 @@ def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True) -
         return
     causes.add(cause)
     if warn:
-        rank_zero_warn(message, stacklevel=3)
+        rank_zero_warn(message, stacklevel=5)
     else:
         rank_zero_info(message)
+
+
+def logging_step(trainer: Trainer) -> int:
+    """The step that Lightning puts on the x axis of its own metrics now; in ``on_train_batch_end``, this batch's.
+
+    Reads ``_TrainingEpochLoop._batches_that_stepped`` (Lightning 2.5.0 to 2.6.6). Without it the public
+    ``trainer.global_step`` stands in, which counts each optimizer of several.
+    """
+    try:
+        return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+    except AttributeError:
+        return max(trainer.global_step - 1, 0)
 
 
 def finished_optimizer_step(trainer: Trainer) -> int | None:
     """The logging step that this batch completes, or None while gradients still accumulate.
 
-    For use in ``on_train_batch_end``. The count is the one that Lightning puts on the x axis of its own metrics.
-
-    Reads ``_TrainingEpochLoop._should_accumulate`` and ``_batches_that_stepped`` (Lightning 2.5.0 to 2.6.6). Without
-    them the public ``trainer.global_step`` stands in, which counts each optimizer of several.
+    For use in ``on_train_batch_end``. Reads ``_TrainingEpochLoop._should_accumulate`` (Lightning 2.5.0 to 2.6.6);
+    without it every batch counts as a step.
     """
     loop = trainer.fit_loop.epoch_loop
     try:
-        if loop._should_accumulate():
-            return None
-        return int(loop._batches_that_stepped)
+        accumulating = loop._should_accumulate()
     except AttributeError:
-        return trainer.global_step - 1
+        accumulating = False
+    return None if accumulating else logging_step(trainer)
+
+
+def train_loaders(trainer: Trainer) -> list[Any]:
+    """The training loaders as Lightning made them ready, one by one.
+
+    Reads ``_FitLoop._combined_loader`` (Lightning 2.5.0 to 2.6.6); empty when it is gone.
+    """
+    combined = getattr(trainer.fit_loop, "_combined_loader", None)
+    return list(getattr(combined, "flattened", ()))
+
+
+def train_iterators(trainer: Trainer) -> list[Any]:
+    """The running iterators over :func:`train_loaders`.
+
+    Reads ``CombinedLoader._iterator.iterators`` (Lightning 2.5.0 to 2.6.6); empty when it is gone, or between epochs.
+    """
+    combined = getattr(trainer.fit_loop, "_combined_loader", None)
+    return list(getattr(getattr(combined, "_iterator", None), "iterators", ()))
+
+
+def profiler(trainer: Trainer) -> Profiler:
+    """The profiler in the Trainer; public, but set where a type checker does not see it."""
+    return trainer.profiler  # type: ignore[attr-defined,no-any-return]
 
 
 def validation_loop(trainer: Trainer) -> Any | None:
@@ -99,8 +143,8 @@ def validation_loop(trainer: Trainer) -> Any | None:
     return getattr(trainer.fit_loop.epoch_loop, "val_loop", None)
 
 
-def shadow(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
-    """Put ``replacement`` in front of the method ``name`` on this one object.
+def shadow(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
+    """Put ``replacement`` in front of the attribute or method ``name`` of this one object.
 
     Returns:
         The undo, which may be called more than once. It takes away only what was placed here: what somebody else put

@@ -183,4 +183,4 @@ def _open_store(name: str) -> Any:
     except (ImportError, ValueError, RuntimeError):
         return None
     run = _runs[name] = _runs.get(name, 0) + 1
-    return dist.PrefixStore(f"lightning_gpuopt/{name}/{run}", store)
+    return dist.PrefixStore(f"lightning_gpuopt/{name}/{run}", store)  # type: ignore[attr-defined]

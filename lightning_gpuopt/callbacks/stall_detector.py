@@ -1,0 +1,246 @@
+"""``StallDetector``: where the training loop's time goes, and why."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+import fsspec
+
+from lightning_gpuopt._lightning import (
+    STEP_OUTPUT,
+    Callback,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    rank_zero_warn,
+    say_once,
+)
+from lightning_gpuopt.callbacks._observed_fit import ObservedFit
+from lightning_gpuopt.diagnosis.report import Finding, StallReport
+from lightning_gpuopt.diagnosis.stalls import StallError, diagnose
+from lightning_gpuopt.timeline.phases import PHASES
+
+logger = logging.getLogger(__name__)
+
+OnStall = Literal["warn", "raise", "ignore"]
+
+
+class StallDetector(Callback):
+    """Say where the time of a training run goes, and what holds it up.
+
+    The time between ``on_train_start`` and ``on_train_end`` is booked to phases: ``data_wait``, ``transfer``,
+    ``forward``, ``backward``, ``optimizer``, ``callbacks``, ``logging``, ``validation``, ``checkpoint``,
+    ``epoch_setup`` (starting workers, the first batch of an epoch) and ``other``. The seconds are exclusive and sum to
+    wall time. On a CUDA device the GPU's own idle time between steps is measured too, from CUDA events that are read
+    later: a host that waits while the GPU still works is no stall.
+
+    Every ``window_size`` batches it logs ``step/time_s`` (mean seconds per batch, without validation, checkpoints and
+    the set-up of epochs), ``step/{phase}_percent`` (share of the window's wall time, 0-100) and ``stall/count`` (causes
+    above the threshold in that window). A cause that is above the threshold over the run so far is told once. When
+    ``fit`` ends, also by an exception, ``report.json`` is in ``report_dir``.
+
+    Weights, batches, their order and random state are as without it. Rank 0 speaks, of its own time.
+
+    Args:
+        threshold: share of wall time, 0-1, from which on a cause is reported.
+        window_size: training batches in a window.
+        warmup_steps: training batches at the beginning of ``fit`` that are left out of findings (compilation, cold
+            caches); they are still in the report's ``phases``.
+        on_stall: ``"warn"`` once for each cause, ``"raise"`` a ``StallError`` at the end of the window, or
+            ``"ignore"``.
+        report_dir: folder of the report; by default ``<trainer.log_dir>/gpuopt``, and none under ``fast_dev_run``.
+
+    Raises:
+        ValueError: an argument is out of range.
+        MisconfigurationException: two StallDetectors in one Trainer.
+        StallError: a stall was found, with ``on_stall="raise"``.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+        from lightning_gpuopt import StallDetector
+
+        detector = StallDetector()
+        trainer = Trainer(callbacks=[detector])
+        trainer.fit(model, train_dataloader)
+        print(detector.report)
+    """
+
+    def __init__(
+        self,
+        threshold: float = 0.1,
+        window_size: int = 50,
+        warmup_steps: int = 5,
+        on_stall: OnStall = "warn",
+        report_dir: str | Path | None = None,
+    ) -> None:
+        if not isinstance(threshold, (int, float)) or not 0 < threshold <= 1:
+            raise ValueError(f"threshold: expected a share of wall time above 0 and at most 1, got {threshold!r}")
+        if not isinstance(window_size, int) or window_size < 1:
+            raise ValueError(f"window_size: expected a number of batches, at least 1, got {window_size!r}")
+        if not isinstance(warmup_steps, int) or warmup_steps < 0:
+            raise ValueError(f"warmup_steps: expected a number of batches, at least 0, got {warmup_steps!r}")
+        if on_stall not in get_args(OnStall):
+            raise ValueError(f"on_stall: expected one of {', '.join(map(repr, get_args(OnStall)))}, got {on_stall!r}")
+        self.threshold = float(threshold)
+        self.window_size = window_size
+        self.warmup_steps = warmup_steps
+        self.on_stall: OnStall = on_stall
+        self.report_dir = report_dir
+        self._run: ObservedFit | None = None
+        self._report: StallReport | None = None
+        self._folder: str | None = None
+        self._told: set[str] = set()
+
+    @property
+    def report(self) -> StallReport:
+        """The report of the run until now, or of the last ``fit`` as it was when training ended."""
+        if self._run is not None:
+            return self._run.report(self.threshold)
+        if self._report is not None:
+            return self._report
+        return StallReport("compute_bound", 0.0, dict.fromkeys(PHASES, 0.0), [], notes=["No training has run yet."])
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the Trainer's set-up and find the folder of the report."""
+        if stage != "fit":
+            return
+        if any(isinstance(other, StallDetector) and other is not self for other in trainer.callbacks):  # type: ignore[attr-defined]
+            raise MisconfigurationException(
+                "Two StallDetectors are in this Trainer. Expected one: each would measure the other. Take one away."
+            )
+        self._leave()
+        self._told.clear()
+        self._report = None
+        self._folder = None
+        log_dir = trainer.log_dir  # asks the other ranks, so every rank asks
+        if self.report_dir is not None:
+            self._folder = str(self.report_dir)
+        elif log_dir is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._folder = f"{str(log_dir).rstrip('/')}/gpuopt"
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to measure."""
+        with _Guard(self, trainer):
+            self._run = ObservedFit(trainer, pl_module, self.window_size, self.warmup_steps)
+            self._run.start()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The next step does not follow on the last one."""
+        if self._run is not None:
+            self._run.interrupt()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The next step does not follow on the last one."""
+        if self._run is not None:
+            self._run.interrupt()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """The next step does not follow on the last one."""
+        if self._run is not None:
+            self._run.interrupt()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the step; at the end of a window, log and tell."""
+        run = self._run
+        if run is None:
+            return
+        with _Guard(self, trainer):
+            if run.step_done():
+                self._close_window(trainer, run)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Freeze the report, write it, and leave the Trainer as it was."""
+        self._finish(trainer, tell=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same, for a run that ends early; Lightning calls no ``teardown`` then."""
+        self._finish(trainer, tell=False)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the Trainer as it was, however training ended."""
+        self._leave()
+
+    def _close_window(self, trainer: Trainer, run: ObservedFit) -> None:
+        window = run.close_window()
+        if window is None:
+            return
+        found = diagnose(window, self.threshold)
+        run.log_window(trainer, window.times, len(found))
+        self._tell(run.findings(self.threshold))
+
+    def _tell(self, findings: list[Finding]) -> None:
+        for finding in findings:
+            who = f"{finding.cause} {finding.evidence.get('callback', '')}".rstrip()
+            if who in self._told:
+                continue
+            self._told.add(who)
+            text = f"Training waits: {who} takes {finding.share * 100:.0f} % of the time. {finding.advice}"
+            if self.on_stall == "raise":
+                raise StallError(text)
+            if self.on_stall == "warn":
+                rank_zero_warn(f"StallDetector: {text}")
+
+    def _finish(self, trainer: Trainer, *, tell: bool) -> None:
+        run = self._run
+        if run is None:
+            return
+        with _Guard(self, trainer):
+            run.stop()
+            self._report = run.report(self.threshold)
+            run.log_rest(trainer, self.threshold)
+        self._leave()
+        if self._report is None:
+            return
+        if trainer.is_global_zero and self._folder is not None:
+            self._write(trainer, self._folder, self._report)
+        if tell:
+            self._tell(self._report.findings)
+
+    def _write(self, trainer: Trainer, folder: str, report: StallReport) -> None:
+        path = f"{folder.rstrip('/')}/report.json"
+        try:
+            if "://" in folder:
+                with fsspec.open(path, "w", auto_mkdir=True) as file:
+                    file.write(report.to_json())
+            else:
+                report.save_json(path)
+        except Exception as error:
+            say_once(trainer, "report-not-written", f"StallDetector could not write {path}: {error}")
+
+    def _leave(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.undo()
+
+
+class _Guard:
+    """Our own failure never ends training: it is told once, and the detector stands aside."""
+
+    __slots__ = ("detector", "trainer")
+
+    def __init__(self, detector: StallDetector, trainer: Trainer) -> None:
+        self.detector = detector
+        self.trainer = trainer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None or not isinstance(error, Exception) or isinstance(error, StallError):
+            return False
+        logger.debug("StallDetector failed", exc_info=error)
+        self.detector._leave()
+        say_once(
+            self.trainer,
+            "stall-detector-failed",
+            f"StallDetector stands aside, training goes on: {type(error).__name__}: {error}",
+        )
+        return True

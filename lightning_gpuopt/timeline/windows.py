@@ -1,0 +1,110 @@
+"""Cuts a timeline into windows, sets warm-up aside, and keeps the whole run in a bounded number of stretches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_gpuopt.timeline.phases import PhaseTimes
+
+_MOST_STRETCHES: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of the run.
+
+    Attributes:
+        start_s: its beginning, in seconds since the timeline's start.
+        times: what happened in it.
+    """
+
+    start_s: float
+    times: PhaseTimes
+
+
+class Windows:
+    """Window by window through a run, from readings of one timeline.
+
+    Args:
+        window_size: training batches in a window.
+        warmup_steps: training batches at the beginning that no window holds.
+
+    Example::
+
+        windows = Windows(window_size=50, warmup_steps=5)
+        if windows.due(steps):                        # after each step
+            window = windows.close(timeline.times())  # None at the end of warm-up
+    """
+
+    def __init__(self, window_size: int, warmup_steps: int) -> None:
+        self._window_size = window_size
+        self._next = warmup_steps if warmup_steps else window_size
+        self._warm: PhaseTimes | None = None
+        self._needs_warmup = warmup_steps > 0
+        self._last: PhaseTimes | None = None
+        self._stretches: list[Window] = []
+        self._per_stretch = 1
+        self._in_last = 0
+
+    def due(self, steps: int) -> bool:
+        """Whether a window, or warm-up, ends with this many steps done."""
+        return steps >= self._next
+
+    def close(self, reading: PhaseTimes) -> Window | None:
+        """End the window under way.
+
+        Args:
+            reading: the timeline's times now.
+
+        Returns:
+            The window; None when it was warm-up that ended.
+        """
+        window = Window(
+            self._last.wall_s if self._last is not None else 0.0,
+            reading - self._last if self._last is not None else reading,
+        )
+        self._keep(window)
+        self._last = reading
+        self._next = reading.steps + self._window_size
+        if self._needs_warmup and self._warm is None:
+            self._warm = reading
+            return None
+        return window
+
+    def steady(self, reading: PhaseTimes) -> PhaseTimes | None:
+        """What came after warm-up; None while warm-up goes on.
+
+        Args:
+            reading: the timeline's times now.
+        """
+        if not self._needs_warmup:
+            return reading
+        return reading - self._warm if self._warm is not None else None
+
+    def stretches(self, reading: PhaseTimes) -> list[Window]:
+        """The whole run until now, oldest first, in at most 513 stretches.
+
+        Args:
+            reading: the timeline's times now.
+        """
+        start_s = self._last.wall_s if self._last is not None else 0.0
+        rest = Window(start_s, reading - self._last if self._last is not None else reading)
+        return [*self._stretches, rest] if rest.times.wall_s > 0 else list(self._stretches)
+
+    def _keep(self, window: Window) -> None:
+        """Add a window to the stretches; when there are too many, each two neighbours become one from then on."""
+        if self._stretches and self._in_last < self._per_stretch:
+            self._stretches[-1] = _joined(self._stretches[-1], window)
+            self._in_last += 1
+            return
+        self._stretches.append(window)
+        self._in_last = 1
+        if len(self._stretches) > _MOST_STRETCHES:
+            pairs = [self._stretches[i : i + 2] for i in range(0, len(self._stretches), 2)]
+            self._stretches = [_joined(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+            self._per_stretch *= 2
+
+
+def _joined(first: Window, second: Window) -> Window:
+    return Window(first.start_s, first.times + second.times)
