@@ -119,8 +119,8 @@ class StallDetector(Callback):
         log_dir = trainer.log_dir  # asks the other ranks, so every rank asks
         if self.report_dir is not None:
             self._folder = str(self.report_dir)
-        elif log_dir is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._folder = f"{str(log_dir).rstrip('/')}/gpuopt"
+        elif not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._folder = f"{str(log_dir or trainer.default_root_dir).rstrip('/')}/gpuopt"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure."""

@@ -152,7 +152,7 @@ def _advised_workers(cause: str, measurement: Measurement) -> int | None:
         return None
     wait_s = times.phases["data_wait"] / times.steps
     consumer_s = max((times.step_s or 0.0) - wait_s, 1e-6)
-    cpus = max(host.usable_cpus, 1.0) if host is not None else math.inf
+    cpus = max(host.usable_cpus, 1.0) if host is not None else float(_MOST_WORKERS)
     if cause == "main_process_loading":
         return max(1, min(math.ceil(_HEADROOM * wait_s / consumer_s), math.ceil(cpus), _MOST_WORKERS))
     now = loader.num_workers

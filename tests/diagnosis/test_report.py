@@ -1,0 +1,104 @@
+"""The report's forms: data, JSON by its schema, a file that is whole, a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, Finding, StallReport, Stretch
+from lightning_gpuopt.timeline.phases import PHASES
+
+
+def some_report() -> StallReport:
+    phases = dict.fromkeys(PHASES, 0.0) | {"data_wait": 6.0, "forward": 3.0, "other": 1.0}
+    finding = Finding(
+        "main_process_loading",
+        0.6,
+        {"ms_per_step": 60.0, "num_workers": 0},
+        "The training process loads the data itself. Load in worker processes: num_workers=2.",
+        {"num_workers": 2, "persistent_workers": True},
+    )
+    return StallReport(
+        "main_process_loading",
+        10.0,
+        phases,
+        [finding],
+        steps=100,
+        step_s=0.1,
+        timeline=[Stretch(0.0, 10.0, 100, phases)],
+        notes=["[nothing] could be read"],
+        environment={"torch": "2.13.0"},
+    )
+
+
+def test_the_json_form_keeps_its_schema() -> None:
+    report = some_report()
+    data = json.loads(report.to_json())
+    jsonschema.validate(data, REPORT_SCHEMA)
+    assert data["schema_version"] == 1
+    assert data["phases"] == report.phases
+    assert data["findings"][0]["settings"] == {"num_workers": 2, "persistent_workers": True}
+
+
+def test_the_schema_refuses_what_it_does_not_know() -> None:
+    data = json.loads(some_report().to_json())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(data | {"surprise": 1}, REPORT_SCHEMA)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({name: value for name, value in data.items() if name != "verdict"}, REPORT_SCHEMA)
+
+
+def test_an_unknown_value_is_left_out_not_zero() -> None:
+    data = json.loads(StallReport("compute_bound", 0.0, {}, []).to_json())
+    jsonschema.validate(data, REPORT_SCHEMA)
+    assert "step_s" not in data
+    assert "gpu_idle_s" not in data
+    assert "predicted_speedup" not in json.loads(some_report().to_json())["findings"][0]
+
+
+def test_a_prediction_is_three_numbers() -> None:
+    finding = Finding("slow_storage", 0.5, {}, "", predicted_speedup=(1.5, 1.8, 2.0))
+    data = json.loads(StallReport("slow_storage", 1.0, {}, [finding]).to_json())
+    jsonschema.validate(data, REPORT_SCHEMA)
+    assert data["findings"][0]["predicted_speedup"] == [1.5, 1.8, 2.0]
+
+
+def test_the_file_is_written_whole_and_alone(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "folder" / "report.json"
+    some_report().save_json(target)
+    some_report().save_json(str(target))
+    assert json.loads(target.read_text()) == json.loads(some_report().to_json())
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_failed_write_harms_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    target.mkdir()
+    with pytest.raises(OSError, match="report"):
+        some_report().save_json(target)
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_the_table_for_the_terminal() -> None:
+    assert str(some_report()).splitlines() == [
+        "Verdict: main_process_loading   (100 steps in 10.0 s, 100.0 ms a step)",
+        "",
+        " where the time went   seconds    share",
+        " ───────────────────────────────────────────────────────────────────────",
+        " data_wait                6.00   60.0 %   ██████████████████",
+        " forward                  3.00   30.0 %   █████████",
+        " other                    1.00   10.0 %   ███",
+        "",
+        "1. main_process_loading: 60 % of the time",
+        "   The training process loads the data itself. Load in worker processes:",
+        "   num_workers=2.",
+        "   (ms_per_step=60.0, num_workers=0)",
+        "Note: [nothing] could be read",
+    ]
+
+
+def test_a_report_of_nothing_has_no_table() -> None:
+    assert str(StallReport("compute_bound", 0.0, {}, [])) == "Verdict: compute_bound   (0 steps in 0.0 s)"

@@ -1,0 +1,185 @@
+"""Usable CPUs and worker activity, read from files laid out as the kernel lays them out, and from real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from lightning_gpuopt.telemetry.host import HostWatch, usable_cpus
+
+CPUS = sorted(os.sched_getaffinity(0))
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+class TestUsableCpus:
+    def test_without_a_quota_it_is_the_affinity(self, tmp_path: Path) -> None:
+        write(tmp_path / "proc/self/cgroup", "0::/\n")
+        write(tmp_path / "cgroup/cpu.max", "max 100000\n")
+        assert usable_cpus(tmp_path / "cgroup", tmp_path / "proc") == len(CPUS)
+
+    def test_a_v2_quota_can_be_a_fraction(self, tmp_path: Path) -> None:
+        write(tmp_path / "proc/self/cgroup", "0::/job/step\n")
+        write(tmp_path / "cgroup/job/step/cpu.max", "max 100000\n")
+        write(tmp_path / "cgroup/job/cpu.max", "50000 100000\n")
+        assert usable_cpus(tmp_path / "cgroup", tmp_path / "proc") == 0.5
+
+    def test_a_v1_quota_is_read_from_the_cpu_controller(self, tmp_path: Path) -> None:
+        write(tmp_path / "proc/self/cgroup", "5:memory:/job\n4:cpu,cpuacct:/job\n")
+        write(tmp_path / "cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", "25000\n")
+        write(tmp_path / "cgroup/cpu,cpuacct/job/cpu.cfs_period_us", "100000\n")
+        assert usable_cpus(tmp_path / "cgroup", tmp_path / "proc") == 0.25
+
+    def test_a_v1_group_without_a_quota_says_minus_one(self, tmp_path: Path) -> None:
+        write(tmp_path / "proc/self/cgroup", "4:cpu,cpuacct:/\n")
+        write(tmp_path / "cgroup/cpu/cpu.cfs_quota_us", "-1\n")
+        write(tmp_path / "cgroup/cpu/cpu.cfs_period_us", "100000\n")
+        assert usable_cpus(tmp_path / "cgroup", tmp_path / "proc") == len(CPUS)
+
+    def test_the_hosts_path_in_a_container_falls_back_to_the_mounted_group(self, tmp_path: Path) -> None:
+        write(tmp_path / "proc/self/cgroup", "0::/docker/0123abcd\n")
+        write(tmp_path / "cgroup/cpu.max", "150000 100000\n")
+        assert usable_cpus(tmp_path / "cgroup", tmp_path / "proc") == min(1.5, len(CPUS))
+
+    def test_files_that_cannot_be_read_are_no_quota(self, tmp_path: Path) -> None:
+        assert usable_cpus(tmp_path / "cgroup", tmp_path / "proc") == len(CPUS)
+        write(tmp_path / "proc/self/cgroup", "0::/\n")
+        write(tmp_path / "cgroup/cpu.max", "garbage\n")
+        assert usable_cpus(tmp_path / "cgroup", tmp_path / "proc") == len(CPUS)
+
+
+class Proc:
+    """A ``/proc`` of our own, and the clock that goes with it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.now_s = 100.0
+        self.idle(0.0)
+
+    def idle(self, seconds: float) -> None:
+        ticks = round(seconds * os.sysconf("SC_CLK_TCK"))
+        lines = [f"cpu  1 1 1 {ticks} 0 0 0 0 0 0", f"cpu{CPUS[0]} 1 1 1 {ticks} 0 0 0 0 0 0", "intr 1"]
+        write(self.root / "stat", "\n".join(lines) + "\n")
+
+    def process(self, pid: int, *threads: tuple[float, float]) -> None:
+        for number, (ran_s, queued_s) in enumerate(threads):
+            write(self.root / f"{pid}/task/{pid + number}/schedstat", f"{ran_s * 1e9:.0f} {queued_s * 1e9:.0f} 7\n")
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Proc:
+    return Proc(tmp_path)
+
+
+@pytest.fixture
+def watch(proc: Proc) -> HostWatch:
+    return HostWatch(proc=proc.root, clock=lambda: proc.now_s)
+
+
+def test_shares_are_means_over_workers_and_their_threads(proc: Proc, watch: HostWatch) -> None:
+    proc.process(11, (1.0, 0.0), (1.0, 0.0))
+    proc.process(12, (5.0, 5.0))
+    watch.workers([11, 12])
+    watch.read()
+    proc.now_s += 10
+    proc.process(11, (4.0, 1.0), (3.0, 0.0))
+    proc.process(12, (6.0, 8.0))
+    proc.idle(2.5)
+    watch.read()
+    activity = watch.activity()
+    assert activity.seconds == 20.0
+    assert activity.worker_cpu == pytest.approx(6 / 20)
+    assert activity.worker_queued == pytest.approx(4 / 20)
+    assert activity.free_cpus == pytest.approx(0.25)
+
+
+def test_a_worker_that_ends_takes_no_time_along(proc: Proc, watch: HostWatch) -> None:
+    proc.process(11, (1.0, 0.0))
+    watch.workers([11, 4_000_000])
+    watch.read()
+    proc.now_s += 1
+    watch.workers([13])
+    proc.process(13, (50.0, 0.0))
+    watch.read()
+    assert watch.activity().seconds == 0.0
+    assert watch.activity().worker_cpu is None
+    proc.now_s += 1
+    proc.process(13, (50.5, 0.0))
+    watch.read()
+    assert watch.activity().worker_cpu == pytest.approx(0.5)
+
+
+def test_a_reset_forgets_the_past_but_not_the_last_reading(proc: Proc, watch: HostWatch) -> None:
+    proc.process(11, (0.0, 0.0))
+    watch.workers([11])
+    watch.read()
+    proc.now_s += 1
+    proc.process(11, (1.0, 0.0))
+    watch.read()
+    watch.reset()
+    proc.now_s += 1
+    watch.read()
+    assert (watch.activity().seconds, watch.activity().worker_cpu) == (1.0, 0.0)
+
+
+def test_without_procfs_the_figures_are_absent(tmp_path: Path) -> None:
+    watch = HostWatch(proc=tmp_path / "nowhere")
+    watch.workers([os.getpid()])
+    watch.read()
+    watch.read()
+    activity = watch.activity()
+    assert (activity.worker_cpu, activity.worker_queued, activity.free_cpus) == (None, None, None)
+    assert activity.usable_cpus > 0
+
+
+def test_a_real_busy_process_is_seen_busy_and_a_sleeping_one_asleep() -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+    asleep = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert busy.stdout is not None
+        busy.stdout.readline()
+        shares = []
+        for process in (busy, asleep):
+            watch = HostWatch()
+            watch.workers([process.pid])
+            while (activity := watch.activity()).seconds < 0.3:
+                watch.read()
+                threading.Event().wait(0.05)
+            assert activity.worker_cpu is not None
+            assert activity.worker_queued is not None
+            shares.append(activity.worker_cpu + activity.worker_queued)
+        assert shares[0] > 0.8
+        assert shares[1] < 0.2
+    finally:
+        busy.kill()
+        asleep.kill()
+        busy.communicate()
+        asleep.communicate()
+
+
+def test_the_thread_reads_until_it_is_stopped(proc: Proc) -> None:
+    proc.process(11, (0.0, 0.0))
+    read_twice = threading.Event()
+    readings = []
+
+    def clock() -> float:
+        readings.append(1)
+        if len(readings) >= 4:
+            read_twice.set()
+        return float(len(readings))
+
+    watch = HostWatch(interval_s=0.001, proc=proc.root, clock=clock)
+    watch.workers([11])
+    watch.start()
+    assert read_twice.wait(10)
+    watch.stop()
+    assert "gpuopt-host" not in {thread.name for thread in threading.enumerate()}
+    watch.stop()
