@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ __all__ = [
     "say_once",
     "seed_everything",
     "shadow",
+    "signal_broadcast",
     "train_iterators",
     "train_loaders",
     "validation_loop",
@@ -66,7 +68,7 @@ def version() -> str:
     return str(sys.modules[Trainer.__module__.partition(".")[0]].__version__)
 
 
-def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True) -> None:
+def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True, every_rank: bool = False) -> None:
     """Tell the user something once per Trainer, however many callbacks find the same cause.
 
     Args:
@@ -74,12 +76,15 @@ def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True) -
         cause: what makes two messages the same, for example ``"nvml-unavailable"``.
         message: what happened, and what to do.
         warn: a warning, else an info line.
+        every_rank: warn on each rank that finds it, not on rank 0 only.
     """
     causes = _said.setdefault(trainer, set())
     if cause in causes:
         return
     causes.add(cause)
-    if warn:
+    if warn and every_rank and trainer.global_rank != 0:
+        warnings.warn(f"[rank {trainer.global_rank}] {message}", stacklevel=3)
+    elif warn:
         rank_zero_warn(message, stacklevel=5)
     else:
         rank_zero_info(message)
@@ -132,6 +137,17 @@ def train_iterators(trainer: Trainer) -> list[Any]:
 def profiler(trainer: Trainer) -> Profiler:
     """The profiler in the Trainer; public, but set where a type checker does not see it."""
     return trainer.profiler  # type: ignore[attr-defined,no-any-return]
+
+
+def signal_broadcast(trainer: Trainer) -> tuple[Any, str] | None:
+    """Where Lightning broadcasts before each step, under several ranks, whether a signal told it to stop.
+
+    Names ``_TrainingEpochLoop._broadcast_sigterm_tensor`` (read in Lightning 2.6.6). None where it does not exist: then
+    there is no such wait.
+    """
+    name = "_broadcast_sigterm_tensor"
+    loop = trainer.fit_loop.epoch_loop
+    return (loop, name) if callable(getattr(loop, name, None)) else None
 
 
 def validation_loop(trainer: Trainer) -> Any | None:

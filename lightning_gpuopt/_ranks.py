@@ -46,9 +46,7 @@ class Gathered:
 class _Pending:
     number: int
     step: int
-    own: Any
     since: float
-    last: bool = False
     arrived: dict[int, Any] = field(default_factory=dict)
 
 
@@ -102,10 +100,14 @@ class RankGather:
             step: the logging step at which the window closed.
             figures: anything that JSON can hold.
         """
-        if self._thread is None:
-            self._done.append(Gathered(step, {self.rank: figures}))
-        else:
-            self._inbox.put((step, figures))
+        self._inbox.put((step, figures))
+        if self._thread is None or self.problem is not None:
+            self._keep_own()
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether :meth:`ready` would give anything."""
+        return bool(self._done)
 
     def ready(self) -> list[Gathered]:
         """The windows that are complete since the last call, oldest first; on other ranks than 0 always empty."""
@@ -127,21 +129,30 @@ class RankGather:
         self._inbox.put(None)
         self._thread.join(timeout_s + 1.0)
         self._thread = None
+        self._keep_own()
 
     def _run(self) -> None:
         pending: deque[_Pending] = deque()
         try:
-            while True:
+            while pending or not self._closing.is_set() or not self._inbox.empty():
                 self._take_inbox(pending)
-                if self._closing.is_set() and not pending and self._inbox.empty():
-                    return
                 while pending and self._collect(pending[0]):
                     done = pending.popleft()
                     self._done.append(Gathered(done.step, done.arrived))
         except Exception as error:  # the store goes away with the process that hosts it
-            self.problem = f"the ranks' key-value store failed: {error}"
             log.debug("gather stopped", exc_info=True)
-            self._done.extend(Gathered(p.step, {self.rank: p.own}) for p in pending)
+            self._done.extend(Gathered(p.step, p.arrived) for p in pending)
+            self.problem = f"the ranks' key-value store failed: {error}"
+
+    def _keep_own(self) -> None:
+        """Give out what nobody will bring to the others any more."""
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if item is not None and self.collects:
+                self._done.append(Gathered(item[0], {self.rank: item[1]}))
 
     def _take_inbox(self, pending: deque[_Pending]) -> None:
         try:
@@ -152,7 +163,7 @@ class RankGather:
             return
         step, figures = item
         if self.rank == 0:
-            pending.append(_Pending(self._number, step, figures, time.monotonic(), arrived={0: figures}))
+            pending.append(_Pending(self._number, step, time.monotonic(), {0: figures}))
         else:
             self._store.set(f"{self._number}/{self.rank}", json.dumps(figures))
         self._number += 1

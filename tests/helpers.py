@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +102,50 @@ def final_weights(trainer: Trainer, seed: int = 0, **model_kwargs: Any) -> dict[
     model = TinyModel(**model_kwargs)
     trainer.fit(model)
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Wait until ``condition()`` holds; fail when it does not within ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
+
+
+def run_ranks(module: str, what: str, world_size: int, env: Mapping[str, str] | None = None) -> list[Any]:
+    """Run ``python -m module what`` as that many ranks of one node.
+
+    Returns:
+        The JSON in the last line that each printed; None for one that printed nothing.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {**(os.environ if env is None else env), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, what],
+            env={**common, "WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=50) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(process.returncode for process in processes), "\n".join(errors for _, errors in outputs)
+    return [json.loads(output.splitlines()[-1]) if output else None for output, _ in outputs]

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import platform
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from lightning_gpuopt import _lightning
 from lightning_gpuopt._lightning import Callback, Checkpoint, LightningModule, Trainer, shadow
+from lightning_gpuopt._ranks import RankGather
 from lightning_gpuopt._version import __version__
-from lightning_gpuopt.diagnosis.report import Finding, StallReport, Stretch
-from lightning_gpuopt.diagnosis.stalls import Measurement, diagnose, verdict_of
-from lightning_gpuopt.telemetry.host import HostWatch
-from lightning_gpuopt.timeline.gpu_clock import GpuClock, GpuTimes
-from lightning_gpuopt.timeline.loader import LoaderFacts, facts_of, worker_pids
-from lightning_gpuopt.timeline.phases import PhaseTimes, Timeline
+from lightning_gpuopt.callbacks._device_watch import DeviceWatch
+from lightning_gpuopt.callbacks._loader_watch import LoaderWatch
+from lightning_gpuopt.diagnosis.compare import proofs_of
+from lightning_gpuopt.diagnosis.measurement import Measurement, RankWork
+from lightning_gpuopt.diagnosis.predict import headroom
+from lightning_gpuopt.diagnosis.report import Finding, Proof, StallReport, Stretch
+from lightning_gpuopt.diagnosis.stalls import diagnose, verdict_of
+from lightning_gpuopt.timeline.gpu_clock import GpuTimes
+from lightning_gpuopt.timeline.hang import HangWatch
+from lightning_gpuopt.timeline.phases import Marks, PhaseTimes, Timeline
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
+from lightning_gpuopt.timeline.queues import QueueTimes
+from lightning_gpuopt.timeline.steps import StepClock
+from lightning_gpuopt.timeline.trace import NvtxTimeline
 from lightning_gpuopt.timeline.windows import Windows
+from lightning_gpuopt.timeline.worker_clock import WorkerTimes
+
+log = logging.getLogger(__name__)
 
 _LOGGER_CALLS: Final = (
     "log_metrics",
@@ -32,124 +47,266 @@ _LOGGER_CALLS: Final = (
 )
 
 
-class ObservedFit:
-    """The timeline, the GPU clock and the host watch of one ``fit``.
+@dataclass(frozen=True)
+class Options:
+    """What the user asked of the detector that concerns the measuring.
 
-    Args:
-        trainer: the Trainer, at ``on_train_start``.
-        pl_module: its module.
+    Attributes:
+        threshold: share of wall time from which on a cause is reported, 0-1.
         window_size: training batches in a window.
         warmup_steps: training batches that are left out of findings.
+        hang_timeout: seconds without a step that count as a hang; None: no watch.
+        nvtx: phases as NVTX ranges.
     """
 
-    def __init__(self, trainer: Trainer, pl_module: LightningModule, window_size: int, warmup_steps: int) -> None:
+    threshold: float
+    window_size: int
+    warmup_steps: int
+    hang_timeout: float | None
+    nvtx: bool
+
+
+@dataclass(frozen=True)
+class _Baseline:
+    """Readings at the end of warm-up, or at the last window."""
+
+    workers: WorkerTimes = WorkerTimes()  # noqa: RUF009 - frozen
+    queues: QueueTimes = QueueTimes()  # noqa: RUF009 - frozen
+    gpu: GpuTimes = GpuTimes()  # noqa: RUF009 - frozen
+
+
+class _Borders(Marks):
+    """Passes a step's borders on to whoever measures there; one that fails is left out from then on."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def connect(self, border: str, function: Callable[..., None]) -> None:
+        def safely(*arguments: Any) -> None:
+            try:
+                function(*arguments)
+            except Exception as error:
+                log.debug("a measurement failed", exc_info=True)
+                self.problems.append(f"Measuring at {border} stopped: {type(error).__name__}: {error}.")
+                setattr(self, border, lambda *arguments: None)
+
+        setattr(self, border, safely)
+
+
+class ObservedFit:
+    """Measures one ``fit``, from ``setup`` to its end.
+
+    Args:
+        trainer: the Trainer, in ``setup``.
+        pl_module: its module.
+        options: what the user asked for.
+    """
+
+    def __init__(self, trainer: Trainer, pl_module: LightningModule, options: Options) -> None:
         self._trainer = trainer
         self._pl_module = pl_module
-        self._warmup_steps = warmup_steps
+        self._options = options
         self._undo = ExitStack()
-        self._notes: list[str] = []
-        self._environment = _environment(trainer)
-        self._loader = LoaderFacts()
-        self._windows = Windows(window_size, warmup_steps)
-        self._logged = False
+        self.notes: list[str] = []
+        self._borders = _Borders()
+        self._windows = Windows(options.window_size, options.warmup_steps)
+        self._warm = self._last_window = _Baseline()
+        self._proofs: list[Proof] = []
+        self._pending: tuple[list[Finding], float] | None = None
+        self._ranks: dict[int, RankWork] = {}
+        self._gather: RankGather | None = None
+        self._hang: HangWatch | None = None
         self._epoch_seen = 0
-        self._host = HostWatch()
-        self._gpu: GpuClock | None = None
-        self._gpu_at_window = self._gpu_warm = GpuTimes()
-        if trainer.strategy.root_device.type == "cuda":
-            self._gpu = GpuClock(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self.timeline = Timeline(
-            checkpoint_callbacks=[each.state_key for each in callbacks if isinstance(each, Checkpoint)],
-            callback_names={each.state_key: type(each).__name__ for each in callbacks},
-            on_batch_arrives=self._gpu.batch_arrives if self._gpu else None,
-            on_compute_begins=self._gpu.compute_begins if self._gpu else None,
-            on_compute_ends=self._gpu.compute_ends if self._gpu else None,
-        )
+        self._logged = False
+        self.started = False
+        self.loader = LoaderWatch(trainer)
+        self._undo.callback(self.loader.undo)
+        self._device: DeviceWatch | None = None
 
     def start(self) -> None:
-        """Place the profiler and the few shadows, and begin to book time."""
+        """Place the profiler and the few shadows, and begin to book time; called in ``on_train_start``."""
         trainer = self._trainer
-        self._shadow(trainer, "profiler", TimelineProfiler(self.timeline, _lightning.profiler(trainer)))
+        self._environment = _environment(trainer)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        nvtx = self._options.nvtx and self._nvtx_is_there()
+        self.timeline = (NvtxTimeline if nvtx else Timeline)(
+            checkpoint_callbacks=[each.state_key for each in callbacks if isinstance(each, Checkpoint)],
+            callback_names={each.state_key: type(each).__name__ for each in callbacks},
+            marks=self._borders,
+        )
+        self.steps = StepClock(self.timeline, self._options.warmup_steps)
+        self._borders.connect("fetch_begins", self.loader.queues.before_fetch)
+        self._borders.connect("fetch_ends", self.loader.queues.after_fetch)
+        if trainer.strategy.root_device.type == "cuda":
+            self._device = DeviceWatch(trainer.strategy.root_device)
+            self._undo.callback(self._device.close)
+            for border in ("batch_arrives", "batch_copied", "compute_begins", "compute_ends"):
+                self._borders.connect(border, getattr(self._device.clock, border))
+        if trainer.world_size > 1:
+            self._gather = RankGather("stall-detector", trainer.global_rank, trainer.world_size)
+            self._undo.callback(self._gather.close, 1.0)
+        self._shadow_what_the_profiler_does_not_see()
+        self.loader.start()
+        self.started = True
+        self.timeline.start()
+
+    def _shadow_what_the_profiler_does_not_see(self) -> None:
+        trainer, timeline = self._trainer, self.timeline
+        self._shadow(trainer, "profiler", TimelineProfiler(timeline, _lightning.profiler(trainer)))
         validation = _lightning.validation_loop(trainer)
         if validation is not None:
-            self._shadow(validation, "run", self.timeline.validating(validation.run))
+            self._shadow(validation, "run", timeline.validating(validation.run))
         else:
-            self._notes.append("The start of validation could not be seen: its set-up counts as other.")
+            self.notes.append("The start of validation could not be seen: its set-up counts as other.")
         if not self._pl_module.automatic_optimization:  # manual_backward passes the profiler by
-            self._shadow(trainer.strategy, "backward", self.timeline.timed(trainer.strategy.backward, "backward"))
+            self._shadow(trainer.strategy, "backward", timeline.timed(trainer.strategy.backward, "backward"))
+        broadcast = _lightning.signal_broadcast(trainer)
+        if broadcast is not None and trainer.world_size > 1:
+            owner, name = broadcast
+            self._shadow(owner, name, timeline.timed(getattr(owner, name), "signal_broadcast"))
         for each in trainer.loggers:
             for name in _LOGGER_CALLS:
                 function = getattr(each, name, None)
                 if callable(function):
-                    self._shadow(each, name, self.timeline.timed(function, "logging"))
-        self._loader = facts_of(_lightning.train_loaders(trainer))
-        self._host.start()
-        self._undo.callback(self._host.stop)
-        self.timeline.start()
+                    self._shadow(each, name, timeline.timed(function, "logging"))
+
+    def _nvtx_is_there(self) -> bool:
+        try:
+            torch.cuda.nvtx.range_push("lightning_gpuopt")  # type: ignore[no-untyped-call]
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            self.notes.append("No NVTX ranges: this torch is built without CUDA.")
+            return False
+        return True
 
     def _shadow(self, owner: Any, name: str, replacement: Any) -> None:
         try:
             self._undo.callback(shadow(owner, name, replacement))
         except (AttributeError, TypeError):
-            self._notes.append(f"{type(owner).__name__}.{name} could not be timed.")
+            self.notes.append(f"{type(owner).__name__}.{name} could not be timed.")
+
+    def watch_for_hangs(self, write: Callable[[float], None]) -> None:
+        """Have ``write`` called, on a thread of its own, when no step is finished for ``hang_timeout`` seconds."""
+        if self._options.hang_timeout is not None:
+            self._hang = HangWatch(self._options.hang_timeout, write)
+            self._undo.callback(self._hang.stop)
+            self._hang.start()
 
     def stop(self) -> None:
-        """Freeze the figures."""
+        """Freeze the figures, and take in what the other ranks have to say."""
         self.timeline.stop()
-        if self._gpu is not None:
-            self._gpu.read(most_steps=1 << 30)
+        if self._device is not None:
+            self._device.clock.read(most_steps=1 << 30)
+        if self._gather is not None:
+            self._post()
+            self._gather.close(3.0)
+            self._take_in_ranks()
+        self._prove()
 
     def undo(self) -> None:
         """Take away all that was placed; may be called more than once."""
-        self.timeline.stop()
+        if self.started:
+            self.timeline.stop()
         self._undo.close()
 
     def interrupt(self) -> None:
         """Say that the next step does not follow on the last one."""
-        if self._gpu is not None:
-            self._gpu.interrupt()
+        if self._device is not None:
+            self._device.clock.interrupt()
 
     def step_done(self) -> bool:
         """Count a step; True when a window ends with it."""
         timeline = self.timeline
         timeline.step_done()
+        self.steps.step_done()
+        if self._hang is not None:
+            self._hang.progress()
         if timeline.epochs != self._epoch_seen:  # workers are started anew, unless they persist
             self._epoch_seen = timeline.epochs
-            self._loader = facts_of(_lightning.train_loaders(self._trainer))
-            self._host.workers(worker_pids(_lightning.train_iterators(self._trainer)))
-        if self._gpu is not None:
-            self._gpu.read()
+            self._loaders_may_have_changed()
+        if self._device is not None:
+            self._device.step_done()
         return self._windows.due(timeline.steps)
+
+    def _loaders_may_have_changed(self) -> None:
+        before = self.loader.facts
+        self.loader.epoch_begins()
+        if before.num_workers is None or self.loader.facts == before:
+            return
+        # From here on it is another run: what was found before is to be proved by what comes now.
+        self._prove()
+        times = self.timeline.times()
+        steady = self._windows.steady(times)
+        if steady is not None and steady.step_s is not None:
+            measured = self._since(self._warm, steady, before)
+            self._pending = (diagnose(measured, self._options.threshold), steady.step_s)
+        self._windows.restart(times)
+
+    def _prove(self) -> None:
+        steady = self._windows.steady(self.timeline.times())
+        if self._pending is not None and steady is not None and steady.steps:
+            findings, step_s = self._pending
+            loader = {name: getattr(self.loader.facts, name) for name in self.loader.facts.__dataclass_fields__}
+            self._proofs += proofs_of(findings, step_s, loader, steady.step_s)
+            self._pending = None
 
     def close_window(self) -> Measurement | None:
         """What the window that ends now measured; None when warm-up ended instead."""
         window = self._windows.close(self.timeline.times())
-        gpu = self._gpu.times() if self._gpu is not None else None
+        self.steps.window_done()
+        now = self._baseline()
         if window is None:
-            self._host.reset()
-            if gpu is not None:
-                self._gpu_at_window = self._gpu_warm = gpu
+            self.loader.reset_host()
+            if self._device is not None:
+                self._device.begin_window()
+            self._warm = self._last_window = now
             return None
-        before, self._gpu_at_window = self._gpu_at_window, gpu or GpuTimes()
-        return Measurement(window.times, self._loader, self._host.activity(), gpu - before if gpu is not None else None)
+        if self._device is not None:
+            self._windows.annotate(self._device.close_window())
+        if self._gather is not None:
+            self._post()
+            self._take_in_ranks()
+        measurement = self._since(self._last_window, window.times, self.loader.facts)
+        self._last_window = now
+        return measurement
 
-    def findings(self, threshold: float) -> list[Finding]:
-        """The causes above the threshold since warm-up."""
+    def _baseline(self) -> _Baseline:
+        gpu = self._device.clock.times() if self._device is not None else GpuTimes()
+        return _Baseline(self.loader.workers(), self.loader.queue_times(), gpu)
+
+    def _since(self, start: _Baseline, times: PhaseTimes, facts: Any) -> Measurement:
+        now = self._baseline()
+        return Measurement(
+            times=times,
+            loader=facts,
+            host=self.loader.host(),
+            gpu=now.gpu - start.gpu if self._device is not None else None,
+            workers=now.workers - start.workers,
+            queues=now.queues - start.queues,
+            device=self._device.state() if self._device is not None else None,
+            syncs=self._device.syncs if self._device is not None else None,
+            ranks=tuple(self._ranks[rank] for rank in sorted(self._ranks)),
+        )
+
+    def _steady(self) -> Measurement | None:
         steady = self._windows.steady(self.timeline.times())
-        return diagnose(self._measurement(steady), threshold) if steady is not None else []
+        return self._since(self._warm, steady, self.loader.facts) if steady is not None else None
 
-    def report(self, threshold: float) -> StallReport:
+    def findings(self) -> list[Finding]:
+        """The causes above the threshold since warm-up."""
+        measurement = self._steady()
+        if measurement is None:
+            return []
+        if self._device is not None:
+            self._device.look_closer_if_idle(measurement, self._options.threshold)
+        return diagnose(measurement, self._options.threshold)
+
+    def report(self) -> StallReport:
         """The report of the run until now."""
         times = self.timeline.times()
-        steady = self._windows.steady(times)
-        measurement = self._measurement(steady) if steady is not None else None
-        findings = diagnose(measurement, threshold) if measurement is not None else []
-        notes = list(self._notes)
-        if steady is None or not steady.steps:
-            notes.append(
-                f"Only {times.steps} steps have run, of which {self._warmup_steps} are warm-up: nothing is diagnosed."
-            )
+        measurement = self._steady()
+        findings = diagnose(measurement, self._options.threshold) if measurement is not None else []
+        steady = measurement.times if measurement is not None else None
         return StallReport(
             verdict=verdict_of(findings),
             wall_s=times.wall_s,
@@ -158,17 +315,56 @@ class ObservedFit:
             steps=times.steps,
             step_s=steady.step_s if steady is not None else None,
             gpu_idle_s=measurement.gpu.idle_s if measurement is not None and measurement.gpu is not None else None,
+            headroom=headroom(measurement) if measurement is not None else None,
+            loader=self.loader.facts,
+            step_times=self.steps.times(),
+            proofs=list(self._proofs),
             timeline=[
-                Stretch(each.start_s, each.times.wall_s, each.times.steps, each.times.phases)
+                Stretch(each.start_s, each.times.wall_s, each.times.steps, each.times.phases, each.gpu_utilization)
                 for each in self._windows.stretches(times)
             ],
-            notes=notes,
+            notes=self._all_notes(times, steady),
             environment=self._environment,
         )
 
-    def _measurement(self, steady: PhaseTimes) -> Measurement:
-        gpu = self._gpu.times() - self._gpu_warm if self._gpu is not None else None
-        return Measurement(steady, self._loader, self._host.activity(), gpu)
+    def _all_notes(self, times: PhaseTimes, steady: PhaseTimes | None) -> list[str]:
+        notes = self.notes + self._borders.problems + self.loader.notes()
+        if self._gather is not None and self._gather.problem is not None:
+            notes.append(f"Stragglers could not be looked for: {self._gather.problem}.")
+        if self._device is not None:
+            notes += self._device.notes
+        if steady is None or not steady.steps:
+            notes.append(f"Only {times.steps} steps have run, warm-up included: nothing is diagnosed.")
+        return notes
+
+    def _post(self) -> None:
+        """Send this rank's work since warm-up on its way to rank 0."""
+        measurement = self._steady()
+        if measurement is None or not measurement.times.steps or self._gather is None:
+            work = None
+        else:
+            times, workers = measurement.times, measurement.workers
+            own = ("transfer", "forward", "callbacks", "logging")
+            work = {
+                "rank": self._trainer.global_rank,
+                "data_wait_s": times.phases["data_wait"] / times.steps,
+                "compute_s": sum(times.phases[phase] for phase in own) / times.steps,
+                "loader_s": (
+                    workers.busy_s / workers.batches / max(measurement.loader.num_workers or 1, 1)
+                    if workers is not None and workers.batches
+                    else None
+                ),
+            }
+        if self._gather is not None:
+            self._gather.post(self.timeline.steps, work)
+
+    def _take_in_ranks(self) -> None:
+        if self._gather is None or not self._gather.collects:
+            return
+        for gathered in self._gather.ready():
+            for rank, work in gathered.by_rank.items():
+                if work is not None:
+                    self._ranks[rank] = RankWork(**work)
 
     def log_window(self, trainer: Trainer, times: PhaseTimes, stalls: int) -> None:
         """Send a window's figures to every logger."""
@@ -182,11 +378,21 @@ class ObservedFit:
         for each in trainer.loggers:
             each.log_metrics(metrics, step=step)
 
-    def log_rest(self, trainer: Trainer, threshold: float) -> None:
+    def log_rest(self, trainer: Trainer) -> None:
         """Log a run that was shorter than a window as one."""
-        steady = self._windows.steady(self.timeline.times())
-        if not self._logged and steady is not None and steady.steps:
-            self.log_window(trainer, steady, len(diagnose(self._measurement(steady), threshold)))
+        measurement = self._steady()
+        if not self._logged and measurement is not None and measurement.times.steps:
+            self.log_window(trainer, measurement.times, len(diagnose(measurement, self._options.threshold)))
+
+    def write_hang(self, folder: Path, quiet_s: float) -> Path:
+        """Write the state of this process and its workers; returns the file."""
+        from lightning_gpuopt.timeline.hang import write_state
+
+        rank = self._trainer.global_rank
+        number = 1 + len(list(folder.glob(f"hang-rank{rank}-*.txt")))
+        path = folder / f"hang-rank{rank}-{number}.txt"
+        write_state(path, quiet_s, self.loader.describe_workers())
+        return path
 
 
 def _environment(trainer: Trainer) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import tempfile
+import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
@@ -18,10 +20,12 @@ from lightning_gpuopt._lightning import (
     rank_zero_warn,
     say_once,
 )
-from lightning_gpuopt.callbacks._observed_fit import ObservedFit
+from lightning_gpuopt.callbacks._observed_fit import ObservedFit, Options
+from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.report import Finding, StallReport
 from lightning_gpuopt.diagnosis.stalls import StallError, diagnose
-from lightning_gpuopt.timeline.phases import PHASES
+from lightning_gpuopt.timeline.actions import PHASES
+from lightning_gpuopt.timeline.trace import TraceCapture
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +33,24 @@ OnStall = Literal["warn", "raise", "ignore"]
 
 
 class StallDetector(Callback):
-    """Say where the time of a training run goes, and what holds it up.
+    """Say where the time of a training run goes, what holds it up, what to change, and what that will bring.
 
     The time between ``on_train_start`` and ``on_train_end`` is booked to phases: ``data_wait``, ``transfer``,
     ``forward``, ``backward``, ``optimizer``, ``callbacks``, ``logging``, ``validation``, ``checkpoint``,
     ``epoch_setup`` (starting workers, the first batch of an epoch) and ``other``. The seconds are exclusive and sum to
-    wall time. On a CUDA device the GPU's own idle time between steps is measured too, from CUDA events that are read
-    later: a host that waits while the GPU still works is no stall.
+    wall time. Data wait is taken apart by what is timed inside the loader's workers, at its queues, and on the host. On
+    a CUDA device the GPU's own idle time is measured, from CUDA events that are read later: a host that waits while the
+    GPU still works is no stall.
 
     Every ``window_size`` batches it logs ``step/time_s`` (mean seconds per batch, without validation, checkpoints and
     the set-up of epochs), ``step/{phase}_percent`` (share of the window's wall time, 0-100) and ``stall/count`` (causes
     above the threshold in that window). A cause that is above the threshold over the run so far is told once. When
-    ``fit`` ends, also by an exception, ``report.json`` is in ``report_dir``.
+    ``fit`` ends, also by an exception, ``report.json`` and ``report.html`` are in ``report_dir``. A ``report.json``
+    that lies there from an earlier run is what the new one is compared with: where its advice was followed, the new
+    report shows the predicted gain beside the measured one.
 
-    Weights, batches, their order and random state are as without it. Rank 0 speaks, of its own time.
+    Weights, batches, their order and random state are as without it. Rank 0 speaks, of its own time, and of other ranks
+    that hold everybody up.
 
     Args:
         threshold: share of wall time, 0-1, from which on a cause is reported.
@@ -52,6 +60,12 @@ class StallDetector(Callback):
         on_stall: ``"warn"`` once for each cause, ``"raise"`` a ``StallError`` at the end of the window, or
             ``"ignore"``.
         report_dir: folder of the report; by default ``<trainer.log_dir>/gpuopt``, and none under ``fast_dev_run``.
+        hang_timeout: seconds without a finished step, counted from ``on_train_start``, after which the stacks of this
+            process and the state of its workers are written to ``report_dir/hang-*.txt`` and a warning is given, once
+            for each hang. Training is not ended.
+        nvtx: mark the phases as NVTX ranges as well, for Nsight Systems. Needs a CUDA build of torch.
+        capture_trace: when a stall is found, record the next five steps, once, with ``torch.profiler``, into
+            ``report_dir/trace.json.gz``, which Perfetto opens.
 
     Raises:
         ValueError: an argument is out of range.
@@ -76,8 +90,11 @@ class StallDetector(Callback):
         warmup_steps: int = 5,
         on_stall: OnStall = "warn",
         report_dir: str | Path | None = None,
+        hang_timeout: float | None = None,
+        nvtx: bool = False,
+        capture_trace: bool = False,
     ) -> None:
-        if not isinstance(threshold, (int, float)) or not 0 < threshold <= 1:
+        if not _is_number(threshold) or not 0 < threshold <= 1:
             raise ValueError(f"threshold: expected a share of wall time above 0 and at most 1, got {threshold!r}")
         if not isinstance(window_size, int) or window_size < 1:
             raise ValueError(f"window_size: expected a number of batches, at least 1, got {window_size!r}")
@@ -85,27 +102,34 @@ class StallDetector(Callback):
             raise ValueError(f"warmup_steps: expected a number of batches, at least 0, got {warmup_steps!r}")
         if on_stall not in get_args(OnStall):
             raise ValueError(f"on_stall: expected one of {', '.join(map(repr, get_args(OnStall)))}, got {on_stall!r}")
+        if hang_timeout is not None and (not _is_number(hang_timeout) or hang_timeout <= 0):
+            raise ValueError(f"hang_timeout: expected seconds above 0, or None, got {hang_timeout!r}")
         self.threshold = float(threshold)
         self.window_size = window_size
         self.warmup_steps = warmup_steps
         self.on_stall: OnStall = on_stall
         self.report_dir = report_dir
+        self.hang_timeout = hang_timeout
+        self.nvtx = nvtx
+        self.capture_trace = capture_trace
         self._run: ObservedFit | None = None
         self._report: StallReport | None = None
+        self._baseline: StallReport | None = None
         self._folder: str | None = None
         self._told: set[str] = set()
+        self._trace: TraceCapture | None = None
 
     @property
     def report(self) -> StallReport:
         """The report of the run until now, or of the last ``fit`` as it was when training ended."""
-        if self._run is not None:
-            return self._run.report(self.threshold)
+        if self._run is not None and self._run.started:
+            return self._with_proofs(self._run.report())
         if self._report is not None:
             return self._report
         return StallReport("compute_bound", 0.0, dict.fromkeys(PHASES, 0.0), [], notes=["No training has run yet."])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the Trainer's set-up and find the folder of the report."""
+        """Check the Trainer's set-up, find the folder of the report, and wait for the loaders to pass."""
         if stage != "fit":
             return
         if any(isinstance(other, StallDetector) and other is not self for other in trainer.callbacks):  # type: ignore[attr-defined]
@@ -114,45 +138,51 @@ class StallDetector(Callback):
             )
         self._leave()
         self._told.clear()
-        self._report = None
+        self._report = self._trace = None
         self._folder = None
         log_dir = trainer.log_dir  # asks the other ranks, so every rank asks
         if self.report_dir is not None:
-            self._folder = str(self.report_dir)
+            self._folder = str(self.report_dir).rstrip("/")
         elif not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._folder = f"{str(log_dir or trainer.default_root_dir).rstrip('/')}/gpuopt"
+        self._baseline = _read_report(self._folder)
+        options = Options(self.threshold, self.window_size, self.warmup_steps, self.hang_timeout, self.nvtx)
+        with _Guard(self, trainer):
+            self._run = ObservedFit(trainer, pl_module, options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure."""
+        run = self._run
+        if run is None:
+            return
         with _Guard(self, trainer):
-            self._run = ObservedFit(trainer, pl_module, self.window_size, self.warmup_steps)
-            self._run.start()
+            run.start()
+            run.watch_for_hangs(lambda quiet_s: self._tell_hang(run, quiet_s))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The next step does not follow on the last one."""
-        if self._run is not None:
-            self._run.interrupt()
+        self._interrupt()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The next step does not follow on the last one."""
-        if self._run is not None:
-            self._run.interrupt()
+        self._interrupt()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """The next step does not follow on the last one."""
-        if self._run is not None:
-            self._run.interrupt()
+        self._interrupt()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """Count the step; at the end of a window, log and tell."""
         run = self._run
-        if run is None:
+        if run is None or not run.started:
             return
         with _Guard(self, trainer):
             if run.step_done():
                 self._close_window(trainer, run)
+            elif self._trace is not None:
+                self._trace.step_done()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Freeze the report, write it, and leave the Trainer as it was."""
@@ -166,13 +196,19 @@ class StallDetector(Callback):
         """Leave the Trainer as it was, however training ended."""
         self._leave()
 
+    def _interrupt(self) -> None:
+        if self._run is not None and self._run.started:
+            self._run.interrupt()
+
     def _close_window(self, trainer: Trainer, run: ObservedFit) -> None:
         window = run.close_window()
         if window is None:
             return
-        found = diagnose(window, self.threshold)
-        run.log_window(trainer, window.times, len(found))
-        self._tell(run.findings(self.threshold))
+        run.log_window(trainer, window.times, len(diagnose(window, self.threshold)))
+        findings = run.findings()
+        if findings and self.capture_trace and self._trace is None:
+            self._begin_trace(trainer, run)
+        self._tell(findings)
 
     def _tell(self, findings: list[Finding]) -> None:
         for finding in findings:
@@ -186,14 +222,38 @@ class StallDetector(Callback):
             if self.on_stall == "warn":
                 rank_zero_warn(f"StallDetector: {text}")
 
+    def _tell_hang(self, run: ObservedFit, quiet_s: float) -> None:
+        """Called on the thread of the watch; any rank may be the one that hangs."""
+        folder = self._folder
+        local = Path(folder) if folder is not None and "://" not in folder else Path(tempfile.gettempdir())
+        path = run.write_hang(local, quiet_s)
+        warnings.warn(
+            f"StallDetector: no step was finished for {quiet_s:.0f} s. What every thread and worker is doing is in "
+            f"{path}. Training goes on waiting.",
+            stacklevel=2,
+        )
+
+    def _begin_trace(self, trainer: Trainer, run: ObservedFit) -> None:
+        if self._folder is None or "://" in self._folder or not trainer.is_global_zero:
+            return
+        trace = TraceCapture(Path(self._folder) / "trace.json.gz")
+        try:
+            trace.begin()
+        except RuntimeError as error:
+            run.notes.append(f"No trace was recorded: {error}")
+        self._trace = trace
+
     def _finish(self, trainer: Trainer, *, tell: bool) -> None:
         run = self._run
-        if run is None:
+        if run is None or not run.started:
+            self._leave()
             return
         with _Guard(self, trainer):
+            if self._trace is not None:
+                self._trace.end()
             run.stop()
-            self._report = run.report(self.threshold)
-            run.log_rest(trainer, self.threshold)
+            self._report = self._with_proofs(run.report())
+            run.log_rest(trainer)
         self._leave()
         if self._report is None:
             return
@@ -202,16 +262,27 @@ class StallDetector(Callback):
         if tell:
             self._tell(self._report.findings)
 
+    def _with_proofs(self, report: StallReport) -> StallReport:
+        if self._baseline is None:
+            return report
+        return report.with_proofs(compare(self._baseline, report).proofs)
+
     def _write(self, trainer: Trainer, folder: str, report: StallReport) -> None:
-        path = f"{folder.rstrip('/')}/report.json"
         try:
-            if "://" in folder:
-                with fsspec.open(path, "w", auto_mkdir=True) as file:
-                    file.write(report.to_json())
-            else:
-                report.save_json(path)
+            if "://" not in folder:
+                report.save_json(f"{folder}/report.json")
+                report.save_html(f"{folder}/report.html")
+                return
+            with tempfile.TemporaryDirectory() as local:
+                report.save_json(f"{local}/report.json")
+                report.save_html(f"{local}/report.html")
+                remote, path = fsspec.core.url_to_fs(folder)
+                remote.makedirs(path, exist_ok=True)
+                remote.put(
+                    [f"{local}/report.json", f"{local}/report.html"], [f"{path}/report.json", f"{path}/report.html"]
+                )
         except Exception as error:
-            say_once(trainer, "report-not-written", f"StallDetector could not write {path}: {error}")
+            say_once(trainer, "report-not-written", f"StallDetector could not write to {folder}: {error}")
 
     def _leave(self) -> None:
         run, self._run = self._run, None
@@ -244,3 +315,18 @@ class _Guard:
             f"StallDetector stands aside, training goes on: {type(error).__name__}: {error}",
         )
         return True
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _read_report(folder: str | None) -> StallReport | None:
+    """The report that an earlier run has left in the folder; None where there is none that can be read."""
+    if folder is None:
+        return None
+    try:
+        with fsspec.open(f"{folder}/report.json", "r", encoding="utf-8") as file:
+            return StallReport.from_json(file.read())
+    except Exception:  # none there, or somebody else's: nothing to compare with
+        return None

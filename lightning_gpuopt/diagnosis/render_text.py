@@ -1,4 +1,4 @@
-"""The report as a table for the terminal."""
+"""Reports as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
+
+from lightning_gpuopt.diagnosis import wording
 
 if TYPE_CHECKING:
-    from lightning_gpuopt.diagnosis.report import StallReport
+    from lightning_gpuopt.diagnosis.compare import Comparison
+    from lightning_gpuopt.diagnosis.report import Finding, StallReport
 
 _BAR_WIDTH: Final = 30
 
@@ -25,19 +28,54 @@ def render_text(report: StallReport, width: int = 80) -> str:
         width: columns of the terminal.
 
     Returns:
-        The verdict, the table of phases and the findings, without a newline at the end.
+        The verdict, the table of phases, the findings with what they predict, and the proofs, without a newline at the
+        end.
     """
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
-    console.print(_headline(report))
+    console = _console(width)
+    console.print(Text(_headline(report)))
     if report.wall_s > 0:
         console.print(_phase_table(report))
-    for number, finding in enumerate(report.findings, start=1):
-        console.print(f"{number}. {finding.cause}: {finding.share * 100:.0f} % of the time")
-        console.print(Padding(escape(finding.advice), (0, 0, 0, 3)))
-        facts = ", ".join(f"{name}={value}" for name, value in finding.evidence.items())
-        console.print(Padding(escape(f"({facts})"), (0, 0, 0, 3)))
+    for count, finding in enumerate(report.findings, start=1):
+        _print_finding(console, count, finding)
+    for line in (wording.headroom_line(report), wording.outlier_line(report)):
+        if line is not None:
+            console.print(Text(line))
+    for proof in report.proofs:
+        console.print(Text(wording.proof_line(proof)))
     for note in report.notes:
-        console.print(escape(f"Note: {note}"))
+        console.print(Text(f"Note: {note}"))
+    return _text_of(console)
+
+
+def render_comparison(comparison: Comparison, width: int = 80) -> str:
+    """Draw two runs side by side as plain text.
+
+    Args:
+        comparison: the runs.
+        width: columns of the terminal.
+
+    Returns:
+        Both verdicts, the speed before and after, the phases of a step in both, and the proofs, without a newline at
+        the end.
+    """
+    before, after = comparison.before, comparison.after
+    console = _console(width)
+    console.print(Text(f"Verdict: {before.verdict} → {after.verdict}"))
+    if comparison.speedup is not None:
+        console.print(Text(f"Measured speed-up: {wording.speedup(comparison.speedup)}"))
+    console.print(_comparison_table(comparison))
+    for proof in comparison.proofs:
+        console.print(Text(wording.proof_line(proof)))
+    if not comparison.proofs:
+        console.print(Text("None of the settings advised before is in force after."))
+    return _text_of(console)
+
+
+def _console(width: int) -> Console:
+    return Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+
+
+def _text_of(console: Console) -> str:
     file = console.file
     assert isinstance(file, io.StringIO)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
@@ -45,7 +83,17 @@ def render_text(report: StallReport, width: int = 80) -> str:
 
 def _headline(report: StallReport) -> str:
     step = f", {report.step_s * 1e3:.1f} ms a step" if report.step_s is not None else ""
-    return escape(f"Verdict: {report.verdict}   ({report.steps} steps in {report.wall_s:.1f} s{step})")
+    return f"Verdict: {report.verdict}   ({report.steps} steps in {report.wall_s:.1f} s{step})"
+
+
+def _print_finding(console: Console, count: int, finding: Finding) -> None:
+    console.print(Text(f"{count}. {finding.cause}: {wording.percent(finding.share)} of the time"))
+    facts = ", ".join(f"{what} {value}" for what, value in wording.evidence(finding))
+    for line in (finding.advice, f"({facts})" if facts else ""):
+        if line:
+            console.print(Padding(Text(line), (0, 0, 0, 3)))
+    if finding.predicted_speedup is not None:
+        console.print(Padding(Text(f"predicted: {wording.gain(finding.predicted_speedup)}"), (0, 0, 0, 3)))
 
 
 def _phase_table(report: StallReport) -> Table:
@@ -57,5 +105,16 @@ def _phase_table(report: StallReport) -> Table:
     for phase, seconds in sorted(report.phases.items(), key=lambda item: item[1], reverse=True):
         share = seconds / report.wall_s
         if seconds > 0:
-            table.add_row(phase, f"{seconds:.2f}", f"{share * 100:.1f} %", "█" * round(share * _BAR_WIDTH))
+            bar = "█" * round(share * _BAR_WIDTH)
+            table.add_row(Text(phase), f"{seconds:.2f}", f"{share * 100:.1f} %", bar)
+    return table
+
+
+def _comparison_table(comparison: Comparison) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for column in ("before", "after"):
+        table.add_column(column, justify="right")
+    for row in wording.comparison_rows(comparison):
+        table.add_row(*map(Text, row))
     return table

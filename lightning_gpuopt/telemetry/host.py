@@ -25,6 +25,10 @@ class HostActivity:
         worker_cpu: share of a worker's time spent computing, 0-1, mean over the workers.
         worker_queued: share of a worker's time spent waiting for a CPU, 0-1.
         free_cpus: usable CPUs that nobody used, this process, its workers and all others counted; mean.
+        process_cpus: CPUs that this process used, all its threads; mean.
+        throttled: share of the time in which a cgroup's quota stopped us, 0-1.
+        cpu_pressure: share of the time in which something on this machine waited for a CPU, 0-1 (``/proc/pressure``).
+        io_pressure: the same for I/O.
     """
 
     usable_cpus: float
@@ -32,6 +36,10 @@ class HostActivity:
     worker_cpu: float | None
     worker_queued: float | None
     free_cpus: float | None
+    process_cpus: float | None = None
+    throttled: float | None = None
+    cpu_pressure: float | None = None
+    io_pressure: float | None = None
 
 
 def usable_cpus(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> float:
@@ -45,46 +53,73 @@ def usable_cpus(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/
         count = float(len(os.sched_getaffinity(0)))
     except (AttributeError, OSError):  # not Linux
         count = float(os.cpu_count() or 1)
-    quota = _cgroup_quota(cgroup_root, proc)
-    return min(count, quota) if quota is not None else count
+    quotas = (_quota_of(group) for group in _cpu_groups(cgroup_root, proc))
+    return min([count, *(quota for quota in quotas if quota is not None)])
 
 
-def _cgroup_quota(cgroup_root: Path, proc: Path) -> float | None:
-    """The tightest CPU quota on the way from our cgroup to the root, in CPUs; None where there is none."""
+def _cpu_groups(cgroup_root: Path, proc: Path) -> list[Path]:
+    """The folders of our CPU cgroup and its parents, innermost first; empty where they cannot be known."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
-        return None
-    quotas: list[float] = []
+        return []
+    groups: list[Path] = []
     for line in lines:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers == "":
             base = cgroup_root / "unified" if (cgroup_root / "unified").is_dir() else cgroup_root
         elif "cpu" in controllers.split(","):
-            base = next(
-                (cgroup_root / name for name in (controllers, "cpu") if (cgroup_root / name).is_dir()), cgroup_root
-            )
+            mounts = [cgroup_root / name for name in (controllers, "cpu")]
+            base = next((mount for mount in mounts if mount.is_dir()), cgroup_root)
         else:
             continue
-        folder = base / path.strip("/")
         # Inside a container the path may be the host's, while only our own group is mounted at the root.
-        for group in [folder, *folder.parents]:
-            quotas += _quota_of(group)
-            if group == base:
+        folder = base / path.strip("/")
+        while True:
+            groups.append(folder)
+            if folder == base:
                 break
-    return min(quotas, default=None)
+            folder = folder.parent
+    return groups
 
 
-def _quota_of(group: Path) -> list[float]:
+def _quota_of(group: Path) -> float | None:
+    """CPUs that a cgroup allows; None where it sets no limit."""
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()
-            return [] if quota == "max" else [int(quota) / int(period)]
+            return None if quota == "max" else int(quota) / int(period)
         quota_us = int((group / "cpu.cfs_quota_us").read_text())
-        return [quota_us / int((group / "cpu.cfs_period_us").read_text())] if quota_us > 0 else []
+        return quota_us / int((group / "cpu.cfs_period_us").read_text()) if quota_us > 0 else None
     except (OSError, ValueError):
-        return []
+        return None
+
+
+def _throttled_s(groups: Sequence[Path]) -> float | None:
+    """Seconds for which quotas have stopped us; None without a quota."""
+    for group in groups:
+        try:
+            fields = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
+            if int(fields.get("nr_periods", 0)):
+                # v2 counts microseconds, v1 nanoseconds
+                return (
+                    int(fields["throttled_usec"]) / 1e6
+                    if "throttled_usec" in fields
+                    else int(fields["throttled_time"]) / 1e9
+                )
+        except (OSError, ValueError, KeyError):
+            continue
+    return None
+
+
+def _pressure_s(kind: str, proc: Path) -> float | None:
+    """Seconds for which something has waited for ``cpu`` or ``io``."""
+    try:
+        some = (proc / "pressure" / kind).read_text().splitlines()[0]
+        return int(some.rpartition("total=")[2]) / 1e6
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _worker_times(pid: int, proc: Path) -> tuple[int, int] | None:
@@ -100,12 +135,13 @@ def _worker_times(pid: int, proc: Path) -> tuple[int, int] | None:
     return ran, queued
 
 
-def _idle_ticks(proc: Path) -> int | None:
-    """Clock ticks that the CPUs we may run on have been idle."""
+def _idle_s(proc: Path) -> float | None:
+    """Seconds that the CPUs we may run on have been idle, summed up."""
     try:
         allowed = {f"cpu{index}" for index in os.sched_getaffinity(0)}
         lines = (proc / "stat").read_text().splitlines()
-        return sum(int(fields[4]) for line in lines if (fields := line.split()) and fields[0] in allowed)
+        ticks = sum(int(fields[4]) for line in lines if (fields := line.split()) and fields[0] in allowed)
+        return ticks / float(os.sysconf("SC_CLK_TCK"))
     except (AttributeError, OSError, ValueError, IndexError):
         return None
 
@@ -116,6 +152,7 @@ class HostWatch:
     Args:
         interval_s: seconds between readings.
         proc: where procfs is mounted.
+        cgroup_root: where the cgroup file systems are mounted.
         clock: a monotonic clock, in seconds.
 
     Example::
@@ -131,24 +168,31 @@ class HostWatch:
         self,
         interval_s: float = _READ_EVERY_S,
         proc: Path = Path("/proc"),
+        cgroup_root: Path = Path("/sys/fs/cgroup"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._interval_s = interval_s
         self._proc = proc
         self._clock = clock
-        self._usable_cpus = usable_cpus(proc=proc)
-        self._ticks_per_s = float(os.sysconf("SC_CLK_TCK"))
+        self._usable_cpus = usable_cpus(cgroup_root, proc)
+        self._groups = _cpu_groups(cgroup_root, proc)
+        self._sources: dict[str, Callable[[], float | None]] = {
+            "idle": lambda: _idle_s(proc),
+            "process": time.process_time,
+            "throttled": lambda: _throttled_s(self._groups),
+            "cpu": lambda: _pressure_s("cpu", proc),
+            "io": lambda: _pressure_s("io", proc),
+        }
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._pids: tuple[int, ...] = ()
         self._last: dict[int, tuple[float, int, int]] = {}
-        self._last_idle: tuple[float, int] | None = None
+        self._last_totals: dict[str, tuple[float, float]] = {}
         self._worker_s = 0.0
         self._ran_s = 0.0
         self._queued_s = 0.0
-        self._idle_s = 0.0
-        self._idle_span_s = 0.0
+        self._rates: dict[str, _Rate] = {}
 
     def start(self) -> None:
         """Begin to read."""
@@ -169,28 +213,35 @@ class HostWatch:
     def reset(self) -> None:
         """Forget what was read so far, for example at the end of warm-up."""
         with self._lock:
-            self._worker_s = self._ran_s = self._queued_s = self._idle_s = self._idle_span_s = 0.0
+            self._worker_s = self._ran_s = self._queued_s = 0.0
+            self._rates.clear()
 
     def activity(self) -> HostActivity:
         """What has been read since the last :meth:`reset`."""
         with self._lock:
             seconds = self._worker_s
-            free = None
-            if self._idle_span_s:
-                free = min(self._idle_s / self._idle_span_s, self._usable_cpus)
+            rates = {name: rate.total / rate.span_s for name, rate in self._rates.items() if rate.span_s}
+            free = rates.get("idle")
             return HostActivity(
                 usable_cpus=self._usable_cpus,
                 seconds=seconds,
                 worker_cpu=min(self._ran_s / seconds, 1.0) if seconds else None,
                 worker_queued=min(self._queued_s / seconds, 1.0) if seconds else None,
-                free_cpus=free,
+                free_cpus=min(free, self._usable_cpus) if free is not None else None,
+                process_cpus=rates.get("process"),
+                throttled=min(rates["throttled"], 1.0) if "throttled" in rates else None,
+                cpu_pressure=min(rates["cpu"], 1.0) if "cpu" in rates else None,
+                io_pressure=min(rates["io"], 1.0) if "io" in rates else None,
             )
 
     def read(self) -> None:
         """Take one reading."""
         pids = self._pids
-        idle = _idle_ticks(self._proc)
-        idle_at = self._clock()
+        totals: dict[str, tuple[float, float]] = {}
+        for name, source in self._sources.items():
+            value = source()
+            if value is not None:
+                totals[name] = (self._clock(), value)
         readings = {pid: (self._clock(), *times) for pid in pids if (times := _worker_times(pid, self._proc))}
         with self._lock:
             for pid, (now, ran, queued) in readings.items():
@@ -200,11 +251,13 @@ class HostWatch:
                     # a thread that ended takes its time along
                     self._ran_s += max(ran - ran_before, 0) / 1e9
                     self._queued_s += max(queued - queued_before, 0) / 1e9
-            if idle is not None:
-                if self._last_idle is not None:
-                    self._idle_span_s += idle_at - self._last_idle[0]
-                    self._idle_s += (idle - self._last_idle[1]) / self._ticks_per_s
-                self._last_idle = (idle_at, idle)
+            for name, (now, value) in totals.items():
+                if name in self._last_totals:
+                    then, before = self._last_totals[name]
+                    rate = self._rates.setdefault(name, _Rate())
+                    rate.span_s += now - then
+                    rate.total += max(value - before, 0.0)
+            self._last_totals = totals
             self._last = readings
 
     def _run(self) -> None:
@@ -212,3 +265,9 @@ class HostWatch:
             self.read()
             if self._stop.wait(self._interval_s):
                 return
+
+
+@dataclass
+class _Rate:
+    span_s: float = 0.0
+    total: float = 0.0

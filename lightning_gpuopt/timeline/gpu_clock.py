@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lightning_gpuopt.timeline.phases import Marks
+
 _MOST_UNREAD_STEPS = 1024
 """Steps whose events the GPU has not reached yet; a host further ahead than this gets no new ones for a while."""
 
@@ -38,7 +40,7 @@ class GpuTimes:
 
     Attributes:
         steps: training batches read.
-        copy_s: from the batch's arrival to the start of the step's own work, in seconds.
+        copy_s: seconds of the batches' copies to the device; no other work runs meanwhile.
         compute_s: the step's own work.
         gaps: times between consecutive steps that were measured.
         idle_s: seconds in those gaps, in which the GPU had nothing to do.
@@ -61,17 +63,18 @@ class GpuTimes:
 
 
 class _Step:
-    __slots__ = ("arrived", "begun", "ended", "follows")
+    __slots__ = ("arrived", "begun", "copied", "ended", "follows")
 
     def __init__(self, arrived: Event, follows: bool) -> None:
         self.arrived = arrived
+        self.copied: Event | None = None
         self.begun: Event | None = None
         self.ended: Event | None = None
         self.follows = follows
 
 
-class GpuClock:
-    """Three events a step: the batch arrives, the step's work begins, the step's work has been issued.
+class GpuClock(Marks):
+    """Four events a step: the batch arrives, its copy is issued, the step's work begins, all of it is issued.
 
     Nothing here waits for the GPU: events are asked later whether it has passed them, and used again.
 
@@ -81,7 +84,7 @@ class GpuClock:
     Example::
 
         clock = GpuClock(lambda: torch.cuda.Event(enable_timing=True))
-        clock.batch_arrives(); clock.compute_begins(); clock.compute_ends()   # at each step
+        clock.batch_arrives(); clock.batch_copied(); clock.compute_begins(); clock.compute_ends()   # at each step
         clock.read()
         clock.times().idle_s
     """
@@ -108,6 +111,11 @@ class GpuClock:
             self._follows = False
             return
         self._step = _Step(self._record(), self._follows)
+
+    def batch_copied(self) -> None:
+        """The host has issued the copy."""
+        if self._step is not None:
+            self._step.copied = self._record()
 
     def compute_begins(self) -> None:
         """The host is about to issue the step's own work."""
@@ -138,7 +146,7 @@ class GpuClock:
             if not self._unread:
                 return
             step = self._unread[0]
-            if step.begun is None or step.ended is None or not step.ended.query():
+            if step.ended is None or step.begun is None or not step.ended.query():
                 return
             self._unread.popleft()
             if self._last_ended is not None:
@@ -146,7 +154,9 @@ class GpuClock:
                     self._idle_ms += self._last_ended.elapsed_time(step.arrived)
                     self._gaps += 1
                 self._free.append(self._last_ended)
-            self._copy_ms += step.arrived.elapsed_time(step.begun)
+            if step.copied is not None:
+                self._copy_ms += step.arrived.elapsed_time(step.copied)
+                self._free.append(step.copied)
             self._compute_ms += step.begun.elapsed_time(step.ended)
             self._steps += 1
             self._last_ended = step.ended
@@ -162,5 +172,5 @@ class GpuClock:
         return event
 
     def _give_back(self, step: _Step) -> None:
-        self._free += [event for event in (step.arrived, step.begun) if event is not None]
+        self._free += [event for event in (step.arrived, step.copied, step.begun) if event is not None]
         self._step = None

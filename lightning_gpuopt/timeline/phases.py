@@ -14,86 +14,18 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Final
 
-PHASES: Final = (
-    "data_wait",
-    "transfer",
-    "forward",
-    "backward",
-    "optimizer",
-    "callbacks",
-    "logging",
-    "validation",
-    "checkpoint",
-    "epoch_setup",
-    "other",
-)
+from lightning_gpuopt.timeline.actions import BETWEEN_STEPS, PHASES, phase_of
 
-_STRATEGY_HOOKS: Final = {
-    "batch_to_device": "transfer",
-    "training_step": "forward",
-    "backward": "backward",
-    "optimizer_step": "optimizer",
-    "validation_step": "validation",
-    "on_train_batch_start": "other",
-}
-
-_MODULE_HOOKS: Final = {
-    "on_before_batch_transfer": "transfer",
-    "transfer_batch_to_device": "transfer",
-    "on_after_batch_transfer": "transfer",
-    "backward": "backward",
-    "on_before_backward": "backward",
-    "on_after_backward": "backward",
-    "optimizer_step": "optimizer",
-    "optimizer_zero_grad": "optimizer",
-    "on_before_zero_grad": "optimizer",
-    "on_before_optimizer_step": "optimizer",
-    "configure_gradient_clipping": "optimizer",
-    "lr_scheduler_step": "optimizer",
-    "on_save_checkpoint": "checkpoint",
-    "train_dataloader": "epoch_setup",
-    "on_train_epoch_start": "epoch_setup",
-}
-
-_PLAIN_ACTIONS: Final = {
-    "run_training_epoch": "other",
-    "run_training_batch": "other",
-    "optimizer_step": "optimizer",
-    "save_checkpoint": "checkpoint",
-}
+_SLOTS: Final = {phase: slot for slot, phase in enumerate(PHASES)}
+_CALLBACKS: Final = _SLOTS["callbacks"]
+_VALIDATION: Final = _SLOTS["validation"]
+_EPOCH_SETUP: Final = _SLOTS["epoch_setup"]
+_OTHER: Final = _SLOTS["other"]
 
 _MOST_ACTIONS: Final = 4096
 """Action names remembered; a program that makes up a new name at every step must not fill the memory."""
 
 _NOTHING: Final[AbstractContextManager[Any]] = nullcontext()
-
-
-def phase_of(action: str) -> str | None:
-    """The phase that an action of Lightning's profiler belongs to.
-
-    Args:
-        action: the name given to ``Profiler.profile``, read in Lightning 2.5.0 to 2.6.6.
-
-    Returns:
-        One of :data:`PHASES`, or None for an action that we do not know, for example the user's own: its time stays
-        with the action around it.
-    """
-    if action in _PLAIN_ACTIONS:
-        return _PLAIN_ACTIONS[action]
-    owner, _, hook = action.rpartition(".")
-    if hook == "train_dataloader_next":
-        return "data_wait"
-    if owner.startswith("[Callback]"):
-        return "callbacks"
-    if owner.startswith("[Strategy]"):
-        return _STRATEGY_HOOKS.get(hook, "other")
-    if owner.startswith(("[LightningModule]", "[LightningDataModule]")):
-        if hook.startswith(("on_validation", "val_dataloader", "validation_step")):
-            return "validation"
-        return _MODULE_HOOKS.get(hook, "other")
-    if hook in ("val_next", "validate_next"):
-        return "validation"
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +39,8 @@ class PhaseTimes:
         callbacks: exclusive seconds by callback hook, ``"MyCallback.on_train_batch_end"``; part of
             ``phases["callbacks"]``.
         epochs: epochs begun in it.
+        signal_broadcast_s: seconds in the broadcast, before each step under DDP, by which Lightning agrees on whether a
+            signal told it to stop; part of ``phases["other"]``.
     """
 
     wall_s: float
@@ -114,14 +48,14 @@ class PhaseTimes:
     phases: dict[str, float]
     callbacks: dict[str, float]
     epochs: int
+    signal_broadcast_s: float = 0.0
 
     @property
     def step_s(self) -> float | None:
         """Mean seconds per training batch, without validation, checkpoints and the set-up of epochs."""
         if not self.steps:
             return None
-        aside = self.phases["validation"] + self.phases["checkpoint"] + self.phases["epoch_setup"]
-        return max(self.wall_s - aside, 0.0) / self.steps
+        return max(self.wall_s - sum(self.phases[phase] for phase in BETWEEN_STEPS), 0.0) / self.steps
 
     def __add__(self, other: PhaseTimes) -> PhaseTimes:
         """Both stretches together."""
@@ -132,6 +66,7 @@ class PhaseTimes:
             phases={name: value + other.phases[name] for name, value in self.phases.items()},
             callbacks={name: self.callbacks.get(name, 0.0) + other.callbacks.get(name, 0.0) for name in names},
             epochs=self.epochs + other.epochs,
+            signal_broadcast_s=self.signal_broadcast_s + other.signal_broadcast_s,
         )
 
     def __sub__(self, earlier: PhaseTimes) -> PhaseTimes:
@@ -142,31 +77,21 @@ class PhaseTimes:
             phases={name: value - earlier.phases[name] for name, value in self.phases.items()},
             callbacks={name: value - earlier.callbacks.get(name, 0.0) for name, value in self.callbacks.items()},
             epochs=self.epochs - earlier.epochs,
+            signal_broadcast_s=self.signal_broadcast_s - earlier.signal_broadcast_s,
         )
 
 
-class _Account:
-    """Nanoseconds booked to one action."""
-
-    __slots__ = ("name", "ns", "phase")
-
-    def __init__(self, name: str, phase: str) -> None:
-        self.name = name
-        self.phase = phase
-        self.ns = 0
-
-
 class _Span:
-    """Reusable context manager: while it is open, and nothing opened inside it is, time goes to its account."""
+    """Reusable context manager: while it is open, and nothing opened inside it is, time goes to its slot."""
 
-    __slots__ = ("account", "timeline")
+    __slots__ = ("slot", "timeline")
 
-    def __init__(self, timeline: Timeline, account: _Account) -> None:
+    def __init__(self, timeline: Timeline, slot: int) -> None:
         self.timeline = timeline
-        self.account = account
+        self.slot = slot
 
     def __enter__(self) -> None:
-        self.timeline._enter(self.account)
+        self.timeline._enter(self.slot)
 
     def __exit__(self, *exception: object) -> None:
         self.timeline._leave()
@@ -175,19 +100,26 @@ class _Span:
 class _FetchSpan(_Span):
     """The fetch of a batch; the first of an epoch also waits for workers to start, so it counts as set-up."""
 
-    __slots__ = ()
+    __slots__ = ("began_ns",)
 
     def __enter__(self) -> None:
         timeline = self.timeline
-        timeline._enter(timeline._epoch_setup if timeline._epoch_begins else self.account)
+        if timeline._epoch_begins:
+            timeline._enter(_EPOCH_SETUP)
+            return
+        timeline._enter(self.slot)
+        self.began_ns = timeline._last_ns
+        timeline._marks.fetch_begins()
 
     def __exit__(self, *exception: object) -> None:
         timeline = self.timeline
         timeline._leave()
-        if timeline._epoch_begins:
-            timeline._epoch_begins = False
-            if timeline._current is timeline._epoch_setup:  # else fetched inside the step (`dataloader_iter`)
-                timeline._current = timeline._loop
+        if not timeline._epoch_begins:
+            timeline._marks.fetch_ends((timeline._last_ns - self.began_ns) / 1e9)
+            return
+        timeline._epoch_begins = False
+        if timeline._current == _EPOCH_SETUP:  # else fetched inside the step (`dataloader_iter`)
+            timeline._current = _OTHER
 
 
 class _EpochSpan(_Span):
@@ -197,36 +129,59 @@ class _EpochSpan(_Span):
 
     def __enter__(self) -> None:
         timeline = self.timeline
-        timeline._enter(timeline._epoch_setup)
+        timeline._enter(_EPOCH_SETUP)
         timeline._epoch_begins = True
         timeline._epochs += 1
 
 
-class _MarkingSpan(_Span):
-    """A span that also tells the GPU clock where the host is."""
+class _TransferSpan(_Span):
+    """The copy of a training batch to the device."""
 
-    __slots__ = ("on_enter", "on_leave")
-
-    def __init__(
-        self,
-        timeline: Timeline,
-        account: _Account,
-        on_enter: Callable[[], None] | None,
-        on_leave: Callable[[], None] | None,
-    ) -> None:
-        super().__init__(timeline, account)
-        self.on_enter = on_enter
-        self.on_leave = on_leave
+    __slots__ = ()
 
     def __enter__(self) -> None:
-        self.timeline._enter(self.account)
-        if self.on_enter is not None:
-            self.on_enter()
+        self.timeline._enter(self.slot)
+        self.timeline._marks.batch_arrives()
 
     def __exit__(self, *exception: object) -> None:
-        if self.on_leave is not None:
-            self.on_leave()
+        self.timeline._marks.batch_copied()
         self.timeline._leave()
+
+
+class _StepSpan(_Span):
+    """The step's own work."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self.timeline._enter(self.slot)
+        self.timeline._marks.compute_begins()
+
+    def __exit__(self, *exception: object) -> None:
+        self.timeline._marks.compute_ends()
+        self.timeline._leave()
+
+
+class Marks:
+    """What happens at the borders of a training step; by default nothing. Called on the training thread."""
+
+    def fetch_begins(self) -> None:
+        """The loop asks for a batch; not for the first of an epoch."""
+
+    def fetch_ends(self, wait_s: float) -> None:
+        """The batch is there, after so many seconds."""
+
+    def batch_arrives(self) -> None:
+        """The batch is about to go to the device."""
+
+    def batch_copied(self) -> None:
+        """The copy has been issued."""
+
+    def compute_begins(self) -> None:
+        """The step's own work is about to be issued."""
+
+    def compute_ends(self) -> None:
+        """All of it has been issued."""
 
 
 class Timeline:
@@ -237,9 +192,7 @@ class Timeline:
     Args:
         checkpoint_callbacks: state keys of callbacks whose hooks are checkpointing.
         callback_names: state key to the name shown to people.
-        on_batch_arrives: called when a fetched batch is about to go to the device, outside of validation.
-        on_compute_begins: called when the step's own work begins.
-        on_compute_ends: called when it has been issued.
+        marks: told when a step passes its borders.
         clock_ns: a monotonic clock, in nanoseconds.
 
     Example::
@@ -258,27 +211,22 @@ class Timeline:
         *,
         checkpoint_callbacks: Sequence[str] = (),
         callback_names: dict[str, str] | None = None,
-        on_batch_arrives: Callable[[], None] | None = None,
-        on_compute_begins: Callable[[], None] | None = None,
-        on_compute_ends: Callable[[], None] | None = None,
+        marks: Marks | None = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self._clock_ns = clock_ns
         self._checkpoint_callbacks = frozenset(checkpoint_callbacks)
         self._callback_names = callback_names or {}
-        self._marks = {
-            "transfer": (on_batch_arrives, None),
-            "run_training_batch": (on_compute_begins, on_compute_ends),
-        }
-        self._loop = _Account("loop", "other")
-        self._epoch_setup = _Account("epoch_setup", "epoch_setup")
-        self._validation = _Account("validation", "validation")
-        self._accounts = [self._loop, self._epoch_setup, self._validation]
+        self._marks = marks or Marks()
+        # Nanoseconds by slot: one slot a phase, then one for each callback hook and for the signal broadcast.
+        self._ns = [0] * len(PHASES)
+        self._hooks: dict[int, str] = {}
+        self._broadcast_slot = self._new_slot()
         self._training_spans: dict[str, AbstractContextManager[Any]] = {}
         self._validation_spans: dict[str, AbstractContextManager[Any]] = {}
         self._spans = self._training_spans
-        self._current = self._epoch_setup
-        self._open: list[_Account] = []
+        self._current = _EPOCH_SETUP
+        self._open: list[int] = []
         self._last_ns = 0
         self._started_ns = 0
         self._stopped_ns: int | None = None
@@ -297,11 +245,6 @@ class Timeline:
         """Epochs begun."""
         return self._epochs
 
-    @property
-    def active(self) -> bool:
-        """Whether time is being booked."""
-        return self._thread != 0
-
     def start(self) -> None:
         """Begin to book this thread's time. What is open around this call is not seen."""
         self._started_ns = self._last_ns = self._clock_ns()
@@ -311,7 +254,7 @@ class Timeline:
         """Close the books. What is still open gets its time until now; calling it again changes nothing."""
         if self._thread:
             self._stopped_ns = self._clock_ns()
-            self._current.ns += self._stopped_ns - self._last_ns
+            self._ns[self._current] += self._stopped_ns - self._last_ns
             self._thread = 0
             self._open.clear()
 
@@ -330,15 +273,15 @@ class Timeline:
         span = self._spans.get(action)
         return span if span is not None else self._make_span(action)
 
-    def timed(self, function: Callable[..., Any], phase: str, *, name: str | None = None) -> Callable[..., Any]:
+    def timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
         """Wrap a function so that its time is booked to a phase, for what Lightning's profiler does not see.
 
         Args:
             function: what to call.
-            phase: one of :data:`PHASES`.
-            name: of the account; the phase's by default.
+            phase: one of :data:`PHASES`, or ``"signal_broadcast"``.
         """
-        span = _Span(self, self._account(name or phase, phase))
+        slot = self._broadcast_slot if phase == "signal_broadcast" else _SLOTS[phase]
+        span = _Span(self, slot)
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -351,7 +294,7 @@ class Timeline:
 
     def validating(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a validation loop's ``run``: what is no callback, logger or checkpoint inside it is validation."""
-        span = _Span(self, self._validation)
+        span = _Span(self, _VALIDATION)
 
         @wraps(run)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -366,74 +309,95 @@ class Timeline:
 
         return call
 
+    def snapshot(self) -> list[int]:
+        """Nanoseconds booked so far: one number a phase, in the order of :data:`PHASES`, then those of callback hooks.
+
+        Cheap enough for every step. It goes to the last border of an action, not to this very moment.
+        """
+        return self._ns.copy()
+
+    def phases_between(self, before: list[int], after: list[int]) -> list[int]:
+        """Nanoseconds by phase, in the order of :data:`PHASES`, from one snapshot to a later one."""
+        start = before + [0] * (len(after) - len(before))
+        ns = [b - a for a, b in zip(start, after, strict=True)]
+        phases = ns[: len(PHASES)]
+        for slot in range(len(PHASES), len(ns)):
+            phases[_CALLBACKS if slot in self._hooks else _OTHER] += ns[slot]
+        return phases
+
+    def name_of(self, slot: int) -> str:
+        """What a slot of :meth:`snapshot` holds, for people: a phase, or a callback's hook."""
+        return PHASES[slot] if slot < len(PHASES) else self._hooks.get(slot, "signal_broadcast")
+
     def times(self) -> PhaseTimes:
         """Everything booked so far, in seconds."""
-        now = self._last_ns
-        phases = dict.fromkeys(PHASES, 0)
-        callbacks: dict[str, int] = {}
-        if self._thread:
-            now = self._clock_ns()
-            phases[self._current.phase] += now - self._last_ns
-        for account in self._accounts:
-            phases[account.phase] += account.ns
-            if account.phase == "callbacks" and account.ns:
-                callbacks[account.name] = callbacks.get(account.name, 0) + account.ns
-        end = self._stopped_ns if self._stopped_ns is not None else now
+        ns = self.snapshot()
+        end = self._stopped_ns
+        if end is None:
+            end = self._clock_ns() if self._thread else self._started_ns
+            ns[self._current] += end - self._last_ns
+        phases = self.phases_between([], ns)
+        callbacks: dict[str, float] = {}
+        for slot, name in self._hooks.items():
+            if ns[slot]:
+                callbacks[name] = callbacks.get(name, 0.0) + ns[slot] / 1e9
         return PhaseTimes(
             wall_s=(end - self._started_ns) / 1e9,
             steps=self._steps,
-            phases={name: ns / 1e9 for name, ns in phases.items()},
-            callbacks={name: ns / 1e9 for name, ns in callbacks.items()},
+            phases={phase: value / 1e9 for phase, value in zip(PHASES, phases, strict=True)},
+            callbacks=callbacks,
             epochs=self._epochs,
+            signal_broadcast_s=ns[self._broadcast_slot] / 1e9,
         )
 
-    def _enter(self, account: _Account) -> None:
+    def _enter(self, slot: int) -> None:
         now = self._clock_ns()
         current = self._current
-        current.ns += now - self._last_ns
+        self._ns[current] += now - self._last_ns
         self._open.append(current)
-        self._current = account
+        self._current = slot
         self._last_ns = now
 
     def _leave(self) -> None:
         if not self._open:  # opened before start(), or closed after stop()
             return
         now = self._clock_ns()
-        self._current.ns += now - self._last_ns
+        self._ns[self._current] += now - self._last_ns
         self._current = self._open.pop()
         self._last_ns = now
 
-    def _account(self, name: str, phase: str) -> _Account:
-        account = _Account(name, phase)
-        self._accounts.append(account)
-        return account
+    def _new_slot(self) -> int:
+        self._ns.append(0)
+        return len(self._ns) - 1
 
     def _make_span(self, action: str) -> AbstractContextManager[Any]:
         validating = self._spans is self._validation_spans
-        name, phase = self._describe(action, validating)
+        phase = phase_of(action)
+        span: AbstractContextManager[Any]
         if phase is None:
             span = _NOTHING
+        elif phase == "callbacks":
+            span = _Span(self, self._callback_slot(action))
+        elif validating and phase != "checkpoint":
+            span = _Span(self, _VALIDATION)
         elif action == "run_training_epoch":
-            span = _EpochSpan(self, self._loop)
+            span = _EpochSpan(self, _OTHER)
+        elif action == "run_training_batch":
+            span = _StepSpan(self, _OTHER)
+        elif action.endswith(".batch_to_device"):
+            span = _TransferSpan(self, _SLOTS[phase])
         elif phase == "data_wait":
-            span = _FetchSpan(self, self._account(name, phase))
-        elif action == "run_training_batch" or (action.endswith(".batch_to_device") and not validating):
-            marks = self._marks["run_training_batch" if action == "run_training_batch" else "transfer"]
-            span = _MarkingSpan(self, self._account(name, phase), *marks)
+            span = _FetchSpan(self, _SLOTS[phase])
         else:
-            span = _Span(self, self._account(name, phase))
+            span = _Span(self, _SLOTS[phase])
         if len(self._spans) < _MOST_ACTIONS:
             self._spans[action] = span
         return span
 
-    def _describe(self, action: str, validating: bool) -> tuple[str, str | None]:
-        phase = phase_of(action)
-        name = action
-        if phase == "callbacks":
-            key, _, hook = action.removeprefix("[Callback]").rpartition(".")
-            name = f"{self._callback_names.get(key, key)}.{hook}"
-            if key in self._checkpoint_callbacks:
-                phase = "checkpoint"
-        elif validating and phase not in (None, "checkpoint"):
-            phase = "validation"
-        return name, phase
+    def _callback_slot(self, action: str) -> int:
+        key, _, hook = action.removeprefix("[Callback]").rpartition(".")
+        if key in self._checkpoint_callbacks:
+            return _SLOTS["checkpoint"]
+        slot = self._new_slot()
+        self._hooks[slot] = f"{self._callback_names.get(key, key)}.{hook}"
+        return slot

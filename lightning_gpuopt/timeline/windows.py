@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_gpuopt.timeline.phases import PhaseTimes
@@ -17,10 +17,12 @@ class Window:
     Attributes:
         start_s: its beginning, in seconds since the timeline's start.
         times: what happened in it.
+        gpu_utilization: what NVML said of this rank's GPU meanwhile, 0-100 %; None where it said nothing.
     """
 
     start_s: float
     times: PhaseTimes
+    gpu_utilization: float | None = None
 
 
 class Windows:
@@ -39,6 +41,7 @@ class Windows:
 
     def __init__(self, window_size: int, warmup_steps: int) -> None:
         self._window_size = window_size
+        self._warmup_steps = warmup_steps
         self._next = warmup_steps if warmup_steps else window_size
         self._warm: PhaseTimes | None = None
         self._needs_warmup = warmup_steps > 0
@@ -71,6 +74,30 @@ class Windows:
             self._warm = reading
             return None
         return window
+
+    def annotate(self, gpu_utilization: float | None) -> None:
+        """Add what NVML said to the stretch that was closed last.
+
+        Args:
+            gpu_utilization: mean over the window, 0-100 %.
+        """
+        if self._stretches and gpu_utilization is not None:
+            last = self._stretches[-1]
+            seen, share = last.gpu_utilization, 1 / self._in_last
+            mean = gpu_utilization if seen is None else seen + (gpu_utilization - seen) * share
+            self._stretches[-1] = replace(last, gpu_utilization=mean)
+
+    def restart(self, reading: PhaseTimes) -> None:
+        """Begin a new steady part, with a warm-up of its own: something was changed.
+
+        Args:
+            reading: the timeline's times now.
+        """
+        if self._last is None or reading.steps > self._last.steps:
+            self.close(reading)
+        self._warm = None
+        self._needs_warmup = True
+        self._next = reading.steps + max(self._warmup_steps, 1)
 
     def steady(self, reading: PhaseTimes) -> PhaseTimes | None:
         """What came after warm-up; None while warm-up goes on.
@@ -107,4 +134,5 @@ class Windows:
 
 
 def _joined(first: Window, second: Window) -> Window:
-    return Window(first.start_s, first.times + second.times)
+    known = [each for each in (first.gpu_utilization, second.gpu_utilization) if each is not None]
+    return Window(first.start_s, first.times + second.times, sum(known) / len(known) if known else None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import gzip
 import json
+import multiprocessing
 import pickle
 import threading
 import time
@@ -14,7 +17,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
@@ -23,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_gpuopt import StallDetector, StallError, StallReport
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA
-from lightning_gpuopt.timeline.phases import PHASES
+from lightning_gpuopt.timeline.actions import PHASES
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
 from tests.helpers import FEATURES, RecordingLogger, TinyModel, final_weights, tiny_trainer
 
@@ -283,7 +286,7 @@ class TestBooks:
 class TestLogging:
     def test_each_window_is_logged_after_warm_up(self, tmp_path: Path) -> None:
         logger = RecordingLogger()
-        run(tmp_path, Model(), Sleeper("on_train_batch_end", 0.01), logger=logger)
+        run(tmp_path, Model(), Sleeper("on_train_batch_end", 0.03), logger=logger)
         assert logger.steps("step/") == [12, 22]
         for _, metrics in logger.records:
             shares = [metrics.pop(f"step/{phase}_percent") for phase in PHASES]
@@ -529,6 +532,7 @@ def test_two_detectors_in_one_trainer_are_refused(tmp_path: Path) -> None:
         ({"window_size": 0}, r"window_size: expected a number of batches, at least 1, got 0"),
         ({"window_size": 2.5}, r"window_size: .* got 2.5"),
         ({"warmup_steps": -1}, r"warmup_steps: .* got -1"),
+        ({"hang_timeout": 0}, r"hang_timeout: expected seconds above 0, or None, got 0"),
         ({"on_stall": "shout"}, r"on_stall: expected one of 'warn', 'raise', 'ignore', got 'shout'"),
     ],
 )
@@ -541,3 +545,200 @@ def test_it_pickles_before_and_after_fit(tmp_path: Path) -> None:
     detector = pickle.loads(pickle.dumps(StallDetector(**FAST)))
     run(tmp_path, Model(), detector=detector)
     assert pickle.loads(pickle.dumps(detector)).report.steps == STEPS
+
+
+class TestWorkersInsideATrainer:
+    """The loader's workers are timed, and nothing about the batches changes."""
+
+    def test_the_data_wait_is_taken_apart(self, tmp_path: Path) -> None:
+        data = SleepyData(sleep_s=0.01, length=400)
+        report = run(tmp_path, Model(dataset=data, num_workers=1), max_steps=60)
+        evidence = report.findings[0].evidence
+        assert evidence["dataset_ms_per_batch"] >= 20.0
+        assert evidence["dataset_cpu_ms_per_batch"] < 10.0
+        assert evidence["workers_busy_percent"] > 60.0
+        assert evidence["batch_mib"] == pytest.approx(2 * FEATURES * 4 / 2**20, abs=1e-3)
+        assert report.findings[0].predicted_speedup is not None
+
+    def test_the_users_loader_is_as_before(self, tmp_path: Path) -> None:
+        def collate(samples: list[Any]) -> Any:
+            return torch.utils.data.default_collate(samples)
+
+        loader = DataLoader(SleepyData(length=400), batch_size=2, num_workers=1, collate_fn=collate)
+        before = dict(vars(loader))
+        detector = StallDetector(on_stall="ignore", **FAST)
+        tiny_trainer(tmp_path, callbacks=[detector], max_steps=STEPS).fit(TinyModel(), loader)
+        assert dict(vars(loader)) == before
+        assert detector.report.loader.num_workers == 1
+
+    @pytest.mark.parametrize("persistent", [False, True], ids=["plain", "persistent"])
+    def test_no_worker_outlives_fit(self, tmp_path: Path, persistent: bool) -> None:
+        model = Model(dataset=SleepyData(length=400), num_workers=2, persistent_workers=persistent)
+        gc.disable()  # workers must end because nothing holds them, not because a collection comes by
+        try:
+            run(tmp_path, model)
+            assert multiprocessing.active_children() == []
+        finally:
+            gc.enable()
+
+    def test_no_worker_outlives_an_exception(self, tmp_path: Path) -> None:
+        model = Model(dataset=SleepyData(length=400), num_workers=2)
+        gc.disable()
+        try:
+            with pytest.raises(Broken):
+                run(tmp_path, model, Raiser("on_train_batch_end"))
+            assert multiprocessing.active_children() == []
+        finally:
+            gc.enable()
+
+    @pytest.mark.parametrize("method", ["spawn", "forkserver"])
+    def test_workers_that_are_started_anew(self, tmp_path: Path, method: str) -> None:
+        data = SleepyData(sleep_s=0.01, length=200)
+        model = Model(dataset=data, num_workers=1, multiprocessing_context=method)
+        report = run(tmp_path, model, max_steps=STEPS)
+        assert report.verdict == "slow_storage"
+        assert report.findings[0].evidence["dataset_ms_per_batch"] >= 20.0
+
+    def test_a_collate_function_that_does_not_pickle(self, tmp_path: Path) -> None:
+        model = Model(dataset=SleepyData(length=200), num_workers=1, collate_fn=lambda samples: default(samples))
+        default = torch.utils.data.default_collate
+        assert run(tmp_path, model).steps == STEPS
+
+    def test_order_and_random_numbers_are_as_without_it(self, tmp_path: Path) -> None:
+        class Noise(Dataset[Any]):
+            def __len__(self) -> int:
+                return 128
+
+            def __getitem__(self, index: int) -> list[torch.Tensor]:
+                return [torch.rand(FEATURES) + index]
+
+        def seen(callbacks: list[Callback]) -> tuple[list[torch.Tensor], torch.Tensor]:
+            batches: list[torch.Tensor] = []
+
+            class Watching(Model):
+                def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+                    batches.append(batch[0].clone())
+                    return super().training_step(batch, batch_idx)
+
+            seed_everything(5, verbose=False)
+            model = Watching(dataset=Noise(), num_workers=2, shuffle=True)
+            tiny_trainer(tmp_path, callbacks=callbacks, max_steps=STEPS).fit(model)
+            return batches, torch.rand(3)
+
+        plain, after_plain = seen([])
+        watched, after_watched = seen([StallDetector(on_stall="ignore", **FAST)])
+        assert len(plain) == STEPS
+        assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+        assert torch.equal(after_plain, after_watched)
+
+    def test_reloaded_loaders_with_other_settings_prove_the_advice(self, tmp_path: Path) -> None:
+        class Growing(Model):
+            def train_dataloader(self) -> DataLoader[Any]:
+                workers = 1 if self.current_epoch == 0 else 8
+                data = SleepyData(sleep_s=0.01, length=80)
+                return DataLoader(data, batch_size=2, num_workers=workers)
+
+        model = Growing(step_s=0.005)
+        report = run(tmp_path, model, max_steps=80, reload_dataloaders_every_n_epochs=1)
+        (proof,) = [each for each in report.proofs if each.cause == "slow_storage"]
+        assert proof.predicted is not None
+        assert proof.measured > 1.5
+        assert report.loader.num_workers == 8
+
+    def test_the_report_of_an_earlier_run_is_what_a_new_one_is_held_against(self, tmp_path: Path) -> None:
+        def report(workers: int) -> StallReport:
+            detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "report", **FAST)
+            data = SleepyData(sleep_s=0.01, length=400)
+            return run(tmp_path, Model(dataset=data, num_workers=workers, step_s=0.005), detector=detector)
+
+        first = report(1)
+        second = report(first.findings[0].settings["num_workers"])
+        assert first.proofs == []
+        assert [proof.cause for proof in second.proofs] == ["slow_storage"]
+        assert first.step_s is not None
+        assert second.step_s is not None
+        assert second.proofs[0].measured == pytest.approx(first.step_s / second.step_s)
+
+    def test_a_loader_that_cannot_be_timed_is_noted(self, tmp_path: Path) -> None:
+        class Plain:
+            def __iter__(self) -> Iterator[list[torch.Tensor]]:
+                return iter([[torch.zeros(2, FEATURES)]] * 64)
+
+            def __len__(self) -> int:
+                return 64
+
+        class Own(Model):
+            def train_dataloader(self) -> Any:
+                return Plain()
+
+        report = run(tmp_path, Own())
+        assert any("could not be timed inside its workers" in note for note in report.notes)
+
+
+class TestHang:
+    def test_stacks_and_workers_are_written_once_and_training_goes_on(self, tmp_path: Path) -> None:
+        written = tmp_path / "report"
+
+        class Hanging(Model):
+            def in_step(self, batch_idx: int) -> None:
+                deadline = time.monotonic() + 30
+                while batch_idx == 3 and not list(written.glob("hang-*.txt")) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+
+        detector = StallDetector(on_stall="ignore", report_dir=written, hang_timeout=0.3)
+        model = Hanging(dataset=SleepyData(length=100), num_workers=2)
+        with pytest.warns(UserWarning, match="no step was finished for"):
+            run(tmp_path, model, detector=detector, max_steps=8)
+        (path,) = written.glob("hang-*.txt")
+        text = path.read_text()
+        assert "in in_step" in text
+        assert "Workers of the training loader: 2" in text
+        assert detector.report.steps == 8
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpuopt")]
+
+    def test_without_a_hang_there_is_no_file(self, tmp_path: Path) -> None:
+        detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "report", hang_timeout=600.0)
+        run(tmp_path, Model(), detector=detector)
+        assert list((tmp_path / "report").glob("hang-*")) == []
+
+
+class TestTraceAndRanges:
+    def test_a_stall_is_recorded_once(self, tmp_path: Path) -> None:
+        detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "r", capture_trace=True, **FAST)
+        run(tmp_path, Model(), Sleeper("on_train_batch_end", 0.01), detector=detector)
+        trace = json.loads(gzip.decompress((tmp_path / "r" / "trace.json.gz").read_bytes()))
+        steps = [event for event in trace["traceEvents"] if event.get("name") == "Optimizer.step#SGD.step"]
+        assert len(steps) == 5
+
+    def test_a_run_without_a_stall_records_nothing(self, tmp_path: Path) -> None:
+        detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "r", capture_trace=True, **FAST)
+        run(tmp_path, Model(step_s=0.02), detector=detector)
+        assert not (tmp_path / "r" / "trace.json.gz").exists()
+
+    def test_another_profiler_that_records_is_left_alone(self, tmp_path: Path) -> None:
+        detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "r", capture_trace=True, **FAST)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            report = run(tmp_path, Model(), Sleeper("on_train_batch_end", 0.01), detector=detector)
+        assert report.steps == STEPS
+
+    def test_ranges_without_cuda_are_noted(self, tmp_path: Path) -> None:
+        if torch.cuda.is_available():
+            pytest.skip("NVTX is there")
+        report = run(tmp_path, Model(), detector=StallDetector(on_stall="ignore", nvtx=True, **FAST))
+        assert "No NVTX ranges: this torch is built without CUDA." in report.notes
+        assert report.steps == STEPS
+
+
+def test_steps_that_stand_out_are_listed_with_their_cause(tmp_path: Path) -> None:
+    class Spiky(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            time.sleep(0.2 if batch_idx == 20 else 0.0)
+
+    report = run(tmp_path, Model(step_s=0.01), Spiky())
+    slowest = max(report.step_times.outliers, key=lambda each: each.seconds)
+    # the detector stands before the callback: the time shows in the step after it
+    assert (slowest.step, slowest.phase) == (21, "callbacks")
+    assert slowest.phase_s >= 0.2
+    assert report.step_times.median_s is not None
+    assert report.step_times.median_s < 0.1
+    assert sum(report.step_times.counts) == STEPS - FAST["warmup_steps"]

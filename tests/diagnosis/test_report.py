@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, Finding, StallReport, Stretch
-from lightning_gpuopt.timeline.phases import PHASES
+from lightning_gpuopt.timeline.actions import PHASES
 
 
 def some_report() -> StallReport:

@@ -6,31 +6,20 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt.diagnosis.stalls import Measurement, diagnose, verdict_of
+from lightning_gpuopt.diagnosis.measurement import DeviceState, RankWork, SyncSighting
+from lightning_gpuopt.diagnosis.stalls import diagnose, verdict_of
 from lightning_gpuopt.telemetry.host import HostActivity
+from lightning_gpuopt.timeline.actions import PHASES
 from lightning_gpuopt.timeline.gpu_clock import GpuTimes
 from lightning_gpuopt.timeline.loader import LoaderFacts
-from lightning_gpuopt.timeline.phases import PHASES, PhaseTimes
+from lightning_gpuopt.timeline.phases import PhaseTimes
+from tests.diagnosis.numbers import IN_PROCESS, TWO_WORKERS, host, measurement, times
 
-WORKERS = LoaderFacts(num_workers=2, persistent_workers=True, prefetch_factor=2, pin_memory=False)
-IN_PROCESS = LoaderFacts(num_workers=0, persistent_workers=False, prefetch_factor=None, pin_memory=False)
-
-
-def times(steps: int = 100, epochs: int = 0, callbacks: dict[str, float] | None = None, **phases: float) -> PhaseTimes:
-    """A run of 10 s, filled up with ``forward``."""
-    if callbacks:
-        phases["callbacks"] = sum(callbacks.values())
-    filled = dict.fromkeys(PHASES, 0.0) | phases
-    filled["forward"] += 10.0 - sum(filled.values())
-    return PhaseTimes(10.0, steps, filled, callbacks or {}, epochs)
-
-
-def host(cpu: float | None, *, queued: float = 0.0, free: float | None = 1.5, usable: float = 8.0) -> HostActivity:
-    return HostActivity(usable, 20.0, cpu, queued, free)
+WORKERS = TWO_WORKERS
 
 
 def find(measured: PhaseTimes, threshold: float = 0.1, loader: LoaderFacts = WORKERS, **kwargs: Any) -> list[Any]:
-    return diagnose(Measurement(measured, loader, **kwargs), threshold)
+    return diagnose(measurement(measured, loader, **kwargs), threshold)
 
 
 def test_a_run_that_only_computes_has_no_finding() -> None:
@@ -183,3 +172,118 @@ class TestOtherCauses:
     def test_no_restart_before_a_second_epoch(self) -> None:
         loader = LoaderFacts(num_workers=2, persistent_workers=False, prefetch_factor=2, pin_memory=False)
         assert find(times(epoch_setup=4, epochs=0), loader=loader) == []
+
+
+class TestInsideTheStep:
+    GPU = GpuTimes(steps=100, compute_s=9.0, gaps=100, idle_s=0.5)
+
+    def test_idle_time_inside_the_step_is_launching(self) -> None:
+        (finding,) = find(times(), gpu=self.GPU, device=DeviceState(utilization=60.0))
+        assert finding.cause == "launch_bound"
+        # 4 s idle, of which 0.5 s between the steps
+        assert finding.share == pytest.approx(0.35)
+        assert finding.evidence["gpu_utilization_percent"] == 60.0
+
+    def test_it_is_waiting_where_calls_that_wait_were_seen(self) -> None:
+        syncs = SyncSighting(steps=3, count=6, where="model.py:12")
+        (finding,) = find(times(), gpu=self.GPU, device=DeviceState(utilization=60.0), syncs=syncs)
+        assert (finding.cause, finding.evidence["where"]) == ("gpu_sync", "model.py:12")
+        assert finding.evidence["syncs_per_step"] == 2.0
+        assert "model.py:12" in finding.advice
+
+    def test_a_rare_waiting_call_is_not_the_cause(self) -> None:
+        syncs = SyncSighting(steps=3, count=1, where="model.py:12")
+        (finding,) = find(times(), gpu=self.GPU, device=DeviceState(utilization=60.0), syncs=syncs)
+        assert finding.cause == "launch_bound"
+
+    def test_a_busy_gpu_has_no_finding(self) -> None:
+        assert find(times(), gpu=self.GPU, device=DeviceState(utilization=97.0)) == []
+
+    def test_validation_is_given_the_benefit_of_the_doubt(self) -> None:
+        measured = times(validation=4.0)
+        causes = [each.cause for each in find(measured, gpu=self.GPU, device=DeviceState(utilization=55.0))]
+        assert causes == ["validation"]
+
+    def test_without_nvml_nothing_is_said(self) -> None:
+        assert find(times(), gpu=self.GPU, device=DeviceState()) == []
+
+    def test_the_signal_broadcast_is_named(self) -> None:
+        (finding,) = find(times(broadcast_s=2.0, other=2.0))
+        assert (finding.cause, finding.share) == ("gpu_sync", 0.2)
+        assert finding.evidence["where"] == "Lightning's _broadcast_sigterm_tensor"
+
+
+class TestHostToDevice:
+    def test_an_exposed_copy_asks_for_pinned_memory(self) -> None:
+        (finding,) = find(times(), gpu=GpuTimes(steps=50, copy_s=1.0, compute_s=3.0, gaps=50))
+        assert (finding.cause, finding.share, finding.settings) == ("host_to_device", 0.2, {"pin_memory": True})
+
+    def test_pinned_already_it_asks_for_less_to_copy(self) -> None:
+        pinned = LoaderFacts(num_workers=2, persistent_workers=True, prefetch_factor=2, pin_memory=True)
+        (finding,) = find(times(), loader=pinned, gpu=GpuTimes(steps=50, copy_s=1.0, gaps=50))
+        assert finding.settings == {}
+        assert "uint8" in finding.advice
+
+    def test_without_a_gpu_it_is_the_walk_through_the_batch(self) -> None:
+        (finding,) = find(times(transfer=3.0))
+        assert (finding.cause, finding.share) == ("host_to_device", 0.3)
+
+
+class TestGpuThrottled:
+    def test_clocks_reduced_for_heat(self) -> None:
+        state = DeviceState(utilization=99.0, throttled_percent=80.0, sm_clock_mhz=1200.0, sm_clock_mhz_max=1980.0)
+        (finding,) = find(times(), gpu=GpuTimes(steps=100, gaps=100), device=state)
+        assert finding.cause == "gpu_throttled"
+        assert finding.share == pytest.approx(1 - 1200 / 1980)
+
+    @pytest.mark.parametrize(
+        "state",
+        [
+            DeviceState(99.0, 100.0, 1900.0, 1980.0),  # a power cap that costs 4 %
+            DeviceState(99.0, 0.0, 1200.0, 1980.0),
+            DeviceState(99.0, 5.0, 1200.0, 1980.0),
+            DeviceState(99.0),
+        ],
+    )
+    def test_what_costs_little_is_no_finding(self, state: DeviceState) -> None:
+        assert find(times(), gpu=GpuTimes(steps=100, gaps=100), device=state) == []
+
+
+def ranks(*work: tuple[float, float, float | None]) -> tuple[RankWork, ...]:
+    return tuple(RankWork(rank, wait, compute, loader) for rank, (wait, compute, loader) in enumerate(work))
+
+
+class TestStraggler:
+    def test_a_rank_with_a_slower_step(self) -> None:
+        (finding,) = find(times(), ranks=ranks((0, 0.05, None), (0, 0.05, None), (0, 0.09, None), (0, 0.05, None)))
+        assert (finding.cause, finding.share) == ("straggler", pytest.approx(0.4))
+        assert finding.evidence == {
+            "rank": 2,
+            "kind": "compute",
+            "ms_per_step": 90.0,
+            "ms_per_step_elsewhere": 50.0,
+        }
+
+    def test_a_rank_with_slower_data(self) -> None:
+        (finding,) = find(times(), ranks=ranks((0.0, 0.05, 0.01), (0.03, 0.05, 0.04)))
+        assert (finding.cause, finding.evidence["rank"], finding.evidence["kind"]) == ("straggler", 1, "data")
+
+    def test_a_rank_that_waits_in_everybodys_place_is_none(self) -> None:
+        assert find(times(), ranks=ranks((0.0, 0.05, 0.04), (0.03, 0.05, 0.04))) == []
+
+    def test_the_wait_for_a_straggler_is_not_told_twice(self) -> None:
+        findings = find(times(broadcast_s=3.0, other=3.0), ranks=ranks((0, 0.05, None), (0, 0.09, None)))
+        assert [each.cause for each in findings] == ["straggler"]
+
+    def test_ranks_that_are_alike(self) -> None:
+        assert find(times(), ranks=ranks((0.001, 0.05, None), (0.002, 0.052, None))) == []
+        assert find(times(), ranks=ranks((0.0, 0.09, None))) == []
+
+
+def test_what_can_be_changed_comes_with_a_prediction() -> None:
+    (finding,) = find(times(callbacks={"Slow.on_train_batch_end": 5.0}))
+    assert finding.predicted_speedup is not None
+    low, mid, high = finding.predicted_speedup
+    assert mid == pytest.approx(2.0)  # half the step goes
+    assert low == pytest.approx(100 / 75)  # if only half of it goes
+    assert high > mid

@@ -26,6 +26,7 @@ def test_it_reads_every_step_without_a_synchronize() -> None:
     a = torch.randn(1024, 1024, device="cuda")
     for _ in range(100):
         clock.batch_arrives()
+        clock.batch_copied()
         clock.compute_begins()
         a = a @ a * 1e-3
         clock.compute_ends()

@@ -81,7 +81,7 @@ def proc(tmp_path: Path) -> Proc:
 
 @pytest.fixture
 def watch(proc: Proc) -> HostWatch:
-    return HostWatch(proc=proc.root, clock=lambda: proc.now_s)
+    return HostWatch(proc=proc.root, cgroup_root=proc.root / "cgroup", clock=lambda: proc.now_s)
 
 
 def test_shares_are_means_over_workers_and_their_threads(proc: Proc, watch: HostWatch) -> None:
@@ -131,13 +131,57 @@ def test_a_reset_forgets_the_past_but_not_the_last_reading(proc: Proc, watch: Ho
 
 
 def test_without_procfs_the_figures_are_absent(tmp_path: Path) -> None:
-    watch = HostWatch(proc=tmp_path / "nowhere")
+    watch = HostWatch(proc=tmp_path / "nowhere", cgroup_root=tmp_path)
     watch.workers([os.getpid()])
     watch.read()
     watch.read()
     activity = watch.activity()
     assert (activity.worker_cpu, activity.worker_queued, activity.free_cpus) == (None, None, None)
+    assert (activity.throttled, activity.cpu_pressure, activity.io_pressure) == (None, None, None)
     assert activity.usable_cpus > 0
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "stat"),
+    [
+        ("0::/job", "usage_usec 9\nnr_periods {periods}\nthrottled_usec {us}\n"),
+        ("4:cpu:/job", "nr_periods {periods}\nnr_throttled 7\nthrottled_time {us}000\n"),
+    ],
+    ids=["v2", "v1"],
+)
+def test_throttling_is_the_share_of_time_in_which_the_quota_stopped_us(proc: Proc, cgroup: str, stat: str) -> None:
+    folder = "cgroup/cpu/job" if "cpu" in cgroup else "cgroup/job"
+    write(proc.root / "self/cgroup", cgroup + "\n")
+    write(proc.root / folder / "cpu.stat", stat.format(periods=10, us=1_000_000))
+    watch = HostWatch(proc=proc.root, cgroup_root=proc.root / "cgroup", clock=lambda: proc.now_s)
+    watch.read()
+    proc.now_s += 10
+    write(proc.root / folder / "cpu.stat", stat.format(periods=110, us=5_000_000))
+    watch.read()
+    assert watch.activity().throttled == pytest.approx(0.4)
+
+
+def test_a_group_without_a_quota_is_not_throttled(proc: Proc) -> None:
+    write(proc.root / "self/cgroup", "0::/\n")
+    write(proc.root / "cgroup/cpu.stat", "usage_usec 9\nnr_periods 0\nthrottled_usec 0\n")
+    watch = HostWatch(proc=proc.root, cgroup_root=proc.root / "cgroup", clock=lambda: proc.now_s)
+    watch.read()
+    proc.now_s += 10
+    watch.read()
+    assert watch.activity().throttled is None
+
+
+def test_pressure_is_the_share_of_time_in_which_something_waited(proc: Proc, watch: HostWatch) -> None:
+    for kind in ("cpu", "io"):
+        write(proc.root / "pressure" / kind, "some avg10=0.00 avg60=0.00 avg300=0.00 total=1000000\nfull total=0\n")
+    watch.read()
+    proc.now_s += 10
+    write(proc.root / "pressure/cpu", "some avg10=9.99 avg60=0.00 avg300=0.00 total=6000000\nfull total=0\n")
+    write(proc.root / "pressure/io", "some avg10=9.99 avg60=0.00 avg300=0.00 total=2000000\nfull total=0\n")
+    watch.read()
+    activity = watch.activity()
+    assert activity.cpu_pressure == pytest.approx(0.5)
+    assert activity.io_pressure == pytest.approx(0.1)
 
 
 def test_a_real_busy_process_is_seen_busy_and_a_sleeping_one_asleep() -> None:
@@ -172,7 +216,7 @@ def test_the_thread_reads_until_it_is_stopped(proc: Proc) -> None:
 
     def clock() -> float:
         readings.append(1)
-        if len(readings) >= 4:
+        if len(readings) >= 8:
             read_twice.set()
         return float(len(readings))
 

@@ -63,6 +63,7 @@ def step(stream: Stream, clock: GpuClock, *, wait: float, copy: float, compute: 
     stream.host(wait)
     clock.batch_arrives()
     stream.kernel(copy)
+    clock.batch_copied()
     clock.compute_begins()
     stream.host(issue)
     stream.kernel(compute)
@@ -90,7 +91,6 @@ def test_a_host_that_runs_ahead_leaves_no_idle_gap(stream: Stream, clock: GpuClo
     times = settle(stream, clock)
     assert times.idle_s == 0.0
     assert times.gaps == 9
-    # the first copy is followed by 1 ms of nothing, until the host has issued the first kernel
     assert times.copy_s == pytest.approx(10 * 0.002)
     assert times.compute_s == pytest.approx(10 * 0.05)
 
@@ -126,7 +126,7 @@ def test_a_batch_whose_step_never_ran_is_forgotten(stream: Stream, clock: GpuClo
 def test_events_are_used_again(stream: Stream, clock: GpuClock) -> None:
     for _ in range(1000):
         step(stream, clock, wait=10, copy=1, compute=1)
-    assert stream.events_made <= 10
+    assert stream.events_made <= 13
 
 
 def test_a_host_far_ahead_gets_no_more_events_for_a_while(
@@ -135,7 +135,7 @@ def test_a_host_far_ahead_gets_no_more_events_for_a_while(
     monkeypatch.setattr(gpu_clock, "_MOST_UNREAD_STEPS", 8)
     for _ in range(100):
         step(stream, clock, wait=0, copy=0, compute=1000, issue=0)
-    assert stream.events_made == 24
+    assert stream.events_made == 32
     times = settle(stream, clock)
     assert (times.steps, times.gaps) == (8, 7)
     for _ in range(3):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_gpuopt.timeline.phases import PHASES, PhaseTimes
+from lightning_gpuopt.timeline.actions import PHASES
+from lightning_gpuopt.timeline.phases import PhaseTimes
 from lightning_gpuopt.timeline.windows import Windows
 
 

@@ -1,0 +1,246 @@
+"""GpuUtilMonitor: GPU figures in every logger, read in the background."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from lightning_gpuopt._lightning import (
+    STEP_OUTPUT,
+    Callback,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    finished_optimizer_step,
+    say_once,
+)
+from lightning_gpuopt.telemetry.keys import select_metrics
+from lightning_gpuopt.telemetry.monitor import GpuMonitor
+
+__all__ = ["GpuUtilMonitor"]
+
+log = logging.getLogger(__name__)
+
+_OPEN_TIMEOUT_S = 5.0
+"""How long ``setup`` waits for NVML to list the devices, so that a missing one is an error before training begins."""
+
+_CLOSE_TIMEOUT_S = 3.0
+"""How long the end of ``fit`` waits for an NVML call that hangs, and for the other ranks' last figures."""
+
+
+class GpuUtilMonitor(Callback):
+    """Log what the GPUs do: utilization, SM, tensor-core and memory activity, memory, power, clocks, throttling.
+
+    A background thread reads NVML every ``sample_interval`` seconds; training itself makes no NVML call and waits for
+    none. Every ``log_every_n_steps`` optimizer steps the window's figures of all ranks go to every logger, under
+    ``gpu/{i}/…`` with ``i`` the CUDA ordinal (the NVML index where ranks of a node would share one), and with more than
+    one GPU also ``gpu/mean/utilization``, ``gpu/min/utilization`` and ``gpu/imbalance``. With several nodes the keys
+    of a device begin ``node{n}/``. Percentages are 0-100; a figure that a GPU cannot give is absent.
+
+    The keys and their units are in the table ``lightning_gpuopt.telemetry.keys.METRICS``.
+
+    Args:
+        metrics: ``"default"`` (12 figures a GPU), ``"all"``, or a list of names such as
+            ``["utilization", "power_w"]``.
+        devices: ``"auto"``: the GPU that this rank trains on, nothing on a CPU Trainer. ``"all"``: every visible GPU.
+            Or a list of CUDA ordinals (after ``CUDA_VISIBLE_DEVICES``) and UUIDs (``"GPU-…"``, ``"MIG-…"``).
+        sample_interval: seconds from one reading to the next.
+        log_every_n_steps: optimizer steps from one logged window to the next, 0 for never; None: the Trainer's.
+
+    Raises:
+        ValueError: an argument has a value that makes no sense; an unknown metric is answered with the known ones.
+        TypeError: an argument has a wrong type.
+        MisconfigurationException: at the start of ``fit``, if a GPU named in ``devices`` is not there.
+
+    No NVIDIA driver, no GPU, a GPU that is lost in mid-run: one warning, and training goes on.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+        from lightning.pytorch.demos.boring_classes import BoringModel
+        from lightning_gpuopt import GpuUtilMonitor
+
+        monitor = GpuUtilMonitor()
+        trainer = Trainer(max_epochs=1, callbacks=[monitor])
+        trainer.fit(BoringModel())
+        print(monitor.summary())  # {"gpu/0/utilization": 93.1, "gpu/0/memory_used_mib": 5120.0, ...}
+    """
+
+    def __init__(
+        self,
+        metrics: Literal["default", "all"] | list[str] = "default",
+        devices: Literal["auto", "all"] | list[int | str] = "auto",
+        sample_interval: float = 0.1,
+        log_every_n_steps: int | None = None,
+    ) -> None:
+        super().__init__()
+        _check_devices(devices)
+        _check_at_least("sample_interval", sample_interval, "seconds greater than 0", above=0)
+        if log_every_n_steps is not None:
+            _check_at_least("log_every_n_steps", log_every_n_steps, "a whole number of steps, 0 or more, or None")
+        self._selected = select_metrics(metrics)
+        self.metrics = metrics
+        self.devices = devices
+        self.sample_interval = sample_interval
+        self.log_every_n_steps = log_every_n_steps
+        self._monitor: GpuMonitor | None = None
+        self._every = 0
+        self._step = -1
+        self._logged_step = -1
+        self._summary: dict[str, float] = {}
+
+    def summary(self) -> dict[str, float]:
+        """The figures of the whole run: of the one under way, else of the last one.
+
+        Returns:
+            The keys that are logged, as means over the run (``_min`` and ``_max``: its extremes), and for each GPU
+            ``memory_used_mib_max`` and ``temperature_c_max``. On rank 0 of all ranks' GPUs, elsewhere of this rank's;
+            empty before the first ``fit``.
+        """
+        return dict(self._summary) if self._monitor is None else self._monitor.summary()
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._close(trainer, finished=False)
+        self._step = self._logged_step = -1
+        self._summary = {}
+        device = trainer.strategy.root_device
+        if self.devices == "auto" and device.type != "cuda":
+            text = f'GpuUtilMonitor(devices="auto") has nothing to monitor on {device.type}; "all" would.'
+            say_once(trainer, "gpu-monitor-no-cuda", text, warn=False)
+            return
+        try:
+            self._monitor = self._start(trainer)
+        except Exception as error:
+            _report_failure(trainer, error)
+            return
+        missing = self._monitor.wait_until_open(_OPEN_TIMEOUT_S)
+        if missing is not None and self.devices != "auto":
+            self._close(trainer, finished=False, quietly=True)
+            raise MisconfigurationException(f"GpuUtilMonitor(devices={self.devices!r}): {missing}.")
+        self._tell(trainer, self._monitor)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        own = self.log_every_n_steps
+        self._every = trainer.log_every_n_steps if own is None else own  # type: ignore[attr-defined]
+        if self._monitor is not None:
+            self._monitor.restart()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        monitor = self._monitor
+        if monitor is None:
+            return
+        step = finished_optimizer_step(trainer)
+        if step is None:
+            return
+        self._step = step
+        ends_window = self._every > 0 and (step + 1) % self._every == 0
+        if ends_window or monitor.has_news:
+            self._advance(trainer, monitor, ends_window)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close(trainer, finished=True)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close(trainer, finished=False)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close(trainer, finished=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the threads: what is copied or sent to another process is a monitor at rest."""
+        bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
+        state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
+        return {**state, "_monitor": None, "_summary": self.summary()}
+
+    def _start(self, trainer: Trainer) -> GpuMonitor:
+        return GpuMonitor(
+            self._selected,
+            self.devices,
+            interval_s=self.sample_interval,
+            current=trainer.strategy.root_device.index or 0,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            node=trainer.node_rank,
+            num_nodes=trainer.num_nodes,
+        )
+
+    def _advance(self, trainer: Trainer, monitor: GpuMonitor, ends_window: bool) -> None:
+        try:
+            if ends_window:
+                monitor.cut(self._step)
+            self._write(trainer, monitor)
+            self._tell(trainer, monitor)
+        except Exception as error:
+            self._close(trainer, finished=False)
+            _report_failure(trainer, error)
+
+    def _write(self, trainer: Trainer, monitor: GpuMonitor) -> None:
+        for step, figures in monitor.ready():
+            if not figures or step <= self._logged_step:
+                continue
+            self._logged_step = step
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=step)
+
+    def _tell(self, trainer: Trainer, monitor: GpuMonitor) -> None:
+        for notice in monitor.notices():
+            warn = notice.level == "warning"
+            say_once(trainer, notice.cause, f"GpuUtilMonitor: {notice.text}", warn=warn, every_rank=warn)
+
+    def _close(self, trainer: Trainer, *, finished: bool, quietly: bool = False) -> None:
+        """Stop the threads and keep the summary; on a regular end the last window is logged too."""
+        monitor, self._monitor = self._monitor, None
+        if monitor is None:
+            return
+        try:
+            monitor.close(self._step, _CLOSE_TIMEOUT_S, _CLOSE_TIMEOUT_S if finished else 0.0)
+            if finished and self._every > 0:
+                self._write(trainer, monitor)
+            else:
+                monitor.ready()
+            if not quietly:
+                self._tell(trainer, monitor)
+        except Exception as error:
+            _report_failure(trainer, error)
+        self._summary = monitor.summary()
+
+
+def _report_failure(trainer: Trainer, error: Exception) -> None:
+    text = f"GpuUtilMonitor stopped after an error, training goes on without it: {error!r}"
+    say_once(trainer, "gpu-monitor-failed", text)
+    log.debug(text, exc_info=error)
+
+
+def _check_at_least(name: str, value: object, expected: str, above: float | None = None) -> None:
+    kinds = int if above is None else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(f"{name}={value!r}: expected {expected}")
+    if not (value >= 0 if above is None else above < value < float("inf")):
+        raise ValueError(f"{name}={value!r}: expected {expected}")
+
+
+def _check_devices(devices: object) -> None:
+    expected = '"auto", "all", or a list of CUDA ordinals (0, 1, ...) and UUIDs ("GPU-...", "MIG-...")'
+    if devices in ("auto", "all"):
+        return
+    if isinstance(devices, str):
+        raise ValueError(f"devices={devices!r}: expected {expected}")
+    if not isinstance(devices, (list, tuple)) or any(
+        isinstance(d, bool) or not isinstance(d, (int, str)) for d in devices
+    ):
+        raise TypeError(f"devices={devices!r}: expected {expected}")
+    bad = [d for d in devices if (not d.startswith(("GPU-", "MIG-")) if isinstance(d, str) else d < 0)]
+    if bad or not devices:
+        raise ValueError(f"devices={devices!r}: expected {expected}")

@@ -1,0 +1,31 @@
+"""jsonargparse with errors of one line that say what was expected, what came, and what to do."""
+
+from __future__ import annotations
+
+import re
+from typing import NoReturn
+
+from jsonargparse import ArgumentParser
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be done as asked: a wrong argument, or a path that is not there."""
+
+
+class Parser(ArgumentParser):
+    """An ``ArgumentParser`` that raises :class:`UsageError` where the original prints its usage and exits."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise the parser's complaint.
+
+        Args:
+            message: jsonargparse's own words, possibly of several lines.
+            ex: the exception behind it, if any.
+        """
+        text = re.sub(r'Parser key "([\w.]+)":', lambda key: f"--{key[1].replace('_', '-')}:", message)
+        program = self.prog.replace(" [options]", "")
+        raise UsageError(f"{' '.join(text.split()).rstrip('.')}; see '{program} --help'") from ex
+
+    def add_debug_switch(self) -> None:
+        """Add ``--debug``, which stands before or after the subcommand; ``main`` reads it."""
+        self.add_argument("--debug", action="store_true", help="show the traceback of an error")

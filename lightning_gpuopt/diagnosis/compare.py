@@ -1,0 +1,76 @@
+"""Two runs side by side: what was advised in the first, applied in the second, and what it really brought."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_gpuopt.diagnosis.report import Finding, Proof, StallReport
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What became of a run.
+
+    Attributes:
+        before: the earlier report.
+        after: the later one.
+        speedup: steady steps per second, after over before; None where one of them has no steady step.
+        proofs: advice of the earlier run that the later one follows.
+    """
+
+    before: StallReport
+    after: StallReport
+    speedup: float | None
+    proofs: list[Proof]
+
+
+def compare(before: StallReport, after: StallReport) -> Comparison:
+    """Hold a run against an earlier one.
+
+    Args:
+        before: the earlier report.
+        after: the later one.
+    """
+    speedup = before.step_s / after.step_s if before.step_s and after.step_s else None
+    return Comparison(
+        before, after, speedup, proofs_of(before.findings, before.step_s, asdict(after.loader), after.step_s)
+    )
+
+
+def proofs_of(
+    findings: list[Finding], step_s_before: float | None, loader_after: Mapping[str, Any], step_s_after: float | None
+) -> list[Proof]:
+    """Which advice was followed, and what it brought.
+
+    Args:
+        findings: of the time before.
+        step_s_before: mean steady step before, in seconds.
+        loader_after: ``DataLoader`` settings afterwards, by name.
+        step_s_after: mean steady step afterwards, in seconds.
+
+    Returns:
+        One proof for each finding whose settings are now in force; a number of workers counts as followed when it was
+        changed at least that far.
+    """
+    if not step_s_before or not step_s_after:
+        return []
+    return [
+        Proof(finding.cause, finding.settings, finding.predicted_speedup, step_s_before / step_s_after)
+        for finding in findings
+        if finding.settings and all(_followed(name, value, loader_after) for name, value in finding.settings.items())
+    ]
+
+
+def _followed(name: str, advised: Any, loader: Mapping[str, Any]) -> bool:
+    now = loader.get(name)
+    if name == "persistent_workers":  # does not change the steps
+        return True
+    if now is None:
+        return False
+    if isinstance(advised, bool):
+        return bool(now == advised)
+    if isinstance(advised, int):
+        return bool(now >= advised)
+    return bool(now == advised)

@@ -1,0 +1,220 @@
+"""Why the loader is late: which of its parts is the narrow place."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.predict import Interval, loader_model, most_workers, speedup_of_workers
+from lightning_gpuopt.diagnosis.report import Finding
+
+_BUSY: Final = 0.6
+"""Workers that make batches for less than this share of their time are not the narrow place; what follows them is."""
+
+_COMPUTES: Final = 0.5
+"""A worker whose time is CPU time, or queueing for a CPU, for at least this share computes; below it, it is blocked."""
+
+_A_FREE_CPU: Final = 0.5
+"""So much CPU has to be left over before another worker is worth starting."""
+
+_THROTTLED: Final = 0.1
+"""A quota that stops us for this share of the time is the limit, not the number of CPUs."""
+
+_UNEVEN: Final = 1.0
+"""Variance over squared mean of the batches' times: from here on single batches stand out (an exponential has 1)."""
+
+_MOSTLY: Final = 0.5
+_MOST_PREFETCH: Final = 16
+
+
+def data_finding(measurement: Measurement) -> Finding:
+    """Name the narrow place of the loader, with its evidence, the settings to change and what they will bring."""
+    cause = _cause(measurement)
+    settings = _settings(cause, measurement)
+    return Finding(
+        cause,
+        measurement.share(measurement.times.phases["data_wait"] * measurement.exposed),
+        _evidence(measurement),
+        _advice(cause, measurement, settings),
+        settings,
+        _prediction(cause, measurement, settings),
+    )
+
+
+def _cause(measurement: Measurement) -> str:
+    loader, workers, queues = measurement.loader, measurement.workers, measurement.queues
+    if not loader.num_workers:
+        return "main_process_loading"
+    if workers is None or not workers.batches:
+        return _cause_from_outside(measurement)
+    busy = workers.busy_s / (loader.num_workers * measurement.times.wall_s)
+    if busy < _BUSY:
+        if queues is not None and queues.wait_s:
+            if queues.unpinned_wait_s >= _MOSTLY * queues.wait_s:
+                return "pin_memory"
+            few = queues.waits <= 0.75 * queues.fetches
+            uneven = workers.unevenness is not None and workers.unevenness >= _UNEVEN
+            if few and uneven and queues.late_wait_s >= _MOSTLY * queues.wait_s:
+                return "head_of_line"
+        return "worker_transfer"
+    if workers.collate_wall_s > workers.data_wall_s:
+        return "worker_transfer"
+    queued = (measurement.host.worker_queued or 0.0) / busy if measurement.host is not None else 0.0
+    if workers.cpu_s / workers.busy_s + queued >= _COMPUTES:
+        return _cpu_cause(measurement)
+    return "slow_storage"
+
+
+def _cause_from_outside(measurement: Measurement) -> str:
+    """Where nothing could be timed inside the workers, what the kernel says of their processes."""
+    host = measurement.host
+    if host is None or host.worker_cpu is None:
+        return "slow_transform"
+    if host.worker_cpu + (host.worker_queued or 0.0) >= _COMPUTES:
+        return _cpu_cause(measurement)
+    return "slow_storage"
+
+
+def _cpu_cause(measurement: Measurement) -> str:
+    host = measurement.host
+    if host is not None:
+        if host.throttled is not None and host.throttled >= _THROTTLED:
+            return "cpu_throttled"
+        if host.free_cpus is not None and host.free_cpus < _A_FREE_CPU:
+            return "cpu_saturated"
+    return "slow_transform"
+
+
+def _evidence(measurement: Measurement) -> dict[str, float | str]:
+    times, loader, host = measurement.times, measurement.loader, measurement.host
+    workers, queues = measurement.workers, measurement.queues
+    found: dict[str, float | None] = {
+        "ms_per_step": times.phases["data_wait"] / times.steps * 1e3,
+        "step_ms": (times.step_s or 0.0) * 1e3,
+        "num_workers": loader.num_workers,
+    }
+    if measurement.gpu is not None and measurement.gpu.gaps:
+        found["gpu_idle_ms_per_step"] = measurement.gpu.idle_s / measurement.gpu.gaps * 1e3
+    if workers is not None and workers.batches:
+        found["dataset_ms_per_batch"] = workers.data_wall_s / workers.batches * 1e3
+        found["dataset_cpu_ms_per_batch"] = workers.data_cpu_s / workers.batches * 1e3
+        found["collate_ms_per_batch"] = workers.collate_wall_s / workers.batches * 1e3
+        found["batch_mib"] = workers.batch_bytes / 2**20 if workers.batch_bytes is not None else None
+        if loader.num_workers:
+            found["workers_busy_percent"] = workers.busy_s / (loader.num_workers * times.wall_s) * 100
+    if queues is not None and queues.fetches:
+        found["queue_depth"] = queues.mean_ready
+        found["queue_empty_percent"] = queues.empty / queues.fetches * 100
+        found["late_batch_wait_percent"] = queues.late_wait_s / queues.wait_s * 100 if queues.wait_s else None
+    if host is not None:
+        found["usable_cpus"] = host.usable_cpus
+        found["free_cpus"] = host.free_cpus
+        found["worker_cpu_percent"] = _percent(host.worker_cpu)
+        found["worker_queued_percent"] = _percent(host.worker_queued)
+        found["cpu_throttled_percent"] = _percent(host.throttled)
+        found["io_pressure_percent"] = _percent(host.io_pressure)
+    return {name: round(value, 3) for name, value in found.items() if value is not None}
+
+
+def _percent(share: float | None) -> float | None:
+    return share * 100 if share is not None else None
+
+
+def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
+    loader = measurement.loader
+    if loader.num_workers is None:
+        return {}
+    if cause == "head_of_line":
+        return _prefetch_settings(measurement)
+    if cause not in ("main_process_loading", "slow_transform", "slow_storage"):
+        return {}
+    workers = _workers_needed(cause, measurement)
+    settings: dict[str, Any] = {"num_workers": workers}
+    if not loader.persistent_workers:
+        settings["persistent_workers"] = True
+    return settings
+
+
+def _workers_needed(cause: str, measurement: Measurement) -> int:
+    host, now = measurement.host, measurement.loader.num_workers or 0
+    cpus = max(host.usable_cpus, 1.0) if host is not None else 4.0
+    most = most_workers(cpus)
+    model = loader_model(measurement)
+    if cause == "slow_transform" and host is not None and host.free_cpus is not None:
+        cpu_share = model.cpu_s / model.service_s if model is not None else host.worker_cpu
+        if cpu_share:
+            most = min(most, now + math.ceil(host.free_cpus / cpu_share))
+    if model is not None:
+        return max(now + 1, model.workers_needed(max(most, now + 1)))
+    times = measurement.times
+    wait_s = times.phases["data_wait"] / times.steps
+    consumer_s = max((times.step_s or 0.0) - wait_s, 1e-6)
+    need = math.ceil(1.1 * ((wait_s + consumer_s) * now if now else wait_s) / consumer_s)
+    return max(now + 1, min(need, most if cause == "slow_storage" else min(most, math.ceil(cpus))))
+
+
+def _prefetch_settings(measurement: Measurement) -> dict[str, Any]:
+    """Enough batches ahead to bridge a slow one."""
+    loader, workers, times = measurement.loader, measurement.workers, measurement.times
+    assert workers is not None
+    assert workers.unevenness is not None
+    mean_s = workers.busy_s / workers.batches
+    slow_s = mean_s * (1 + 3 * math.sqrt(workers.unevenness))
+    wait_s = times.phases["data_wait"] / times.steps
+    consumer_s = max((times.step_s or 0.0) - wait_s, mean_s / (loader.num_workers or 1), 1e-6)
+    factor = math.ceil(slow_s / consumer_s / (loader.num_workers or 1)) + 1
+    return {"prefetch_factor": min(max(factor, 2 * (loader.prefetch_factor or 2)), _MOST_PREFETCH)}
+
+
+def _prediction(cause: str, measurement: Measurement, settings: dict[str, Any]) -> Interval | None:
+    if "num_workers" in settings:
+        return speedup_of_workers(measurement, settings["num_workers"])
+    if cause == "head_of_line" and measurement.loader.num_workers:
+        # with enough ahead the workers' mean pace is reached; how much of that one prefetch brings is not known
+        even = speedup_of_workers(measurement, measurement.loader.num_workers)
+        return (1 + (even[1] - 1) / 4, 1 + (even[1] - 1) * 3 / 4, even[2]) if even is not None else None
+    return None
+
+
+def _advice(cause: str, measurement: Measurement, settings: dict[str, Any]) -> str:
+    workers = settings.get("num_workers")
+    if cause == "main_process_loading":
+        if workers is None:
+            return "The loader works in the training process and is no DataLoader: let it prepare batches ahead."
+        return f"The training process loads the data itself. Load in worker processes: num_workers={workers}."
+    if cause == "slow_transform":
+        return f"The workers compute all the time and CPUs are free: num_workers={workers}."
+    if cause == "slow_storage":
+        return (
+            f"The workers mostly wait for storage, not for the CPU. More of them read more at once: "
+            f"num_workers={workers}. If that is not enough, move the data to a faster disk or into fewer, larger files."
+        )
+    if cause == "head_of_line":
+        return (
+            "Batches are ready, but the next one in order is late: a few samples take much longer than the rest. "
+            f"Prepare more ahead (prefetch_factor={settings.get('prefetch_factor')}), or make those samples cheaper; "
+            "where order does not matter, in_order=False hands out what is ready."
+        )
+    return _FIXED_ADVICE[cause]
+
+
+_FIXED_ADVICE: Final = {
+    "cpu_saturated": (
+        "The workers use all the CPU there is: more of them would not help. Decode and transform less or cheaper, move "
+        "transforms to the GPU, or store the data ready to use."
+    ),
+    "cpu_throttled": (
+        "A CPU quota (cgroup) stops the workers: more of them would not help. Ask for more CPUs (Kubernetes: "
+        "resources.limits.cpu; Slurm: --cpus-per-task; Docker: --cpus), or make the transforms cheaper."
+    ),
+    "worker_transfer": (
+        "The samples are read quickly; putting them together into a batch and handing it to the training process is "
+        "what takes long. Collate tensors rather than Python objects, keep them small (uint8 instead of float32), and "
+        "leave padding and stacking to the device."
+    ),
+    "pin_memory": (
+        "Batches wait for the pin-memory thread. Give it larger and fewer tensors per batch, smaller types, or try "
+        "pin_memory=False."
+    ),
+}

@@ -1,0 +1,130 @@
+"""The report as a page: one file that needs nothing else, neither a network nor a server."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from lightning_gpuopt.diagnosis import wording
+from lightning_gpuopt.diagnosis.charts import (
+    Chart,
+    comparison_chart,
+    phase_chart,
+    step_time_chart,
+    timeline_chart,
+)
+from lightning_gpuopt.diagnosis.compare import Comparison, compare
+from lightning_gpuopt.diagnosis.report import Proof, StallReport
+
+_PACKAGE: Final = "lightning_gpuopt.diagnosis"
+_FOLDER: Final = "page"
+
+
+def render_html(report: StallReport, baseline: StallReport | None = None) -> str:
+    """Draw a report as one self-contained HTML page.
+
+    Whatever the report holds is escaped, in the text and in the charts; a content security policy keeps the page from
+    loading anything.
+
+    Args:
+        report: what to draw.
+        baseline: an earlier run to hold it against, at the top of the page.
+
+    Returns:
+        The page; plotly.js, inside it, is nearly all of its 5 MB.
+
+    Example::
+
+        Path("report.html").write_text(render_html(detector.report), encoding="utf-8")
+    """
+    comparison = compare(baseline, report) if baseline is not None else None
+    charts = _charts(report, comparison)
+    page: str = (
+        _environment()
+        .get_template("page.html")
+        .render(
+            report=report,
+            meaning=wording.MEANINGS.get(report.verdict, ""),
+            comparison=comparison,
+            comparison_rows=wording.comparison_rows(comparison) if comparison is not None else [],
+            key_numbers=_key_numbers(report),
+            headroom_line=wording.headroom_line(report),
+            outlier_line=wording.outlier_line(report),
+            outlier_rows=_outlier_rows(report),
+            proofs=_proofs(report, comparison),
+            charts=charts,
+            figures={name: chart.figure for name, chart in charts.items()},
+            css=_own("page.css"),
+            js=_own("page.js"),
+            plotly_js=Markup(get_plotlyjs()),
+        )
+    )
+    return page
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader(_PACKAGE, _FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for function in (
+        wording.arguments,
+        wording.evidence,
+        wording.gain,
+        wording.percent,
+        wording.speedup,
+        wording.words,
+    ):
+        environment.filters[function.__name__] = function
+    return environment
+
+
+def _own(name: str) -> Markup:
+    return Markup((files(_PACKAGE) / _FOLDER / name).read_text(encoding="utf-8"))
+
+
+def _charts(report: StallReport, comparison: Comparison | None) -> dict[str, Chart]:
+    charts = [timeline_chart(report), step_time_chart(report), phase_chart(report)]
+    if comparison is not None:
+        charts.append(comparison_chart(comparison))
+    return {chart.name: chart for chart in charts if chart is not None}
+
+
+def _key_numbers(report: StallReport) -> list[tuple[str, str]]:
+    """What stands in the tiles; a number that is not known has none."""
+    numbers = [("Steps", f"{report.steps:,}"), ("Run", wording.duration(report.wall_s))]
+    if report.step_s is not None:
+        numbers.append(("Time of a step", wording.duration(report.step_s)))
+    if report.wall_s > 0:
+        numbers.append(("Waiting for data", wording.percent(report.phases.get("data_wait", 0.0) / report.wall_s)))
+        if report.gpu_idle_s is not None:
+            numbers.append(("GPU idle between steps", wording.percent(report.gpu_idle_s / report.wall_s)))
+    if report.headroom is not None:
+        numbers.append(("Headroom in a step", wording.percent(report.headroom)))
+    return numbers
+
+
+def _outlier_rows(report: StallReport) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"{each.step:,}",
+            wording.duration(each.at_s),
+            wording.duration(each.seconds),
+            each.phase,
+            wording.duration(each.phase_s),
+        )
+        for each in report.step_times.outliers
+    ]
+
+
+def _proofs(report: StallReport, comparison: Comparison | None) -> list[Proof]:
+    """The report's own proofs, and those against the baseline that it does not have yet."""
+    more = comparison.proofs if comparison is not None else []
+    return [*report.proofs, *(proof for proof in more if proof not in report.proofs)]

@@ -1,0 +1,159 @@
+"""What reports say in words, in the terminal and on the page: causes, evidence, predictions, numbers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_gpuopt.diagnosis.predict import HEADROOM_LEFT
+
+if TYPE_CHECKING:
+    from lightning_gpuopt.diagnosis.compare import Comparison
+    from lightning_gpuopt.diagnosis.predict import Interval
+    from lightning_gpuopt.diagnosis.report import Finding, Proof, StallReport
+
+MEANINGS: Final = {
+    "compute_bound": "Nothing holds the training up: the time goes into the steps' own work.",
+    "main_process_loading": "The training process loads the data itself, and the device waits while it does.",
+    "slow_storage": "The loader's workers spend most of their time waiting for storage.",
+    "slow_transform": "The loader's workers compute all the time while CPUs are free: more workers would help.",
+    "cpu_saturated": "The loader's workers use all the CPU there is: more of them would not help.",
+    "cpu_throttled": "A CPU quota stops the process and its workers again and again.",
+    "head_of_line": "Batches are ready, but the next one in order is late.",
+    "worker_transfer": "Putting batches together and handing them to the training process takes longest.",
+    "pin_memory": "Batches wait for the thread that copies them into page-locked memory.",
+    "host_to_device": "The GPU does nothing else while batches are copied to it.",
+    "gpu_sync": "The host waits for the GPU inside the step, and the GPU for the host afterwards.",
+    "launch_bound": "The GPU finishes kernels faster than the host starts them.",
+    "callback": "A callback's own work holds the training up.",
+    "logging": "Calls of the logger hold the training up.",
+    "checkpoint": "Saving checkpoints takes much of the run.",
+    "validation": "Validation takes much of the run.",
+    "epoch_restart": "The loader's workers are started again for every epoch.",
+    "straggler": "One rank is slower than the others, and all of them wait for it.",
+    "gpu_throttled": "The GPU runs at reduced clocks, for heat or power.",
+}
+"""A sentence for each verdict."""
+
+_UNITS: Final = {"ms": "ms", "s": "s", "mib": "MiB", "mhz": "MHz", "percent": "%"}
+_NAME: Final = re.compile(rf"(?:(?P<what>\w+)_)?(?P<unit>{'|'.join(_UNITS)})(?P<per>_per_\w+)?(?P<rest>_max)?")
+
+
+def words(cause: str) -> str:
+    """A cause as a heading: ``"Slow storage"``."""
+    text = cause.replace("_", " ").replace("gpu", "GPU")
+    return text[:1].upper() + text[1:]
+
+
+def number(value: float) -> str:
+    """A number with three significant digits; whole numbers keep all of theirs."""
+    return f"{value:.0f}" if abs(value) >= 100 or value == round(value) else f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """A share, 0-1, as a whole percentage, or with a digit more where it is small."""
+    if 0 < share < 0.0005:
+        return "< 0.1 %"
+    return f"{share * 100:.0f} %" if share >= 0.0995 or share == 0 else f"{share * 100:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
+    if 0 < seconds < 1e-3:
+        return f"{number(seconds * 1e6)} µs"
+    if 0 < seconds < 1:
+        return f"{number(seconds * 1e3)} ms"
+    if seconds < 120:
+        return f"{number(seconds)} s"
+    if seconds < 600:
+        return "{} min {:02d} s".format(*divmod(round(seconds), 60))
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else "{} h {:02d} min".format(*divmod(minutes, 60))
+
+
+def gain(interval: Interval) -> str:
+    """A predicted speed-up with its interval: ``"2.1x (1.8x to 2.4x)"``."""
+    digits = _digits(interval[0])
+    low, mid, high = (f"{factor:.{digits}f}x" for factor in interval)
+    return f"{mid} ({low} to {high})"
+
+
+def speedup(factor: float) -> str:
+    """A speed-up: ``"2.1x"``."""
+    return f"{factor:.{_digits(factor)}f}x"
+
+
+def _digits(factor: float) -> int:
+    """After the point: two where one would round a small gain away."""
+    return 1 if factor >= 1.2 else 2
+
+
+def evidence(finding: Finding) -> list[tuple[str, str]]:
+    """A finding's evidence as (what, value with unit); the unit comes from the name."""
+    return [_fact(name, value) for name, value in finding.evidence.items()]
+
+
+def _fact(name: str, value: float | str) -> tuple[str, str]:
+    text = value if isinstance(value, str) else number(value)
+    match = _NAME.fullmatch(name)
+    if match is None or isinstance(value, str):
+        return name.replace("_", " "), text
+    what = f"{match['what'] or 'time'}{match['per'] or ''}{match['rest'] or ''}"
+    return what.replace("_", " "), f"{text} {_UNITS[match['unit']]}"
+
+
+def arguments(settings: dict[str, Any]) -> str:
+    """Settings as keyword arguments: ``"num_workers=6, persistent_workers=True"``."""
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
+
+
+def proof_line(proof: Proof) -> str:
+    """What was predicted of a setting, and what was measured."""
+    predicted = f"predicted {gain(proof.predicted)}, " if proof.predicted is not None else ""
+    return f"{proof.cause}: {arguments(proof.settings)}: {predicted}measured {speedup(proof.measured)}"
+
+
+def headroom_line(report: StallReport) -> str | None:
+    """That nothing is left to gain, where that is so: no cause was found, and next to no headroom."""
+    if report.headroom is None or report.headroom >= HEADROOM_LEFT or report.findings:
+        return None
+    return f"Nothing is left to gain: {percent(1 - report.headroom)} of a step is its own work."
+
+
+def outlier_line(report: StallReport) -> str | None:
+    """How many steps stood out, the slowest of them, and where most of them lost their time."""
+    times = report.step_times
+    if not times.outliers:
+        return None
+    slowest = max(times.outliers, key=lambda each: each.seconds)
+    (phase, _), *_ = Counter(each.phase for each in times.outliers).most_common(1)
+    count = "1 step" if times.outlier_count == 1 else f"{times.outlier_count} steps"
+    return f"{count} took far longer than the rest; the slowest, step {slowest.step}, {duration(slowest.seconds)}. " + (
+        f"Most of them lost it in {phase}." if times.outlier_count > 1 else f"It lost it in {phase}."
+    )
+
+
+def comparison_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
+    """Two runs beside each other, as (what, before, after): speed, then seconds per step and share of each phase."""
+    before, after = comparison.before, comparison.after
+    rows = [
+        ("step time", *(duration(run.step_s) if run.step_s is not None else "unknown" for run in (before, after))),
+        ("steps per second", *(number(1 / run.step_s) if run.step_s else "unknown" for run in (before, after))),
+    ]
+    shares = {
+        phase: max(_share(before, phase), _share(after, phase)) for phase in before.phases.keys() | after.phases.keys()
+    }
+    for phase in sorted(shares, key=lambda name: (-shares[name], name)):
+        if shares[phase] > 0:
+            rows.append((phase, _phase_cell(before, phase), _phase_cell(after, phase)))
+    return rows
+
+
+def _share(report: StallReport, phase: str) -> float:
+    return report.phases.get(phase, 0.0) / report.wall_s if report.wall_s > 0 else 0.0
+
+
+def _phase_cell(report: StallReport, phase: str) -> str:
+    share = percent(_share(report, phase))
+    return f"{number(report.phases.get(phase, 0.0) / report.steps * 1e3)} ms ({share})" if report.steps else share

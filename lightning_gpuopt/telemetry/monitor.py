@@ -1,0 +1,147 @@
+"""One run's GPU monitoring: this rank's sampler, the other ranks' windows, and the figures they make together."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+
+from lightning_gpuopt._ranks import RankGather
+from lightning_gpuopt.telemetry.cuda import cuda_devices
+from lightning_gpuopt.telemetry.keys import Metric, readings_of
+from lightning_gpuopt.telemetry.nvml import Notice
+from lightning_gpuopt.telemetry.sampler import GpuSampler
+from lightning_gpuopt.telemetry.visible import (
+    Chosen,
+    DeviceNotFoundError,
+    NvmlDevice,
+    choose_devices,
+    visible_devices,
+)
+from lightning_gpuopt.telemetry.window import Fleet, RankWindow
+
+__all__ = ["GpuMonitor"]
+
+
+class GpuMonitor:
+    """Monitor GPUs from here to :meth:`close`.
+
+    All methods are for one thread, and none of them makes an NVML call.
+
+    Args:
+        metrics: what to report (``keys.select_metrics``).
+        devices: ``"auto"``, ``"all"``, or CUDA ordinals and UUIDs.
+        current: the CUDA ordinal that ``"auto"`` means.
+        interval_s: from one reading to the next, in seconds.
+        rank: this process's global rank; the ranks' figures come together on rank 0.
+        world_size: number of ranks.
+        node: number of this machine.
+        num_nodes: number of machines.
+
+    Example::
+
+        monitor = GpuMonitor(select_metrics("default"), "all", interval_s=0.1)
+        ...
+        monitor.cut(step=49)
+        for step, figures in monitor.ready():
+            print(step, figures["gpu/0/utilization"])
+        monitor.close()
+    """
+
+    def __init__(
+        self,
+        metrics: Sequence[Metric],
+        devices: str | Sequence[int | str],
+        *,
+        interval_s: float,
+        current: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        node: int = 0,
+        num_nodes: int = 1,
+    ) -> None:
+        self._wanted = devices
+        self._current = current
+        self._node = node
+        self._own_notices: deque[Notice] = deque()
+        self._problem_told = False
+        self._fleet = Fleet(metrics, multi_node=num_nodes > 1)
+        self._gather = RankGather("gpu-monitor", rank, world_size)
+        self._sampler = GpuSampler(readings_of(metrics), self._choose, interval_s=interval_s)
+        self._sampler.start()
+
+    def wait_until_open(self, timeout_s: float) -> DeviceNotFoundError | None:
+        """Wait until the devices are known, ``timeout_s`` seconds at most; gives the error if one is not there."""
+        self._sampler.wait_until_open(timeout_s)
+        failure = self._sampler.failure
+        return failure if isinstance(failure, DeviceNotFoundError) else None
+
+    def restart(self) -> None:
+        """Forget what was read so far."""
+        self._sampler.cut()
+
+    def cut(self, step: int) -> None:
+        """End this rank's window at that logging step, and send it on its way."""
+        window = RankWindow(self._node, self._sampler.cut())
+        if not self._gather.collects:
+            self._fleet.add([window])
+        self._gather.post(step, window.to_json())
+
+    def ready(self) -> list[tuple[int, dict[str, float]]]:
+        """Steps and figures of the windows that have become complete, oldest first; on rank 0 only."""
+        return [
+            (gathered.step, self._fleet.add([RankWindow.from_json(window) for window in gathered.by_rank.values()]))
+            for gathered in self._gather.ready()
+        ]
+
+    def notices(self) -> list[Notice]:
+        """What the user should hear, and has not been told yet."""
+        if self._gather.problem is not None and not self._problem_told:
+            self._problem_told = True
+            text = f"each rank keeps to its own GPU figures: {self._gather.problem}."
+            self._own_notices.append(Notice("warning", "gather", text))
+        told: list[Notice] = []
+        for queue in (self._own_notices, self._sampler.notices):
+            while queue:
+                told.append(queue.popleft())
+        return told
+
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`ready` or :meth:`notices` may have something. Cheap enough for every step."""
+        return bool(self._sampler.notices) or self._gather.has_ready
+
+    def summary(self) -> dict[str, float]:
+        """The figures of the run so far: on rank 0 of all ranks, elsewhere of this rank's devices."""
+        return self._fleet.summary(RankWindow(self._node, self._sampler.peek()))
+
+    def close(self, step: int, timeout_s: float, gather_timeout_s: float) -> None:
+        """End the last window and the threads. What came in time is in :meth:`ready` and :meth:`notices`.
+
+        Args:
+            step: the logging step at which the last window ends.
+            timeout_s: the longest to wait for an NVML call that hangs, in seconds.
+            gather_timeout_s: the longest that rank 0 waits for the others' last windows, in seconds.
+        """
+        if not self._sampler.stop(timeout_s):
+            text = "NVML does not answer: its thread was left behind, and will shut NVML down when the call comes back."
+            self._own_notices.append(Notice("warning", "nvml-hangs", text))
+        self.cut(step)
+        self._gather.close(gather_timeout_s)
+
+    def _choose(self, listed: Sequence[NvmlDevice]) -> list[Chosen]:
+        """Called on the sampler's thread."""
+        visible = visible_devices(
+            listed,
+            os.environ.get("CUDA_VISIBLE_DEVICES"),
+            os.environ.get("CUDA_DEVICE_ORDER"),
+            cuda_devices(),
+        )
+        chosen = choose_devices(self._wanted, listed, visible, self._current)
+        if visible.order_is_guess:
+            text = (
+                "this machine has GPUs of several models, which CUDA numbers by speed and this process has not asked "
+                "CUDA: the numbers in gpu/{i}/ are NVML's. CUDA_DEVICE_ORDER=PCI_BUS_ID makes both the same."
+            )
+            self._own_notices.append(Notice("info", "gpu-order", text))
+        return chosen

@@ -1,0 +1,211 @@
+"""What readings add up to: a device's window, and the windows of all devices of all ranks under their keys.
+
+No clock, no NVML, no torch: numbers in, numbers out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_gpuopt.telemetry.keys import Metric, with_summary
+
+__all__ = ["Accumulator", "DeviceWindow", "Fleet", "RankWindow", "Stat"]
+
+
+@dataclass(frozen=True)
+class Stat:
+    """The values of one reading in one window, in that reading's unit.
+
+    Attributes:
+        total: sum of value times weight.
+        weight: sum of the weights.
+        low: smallest value.
+        high: largest value.
+    """
+
+    total: float
+    weight: float
+    low: float
+    high: float
+
+    @property
+    def mean(self) -> float:
+        """Weighted mean."""
+        return self.total / self.weight
+
+    def merged(self, other: Stat) -> Stat:
+        """This and another window's values together."""
+        return Stat(
+            self.total + other.total, self.weight + other.weight, min(self.low, other.low), max(self.high, other.high)
+        )
+
+
+class Accumulator:
+    """Adds up the values of one reading."""
+
+    __slots__ = ("_high", "_low", "_total", "_weight")
+
+    def __init__(self) -> None:
+        self._total = 0.0
+        self._weight = 0.0
+        self._low = float("inf")
+        self._high = float("-inf")
+
+    def add(self, value: float, weight: float) -> None:
+        """Take one more value; the weight is greater than 0."""
+        self._total += value * weight
+        self._weight += weight
+        self._low = min(self._low, value)
+        self._high = max(self._high, value)
+
+    def freeze(self) -> Stat:
+        """What came so far, of at least one value."""
+        return Stat(self._total, self._weight, self._low, self._high)
+
+
+@dataclass(frozen=True)
+class DeviceWindow:
+    """One device in one window.
+
+    Attributes:
+        uuid: its NVML UUID.
+        nvml_index: of the physical GPU.
+        mig_slot: which MIG instance of its parent, None for a whole GPU.
+        ordinal: its CUDA ordinal in the process that read it, None outside the visible set.
+        stats: by reading; what gave no value is missing.
+    """
+
+    uuid: str
+    nvml_index: int
+    mig_slot: int | None
+    ordinal: int | None
+    stats: Mapping[str, Stat]
+
+
+@dataclass(frozen=True)
+class RankWindow:
+    """The devices of one rank in one window.
+
+    Attributes:
+        node: number of the machine that the rank runs on.
+        devices: those that the rank monitors.
+    """
+
+    node: int
+    devices: tuple[DeviceWindow, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain types, which JSON brings back exactly."""
+        return {
+            "node": self.node,
+            "devices": [
+                [
+                    d.uuid,
+                    d.nvml_index,
+                    d.mig_slot,
+                    d.ordinal,
+                    {r: [s.total, s.weight, s.low, s.high] for r, s in d.stats.items()},
+                ]
+                for d in self.devices
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RankWindow:
+        """The reverse of :meth:`to_json`."""
+        devices = (
+            DeviceWindow(uuid, index, slot, ordinal, {reading: Stat(*numbers) for reading, numbers in stats.items()})
+            for uuid, index, slot, ordinal, stats in data["devices"]
+        )
+        return cls(data["node"], tuple(devices))
+
+
+class Fleet:
+    """All monitored devices of a run: takes windows, names the figures.
+
+    A device that several ranks watch counts once. Devices are named by CUDA ordinal; on a node where two would share
+    one, because each rank sees only its own GPU, by NVML index, and MIG instances of one GPU by ``index.slot``.
+
+    Args:
+        metrics: what to report of each device.
+        multi_node: put ``node{n}/`` before the keys.
+    """
+
+    def __init__(self, metrics: Sequence[Metric], *, multi_node: bool = False) -> None:
+        self._metrics = tuple(metrics)
+        self._multi_node = multi_node
+        self._known: dict[tuple[int, str], DeviceWindow] = {}
+        self._run: dict[tuple[int, str], dict[str, Stat]] = {}
+
+    def add(self, ranks: Iterable[RankWindow]) -> dict[str, float]:
+        """Take a window of some ranks into the run, and give its metrics by key."""
+        window = self._by_device(ranks)
+        for device, stats in window.items():
+            _merge(self._run.setdefault(device, {}), stats)
+        return self._figures(window, self._metrics)
+
+    def summary(self, still_open: RankWindow | None = None) -> dict[str, float]:
+        """The metrics of the run so far.
+
+        Args:
+            still_open: a window that has not been added yet, and is counted in here.
+        """
+        run = {device: dict(stats) for device, stats in self._run.items()}
+        for device, stats in self._by_device([still_open] if still_open else []).items():
+            _merge(run.setdefault(device, {}), stats)
+        return self._figures(run, with_summary(self._metrics))
+
+    def _by_device(self, ranks: Iterable[RankWindow]) -> dict[tuple[int, str], dict[str, Stat]]:
+        merged: dict[tuple[int, str], dict[str, Stat]] = {}
+        for rank in ranks:
+            for device in rank.devices:
+                key = (rank.node, device.uuid)
+                self._known.setdefault(key, device)
+                _merge(merged.setdefault(key, {}), device.stats)
+        return merged
+
+    def _figures(
+        self, window: Mapping[tuple[int, str], Mapping[str, Stat]], metrics: Sequence[Metric]
+    ) -> dict[str, float]:
+        names = self._names()
+        figures = {
+            f"{names[device]}/{metric.key}": _statistic(stats[metric.reading], metric.statistic)
+            for device, stats in window.items()
+            for metric in metrics
+            if metric.reading in stats
+        }
+        means = [stats["utilization"].mean for stats in window.values() if "utilization" in stats]
+        if len(means) > 1 and any(metric.key == "utilization" for metric in metrics):
+            figures["gpu/mean/utilization"] = sum(means) / len(means)
+            figures["gpu/min/utilization"] = min(means)
+            figures["gpu/imbalance"] = max(means) - min(means)
+        return figures
+
+    def _names(self) -> dict[tuple[int, str], str]:
+        by_ordinal = {
+            key: (key[0], device.nvml_index if device.ordinal is None else device.ordinal)
+            for key, device in self._known.items()
+        }
+        crowded = {node for (node, _), count in Counter(by_ordinal.values()).items() if count > 1}
+        shared = Counter((key[0], device.nvml_index) for key, device in self._known.items())
+        names = {}
+        for (node, uuid), device in self._known.items():
+            number = str(by_ordinal[node, uuid][1])
+            if node in crowded:
+                number = str(device.nvml_index)
+                if shared[node, device.nvml_index] > 1 and device.mig_slot is not None:
+                    number += f".{device.mig_slot}"
+            names[node, uuid] = f"node{node}/gpu/{number}" if self._multi_node else f"gpu/{number}"
+        return names
+
+
+def _merge(into: dict[str, Stat], stats: Mapping[str, Stat]) -> None:
+    for reading, stat in stats.items():
+        into[reading] = into[reading].merged(stat) if reading in into else stat
+
+
+def _statistic(stat: Stat, name: str) -> float:
+    return {"mean": stat.mean, "min": stat.low, "max": stat.high}[name]

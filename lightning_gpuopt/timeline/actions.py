@@ -1,0 +1,84 @@
+"""The actions of Lightning's profiler, and the phase of the training loop that each belongs to."""
+
+from __future__ import annotations
+
+from typing import Final
+
+PHASES: Final = (
+    "data_wait",
+    "transfer",
+    "forward",
+    "backward",
+    "optimizer",
+    "callbacks",
+    "logging",
+    "validation",
+    "checkpoint",
+    "epoch_setup",
+    "other",
+)
+
+BETWEEN_STEPS: Final = ("validation", "checkpoint", "epoch_setup")
+"""Phases that are no part of a training step."""
+
+_STRATEGY_HOOKS: Final = {
+    "batch_to_device": "transfer",
+    "training_step": "forward",
+    "backward": "backward",
+    "optimizer_step": "optimizer",
+    "validation_step": "validation",
+    "on_train_batch_start": "other",
+}
+
+_MODULE_HOOKS: Final = {
+    "on_before_batch_transfer": "transfer",
+    "transfer_batch_to_device": "transfer",
+    "on_after_batch_transfer": "transfer",
+    "backward": "backward",
+    "on_before_backward": "backward",
+    "on_after_backward": "backward",
+    "optimizer_step": "optimizer",
+    "optimizer_zero_grad": "optimizer",
+    "on_before_zero_grad": "optimizer",
+    "on_before_optimizer_step": "optimizer",
+    "configure_gradient_clipping": "optimizer",
+    "lr_scheduler_step": "optimizer",
+    "on_save_checkpoint": "checkpoint",
+    "train_dataloader": "epoch_setup",
+    "on_train_epoch_start": "epoch_setup",
+}
+
+_PLAIN_ACTIONS: Final = {
+    "run_training_epoch": "other",
+    "run_training_batch": "other",
+    "optimizer_step": "optimizer",
+    "save_checkpoint": "checkpoint",
+}
+
+
+def phase_of(action: str) -> str | None:
+    """The phase that an action of Lightning's profiler belongs to.
+
+    Args:
+        action: the name given to ``Profiler.profile``, read in Lightning 2.5.0 to 2.6.6.
+
+    Returns:
+        One of :data:`PHASES`, or None for an action that we do not know, for example the user's own: its time stays
+        with the action around it.
+    """
+    if action in _PLAIN_ACTIONS:
+        return _PLAIN_ACTIONS[action]
+    owner, _, hook = action.rpartition(".")
+    if hook == "train_dataloader_next":
+        return "data_wait"
+    if owner.startswith("[Callback]"):
+        return "callbacks"
+    if owner.startswith("[Strategy]"):
+        return _STRATEGY_HOOKS.get(hook, "other")
+    if owner.startswith(("[LightningModule]", "[LightningDataModule]")):
+        if hook.startswith(("on_validation", "val_dataloader", "validation_step")):
+            return "validation"
+        return _MODULE_HOOKS.get(hook, "other")
+    if hook in ("val_next", "validate_next"):
+        return "validation"
+    return None

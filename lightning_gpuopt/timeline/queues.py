@@ -1,0 +1,148 @@
+"""How full the loader's queues are when the training loop comes for a batch, and who it waits for.
+
+Reads ``_data_queue``, ``_worker_result_queue``, ``_task_info`` and ``_pin_memory`` of torch's
+``_MultiProcessingDataLoaderIter`` (torch 2.4 to 2.13). An iterator that is not as expected is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+_A_WAIT_S: Final = 0.001
+"""A fetch that takes longer than this had to wait; only then is the cost of a closer look worth it."""
+
+_NEARLY_ALL: Final = 0.75
+"""So many of the other batches under way being ready means that one late batch holds up the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueTimes:
+    """What was seen at the fetches of the watched loaders, the first of each epoch left out.
+
+    Attributes:
+        fetches: fetches seen.
+        ready: batches that lay ready at the beginning of a fetch, summed over the fetches.
+        empty: fetches that began with nothing ready.
+        waits: fetches that had to wait.
+        wait_s: seconds of those.
+        late_wait_s: those of them that ended with nearly all other batches ready: one late batch held up the rest.
+        unpinned_wait_s: those that began with results of workers waiting for the pin-memory thread, and none pinned.
+    """
+
+    fetches: int = 0
+    ready: int = 0
+    empty: int = 0
+    waits: int = 0
+    wait_s: float = 0.0
+    late_wait_s: float = 0.0
+    unpinned_wait_s: float = 0.0
+
+    @property
+    def mean_ready(self) -> float | None:
+        """Batches ready at the beginning of a fetch; None before the first."""
+        return self.ready / self.fetches if self.fetches else None
+
+    def __sub__(self, earlier: QueueTimes) -> QueueTimes:
+        return QueueTimes(
+            self.fetches - earlier.fetches,
+            self.ready - earlier.ready,
+            self.empty - earlier.empty,
+            self.waits - earlier.waits,
+            self.wait_s - earlier.wait_s,
+            self.late_wait_s - earlier.late_wait_s,
+            self.unpinned_wait_s - earlier.unpinned_wait_s,
+        )
+
+
+class QueueProbe:
+    """Looks at the queues before and after each fetch.
+
+    Example::
+
+        probe = QueueProbe()
+        probe.watch(iterators)          # at the beginning of an epoch
+        probe.before_fetch()
+        batch = next(iterator)
+        probe.after_fetch(wait_s=0.02)
+        probe.times().mean_ready
+    """
+
+    def __init__(self) -> None:
+        self._iterators: list[Any] = []
+        self._fetches = self._ready = self._empty = self._waits = 0
+        self._wait_s = self._late_wait_s = self._unpinned_wait_s = 0.0
+        self._unpinned = False
+
+    def watch(self, iterators: Sequence[Any]) -> list[Any]:
+        """Say which iterators feed the loop from now on.
+
+        Returns:
+            Those that can be watched.
+        """
+        self._iterators = [each for each in iterators if _is_as_expected(each)]
+        return list(self._iterators)
+
+    def before_fetch(self) -> None:
+        """The loop is about to ask for a batch; costs about 5 µs a loader."""
+        if not self._iterators:
+            return
+        self._fetches += 1
+        ready = 0
+        self._unpinned = False
+        for iterator in self._iterators:
+            waiting = iterator._data_queue.qsize()
+            ready += waiting
+            if not waiting and iterator._worker_result_queue is not iterator._data_queue:
+                self._unpinned |= iterator._worker_result_queue.qsize() > 1
+        self._ready += ready
+        self._empty += not ready
+
+    def after_fetch(self, wait_s: float) -> None:
+        """The batch is there.
+
+        Args:
+            wait_s: seconds that the fetch took.
+        """
+        if wait_s < _A_WAIT_S or not self._iterators:
+            return
+        self._waits += 1
+        self._wait_s += wait_s
+        if self._unpinned:
+            self._unpinned_wait_s += wait_s
+        elif any(_held_up(iterator) for iterator in self._iterators):
+            self._late_wait_s += wait_s
+
+    def times(self) -> QueueTimes:
+        """What has been seen so far."""
+        return QueueTimes(
+            self._fetches,
+            self._ready,
+            self._empty,
+            self._waits,
+            self._wait_s,
+            self._late_wait_s,
+            self._unpinned_wait_s,
+        )
+
+
+def _is_as_expected(iterator: Any) -> bool:
+    names = ("_data_queue", "_worker_result_queue", "_task_info")
+    if not all(hasattr(iterator, name) for name in names) or not isinstance(iterator._task_info, dict):
+        return False
+    try:
+        iterator._data_queue.qsize()
+        iterator._worker_result_queue.qsize()
+    except (NotImplementedError, OSError):  # macOS has no qsize
+        return False
+    return True
+
+
+def _held_up(iterator: Any) -> bool:
+    """Whether, now that the awaited batch has come, nearly all the others under way are ready as well."""
+    under_way = len(iterator._task_info) - 1  # the fetch that ended has sent one new task
+    if under_way < 1:
+        return False
+    ready = sum(len(info) == 2 for info in iterator._task_info.values()) + iterator._data_queue.qsize()
+    return bool(ready >= _NEARLY_ALL * under_way)

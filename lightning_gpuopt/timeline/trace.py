@@ -1,0 +1,98 @@
+"""A trace of a few steps, recorded with torch.profiler for Perfetto; and the phases as NVTX ranges, for Nsight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_gpuopt.timeline.phases import Timeline
+
+
+class TraceCapture:
+    """Records the next few steps, once.
+
+    Args:
+        path: the file, ``.json`` or ``.json.gz``.
+        steps: training batches to record.
+
+    Example::
+
+        capture = TraceCapture(Path("trace.json.gz"))
+        capture.begin()
+        while not capture.step_done(): ...
+    """
+
+    def __init__(self, path: Path, steps: int = 5) -> None:
+        self.path = path
+        self._left = steps
+        self._profiler: torch.profiler.profile | None = None
+
+    def begin(self) -> None:
+        """Record from now on.
+
+        Raises:
+            RuntimeError: another profiler is recording.
+        """
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profiler = torch.profiler.profile(activities=activities, with_stack=True)
+        profiler.start()
+        self._profiler = profiler
+
+    def step_done(self) -> bool:
+        """Count a step; after the last, write the file. True when nothing is left to do."""
+        if self._profiler is None:
+            return True
+        self._left -= 1
+        if self._left > 0:
+            return False
+        self.end()
+        return True
+
+    def end(self) -> None:
+        """Stop recording, and write what there is."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self.path))
+
+
+class NvtxTimeline(Timeline):
+    """A timeline whose phases are NVTX ranges as well.
+
+    Args:
+        push: opens a range of a given name; ``torch.cuda.nvtx.range_push`` by default.
+        pop: closes the innermost range.
+        **kwargs: as for :class:`Timeline`.
+    """
+
+    def __init__(
+        self,
+        *,
+        push: Callable[[str], Any] = torch.cuda.nvtx.range_push,
+        pop: Callable[[], Any] = torch.cuda.nvtx.range_pop,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._push = push
+        self._pop = pop
+
+    def stop(self) -> None:
+        """Close the books, and the ranges still open."""
+        for _ in self._open:
+            self._pop()
+        super().stop()
+
+    def _enter(self, slot: int) -> None:
+        super()._enter(slot)
+        self._push(self.name_of(slot))
+
+    def _leave(self) -> None:
+        if self._open:
+            self._pop()
+        super()._leave()

@@ -1,0 +1,57 @@
+"""One rank of a DDP run under GpuUtilMonitor on the CPU, started by ``tests.helpers.run_ranks``.
+
+Prints what its logger was given, its summary and its warnings as JSON, for each of several runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from lightning_gpuopt import GpuUtilMonitor
+from tests.helpers import RecordingLogger, TinyModel, tiny_trainer, wait_for
+from tests.nvml_simulator import Simulator, error
+
+LAST_CALL = "nvmlDeviceGetUtilizationRates"
+
+
+def fit(simulator: Simulator, devices: Any, max_steps: int = 4, lose_at: int | None = None) -> dict[str, Any]:
+    def in_step(batch_idx: int) -> None:
+        if batch_idx == lose_at:
+            simulator.now(error("*", pynvml.NVML_ERROR_GPU_IS_LOST, device=1))
+        begun = simulator.calls(LAST_CALL)
+        wait_for(lambda: simulator.calls(LAST_CALL) >= begun + 4 or not simulator.references)
+
+    model = TinyModel()
+    model.in_step = in_step  # type: ignore[method-assign]
+    logger = RecordingLogger()
+    monitor = GpuUtilMonitor(["utilization"], devices, sample_interval=0.001, log_every_n_steps=2)
+    with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("always")
+        trainer = {"devices": 2, "strategy": "ddp", "logger": logger, "max_steps": max_steps}
+        tiny_trainer(Path(folder), callbacks=[monitor], **trainer).fit(model)
+    texts = [str(warning.message) for warning in caught if "GpuUtilMonitor" in str(warning.message)]
+    simulator_left = {"references": simulator.references, "calls_here": simulator.calls_here()}
+    return {"records": logger.records, "summary": monitor.summary(), "warnings": texts, **simulator_left}
+
+
+def main() -> None:
+    scenario = Path(os.environ["NVML_SIM_SCENARIO"])
+    simulator = Simulator(Path(sys.argv[1]), scenario)
+    rank = int(os.environ["LOCAL_RANK"])
+    runs = {"own": fit(simulator, [rank]), "all": fit(simulator, "all")}
+    runs["lost"] = fit(simulator, [rank], max_steps=6, lose_at=2 if rank == 1 else None)
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    runs["isolated"] = fit(simulator, [0])
+    print("\n" + json.dumps(runs), flush=True)
+
+
+if __name__ == "__main__":
+    main()

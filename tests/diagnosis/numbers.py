@@ -1,0 +1,68 @@
+"""Measurements made of numbers, for the tests of the diagnosis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.telemetry.host import HostActivity
+from lightning_gpuopt.timeline.actions import PHASES
+from lightning_gpuopt.timeline.loader import LoaderFacts
+from lightning_gpuopt.timeline.phases import PhaseTimes
+from lightning_gpuopt.timeline.worker_clock import WorkerTimes
+
+WALL_S = 10.0
+STEPS = 100
+
+TWO_WORKERS = LoaderFacts(num_workers=2, persistent_workers=True, prefetch_factor=2, pin_memory=False)
+IN_PROCESS = LoaderFacts(num_workers=0, persistent_workers=False, prefetch_factor=None, pin_memory=False)
+
+
+def times(
+    steps: int = STEPS,
+    epochs: int = 0,
+    callbacks: dict[str, float] | None = None,
+    broadcast_s: float = 0.0,
+    **phases: float,
+) -> PhaseTimes:
+    """A run of 10 s, filled up with ``forward``."""
+    if callbacks:
+        phases["callbacks"] = sum(callbacks.values())
+    filled = dict.fromkeys(PHASES, 0.0) | phases
+    filled["forward"] += WALL_S - sum(filled.values())
+    return PhaseTimes(WALL_S, steps, filled, callbacks or {}, epochs, broadcast_s)
+
+
+def host(
+    cpu: float | None = None, *, queued: float = 0.0, free: float | None = 1.5, usable: float = 8.0, **more: Any
+) -> HostActivity:
+    """The host's figures; ``cpu`` and ``queued`` are shares of a worker's time."""
+    return HostActivity(usable, 20.0, cpu, queued, free, **more)
+
+
+def workers(
+    batches: int = STEPS,
+    *,
+    data_s: float,
+    cpu: float = 0.0,
+    collate_s: float = 0.0,
+    unevenness: float = 0.0,
+    batch_bytes: int = 1000,
+) -> WorkerTimes:
+    """Workers that need so many seconds for a batch, of which ``cpu`` (a share) is CPU time."""
+    busy = data_s + collate_s
+    squares = batches * busy**2 * (1 + unevenness)
+    return WorkerTimes(
+        batches,
+        data_s * batches,
+        data_s * cpu * batches,
+        collate_s * batches,
+        collate_s * cpu * batches,
+        batch_bytes * 10,
+        10,
+        squares,
+    )
+
+
+def measurement(measured: PhaseTimes, loader: LoaderFacts = TWO_WORKERS, **more: Any) -> Measurement:
+    return Measurement(measured, loader, **more)

@@ -1,0 +1,45 @@
+"""Advice that was followed, predicted and measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_gpuopt.diagnosis.compare import compare
+from lightning_gpuopt.diagnosis.report import Finding, Proof, StallReport
+from lightning_gpuopt.timeline.loader import LoaderFacts
+
+
+def report(step_s: float | None, *, findings: list[Finding] | None = None, **loader: Any) -> StallReport:
+    return StallReport("x", 1.0, {}, findings or [], step_s=step_s, loader=LoaderFacts(**loader))
+
+
+SIX = Finding("slow_storage", 0.5, {}, "", {"num_workers": 6, "persistent_workers": True}, (1.8, 2.0, 2.2))
+PIN = Finding("host_to_device", 0.2, {}, "", {"pin_memory": True}, (1.1, 1.2, 1.3))
+NO_SETTING = Finding("callback", 0.3, {}, "", {}, (1.2, 1.4, 1.5))
+
+
+def test_followed_advice_is_held_against_its_prediction() -> None:
+    comparison = compare(report(0.1, findings=[SIX, PIN, NO_SETTING]), report(0.05, num_workers=6, pin_memory=False))
+    assert comparison.speedup == 2.0
+    assert comparison.proofs == [Proof("slow_storage", SIX.settings, (1.8, 2.0, 2.2), 2.0)]
+    assert comparison.proofs[0].kept is True
+
+
+@pytest.mark.parametrize(("workers", "followed"), [(5, False), (6, True), (8, True)])
+def test_a_number_counts_when_it_is_reached(workers: int, followed: bool) -> None:
+    proofs = compare(report(0.1, findings=[SIX]), report(0.05, num_workers=workers)).proofs
+    assert bool(proofs) is followed
+
+
+def test_a_gain_outside_the_interval_is_not_kept() -> None:
+    (proof,) = compare(report(0.1, findings=[SIX]), report(0.09, num_workers=6)).proofs
+    assert proof.kept is False
+    assert Proof("x", {}, None, 2.0).kept is None
+
+
+def test_without_steady_steps_there_is_nothing_to_compare() -> None:
+    comparison = compare(report(None, findings=[SIX]), report(0.05, num_workers=6))
+    assert (comparison.speedup, comparison.proofs) == (None, [])
+    assert compare(report(0.1, findings=[SIX]), report(0.05)).proofs == []

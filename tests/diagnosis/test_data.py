@@ -1,0 +1,115 @@
+"""Why the loader is late, by what was timed inside its workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_gpuopt.diagnosis.data import data_finding
+from lightning_gpuopt.diagnosis.report import Finding
+from lightning_gpuopt.timeline.loader import LoaderFacts
+from lightning_gpuopt.timeline.queues import QueueTimes
+from lightning_gpuopt.timeline.worker_clock import WorkerTimes
+from tests.diagnosis.numbers import IN_PROCESS, TWO_WORKERS, host, measurement, times, workers
+
+# 100 batches in 10 s on 2 workers: 0.2 s a batch are there for a worker that is always busy
+BUSY_S = 0.19
+
+
+def find(timed: WorkerTimes | None, loader: LoaderFacts = TWO_WORKERS, wait_s: float = 5.0, **more: Any) -> Finding:
+    return data_finding(measurement(times(data_wait=wait_s), loader, workers=timed, **more))
+
+
+LATE = QueueTimes(fetches=100, ready=500, empty=4, waits=20, wait_s=4.8, late_wait_s=4.5)
+EVEN = QueueTimes(fetches=100, ready=20, empty=90, waits=99, wait_s=5.0, late_wait_s=0.1)
+TRANSFER = QueueTimes(fetches=100, ready=300, empty=4, waits=98, wait_s=5.0, late_wait_s=4.5)
+UNPINNED = QueueTimes(fetches=100, ready=0, empty=99, waits=99, wait_s=5.0, unpinned_wait_s=4.0)
+
+
+@pytest.mark.parametrize(
+    ("timed", "queues", "activity", "cause"),
+    [
+        (workers(data_s=BUSY_S, cpu=0.05), EVEN, host(0.05), "slow_storage"),
+        (workers(data_s=BUSY_S, cpu=0.9), EVEN, host(0.9), "slow_transform"),
+        (workers(data_s=BUSY_S, cpu=0.9), EVEN, host(0.9, free=0.1), "cpu_saturated"),
+        # starved of CPU it looks blocked; only its place in the run queue tells
+        (workers(data_s=BUSY_S, cpu=0.2), EVEN, host(0.2, queued=0.7, free=0.0), "cpu_saturated"),
+        (workers(data_s=BUSY_S, cpu=0.9), EVEN, host(0.5, free=0.0, throttled=0.5), "cpu_throttled"),
+        (workers(data_s=BUSY_S, cpu=0.9), EVEN, host(0.9, throttled=0.05), "slow_transform"),
+        # a quota does not slow down a disk
+        (workers(data_s=BUSY_S, cpu=0.05), EVEN, host(0.05, throttled=0.5), "slow_storage"),
+        (workers(data_s=0.05, collate_s=0.14, cpu=0.9), EVEN, host(0.9), "worker_transfer"),
+        (workers(data_s=0.04, cpu=0.5, unevenness=4.0), LATE, host(0.1), "head_of_line"),
+        (workers(data_s=0.04, cpu=0.5, unevenness=0.1), LATE, host(0.1), "worker_transfer"),
+        (workers(data_s=0.04, cpu=0.5, unevenness=4.0), TRANSFER, host(0.1), "worker_transfer"),
+        (workers(data_s=0.04, cpu=0.5), UNPINNED, host(0.1), "pin_memory"),
+        (workers(data_s=0.04, cpu=0.5), None, None, "worker_transfer"),
+        (workers(data_s=BUSY_S, cpu=0.9), None, None, "slow_transform"),
+    ],
+)
+def test_the_narrow_place_is_named(timed: WorkerTimes, queues: Any, activity: Any, cause: str) -> None:
+    assert find(timed, queues=queues, host=activity).cause == cause
+
+
+def test_every_cause_has_its_advice_and_only_remedies_have_settings() -> None:
+    saturated = find(workers(data_s=BUSY_S, cpu=0.9), host=host(0.9, free=0.0))
+    assert (saturated.settings, saturated.predicted_speedup) == ({}, None)
+    throttled = find(workers(data_s=BUSY_S, cpu=0.9), host=host(0.5, free=0.0, throttled=0.5))
+    assert throttled.settings == {}
+    assert "quota" in throttled.advice
+    late = find(workers(data_s=0.04, unevenness=4.0), queues=LATE, host=host(0.1))
+    assert late.settings == {"prefetch_factor": 4}
+    assert "prefetch_factor=4" in late.advice
+
+
+def test_the_advised_number_of_workers_and_its_gain_come_from_one_model() -> None:
+    # a batch waits 190 ms for storage; the step itself takes 50 ms: four workers feed it
+    finding = find(workers(data_s=BUSY_S, cpu=0.01), host=host(0.01, process_cpus=0.1))
+    assert finding.settings == {"num_workers": 4}
+    assert finding.predicted_speedup is not None
+    low, mid, high = finding.predicted_speedup
+    assert mid == pytest.approx(100 / 50.8, rel=1e-3)  # 0.8 ms to receive a batch
+    assert low == pytest.approx(100 / 52, rel=1e-3)
+    assert high == pytest.approx(100 / 50.3, rel=1e-3)
+
+
+def test_workers_are_not_advised_beyond_the_free_cpus() -> None:
+    finding = find(workers(data_s=BUSY_S, cpu=1.0), host=host(1.0, free=1.0, usable=4.0, process_cpus=0.5))
+    assert finding.settings == {"num_workers": 3}
+
+
+def test_loading_in_the_process_is_measured_there() -> None:
+    finding = find(workers(data_s=0.05, cpu=0.1), IN_PROCESS, host=host(None, usable=4.0, process_cpus=0.2))
+    assert finding.cause == "main_process_loading"
+    assert finding.settings == {"num_workers": 2, "persistent_workers": True}
+    assert finding.evidence["dataset_ms_per_batch"] == 50.0
+    assert finding.evidence["dataset_cpu_ms_per_batch"] == pytest.approx(5.0)
+    assert "workers_busy_percent" not in finding.evidence
+
+
+def test_the_evidence_shows_what_the_verdict_rests_on() -> None:
+    evidence = find(
+        workers(data_s=0.18, collate_s=0.01, cpu=0.5, batch_bytes=2**20),
+        queues=EVEN,
+        host=host(0.5, queued=0.1, throttled=0.0, io_pressure=0.25),
+    ).evidence
+    assert evidence == {
+        "ms_per_step": 50.0,
+        "step_ms": 100.0,
+        "num_workers": 2,
+        "dataset_ms_per_batch": 180.0,
+        "dataset_cpu_ms_per_batch": 90.0,
+        "collate_ms_per_batch": 10.0,
+        "batch_mib": 1.0,
+        "workers_busy_percent": 95.0,
+        "queue_depth": 0.2,
+        "queue_empty_percent": 90.0,
+        "late_batch_wait_percent": 2.0,
+        "usable_cpus": 8.0,
+        "free_cpus": 1.5,
+        "worker_cpu_percent": 50.0,
+        "worker_queued_percent": 10.0,
+        "cpu_throttled_percent": 0.0,
+        "io_pressure_percent": 25.0,
+    }

@@ -1,0 +1,89 @@
+"""The gather over ranks: real processes with a real gloo group, some of which die."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from lightning_gpuopt import _ranks
+from lightning_gpuopt._ranks import Gathered, RankGather
+from tests.helpers import run_ranks, wait_for
+
+
+def test_one_rank_gets_back_what_it_put_in_without_a_thread():
+    gather = RankGather("test", rank=0, world_size=1)
+    assert not gather.has_ready
+    gather.post(49, {"a": 1.0})
+    gather.post(99, {"a": 2.0})
+    assert gather.collects
+    assert gather.has_ready
+    assert gather.ready() == [Gathered(49, {0: {"a": 1.0}}), Gathered(99, {0: {"a": 2.0}})]
+    assert gather.ready() == []
+    gather.close()
+    gather.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpuopt-gather")]
+
+
+def test_windows_of_all_ranks_come_to_rank_0_in_order_and_runs_do_not_mix():
+    first, second = run_ranks("tests.rank_process", "all_windows", 2)
+    assert first == {
+        "collects": True,
+        "problem": None,
+        "seen": [
+            [[step, {str(rank): {"run": run, "rank": rank} for rank in range(2)}] for step in (49, 99, 149)]
+            for run in range(2)
+        ],
+    }
+    assert second == {"collects": False, "problem": None, "seen": [[], []]}
+
+
+def test_a_rank_that_dies_is_left_out_and_takes_nobody_along():
+    first, second, third = run_ranks("tests.rank_process", "one_dies", 3)
+    assert first == {"seen": [[0, [0, 1, 2]], [1, [0, 1]], [2, [0, 1]]], "problem": None}
+    assert second == {"seen": [], "problem": None}
+    assert third is None
+
+
+def test_when_rank_0_dies_the_others_notice_and_end():
+    first, second = run_ranks("tests.rank_process", "the_first_dies", 2)
+    assert first is None
+    assert second == {"problem": True, "ready": []}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_a_store_each_rank_keeps_its_own_figures(rank):
+    gather = RankGather("test", rank=rank, world_size=2)
+    gather.post(49, "mine")
+    assert gather.problem is not None
+    assert "no key-value store" in gather.problem
+    assert gather.collects
+    assert gather.ready() == [Gathered(49, {rank: "mine"})]
+
+
+def test_when_the_store_fails_rank_0_goes_on_with_its_own_figures(monkeypatch):
+    class Broken:
+        def check(self, keys):
+            raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(_ranks, "_open_store", lambda name: Broken())
+    gather = RankGather("test", rank=0, world_size=2)
+    gather.post(0, "first")
+    wait_for(lambda: gather.problem is not None)
+    gather.post(1, "second")
+    gather.close()
+    gather.post(2, "third")
+    assert gather.problem == "the ranks' key-value store failed: connection reset"
+    assert gather.ready() == [Gathered(0, {0: "first"}), Gathered(1, {0: "second"}), Gathered(2, {0: "third"})]
+
+
+def test_closing_without_waiting_gives_out_what_is_there(monkeypatch):
+    class Silent:
+        def check(self, keys):
+            return False
+
+    monkeypatch.setattr(_ranks, "_open_store", lambda name: Silent())
+    gather = RankGather("test", rank=0, world_size=2)
+    gather.post(0, "mine")
+    gather.close(timeout_s=0.0)
+    assert gather.ready() == [Gathered(0, {0: "mine"})]

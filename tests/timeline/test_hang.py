@@ -1,0 +1,90 @@
+"""A hang is written down once, and training goes on waiting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from lightning_gpuopt.timeline.hang import HangWatch, write_state
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_each_hang_is_told_once() -> None:
+    clock, told = Clock(), []
+    watch = HangWatch(10.0, told.append, clock)
+    clock.now_s = 9.0
+    assert watch.look() == 1.0
+    assert told == []
+    clock.now_s = 10.0
+    assert watch.look() == 10.0
+    clock.now_s = 60.0
+    watch.look()
+    assert told == [10.0]
+    watch.progress()
+    clock.now_s = 69.0
+    watch.look()
+    assert told == [10.0]
+    clock.now_s = 75.0
+    watch.look()
+    assert told == [10.0, 15.0]
+
+
+def test_a_failure_to_write_does_not_end_the_watch() -> None:
+    clock = Clock()
+
+    def fail(quiet_s: float) -> None:
+        raise OSError("disk full")
+
+    watch = HangWatch(1.0, fail, clock)
+    clock.now_s = 5.0
+    assert watch.look() == 1.0
+
+
+def test_the_thread_tells_and_ends() -> None:
+    told = threading.Event()
+    watch = HangWatch(0.01, lambda quiet_s: told.set())
+    watch.start()
+    assert told.wait(10)
+    watch.stop()
+    assert "gpuopt-hang" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_file_shows_threads_and_workers(tmp_path: Path) -> None:
+    release = threading.Event()
+
+    def stuck_here() -> None:
+        release.wait(30)
+
+    thread = threading.Thread(target=stuck_here)
+    thread.start()
+    asleep = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=-1, stdout=-1)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    try:
+        assert asleep.stdout is not None
+        asleep.stdout.readline()
+        path = tmp_path / "new" / "hang-1.txt"
+        write_state(path, 12.5, [(asleep.pid, "reads samples for 12.0 s"), (gone.pid, "is not watched")])
+    finally:
+        release.set()
+        thread.join()
+        asleep.kill()
+        asleep.communicate()
+    text = path.read_text()
+    assert f"process {os.getpid()} has finished no step for 12.5 s" in text
+    assert "Workers of the training loader: 2" in text
+    assert f"  {asleep.pid}: sleeps" in text
+    assert "; reads samples for 12.0 s" in text
+    assert f"  {gone.pid}: is gone; is not watched" in text
+    assert "in stuck_here" in text
+    assert "in test_the_file_shows_threads_and_workers" in text

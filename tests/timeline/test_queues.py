@@ -1,0 +1,124 @@
+"""What is seen at the loader's queues, with real loaders."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_gpuopt.timeline.queues import QueueProbe, QueueTimes
+
+
+class Data(Dataset[Any]):
+    def __init__(self, sleep_s: float = 0.0, late: int = -1, late_s: float = 0.0) -> None:
+        self.sleep_s, self.late, self.late_s = sleep_s, late, late_s
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.late_s if index == self.late else self.sleep_s)
+        return torch.tensor(index)
+
+
+def walk(iterator: Any, probe: QueueProbe, pause: Any = None) -> list[int]:
+    """Take every batch as the loop would; ``pause`` comes before each fetch."""
+    seen = [int(next(iterator))]
+    probe.watch([iterator])
+    while True:
+        if pause is not None:
+            pause(iterator)
+        probe.before_fetch()
+        begin = time.perf_counter()
+        try:
+            seen.append(int(next(iterator)))
+        except StopIteration:
+            return seen
+        probe.after_fetch(time.perf_counter() - begin)
+
+
+def until_full(iterator: Any) -> None:
+    """Wait until the workers have made all that they were asked for."""
+    under_way = len(iterator._task_info)
+    deadline = time.monotonic() + 30
+    while iterator._data_queue.qsize() + sum(len(info) == 2 for info in iterator._task_info.values()) < under_way:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.001)
+
+
+def test_a_loop_that_is_slower_than_its_loader_finds_full_queues() -> None:
+    probe = QueueProbe()
+    iterator = iter(DataLoader(Data(), batch_size=None, num_workers=2))
+    assert walk(iterator, probe, pause=until_full) == list(range(24))
+    times = probe.times()
+    assert times.fetches == 24
+    assert times.empty <= 1  # the one that ends the epoch
+    assert times.mean_ready is not None
+    assert times.mean_ready > 2
+
+
+def test_a_loop_that_is_faster_waits() -> None:
+    probe = QueueProbe()
+    walk(iter(DataLoader(Data(sleep_s=0.01), batch_size=None, num_workers=1)), probe)
+    times = probe.times()
+    assert times.waits >= 20
+    assert times.wait_s > 0.15
+    assert times.late_wait_s == 0.0
+    assert times.unpinned_wait_s == 0.0
+
+
+def test_one_late_batch_that_holds_up_the_rest_is_known_as_such() -> None:
+    probe = QueueProbe()
+    # 4 workers with 2 batches each: while the twelfth is late, all the others under way get ready
+    iterator = iter(DataLoader(Data(late=12, late_s=0.3), batch_size=None, num_workers=4))
+    assert walk(iterator, probe) == list(range(24))
+    times = probe.times()
+    assert times.late_wait_s > 0.2
+    assert times.late_wait_s > 0.8 * times.wait_s
+
+
+def test_results_that_wait_to_be_pinned_are_known_as_such() -> None:
+    class Queue:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def qsize(self) -> int:
+            return self.size
+
+    class Pinning:
+        _data_queue, _worker_result_queue, _task_info = Queue(0), Queue(3), {1: (0,), 2: (1,)}
+
+    probe = QueueProbe()
+    probe.watch([Pinning()])
+    probe.before_fetch()
+    probe.after_fetch(0.02)
+    assert probe.times() == QueueTimes(fetches=1, empty=1, waits=1, wait_s=0.02, unpinned_wait_s=0.02)
+
+
+@pytest.mark.parametrize(
+    "iterator", [iter([1]), iter(DataLoader(Data(), batch_size=None)), object()], ids=["list", "no-workers", "object"]
+)
+def test_iterators_of_another_kind_are_left_out(iterator: Any) -> None:
+    probe = QueueProbe()
+    assert probe.watch([iterator]) == []
+    probe.before_fetch()
+    probe.after_fetch(1.0)
+    assert probe.times() == QueueTimes()
+
+
+def test_a_queue_without_a_size_is_left_out() -> None:
+    class NoSize:
+        def qsize(self) -> int:
+            raise NotImplementedError
+
+    class Mac:
+        _data_queue = _worker_result_queue = NoSize()
+
+        def __init__(self) -> None:
+            self._task_info: dict[int, Any] = {}
+
+    assert QueueProbe().watch([Mac()]) == []

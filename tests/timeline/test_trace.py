@@ -1,0 +1,79 @@
+"""Traces for Perfetto, ranges for Nsight."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_gpuopt.timeline.trace import NvtxTimeline, TraceCapture
+
+
+def test_the_steps_asked_for_are_recorded_once(tmp_path: Path) -> None:
+    capture = TraceCapture(tmp_path / "new" / "trace.json.gz", steps=3)
+    assert capture.step_done()
+    capture.begin()
+    for step in range(3):
+        torch.ones(4).cumsum(0)
+        assert capture.step_done() is (step == 2)
+    torch.ones(4).cumprod(0)
+    assert capture.step_done()
+    events = json.loads(gzip.decompress((tmp_path / "new" / "trace.json.gz").read_bytes()))["traceEvents"]
+    names = [event.get("name") for event in events]
+    assert names.count("aten::cumsum") == 3
+    assert "aten::cumprod" not in names
+
+
+def test_an_early_end_writes_what_there_is(tmp_path: Path) -> None:
+    capture = TraceCapture(tmp_path / "trace.json")
+    capture.begin()
+    torch.ones(4).cumsum(0)
+    capture.end()
+    capture.end()
+    assert "aten::cumsum" in (tmp_path / "trace.json").read_text()
+
+
+def test_phases_are_ranges_in_order_and_in_balance() -> None:
+    calls: list[str] = []
+    timeline = NvtxTimeline(push=calls.append, pop=lambda: calls.append("/"), callback_names={"Slow": "Slow"})
+    timeline.start()
+    with timeline.span("run_training_epoch"):
+        timeline.span("[_TrainingEpochLoop].train_dataloader_next").__enter__()
+        timeline.span("[_TrainingEpochLoop].train_dataloader_next").__exit__(None, None, None)
+        with timeline.span("[Strategy]S.optimizer_step"), timeline.span("[Strategy]S.backward"):
+            pass
+        with timeline.span("[Callback]Slow.on_train_batch_end"):
+            pass
+    assert calls == [
+        "epoch_setup",
+        "epoch_setup",
+        "/",
+        "optimizer",
+        "backward",
+        "/",
+        "/",
+        "Slow.on_train_batch_end",
+        "/",
+        "/",
+    ]
+
+
+def test_ranges_still_open_are_closed_at_the_end() -> None:
+    calls: list[str] = []
+    timeline = NvtxTimeline(push=calls.append, pop=lambda: calls.append("/"))
+    timeline.start()
+    with timeline.span("run_training_batch"), timeline.span("[Strategy]S.backward"):
+        timeline.stop()
+    assert calls == ["other", "backward", "/", "/"]
+
+
+def test_without_nvtx_it_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("NVTX is there")
+    timeline = NvtxTimeline()
+    timeline.start()
+    with pytest.raises(RuntimeError, match="NVTX"), timeline.span("run_training_batch"):
+        pass

@@ -1,0 +1,230 @@
+"""What is timed inside workers: right, out of the way, and never a change to a batch."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from lightning_gpuopt.timeline.worker_clock import TimedCollate, WorkerTimes, _nbytes, watch_workers
+
+BATCHES = 20
+SLEEP_S = 0.004
+SPIN_S = 0.002
+
+
+def spin(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+class Data(Dataset[Any]):
+    def __len__(self) -> int:
+        return BATCHES * 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(SLEEP_S / 4)
+        spin(SPIN_S / 4)
+        return torch.full((16,), float(index))
+
+
+class Batched(Data):
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self[index] for index in indices]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        data = Data()
+        return (data[index] for index in range(len(data)))
+
+
+def slow_collate(samples: list[torch.Tensor]) -> torch.Tensor:
+    time.sleep(0.003)
+    return torch.stack(samples)
+
+
+def measured(loader: DataLoader[Any]) -> tuple[WorkerTimes, list[torch.Tensor]]:
+    watched = watch_workers(loader)
+    assert watched is not None
+    clock, undo = watched
+    batches = list(loader)
+    undo()
+    return clock.times(), batches
+
+
+@pytest.mark.parametrize(("workers", "method"), [(0, None), (2, "fork"), (2, "spawn"), (2, "forkserver")], ids=str)
+def test_dataset_and_collate_are_told_apart_in_wall_and_cpu_time(workers: int, method: str | None) -> None:
+    loader = DataLoader(
+        Data(), batch_size=4, num_workers=workers, collate_fn=slow_collate, multiprocessing_context=method
+    )
+    times, batches = measured(loader)
+    assert times.batches == BATCHES - max(workers, 1)  # the first of each worker finds the fetcher
+    # sleeping and spinning take at least as long as asked for
+    assert times.data_wall_s / times.batches >= SLEEP_S + SPIN_S
+    assert times.data_cpu_s / times.batches >= SPIN_S
+    assert times.data_cpu_s / times.batches < SLEEP_S + SPIN_S
+    assert times.collate_wall_s / times.batches >= 0.003
+    assert times.collate_cpu_s < times.collate_wall_s
+    assert times.batch_bytes == 4 * 16 * 4
+    assert loader.collate_fn is slow_collate
+    assert torch.equal(torch.cat(batches)[:, 0], torch.arange(BATCHES * 4, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("data", [Batched(), Stream()], ids=["getitems", "iterable"])
+def test_other_ways_into_the_data_are_timed_too(data: Any) -> None:
+    times, _ = measured(DataLoader(data, batch_size=4, num_workers=1))
+    assert times.batches == BATCHES - 1
+    assert times.data_wall_s / times.batches >= SLEEP_S + SPIN_S
+
+
+def test_single_samples_without_batching_are_timed() -> None:
+    times, samples = measured(DataLoader(Data(), batch_size=None))
+    assert (times.batches, len(samples)) == (BATCHES * 4 - 1, BATCHES * 4)
+    assert times.data_wall_s / times.batches >= (SLEEP_S + SPIN_S) / 4
+
+
+def test_persistent_workers_of_an_earlier_fit_are_still_heard() -> None:
+    loader = DataLoader(Data(), batch_size=4, num_workers=1, persistent_workers=True)
+    clock, undo = watch_workers(loader) or pytest.fail("not watched")
+    list(loader)
+    undo()
+    before = clock.times().batches
+    again, undo_again = watch_workers(loader) or pytest.fail("not watched")
+    assert again is clock
+    list(loader)
+    undo_again()
+    assert clock.times().batches > before
+    assert loader.collate_fn is default_collate
+
+
+def test_workers_that_started_without_us_cannot_be_heard() -> None:
+    loader = DataLoader(Data(), batch_size=4, num_workers=1, persistent_workers=True)
+    iter(loader)
+    assert watch_workers(loader) is None
+    assert loader.collate_fn is default_collate
+
+
+@pytest.mark.parametrize("loader", [range(3), [1, 2], iter([])], ids=["range", "list", "iterator"])
+def test_what_has_no_collate_function_is_left_alone(loader: Any) -> None:
+    assert watch_workers(loader) is None
+
+
+def test_a_loader_that_refuses_is_left_alone() -> None:
+    class Stubborn:
+        collate_fn = staticmethod(default_collate)
+        __slots__ = ()
+
+    assert watch_workers(Stubborn()) is None
+
+
+def test_a_collate_function_that_does_not_pickle_works_under_fork() -> None:
+    loader = DataLoader(Data(), batch_size=4, num_workers=1, collate_fn=lambda samples: torch.stack(samples))
+    times, batches = measured(loader)
+    assert (times.batches, len(batches)) == (BATCHES - 1, BATCHES)
+
+
+class Broken(Data):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 30:
+            raise KeyError("sample 30 is broken")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_the_data_arrives_as_it_was(workers: int) -> None:
+    loader = DataLoader(Broken(), batch_size=4, num_workers=workers)
+    watch_workers(loader)
+    with pytest.raises(KeyError, match="sample 30 is broken"):
+        list(loader)
+
+
+def test_random_numbers_in_workers_are_as_without_it() -> None:
+    class Noise(Dataset[Any]):
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.rand(1) + np.random.rand()
+
+    def drawn(watch: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        loader = DataLoader(Noise(), batch_size=4, num_workers=2)
+        if watch:
+            watch_workers(loader)
+        return list(loader)
+
+    assert all(torch.equal(a, b) for a, b in zip(drawn(False), drawn(True), strict=True))
+
+
+def test_a_copy_for_anything_but_a_worker_notes_nothing() -> None:
+    clock = TimedCollate(default_collate)
+    for twin in (pickle.loads(pickle.dumps(clock)), copy.deepcopy(clock)):
+        assert torch.equal(twin([torch.ones(1)]), torch.ones(1, 1))
+    assert clock.times() == WorkerTimes()
+
+
+def test_attributes_of_the_own_collate_function_show_through() -> None:
+    class Collate:
+        padding = 7
+
+        def __call__(self, samples: Any) -> Any:
+            return samples
+
+    assert TimedCollate(Collate()).padding == 7
+
+
+def test_a_worker_says_what_it_does() -> None:
+    clock = TimedCollate(default_collate)
+    assert clock.doing(0) == "has made no batch yet"
+    assert clock.doing(10_000) == "is not watched"
+    loader = DataLoader(Data(), batch_size=4, num_workers=1)
+    watched, undo = watch_workers(loader) or pytest.fail("not watched")
+    list(loader)
+    undo()
+    assert watched.doing(0).startswith("waits for work for ")
+
+
+def test_no_process_is_left() -> None:
+    measured(DataLoader(Data(), batch_size=4, num_workers=2))
+    assert multiprocessing.active_children() == []
+
+
+def test_unevenness_is_variance_over_squared_mean() -> None:
+    # 9 batches of 1 s and one of 11 s: mean 2, variance 9
+    times = WorkerTimes(batches=10, data_wall_s=20.0, squares_s2=9 + 121)
+    assert times.unevenness == pytest.approx(9 / 4)
+    assert WorkerTimes(batches=4, data_wall_s=8.0, squares_s2=16.0).unevenness == 0.0
+    assert WorkerTimes().unevenness is None
+
+
+def test_figures_add_and_subtract() -> None:
+    a = WorkerTimes(1, 2.0, 1.0, 0.5, 0.25, 100, 1, 6.25)
+    b = WorkerTimes(3, 5.0, 2.0, 1.0, 0.5, 300, 2, 36.0)
+    assert a + b - a == b
+    assert (b.busy_s, b.cpu_s, b.batch_bytes) == (6.0, 2.5, 150.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (torch.zeros(2, 3), 24),
+        (np.zeros(4, dtype=np.int16), 8),
+        ({"x": torch.zeros(2), "y": [b"abc", "de"]}, 13),
+        ([torch.zeros(1)] * 1000, 4000),
+        ((torch.zeros(1), None, 3), 4),
+        ([], 0),
+    ],
+    ids=["tensor", "array", "nested", "long", "others", "empty"],
+)
+def test_bytes_of_a_batch(batch: Any, size: int) -> None:
+    assert _nbytes(batch) == size
