@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu lint bench clean
+.PHONY: demo test test-gpu test-faults lint bench clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -22,6 +22,9 @@ test: $(READY)
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -q -m gpu tests/gpu
 
+test-faults: $(READY)
+	$(BIN)/python -m tests.faults --markdown docs/fault-suite.md
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,6 +33,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/report.py
 
 clean:
 	rm -rf $(VENV) demo-data demo-run

@@ -37,13 +37,17 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import DeviceStatsMonitor, ThroughputMonitor
 from lightning.pytorch.loggers import Logger
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import GpuUtilMonitor, StallDetector
+from lightning_gpuopt.timeline.worker_clock import watch_workers
 
 ROOT = Path(__file__).parents[1]
 
 EMPTY = "Callback()"
 TARGETS_US = {"GpuUtilMonitor": 15.0, "StallDetector": 30.0}
+WINDOW_TARGET_US = 300.0
+COLLATE_TARGET_US = 10.0
 IMPORT_TARGET_PERCENT = 15.0
 IMPORT_ROUNDS = 7
 WARMUP_STEPS = 200
@@ -191,6 +195,44 @@ def measure_imports() -> dict[str, float]:
     return {name: statistics.median(times) for name, times in taken_ms.items()}
 
 
+def measure_windows(rounds: int, steps: int, folder: str) -> float:
+    """Microseconds by which the step that ends a StallDetector's window is longer than its neighbours."""
+    warmup, size = 5, 50
+    extra: list[float] = []
+    for _ in range(rounds):
+        detector = StallDetector(on_stall="ignore", warmup_steps=warmup, window_size=size)
+        durations = run_once([detector], steps, folder)
+        ends = range((warmup - 1 - WARMUP_STEPS) % size, len(durations), size)
+        neighbours = statistics.median(durations)
+        extra.append(statistics.median(durations[index] for index in ends) - neighbours)
+    return statistics.median(extra)
+
+
+class Numbers(Dataset[int]):
+    """Samples that cost nothing."""
+
+    def __len__(self) -> int:
+        return 20_000
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def measure_collate(rounds: int) -> float:
+    """Microseconds that the timing inside a worker adds to a batch, measured in this process."""
+    taken_us: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(2 * rounds):
+        timed = number % 2 == 1
+        loader = DataLoader(Numbers(), batch_size=1, collate_fn=list)
+        if timed:
+            watch_workers(loader)
+        begin = time.perf_counter()
+        for _ in loader:
+            pass
+        taken_us[timed].append((time.perf_counter() - begin) / len(loader) * 1e6)
+    return statistics.median(taken_us[True]) - statistics.median(taken_us[False])
+
+
 def load_nvml(folder: str) -> str:
     """Where there is no NVIDIA GPU, put the tests' NVML simulator in the driver's place; says what is read."""
     if torch.cuda.is_available():
@@ -219,7 +261,9 @@ def machine() -> dict[str, str]:
     return {"cpu": cpu, "cores": str(os.cpu_count()), **gpu, "python": platform.python_version(), **packages}
 
 
-def check_targets(steps: dict[str, dict[str, float]], imports: dict[str, float]) -> list[dict[str, Any]]:
+def check_targets(
+    steps: dict[str, dict[str, float]], window_us: float, collate_us: float, imports: dict[str, float]
+) -> list[dict[str, Any]]:
     """Each target with what was measured."""
     targets = [
         {
@@ -230,6 +274,11 @@ def check_targets(steps: dict[str, dict[str, float]], imports: dict[str, float])
         }
         for name, limit in TARGETS_US.items()
     ]
+    for what, measured, limit in (
+        ("StallDetector, the step that ends a window above the others", window_us, WINDOW_TARGET_US),
+        ("StallDetector, timing inside a worker, a batch", collate_us, COLLATE_TARGET_US),
+    ):
+        targets.append({"what": what, "measured": measured, "limit": limit, "unit": "us"})
     share = 100 * imports["import lightning_gpuopt"] / imports["import torch"]
     what = "import lightning_gpuopt, of the time of import torch"
     targets.append({"what": what, "measured": share, "limit": IMPORT_TARGET_PERCENT, "unit": "%"})
@@ -270,6 +319,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         nvml = load_nvml(folder)
         steps = measure_steps(arguments.rounds, arguments.steps, folder)
+        window_us = measure_windows(arguments.rounds, arguments.steps, folder)
+    collate_us = measure_collate(arguments.rounds)
     imports = measure_imports()
     result: dict[str, Any] = {
         "machine": machine(),
@@ -278,7 +329,7 @@ def main() -> int:
         "steps_per_run": arguments.steps,
         "steps": steps,
         "imports_ms": imports,
-        "targets": check_targets(steps, imports),
+        "targets": check_targets(steps, window_us, collate_us, imports),
     }
     print_result(result)
     device = result["machine"].get("gpu", "cpu").replace(" ", "-")

@@ -1,0 +1,84 @@
+"""One rank of DDP runs under StallDetector on the CPU, started by ``tests.helpers.run_ranks``.
+
+Prints the report, what its logger was given, its warnings and the files it left as JSON, for each of several runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_gpuopt import StallDetector
+from tests.helpers import FEATURES, RecordingLogger, TinyModel, tiny_trainer
+
+STEP_S = 0.02
+RANK = int(os.environ["RANK"])
+
+
+class Data(Dataset[Any]):
+    def __init__(self, sleep_s: float) -> None:
+        self.sleep_s = sleep_s
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        time.sleep(self.sleep_s)
+        return [torch.ones(FEATURES)]
+
+
+class Model(TinyModel):
+    def __init__(self, step_s: float, sample_s: float) -> None:
+        super().__init__()
+        self.step_s, self.sample_s = step_s, sample_s
+
+    def in_step(self, batch_idx: int) -> None:
+        time.sleep(self.step_s)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Data(self.sample_s), batch_size=2)
+
+
+def fit(world_size: int, step_s: float = STEP_S, sample_s: float = 0.0) -> dict[str, Any]:
+    logger = RecordingLogger()
+    model = Model(step_s, sample_s)
+    with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("always")
+        detector = StallDetector(window_size=10, warmup_steps=5, report_dir=Path(folder))
+        trainer = {"devices": world_size, "strategy": "ddp", "logger": logger, "max_steps": 35}
+        tiny_trainer(Path(folder), callbacks=[detector], **trainer).fit(model)
+        files = sorted(path.name for path in Path(folder).glob("report.*"))
+    finding = detector.report.findings[0] if detector.report.findings else None
+    return {
+        "verdict": detector.report.verdict,
+        "rank": finding.evidence.get("rank") if finding else None,
+        "kind": finding.evidence.get("kind") if finding else None,
+        "steps": detector.report.steps,
+        "logged": logger.steps("step/"),
+        "warned": [str(each.message) for each in caught if "StallDetector" in str(each.message)],
+        "files": files,
+        "weights": model.layer.weight.detach().flatten().tolist(),
+    }
+
+
+def main(what: str) -> dict[str, Any]:
+    if what == "four":
+        return {"compute": fit(4, step_s=0.06 + (0.06 if RANK == 2 else 0.0))}
+    return {
+        "alike": fit(2, step_s=0.03),
+        "compute": fit(2, step_s=STEP_S + (0.03 if RANK == 1 else 0.0)),
+        "data": fit(2, sample_s=0.015 if RANK == 1 else 0.0),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])))
