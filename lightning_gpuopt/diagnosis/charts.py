@@ -1,4 +1,4 @@
-"""The charts of the page: numbers from a report in, plotly figures out. Colours in ``var(--...)`` are the page's own."""
+"""The charts of the page: numbers from a report in, plotly figures out. ``var(--...)`` is the page's colour."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ def timeline_chart(report: StallReport) -> Chart | None:
     known = [value for value in utilization if value is not None]
     if known:
         line = {"x": times, "y": utilization, "mode": "lines", "name": "GPU utilization"}
-        figure.add_scatter(**line, line={"shape": "hv", "width": 3.5, "color": _PAPER}, showlegend=False, hoverinfo="skip")
+        figure.add_scatter(
+            **line, line={"shape": "hv", "width": 3.5, "color": _PAPER}, showlegend=False, hoverinfo="skip"
+        )
         figure.add_scatter(**line, line={"shape": "hv", "width": 1.5, "color": _INK}, hovertemplate="%{y:.0f} %")
         alt += f" GPU utilization between {min(known):.0f} and {max(known):.0f} %."
     figure.update_layout(hovermode="x", legend=_LEGEND | {"y": -0.18})
@@ -160,10 +162,8 @@ def step_time_chart(report: StallReport) -> Chart | None:
 
 def phase_chart(report: StallReport) -> Chart | None:
     """Seconds of the whole run by phase, the longest on top."""
-    if report.wall_s <= 0:
-        return None
     phases = sorted((item for item in report.phases.items() if item[1] > 0), key=lambda item: item[1])
-    if not phases:
+    if not phases or report.wall_s <= 0:
         return None
     texts = [f"{wording.duration(seconds)} ({wording.percent(seconds / report.wall_s)})" for _, seconds in phases]
     figure = go.Figure()

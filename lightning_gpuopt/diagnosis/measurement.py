@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lightning_gpuopt.telemetry.host import HostActivity
-from lightning_gpuopt.timeline.gpu_clock import GpuTimes
-from lightning_gpuopt.timeline.loader import LoaderFacts
-from lightning_gpuopt.timeline.phases import PhaseTimes
-from lightning_gpuopt.timeline.queues import QueueTimes
-from lightning_gpuopt.timeline.worker_clock import WorkerTimes
+if TYPE_CHECKING:  # reading a report must not load torch
+    from lightning_gpuopt.telemetry.host import HostActivity
+    from lightning_gpuopt.timeline.gpu_clock import GpuTimes
+    from lightning_gpuopt.timeline.loader import LoaderFacts
+    from lightning_gpuopt.timeline.phases import PhaseTimes
+    from lightning_gpuopt.timeline.queues import QueueTimes
+    from lightning_gpuopt.timeline.worker_clock import WorkerTimes
 
 
 @dataclass(frozen=True, slots=True)

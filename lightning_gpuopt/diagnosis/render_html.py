@@ -10,18 +10,13 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from lightning_gpuopt.diagnosis import wording
-from lightning_gpuopt.diagnosis.charts import (
-    Chart,
-    comparison_chart,
-    phase_chart,
-    step_time_chart,
-    timeline_chart,
-)
+from lightning_gpuopt.diagnosis.charts import Chart, comparison_chart, phase_chart, step_time_chart, timeline_chart
 from lightning_gpuopt.diagnosis.compare import Comparison, compare
 from lightning_gpuopt.diagnosis.report import Proof, StallReport
 
 _PACKAGE: Final = "lightning_gpuopt.diagnosis"
 _FOLDER: Final = "page"
+_FILTERS: Final = ("arguments", "evidence", "gain", "percent", "speedup", "words")
 
 
 def render_html(report: StallReport, baseline: StallReport | None = None) -> str:
@@ -74,16 +69,13 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for function in (
-        wording.arguments,
-        wording.evidence,
-        wording.gain,
-        wording.percent,
-        wording.speedup,
-        wording.words,
-    ):
-        environment.filters[function.__name__] = function
+    environment.filters |= {name: getattr(wording, name) for name in _FILTERS} | {"unbroken": _unbroken}
     return environment
+
+
+def _unbroken(cell: str) -> str:
+    """A table's cell that is wrapped before a bracket only."""
+    return cell.replace(" ", "\u00a0").replace("\u00a0(", " (")
 
 
 def _own(name: str) -> Markup:

@@ -212,6 +212,7 @@ def write_whole(target: Path, text: str) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    target = target.absolute()  # "." has no name
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

@@ -138,8 +138,8 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
     """Two runs beside each other, as (what, before, after): speed, then seconds per step and share of each phase."""
     before, after = comparison.before, comparison.after
     rows = [
-        ("step time", *(duration(run.step_s) if run.step_s is not None else "unknown" for run in (before, after))),
-        ("steps per second", *(number(1 / run.step_s) if run.step_s else "unknown" for run in (before, after))),
+        ("step time", _step_time(before), _step_time(after)),
+        ("steps per second", _steps_per_second(before), _steps_per_second(after)),
     ]
     shares = {
         phase: max(_share(before, phase), _share(after, phase)) for phase in before.phases.keys() | after.phases.keys()
@@ -148,6 +148,14 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
         if shares[phase] > 0:
             rows.append((phase, _phase_cell(before, phase), _phase_cell(after, phase)))
     return rows
+
+
+def _step_time(report: StallReport) -> str:
+    return duration(report.step_s) if report.step_s is not None else "unknown"
+
+
+def _steps_per_second(report: StallReport) -> str:
+    return number(1 / report.step_s) if report.step_s else "unknown"
 
 
 def _share(report: StallReport, phase: str) -> float:

@@ -1,4 +1,4 @@
-"""The report's forms: data, JSON by its schema, a file that is whole, a table."""
+"""The report's forms: data, JSON by its schema, files that are whole."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from lightning_gpuopt.diagnosis.render_html import render_html
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, Finding, StallReport, Stretch
 from lightning_gpuopt.timeline.actions import PHASES
+from tests.diagnosis.reports import before
 
 
 def some_report() -> StallReport:
@@ -82,23 +84,36 @@ def test_a_failed_write_harms_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_the_table_for_the_terminal() -> None:
-    assert str(some_report()).splitlines() == [
-        "Verdict: main_process_loading   (100 steps in 10.0 s, 100.0 ms a step)",
-        "",
-        " where the time went   seconds    share",
-        " ───────────────────────────────────────────────────────────────────────",
-        " data_wait                6.00   60.0 %   ██████████████████",
-        " forward                  3.00   30.0 %   █████████",
-        " other                    1.00   10.0 %   ███",
-        "",
-        "1. main_process_loading: 60 % of the time",
-        "   The training process loads the data itself. Load in worker processes:",
-        "   num_workers=2.",
-        "   (ms_per_step=60.0, num_workers=0)",
-        "Note: [nothing] could be read",
-    ]
+def test_the_page_is_written_whole_and_alone(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "report.html"
+    some_report().save_html(str(target))
+    assert target.read_text(encoding="utf-8") == render_html(some_report())
+    assert list(target.parent.iterdir()) == [target]
 
 
-def test_a_report_of_nothing_has_no_table() -> None:
-    assert str(StallReport("compute_bound", 0.0, {}, [])) == "Verdict: compute_bound   (0 steps in 0.0 s)"
+def test_a_page_that_cannot_be_written_harms_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "report.html"
+    target.mkdir()
+    with pytest.raises(OSError, match="report"):
+        some_report().save_html(target)
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_what_was_written_is_read_back_the_same() -> None:
+    report = before()
+    assert StallReport.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("no JSON", "expected a stall report in JSON, got something else: .*"),
+        ("[]", "expected a stall report of schema version 1, got 'list'"),
+        ("{}", "expected a stall report of schema version 1, got None"),
+        ('{"schema_version": 2}', "expected a stall report of schema version 1, got 2"),
+        ('{"schema_version": 1}', "expected a whole stall report, got one with a part missing or strange: 'findings'"),
+    ],
+)
+def test_what_is_no_report_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=f"^{complaint}$"):
+        StallReport.from_json(text)

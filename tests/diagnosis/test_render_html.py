@@ -1,0 +1,322 @@
+"""The page: whole, self-contained, escaped, and every chart with the report's own numbers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_gpuopt.diagnosis.charts import PHASE_COLORS, color_of
+from lightning_gpuopt.diagnosis.compare import compare
+from lightning_gpuopt.diagnosis.render_html import render_html
+from lightning_gpuopt.diagnosis.report import Finding, StallReport, Stretch
+from lightning_gpuopt.timeline.actions import PHASES
+from tests.diagnosis.reports import after, before, largest, phases
+
+HOSTILE = "</script><script>alert('x')</script>&\"<b>"
+
+
+class Page(HTMLParser):
+    """A page as its reader sees it: elements with their attributes, scripts, and the text of the rest."""
+
+    VOID = frozenset({"meta", "link", "img", "br"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.texts: list[str] = []
+        self._open: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self._open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        inside = self._open[-1] if self._open else ""
+        if inside == "script":
+            self.scripts[-1] += data
+        elif inside != "style" and data.strip():
+            self.texts.append(data.strip().replace("\N{NO-BREAK SPACE}", " "))
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return json.loads(self.scripts[1])
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    def with_class(self, name: str) -> list[dict[str, str | None]]:
+        return [attributes for _, attributes in self.elements if attributes.get("class") == name]
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    return Page(render_html(before()))
+
+
+@pytest.fixture(scope="module")
+def comparison_page() -> Page:
+    return Page(render_html(after(), baseline=before()))
+
+
+def headings(page: Page) -> list[str]:
+    titles = ("h-comparison", "h-numbers", "h-findings", "h-proofs", "h-timeline", "h-step-times", "h-phases")
+    ids = [attributes.get("id") for attributes in page.all("h2")]
+    return [name.removeprefix("h-") for name in ids if name in (*titles, "h-notes", "h-environment")]
+
+
+def rows_after(page: Page, *head: str) -> Iterator[str]:
+    """The texts that follow a table's head."""
+    starts = range(len(page.texts) - len(head) + 1)
+    start = next(number for number in starts if page.texts[number : number + len(head)] == list(head))
+    return iter(page.texts[start + len(head) :])
+
+
+def test_the_page_goes_from_the_verdict_to_the_versions(page: Page, comparison_page: Page) -> None:
+    assert page.texts[:5] == [
+        "slow_storage | stall report",
+        "Stall report ·",
+        "slow_storage",
+        "Slow storage",
+        "The loader's workers spend most of their time waiting for storage.",
+    ]
+    order = ["numbers", "findings", "proofs", "timeline", "step-times", "phases", "notes", "environment"]
+    assert headings(page) == order
+    assert headings(comparison_page) == ["comparison", "numbers", "findings", "proofs", "phases"]
+
+
+def test_it_loads_nothing(page: Page) -> None:
+    assert all(attributes.keys().isdisjoint({"src", "href", "srcset"}) for _, attributes in page.elements)
+    assert {"link", "img", "iframe"}.isdisjoint(tag for tag, _ in page.elements)
+    policy = next(meta for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy")
+    assert policy["content"] == (
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+    )
+    style = render_html(before()).partition("<style>")[2].partition("</style>")[0]
+    assert "@import" not in style
+    assert "url(" not in style
+    assert len(page.scripts) == 3
+    assert page.scripts[0].count("plotly.js v") == 1
+
+
+def test_it_is_made_for_phones_and_for_the_dark(page: Page) -> None:
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")
+    style = render_html(after()).partition("<style>")[2].partition("</style>")[0]
+    assert "@media (prefers-color-scheme: dark)" in style
+    assert len(page.with_class("scroll")) == len(page.all("table"))
+    layouts = [figure["layout"] for figure in page.figures.values()]
+    assert {(layout["paper_bgcolor"], layout["font"]["color"]) for layout in layouts} == {
+        ("rgba(0,0,0,0)", "var(--ink)")
+    }
+
+
+def test_every_chart_says_what_it_shows(page: Page, comparison_page: Page) -> None:
+    assert {chart["id"]: chart["aria-label"] for chart in page.with_class("chart")} == {
+        "timeline": "Share of each phase in wall time over 10 s, in 2 stretches. GPU utilization between 40 and 40 %.",
+        "step-times": (
+            "Distribution of 100 step times: median 100 ms, p90 110 ms, p99 300 ms, slowest 400 ms; 2 outliers."
+        ),
+        "phases": "Seconds by phase: data_wait 6 s (60 %); forward 3 s (30 %); other 1 s (10 %).",
+    }
+    (comparison, _) = comparison_page.with_class("chart")
+    assert comparison["aria-label"] == "Wall time per step: 100 ms before, 50 ms after."
+    assert {chart.get("role") for chart in page.with_class("chart")} == {"img"}
+
+
+def test_key_numbers(page: Page) -> None:
+    assert list(itertools.islice(rows_after(page, "Key numbers"), 12)) == [
+        *("Steps", "100", "Run", "10 s", "Time of a step", "100 ms", "Waiting for data", "60 %"),
+        *("GPU idle between steps", "55 %", "Headroom in a step", "62 %"),
+    ]
+
+
+def test_what_is_not_known_is_absent() -> None:
+    page = Page(render_html(StallReport("compute_bound", 0.0, {}, [])))
+    assert headings(page) == ["numbers", "findings"]
+    assert list(rows_after(page, "Key numbers")) == [
+        *("Steps", "0", "Run", "0 s", "Findings", "Nothing takes enough of the time to be called a stall."),
+        "The charts need JavaScript.",
+    ]
+    assert page.figures == {}
+
+
+def test_a_finding_has_advice_settings_prediction_and_evidence(page: Page) -> None:
+    assert list(itertools.islice(rows_after(page, "Findings"), 17)) == [
+        *("1. Slow storage", "60 % of the time", "More workers read more at once: num_workers=6."),
+        *("DataLoader(..., num_workers=6, persistent_workers=True)", "Copy"),
+        *("Predicted speed-up:", "2.1x (1.8x to 2.4x)", "Evidence", "Value", "time per step", "60 ms"),
+        *("num workers", "2", "workers busy", "97.2 %", "2. Callback", "12 % of the time"),
+    ]
+    assert len(page.with_class("copy")) == 1
+
+
+def test_predicted_beside_measured(page: Page, comparison_page: Page) -> None:
+    head = ("Cause", "Setting", "Predicted", "Measured", "Kept")
+    assert list(itertools.islice(rows_after(page, *head), 5)) == [
+        *("main_process_loading", "num_workers=2", "1.20x (1.10x to 1.30x)", "1.5x", "no")
+    ]
+    assert list(itertools.islice(rows_after(comparison_page, *head), 5)) == [
+        *("slow_storage", "num_workers=6, persistent_workers=True", "2.1x (1.8x to 2.4x)", "2.0x", "yes")
+    ]
+
+
+def test_a_proof_that_the_report_has_already_is_there_once() -> None:
+    report = after().with_proofs(compare(before(), after()).proofs)
+    assert Page(render_html(report, baseline=before())).texts.count("yes") == 1
+
+
+def test_where_nothing_is_left_to_gain_it_says_so(page: Page, comparison_page: Page) -> None:
+    line = "Nothing is left to gain: 98 % of a step is its own work."
+    assert line in comparison_page.texts
+    assert line not in page.texts
+
+
+def test_before_and_after(comparison_page: Page) -> None:
+    rows = rows_after(comparison_page, "Per step (share of run)", "Before", "After")
+    assert list(itertools.islice(rows, 15)) == [
+        *("step time", "100 ms", "50 ms", "steps per second", "10", "20"),
+        *("forward", "30 ms (30 %)", "39 ms (78 %)", "data_wait", "60 ms (60 %)", "1 ms (2.0 %)"),
+        *("other", "10 ms (10 %)", "10 ms (20 %)"),
+    ]
+    bars = {trace["name"]: trace["x"] for trace in comparison_page.figures["comparison"]["data"]}
+    assert bars == {
+        "data_wait": pytest.approx([1.0, 60.0]),
+        "forward": pytest.approx([39.0, 30.0]),
+        "other": pytest.approx([10.0, 10.0]),
+    }
+
+
+def test_the_timeline_is_stacked_shares_with_the_gpu_over_them(page: Page) -> None:
+    *stack, halo, gpu = page.figures["timeline"]["data"]
+    assert [(trace["name"], trace["x"], trace["y"]) for trace in stack] == [
+        ("data_wait", [0, 5, 10], [60, 60, 60]),
+        ("forward", [0, 5, 10], [30, 30, 30]),
+        ("other", [0, 5, 10], [10, 10, 10]),
+    ]
+    assert {trace["stackgroup"] for trace in stack} == {"phases"}
+    assert (gpu["name"], gpu["y"], halo["y"]) == ("GPU utilization", [40, None, None], [40, None, None])
+
+
+def test_a_long_run_is_in_minutes_and_without_a_gpu_there_is_no_line() -> None:
+    report = replace(after(), timeline=[Stretch(0.0, 60.0, 1, phases(forward=60.0)), Stretch(60.0, 60.0, 1, phases())])
+    figure = Page(render_html(report)).figures["timeline"]
+    assert [(trace["name"], trace["x"]) for trace in figure["data"]] == [("forward", [0, 1, 2])]
+    assert figure["layout"]["xaxis"]["title"]["text"] == "minutes into the run"
+
+
+def test_the_distribution_marks_quantiles_and_outliers(page: Page) -> None:
+    figure = page.figures["step-times"]
+    area, median, p90, p99, outliers = figure["data"]
+    assert (area["x"], area["y"]) == ([0.08, 0.1, 0.12, 0.5], [40, 58, 2, 0])
+    assert [trace["x"][0] for trace in (median, p90, p99)] == [0.1, 0.11, 0.3]
+    assert [trace["text"][1].strip() for trace in (median, p90, p99)] == ["median 100 ms", "p90 110 ms", "p99 300 ms"]
+    assert outliers["x"] == [0.3, 0.4]
+    assert outliers["marker"]["line"]["color"] == [color_of("data_wait")] * 2
+    assert figure["layout"]["xaxis"]["type"] == "log"
+    assert list(rows_after(page, "Step", "Ended at", "Took", "Slow phase", "Time in it"))[:10] == [
+        *("17", "1.9 s", "300 ms", "data_wait", "250 ms", "71", "7.5 s", "400 ms", "data_wait", "360 ms")
+    ]
+
+
+def test_the_time_axis_has_a_few_round_ticks_whatever_its_span(page: Page) -> None:
+    assert page.figures["step-times"]["layout"]["xaxis"]["ticktext"] == ["100 ms", "200 ms", "500 ms"]
+    wide = Page(render_html(largest())).figures["step-times"]["layout"]["xaxis"]["ticktext"]
+    assert wide == ["10 µs", "100 µs", "1 ms", "10 ms", "100 ms", "1 s", "10 s", "100 s", "17 min", "2 h 47 min"]
+
+
+def test_the_longest_phase_is_on_top(page: Page) -> None:
+    (bars,) = page.figures["phases"]["data"]
+    assert (bars["y"], bars["x"]) == (["other", "forward", "data_wait"], [1.0, 3.0, 6.0])
+    assert bars["text"] == ["1 s (10 %)", "3 s (30 %)", "6 s (60 %)"]
+
+
+def test_a_phase_has_one_colour_everywhere(page: Page, comparison_page: Page) -> None:
+    seen = {(trace["name"], trace["fillcolor"]) for trace in page.figures["timeline"]["data"] if "fillcolor" in trace}
+    (bars,) = page.figures["phases"]["data"]
+    seen |= set(zip(bars["y"], bars["marker"]["color"], strict=True))
+    seen |= {(trace["name"], trace["marker"]["color"]) for trace in comparison_page.figures["comparison"]["data"]}
+    assert seen == {(phase, PHASE_COLORS[phase]) for phase in ("data_wait", "forward", "other")}
+    assert tuple(PHASE_COLORS) == PHASES
+
+
+# Machado, Oliveira and Fernandes (2009), severity 1.0, on linear RGB.
+VISION = {
+    "typical": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+# Ottosson's Oklab: distances in it are as the eye sees them; 0.02 can just be told apart.
+LMS = [[0.41222147, 0.53633254, 0.05144599], [0.21190350, 0.68069955, 0.10739696], [0.08830246, 0.28171884, 0.62997870]]
+LAB = [
+    [0.21045426, 0.79361779, -0.00407205],
+    [1.97799850, -2.42859221, 0.45059371],
+    [0.02590404, 0.78277177, -0.80867577],
+]
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_phases_can_be_told_apart_by_the_colour_blind(vision: str) -> None:
+    def seen(color: str) -> np.ndarray:
+        srgb = np.array([int(color[start : start + 2], 16) for start in (1, 3, 5)]) / 255
+        linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+        return LAB @ np.cbrt(LMS @ np.clip(np.array(VISION[vision]) @ linear, 0, 1))
+
+    colors = [seen(color) for color in PHASE_COLORS.values()]
+    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(colors, 2)) > 0.06
+
+
+def hostile() -> StallReport:
+    report = before()
+    stretch = Stretch(0.0, 10.0, 100, {HOSTILE: 10.0})
+    outlier = replace(report.step_times.outliers[0], phase=HOSTILE)
+    return replace(
+        report,
+        verdict=HOSTILE,
+        phases={HOSTILE: 10.0},
+        findings=[Finding(HOSTILE, 0.5, {HOSTILE: HOSTILE}, HOSTILE, {HOSTILE: HOSTILE})],
+        step_times=replace(report.step_times, outliers=(outlier,)),
+        proofs=[replace(report.proofs[0], cause=HOSTILE, settings={HOSTILE: HOSTILE})],
+        timeline=[stretch],
+        notes=[HOSTILE],
+        environment={HOSTILE: HOSTILE},
+    )
+
+
+def test_nothing_in_a_report_becomes_part_of_the_page() -> None:
+    page = Page(render_html(hostile(), baseline=hostile()))
+    plain = Page(render_html(before(), baseline=before()))
+    assert len(page.scripts) == len(plain.scripts) == 3
+    assert page.scripts[2] == plain.scripts[2]
+    assert "b" not in {tag for tag, _ in page.elements}
+    assert page.texts.count(HOSTILE) >= 5
+    assert "<" not in page.scripts[1]
+    # plotly reads a little HTML in names, so it gets them escaped
+    assert page.figures["timeline"]["data"][0]["name"] == (
+        "&lt;/script&gt;&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;&amp;&quot;&lt;b&gt;"
+    )
+
+
+def test_the_largest_report_is_under_6_mb(tmp_path: Path) -> None:
+    largest().save_html(tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < 6_000_000
+    figures = Page((tmp_path / "report.html").read_text(encoding="utf-8")).figures
+    assert len(figures["timeline"]["data"][0]["x"]) == 514
+    assert len(figures["step-times"]["data"][-1]["x"]) == 100

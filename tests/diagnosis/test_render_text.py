@@ -1,0 +1,149 @@
+"""What the terminal shows of a report, and of two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_gpuopt.diagnosis import wording
+from lightning_gpuopt.diagnosis.compare import compare
+from lightning_gpuopt.diagnosis.render_text import render_comparison, render_text
+from lightning_gpuopt.diagnosis.report import Finding, StallReport
+from lightning_gpuopt.diagnosis.stalls import CAUSES
+from lightning_gpuopt.timeline.steps import StepTimes
+from tests.diagnosis.reports import after, before
+
+
+def test_the_report() -> None:
+    assert str(before()).splitlines() == [
+        "Verdict: slow_storage   (100 steps in 10.0 s, 100.0 ms a step)",
+        "",
+        " where the time went   seconds    share",
+        " ───────────────────────────────────────────────────────────────────────",
+        " data_wait                6.00   60.0 %   ██████████████████",
+        " forward                  3.00   30.0 %   █████████",
+        " other                    1.00   10.0 %   ███",
+        "",
+        "1. slow_storage: 60 % of the time",
+        "   More workers read more at once: num_workers=6.",
+        "   (time per step 60 ms, num workers 2, workers busy 97.2 %)",
+        "   predicted: 2.1x (1.8x to 2.4x)",
+        "2. callback: 12 % of the time",
+        "   Slow.on_train_batch_end holds up training.",
+        "   (callback Slow)",
+        "2 steps took far longer than the rest; the slowest, step 71, 400 ms. Most of",
+        "them lost it in data_wait.",
+        "main_process_loading: num_workers=2: predicted 1.20x (1.10x to 1.30x), measured",
+        "1.5x",
+        "Note: [nothing] could be read",
+    ]
+
+
+def test_a_report_of_nothing_has_no_table() -> None:
+    assert str(StallReport("compute_bound", 0.0, {}, [])) == "Verdict: compute_bound   (0 steps in 0.0 s)"
+
+
+def test_the_width_is_kept() -> None:
+    lines = render_text(before(), width=50).splitlines()
+    assert max(map(len, lines)) <= 50
+    assert len(lines) > len(render_text(before(), width=80).splitlines())
+
+
+def test_where_nothing_is_left_to_gain_it_says_so() -> None:
+    assert "Nothing is left to gain: 98 % of a step is its own work." in str(after()).splitlines()
+    assert "left to gain" not in str(replace(after(), headroom=0.03))
+    assert "left to gain" not in str(replace(after(), headroom=None))
+    assert "left to gain" not in str(replace(after(), findings=[Finding("checkpoint", 0.4, {}, "")]))
+
+
+def test_one_outlier_is_told_of_as_one() -> None:
+    times = before().step_times
+    alone = replace(after(), step_times=replace(times, outliers=times.outliers[:1], outlier_count=1))
+    line = "1 step took far longer than the rest; the slowest, step 17, 300 ms. It lost it in data_wait."
+    assert wording.outlier_line(alone) == line
+    assert wording.outlier_line(replace(alone, step_times=StepTimes())) is None
+
+
+def test_two_runs_side_by_side() -> None:
+    assert render_comparison(compare(before(), after())).splitlines() == [
+        "Verdict: slow_storage → compute_bound",
+        "Measured speed-up: 2.0x",
+        "",
+        "                          before          after",
+        " ──────────────────────────────────────────────",
+        " step time                100 ms          50 ms",
+        " steps per second             10             20",
+        " forward            30 ms (30 %)   39 ms (78 %)",
+        " data_wait          60 ms (60 %)   1 ms (2.0 %)",
+        " other              10 ms (10 %)   10 ms (20 %)",
+        "",
+        "slow_storage: num_workers=6, persistent_workers=True: predicted 2.1x (1.8x to",
+        "2.4x), measured 2.0x",
+    ]
+
+
+def test_a_comparison_of_what_was_not_measured() -> None:
+    nothing = StallReport("compute_bound", 0.0, {}, [])
+    assert render_comparison(compare(nothing, nothing)).splitlines() == [
+        "Verdict: compute_bound → compute_bound",
+        "",
+        "                     before     after",
+        " ────────────────────────────────────",
+        " step time          unknown   unknown",
+        " steps per second   unknown   unknown",
+        "",
+        "None of the settings advised before is in force after.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fact"),
+    [
+        ("ms_per_step", 60.04, ("time per step", "60 ms")),
+        ("step_ms", 1234.5678, ("step", "1235 ms")),
+        ("gpu_idle_ms_per_step", 0.012345, ("gpu idle per step", "0.0123 ms")),
+        ("epoch_setup_s_per_epoch", 1.5, ("epoch setup per epoch", "1.5 s")),
+        ("batch_mib", 36.7891, ("batch", "36.8 MiB")),
+        ("sm_clock_mhz_max", 1980, ("sm clock max", "1980 MHz")),
+        ("cpu_throttled_percent", 12.5, ("cpu throttled", "12.5 %")),
+        ("syncs_per_step", 2.0, ("syncs per step", "2")),
+        ("usable_cpus", 16.0, ("usable cpus", "16")),
+        ("callback", "Slow[red]", ("callback", "Slow[red]")),
+    ],
+)
+def test_evidence_has_its_unit_and_three_digits(name: str, value: float | str, fact: tuple[str, str]) -> None:
+    assert wording.evidence(Finding("x", 0.5, {name: value}, "")) == [fact]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 s"),
+        (2.34567e-5, "23.5 µs"),
+        (0.0123456, "12.3 ms"),
+        (1.98765, "1.99 s"),
+        (373.2, "6 min 13 s"),
+        (3600.0, "60 min"),
+        (9000.0, "2 h 30 min"),
+    ],
+)
+def test_durations_are_in_the_unit_that_suits_them(seconds: float, text: str) -> None:
+    assert wording.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.0, "0 %"), (0.0001, "< 0.1 %"), (0.034, "3.4 %"), (0.0996, "10 %"), (0.456, "46 %")]
+)
+def test_percentages(share: float, text: str) -> None:
+    assert wording.percent(share) == text
+
+
+def test_a_small_gain_keeps_two_digits() -> None:
+    assert wording.gain((1.05, 1.13, 1.2)) == "1.13x (1.05x to 1.20x)"
+    assert wording.gain((1.8, 2.1, 2.4)) == "2.1x (1.8x to 2.4x)"
+    assert (wording.speedup(1.04), wording.speedup(2.04)) == ("1.04x", "2.0x")
+
+
+def test_every_verdict_has_a_sentence() -> None:
+    assert set(wording.MEANINGS) == {"compute_bound", *CAUSES}
