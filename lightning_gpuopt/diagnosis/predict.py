@@ -28,8 +28,11 @@ _RECEIVE_S: Final[Interval] = (0.0003, 0.0008, 0.002)
 _COPY_BYTES_PER_S: Final = 2e9
 """A batch passes through shared memory once; touching fresh pages runs at about this rate."""
 
+_STEP_SPREAD: Final = 0.04
+"""A step of the same work takes so much more or less from run to run."""
+
 _LEAST_SPREAD: Final = 0.08
-"""No interval is narrower than this to either side: runs on a shared machine differ by so much."""
+"""Workers on a shared machine are never surer than this, to either side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +61,12 @@ class LoaderModel:
         """Seconds per step with so many workers: (optimistic, expected, pessimistic)."""
         low, mid, high = (
             max(
-                self.consumer_s + receive,
-                factor * self.service_s / workers,
-                factor * (self.cpu_s + self.consumer_cpu_s) / cpus,
+                (1 + side * _STEP_SPREAD) * self.consumer_s + receive,
+                (1 + side * self.spread) * self.service_s / workers,
+                # CPUs that are all in use share caches, memory and often cores: twice as unsure
+                (1 + 2 * side * self.spread) * (self.cpu_s + self.consumer_cpu_s) / cpus,
             )
-            for receive, factor, cpus in zip(
-                self.receive_s, (1 - self.spread, 1.0, 1 + self.spread), reversed(self.cpus), strict=True
-            )
+            for side, receive, cpus in zip((-1, 0, 1), self.receive_s, reversed(self.cpus), strict=True)
         )
         return low, mid, high
 
