@@ -44,6 +44,7 @@ __all__ = [
     "Profiler",
     "Trainer",
     "finished_optimizer_step",
+    "is_checkpoint",
     "logging_step",
     "profiler",
     "rank_zero_info",
@@ -66,6 +67,17 @@ _said: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary(
 def version() -> str:
     """The version of Lightning under the name that we speak."""
     return str(sys.modules[Trainer.__module__.partition(".")[0]].__version__)
+
+
+def is_checkpoint(callback: object) -> bool:
+    """Whether a callback is a Checkpoint of ``lightning.pytorch`` or of ``pytorch_lightning``.
+
+    With both imported, the Trainer's callbacks may speak the name that we do not.
+    """
+    return any(
+        cls.__name__ == "Checkpoint" and cls.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+        for cls in type(callback).__mro__
+    )
 
 
 def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True, every_rank: bool = False) -> None:

@@ -6,8 +6,8 @@ from typing import Final
 
 import torch
 
-from lightning_gpuopt.diagnosis.measurement import DeviceState, Measurement, SyncSighting
-from lightning_gpuopt.diagnosis.stalls import diagnose
+from lightning_gpuopt.diagnosis.measurement import DeviceState, SyncSighting
+from lightning_gpuopt.diagnosis.report import Finding
 from lightning_gpuopt.telemetry.keys import select_metrics
 from lightning_gpuopt.telemetry.monitor import GpuMonitor
 from lightning_gpuopt.timeline.gpu_clock import GpuClock
@@ -32,6 +32,7 @@ class DeviceWatch:
         self._monitor = GpuMonitor(
             select_metrics(_METRICS), "auto", interval_s=_READ_EVERY_S, current=device.index or 0
         )
+        self._clock_reads = True
         self._windows = 0
         self._sums: dict[str, float] = {}
         self._counts: dict[str, int] = {}
@@ -39,7 +40,12 @@ class DeviceWatch:
 
     def step_done(self) -> None:
         """A step has ended."""
-        self.clock.read()
+        if self._clock_reads:
+            try:
+                self.clock.read()
+            except RuntimeError as error:  # CUDA refuses, for example after the program has changed streams in a step
+                self._clock_reads = False
+                self.notes.append(f"The GPU's own times end here: {error}")
         if self._look is not None and self._look.step_done():
             self.syncs = SyncSighting(self._look.steps, self._look.count, self._look.where)
             self._look = None
@@ -75,11 +81,9 @@ class DeviceWatch:
             mean("utilization"), mean("throttled_percent"), mean("sm_clock_mhz"), self._clock_max or None
         )
 
-    def look_closer_if_idle(self, measurement: Measurement, threshold: float) -> None:
+    def look_closer_if_idle(self, findings: list[Finding]) -> None:
         """Where the GPU idles inside the step, look once for calls that make the host wait for it."""
-        if self.syncs is not None or self._look is not None:
-            return
-        if any(finding.cause == "launch_bound" for finding in diagnose(measurement, threshold)):
+        if self.syncs is None and self._look is None and any(each.cause == "launch_bound" for each in findings):
             self._look = SyncLook()
             self._look.begin()
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from lightning_gpuopt._lightning import Trainer, shadow, train_iterators, train_loaders
 from lightning_gpuopt.telemetry.host import HostActivity, HostWatch
 from lightning_gpuopt.timeline.loader import LoaderFacts, facts_of, worker_pids
-from lightning_gpuopt.timeline.queues import QueueProbe, QueueTimes
+from lightning_gpuopt.timeline.phases import itself
+from lightning_gpuopt.timeline.queues import QueueProbe
 from lightning_gpuopt.timeline.worker_clock import TimedCollate, WorkerTimes, watch_workers
+
+log = logging.getLogger(__name__)
 
 
 class LoaderWatch:
@@ -25,28 +29,26 @@ class LoaderWatch:
         self._clocks: list[tuple[Any, TimedCollate]] = []
         self._unwatched = False
         self._host = HostWatch()
-        self._retired = WorkerTimes()
         self.queues = QueueProbe()
         self.facts = LoaderFacts()
         strategy = trainer.strategy
-        process = strategy.process_dataloader
-
-        def process_dataloader(dataloader: object) -> object:
-            processed = process(dataloader)
-            if trainer.training:
-                self._watch(processed)
-            return processed
-
-        self._undo.append(shadow(strategy, "process_dataloader", process_dataloader))
+        seam = _Seam(strategy.process_dataloader, self._see)
+        self._undo.append(shadow(strategy, "process_dataloader", seam))
 
     def start(self) -> None:
         """Begin to read the host; called when training starts."""
         self._host.start()
         self._undo.append(self._host.stop)
 
+    def release(self) -> None:
+        """Let go of the iterators of the epoch that is over, so that their workers can end."""
+        self.queues.watch([])
+
     def epoch_begins(self) -> None:
-        """New iterators, and perhaps new workers, feed the loop."""
-        self.facts = facts_of(train_loaders(self._trainer))
+        """New iterators, and perhaps new loaders and workers, feed the loop."""
+        loaders = train_loaders(self._trainer)
+        self.facts = facts_of(loaders)
+        self._clocks = [(each, clock) for each, clock in self._clocks if any(each is loader for loader in loaders)]
         iterators = train_iterators(self._trainer)
         self.queues.watch(iterators)
         self._host.workers(worker_pids(iterators))
@@ -59,13 +61,13 @@ class LoaderWatch:
         """What the host did since the last reset."""
         return self._host.activity()
 
-    def workers(self) -> WorkerTimes:
-        """What the workers did since training started."""
-        return sum((clock.times() for _, clock in self._clocks), self._retired)
-
-    def queue_times(self) -> QueueTimes:
-        """What the queues looked like since training started."""
-        return self.queues.times()
+    def workers(self) -> dict[int, tuple[LoaderFacts, WorkerTimes]]:
+        """What the workers of each loader did since it was first seen, with the loader's settings."""
+        readings: dict[int, tuple[LoaderFacts, WorkerTimes]] = {}
+        for loader, clock in self._clocks:
+            facts = facts_of([loader])
+            readings[id(clock)] = (facts, clock.times(facts.num_workers or 1))
+        return readings
 
     def notes(self) -> list[str]:
         """What could not be measured."""
@@ -91,24 +93,37 @@ class LoaderWatch:
         """
         while self._undo:
             self._undo.pop()()
-        self.queues.watch([])
-        self._retired = self.workers()
+        self.release()
         self._clocks.clear()
 
-    def _watch(self, loader: Any) -> None:
-        current = {id(each) for each in train_loaders(self._trainer)}
-        # a loader that was replaced (reload_dataloaders_every_n_epochs) has said all it will
-        kept = []
-        for each, clock in self._clocks:
-            if id(each) in current or each is loader:
-                kept.append((each, clock))
-            else:
-                self._retired += clock.times()
-        self._clocks = kept
-        watched = watch_workers(loader)
+    def _see(self, loader: Any) -> None:
+        """A loader passes on its way to a loop."""
+        if not self._trainer.training or any(each is loader for each, _ in self._clocks):
+            return
+        try:
+            watched = watch_workers(loader)
+        except Exception:  # whatever a loader of somebody's own does not like about it
+            log.debug("a loader could not be watched", exc_info=True)
+            watched = None
         if watched is None:
-            self._unwatched |= not any(each is loader for each, _ in self._clocks)
+            self._unwatched = True
             return
         clock, undo = watched
         self._clocks.append((loader, clock))
         self._undo.append(undo)
+
+
+class _Seam:
+    """Stands in front of ``strategy.process_dataloader``; pickled and copied as that method itself."""
+
+    def __init__(self, process: Callable[[object], object], see: Callable[[Any], None]) -> None:
+        self._process = process
+        self._see = see
+
+    def __call__(self, dataloader: object) -> object:
+        processed = self._process(dataloader)
+        self._see(processed)
+        return processed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return itself, (self._process,)

@@ -6,7 +6,7 @@ import logging
 import platform
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,9 +22,10 @@ from lightning_gpuopt.diagnosis.compare import proofs_of
 from lightning_gpuopt.diagnosis.measurement import Measurement, RankWork
 from lightning_gpuopt.diagnosis.predict import headroom
 from lightning_gpuopt.diagnosis.report import Finding, Proof, StallReport, Stretch
-from lightning_gpuopt.diagnosis.stalls import diagnose, verdict_of
+from lightning_gpuopt.diagnosis.stalls import count_stalls, diagnose, remarks, verdict_of
 from lightning_gpuopt.timeline.gpu_clock import GpuTimes
-from lightning_gpuopt.timeline.hang import HangWatch
+from lightning_gpuopt.timeline.hang import HangWatch, write_state
+from lightning_gpuopt.timeline.loader import LoaderFacts
 from lightning_gpuopt.timeline.phases import Marks, PhaseTimes, Timeline
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
 from lightning_gpuopt.timeline.queues import QueueTimes
@@ -68,9 +69,9 @@ class Options:
 
 @dataclass(frozen=True)
 class _Baseline:
-    """Readings at the end of warm-up, or at the last window."""
+    """Readings at the end of warm-up, or at a window's."""
 
-    workers: WorkerTimes = WorkerTimes()  # noqa: RUF009 - frozen
+    workers: dict[int, tuple[LoaderFacts, WorkerTimes]] = field(default_factory=dict)
     queues: QueueTimes = QueueTimes()  # noqa: RUF009 - frozen
     gpu: GpuTimes = GpuTimes()  # noqa: RUF009 - frozen
 
@@ -113,6 +114,7 @@ class ObservedFit:
         self._warm = self._last_window = _Baseline()
         self._proofs: list[Proof] = []
         self._pending: tuple[list[Finding], float] | None = None
+        self._last_findings: list[Finding] = []
         self._ranks: dict[int, RankWork] = {}
         self._gather: RankGather | None = None
         self._hang: HangWatch | None = None
@@ -135,12 +137,13 @@ class ObservedFit:
             marks=self._borders,
         )
         self.steps = StepClock(self.timeline, self._options.warmup_steps)
+        self._borders.connect("epoch_begins", self._epoch_begins)
         self._borders.connect("fetch_begins", self.loader.queues.before_fetch)
         self._borders.connect("fetch_ends", self.loader.queues.after_fetch)
         if trainer.strategy.root_device.type == "cuda":
             self._device = DeviceWatch(trainer.strategy.root_device)
             self._undo.callback(self._device.close)
-            for border in ("batch_arrives", "batch_copied", "compute_begins", "compute_ends"):
+            for border in ("interrupt", "batch_arrives", "batch_copied", "compute_begins", "compute_ends"):
                 self._borders.connect(border, getattr(self._device.clock, border))
         if trainer.world_size > 1:
             self._gather = RankGather("stall-detector", trainer.global_rank, trainer.world_size)
@@ -198,7 +201,7 @@ class ObservedFit:
         if self._device is not None:
             self._device.clock.read(most_steps=1 << 30)
         if self._gather is not None:
-            self._post()
+            self._post(self._steady())
             self._gather.close(3.0)
             self._take_in_ranks()
         self._prove()
@@ -209,10 +212,10 @@ class ObservedFit:
             self.timeline.stop()
         self._undo.close()
 
-    def interrupt(self) -> None:
-        """Say that the next step does not follow on the last one."""
+    def _epoch_begins(self) -> None:
+        self.loader.release()
         if self._device is not None:
-            self._device.clock.interrupt()
+            self._device.clock.epoch_begins()
 
     def step_done(self) -> bool:
         """Count a step; True when a window ends with it."""
@@ -237,22 +240,26 @@ class ObservedFit:
         self._prove()
         times = self.timeline.times()
         steady = self._windows.steady(times)
-        if steady is not None and steady.step_s is not None:
-            measured = self._since(self._warm, steady, before)
-            self._pending = (diagnose(measured, self._options.threshold), steady.step_s)
+        if self._last_findings and steady is not None and steady.step_s is not None:
+            self._pending = (self._last_findings, steady.step_s)
+        self._last_findings = []
         self._windows.restart(times)
 
     def _prove(self) -> None:
         steady = self._windows.steady(self.timeline.times())
         if self._pending is not None and steady is not None and steady.steps:
             findings, step_s = self._pending
-            loader = {name: getattr(self.loader.facts, name) for name in self.loader.facts.__dataclass_fields__}
-            self._proofs += proofs_of(findings, step_s, loader, steady.step_s)
+            self._proofs += proofs_of(findings, step_s, asdict(self.loader.facts), steady.step_s)
             self._pending = None
 
-    def close_window(self) -> Measurement | None:
-        """What the window that ends now measured; None when warm-up ended instead."""
-        window = self._windows.close(self.timeline.times())
+    def close_window(self) -> tuple[Measurement, list[Finding]] | None:
+        """End a window.
+
+        Returns:
+            What the window measured, and the causes above the threshold since warm-up; None when warm-up ended instead.
+        """
+        times = self.timeline.times()
+        window = self._windows.close(times)
         self.steps.window_done()
         now = self._baseline()
         if window is None:
@@ -263,25 +270,30 @@ class ObservedFit:
             return None
         if self._device is not None:
             self._windows.annotate(self._device.close_window())
-        if self._gather is not None:
-            self._post()
-            self._take_in_ranks()
-        measurement = self._since(self._last_window, window.times, self.loader.facts)
+        steady = self._windows.steady(times)
+        assert steady is not None
+        measured = self._since(self._warm, now, steady)
+        self._post(measured)
+        self._take_in_ranks()
+        in_window = self._since(self._last_window, now, window.times)
         self._last_window = now
-        return measurement
+        self._last_findings = diagnose(replace(measured, ranks=in_window.ranks), self._options.threshold)
+        if self._device is not None:
+            self._device.look_closer_if_idle(self._last_findings)
+        return in_window, self._last_findings
 
     def _baseline(self) -> _Baseline:
         gpu = self._device.clock.times() if self._device is not None else GpuTimes()
-        return _Baseline(self.loader.workers(), self.loader.queue_times(), gpu)
+        return _Baseline(self.loader.workers(), self.loader.queues.times(), gpu)
 
-    def _since(self, start: _Baseline, times: PhaseTimes, facts: Any) -> Measurement:
-        now = self._baseline()
+    def _since(self, start: _Baseline, now: _Baseline, times: PhaseTimes) -> Measurement:
+        loader, workers = _narrowest(start, now)
         return Measurement(
             times=times,
-            loader=facts,
+            loader=loader if loader is not None else self.loader.facts,
             host=self.loader.host(),
             gpu=now.gpu - start.gpu if self._device is not None else None,
-            workers=now.workers - start.workers,
+            workers=workers,
             queues=now.queues - start.queues,
             device=self._device.state() if self._device is not None else None,
             syncs=self._device.syncs if self._device is not None else None,
@@ -290,16 +302,7 @@ class ObservedFit:
 
     def _steady(self) -> Measurement | None:
         steady = self._windows.steady(self.timeline.times())
-        return self._since(self._warm, steady, self.loader.facts) if steady is not None else None
-
-    def findings(self) -> list[Finding]:
-        """The causes above the threshold since warm-up."""
-        measurement = self._steady()
-        if measurement is None:
-            return []
-        if self._device is not None:
-            self._device.look_closer_if_idle(measurement, self._options.threshold)
-        return diagnose(measurement, self._options.threshold)
+        return self._since(self._warm, self._baseline(), steady) if steady is not None else None
 
     def report(self) -> StallReport:
         """The report of the run until now."""
@@ -323,40 +326,26 @@ class ObservedFit:
                 Stretch(each.start_s, each.times.wall_s, each.times.steps, each.times.phases, each.gpu_utilization)
                 for each in self._windows.stretches(times)
             ],
-            notes=self._all_notes(times, steady),
+            notes=self._all_notes(times, measurement),
             environment=self._environment,
         )
 
-    def _all_notes(self, times: PhaseTimes, steady: PhaseTimes | None) -> list[str]:
+    def _all_notes(self, times: PhaseTimes, measurement: Measurement | None) -> list[str]:
         notes = self.notes + self._borders.problems + self.loader.notes()
         if self._gather is not None and self._gather.problem is not None:
             notes.append(f"Stragglers could not be looked for: {self._gather.problem}.")
         if self._device is not None:
             notes += self._device.notes
-        if steady is None or not steady.steps:
+        if measurement is None or not measurement.times.steps:
             notes.append(f"Only {times.steps} steps have run, warm-up included: nothing is diagnosed.")
-        return notes
+            return notes
+        return notes + remarks(measurement, self._options.threshold)
 
-    def _post(self) -> None:
+    def _post(self, measurement: Measurement | None) -> None:
         """Send this rank's work since warm-up on its way to rank 0."""
-        measurement = self._steady()
-        if measurement is None or not measurement.times.steps or self._gather is None:
-            work = None
-        else:
-            times, workers = measurement.times, measurement.workers
-            own = ("transfer", "forward", "callbacks", "logging")
-            work = {
-                "rank": self._trainer.global_rank,
-                "data_wait_s": times.phases["data_wait"] / times.steps,
-                "compute_s": sum(times.phases[phase] for phase in own) / times.steps,
-                "loader_s": (
-                    workers.busy_s / workers.batches / max(measurement.loader.num_workers or 1, 1)
-                    if workers is not None and workers.batches
-                    else None
-                ),
-            }
         if self._gather is not None:
-            self._gather.post(self.timeline.steps, work)
+            work = _work_of(self._trainer.global_rank, measurement)
+            self._gather.post(self.timeline.steps, asdict(work) if work is not None else None)
 
     def _take_in_ranks(self) -> None:
         if self._gather is None or not self._gather.collects:
@@ -382,17 +371,38 @@ class ObservedFit:
         """Log a run that was shorter than a window as one."""
         measurement = self._steady()
         if not self._logged and measurement is not None and measurement.times.steps:
-            self.log_window(trainer, measurement.times, len(diagnose(measurement, self._options.threshold)))
+            self.log_window(trainer, measurement.times, count_stalls(measurement, self._options.threshold))
 
     def write_hang(self, folder: Path, quiet_s: float) -> Path:
         """Write the state of this process and its workers; returns the file."""
-        from lightning_gpuopt.timeline.hang import write_state
-
         rank = self._trainer.global_rank
         number = 1 + len(list(folder.glob(f"hang-rank{rank}-*.txt")))
         path = folder / f"hang-rank{rank}-{number}.txt"
         write_state(path, quiet_s, self.loader.describe_workers())
         return path
+
+
+def _narrowest(start: _Baseline, now: _Baseline) -> tuple[LoaderFacts | None, WorkerTimes | None]:
+    """Of several loaders, the one whose workers were busiest: the others wait with the loop for it."""
+    since = [
+        (facts, times - start.workers[key][1] if key in start.workers else times)
+        for key, (facts, times) in now.workers.items()
+    ]
+    if not since:
+        return None, None
+    return max(since, key=lambda each: each[1].busy_s / max(each[0].num_workers or 1, 1))
+
+
+def _work_of(rank: int, measurement: Measurement | None) -> RankWork | None:
+    """A mean step of this rank, for rank 0 to compare."""
+    if measurement is None or not measurement.times.steps:
+        return None
+    times, workers = measurement.times, measurement.workers
+    own_s = sum(times.phases[phase] for phase in ("transfer", "forward", "logging")) + times.step_hooks_s
+    loader_s = None
+    if workers is not None and workers.batches:
+        loader_s = workers.busy_s / workers.batches / max(measurement.loader.num_workers or 1, 1)
+    return RankWork(rank, times.phases["data_wait"] / times.steps, own_s / times.steps, loader_s)
 
 
 def _environment(trainer: Trainer) -> dict[str, str]:

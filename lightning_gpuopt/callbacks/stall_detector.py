@@ -23,7 +23,7 @@ from lightning_gpuopt._lightning import (
 from lightning_gpuopt.callbacks._observed_fit import ObservedFit, Options
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.report import Finding, StallReport
-from lightning_gpuopt.diagnosis.stalls import StallError, diagnose
+from lightning_gpuopt.diagnosis.stalls import StallError, count_stalls
 from lightning_gpuopt.timeline.actions import PHASES
 from lightning_gpuopt.timeline.trace import TraceCapture
 
@@ -50,7 +50,7 @@ class StallDetector(Callback):
     report shows the predicted gain beside the measured one.
 
     Weights, batches, their order and random state are as without it. Rank 0 speaks, of its own time, and of other ranks
-    that hold everybody up.
+    that hold everybody up. Under ``strategy="ddp_spawn"`` the report is in ``report_dir``, not in this process.
 
     Args:
         threshold: share of wall time, 0-1, from which on a cause is reported.
@@ -118,6 +118,7 @@ class StallDetector(Callback):
         self._folder: str | None = None
         self._told: set[str] = set()
         self._trace: TraceCapture | None = None
+        self._traced = False
 
     @property
     def report(self) -> StallReport:
@@ -138,7 +139,8 @@ class StallDetector(Callback):
             )
         self._leave()
         self._told.clear()
-        self._report = self._trace = None
+        self._report = None
+        self._traced = False
         self._folder = None
         log_dir = trainer.log_dir  # asks the other ranks, so every rank asks
         if self.report_dir is not None:
@@ -158,18 +160,6 @@ class StallDetector(Callback):
         with _Guard(self, trainer):
             run.start()
             run.watch_for_hangs(lambda quiet_s: self._tell_hang(run, quiet_s))
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The next step does not follow on the last one."""
-        self._interrupt()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The next step does not follow on the last one."""
-        self._interrupt()
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """The next step does not follow on the last one."""
-        self._interrupt()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -196,17 +186,19 @@ class StallDetector(Callback):
         """Leave the Trainer as it was, however training ended."""
         self._leave()
 
-    def _interrupt(self) -> None:
-        if self._run is not None and self._run.started:
-            self._run.interrupt()
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is under way: what is copied or sent to another process is a detector at rest."""
+        bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
+        state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
+        return {**state, "_run": None, "_trace": None}
 
     def _close_window(self, trainer: Trainer, run: ObservedFit) -> None:
-        window = run.close_window()
-        if window is None:
+        closed = run.close_window()
+        if closed is None:
             return
-        run.log_window(trainer, window.times, len(diagnose(window, self.threshold)))
-        findings = run.findings()
-        if findings and self.capture_trace and self._trace is None:
+        window, findings = closed
+        run.log_window(trainer, window.times, count_stalls(window, self.threshold))
+        if findings and self.capture_trace and not self._traced:
             self._begin_trace(trainer, run)
         self._tell(findings)
 
@@ -236,11 +228,13 @@ class StallDetector(Callback):
     def _begin_trace(self, trainer: Trainer, run: ObservedFit) -> None:
         if self._folder is None or "://" in self._folder or not trainer.is_global_zero:
             return
+        self._traced = True
         trace = TraceCapture(Path(self._folder) / "trace.json.gz")
         try:
             trace.begin()
         except RuntimeError as error:
             run.notes.append(f"No trace was recorded: {error}")
+            return
         self._trace = trace
 
     def _finish(self, trainer: Trainer, *, tell: bool) -> None:
@@ -248,13 +242,13 @@ class StallDetector(Callback):
         if run is None or not run.started:
             self._leave()
             return
-        with _Guard(self, trainer):
-            if self._trace is not None:
-                self._trace.end()
-            run.stop()
-            self._report = self._with_proofs(run.report())
-            run.log_rest(trainer)
-        self._leave()
+        try:
+            with _Guard(self, trainer):
+                run.stop()
+                self._report = self._with_proofs(run.report())
+                run.log_rest(trainer)
+        finally:
+            self._leave()
         if self._report is None:
             return
         if trainer.is_global_zero and self._folder is not None:
@@ -286,8 +280,15 @@ class StallDetector(Callback):
 
     def _leave(self) -> None:
         run, self._run = self._run, None
-        if run is not None:
-            run.undo()
+        trace, self._trace = self._trace, None
+        try:
+            if trace is not None:
+                trace.end()
+        except Exception:
+            logger.warning("StallDetector could not write its trace", exc_info=True)
+        finally:
+            if run is not None:
+                run.undo()
 
 
 class _Guard:

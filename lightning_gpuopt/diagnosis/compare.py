@@ -71,6 +71,6 @@ def _followed(name: str, advised: Any, loader: Mapping[str, Any]) -> bool:
         return False
     if isinstance(advised, bool):
         return bool(now == advised)
-    if isinstance(advised, int):
+    if isinstance(advised, int) and advised:
         return bool(now >= advised)
     return bool(now == advised)

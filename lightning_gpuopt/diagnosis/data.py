@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.predict import Interval, loader_model, most_workers, speedup_of_workers
+from lightning_gpuopt.diagnosis.predict import (
+    HEADROOM_LEFT,
+    Interval,
+    loader_model,
+    most_workers,
+    speedup_of_workers,
+)
 from lightning_gpuopt.diagnosis.report import Finding
+
+if TYPE_CHECKING:
+    from lightning_gpuopt.timeline.queues import QueueTimes
 
 _BUSY: Final = 0.6
 """Workers that make batches for less than this share of their time are not the narrow place; what follows them is."""
@@ -25,6 +34,8 @@ _UNEVEN: Final = 1.0
 """Variance over squared mean of the batches' times: from here on single batches stand out (an exponential has 1)."""
 
 _MOSTLY: Final = 0.5
+_NEARLY_EVERY: Final = 0.8
+_SELDOM: Final = 0.3
 _MOST_PREFETCH: Final = 16
 
 
@@ -48,22 +59,26 @@ def _cause(measurement: Measurement) -> str:
         return "main_process_loading"
     if workers is None or not workers.batches:
         return _cause_from_outside(measurement)
-    busy = workers.busy_s / (loader.num_workers * measurement.times.wall_s)
-    if busy < _BUSY:
-        if queues is not None and queues.wait_s:
-            if queues.unpinned_wait_s >= _MOSTLY * queues.wait_s:
-                return "pin_memory"
-            few = queues.waits <= 0.75 * queues.fetches
-            uneven = workers.unevenness is not None and workers.unevenness >= _UNEVEN
-            if few and uneven and queues.late_wait_s >= _MOSTLY * queues.wait_s:
-                return "head_of_line"
-        return "worker_transfer"
     if workers.collate_wall_s > workers.data_wall_s:
         return "worker_transfer"
-    queued = (measurement.host.worker_queued or 0.0) / busy if measurement.host is not None else 0.0
-    if workers.cpu_s / workers.busy_s + queued >= _COMPUTES:
-        return _cpu_cause(measurement)
-    return "slow_storage"
+    busy = workers.busy_s / (loader.num_workers * measurement.times.wall_s)
+    if busy < _BUSY:
+        if queues is not None and queues.unpinned_wait_s > _MOSTLY * queues.wait_s:
+            return "pin_memory"
+        uneven = workers.unevenness is not None and workers.unevenness >= _UNEVEN
+        return "head_of_line" if uneven and not _hands_over_slowly(queues) else "worker_transfer"
+    host = measurement.host
+    computes = workers.cpu_s / workers.busy_s
+    if host is not None and busy > 0:  # other threads and child processes of a worker work for it too
+        computes = max(computes, (host.worker_cpu or 0.0) / busy) + (host.worker_queued or 0.0) / busy
+    return _cpu_cause(measurement) if computes >= _COMPUTES else "slow_storage"
+
+
+def _hands_over_slowly(queues: QueueTimes | None) -> bool:
+    """Whether nearly every fetch takes its time although batches lie ready."""
+    if queues is None or not queues.fetches:
+        return False
+    return queues.waits >= _NEARLY_EVERY * queues.fetches and queues.empty <= _SELDOM * queues.fetches
 
 
 def _cause_from_outside(measurement: Measurement) -> str:
@@ -127,13 +142,24 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
         return {}
     if cause == "head_of_line":
         return _prefetch_settings(measurement)
+    if cause == "worker_transfer" and _costs_more_to_hand_over(measurement):
+        return {"num_workers": 0}
     if cause not in ("main_process_loading", "slow_transform", "slow_storage"):
         return {}
     workers = _workers_needed(cause, measurement)
+    model, now_s = loader_model(measurement), measurement.times.step_s
+    if model is not None and now_s is not None and now_s < (1 + HEADROOM_LEFT) * model.step_s(workers)[1]:
+        return {}  # a batch is made faster than it could be handed over, or the CPUs are the limit
     settings: dict[str, Any] = {"num_workers": workers}
     if not loader.persistent_workers:
         settings["persistent_workers"] = True
     return settings
+
+
+def _costs_more_to_hand_over(measurement: Measurement) -> bool:
+    """Whether a batch is made faster than a worker can hand it over."""
+    model = loader_model(measurement)
+    return model is not None and model.service_s < model.receive_s[1]
 
 
 def _workers_needed(cause: str, measurement: Measurement) -> int:
@@ -168,6 +194,12 @@ def _prefetch_settings(measurement: Measurement) -> dict[str, Any]:
 
 
 def _prediction(cause: str, measurement: Measurement, settings: dict[str, Any]) -> Interval | None:
+    if settings.get("num_workers") == 0:
+        model, now_s = loader_model(measurement), measurement.times.step_s
+        if model is None or now_s is None:
+            return None
+        mid = max(now_s / (model.consumer_s + model.service_s), 1.0)
+        return max(mid / (1 + model.spread), 1.0), mid, mid * (1 + model.spread)
     if "num_workers" in settings:
         return speedup_of_workers(measurement, settings["num_workers"])
     if cause == "head_of_line" and measurement.loader.num_workers:
@@ -180,9 +212,16 @@ def _prediction(cause: str, measurement: Measurement, settings: dict[str, Any]) 
 def _advice(cause: str, measurement: Measurement, settings: dict[str, Any]) -> str:
     workers = settings.get("num_workers")
     if cause == "main_process_loading":
-        if workers is None:
+        if workers is None and measurement.loader.num_workers is None:
             return "The loader works in the training process and is no DataLoader: let it prepare batches ahead."
+        if workers is None:
+            return (
+                "The training process loads the data itself, and worker processes would not be faster: handing a batch "
+                "over costs as much. Make fewer, larger batches, or read a batch at once (__getitems__)."
+            )
         return f"The training process loads the data itself. Load in worker processes: num_workers={workers}."
+    if cause in ("slow_transform", "slow_storage") and workers is None:
+        return f"The workers mostly {_DOING[cause]}, and more of them would not help: make each sample cheaper to read."
     if cause == "slow_transform":
         return f"The workers compute all the time and CPUs are free: num_workers={workers}."
     if cause == "slow_storage":
@@ -196,8 +235,15 @@ def _advice(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
             f"Prepare more ahead (prefetch_factor={settings.get('prefetch_factor')}), or make those samples cheaper; "
             "where order does not matter, in_order=False hands out what is ready."
         )
+    if workers == 0:
+        return (
+            "A batch of these samples is made faster than a worker process can hand it over: load in the training "
+            "process (num_workers=0), or make larger batches."
+        )
     return _FIXED_ADVICE[cause]
 
+
+_DOING: Final = {"slow_transform": "compute", "slow_storage": "wait for storage"}
 
 _FIXED_ADVICE: Final = {
     "cpu_saturated": (

@@ -100,10 +100,17 @@ class Measurement:
         gpu, times = self.gpu, self.times
         if gpu is None or not gpu.gaps:
             return 1.0
-        host_s = times.phases["data_wait"] + times.phases["callbacks"] + times.phases["logging"]
+        host_s = sum(times.phases[phase] for phase in ("data_wait", "logging", "other")) + times.step_hooks_s
         if host_s <= 0:
             return 1.0
         return min(gpu.idle_s / gpu.gaps * times.steps / host_s, 1.0)
+
+    @property
+    def copy_s(self) -> float:
+        """Seconds in which the GPU took batches in and did nothing else."""
+        if self.gpu is None or not self.gpu.steps:
+            return 0.0
+        return self.gpu.copy_s / self.gpu.steps * self.times.steps
 
     def share(self, seconds: float) -> float:
         """Seconds as a share of this stretch's wall time, 0-1."""

@@ -171,11 +171,8 @@ def headroom(measurement: Measurement) -> float | None:
     times = measurement.times
     if times.step_s is None or times.step_s <= 0:
         return None
-    waits_s = sum(times.phases[phase] for phase in ("data_wait", "callbacks", "logging")) * measurement.exposed
-    if measurement.gpu is None:
-        waits_s += times.phases["transfer"]
-    elif measurement.gpu.steps:
-        waits_s += measurement.gpu.copy_s / measurement.gpu.steps * times.steps
+    waits_s = (times.phases["data_wait"] + times.phases["logging"] + times.step_hooks_s) * measurement.exposed
+    waits_s += times.phases["transfer"] if measurement.gpu is None else measurement.copy_s
     return min(waits_s / (times.step_s * times.steps), 1.0)
 
 

@@ -45,8 +45,19 @@ _MODULE_HOOKS: Final = {
     "lr_scheduler_step": "optimizer",
     "on_save_checkpoint": "checkpoint",
     "train_dataloader": "epoch_setup",
-    "on_train_epoch_start": "epoch_setup",
 }
+
+STEP_HOOKS: Final = frozenset(
+    {
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+    }
+)
+"""Hooks that are called in every training step; the others lie between steps."""
 
 _PLAIN_ACTIONS: Final = {
     "run_training_epoch": "other",
@@ -78,7 +89,8 @@ def phase_of(action: str) -> str | None:
     if owner.startswith(("[LightningModule]", "[LightningDataModule]")):
         if hook.startswith(("on_validation", "val_dataloader", "validation_step")):
             return "validation"
-        return _MODULE_HOOKS.get(hook, "other")
+        # What the user writes into a module's other hooks is what others write into a callback's.
+        return _MODULE_HOOKS.get(hook, "callbacks" if hook.startswith("on_") else "other")
     if hook in ("val_next", "validate_next"):
         return "validation"
     return None

@@ -132,8 +132,12 @@ class GpuClock(Marks):
         self._step = None
         self._follows = True
 
+    def epoch_begins(self) -> None:
+        """No gap is measured from one epoch to the next."""
+        self._follows = False
+
     def interrupt(self) -> None:
-        """Something other than the next step follows (validation, a checkpoint, a new epoch): no gap is measured."""
+        """No gap is measured over what lies between two steps."""
         self._follows = False
 
     def read(self, most_steps: int = _READS_PER_STEP) -> None:

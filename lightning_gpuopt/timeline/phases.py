@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import update_wrapper
 from typing import Any, Final
 
-from lightning_gpuopt.timeline.actions import BETWEEN_STEPS, PHASES, phase_of
+from lightning_gpuopt.timeline.actions import BETWEEN_STEPS, PHASES, STEP_HOOKS, phase_of
 
 _SLOTS: Final = {phase: slot for slot, phase in enumerate(PHASES)}
 _CALLBACKS: Final = _SLOTS["callbacks"]
@@ -36,8 +36,8 @@ class PhaseTimes:
         wall_s: length of the stretch, in seconds.
         steps: training batches finished in it.
         phases: exclusive seconds by phase; every phase is there, and they sum to ``wall_s``.
-        callbacks: exclusive seconds by callback hook, ``"MyCallback.on_train_batch_end"``; part of
-            ``phases["callbacks"]``.
+        callbacks: exclusive seconds by hook of a callback or of the module, ``"MyCallback.on_train_batch_end"``; they
+            sum to ``phases["callbacks"]``.
         epochs: epochs begun in it.
         signal_broadcast_s: seconds in the broadcast, before each step under DDP, by which Lightning agrees on whether a
             signal told it to stop; part of ``phases["other"]``.
@@ -52,10 +52,16 @@ class PhaseTimes:
 
     @property
     def step_s(self) -> float | None:
-        """Mean seconds per training batch, without validation, checkpoints and the set-up of epochs."""
+        """Mean seconds per training batch, without validation, checkpoints, the set-up of epochs and their hooks."""
         if not self.steps:
             return None
-        return max(self.wall_s - sum(self.phases[phase] for phase in BETWEEN_STEPS), 0.0) / self.steps
+        aside_s = sum(self.phases[phase] for phase in BETWEEN_STEPS) + self.phases["callbacks"] - self.step_hooks_s
+        return max(self.wall_s - aside_s, 0.0) / self.steps
+
+    @property
+    def step_hooks_s(self) -> float:
+        """Seconds in those hooks of callbacks and module that are called in every step."""
+        return sum(seconds for name, seconds in self.callbacks.items() if name.rpartition(".")[2] in STEP_HOOKS)
 
     def __add__(self, other: PhaseTimes) -> PhaseTimes:
         """Both stretches together."""
@@ -132,6 +138,17 @@ class _EpochSpan(_Span):
         timeline._enter(_EPOCH_SETUP)
         timeline._epoch_begins = True
         timeline._epochs += 1
+        timeline._marks.epoch_begins()
+
+
+class _CheckpointSpan(_Span):
+    """A checkpoint; the next step does not follow on the last one."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self.timeline._enter(self.slot)
+        self.timeline._marks.interrupt()
 
 
 class _TransferSpan(_Span):
@@ -162,8 +179,54 @@ class _StepSpan(_Span):
         self.timeline._leave()
 
 
+class _ValidationSpan(_Span):
+    """A whole validation: inside it nearly everything is validation."""
+
+    __slots__ = ("outer",)
+
+    def __enter__(self) -> None:
+        timeline = self.timeline
+        timeline._enter(self.slot)
+        timeline._marks.interrupt()
+        self.outer = timeline._spans
+        timeline._spans = timeline._validation_spans
+
+    def __exit__(self, *exception: object) -> None:
+        self.timeline._spans = self.outer
+        self.timeline._leave()
+
+
+class _Timed:
+    """A function whose time is booked; pickled and copied as the function itself."""
+
+    def __init__(self, function: Callable[..., Any], span: _Span) -> None:
+        self._function = function
+        self._span = span
+        update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._span.timeline._thread != threading.get_ident():
+            return self._function(*args, **kwargs)
+        with self._span:
+            return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return itself, (self._function,)
+
+
+def itself(value: Any) -> Any:
+    """What was given; what stands in front of something pickles as that something through this."""
+    return value
+
+
 class Marks:
     """What happens at the borders of a training step; by default nothing. Called on the training thread."""
+
+    def epoch_begins(self) -> None:
+        """An epoch is about to ask for its iterators, or has just got them, and then for its first batch."""
+
+    def interrupt(self) -> None:
+        """Something other than the next step follows: validation or a checkpoint."""
 
     def fetch_begins(self) -> None:
         """The loop asks for a batch; not for the first of an epoch."""
@@ -188,6 +251,9 @@ class Timeline:
     """Books the training thread's time to phases, from :meth:`start` to :meth:`stop`.
 
     Outside of that, and on any other thread than the one that called :meth:`start`, nothing is booked.
+
+    Attributes:
+        slots_between_steps: places in :meth:`snapshot` whose time is no part of a training step.
 
     Args:
         checkpoint_callbacks: state keys of callbacks whose hooks are checkpointing.
@@ -221,6 +287,7 @@ class Timeline:
         # Nanoseconds by slot: one slot a phase, then one for each callback hook and for the signal broadcast.
         self._ns = [0] * len(PHASES)
         self._hooks: dict[int, str] = {}
+        self.slots_between_steps = [_SLOTS[phase] for phase in BETWEEN_STEPS]
         self._broadcast_slot = self._new_slot()
         self._training_spans: dict[str, AbstractContextManager[Any]] = {}
         self._validation_spans: dict[str, AbstractContextManager[Any]] = {}
@@ -281,33 +348,11 @@ class Timeline:
             phase: one of :data:`PHASES`, or ``"signal_broadcast"``.
         """
         slot = self._broadcast_slot if phase == "signal_broadcast" else _SLOTS[phase]
-        span = _Span(self, slot)
-
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._thread != threading.get_ident():
-                return function(*args, **kwargs)
-            with span:
-                return function(*args, **kwargs)
-
-        return call
+        return _Timed(function, _Span(self, slot))
 
     def validating(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a validation loop's ``run``: what is no callback, logger or checkpoint inside it is validation."""
-        span = _Span(self, _VALIDATION)
-
-        @wraps(run)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._thread != threading.get_ident():
-                return run(*args, **kwargs)
-            outer, self._spans = self._spans, self._validation_spans
-            try:
-                with span:
-                    return run(*args, **kwargs)
-            finally:
-                self._spans = outer
-
-        return call
+        return _Timed(run, _ValidationSpan(self, _VALIDATION))
 
     def snapshot(self) -> list[int]:
         """Nanoseconds booked so far: one number a phase, in the order of :data:`PHASES`, then those of callback hooks.
@@ -377,8 +422,10 @@ class Timeline:
         if phase is None:
             span = _NOTHING
         elif phase == "callbacks":
-            span = _Span(self, self._callback_slot(action))
-        elif validating and phase != "checkpoint":
+            span = _Span(self, self._hook_slot(action))
+        elif phase == "checkpoint":
+            span = _CheckpointSpan(self, _SLOTS[phase])
+        elif validating:
             span = _Span(self, _VALIDATION)
         elif action == "run_training_epoch":
             span = _EpochSpan(self, _OTHER)
@@ -390,14 +437,18 @@ class Timeline:
             span = _FetchSpan(self, _SLOTS[phase])
         else:
             span = _Span(self, _SLOTS[phase])
-        if len(self._spans) < _MOST_ACTIONS:
+        if phase is not None and len(self._spans) < _MOST_ACTIONS:
             self._spans[action] = span
         return span
 
-    def _callback_slot(self, action: str) -> int:
-        key, _, hook = action.removeprefix("[Callback]").rpartition(".")
-        if key in self._checkpoint_callbacks:
+    def _hook_slot(self, action: str) -> int:
+        key, _, hook = action.partition("]")[2].rpartition(".")
+        if action.startswith("[Callback]") and key in self._checkpoint_callbacks:
             return _SLOTS["checkpoint"]
+        if len(self._ns) >= _MOST_ACTIONS:
+            return _CALLBACKS
         slot = self._new_slot()
         self._hooks[slot] = f"{self._callback_names.get(key, key)}.{hook}"
+        if hook not in STEP_HOOKS:
+            self.slots_between_steps.append(slot)
         return slot

@@ -1,6 +1,6 @@
 """How full the loader's queues are when the training loop comes for a batch, and who it waits for.
 
-Reads ``_data_queue``, ``_worker_result_queue``, ``_task_info`` and ``_pin_memory`` of torch's
+Reads ``_data_queue``, ``_worker_result_queue``, ``_task_info`` and ``_rcvd_idx`` of torch's
 ``_MultiProcessingDataLoaderIter`` (torch 2.4 to 2.13). An iterator that is not as expected is left out.
 """
 
@@ -14,7 +14,7 @@ _A_WAIT_S: Final = 0.001
 """A fetch that takes longer than this had to wait; only then is the cost of a closer look worth it."""
 
 _NEARLY_ALL: Final = 0.75
-"""So many of the other batches under way being ready means that one late batch holds up the rest."""
+"""So much of what the other workers were asked for being ready means that one late batch holds up the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class QueueProbe:
 
     def __init__(self) -> None:
         self._iterators: list[Any] = []
+        self._awaited: list[int | None] = []
         self._fetches = self._ready = self._empty = self._waits = 0
         self._wait_s = self._late_wait_s = self._unpinned_wait_s = 0.0
         self._unpinned = False
@@ -82,6 +83,7 @@ class QueueProbe:
             Those that can be watched.
         """
         self._iterators = [each for each in iterators if _is_as_expected(each)]
+        self._awaited = [None] * len(self._iterators)
         return list(self._iterators)
 
     def before_fetch(self) -> None:
@@ -91,7 +93,9 @@ class QueueProbe:
         self._fetches += 1
         ready = 0
         self._unpinned = False
-        for iterator in self._iterators:
+        for number, iterator in enumerate(self._iterators):
+            task = iterator._task_info.get(iterator._rcvd_idx)
+            self._awaited[number] = task[0] if task else None
             waiting = iterator._data_queue.qsize()
             ready += waiting
             if not waiting and iterator._worker_result_queue is not iterator._data_queue:
@@ -111,7 +115,7 @@ class QueueProbe:
         self._wait_s += wait_s
         if self._unpinned:
             self._unpinned_wait_s += wait_s
-        elif any(_held_up(iterator) for iterator in self._iterators):
+        elif any(map(_held_up, self._iterators, self._awaited)):
             self._late_wait_s += wait_s
 
     def times(self) -> QueueTimes:
@@ -128,7 +132,7 @@ class QueueProbe:
 
 
 def _is_as_expected(iterator: Any) -> bool:
-    names = ("_data_queue", "_worker_result_queue", "_task_info")
+    names = ("_data_queue", "_worker_result_queue", "_task_info", "_rcvd_idx")
     if not all(hasattr(iterator, name) for name in names) or not isinstance(iterator._task_info, dict):
         return False
     try:
@@ -139,10 +143,13 @@ def _is_as_expected(iterator: Any) -> bool:
     return True
 
 
-def _held_up(iterator: Any) -> bool:
-    """Whether, now that the awaited batch has come, nearly all the others under way are ready as well."""
-    under_way = len(iterator._task_info) - 1  # the fetch that ended has sent one new task
-    if under_way < 1:
+def _held_up(iterator: Any, awaited: int | None) -> bool:
+    """Whether, now that the awaited worker's batch has come, nearly all that the others were asked for is ready.
+
+    What else the awaited worker was asked for cannot be ready: it comes after the late batch.
+    """
+    others = [info for info in iterator._task_info.values() if info[0] != awaited]
+    if not others:
         return False
-    ready = sum(len(info) == 2 for info in iterator._task_info.values()) + iterator._data_queue.qsize()
-    return bool(ready >= _NEARLY_ALL * under_way)
+    ready = sum(len(info) == 2 for info in others) + iterator._data_queue.qsize()
+    return bool(ready >= _NEARLY_ALL * len(others))

@@ -105,7 +105,8 @@ class StepClock:
             return
         if len(before) < len(after):
             before = before + [0] * (len(after) - len(before))
-        seconds = (sum(after) - sum(before) - sum(after[slot] - before[slot] for slot in _ASIDE)) / 1e9
+        aside = sum(after[slot] - before[slot] for slot in timeline.slots_between_steps)
+        seconds = (sum(after) - sum(before) - aside) / 1e9
         self._bins[_bin_of(seconds)] += 1
         self._count += 1
         if seconds > self._slowest_s:

@@ -17,7 +17,7 @@ from multiprocessing import context, sharedctypes
 from typing import Any, Final
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 _MOST_WORKERS: Final = 256
 _BYTES_EVERY: Final = 8
@@ -103,10 +103,15 @@ class WorkerTimes:
         )
 
 
+_OWN: Final = frozenset({"collate_fn", "_rows", "_row", "_fetch_began"})
+
+
 class TimedCollate:
     """Stands in for a loader's ``collate_fn``: calls it, hands back what it returns, and notes how long things took.
 
-    Picklable wherever the wrapped function is. A copy that is made for anything but a worker process notes nothing.
+    Attributes are the wrapped function's own, to read and to set: a program that changes its ``collate_fn`` as it goes
+    changes that. Picklable wherever the wrapped function is. A copy that is made for anything but a worker process
+    notes nothing.
 
     Args:
         collate_fn: the loader's own.
@@ -121,22 +126,22 @@ class TimedCollate:
         self._fetch_began: tuple[int, int] | None = None
         self._row: int | None = None
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, *samples: Any, **options: Any) -> Any:
         """Collate, and note how long that and the access to the samples took."""
         rows = self._rows
         if rows is None:
-            return self.collate_fn(samples)
+            return self.collate_fn(*samples, **options)
         if self._row is None:
             self._row = self._find_row()
         row = self._row
         if row < 0:
-            return self.collate_fn(samples)
+            return self.collate_fn(*samples, **options)
         began = self._fetch_began
         self._fetch_began = None
         wall = time.perf_counter_ns()
         cpu = time.thread_time_ns()
         rows[row + _DOING] = _COLLATING
-        batch = self.collate_fn(samples)
+        batch = self.collate_fn(*samples, **options)
         rows[row + _DOING] = _IDLE
         wall_after = time.perf_counter_ns()
         rows[row + _SINCE] = wall_after
@@ -167,37 +172,45 @@ class TimedCollate:
         not as expected, nothing is noted, and the diagnosis does without.
         """
         fetcher = sys._getframe(2).f_locals.get("self")
-        fetch = getattr(fetcher, "fetch", None)
-        if not callable(fetch) or getattr(fetcher, "collate_fn", None) is not self:
+        if not callable(getattr(type(fetcher), "fetch", None)) or getattr(fetcher, "collate_fn", None) is not self:
             return
         rows = self._rows
+        original = type(fetcher).fetch  # type: ignore[union-attr]
+        # Held weakly, or the fetcher would hold itself, and a generator behind it would stay open after its last use.
+        behind = weakref.ref(fetcher)
 
         def timed_fetch(index: Any) -> Any:
             rows[row + _DOING] = _FETCHING
             began = time.perf_counter_ns()
             rows[row + _SINCE] = began
             self._fetch_began = (began, time.thread_time_ns())
-            return fetch(index)
+            try:
+                return original(behind(), index)
+            except BaseException:  # the end of the data, or an error in it: no batch came of this
+                self._fetch_began = None
+                rows[row + _DOING] = _IDLE
+                raise
 
         fetcher.fetch = timed_fetch  # type: ignore[union-attr]
 
-    def times(self) -> WorkerTimes:
-        """What the workers have noted so far; called in the training process."""
-        rows = self._rows
-        total = WorkerTimes()
-        for row in range(0, _MOST_WORKERS * _FIELDS, _FIELDS):
-            if rows[row + _BATCHES]:
-                total += WorkerTimes(
-                    int(rows[row + _BATCHES]),
-                    rows[row + _DATA_WALL] / 1e9,
-                    rows[row + _DATA_CPU] / 1e9,
-                    rows[row + _COLLATE_WALL] / 1e9,
-                    rows[row + _COLLATE_CPU] / 1e9,
-                    int(rows[row + _BYTES]),
-                    int(rows[row + _SIZED]),
-                    rows[row + _SQUARES] / 1e18,
-                )
-        return total
+    def times(self, workers: int = _MOST_WORKERS) -> WorkerTimes:
+        """What the workers have noted so far; called in the training process.
+
+        Args:
+            workers: how many workers there have been at most.
+        """
+        rows = self._rows[: max(min(workers, _MOST_WORKERS), 1) * _FIELDS]
+        total = [sum(rows[field::_FIELDS]) for field in range(_FIELDS)]
+        return WorkerTimes(
+            int(total[_BATCHES]),
+            total[_DATA_WALL] / 1e9,
+            total[_DATA_CPU] / 1e9,
+            total[_COLLATE_WALL] / 1e9,
+            total[_COLLATE_CPU] / 1e9,
+            int(total[_BYTES]),
+            int(total[_SIZED]),
+            total[_SQUARES] / 1e18,
+        )
 
     def doing(self, worker: int) -> str:
         """What a worker does now and since when, in words; called in the training process.
@@ -214,9 +227,18 @@ class TimedCollate:
         return f"{_DOING_NAMES.get(self._rows[row + _DOING], 'works')} for {seconds:.1f} s"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "collate_fn":
+        if name.startswith("__") or name in _OWN:
             raise AttributeError(name)
         return getattr(self.collate_fn, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.collate_fn, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.collate_fn, name)
 
     def __getstate__(self) -> dict[str, Any]:
         # Shared memory can be handed to a process that is being started, and to nobody else.
@@ -233,32 +255,24 @@ class TimedCollate:
         return twin
 
 
-_clocks: weakref.WeakKeyDictionary[Any, TimedCollate] = weakref.WeakKeyDictionary()
-"""The clocks that live on in persistent workers, whose ``collate_fn`` can no longer be changed."""
-
-
 def watch_workers(loader: Any) -> tuple[TimedCollate, Callable[[], None]] | None:
     """Wrap the ``collate_fn`` of a loader, before its workers start.
 
     Args:
-        loader: any loader; one that has no ``collate_fn`` is left alone.
+        loader: any loader; one that is no ``torch.utils.data.DataLoader`` is left alone.
 
     Returns:
         The clock, and the undo that gives the loader its own ``collate_fn`` back; None where nothing can be measured.
     """
     original = getattr(loader, "collate_fn", None)
-    if not callable(original) or isinstance(original, TimedCollate):
+    if not isinstance(loader, DataLoader) or not callable(original) or isinstance(original, TimedCollate):
         return None
-    if getattr(loader, "_iterator", None) is not None:  # persistent workers of an earlier fit still run
-        known = _clocks.get(loader)
-        return (known, lambda: None) if known is not None else None
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None:  # persistent workers of an earlier fit still run, and still have its wrapper
+        known = getattr(iterator, "_collate_fn", None)
+        return (known, lambda: None) if isinstance(known, TimedCollate) else None
     clock = TimedCollate(original)
-    try:
-        loader.collate_fn = clock
-    except (AttributeError, ValueError):  # a loader that does not let go of its settings
-        return None
-    if getattr(loader, "persistent_workers", False):
-        _clocks[loader] = clock
+    loader.collate_fn = clock
 
     def undo() -> None:
         if loader.collate_fn is clock:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pynvml
 import pytest
 import torch
@@ -561,18 +562,21 @@ def test_lightning_s_own_attribute_is_not_shadowed():
         ({"devices": []}, 'expected "auto", "all", or a list'),
         ({"devices": [-1]}, 'expected "auto", "all", or a list'),
         ({"devices": ["0"]}, 'expected "auto", "all", or a list'),
-        ({"sample_interval": 0}, "expected seconds greater than 0"),
-        ({"sample_interval": -0.1}, "expected seconds greater than 0"),
-        ({"sample_interval": float("nan")}, "expected seconds greater than 0"),
-        ({"sample_interval": float("inf")}, "expected seconds greater than 0"),
-        ({"log_every_n_steps": -1}, "expected a whole number of steps"),
+        ({"devices": [0, 1, 0]}, "each once, got"),
+        ({"devices": ["GPU-1", "GPU-1"]}, "each once, got"),
+        ({"sample_interval": 0}, "expected seconds, at least 0.001, got 0"),
+        ({"sample_interval": 0.0009}, "expected seconds, at least 0.001, got 0.0009"),
+        ({"sample_interval": float("nan")}, "expected seconds, at least 0.001, got nan"),
+        ({"sample_interval": float("inf")}, "expected seconds, at least 0.001, got inf"),
+        ({"log_every_n_steps": -1}, "expected a number of steps, at least 0, or None, got -1"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_a_value_error(arguments, words):
     with pytest.raises(ValueError, match=words) as raised:
         GpuUtilMonitor(**arguments)
     ((name, value),) = arguments.items()
-    assert f"{name}={value!r}" in str(raised.value)
+    assert str(raised.value).startswith(name)
+    assert repr(value) in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -582,6 +586,7 @@ def test_a_value_that_makes_no_sense_is_a_value_error(arguments, words):
         {"metrics": [1]},
         {"devices": 0},
         {"devices": None},
+        {"devices": np.array([0, 1])},
         {"devices": [True]},
         {"devices": [0.5]},
         {"sample_interval": "0.1"},
@@ -594,7 +599,17 @@ def test_a_wrong_type_is_a_type_error(arguments):
     with pytest.raises(TypeError, match="expected") as raised:
         GpuUtilMonitor(**arguments)
     ((name, value),) = arguments.items()
-    assert f"{name}={value!r}" in str(raised.value)
+    assert str(raised.value).startswith(name)
+    assert repr(value) in str(raised.value)
+
+
+def test_numpys_numbers_are_taken_as_pythons():
+    monitor = GpuUtilMonitor(
+        devices=[np.int64(0), "GPU-1"], sample_interval=np.float32(0.5), log_every_n_steps=np.int32(5)
+    )
+    taken = [*monitor.devices, monitor.sample_interval, monitor.log_every_n_steps]
+    assert taken == [0, "GPU-1", 0.5, 5]
+    assert [type(each) for each in taken] == [int, str, float, int]
 
 
 def instantiate(parser: ArgumentParser, config: dict) -> Any:

@@ -33,6 +33,12 @@ def test_a_number_counts_when_it_is_reached(workers: int, followed: bool) -> Non
     assert bool(proofs) is followed
 
 
+def test_the_advice_to_do_without_workers_is_followed_only_so() -> None:
+    none = Finding("worker_transfer", 0.4, {}, "", {"num_workers": 0}, (1.2, 1.5, 1.6))
+    assert compare(report(0.1, findings=[none]), report(0.05, num_workers=2)).proofs == []
+    assert len(compare(report(0.1, findings=[none]), report(0.05, num_workers=0)).proofs) == 1
+
+
 def test_a_gain_outside_the_interval_is_not_kept() -> None:
     (proof,) = compare(report(0.1, findings=[SIX]), report(0.09, num_workers=6)).proofs
     assert proof.kept is False

@@ -45,6 +45,9 @@ UNPINNED = QueueTimes(fetches=100, ready=0, empty=99, waits=99, wait_s=5.0, unpi
         (workers(data_s=0.04, cpu=0.5, unevenness=4.0), TRANSFER, host(0.1), "worker_transfer"),
         (workers(data_s=0.04, cpu=0.5), UNPINNED, host(0.1), "pin_memory"),
         (workers(data_s=0.04, cpu=0.5), None, None, "worker_transfer"),
+        # threads or child processes of the worker compute for it
+        (workers(data_s=BUSY_S, cpu=0.05), EVEN, host(0.9), "slow_transform"),
+        (workers(data_s=BUSY_S, cpu=0.05), EVEN, host(0.9, free=0.1), "cpu_saturated"),
         (workers(data_s=BUSY_S, cpu=0.9), None, None, "slow_transform"),
     ],
 )
@@ -72,6 +75,20 @@ def test_the_advised_number_of_workers_and_its_gain_come_from_one_model() -> Non
     assert mid == pytest.approx(100 / 50.8, rel=1e-3)  # 0.8 ms to receive a batch
     assert low == pytest.approx(100 / (50 * 1.04 + 2), rel=1e-3)
     assert high == pytest.approx(100 / (50 * 0.96 + 0.3), rel=1e-3)
+
+
+def test_no_workers_are_advised_where_they_would_not_be_faster() -> None:
+    # 0.4 ms a batch in the process, against 0.8 ms to take one from a worker
+    finding = find(workers(data_s=0.0004), IN_PROCESS, wait_s=0.04, host=host(None))
+    assert (finding.cause, finding.settings, finding.predicted_speedup) == ("main_process_loading", {}, None)
+    assert "would not be faster" in finding.advice
+
+
+def test_batches_that_cost_more_to_hand_over_than_to_make_are_for_the_training_process() -> None:
+    finding = find(workers(data_s=0.0005), wait_s=2.0, host=host(0.01))
+    assert (finding.cause, finding.settings) == ("worker_transfer", {"num_workers": 0})
+    assert finding.predicted_speedup is not None
+    assert finding.predicted_speedup[1] == pytest.approx(100 / 80.5, rel=1e-3)
 
 
 def test_workers_are_not_advised_beyond_the_free_cpus() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gpuopt.telemetry.host import HostWatch, usable_cpus
+from lightning_gpuopt.telemetry.host import HostWatch, usable_cpus, wait_after
 
 CPUS = sorted(os.sched_getaffinity(0))
 
@@ -182,6 +182,54 @@ def test_pressure_is_the_share_of_time_in_which_something_waited(proc: Proc, wat
     activity = watch.activity()
     assert activity.cpu_pressure == pytest.approx(0.5)
     assert activity.io_pressure == pytest.approx(0.1)
+
+
+def test_a_worker_whose_thread_ends_is_still_read(proc: Proc, watch: HostWatch) -> None:
+    proc.process(11, (1.0, 0.0), (0.0, 0.0))
+    watch.workers([11])
+    watch.read()
+    proc.now_s += 1
+    (proc.root / "11/task/12/schedstat").unlink()
+    (proc.root / "11/task/12").rmdir()
+    proc.process(11, (1.5, 0.0))
+    watch.read()
+    assert (watch.activity().seconds, watch.activity().worker_cpu) == (1.0, 0.5)
+
+
+def test_a_thread_that_begins_is_seen_within_a_few_readings(proc: Proc, watch: HostWatch) -> None:
+    proc.process(11, (0.0, 0.0))
+    watch.workers([11])
+    watch.read()
+    for second in range(1, 6):
+        proc.now_s += 1
+        proc.process(11, (0.0, 0.0), (0.5 * second, 0.0))
+        watch.read()
+    assert watch.activity().worker_cpu == 0.5
+
+
+def test_other_readings_open_no_list_of_threads(proc: Proc, watch: HostWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = []
+    list_folder = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda folder: listed.append(folder) or list_folder(folder))
+    proc.process(11, (0.0, 0.0))
+    watch.workers([11])
+    for _ in range(10):
+        watch.read()
+    assert listed == [f"{proc.root}/11/task"] * 2
+
+
+@pytest.mark.parametrize(("reading_cpu_s", "wait_s"), [(0.0, 0.2), (0.001, 0.2), (0.005, 1.0), (0.1, 20.0)])
+def test_dear_readings_are_further_apart(reading_cpu_s: float, wait_s: float) -> None:
+    assert wait_after(reading_cpu_s, interval_s=0.2) == pytest.approx(wait_s)
+
+
+def test_the_thread_waits_by_what_its_own_reading_took(proc: Proc, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+    cpu_s = iter([3.0, 3.005])
+    watch = HostWatch(proc=proc.root, clock=lambda: proc.now_s, cpu_clock=lambda: next(cpu_s))
+    monkeypatch.setattr(watch._stop, "wait", lambda wait_s: waits.append(wait_s) or True)
+    watch._run()
+    assert waits == [pytest.approx(1.0)]
 
 
 def test_a_real_busy_process_is_seen_busy_and_a_sleeping_one_asleep() -> None:

@@ -39,6 +39,11 @@ def test_each_hang_is_told_once() -> None:
     assert told == [10.0, 15.0]
 
 
+def test_a_timeout_longer_than_a_thread_can_wait_is_cut_to_that() -> None:
+    watch = HangWatch(1e300, lambda quiet_s: None, Clock())
+    assert watch.look() == threading.TIMEOUT_MAX
+
+
 def test_a_failure_to_write_does_not_end_the_watch() -> None:
     clock = Clock()
 

@@ -71,10 +71,12 @@ def test_a_loop_that_is_faster_waits() -> None:
     assert times.unpinned_wait_s == 0.0
 
 
-def test_one_late_batch_that_holds_up_the_rest_is_known_as_such() -> None:
+@pytest.mark.parametrize(("workers", "prefetch"), [(2, 2), (2, 4), (4, 2)])
+def test_one_late_batch_that_holds_up_the_rest_is_known_as_such(workers: int, prefetch: int) -> None:
     probe = QueueProbe()
-    # 4 workers with 2 batches each: while the twelfth is late, all the others under way get ready
-    iterator = iter(DataLoader(Data(late=12, late_s=0.3), batch_size=None, num_workers=4))
+    # while the twelfth is late, all that the other workers were asked for gets ready
+    loader = DataLoader(Data(late=12, late_s=0.3), batch_size=None, num_workers=workers, prefetch_factor=prefetch)
+    iterator = iter(loader)
     assert walk(iterator, probe) == list(range(24))
     times = probe.times()
     assert times.late_wait_s > 0.2
@@ -91,6 +93,7 @@ def test_results_that_wait_to_be_pinned_are_known_as_such() -> None:
 
     class Pinning:
         _data_queue, _worker_result_queue, _task_info = Queue(0), Queue(3), {1: (0,), 2: (1,)}
+        _rcvd_idx = 1
 
     probe = QueueProbe()
     probe.watch([Pinning()])
@@ -120,5 +123,6 @@ def test_a_queue_without_a_size_is_left_out() -> None:
 
         def __init__(self) -> None:
             self._task_info: dict[int, Any] = {}
+            self._rcvd_idx = 0
 
     assert QueueProbe().watch([Mac()]) == []
