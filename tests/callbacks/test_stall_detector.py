@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import gzip
 import json
@@ -493,6 +494,20 @@ class TestAsBefore:
         assert snapshot(trainer)[0] is before[0]
         assert snapshot(trainer)[2:] == before[2:]
 
+    def test_after_our_own_failure_no_recording_goes_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        detector = StallDetector(on_stall="ignore", capture_trace=True, report_dir=tmp_path / "r", **FAST)
+
+        class Break(Callback):
+            def on_train_batch_end(self, *args: Any) -> None:
+                if detector._trace is not None:
+                    monkeypatch.setattr(detector._run, "step_done", lambda: 1 / 0)
+
+        with pytest.warns(UserWarning, match="stands aside"):
+            run(tmp_path, Model(), Sleeper("on_train_batch_end", 0.01), Break(), detector=detector)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            pass  # refused while another one records
+        assert detector._trace is None
+
     def test_the_profiler_in_place_during_training_is_ours(self, tmp_path: Path) -> None:
         seen = []
 
@@ -673,6 +688,109 @@ class TestWorkersInsideATrainer:
 
         report = run(tmp_path, Own())
         assert any("could not be timed inside its workers" in note for note in report.notes)
+
+
+class TestSeveralLoadersAndEpochs:
+    def test_workers_of_the_last_epoch_end_before_the_next_begins(self, tmp_path: Path) -> None:
+        counts = []
+
+        class Count(Callback):
+            def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+                if batch_idx == 0:
+                    counts.append(len(multiprocessing.active_children()))
+
+        model = Model(dataset=SleepyData(length=8), num_workers=2)
+        run(tmp_path, model, Count(), max_steps=16)
+        assert counts == [2, 2, 2, 2]
+
+    @pytest.mark.parametrize("slow_first", [True, False], ids=["slow-first", "slow-last"])
+    def test_of_several_loaders_the_narrow_one_is_told(self, tmp_path: Path, slow_first: bool) -> None:
+        class Two(Model):
+            def train_dataloader(self) -> Any:
+                slow = DataLoader(SleepyData(sleep_s=0.02, length=200), batch_size=2, num_workers=1)
+                fast = DataLoader(SleepyData(length=200), batch_size=2, num_workers=1)
+                return [slow, fast] if slow_first else [fast, slow]
+
+            def training_step(self, batch: list[Any], batch_idx: int) -> torch.Tensor:
+                return self.layer(batch[0][0] + batch[1][0]).pow(2).mean()
+
+        report = run(tmp_path, Two())
+        assert report.verdict == "slow_storage"
+        assert report.findings[0].evidence["dataset_ms_per_batch"] >= 40.0
+        assert report.findings[0].evidence["num_workers"] == 1
+
+    def test_a_slow_hook_of_the_module_is_named(self, tmp_path: Path) -> None:
+        class Slow(Model):
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                time.sleep(0.01)
+
+        report = run(tmp_path, Slow())
+        assert report.verdict == "callback"
+        assert report.findings[0].evidence["callback"] == "Slow"
+        assert report.findings[0].evidence["hook"] == "on_train_batch_end"
+
+    def test_a_callback_in_validation_is_named_and_is_no_part_of_the_step(self, tmp_path: Path) -> None:
+        report = run(
+            tmp_path,
+            Model(step_s=0.005),
+            Sleeper("on_validation_batch_end", 0.1),
+            limit_val_batches=2,
+            val_check_interval=5,
+            max_epochs=1,
+        )
+        finding = report.findings[0]
+        assert (finding.cause, finding.evidence["hook"]) == ("callback", "on_validation_batch_end")
+        assert finding.predicted_speedup is None
+        assert report.step_s is not None
+        assert report.step_s < 0.03
+
+    def test_the_beginning_of_epochs_is_remarked_on_where_no_setting_helps(self, tmp_path: Path) -> None:
+        class SlowStart(torch.utils.data.SequentialSampler):
+            def __iter__(self) -> Iterator[int]:
+                time.sleep(0.2)
+                return super().__iter__()
+
+        data = SleepyData(length=16)
+        report = run(tmp_path, Model(dataset=data, sampler=SlowStart(data)), max_steps=32)
+        assert any("the beginning of epochs" in note for note in report.notes)
+
+    def test_a_loader_that_cannot_be_touched_trains_as_without_us(self, tmp_path: Path) -> None:
+        class Frozen(DataLoader[Any]):
+            ready = False
+
+            def __setattr__(self, name: str, value: Any) -> None:
+                if self.ready and name == "collate_fn":
+                    raise RuntimeError("frozen")
+                super().__setattr__(name, value)
+
+        class Own(Model):
+            def train_dataloader(self) -> Any:
+                loader = Frozen(SleepyData(), batch_size=2)
+                loader.ready = True
+                return loader
+
+        report = run(tmp_path, Own())
+        assert report.steps == STEPS
+        assert any("could not be timed inside its workers" in note for note in report.notes)
+
+
+class TestCopiesInMidFit:
+    def test_what_we_shadow_pickles_as_the_original(self, tmp_path: Path) -> None:
+        copies: dict[str, Any] = {}
+
+        class Copy(Callback):
+            def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+                copies["logger"] = pickle.loads(pickle.dumps(trainer.logger))
+                copies["detector"] = pickle.loads(pickle.dumps(detector))
+                copies["deep"] = copy.deepcopy(detector)
+                copies["seam"] = pickle.loads(pickle.dumps(vars(trainer.strategy)["process_dataloader"])).__name__
+
+        detector = StallDetector(on_stall="ignore", **FAST)
+        run(tmp_path, Model(), Copy(), detector=detector, logger=CSVLogger(tmp_path), max_steps=3)
+        assert copies["seam"] == "process_dataloader"
+        assert isinstance(copies["logger"], CSVLogger)
+        for twin in (copies["detector"], copies["deep"]):
+            assert twin.report.notes == ["No training has run yet."]
 
 
 class TestHang:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import pickle
 import time
@@ -119,14 +120,6 @@ def test_what_has_no_collate_function_is_left_alone(loader: Any) -> None:
     assert watch_workers(loader) is None
 
 
-def test_a_loader_that_refuses_is_left_alone() -> None:
-    class Stubborn:
-        collate_fn = staticmethod(default_collate)
-        __slots__ = ()
-
-    assert watch_workers(Stubborn()) is None
-
-
 def test_a_collate_function_that_does_not_pickle_works_under_fork() -> None:
     loader = DataLoader(Data(), batch_size=4, num_workers=1, collate_fn=lambda samples: torch.stack(samples))
     times, batches = measured(loader)
@@ -181,6 +174,85 @@ def test_attributes_of_the_own_collate_function_show_through() -> None:
             return samples
 
     assert TimedCollate(Collate()).padding == 7
+
+
+def test_attributes_set_on_it_are_set_on_the_own_collate_function() -> None:
+    class Collate:
+        length = 1
+
+        def __call__(self, samples: Any) -> Any:
+            return samples[0][: self.length]
+
+    loader = DataLoader([torch.arange(4)] * 4, batch_size=1, collate_fn=Collate())
+    _, undo = watch_workers(loader) or pytest.fail("not watched")
+    lengths = []
+    for batch in loader:
+        lengths.append(len(batch))
+        loader.collate_fn.length = len(lengths) + 1
+    undo()
+    assert lengths == [1, 2, 3, 4]
+    assert loader.collate_fn.length == 5
+
+
+def test_it_takes_whatever_arguments_its_caller_gives() -> None:
+    clock = TimedCollate(lambda samples, pad, *, dtype: (samples, pad, dtype))
+    assert clock([1], 0, dtype="x") == ([1], 0, "x")
+
+
+def test_a_loader_that_is_no_dataloader_is_left_alone() -> None:
+    class Own:
+        collate_fn = staticmethod(default_collate)
+
+    own = Own()
+    assert watch_workers(own) is None
+    assert own.collate_fn is default_collate
+
+
+def test_a_loader_that_cannot_be_hashed_is_watched() -> None:
+    class Odd(DataLoader[Any]):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = None  # type: ignore[assignment]
+
+    times, batches = measured(Odd(Data(), batch_size=4, num_workers=1, persistent_workers=True))
+    assert (times.batches, len(batches)) == (BATCHES - 1, BATCHES)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_time_between_epochs_is_nobodys(workers: int) -> None:
+    loader = DataLoader(Stream(), batch_size=4, num_workers=workers, persistent_workers=workers > 0)
+    clock, _ = watch_workers(loader) or pytest.fail("not watched")
+    for _ in range(3):
+        list(loader)
+        time.sleep(0.5)
+    times = clock.times()
+    assert times.batches >= 3 * (BATCHES - 2)
+    assert times.data_wall_s < 3 * BATCHES * (SLEEP_S + SPIN_S) + 0.5
+
+
+def test_a_generator_behind_the_data_is_closed_with_its_last_use() -> None:
+    closed = []
+
+    class Generating(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            try:
+                for number in range(100):
+                    yield torch.tensor(number)
+            finally:
+                closed.append(True)
+
+    loader = DataLoader(Generating(), batch_size=2)
+    watch_workers(loader)
+    gc.disable()
+    try:
+        iterator = iter(loader)
+        for _ in range(5):
+            next(iterator)
+        del iterator
+        assert closed == [True]
+    finally:
+        gc.enable()
 
 
 def test_a_worker_says_what_it_does() -> None:
