@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 # the name that the user's program speaks.
 if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
     from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-    from lightning.pytorch.callbacks import Checkpoint
     from lightning.pytorch.loggers import CSVLogger, Logger
     from lightning.pytorch.profilers import PassThroughProfiler, Profiler
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -25,7 +24,6 @@ if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" no
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 else:
     from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
-    from pytorch_lightning.callbacks import Checkpoint
     from pytorch_lightning.loggers import CSVLogger, Logger
     from pytorch_lightning.profilers import PassThroughProfiler, Profiler
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -36,7 +34,6 @@ __all__ = [
     "STEP_OUTPUT",
     "CSVLogger",
     "Callback",
-    "Checkpoint",
     "LightningModule",
     "Logger",
     "MisconfigurationException",

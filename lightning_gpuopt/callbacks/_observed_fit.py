@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from lightning_gpuopt import _lightning
-from lightning_gpuopt._lightning import Callback, Checkpoint, LightningModule, Trainer, shadow
+from lightning_gpuopt._lightning import Callback, LightningModule, Trainer, shadow
 from lightning_gpuopt._ranks import RankGather
 from lightning_gpuopt._version import __version__
 from lightning_gpuopt.callbacks._device_watch import DeviceWatch
@@ -132,7 +132,7 @@ class ObservedFit:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         nvtx = self._options.nvtx and self._nvtx_is_there()
         self.timeline = (NvtxTimeline if nvtx else Timeline)(
-            checkpoint_callbacks=[each.state_key for each in callbacks if isinstance(each, Checkpoint)],
+            checkpoint_callbacks=[each.state_key for each in callbacks if _lightning.is_checkpoint(each)],
             callback_names={each.state_key: type(each).__name__ for each in callbacks},
             marks=self._borders,
         )

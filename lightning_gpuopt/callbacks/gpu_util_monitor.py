@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from numbers import Integral
 from typing import Any, Literal
 
 from typing_extensions import override
@@ -16,12 +17,16 @@ from lightning_gpuopt._lightning import (
     finished_optimizer_step,
     say_once,
 )
+from lightning_gpuopt.callbacks._arguments import real_number, refuse, whole_number
 from lightning_gpuopt.telemetry.keys import select_metrics
 from lightning_gpuopt.telemetry.monitor import GpuMonitor
 
 __all__ = ["GpuUtilMonitor"]
 
 log = logging.getLogger(__name__)
+
+_LEAST_INTERVAL_S = 0.001
+"""Closer readings would only keep a core busy: NVML's utilization is of 1/6 s to 1 s (nvml.h, nvmlUtilization_t)."""
 
 _OPEN_TIMEOUT_S = 5.0
 """How long ``setup`` waits for NVML to list the devices, so that a missing one is an error before training begins."""
@@ -45,8 +50,9 @@ class GpuUtilMonitor(Callback):
         metrics: ``"default"`` (12 figures a GPU), ``"all"``, or a list of names such as
             ``["utilization", "power_w"]``.
         devices: ``"auto"``: the GPU that this rank trains on, nothing on a CPU Trainer. ``"all"``: every visible GPU.
-            Or a list of CUDA ordinals (after ``CUDA_VISIBLE_DEVICES``) and UUIDs (``"GPU-…"``, ``"MIG-…"``).
-        sample_interval: seconds from one reading to the next.
+            Or a list of CUDA ordinals (after ``CUDA_VISIBLE_DEVICES``) and UUIDs (``"GPU-…"``, ``"MIG-…"``), each
+            once.
+        sample_interval: seconds from one reading to the next, at least 0.001.
         log_every_n_steps: optimizer steps from one logged window to the next, 0 for never; None: the Trainer's.
 
     Raises:
@@ -76,14 +82,14 @@ class GpuUtilMonitor(Callback):
         log_every_n_steps: int | None = None,
     ) -> None:
         super().__init__()
-        _check_devices(devices)
-        _check_at_least("sample_interval", sample_interval, "seconds greater than 0", above=0)
-        if log_every_n_steps is not None:
-            _check_at_least("log_every_n_steps", log_every_n_steps, "a whole number of steps, 0 or more, or None")
         self._selected = select_metrics(metrics)
         self.metrics = metrics
-        self.devices = devices
-        self.sample_interval = sample_interval
+        self.devices: Literal["auto", "all"] | list[int | str] = _checked_devices(devices)
+        self.sample_interval = real_number("sample_interval", sample_interval, "seconds", least=_LEAST_INTERVAL_S)
+        if log_every_n_steps is not None:
+            log_every_n_steps = whole_number(
+                "log_every_n_steps", log_every_n_steps, "a number of steps", least=0, or_none=True
+            )
         self.log_every_n_steps = log_every_n_steps
         self._monitor: GpuMonitor | None = None
         self._every = 0
@@ -223,24 +229,16 @@ def _report_failure(trainer: Trainer, error: Exception) -> None:
     log.debug(text, exc_info=error)
 
 
-def _check_at_least(name: str, value: object, expected: str, above: float | None = None) -> None:
-    kinds = int if above is None else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise TypeError(f"{name}={value!r}: expected {expected}")
-    if not (value >= 0 if above is None else above < value < float("inf")):
-        raise ValueError(f"{name}={value!r}: expected {expected}")
-
-
-def _check_devices(devices: object) -> None:
-    expected = '"auto", "all", or a list of CUDA ordinals (0, 1, ...) and UUIDs ("GPU-...", "MIG-...")'
-    if devices in ("auto", "all"):
-        return
+def _checked_devices(devices: object) -> Any:
+    expected = '"auto", "all", or a list of CUDA ordinals (0, 1, ...) and UUIDs ("GPU-...", "MIG-..."), each once'
     if isinstance(devices, str):
-        raise ValueError(f"devices={devices!r}: expected {expected}")
-    if not isinstance(devices, (list, tuple)) or any(
-        isinstance(d, bool) or not isinstance(d, (int, str)) for d in devices
-    ):
-        raise TypeError(f"devices={devices!r}: expected {expected}")
-    bad = [d for d in devices if (not d.startswith(("GPU-", "MIG-")) if isinstance(d, str) else d < 0)]
-    if bad or not devices:
-        raise ValueError(f"devices={devices!r}: expected {expected}")
+        return devices if devices in ("auto", "all") else refuse("devices", expected, devices)
+    if not isinstance(devices, (list, tuple)):
+        refuse("devices", expected, devices, wrong_type=True)
+    if any(isinstance(each, bool) or not isinstance(each, (Integral, str)) for each in devices):
+        refuse("devices", expected, devices, wrong_type=True)
+    named = [each if isinstance(each, str) else int(each) for each in devices]
+    good = all(each.startswith(("GPU-", "MIG-")) if isinstance(each, str) else each >= 0 for each in named)
+    if not good or not named or len(set(named)) < len(named):
+        refuse("devices", expected, devices)
+    return named

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning_gpuopt._lightning import (
     rank_zero_warn,
     say_once,
 )
+from lightning_gpuopt.callbacks._arguments import choice, flag, real_number, refuse, whole_number
 from lightning_gpuopt.callbacks._observed_fit import ObservedFit, Options
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.report import Finding, StallReport
@@ -94,24 +96,18 @@ class StallDetector(Callback):
         nvtx: bool = False,
         capture_trace: bool = False,
     ) -> None:
-        if not _is_number(threshold) or not 0 < threshold <= 1:
-            raise ValueError(f"threshold: expected a share of wall time above 0 and at most 1, got {threshold!r}")
-        if not isinstance(window_size, int) or window_size < 1:
-            raise ValueError(f"window_size: expected a number of batches, at least 1, got {window_size!r}")
-        if not isinstance(warmup_steps, int) or warmup_steps < 0:
-            raise ValueError(f"warmup_steps: expected a number of batches, at least 0, got {warmup_steps!r}")
-        if on_stall not in get_args(OnStall):
-            raise ValueError(f"on_stall: expected one of {', '.join(map(repr, get_args(OnStall)))}, got {on_stall!r}")
-        if hang_timeout is not None and (not _is_number(hang_timeout) or hang_timeout <= 0):
-            raise ValueError(f"hang_timeout: expected seconds above 0, or None, got {hang_timeout!r}")
-        self.threshold = float(threshold)
-        self.window_size = window_size
-        self.warmup_steps = warmup_steps
-        self.on_stall: OnStall = on_stall
+        if report_dir is not None and not isinstance(report_dir, (str, os.PathLike)):
+            refuse("report_dir", "a path, or None", report_dir, wrong_type=True)
+        self.threshold = real_number("threshold", threshold, "a share of wall time", above=0, at_most=1)
+        self.window_size = whole_number("window_size", window_size, "a number of batches", least=1)
+        self.warmup_steps = whole_number("warmup_steps", warmup_steps, "a number of batches", least=0)
+        self.on_stall: OnStall = choice("on_stall", on_stall, get_args(OnStall))
         self.report_dir = report_dir
         self.hang_timeout = hang_timeout
-        self.nvtx = nvtx
-        self.capture_trace = capture_trace
+        if hang_timeout is not None:
+            self.hang_timeout = real_number("hang_timeout", hang_timeout, "seconds", above=0, or_none=True)
+        self.nvtx = flag("nvtx", nvtx)
+        self.capture_trace = flag("capture_trace", capture_trace)
         self._run: ObservedFit | None = None
         self._report: StallReport | None = None
         self._baseline: StallReport | None = None
@@ -316,10 +312,6 @@ class _Guard:
             f"StallDetector stands aside, training goes on: {type(error).__name__}: {error}",
         )
         return True
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _read_report(folder: str | None) -> StallReport | None:

@@ -14,6 +14,16 @@ from pathlib import Path
 
 _READ_EVERY_S = 0.2
 
+_LIST_THREADS_EVERY = 5
+"""Readings for which a worker's list of threads is kept; a thread that began since then is read from the next on."""
+
+_WAIT_PER_CPU_S = 200
+"""Seconds from one reading to the next per second of CPU that a reading takes: together at most 0.5 % of a core."""
+
+
+_MOST_BYTES = 4096
+"""More than any file has that is read whole, again and again."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostActivity:
@@ -96,11 +106,24 @@ def _quota_of(group: Path) -> float | None:
         return None
 
 
-def _throttled_s(groups: Sequence[Path]) -> float | None:
-    """Seconds for which quotas have stopped us; None without a quota."""
-    for group in groups:
+def _text_of(path: str) -> bytes:
+    """A small file's content, by the shortest way there is: this is most of what a reading costs.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(file, _MOST_BYTES)
+    finally:
+        os.close(file)
+
+
+def _throttled_s(files: Sequence[str]) -> float | None:
+    """Seconds for which quotas have stopped us, from ``cpu.stat`` files; None without a quota."""
+    for file in files:
         try:
-            fields = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
+            fields = dict(line.split() for line in _text_of(file).decode().splitlines())
             if int(fields.get("nr_periods", 0)):
                 # v2 counts microseconds, v1 nanoseconds
                 return (
@@ -113,21 +136,30 @@ def _throttled_s(groups: Sequence[Path]) -> float | None:
     return None
 
 
-def _pressure_s(kind: str, proc: Path) -> float | None:
-    """Seconds for which something has waited for ``cpu`` or ``io``."""
+def _pressure_s(file: str) -> float | None:
+    """Seconds for which something has waited, from a file in ``/proc/pressure``."""
     try:
-        some = (proc / "pressure" / kind).read_text().splitlines()[0]
-        return int(some.rpartition("total=")[2]) / 1e6
+        some = _text_of(file).splitlines()[0]
+        return int(some.rpartition(b"total=")[2]) / 1e6
     except (OSError, ValueError, IndexError):
         return None
 
 
-def _worker_times(pid: int, proc: Path) -> tuple[int, int] | None:
-    """Nanoseconds that all threads of a process have computed, and have waited for a CPU."""
+def _threads_of(pid: int, proc: str) -> list[str]:
+    """The ``schedstat`` files of all threads of a process; empty when it is gone."""
+    folder = f"{proc}/{pid}/task"
+    try:
+        return [f"{folder}/{thread}/schedstat" for thread in os.listdir(folder)]
+    except OSError:
+        return []
+
+
+def _times_of(threads: Sequence[str]) -> tuple[int, int] | None:
+    """Nanoseconds that threads have computed, and have waited for a CPU; None when one of them is gone."""
     ran = queued = 0
     try:
-        for task in (proc / str(pid) / "task").iterdir():
-            fields = (task / "schedstat").read_text().split()
+        for thread in threads:
+            fields = _text_of(thread).split()
             ran += int(fields[0])
             queued += int(fields[1])
     except (OSError, ValueError, IndexError):
@@ -135,25 +167,43 @@ def _worker_times(pid: int, proc: Path) -> tuple[int, int] | None:
     return ran, queued
 
 
-def _idle_s(proc: Path) -> float | None:
-    """Seconds that the CPUs we may run on have been idle, summed up."""
+def _idle_s(file: str) -> float | None:
+    """Seconds that the CPUs we may run on have been idle, summed up, from ``/proc/stat``."""
     try:
-        allowed = {f"cpu{index}" for index in os.sched_getaffinity(0)}
-        lines = (proc / "stat").read_text().splitlines()
-        ticks = sum(int(fields[4]) for line in lines if (fields := line.split()) and fields[0] in allowed)
+        allowed = {b"cpu%d" % index for index in os.sched_getaffinity(0)}
+        ticks = 0
+        with open(file, "rb") as lines:
+            for line in lines:
+                if not line.startswith(b"cpu"):
+                    break  # the CPUs come first; after them, a line of a number for each interrupt of the machine
+                fields = line.split(None, 5)
+                if fields[0] in allowed:
+                    ticks += int(fields[4])
         return ticks / float(os.sysconf("SC_CLK_TCK"))
     except (AttributeError, OSError, ValueError, IndexError):
         return None
+
+
+def wait_after(reading_cpu_s: float, interval_s: float) -> float:
+    """Seconds to wait after a reading, so that readings never take more than 0.5 % of a core.
+
+    Args:
+        reading_cpu_s: seconds of CPU that the reading has taken.
+        interval_s: seconds to wait at least.
+    """
+    return max(interval_s, _WAIT_PER_CPU_S * reading_cpu_s)
 
 
 class HostWatch:
     """Watches the loader's workers and the CPUs, on a daemon thread.
 
     Args:
-        interval_s: seconds between readings.
+        interval_s: seconds between readings; more where a reading is dear, see :func:`wait_after`.
         proc: where procfs is mounted.
         cgroup_root: where the cgroup file systems are mounted.
         clock: a monotonic clock, in seconds.
+        cpu_clock: seconds of CPU that the calling thread has used. What a reading takes by a clock on the wall would
+            count its waits for the interpreter's lock too, and with busy training leave minutes between readings.
 
     Example::
 
@@ -170,23 +220,27 @@ class HostWatch:
         proc: Path = Path("/proc"),
         cgroup_root: Path = Path("/sys/fs/cgroup"),
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._interval_s = interval_s
-        self._proc = proc
+        self._proc = str(proc)
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self._usable_cpus = usable_cpus(cgroup_root, proc)
-        self._groups = _cpu_groups(cgroup_root, proc)
+        groups = [f"{group}/cpu.stat" for group in _cpu_groups(cgroup_root, proc)]
         self._sources: dict[str, Callable[[], float | None]] = {
-            "idle": lambda: _idle_s(proc),
+            "idle": lambda: _idle_s(f"{proc}/stat"),
             "process": time.process_time,
-            "throttled": lambda: _throttled_s(self._groups),
-            "cpu": lambda: _pressure_s("cpu", proc),
-            "io": lambda: _pressure_s("io", proc),
+            "throttled": lambda: _throttled_s(groups),
+            "cpu": lambda: _pressure_s(f"{proc}/pressure/cpu"),
+            "io": lambda: _pressure_s(f"{proc}/pressure/io"),
         }
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._pids: tuple[int, ...] = ()
+        self._threads: dict[int, list[str]] = {}
+        self._readings = 0
         self._last: dict[int, tuple[float, int, int]] = {}
         self._last_totals: dict[str, tuple[float, float]] = {}
         self._worker_s = 0.0
@@ -242,7 +296,10 @@ class HostWatch:
             value = source()
             if value is not None:
                 totals[name] = (self._clock(), value)
-        readings = {pid: (self._clock(), *times) for pid in pids if (times := _worker_times(pid, self._proc))}
+        if self._readings % _LIST_THREADS_EVERY == 0:
+            self._threads.clear()
+        self._readings += 1
+        readings = {pid: (self._clock(), *times) for pid in pids if (times := self._worker_times(pid))}
         with self._lock:
             for pid, (now, ran, queued) in readings.items():
                 if pid in self._last:
@@ -260,10 +317,19 @@ class HostWatch:
             self._last_totals = totals
             self._last = readings
 
+    def _worker_times(self, pid: int) -> tuple[int, int] | None:
+        """Nanoseconds that all threads of a process have computed, and have waited for a CPU."""
+        known = self._threads.get(pid)
+        if known and (times := _times_of(known)):
+            return times
+        threads = self._threads[pid] = _threads_of(pid, self._proc)
+        return _times_of(threads) if threads else None
+
     def _run(self) -> None:
         while True:
+            before_s = self._cpu_clock()
             self.read()
-            if self._stop.wait(self._interval_s):
+            if self._stop.wait(wait_after(self._cpu_clock() - before_s, self._interval_s)):
                 return
 
 

@@ -90,9 +90,9 @@ def select_metrics(metrics: str | Sequence[str]) -> tuple[Metric, ...]:
     elif metrics == "all":
         chosen = set(known)
     elif isinstance(metrics, str):
-        raise ValueError(f"metrics={metrics!r}: expected 'default', 'all' or a list of {', '.join(known)}")
+        raise ValueError(f"metrics: expected 'default', 'all' or a list of {', '.join(known)}, got {metrics!r}")
     elif not isinstance(metrics, Sequence) or not all(isinstance(key, str) for key in metrics):
-        raise TypeError(f"metrics={metrics!r}: expected 'default', 'all' or a list of metric names")
+        raise TypeError(f"metrics: expected 'default', 'all' or a list of metric names, got {metrics!r}")
     else:
         chosen = set(metrics)
         unknown = sorted(chosen.difference(known))

@@ -33,7 +33,7 @@ class HangWatch:
     def __init__(
         self, timeout_s: float, write: Callable[[float], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._timeout_s = timeout_s
+        self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)  # what a thread can wait for: some 292 years
         self._write = write
         self._clock = clock
         self._last_s = clock()

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any
 
 from lightning_gpuopt._lightning import PassThroughProfiler, Profiler
 from lightning_gpuopt.timeline.phases import Timeline
+
+
+class _Both:
+    """The inner profiler's context inside our span; ours is left however the inner one fails."""
+
+    __slots__ = ("_inner", "_span")
+
+    def __init__(self, span: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._span = span
+        self._inner = inner
+
+    def __enter__(self) -> Any:
+        self._span.__enter__()
+        try:
+            return self._inner.__enter__()
+        except BaseException:
+            self._span.__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        try:
+            return self._inner.__exit__(kind, error, traceback)
+        finally:
+            self._span.__exit__(None, None, None)
 
 
 class TimelineProfiler(Profiler):
@@ -29,15 +56,17 @@ class TimelineProfiler(Profiler):
         span = self.timeline.span(action_name)
         if self._silent:
             return span
-        both = ExitStack()
-        both.enter_context(span)
-        both.enter_context(self.inner.profile(action_name))
-        return both
+        return _Both(span, self.inner.profile(action_name))
 
     def start(self, action_name: str) -> None:
         """Open an action that :meth:`stop` will close."""
-        self.timeline.span(action_name).__enter__()
-        self.inner.start(action_name)
+        span = self.timeline.span(action_name)
+        span.__enter__()
+        try:
+            self.inner.start(action_name)
+        except BaseException:
+            span.__exit__(None, None, None)
+            raise
 
     def stop(self, action_name: str) -> None:
         """Close the action."""

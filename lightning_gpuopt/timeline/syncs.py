@@ -6,14 +6,22 @@ it. The mode is on for a few steps, once, and then as it was; the warnings are c
 
 from __future__ import annotations
 
+import logging
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+log = logging.getLogger(__name__)
+
 _WORDS = "synchronizing CUDA operation"
+
+_ABOUT_THE_MODE = "Synchronization debug mode is a prototype feature"
+"""What torch says, once in a process, to whoever sets the mode (torch/csrc/cuda/Module.cpp): here, that is not the
+user."""
 
 
 class SyncLook:
@@ -75,10 +83,41 @@ class SyncLook:
             self._set_mode(self._mode_before)
         catcher.__exit__(None, None, None)
         places: Counter[str] = Counter()
+        others: dict[tuple[str, type[Warning], str, int], warnings.WarningMessage] = {}
         for each in self._caught:
-            if _WORDS in str(each.message):
+            text = str(each.message)
+            if _WORDS in text:
                 places[f"{each.filename}:{each.lineno}"] += 1
-            else:
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+            elif _ABOUT_THE_MODE not in text:
+                others.setdefault((text, each.category, each.filename, each.lineno), each)
+        self._caught = []
         self.count = places.total()
         self.where = places.most_common(1)[0][0] if places else ""
+        _pass_on(list(others.values()))
+
+
+def _pass_on(caught: Sequence[warnings.WarningMessage]) -> None:
+    """Warn again, as the modules that warned, so that the user's filters and what was shown before count as ever."""
+    if not caught:
+        return
+    modules = {space.get("__file__"): space for each in list(sys.modules.values()) if (space := _globals_of(each))}
+    strangers: dict[str, dict[str, Any]] = {}
+    for each in caught:
+        name = each.filename
+        space = modules.get(name) or strangers.setdefault(name, {"__name__": name.removesuffix(".py")})
+        try:
+            warnings.warn_explicit(
+                each.message,
+                each.category,
+                each.filename,
+                each.lineno,
+                module=space["__name__"],
+                registry=space.setdefault("__warningregistry__", {}),  # by which Python shows a warning once
+                source=each.source,
+            )
+        except Exception:
+            log.debug("a warning that the filters make an error came too late to be raised", exc_info=True)
+
+
+def _globals_of(module: Any) -> dict[str, Any]:
+    return getattr(module, "__dict__", {})

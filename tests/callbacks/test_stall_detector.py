@@ -548,6 +548,10 @@ def test_two_detectors_in_one_trainer_are_refused(tmp_path: Path) -> None:
         ({"window_size": 2.5}, r"window_size: .* got 2.5"),
         ({"warmup_steps": -1}, r"warmup_steps: .* got -1"),
         ({"hang_timeout": 0}, r"hang_timeout: expected seconds above 0, or None, got 0"),
+        ({"window_size": True}, r"window_size: .* got True"),
+        ({"hang_timeout": float("nan")}, r"hang_timeout: .* got nan"),
+        ({"report_dir": 5}, r"report_dir: expected a path, or None, got 5"),
+        ({"nvtx": "no"}, r"nvtx: .* got 'no'"),
         ({"on_stall": "shout"}, r"on_stall: expected one of 'warn', 'raise', 'ignore', got 'shout'"),
     ],
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import pytest
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler, SimpleProfiler
@@ -92,6 +93,89 @@ def test_a_real_profiler_keeps_its_own_account(timeline: Timeline) -> None:
         with profiler.profile("save_checkpoint"):
             pass
     assert len(inner.recorded_durations["save_checkpoint"]) == 3
+
+
+class Inner(Profiler):
+    """A profiler whose context does what a test wants."""
+
+    def __init__(self, context: AbstractContextManager[Any] | Exception) -> None:
+        super().__init__()
+        self.context = context
+
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:
+        if isinstance(self.context, Exception):
+            raise self.context
+        return self.context
+
+    def start(self, action_name: str) -> None:
+        raise ValueError("started already")
+
+    def stop(self, action_name: str) -> None: ...
+
+
+class Context:
+    def __init__(self, timeline: Timeline, failing: str = "", suppress: bool = False) -> None:
+        self.timeline = timeline
+        self.failing = failing
+        self.suppress = suppress
+        self.open_inside: list[int] = []
+        self.left_with: list[object] = []
+
+    def __enter__(self) -> Context:
+        self.open_inside.append(len(self.timeline._open))
+        if self.failing == "enter":
+            raise OSError("no enter")
+        return self
+
+    def __exit__(self, *exception: object) -> bool:
+        self.open_inside.append(len(self.timeline._open))
+        self.left_with.append(exception[1])
+        if self.failing == "exit":
+            raise OSError("no exit")
+        return self.suppress
+
+
+def test_the_inner_context_lies_inside_ours_and_gives_what_it_gives(timeline: Timeline) -> None:
+    context = Context(timeline)
+    profiler = TimelineProfiler(timeline, Inner(context))
+    made = profiler.profile("save_checkpoint")
+    assert (context.open_inside, timeline._open) == ([], []), "nothing is entered before the with"
+    with made as given:
+        assert given is context
+    assert context.open_inside == [1, 1]
+    assert context.left_with == [None]
+    assert timeline._open == []
+
+
+def test_the_inner_context_may_suppress_an_exception(timeline: Timeline) -> None:
+    context = Context(timeline, suppress=True)
+    error = ValueError("broken")
+    with TimelineProfiler(timeline, Inner(context)).profile("save_checkpoint"):
+        raise error
+    assert context.left_with == [error]
+    assert timeline._open == []
+
+
+@pytest.mark.parametrize("failing", ["enter", "exit"])
+def test_an_inner_context_that_fails_leaves_no_action_open(timeline: Timeline, failing: str) -> None:
+    profiler = TimelineProfiler(timeline, Inner(Context(timeline, failing)))
+    with pytest.raises(OSError, match=f"no {failing}"), profiler.profile("save_checkpoint"):
+        pass
+    assert timeline._open == []
+
+
+def test_an_inner_profiler_that_gives_no_context_leaves_no_action_open(timeline: Timeline) -> None:
+    profiler = TimelineProfiler(timeline, Inner(OSError("no context")))
+    with pytest.raises(OSError, match="no context"):
+        profiler.profile("save_checkpoint")
+    assert timeline._open == []
+
+
+def test_an_inner_profiler_that_does_not_start_leaves_no_action_open(timeline: Timeline) -> None:
+    profiler = TimelineProfiler(timeline, Inner(OSError()))
+    with pytest.raises(ValueError, match="started already"):
+        profiler.start("save_checkpoint")
+    assert timeline._open == []
 
 
 def test_an_exception_passes_through_both(timeline: Timeline) -> None:
