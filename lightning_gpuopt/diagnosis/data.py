@@ -214,10 +214,15 @@ def _advice(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
     if cause == "main_process_loading":
         if workers is None and measurement.loader.num_workers is None:
             return "The loader works in the training process and is no DataLoader: let it prepare batches ahead."
-        if workers is None:
+        if workers is None and _costs_more_to_hand_over(measurement):
             return (
                 "The training process loads the data itself, and worker processes would not be faster: handing a batch "
                 "over costs as much. Make fewer, larger batches, or read a batch at once (__getitems__)."
+            )
+        if workers is None:
+            return (
+                "The training process loads the data itself, and no CPU is left for worker processes: they would not "
+                "be faster. Decode and transform less or cheaper, or give the job more CPUs."
             )
         return f"The training process loads the data itself. Load in worker processes: num_workers={workers}."
     if cause in ("slow_transform", "slow_storage") and workers is None:

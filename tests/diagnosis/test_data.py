@@ -84,6 +84,13 @@ def test_no_workers_are_advised_where_they_would_not_be_faster() -> None:
     assert "would not be faster" in finding.advice
 
 
+def test_no_workers_are_advised_where_no_cpu_is_left_for_them() -> None:
+    busy = host(None, free=0.0, usable=2.0, process_cpus=2.0)
+    finding = find(workers(data_s=0.05, cpu=1.0), IN_PROCESS, host=busy)
+    assert (finding.cause, finding.settings) == ("main_process_loading", {})
+    assert "no CPU is left" in finding.advice
+
+
 def test_batches_that_cost_more_to_hand_over_than_to_make_are_for_the_training_process() -> None:
     finding = find(workers(data_s=0.0005), wait_s=2.0, host=host(0.01))
     assert (finding.cause, finding.settings) == ("worker_transfer", {"num_workers": 0})
