@@ -3,8 +3,8 @@
 Every step is measured from one fetch of a batch to the next, by the loader itself, so all set-ups are measured at the
 same point and everything that Lightning does for a callback is in it. The model is next to nothing, the logger does
 nothing, ``log_every_n_steps=50``. The set-ups take turns, in changing order. Other tenants of a machine disturb whole
-rounds, by far more than a callback costs: of each set-up the quietest quarter of its rounds counts, and is compared with
-the same of the empty ``Callback()``.
+rounds, by far more than a callback costs: of each set-up the quietest quarter of its rounds counts, and is compared
+with the same of the empty ``Callback()``.
 
 The median step is what nearly every step pays; the mean has the ends of the windows too, where figures are gathered and
 logged. Where there is no NVIDIA GPU, GpuUtilMonitor reads the NVML simulator of the tests, so that its thread works.

@@ -89,6 +89,7 @@ class StepClock:
         self._bins = [0] * _BINS
         self._count = 0
         self._before: list[int] = timeline.snapshot()
+        self._inside = 0
         self._slowest_s = 0.0
         self._threshold_s = math.inf
         self._median_s = 0.0
@@ -101,12 +102,12 @@ class StepClock:
         timeline = self._timeline
         after = timeline.snapshot()
         before, self._before = self._before, after
+        # what is no part of a step, and all of it, since the timeline's start
+        aside, total = sum(map(after.__getitem__, timeline.slots_between_steps)), sum(after)
+        inside, self._inside = self._inside, total - aside
         if timeline.steps <= self._warmup_steps:
             return
-        if len(before) < len(after):
-            before = before + [0] * (len(after) - len(before))
-        aside = sum(after[slot] - before[slot] for slot in timeline.slots_between_steps)
-        seconds = (sum(after) - sum(before) - aside) / 1e9
+        seconds = (self._inside - inside) / 1e9
         self._bins[_bin_of(seconds)] += 1
         self._count += 1
         if seconds > self._slowest_s:
