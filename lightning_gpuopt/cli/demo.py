@@ -119,7 +119,9 @@ def _print_outcome(outcome: Outcome, output_dir: Path, seconds: float) -> None:
     print("GPU figures:" if outcome.gpu else f"GPU figures: none, the run was on {outcome.device}")
     for key, value in outcome.gpu.items():
         print(f"  {key:<28}{value:9.1f} {units.get(key.rpartition('/')[2], '')}")
-    print(f"Report: {_short(output_dir / 'report.json')}, metrics: {_short(output_dir / 'metrics.csv')}")
+    print(
+        f"Report: {_short(output_dir / 'report.html')} and report.json, metrics: {_short(output_dir / 'metrics.csv')}"
+    )
     print(f"{outcome.steps} steps on {outcome.device}, {seconds:.0f} s in all")
 
 

@@ -30,6 +30,11 @@ def test_a_rank_with_slower_data_is_found(two: list[Any]) -> None:
     assert (run["verdict"], run["rank"], run["kind"]) == ("straggler", 1, "data")
 
 
+def test_lightnings_own_broadcast_before_each_step_is_measured(two: list[Any]) -> None:
+    for rank in two:
+        assert 0 < rank["data"]["broadcast_s"] < 2.0
+
+
 def test_only_rank_0_logs_and_warns(two: list[Any]) -> None:
     assert two[0]["compute"]["logged"] == [14, 24, 34]
     assert len(two[0]["compute"]["warned"]) == 1

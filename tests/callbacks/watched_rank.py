@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import StallDetector
@@ -48,6 +49,18 @@ class Model(TinyModel):
         return DataLoader(Data(self.sample_s), batch_size=2)
 
 
+class Look(Callback):
+    """Reads the detector in mid-run."""
+
+    def __init__(self, detector: StallDetector) -> None:
+        self.detector = detector
+        self.broadcast_s = 0.0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        assert self.detector._run is not None
+        self.broadcast_s = self.detector._run.timeline.times().signal_broadcast_s
+
+
 def fit(world_size: int, step_s: float = STEP_S, sample_s: float = 0.0) -> dict[str, Any]:
     logger = RecordingLogger()
     model = Model(step_s, sample_s)
@@ -55,7 +68,8 @@ def fit(world_size: int, step_s: float = STEP_S, sample_s: float = 0.0) -> dict[
         warnings.simplefilter("always")
         detector = StallDetector(window_size=10, warmup_steps=5, report_dir=Path(folder))
         trainer = {"devices": world_size, "strategy": "ddp", "logger": logger, "max_steps": 35}
-        tiny_trainer(Path(folder), callbacks=[detector], **trainer).fit(model)
+        look = Look(detector)
+        tiny_trainer(Path(folder), callbacks=[detector, look], **trainer).fit(model)
         files = sorted(path.name for path in Path(folder).glob("report.*"))
     finding = detector.report.findings[0] if detector.report.findings else None
     return {
@@ -66,6 +80,7 @@ def fit(world_size: int, step_s: float = STEP_S, sample_s: float = 0.0) -> dict[
         "logged": logger.steps("step/"),
         "warned": [str(each.message) for each in caught if "StallDetector" in str(each.message)],
         "files": files,
+        "broadcast_s": look.broadcast_s,
         "weights": model.layer.weight.detach().flatten().tolist(),
     }
 

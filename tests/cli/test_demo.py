@@ -221,7 +221,7 @@ def test_a_demo_says_where_the_time_went_and_writes_the_report(tmp_path: Path) -
     assert accuracy.startswith("Validation accuracy ")
     assert accuracy.endswith(" % (chance: 12.5 %)")
     assert gpu == "GPU figures: none, the run was on cpu"
-    assert files == f"Report: {tmp_path}/run/report.json, metrics: {tmp_path}/run/metrics.csv"
+    assert files == f"Report: {tmp_path}/run/report.html and report.json, metrics: {tmp_path}/run/metrics.csv"
     assert summary.startswith("15 steps on cpu, ")
     assert max(map(len, lines[1:-2])) <= 80
 
