@@ -412,11 +412,75 @@ def detector_idle() -> dict[str, Any]:
     return result
 
 
+class Injected(Busy):
+    """A step with one thing wrong with it."""
+
+    def __init__(self, load: Load, products: int, fault: str) -> None:
+        super().__init__(load, products)
+        self.fault = fault
+        self.small = [torch.zeros(8, device="cuda")]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        batch = batch[0] if isinstance(batch, (list, tuple)) else batch
+        if self.fault == "launch_bound":
+            for _ in range(2000):  # each far quicker than its launch
+                self.small[0].add_(1.0)
+        elif self.fault == "gpu_sync":
+            for _ in range(self.products):
+                self.load[0].run(1)
+                self.small[0].sum().item()
+                time.sleep(0.0005)  # what the host does with the number, while the GPU has nothing to do
+        else:
+            self.load[0].run(self.products)
+        return self.layer(batch.flatten()[:8].float()).mean()
+
+
+class LargeSamples(Samples):
+    """Samples of 64 MiB, in ordinary memory."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.sample = torch.zeros(16, 2**20)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.sample
+
+
+def causes() -> dict[str, Any]:
+    """StallDetector's verdict on faults that only a GPU can have."""
+    load = Load()
+    result: dict[str, Any] = {"runs": {}, "checks": {}}
+    work = load.times_for(10.0)
+    runs: dict[str, tuple[LightningModule, Dataset[torch.Tensor]]] = {
+        "compute_bound": (Busy(load, work), Samples(120)),
+        "launch_bound": (Injected(load, 0, "launch_bound"), Samples(120)),
+        "gpu_sync": (Injected(load, work, "gpu_sync"), Samples(120)),
+        "host_to_device": (Injected(load, load.times_for(5.0), "host_to_device"), LargeSamples(120)),
+    }
+    for expected, (model, data) in runs.items():
+        detector = StallDetector(on_stall="ignore", warmup_steps=10, window_size=25)
+        with tempfile.TemporaryDirectory() as folder:
+            # handed over as it is: collating would copy the large samples on the host first
+            trainer = quiet_trainer(folder, [detector], max_steps=120)
+            trainer.fit(model, DataLoader(data, batch_size=None))
+        report = detector.report
+        result["runs"][expected] = {
+            "verdict": report.verdict,
+            "findings": {finding.cause: finding.share for finding in report.findings},
+            "evidence": report.findings[0].evidence if report.findings else {},
+            "notes": report.notes,
+            "step_ms": (report.step_s or 0.0) * 1e3,
+        }
+        result["checks"][f"verdict {expected}"] = report.verdict == expected
+    return result
+
+
 SECTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "telemetry": telemetry,
     "gpm_without_root": gpm_without_root,
     "event_clock": event_clock,
     "detector_idle": detector_idle,
+    "causes": causes,
     "overhead": overhead,
 }
 
