@@ -13,17 +13,39 @@ from lightning_gpuopt._version import __version__
 if TYPE_CHECKING:
     from lightning_gpuopt.callbacks.gpu_util_monitor import GpuUtilMonitor
     from lightning_gpuopt.callbacks.stall_detector import StallDetector
+    from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
     from lightning_gpuopt.diagnosis.report import Finding, StallReport
     from lightning_gpuopt.diagnosis.stalls import StallError
+    from lightning_gpuopt.storage.build import build_lmdb
+    from lightning_gpuopt.storage.format import LMDBInfo
+    from lightning_gpuopt.storage.reader import LMDBDataset
+    from lightning_gpuopt.storage.writer import LMDBWriter
 
-__all__ = ["Finding", "GpuUtilMonitor", "StallDetector", "StallError", "StallReport", "__version__"]
+__all__ = [
+    "Finding",
+    "GpuUtilMonitor",
+    "LMDBDataModule",
+    "LMDBDataset",
+    "LMDBInfo",
+    "LMDBWriter",
+    "StallDetector",
+    "StallError",
+    "StallReport",
+    "__version__",
+    "build_lmdb",
+]
 
 _HOMES = {
     "Finding": "lightning_gpuopt.diagnosis.report",
     "GpuUtilMonitor": "lightning_gpuopt.callbacks.gpu_util_monitor",
+    "LMDBDataModule": "lightning_gpuopt.datamodules.lmdb",
+    "LMDBDataset": "lightning_gpuopt.storage.reader",
+    "LMDBInfo": "lightning_gpuopt.storage.format",
+    "LMDBWriter": "lightning_gpuopt.storage.writer",
     "StallDetector": "lightning_gpuopt.callbacks.stall_detector",
     "StallError": "lightning_gpuopt.diagnosis.stalls",
     "StallReport": "lightning_gpuopt.diagnosis.report",
+    "build_lmdb": "lightning_gpuopt.storage.build",
 }
 
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 # `lightning` and `pytorch_lightning` are the same code under two names, whose classes do not know one another. Speak
 # the name that the user's program speaks.
 if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
-    from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
     from lightning.pytorch.loggers import CSVLogger, Logger
     from lightning.pytorch.profilers import PassThroughProfiler, Profiler
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 else:
-    from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
+    from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
     from pytorch_lightning.loggers import CSVLogger, Logger
     from pytorch_lightning.profilers import PassThroughProfiler, Profiler
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -34,6 +34,7 @@ __all__ = [
     "STEP_OUTPUT",
     "CSVLogger",
     "Callback",
+    "LightningDataModule",
     "LightningModule",
     "Logger",
     "MisconfigurationException",
@@ -42,14 +43,18 @@ __all__ = [
     "Trainer",
     "finished_optimizer_step",
     "is_checkpoint",
+    "leave_finished_epoch",
     "logging_step",
+    "processed_batches",
     "profiler",
     "rank_zero_info",
     "rank_zero_warn",
     "say_once",
     "seed_everything",
+    "set_train_batches",
     "shadow",
     "signal_broadcast",
+    "silence_worker_hint",
     "train_iterators",
     "train_loaders",
     "validation_loop",
@@ -143,9 +148,60 @@ def train_iterators(trainer: Trainer) -> list[Any]:
     return list(getattr(getattr(combined, "_iterator", None), "iterators", ()))
 
 
+def processed_batches(trainer: Trainer) -> int:
+    """Batches of this epoch that the training step has taken.
+
+    Right in every hook from ``on_train_batch_end`` on, and after an exception inside the step. Reads
+    ``_TrainingEpochLoop.batch_progress.current.processed`` (Lightning 2.5.0 to 2.6.6).
+    """
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return int(progress.processed)
+
+
+def set_train_batches(trainer: Trainer, length: int) -> None:
+    """Tell a running fit that its loader now has another length.
+
+    Lightning asks once, when the loader is set up. Writes ``_FitLoop.max_batches``, its combined loader's ``limits``
+    and ``Trainer.val_check_batch`` (Lightning 2.5.0 to 2.6.6). Only for a single train loader.
+    """
+    loop, limit = trainer.fit_loop, trainer.limit_train_batches
+    combined = getattr(loop, "_combined_loader", None)
+    if combined is None or len(combined.flattened) != 1 or combined.limits is None:
+        return
+    batches = length if limit is None else int(length * limit) if isinstance(limit, float) else min(length, limit)
+    combined.limits = [batches]
+    if trainer.val_check_batch == loop.max_batches * (interval := trainer.val_check_interval) // 1 and isinstance(
+        interval, float
+    ):
+        trainer.val_check_batch = max(1, int(batches * interval))
+    loop.max_batches = batches
+
+
+def leave_finished_epoch(trainer: Trainer) -> None:
+    """After a resume from a checkpoint of an epoch's last ``on_train_batch_end``: count that epoch as finished.
+
+    Lightning finds out by the loader's length, which is another one when the number of ranks has changed. Does what
+    ``_TrainingEpochLoop.reset`` does then (Lightning 2.5.0 to 2.6.6); without these attributes, nothing.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if not (getattr(loop, "restarted_on_train_batch_end", False) and loop.batch_progress.is_last_batch):
+        return
+    loop.batch_progress.increment_completed()
+    loop.batch_progress.reset_on_run()
+    loop.scheduler_progress.reset_on_run()
+    loop.automatic_optimization.optim_progress.reset_on_run()
+    loop.val_loop.batch_progress.total.reset()
+    loop.reset_restart_stage()
+
+
 def profiler(trainer: Trainer) -> Profiler:
     """The profiler in the Trainer; public, but set where a type checker does not see it."""
     return trainer.profiler  # type: ignore[attr-defined,no-any-return]
+
+
+def silence_worker_hint() -> None:
+    """Do not let Lightning advise more workers for a loader that is faster without."""
+    warnings.filterwarnings("ignore", message=r"The '\w+_dataloader' does not have many workers")
 
 
 def signal_broadcast(trainer: Trainer) -> tuple[Any, str] | None:

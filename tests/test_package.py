@@ -14,10 +14,15 @@ def test_the_public_names_are_these() -> None:
     assert lightning_gpuopt.__all__ == [
         "Finding",
         "GpuUtilMonitor",
+        "LMDBDataModule",
+        "LMDBDataset",
+        "LMDBInfo",
+        "LMDBWriter",
         "StallDetector",
         "StallError",
         "StallReport",
         "__version__",
+        "build_lmdb",
     ]
     for name in lightning_gpuopt.__all__:
         assert getattr(lightning_gpuopt, name) is not None

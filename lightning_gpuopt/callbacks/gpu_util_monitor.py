@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from lightning_gpuopt._arguments import real_number, refuse, whole_number
 from lightning_gpuopt._lightning import (
     STEP_OUTPUT,
     Callback,
@@ -17,7 +18,6 @@ from lightning_gpuopt._lightning import (
     finished_optimizer_step,
     say_once,
 )
-from lightning_gpuopt.callbacks._arguments import real_number, refuse, whole_number
 from lightning_gpuopt.telemetry.keys import select_metrics
 from lightning_gpuopt.telemetry.monitor import GpuMonitor
 

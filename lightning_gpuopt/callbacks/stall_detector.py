@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import fsspec
 
+from lightning_gpuopt._arguments import choice, flag, real_number, refuse, whole_number
 from lightning_gpuopt._lightning import (
     STEP_OUTPUT,
     Callback,
@@ -21,7 +22,6 @@ from lightning_gpuopt._lightning import (
     rank_zero_warn,
     say_once,
 )
-from lightning_gpuopt.callbacks._arguments import choice, flag, real_number, refuse, whole_number
 from lightning_gpuopt.callbacks._observed_fit import ObservedFit, Options
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.report import Finding, StallReport

@@ -16,7 +16,7 @@ from lightning_gpuopt.cli._parser import Parser, UsageError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("demo", "report")
+COMMANDS = ("demo", "lmdb", "report")
 
 PROBLEM_FOUND = 1
 WRONG_USAGE = 2
@@ -60,8 +60,8 @@ def _run(arguments: list[str]) -> int:
     for name, module in modules.items():
         subparser = Parser(description=module.SUMMARY)
         subparser.add_debug_switch()
-        module.add_arguments(subparser)
         subcommands.add_subcommand(name, subparser, help=module.SUMMARY)
+        module.add_arguments(subparser)  # may add subcommands of its own, which must come after
     try:
         options = parser.parse_args(arguments)
     except SystemExit:  # --help and --version end so; what is wrong raises UsageError

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_gpuopt.callbacks._arguments import choice, flag, real_number, whole_number
+from lightning_gpuopt._arguments import choice, flag, real_number, whole_number
 
 
 def batches(value: object) -> int:

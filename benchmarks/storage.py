@@ -1,0 +1,464 @@
+"""How fast stored datasets are read and built, beside the formats that people use, in one run over the same samples.
+
+Sections (``--sections``, all by default):
+
+- ``raw``: random single records of 47 KB, one process: ours, open() + read() of files, py-lmdb's own loops, h5py.
+  With ``--cold`` (as root) also with an empty page cache.
+- ``small``: 50,000 arrays of 3x32x32 uint8 end to end, shuffled, in batches of 128: samples per second.
+- ``jpeg``: JPEG of 500x375 to random-resized crops of 224, shuffled, batches of 128, 2 workers: images per second.
+- ``build``: a folder of 5,000 JPEG files into each format, until it is on disk (fsync).
+- ``memory``: peak memory of a build's processes, and what a million reads add to a reader.
+
+All contestants of a section take turns; the median of the rounds counts, the first being left out. Peers that are not
+installed are left out: ``pip install --no-deps -r benchmarks/storage_peers.txt`` has them.
+
+    python benchmarks/storage.py [--sections raw small ...] [--rounds N] [--cold] [--output FILE] [--scale 0.1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import json
+import os
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import psutil
+import torch
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parent))
+import storage_peers as peers
+from storage_peers import BATCH, CROP, WORKERS, Peer
+
+from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
+from lightning_gpuopt.storage.build import build_lmdb
+from lightning_gpuopt.storage.reader import LMDBDataset
+from lightning_gpuopt.storage.writer import LMDBWriter
+
+OURS = "lightning-gpuopt"
+RECORD = 47_000
+SECTIONS = ("raw", "small", "jpeg", "build", "memory")
+
+
+def rounds(contestants: dict[str, Callable[[], float]], count: int, before: Callable[[], None] | None = None) -> Any:
+    """Let all take turns; each gives a rate. The median of all rounds but the first, and every round."""
+    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for number in range(count + 1):
+        random.Random(number).shuffle(names)
+        for name in names:
+            gc.collect()
+            if before is not None:
+                before()
+            rate = contestants[name]()
+            if number:
+                rates[name].append(rate)
+    return {name: {"median": statistics.median(r), "rounds": r} for name, r in rates.items()}
+
+
+def timed(run: Callable[[], int]) -> Callable[[], float]:
+    """What `run` counts, per second."""
+
+    def rate() -> float:
+        start = time.perf_counter()
+        count = run()
+        return count / (time.perf_counter() - start)
+
+    return rate
+
+
+def epoch(loader: Iterable[Any]) -> Callable[[], float]:
+    """Samples per second of a whole epoch, worker start-up of persistent workers not included after the first."""
+
+    def run() -> int:
+        count = 0
+        for batch in loader:
+            labels = batch["y"] if isinstance(batch, dict) else batch[1]
+            count += len(labels)
+        return count
+
+    return timed(run)
+
+
+# --- raw -----------------------------------------------------------------------------------------------------------
+
+
+def raw(work: Path, scale: float, count: int, cold: bool) -> dict[str, Any]:
+    n = int(20_000 * scale)
+    files, ours, bare = work / "files", work / "ours", work / "bare.mdb"
+    files.mkdir()
+    rng = np.random.default_rng(0)
+    with LMDBWriter(ours) as writer, _bare(bare) as put:
+        for index in range(n):
+            data = rng.bytes(RECORD)
+            (files / f"{index:06d}").write_bytes(data)
+            writer.write(data)
+            put(index, data)
+    names = [str(files / f"{index:06d}") for index in range(n)]
+    order = rng.permutation(n).tolist()
+    batches = [order[i : i + 64] for i in range(0, n, 64)]
+    dataset = LMDBDataset(ours, decode="raw")
+    env = lmdb.open(str(bare), subdir=False, readonly=True, lock=False, readahead=False, lib_version=0)
+    keys = [index.to_bytes(8, "big") for index in range(n)]
+    samples = dict.fromkeys(("some",), 0)
+
+    def ours_batched() -> int:
+        for batch in batches:
+            for value in dataset.__getitems__(batch):
+                samples["some"] += value[100]
+        return n
+
+    def ours_single() -> int:
+        for index in order:
+            samples["some"] += dataset[index][100]
+        return n
+
+    def read_files() -> int:
+        for index in order:
+            with open(names[index], "rb") as stream:
+                samples["some"] += stream.read()[100]
+        return n
+
+    def lmdb_copies() -> int:
+        with env.begin() as txn:
+            for index in order:
+                samples["some"] += txn.get(keys[index])[100]
+        return n
+
+    def lmdb_views() -> int:
+        with env.begin(buffers=True) as txn:
+            for index in order:
+                samples["some"] += bytes(txn.get(keys[index]))[100]
+        return n
+
+    contestants = {
+        OURS: timed(ours_batched),
+        f"{OURS}, one by one": timed(ours_single),
+        "open() + read()": timed(read_files),
+        "py-lmdb loop": timed(lmdb_copies),
+        "py-lmdb loop, buffers=True, copied": timed(lmdb_views),
+    }
+    result = {"records": n, "bytes": RECORD, "warm": rounds(contestants, count)}
+    if cold:
+        result["cold"] = rounds(contestants, max(2, count // 2), before=drop_caches)
+    return result
+
+
+def _bare(file: Path) -> Any:
+    import contextlib
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[Callable[[int, bytes], None]]:
+        env = lmdb.open(str(file), subdir=False, map_size=1 << 40, lock=False, lib_version=0)
+        pending: list[tuple[bytes, bytes]] = []
+
+        def flush() -> None:
+            with env.begin(write=True) as txn:
+                for key, value in pending:
+                    txn.put(key, value, append=True)
+            pending.clear()
+
+        def put(index: int, data: bytes) -> None:
+            pending.append((index.to_bytes(8, "big"), data))
+            if len(pending) == 1000:
+                flush()
+
+        yield put
+        flush()
+        env.sync(True)
+        env.close()
+
+    return opened()
+
+
+def drop_caches() -> None:
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+# --- end to end ----------------------------------------------------------------------------------------------------
+
+
+def available(found: dict[str, Peer]) -> tuple[dict[str, Peer], dict[str, str]]:
+    missing = {}
+    for module, peer in found.items():
+        why = peers.importable(module)
+        if why is not None:
+            missing[peer.name] = why
+    return {p.name: p for p in found.values() if p.name not in missing}, missing
+
+
+def stored(contestants: dict[str, Peer], samples: Any, work: Path, missing: dict[str, str]) -> dict[str, Any]:
+    """Loaders over what each peer stored; one that fails is left out with its reason."""
+    loaders = {}
+    for name, peer in contestants.items():
+        folder = work / name.replace(" ", "_")
+        folder.mkdir()
+        try:
+            peer.store(samples, folder)
+            loaders[name] = peer.load(folder)
+            rate = epoch(loaders[name])()
+        except Exception as err:
+            loaders.pop(name, None)
+            missing[name] = f"{type(err).__name__}: {err}"
+        else:
+            print(f"  {name}: {rate:,.0f} a second in the first epoch", flush=True)
+    return loaders
+
+
+def small(work: Path, scale: float, count: int) -> dict[str, Any]:
+    arrays = np.random.default_rng(0).integers(0, 256, (int(50_000 * scale), 3, 32, 32), dtype=np.uint8)
+    with LMDBWriter(work / "ours") as writer:
+        for index, array in enumerate(arrays):
+            writer.write((array, index % 10))
+    contestants, missing = available(peers.ARRAY_PEERS)
+    loaders = stored(contestants, arrays, work, missing)
+    datamodule = LMDBDataModule(work / "ours", batch_size=BATCH)
+    datamodule.setup("fit")
+    loaders[OURS] = datamodule.train_dataloader()
+    with_workers = LMDBDataModule(work / "ours", batch_size=BATCH, num_workers=WORKERS)
+    with_workers.setup("fit")
+    loaders[f"{OURS}, {WORKERS} workers"] = with_workers.train_dataloader()
+    return {
+        "samples": len(arrays),
+        "versions": {p.name: p.version for p in contestants.values()},
+        "missing": missing,
+        "warm": rounds({name: epoch(loader) for name, loader in loaders.items()}, count),
+    }
+
+
+def make_jpegs(folder: Path, count: int) -> list[Path]:
+    """Photographs of 500x375 at quality 90, of about 47 KB, in ten class folders."""
+    from skimage import data
+
+    pictures = [Image.fromarray(getattr(data, name)()) for name in ("astronaut", "chelsea", "coffee", "rocket")]
+    rng = random.Random(0)
+    files = []
+    for index in range(count):
+        picture = pictures[index % len(pictures)].convert("RGB")
+        w, h = picture.size
+        side = rng.uniform(0.55, 0.95)
+        left, top = rng.uniform(0, w * (1 - side)), rng.uniform(0, h * (1 - side))
+        crop = picture.resize((500, 375), Image.Resampling.BICUBIC, box=(left, top, left + w * side, top + h * side))
+        noise = np.random.default_rng(index).normal(0, 4, (375, 500, 3))
+        crop = Image.fromarray(np.clip(np.asarray(crop) + noise, 0, 255).astype(np.uint8))
+        file = folder / f"class{index % 10}" / f"{index:06d}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        crop.save(file, quality=90)
+        files.append(file)
+    return files
+
+
+def jpeg(work: Path, scale: float, count: int) -> dict[str, Any]:
+    files = make_jpegs(work / "images", int(4000 * scale))
+    build_lmdb(work / "images", work / "ours", progress=False)
+    contestants, missing = available(peers.IMAGE_PEERS)
+    loaders = stored(contestants, files, work, missing)
+    for name, options in (
+        (OURS, {"decode": "tensor", "crop_size": CROP}),
+        (f"{OURS}, decode='pil', the peers' transform", {"decode": "pil", "train_transform": peers.random_crop}),
+    ):
+        datamodule = LMDBDataModule(work / "ours", batch_size=BATCH, num_workers=WORKERS, **options)
+        datamodule.setup("fit")
+        loaders[name] = datamodule.train_dataloader()
+    # What of ours is the decoder's, and what the storage's: the same decoder over the files.
+    loaders["folder, our decoder"] = peers.loader(peers.Folder(files, _our_crop), shuffle=True)
+    return {
+        "images": len(files),
+        "mean_bytes": round(statistics.mean(file.stat().st_size for file in files)),
+        "versions": {p.name: p.version for p in contestants.values()},
+        "missing": missing,
+        "warm": rounds({name: epoch(loader) for name, loader in loaders.items()}, count),
+    }
+
+
+def _our_crop(data: bytes) -> torch.Tensor:
+    from lightning_gpuopt.storage.images import random_resized_crop
+
+    return random_resized_crop(data, CROP, np.random.default_rng(random.getrandbits(64)))
+
+
+# --- build ---------------------------------------------------------------------------------------------------------
+
+
+def build(work: Path, scale: float, count: int) -> dict[str, Any]:
+    files = make_jpegs(work / "images", int(5000 * scale))
+    contestants, missing = available(
+        {k: v for k, v in peers.IMAGE_PEERS.items() if k in ("webdataset", "litdata", "streaming")}
+    )
+    out = work / "out"
+
+    def into(store: Callable[[Path], None]) -> Callable[[], float]:
+        def run() -> float:
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir()
+            os.sync()
+            start = time.perf_counter()
+            store(out)
+            for file in out.rglob("*"):
+                if file.is_file():
+                    fd = os.open(file, os.O_RDONLY)
+                    os.fsync(fd)
+                    os.close(fd)
+            return len(files) / (time.perf_counter() - start)
+
+        return run
+
+    found = {name: into(lambda folder, peer=peer: peer.store(files, folder)) for name, peer in contestants.items()}
+    for processes in (1, WORKERS):
+        found[f"{OURS}, num_proc={processes}"] = into(
+            lambda folder, n=processes: build_lmdb(work / "images", folder / "data", num_proc=n, progress=False)
+        )
+    found["bare py-lmdb loop with crc32"] = into(
+        lambda folder: peers.bare_lmdb((file.read_bytes() for file in files), folder / "bare.mdb")
+    )
+    return {
+        "images": len(files),
+        "versions": {p.name: p.version for p in contestants.values()},
+        "missing": missing,
+        "warm": rounds(found, count),
+    }
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+BUILDER = """
+import sys
+import numpy as np
+from lightning_gpuopt.storage.build import build_lmdb
+class Generated:
+    def __init__(self, n): self.n = n
+    def __len__(self): return self.n
+    def __getitem__(self, i): return np.random.default_rng(i).bytes(200_000)
+build_lmdb(Generated(int(sys.argv[1])), sys.argv[2], num_proc=2, progress=False)
+"""
+
+
+def memory(work: Path, scale: float) -> dict[str, Any]:
+    peaks = {}
+    for gigabytes in (1, 4):
+        target = work / "built"
+        shutil.rmtree(target, ignore_errors=True)
+        samples = int(gigabytes * 5_000 * scale)
+        process = subprocess.Popen([sys.executable, "-c", BUILDER, str(samples), str(target)])
+        peaks[f"{samples * 0.2e-3:.1f} GB"] = _peak_mib(process)
+        if process.returncode:
+            raise RuntimeError("the build failed")
+    dataset = LMDBDataset(work / "built", decode="raw")
+    own = psutil.Process()
+    order = np.random.default_rng(0).integers(0, len(dataset), 50_000).tolist()
+    for index in order:
+        dataset[index]
+    start = _anonymous_mib(own)
+    for _ in range(int(20 * scale) or 1):
+        for index in order:
+            dataset[index]
+    return {
+        "peak_mib_of_all_processes": peaks,
+        "reads": len(order) * (int(20 * scale) or 1),
+        "anonymous_mib_added": _anonymous_mib(own) - start,
+    }
+
+
+def _peak_mib(process: subprocess.Popen[bytes]) -> float:
+    """Highest proportional memory (PSS) of a process tree, without the dataset's pages in the page cache."""
+    peak, root = 0.0, psutil.Process(process.pid)
+    while process.poll() is None:
+        total = 0.0
+        for child in (root, *_children(root)):
+            try:
+                total += sum(m.pss for m in child.memory_maps() if not m.path.endswith((".mdb", ".tab")))
+            except (psutil.Error, OSError):
+                continue
+        peak = max(peak, total / 2**20)
+        time.sleep(0.05)
+    return peak
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _anonymous_mib(process: psutil.Process) -> float:
+    text = Path(f"/proc/{process.pid}/status").read_text()
+    return int(text.split("RssAnon:")[1].split()[0]) / 1024
+
+
+# --- output --------------------------------------------------------------------------------------------------------
+
+
+def show(name: str, result: dict[str, Any], out: io.StringIO) -> None:
+    """A section as a Markdown table, fastest first."""
+    for state in ("warm", "cold"):
+        if state not in result:
+            continue
+        medians = {who: figures["median"] for who, figures in result[state].items()}
+        base = next(rate for who, rate in medians.items() if who.startswith(OURS))
+        print(f"\n| {name}, {state} cache | per second | ours is times |\n| --- | ---: | ---: |", file=out)
+        for who, rate in sorted(medians.items(), key=lambda item: -item[1]):
+            shown = f"{who} {result.get('versions', {}).get(who, '')}".strip()
+            print(f"| {shown} | {rate:,.0f} | {base / rate:.2f} |", file=out)
+    for who, why in result.get("missing", {}).items():
+        print(f"\nleft out: {who} ({why.splitlines()[0][:100]})", file=out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the samples, for a quick look")
+    parser.add_argument("--cold", action="store_true", help="also with an empty page cache (root)")
+    parser.add_argument("--dir", type=Path, default=None, help="where to put the data (default: the system's)")
+    parser.add_argument("--output", type=Path, default=None)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    results: dict[str, Any] = {
+        "machine": {
+            "cpus": os.cpu_count(),
+            "processor": platform.processor() or platform.machine(),
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "numpy", "lmdb", "simplejpeg", "pillow")},
+        }
+    }
+    print(json.dumps(results["machine"]))
+    stand_in = tempfile.TemporaryDirectory()
+    peers.stand_in_for_torchvision(Path(stand_in.name))
+    for section in options.sections:
+        print(f"\n# {section}", flush=True)
+        with tempfile.TemporaryDirectory(dir=options.dir) as folder:
+            work = Path(folder)
+            if section == "raw":
+                result = raw(work, options.scale, options.rounds, options.cold)
+            elif section == "memory":
+                result = memory(work, options.scale)
+            else:
+                result = {"small": small, "jpeg": jpeg, "build": build}[section](work, options.scale, options.rounds)
+        results[section] = result
+        table = io.StringIO()
+        show(section, result, table)
+        print(table.getvalue() or json.dumps(result, indent=1), flush=True)
+        if options.output is not None:
+            options.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

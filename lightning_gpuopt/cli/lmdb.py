@@ -1,0 +1,237 @@
+"""``lightning-gpuopt lmdb``: build a dataset, verify one, and say what one holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import PositiveInt, restricted_number_type
+
+from lightning_gpuopt.cli._parser import Parser, UsageError
+
+if TYPE_CHECKING:
+    from lightning_gpuopt.storage.format import Manifest
+
+SUMMARY = "build an LMDB dataset from images, tars, HDF5, NumPy or Parquet; verify or describe one"
+
+BUILD = "build a dataset at DST from SRC"
+VERIFY = "read everything in a dataset and compare it with its checksums"
+INFO = "say what a dataset holds"
+
+JPEGQuality = restricted_number_type("1..95", int, [(">=", 1), ("<=", 95)])
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add ``build``, ``verify`` and ``info``."""
+    actions = parser.add_subcommands(dest="action", required=True)
+    for name, summary, add in (
+        ("build", BUILD, _add_build),
+        ("verify", VERIFY, _add_verify),
+        ("info", INFO, _add_info),
+    ):
+        subparser = Parser(description=summary)
+        subparser.add_debug_switch()
+        add(subparser)
+        actions.add_subcommand(name, subparser, help=summary)
+
+
+def _add_build(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "source",
+        metavar="SRC",
+        type=str,
+        help="a folder of images with class subfolders, WebDataset tars (a file, a folder, a pattern), .h5, .hdf5, "
+        ".npy, .npz, .parquet, a dataset of this package, or (--allow-pickle) an LMDB of pickled values",
+    )
+    add("path", metavar="DST", type=str, help="the dataset's directory")
+    add("--num-proc", type=PositiveInt, default=1, help="processes, a shard each")
+    add("--part", type=str, metavar="I/N", help="do part I (from 0) of N; then once without it and with --resume")
+    add("--resume", action="store_true", help="go on with a build that was interrupted")
+    add("--overwrite", action="store_true", help="replace the dataset that is there")
+    add("--strict", action="store_true", help="stop at the first image that cannot be decoded")
+    add("--allow-pickle", action="store_true", help="unpickle, which runs code that the source's author chose")
+    add("--image-size", type=PositiveInt, help="bring the shorter side of larger images down to as many pixels")
+    add("--image-quality", type=JPEGQuality, default=90, help="JPEG quality of images that are made smaller")
+    add("--no-progress", action="store_true", help="show no progress")
+
+
+def _add_verify(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("path", metavar="PATH", type=str, help="the dataset's directory")
+    add("--decode", action="store_true", help="decode every image, too")
+    add("--num-proc", type=PositiveInt, default=1, help="processes")
+
+
+def _add_info(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("path", metavar="PATH", type=str, help="the dataset's directory")
+    add("--json", action="store_true", help="as JSON")
+
+
+def run(options: Namespace) -> int:
+    """Do what the action is.
+
+    Returns:
+        The exit code: 0, or 1 where ``verify`` found a problem, or 130 where ``build`` was interrupted.
+
+    Raises:
+        UsageError: a path is not there, or there already, or an argument does not fit.
+    """
+    action: str = options.action
+    try:
+        return {"build": _build, "verify": _verify, "info": _info}[action](options[action])
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, ValueError) as error:
+        raise UsageError(_as_switches(str(error))) from error
+    except Exception as error:
+        error.args = tuple(_as_switches(part) if isinstance(part, str) else part for part in error.args)
+        if isinstance(error, OSError) and error.strerror is not None:  # its text is made of this
+            error.strerror = _as_switches(error.strerror)
+        raise
+
+
+def _as_switches(text: str) -> str:
+    """What an error says of arguments, in the words of the command line."""
+    return re.sub(
+        r"\b(resume|overwrite|strict|allow_pickle)=True", lambda found: f"--{found[1].replace('_', '-')}", text
+    )
+
+
+def _build(options: Namespace) -> int:
+    part = _part(options.part)
+    from lightning_gpuopt.storage.build import build_lmdb
+
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        warnings.simplefilter("always", UserWarning)
+        try:
+            info = build_lmdb(
+                options.source,
+                options.path,
+                num_proc=options.num_proc,
+                part=part,
+                progress=not options.no_progress,
+                resume=options.resume,
+                overwrite=options.overwrite,
+                strict=options.strict,
+                allow_pickle=options.allow_pickle,
+                image_size=options.image_size,
+                image_quality=options.image_quality,
+            )
+        except KeyboardInterrupt:
+            print("interrupted; --resume goes on", file=sys.stderr)
+            return 130
+    what = options.path if part is None else f"{options.path}: part {options.part}"
+    skipped = f", {info.num_skipped:,} skipped" if info.num_skipped else ""
+    print(f"{what}: {info.num_samples:,} samples, {_size(info.num_bytes)}, {_shards(info.num_shards)}{skipped}")
+    return 0
+
+
+def _part(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise UsageError(f"--part: expected I/N with 0 <= I < N, such as 0/4, got {text}")
+    return int(found[1]), int(found[2])
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def _verify(options: Namespace) -> int:
+    from lightning_gpuopt.storage.verify import verify
+
+    report = verify(options.path, decode=options.decode, num_proc=options.num_proc)
+    for index, text in report.problems:
+        print(text if index is None else f"sample {index}: {text}")
+    if report.num_problems > len(report.problems):
+        print(f"... and {report.num_problems - len(report.problems):,} more")
+    found = "no problem" if report.ok else f"{report.num_problems:,} problem{'s' if report.num_problems > 1 else ''}"
+    print(f"{options.path}: {report.num_samples:,} samples read, {found}")
+    return 0 if report.ok else 1
+
+
+def _info(options: Namespace) -> int:
+    from lightning_gpuopt.storage.format import Manifest
+
+    manifest = Manifest.load(Path(options.path))
+    print(json.dumps(_facts(manifest), indent=2) if options.json else _describe(options.path, manifest))
+    return 0
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "num_samples": manifest.num_samples,
+        "num_bytes": manifest.num_bytes,
+        "file_bytes": sum(shard.file_bytes for shard in manifest.shards),
+        "num_shards": len(manifest.shards),
+        "num_skipped": manifest.num_skipped,
+        "classes": manifest.classes,
+        "structure": manifest.structure,
+        "record_bytes": manifest.record_bytes,
+        "source": manifest.source,
+        "shards": [asdict(shard) for shard in manifest.shards],
+    }
+
+
+def _describe(path: str, manifest: Manifest) -> str:
+    from lightning_gpuopt.storage.format import SKIPPED
+
+    file_bytes = sum(shard.file_bytes for shard in manifest.shards)
+    mean = manifest.num_bytes // max(1, manifest.num_samples)
+    same = ", all of one size" if manifest.record_bytes is not None else ""
+    lines = [
+        ("samples", f"{manifest.num_samples:,}"),
+        ("a sample", f"{_size(mean)} in the mean{same}"),
+        ("content", "of several structures" if manifest.structure is None else in_words(manifest.structure)),
+        ("size", f"{_size(file_bytes)} in {_shards(len(manifest.shards))}"),
+    ]
+    if manifest.classes is not None:
+        names = ", ".join(manifest.classes[:5]) + (", ..." if len(manifest.classes) > 5 else "")
+        lines.append(("classes", f"{len(manifest.classes):,} ({names})"))
+    if manifest.num_skipped:
+        lines.append(("skipped", f"{manifest.num_skipped:,} (listed in {SKIPPED})"))
+    if manifest.source:
+        how = [f"{name.replace('_', ' ')} {value}" for name, value in manifest.source.items() if value is not None]
+        lines.append(("built from", ", ".join(how)))
+    return "\n".join([path, *(f"  {name:<10}  {text}" for name, text in lines)])
+
+
+def in_words(structure: list[Any]) -> str:
+    """A sample's structure as people say it.
+
+    Example::
+
+        >>> in_words(["tuple", [["image"], ["int"]]])
+        '(image, int)'
+    """
+    kind, *rest = structure
+    if kind == "tuple":
+        return f"({', '.join(map(in_words, rest[0]))})"
+    if kind == "list":
+        return f"[{', '.join(map(in_words, rest[0]))}]"
+    if kind == "dict":
+        return "{" + ", ".join(f"{k}: {in_words(v)}" for k, v in zip(*rest, strict=True)) + "}"
+    if kind in ("array", "tensor"):
+        return f"{kind} {rest[0]} {rest[1]}"
+    return f"{rest[0]} scalar" if kind == "scalar" else str(kind)
+
+
+def _size(num_bytes: int) -> str:
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:,.0f} B" if units[0] == "B" else f"{size:,.1f} {units[0]}"
+
+
+def _shards(number: int) -> str:
+    return f"{number:,} shard{'s' if number != 1 else ''}"

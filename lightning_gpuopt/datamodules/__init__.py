@@ -1,0 +1,1 @@
+"""LightningDataModules: thin shells over the rooms below."""

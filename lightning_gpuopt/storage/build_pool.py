@@ -1,0 +1,187 @@
+"""The processes of a build: each takes the next shard that nobody has; none outlives the build."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Final
+
+from lightning_gpuopt.storage.build_shard import Job, Report, build_shard, fill_shard, finish_shard
+from lightning_gpuopt.storage.errors import StorageError
+from lightning_gpuopt.storage.format import shard_name
+
+_ORPHANED: Final = 3  # exit code
+
+
+def build_shards(job: Job, numbers: Sequence[int], num_proc: int, path: str, report: Report) -> None:
+    """Build shards, each finished when it is done with; what fails first is raised, after all else has ended.
+
+    Args:
+        job: What to build.
+        numbers: Which shards.
+        num_proc: How many processes to use; with 1 it is this one, unless the source may kill the one that reads it.
+        path: The dataset, for messages.
+        report: Called with samples and bytes as they are stored.
+
+    Raises:
+        StorageError: A process died.
+    """
+    if num_proc == 1 and not job.source.isolated:
+        _build_here(job, numbers, report)
+        return
+    with _workers(job, min(num_proc, len(numbers))) as workers:
+        _feed(workers, list(numbers), path, report)
+
+
+def _build_here(job: Job, numbers: Sequence[int], report: Report) -> None:
+    """Build shards in this process: one is finished, which is waiting for the disk, while the next is filled."""
+    finishing: Future[None] | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix="gpuopt-finish") as finisher:
+        for number in numbers:
+            filled = fill_shard(job, number, report)
+            try:
+                if finishing is not None:
+                    finishing.result()
+            except BaseException:
+                filled.writer.close()
+                raise
+            finishing = finisher.submit(finish_shard, job, filled)
+        if finishing is not None:
+            finishing.result()
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    pipe: Connection
+    shard: int | None = None
+
+
+class _WorkerTraceback(Exception):
+    """Where in a worker process an error came from."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def _feed(workers: list[_Worker], numbers: list[int], path: str, report: Report) -> None:
+    numbers.reverse()
+    for worker in workers:
+        _hand_out(worker, numbers)
+    while busy := [worker for worker in workers if worker.shard is not None]:
+        ready = wait([worker.pipe for worker in busy] + [worker.process.sentinel for worker in busy])
+        for worker in busy:
+            if worker.pipe in ready or worker.process.sentinel in ready:
+                _listen(worker, numbers, path, report)
+
+
+def _hand_out(worker: _Worker, numbers: list[int]) -> None:
+    worker.shard = numbers.pop() if numbers else None
+    with contextlib.suppress(OSError):  # it has died; its sentinel tells
+        worker.pipe.send(worker.shard)
+
+
+def _listen(worker: _Worker, numbers: list[int], path: str, report: Report) -> None:
+    try:
+        if not worker.pipe.poll():
+            raise EOFError
+        kind, *content = worker.pipe.recv()
+    except (EOFError, OSError):
+        raise _death(worker, path) from None
+    if kind == "progress":
+        report(*content)
+    elif kind == "done":
+        _hand_out(worker, numbers)
+    else:
+        error, trace = content
+        raise pickle.loads(error) from _WorkerTraceback(trace)
+
+
+def _death(worker: _Worker, path: str) -> StorageError:
+    worker.process.join()
+    code = worker.process.exitcode or 0
+    how = f"ended with exit code {code}"
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+        if -code == signal.SIGKILL:
+            how += ", perhaps because memory ran out"
+        elif -code in (signal.SIGSEGV, signal.SIGBUS):
+            how += ", as happens when a library meets a damaged file"
+    return StorageError(
+        f"{path}: the process that built {shard_name(worker.shard or 0)} {how}; the shards that are finished are kept: "
+        "run the build again with resume=True"
+    )
+
+
+@contextlib.contextmanager
+def _workers(job: Job, number: int) -> Iterator[list[_Worker]]:
+    workers: list[_Worker] = []
+    try:
+        for _ in range(number):
+            ours, theirs = multiprocessing.Pipe()
+            process = multiprocessing.Process(target=_work, args=(job, theirs), daemon=True)
+            with _ctrl_c_held_back():  # until the worker has set its own mind on it
+                process.start()
+            theirs.close()
+            workers.append(_Worker(process, ours))
+        yield workers
+    finally:
+        for worker in workers:
+            if worker.process.is_alive() and worker.shard is not None:
+                worker.process.kill()  # what it had not finished is built again
+            worker.pipe.close()
+        for worker in workers:
+            worker.process.join()
+
+
+@contextlib.contextmanager
+def _ctrl_c_held_back() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _work(job: Job, pipe: Connection) -> None:
+    """What a worker process does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to us as well; the build ends us
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    threading.Thread(target=_end_with_parent, name="gpuopt-watch", daemon=True).start()
+    try:
+        while (number := pipe.recv()) is not None:
+            build_shard(job, number, lambda samples, size: pipe.send(("progress", samples, size)))
+            pipe.send(("done",))
+    except (EOFError, BrokenPipeError):
+        os._exit(_ORPHANED)
+    except Exception as error:
+        pipe.send(("failed", _portable(error), traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    """End this process when the build's main process has gone, whatever it was doing."""
+    main = multiprocessing.parent_process()
+    assert main is not None
+    # After a fork, workers that were started later hold this open too; they end first, and then so does this one.
+    wait([main.sentinel])
+    os._exit(_ORPHANED)
+
+
+def _portable(error: Exception) -> bytes:
+    """The error as a pickle, or another of the same words."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        data = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return data

@@ -1,0 +1,165 @@
+"""One shard of a build: read its samples from the source, leave out the broken images, and write it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lightning_gpuopt.storage import codec
+from lightning_gpuopt.storage.errors import StorageError
+from lightning_gpuopt.storage.format import shard_name
+from lightning_gpuopt.storage.shard import ShardWriter, write_durably
+from lightning_gpuopt.storage.sources import BadImage, Source
+from lightning_gpuopt.storage.sources.checks import prepare
+
+REPORT_INTERVAL_S: Final = 0.2
+
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is the same for all shards of a build.
+
+    Attributes:
+        source: Where the samples come from.
+        directory: Where the shards are written.
+        samples_per_shard: Samples of the source in a shard, those that are skipped included.
+        strict: A broken image is an error.
+        image_size: Pixels that the shorter side of larger images is brought down to; None: as they are.
+        image_quality: JPEG quality of images that are made smaller.
+    """
+
+    source: Source
+    directory: Path
+    samples_per_shard: int
+    strict: bool
+    image_size: int | None
+    image_quality: int
+
+    def samples(self, shard: int) -> range:
+        """The indices in the source of a shard's samples."""
+        first = shard * self.samples_per_shard
+        return range(first, min(first + self.samples_per_shard, len(self.source)))
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A sample of the source that is not in the dataset.
+
+    Attributes:
+        index: Its index in the source.
+        name: What the source calls it.
+        reason: Why it is not.
+    """
+
+    index: int
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A shard whose samples are all in it, but which is not finished.
+
+    Attributes:
+        writer: To finish it with.
+        skipped: Samples that are not in it.
+    """
+
+    writer: ShardWriter
+    skipped: list[Skipped]
+
+
+def build_shard(job: Job, number: int, report: Report) -> None:
+    """Build a shard; it is finished when this returns, and else not there. Raises what its two steps raise."""
+    finish_shard(job, fill_shard(job, number, report))
+
+
+def fill_shard(job: Job, number: int, report: Report, clock: Callable[[], float] = time.perf_counter) -> Filled:
+    """Write the samples of a shard.
+
+    Args:
+        job: What to build.
+        number: Which shard.
+        report: Called a few times a second with the samples and bytes since the last call.
+        clock: Seconds.
+
+    Raises:
+        StorageError: An image is broken and `strict` is set.
+        TypeError: A sample is of a type that cannot be stored.
+        OSError: The disk is full.
+    """
+    skip_file(job.directory, number).unlink(missing_ok=True)
+    skipped: list[Skipped] = []
+    reported_at, samples, reported_bytes = clock(), 0, 0
+    writer = ShardWriter(job.directory, number)
+    try:
+        for index in job.samples(number):
+            try:
+                writer.add(_encode(job, index))
+            except BadImage as error:
+                skipped.append(_skip(job, index, error))
+            samples += 1
+            if (now := clock()) - reported_at >= REPORT_INTERVAL_S:
+                report(samples, writer.num_bytes - reported_bytes)
+                reported_at, samples, reported_bytes = now, 0, writer.num_bytes
+    except BaseException:
+        writer.close()
+        raise
+    report(samples, writer.num_bytes - reported_bytes)
+    return Filled(writer, skipped)
+
+
+def finish_shard(job: Job, filled: Filled) -> None:
+    """Read a shard back, and make it durable.
+
+    Raises:
+        DamagedError: What the disk gives back is not what was written.
+        OSError: The disk is full.
+    """
+    try:
+        if filled.skipped:  # first: a shard that is finished is not built again
+            rows = [[row.index, row.name, row.reason] for row in filled.skipped]
+            write_durably(skip_file(job.directory, filled.writer.number), json.dumps(rows).encode())
+        filled.writer.finish()
+    finally:
+        filled.writer.close()
+
+
+def _encode(job: Job, index: int) -> codec.Encoded:
+    sample = prepare(job.source.read(index), job.image_size, job.image_quality)
+    try:
+        return codec.encode(sample)
+    except TypeError as error:
+        raise TypeError(f"{job.source.path}: {job.source.name(index)}: {error}") from None
+
+
+def _skip(job: Job, index: int, error: BadImage) -> Skipped:
+    name = job.source.name(index)
+    if job.strict:
+        raise StorageError(
+            f"{job.source.path}: {name}: cannot be decoded ({error}); mend it, then go on with resume=True, or without "
+            "strict=True to leave such images out"
+        ) from None
+    return Skipped(index, name, str(error))
+
+
+def skip_file(directory: Path, number: int) -> Path:
+    """Where the samples that a shard leaves out are kept until the dataset is published."""
+    return directory / f"{shard_name(number)}.skipped"
+
+
+def skipped_samples(directory: Path, numbers: Iterable[int]) -> Iterable[Skipped]:
+    """The samples left out of these shards, in order."""
+    for number in numbers:
+        try:
+            rows = json.loads(skip_file(directory, number).read_bytes())
+        except FileNotFoundError:
+            continue
+        for index, name, reason in rows:
+            yield Skipped(index, name, reason)

@@ -1,0 +1,15 @@
+"""The errors of the storage."""
+
+from __future__ import annotations
+
+
+class StorageError(RuntimeError):
+    """A dataset on disk cannot be read or written.
+
+    The text names the path, the sample where there is one, and what to do. Paths that are not there, or that are
+    there already, raise `FileNotFoundError` and `FileExistsError` instead.
+    """
+
+
+class DamagedError(StorageError):
+    """Bytes on disk are not those that were written: a flipped bit, a truncated or foreign file."""

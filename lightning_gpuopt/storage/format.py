@@ -1,0 +1,290 @@
+"""What a dataset looks like on disk: names, the manifest, the record table. docs/lmdb-format.md tells it in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+from lightning_gpuopt.storage.errors import DamagedError, StorageError
+
+FORMAT: Final = "lightning-gpuopt-lmdb"
+VERSION: Final = 1
+MANIFEST: Final = "manifest.json"
+SKIPPED: Final = "skipped.csv"
+CHECKSUM: Final = "xxh3_64"
+TABLE_MAGIC: Final = b"LGOTAB1\n"
+
+_BLANK: Final = b"----------------"  # stands for the manifest's digest while that is computed
+TABLE_HEAD = struct.Struct("<8sQQ8s")  # magic, samples, size of the LMDB file, the shard's digest
+TABLE_HEAD_BYTES: Final = TABLE_HEAD.size
+KEY = struct.Struct(">Q")
+
+
+def table_bytes(num_samples: int) -> int:
+    """Size of the record table of a shard: head, offsets (8 bytes each), lengths (4 each), checksum (8)."""
+    return TABLE_HEAD_BYTES + 12 * num_samples + 8
+
+
+def shard_name(number: int) -> str:
+    """The stem of a shard's files."""
+    return f"shard-{number:05d}"
+
+
+def key(index: int) -> bytes:
+    """The LMDB key of a sample: its index within the shard, 8 bytes, big endian."""
+    return KEY.pack(index)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One LMDB file of a dataset and what is in it.
+
+    Attributes:
+        number: Its number; the files are ``shard-<number>.mdb`` and ``shard-<number>.tab``.
+        num_samples: Samples in it.
+        file_bytes: Size of the LMDB file.
+        value_bytes: Sum of the sizes of the stored values.
+        structure: The samples' structure as a tree, if they all have the same; else None.
+        record_bytes: Size of a stored value, if all have the same; else None.
+        digest: XXH3-64 of the samples' checksums in their order, in hexadecimal: two shards of one digest hold the
+            same samples.
+        file_digest: XXH3-64 of the whole LMDB file, in hexadecimal.
+    """
+
+    number: int
+    num_samples: int
+    file_bytes: int
+    value_bytes: int
+    structure: list[Any] | None
+    record_bytes: int | None
+    digest: str
+    file_digest: str
+
+    @property
+    def name(self) -> str:
+        """The stem of its files."""
+        return shard_name(self.number)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Shard:
+        """The shard of a manifest's or a sidecar's entry.
+
+        Raises:
+            ValueError: It is not one.
+        """
+        counts = [raw[name] for name in ("number", "num_samples", "file_bytes", "value_bytes")]
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError(f"a shard with the counts {counts}")
+        structure, record_bytes = raw["structure"], raw["record_bytes"]
+        if not (structure is None or isinstance(structure, list)):
+            raise ValueError(f"a shard with the structure {structure!r}")
+        if not (record_bytes is None or type(record_bytes) is int):
+            raise ValueError(f"a shard with records of {record_bytes!r} bytes")
+        digests = raw["digest"], raw["file_digest"]
+        if not all(len(bytes.fromhex(digest)) == 8 for digest in digests):
+            raise ValueError(f"a shard with the digests {digests}")
+        number, num_samples, file_bytes, value_bytes = counts
+        return cls(number, num_samples, file_bytes, value_bytes, structure, record_bytes, *digests)
+
+
+@dataclass(frozen=True)
+class LMDBInfo:
+    """What a dataset holds.
+
+    Attributes:
+        num_samples: Samples in it.
+        num_bytes: Bytes of all stored values.
+        num_shards: LMDB files.
+        num_skipped: Samples of the source that are not in it; they are listed in its skipped.csv.
+        classes: Names of the classes, index by label; None where there are none.
+    """
+
+    num_samples: int
+    num_bytes: int
+    num_shards: int
+    num_skipped: int = 0
+    classes: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A dataset's manifest.json.
+
+    Attributes:
+        shards: The shards in the order of their samples.
+        classes: Names of the classes, index by label; None where there are none.
+        num_skipped: Samples of the source that are not in the dataset (listed in skipped.csv).
+        source: How it was built, as plain JSON.
+        skipped_digest: XXH3-64 of skipped.csv, in hexadecimal; None where there is none.
+    """
+
+    shards: tuple[Shard, ...]
+    classes: tuple[str, ...] | None = None
+    num_skipped: int = 0
+    source: dict[str, Any] = field(default_factory=dict)
+    skipped_digest: str | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in all shards."""
+        return sum(shard.num_samples for shard in self.shards)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all stored values."""
+        return sum(shard.value_bytes for shard in self.shards)
+
+    @property
+    def structure(self) -> list[Any] | None:
+        """The structure that all samples share, or None."""
+        structure: list[Any] | None = _common([s.structure for s in self.shards if s.num_samples])
+        return structure
+
+    @property
+    def record_bytes(self) -> int | None:
+        """The size that all stored values share, or None."""
+        size: int | None = _common([s.record_bytes for s in self.shards if s.num_samples])
+        return size
+
+    @property
+    def info(self) -> LMDBInfo:
+        """What the dataset holds, for people."""
+        return LMDBInfo(self.num_samples, self.num_bytes, len(self.shards), self.num_skipped, self.classes)
+
+    def to_json(self) -> str:
+        """The text of manifest.json."""
+        text = (
+            json.dumps(
+                {
+                    "format": FORMAT,
+                    "version": VERSION,
+                    "checksum": CHECKSUM,
+                    "num_samples": self.num_samples,
+                    "num_bytes": self.num_bytes,
+                    "num_skipped": self.num_skipped,
+                    "classes": None if self.classes is None else list(self.classes),
+                    "structure": self.structure,
+                    "record_bytes": self.record_bytes,
+                    "source": self.source,
+                    "skipped_digest": self.skipped_digest,
+                    "digest": _BLANK.decode(),
+                    "shards": [{"name": s.name, **asdict(s)} for s in self.shards],
+                },
+                indent=2,
+            )
+            + "\n"
+        )
+        return text.replace(_BLANK.decode(), xxhash.xxh3_64_hexdigest(text.encode()), 1)
+
+    @classmethod
+    def load(cls, directory: Path) -> Manifest:
+        """Read a dataset's manifest.
+
+        Raises:
+            FileNotFoundError: There is no such directory.
+            StorageError: It is not a finished dataset of this format, or of a newer version.
+            DamagedError: The manifest is not what was written.
+        """
+        path = directory / MANIFEST
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError:
+            raise _not_a_dataset(directory) from None
+        except NotADirectoryError:
+            raise _not_a_dataset(directory) from None
+        try:
+            raw = json.loads(text)
+            if raw["format"] != FORMAT:
+                raise StorageError(f"{path}: the format is {raw['format']!r}; expected {FORMAT!r}")
+            if not isinstance(raw["version"], int) or raw["version"] > VERSION:
+                raise StorageError(
+                    f"{path}: written by a newer lightning-gpuopt (format version {raw['version']}; "
+                    f"this one reads up to {VERSION}): upgrade lightning-gpuopt"
+                )
+            if raw["checksum"] != CHECKSUM:
+                raise StorageError(f"{path}: checksums are {raw['checksum']!r}; this version knows {CHECKSUM!r}")
+            shards = tuple(Shard.from_json(entry) for entry in raw["shards"])
+            if xxhash.xxh3_64_hexdigest(text.replace(raw["digest"].encode(), _BLANK, 1)) != raw["digest"]:
+                raise ValueError("its digest does not match its text")
+            classes = None if raw["classes"] is None else tuple(raw["classes"])
+            manifest = cls(shards, classes, raw["num_skipped"], raw["source"], raw["skipped_digest"])
+            if manifest.num_samples != raw["num_samples"]:
+                raise ValueError(f"{raw['num_samples']} samples, but its shards hold {manifest.num_samples}")
+        except StorageError:
+            raise
+        except Exception as err:
+            raise DamagedError(
+                f"{path}: not a readable manifest ({type(err).__name__}: {err}); build the dataset again, or copy it "
+                "again from where it came"
+            ) from None
+        return manifest
+
+
+def _common(values: list[Any]) -> Any:
+    first = values[0] if values else None
+    return first if all(value == first for value in values) else None
+
+
+def _not_a_dataset(path: Path) -> Exception:
+    if not path.exists():
+        replaced = replaced_directory(path)
+        if replaced.is_dir():
+            return FileNotFoundError(
+                f"{path}: there is no dataset; replacing it was interrupted, and the old one lies beside it "
+                f"({replaced}): rename it back, or run the build again with resume=True"
+            )
+        beside = staging_directory(path)
+        if beside.is_dir():
+            return FileNotFoundError(
+                f"{path}: there is no dataset, but an unfinished build lies beside it ({beside}): run the build again "
+                "with resume=True"
+            )
+        return FileNotFoundError(f"{path}: there is no such directory; give the path of a dataset made by build_lmdb")
+    what = foreign_lmdb(path)
+    if what is not None:
+        return StorageError(
+            f"{path}: {what}, not a lightning-gpuopt dataset; convert it with "
+            f"build_lmdb({str(path)!r}, <new path>, allow_pickle=True) if you trust where it came from"
+        )
+    return StorageError(
+        f"{path}: not a lightning-gpuopt dataset (there is no {MANIFEST} in it); give the directory that build_lmdb "
+        "or LMDBWriter made"
+    )
+
+
+LMDB_MAGIC: Final = 0xBEEFC0DE
+# Magic and data version (mdb.c, MDB_meta) come after the page header, of 16 bytes in LMDB 0.9 and of 24 since 1.0.
+_LMDB_META = struct.Struct("<16xIIII")
+
+
+def foreign_lmdb(path: Path) -> str | None:
+    """What kind of LMDB lies at `path` (a file, or a directory with data.mdb); None if none does."""
+    file = path / "data.mdb" if path.is_dir() else path
+    try:
+        with file.open("rb") as stream:
+            old_magic, version, new_magic, new_version = _LMDB_META.unpack(stream.read(_LMDB_META.size))
+    except (OSError, struct.error):
+        return None
+    if old_magic != LMDB_MAGIC:
+        version = new_version
+    if LMDB_MAGIC not in (old_magic, new_magic):
+        return None
+    return "an LMDB file of format 0.9" if version & 0xFF == 1 else f"an LMDB file of a newer format ({version:#x})"
+
+
+def staging_directory(path: str | os.PathLike[str]) -> Path:
+    """Where the dataset for `path` is built before it is renamed into place: beside it, on the same file system."""
+    path = Path(os.path.realpath(path))
+    return path.with_name(f".{path.name}.building")
+
+
+def replaced_directory(path: str | os.PathLike[str]) -> Path:
+    """Where the dataset at `path` is for the moment in which another takes its place."""
+    path = Path(os.path.realpath(path))
+    return path.with_name(f".{path.name}.replaced")

@@ -1,0 +1,101 @@
+"""Many files in one stretch of address space, so that rows of any of them are gathered in one call."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import warnings
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_gpuopt.storage.errors import DamagedError
+
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class Region:
+    """Files mapped read-only, one after the other, each at a page boundary.
+
+    Shared by nothing: after a fork the child has the same pages; a pickle must leave it out.
+
+    Args:
+        files: Paths with the size that each must have.
+
+    Raises:
+        DamagedError: A file is missing or has another size.
+        OSError: There is not enough address space.
+    """
+
+    def __init__(self, files: Sequence[tuple[Path, int]]) -> None:
+        page = mmap.PAGESIZE
+        spans = [-(-size // page) * page for _, size in files]
+        self._bytes = max(page, sum(spans))
+        base = _map(None, self._bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        weakref.finalize(self, _libc.munmap, base, self._bytes).atexit = False
+        self.starts = np.concatenate([[0], np.cumsum(spans[:-1])]).astype(np.int64) if spans else np.zeros(0, np.int64)
+        for (path, size), start in zip(files, self.starts.tolist(), strict=True):
+            _map_file(path, size, base + start)
+        whole = (ctypes.c_uint8 * self._bytes).from_address(base)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not writable.*")
+            self._whole = torch.from_numpy(_read_only(np.ctypeslib.as_array(whole)))
+
+    def rows(self, starts: torch.Tensor, num_bytes: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copies of stretches of equal length.
+
+        Args:
+            starts: Where each begins, in bytes from the region's begin: int64 ``[B]``.
+            num_bytes: Length of each.
+            out: uint8 ``[B, num_bytes]`` to fill; None: a new tensor.
+
+        Returns:
+            uint8 ``[B, num_bytes]``.
+        """
+        # A window of num_bytes at every byte: a view, no memory.
+        windows = self._whole.as_strided((self._bytes - num_bytes + 1, num_bytes), (1, 1))
+        if out is None:
+            return torch.index_select(windows, 0, starts)
+        return torch.index_select(windows, 0, starts, out=out)
+
+
+def _read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    array.flags.writeable = False
+    return array
+
+
+def _map_file(path: Path, size: int, address: int) -> None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise DamagedError(f"{path}: this file is missing; copy it again, or build the dataset again") from None
+    try:
+        present = os.fstat(fd).st_size
+        if present != size:
+            raise DamagedError(
+                f"{path}: {present} bytes long; expected {size}: copy it again, or build the dataset again"
+            )
+        if size:
+            _map(address, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    finally:
+        os.close(fd)
+
+
+def _map(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
+    # Reserving address space takes no memory, whatever the size.
+    got = _libc.mmap(address, size, protection, flags, fd, 0)
+    if got is None or got == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot map {size} bytes: {os.strerror(number)} (see ulimit -v)")
+    return int(got)

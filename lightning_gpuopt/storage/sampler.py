@@ -1,0 +1,179 @@
+"""Which samples a rank gets at which step, resumable on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from lightning_gpuopt.storage.order import Order
+
+_BLOCK_BATCHES = 64  # batches whose indices are worked out at a time
+
+
+def step_size(left: int, world_size: int, batch_size: int, drop_last: bool) -> int:
+    """How many of the samples that are left the next step of all ranks takes together; 0 at the end.
+
+    A full batch for each rank. The last two steps share what is left so that no rank runs short.
+    """
+    full = world_size * batch_size
+    if left < full:
+        return 0 if drop_last else left
+    if not drop_last and batch_size > 1 and full < left < full + world_size:
+        return left - world_size
+    return full
+
+
+def num_steps(left: int, world_size: int, batch_size: int, drop_last: bool) -> int:
+    """How many steps what is left makes."""
+    full = world_size * batch_size
+    return left // full if drop_last else -(-left // full)
+
+
+class BatchIndices(list[int]):
+    """A batch's indices, with the epoch that they belong to (for randomness that depends on nothing else)."""
+
+    epoch: int
+
+    def __init__(self, indices: Iterable[int], epoch: int) -> None:
+        super().__init__(indices)
+        self.epoch = epoch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BatchIndices, (list(self), self.epoch)
+
+
+class ElasticSampler(DistributedSampler[int]):
+    """Gives each rank its share of each step, and goes on from any sample of an epoch on any number of ranks.
+
+    Every sample of an epoch goes to one rank, once: where the samples do not divide evenly, the last batches are
+    smaller, and all ranks still have the same number of them. Only where that cannot be had (fewer samples than ranks,
+    or batches of one) do samples go to more than one rank; `padding` tells how many.
+
+    It is a `DistributedSampler` so that Lightning leaves it in place.
+
+    Args:
+        order: The order of the samples.
+        batch_size: Samples a rank and step.
+        rank: This process' rank.
+        world_size: Number of ranks.
+        drop_last: Leave out what does not make a full batch for every rank.
+    """
+
+    def __init__(
+        self, order: Order, batch_size: int, *, rank: int = 0, world_size: int = 1, drop_last: bool = False
+    ) -> None:
+        # Not DistributedSampler's: it wants a dataset and cuts the epoch up in its own way.
+        self.order = order
+        self.batch_size = batch_size
+        self.rank = rank
+        self.num_replicas = world_size
+        self.drop_last = drop_last
+        self.shuffle = order.shuffle
+        self.seed = order.seed
+        self.epoch = 0
+        self.iterated_epoch = 0
+        """The epoch of the latest iteration."""
+        self.on_epoch: Callable[[int], None] | None = None
+        """Called with the epoch's number of batches when an epoch is set."""
+        self._start = (0, 0, 0)  # epoch, samples consumed in it, steps that took them
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iteration gives."""
+        self.epoch = epoch
+        if self.on_epoch is not None:
+            self.on_epoch(self.num_batches())
+
+    def resume(self, epoch: int, consumed: int, steps: int) -> None:
+        """Begin in the middle of an epoch; where nothing is left of it, with the next.
+
+        Args:
+            epoch: Which epoch; others are given whole.
+            consumed: Samples that all ranks together have had of it.
+            steps: Steps that took them; they count in ``len`` so that it agrees with the Trainer's progress.
+        """
+        self._start = (epoch, consumed, steps)
+        left = num_steps(self.order.num_samples - consumed, self.num_replicas, self.batch_size, self.drop_last)
+        self.epoch = epoch if left else epoch + 1
+
+    def _begin(self, epoch: int) -> tuple[int, int]:
+        """Samples consumed and steps done when an epoch's iteration begins."""
+        resumed, consumed, steps = self._start
+        return (consumed, steps) if epoch == resumed else (0, 0)
+
+    def consumed_after(self, steps: int, epoch: int | None = None) -> int:
+        """Samples of an epoch (None: this one) that all ranks together have had after so many of its steps."""
+        consumed, done = self._begin(self.epoch if epoch is None else epoch)
+        n, world, batch = self.order.num_samples, self.num_replicas, self.batch_size
+        # All steps but the last two are full.
+        sure = max(0, min(steps - done, (n - consumed) // (world * batch) - 1))
+        consumed += sure * world * batch
+        for _ in range(steps - done - sure):
+            consumed += step_size(n - consumed, world, batch, self.drop_last)
+        return consumed
+
+    @property
+    def padding(self) -> int:
+        """Samples of the epoch that more than one rank gets (counted with their repetition)."""
+        if self.drop_last:
+            return 0
+        consumed, steps = self._begin(self.epoch)
+        total = num_steps(self.order.num_samples - consumed, self.num_replicas, self.batch_size, False)
+        last = self.order.num_samples - self.consumed_after(steps + max(0, total - 1))
+        return max(0, self.num_replicas - last) if total else 0
+
+    def num_batches(self) -> int:
+        """Steps of the epoch: those done before a resume, and those that are left."""
+        consumed, steps = self._begin(self.epoch)
+        return steps + num_steps(self.order.num_samples - consumed, self.num_replicas, self.batch_size, self.drop_last)
+
+    def batches(self) -> Iterator[BatchIndices]:
+        """This rank's batches, from where the epoch begins to its end."""
+        epoch = self.iterated_epoch = self.epoch
+        consumed, _ = self._begin(self.epoch)
+        n, world = self.order.num_samples, self.num_replicas
+        while True:
+            slices: list[tuple[int, int]] = []
+            while len(slices) < _BLOCK_BATCHES:
+                take = step_size(n - consumed, world, self.batch_size, self.drop_last)
+                if not take:
+                    break
+                if take >= world:
+                    slices.append((consumed + take * self.rank // world, consumed + take * (self.rank + 1) // world))
+                else:  # fewer samples than ranks
+                    slices.append((consumed + self.rank % take, consumed + self.rank % take + 1))
+                consumed += take
+            if not slices:
+                return
+            positions = np.concatenate([np.arange(*s, dtype=np.int64) for s in slices])
+            indices = self.order.at(epoch, positions).tolist()
+            at = 0
+            for start, stop in slices:
+                yield BatchIndices(indices[at : at + stop - start], epoch)
+                at += stop - start
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in self.batches():
+            yield from batch
+
+    def __len__(self) -> int:
+        return sum(len(batch) for batch in self.batches())
+
+
+class ElasticBatchSampler(BatchSampler):
+    """Batches of an `ElasticSampler`; of another sampler, as torch's BatchSampler makes them.
+
+    Lightning puts a plain sequential sampler in for ``overfit_batches``.
+    """
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if isinstance(self.sampler, ElasticSampler):
+            yield from self.sampler.batches()
+        else:
+            for batch in super().__iter__():
+                yield BatchIndices(batch, 0)
+
+    def __len__(self) -> int:
+        return self.sampler.num_batches() if isinstance(self.sampler, ElasticSampler) else super().__len__()

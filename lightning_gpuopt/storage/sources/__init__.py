@@ -1,0 +1,125 @@
+"""Where samples come from when a dataset is built: each kind of source is one module."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning_gpuopt.storage.errors import StorageError
+from lightning_gpuopt.storage.format import MANIFEST, foreign_lmdb
+from lightning_gpuopt.storage.sources.base import BadImage, Source, expand
+
+__all__ = ["BadImage", "Source", "open_source"]
+
+
+def open_source(source: Any, *, allow_pickle: bool = False) -> Source:
+    """Recognise what kind of source it is, and look through it without reading the samples.
+
+    Args:
+        source: A path, a pattern or a list of paths, or a map-style Dataset.
+        allow_pickle: An LMDB of pickled values may be unpickled, which runs whatever code its author wished.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+        ValueError: Nothing is in it, or it is of no kind that is known.
+        StorageError: It cannot be read.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        return _from_path(os.fspath(source), allow_pickle)
+    if isinstance(source, (list, tuple)) and source and all(isinstance(s, (str, os.PathLike)) for s in source):
+        return _from_files([path for s in source for path in expand(os.fspath(s))], repr(source))
+    return _from_dataset(source)
+
+
+def _from_dataset(dataset: Any) -> Source:
+    from lightning_gpuopt.storage.sources.datasets import DatasetSource, OwnSource
+
+    path = _own_path(dataset)
+    return DatasetSource(dataset) if path is None else OwnSource(path)
+
+
+def _own_path(dataset: Any) -> str | None:
+    """Where the stored samples of one of our datasets lie, if they come out of it as they are."""
+    from lightning_gpuopt.storage.reader import LMDBDataset
+
+    if type(dataset) is not LMDBDataset or dataset.transform is not None or dataset.target_transform is not None:
+        return None
+    return str(dataset.path)
+
+
+def _from_path(path: str, allow_pickle: bool) -> Source:
+    if not os.path.lexists(path):
+        return _from_files(expand(path), path)
+    if foreign_lmdb(Path(path)) is not None:
+        return _from_pickled(path, allow_pickle)
+    if not os.path.isdir(path):
+        return _from_files([path], path)
+    names = sorted(os.listdir(path))
+    if MANIFEST in names:
+        from lightning_gpuopt.storage.sources.datasets import OwnSource
+
+        return OwnSource(path)
+    from lightning_gpuopt.storage.sources.folder import FolderSource, has_class_folders
+
+    for extension in (".tar", ".parquet"):
+        files = [os.path.join(path, n) for n in names if n.lower().endswith(extension) and not n.startswith(".")]
+        if files and extension == ".tar" and has_class_folders(path):
+            raise ValueError(
+                f"{path}: both folders and *.tar files are in it; give {os.path.join(path, '*.tar')} for the tars, or "
+                "move them away for the folders"
+            )
+        if files:
+            return _from_files(files, path)
+    return FolderSource(path)
+
+
+def _from_pickled(path: str, allow_pickle: bool) -> Source:
+    from lightning_gpuopt.storage.sources.pickled import PickledSource
+
+    if not allow_pickle:
+        raise StorageError(
+            f"{path}: an LMDB whose values are taken to be pickled; unpickling runs code that its author chose, so it "
+            "is done only with allow_pickle=True: give that if you trust where it came from"
+        )
+    return PickledSource(path)
+
+
+def _from_files(paths: list[str], given: str) -> Source:
+    if not paths:
+        raise FileNotFoundError(f"{given}: no file is matched by this pattern")
+    for path in paths:
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"{path}: there is no such file or folder; give the path of a source")
+    kinds = {os.path.splitext(path)[1].lower() for path in paths}
+    kind = kinds.pop()
+    if kinds:
+        raise ValueError(f"{given}: files of several kinds ({', '.join(sorted({kind, *kinds}))}); give one kind")
+    if kind == ".tar":
+        from lightning_gpuopt.storage.sources.tars import TarSource
+
+        return TarSource(paths)
+    if kind == ".parquet":
+        from lightning_gpuopt.storage.sources.parquet import ParquetSource
+
+        return ParquetSource(paths)
+    if len(paths) > 1:
+        raise ValueError(f"{given}: {len(paths)} files; only *.tar and *.parquet are read several at a time")
+    return _from_file(paths[0], kind)
+
+
+def _from_file(path: str, kind: str) -> Source:
+    if kind in (".h5", ".hdf5"):
+        from lightning_gpuopt.storage.sources.hdf5 import HDF5Source
+
+        return HDF5Source(path)
+    if kind in (".npy", ".npz"):
+        from lightning_gpuopt.storage.sources.arrays import NumpySource
+
+        return NumpySource(path)
+    if kind == ".tgz" or (kind in (".gz", ".bz2", ".xz", ".zst") and ".tar" in os.path.basename(path).lower()):
+        raise ValueError(f"{path}: a compressed tar, whose samples cannot be read one by one; decompress it first")
+    raise ValueError(
+        f"{path}: not a source that is known; expected a folder of images with class subfolders, .tar, .h5, .hdf5, "
+        ".npy, .npz, .parquet, an LMDB, or a map-style Dataset"
+    )

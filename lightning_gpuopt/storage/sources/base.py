@@ -1,0 +1,155 @@
+"""What every source of samples offers to the build, and what they share."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Generic, TypeVar
+
+import xxhash
+
+T = TypeVar("T")
+
+PART_BYTES: Final = 8 << 20  # how much of a source is held in memory at a time, about
+
+
+class BadImage(Exception):
+    """An image of a source cannot be decoded; the text is the reason."""
+
+
+class Source(ABC):
+    """Samples in a fixed order, read by index: in one process, or in several at a time after a fork or a pickle.
+
+    Attributes:
+        kind: What it is, in a word or two.
+        path: Where it lies, for messages; a Dataset's type where it has no path.
+        classes: Names of the classes, index by label; None where there are none.
+        num_bytes: About how many bytes its samples take; None where nobody knows. The same in each run.
+        isolated: It is read by a library that a damaged file may kill: only ever read it in a child process.
+    """
+
+    kind: str
+    path: str
+    classes: tuple[str, ...] | None = None
+    num_bytes: int | None = None
+    isolated: bool = False
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Samples in it."""
+
+    @abstractmethod
+    def read(self, index: int) -> Any:
+        """The sample of that index; images are `EncodedImage`.
+
+        Raises:
+            BadImage: There should be an image, and there is none.
+        """
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """What users call the sample: a path, a member of a tar, a row."""
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain JSON that differs where the source differs, and not where the same source lies elsewhere."""
+
+
+class PerProcess(Generic[T]):
+    """Something opened at its first use in each process; neither a fork nor a pickle takes it along."""
+
+    def __init__(self, opener: Callable[[], T]) -> None:
+        self._opener = opener
+        self._pid = 0
+        self._value: T | None = None
+
+    def get(self) -> T:
+        """The thing itself."""
+        if self._value is None or self._pid != os.getpid():
+            self._value, self._pid = self._opener(), os.getpid()
+        return self._value
+
+    def forget(self) -> None:
+        """Let it go; it is opened again when it is wanted."""
+        self._value = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_opener": self._opener, "_pid": 0, "_value": None}
+
+
+class Strings:
+    """Many strings in little memory: a list of a million paths would be copied by every process of a build."""
+
+    def __init__(self) -> None:
+        self._blob = bytearray()
+        self._ends: array[int] = array("Q")
+
+    def append(self, text: str) -> None:
+        """Add one."""
+        self._blob += os.fsencode(text)
+        self._ends.append(len(self._blob))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> str:
+        start = self._ends[index - 1] if index else 0
+        return os.fsdecode(bytes(self._blob[start : self._ends[index]]))
+
+    def digest(self) -> str:
+        """A hash of them all."""
+        return digest([bytes(self._blob), self._ends.tobytes()])
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """A hash of bytes, for fingerprints."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+def expand(pattern: str) -> list[str]:
+    """The paths of a pattern: braces as in a shell (``{000..009}``, ``{a,b}``), then ``*``, ``?`` and ``[...]``.
+
+    A pattern without wildcards gives its paths whether they exist or not.
+
+    Example::
+
+        >>> expand("data-{08..10}.tar")
+        ['data-08.tar', 'data-09.tar', 'data-10.tar']
+    """
+    paths: list[str] = []
+    for path in _braces(pattern):
+        paths += sorted(glob.glob(path)) if glob.has_magic(path) and not os.path.lexists(path) else [path]
+    return paths
+
+
+_BRACES: Final = re.compile(r"\{([^{}]*)\}")
+_RANGE: Final = re.compile(r"(\d+)\.\.(\d+)")
+
+
+def _braces(pattern: str) -> list[str]:
+    found = next((m for m in _BRACES.finditer(pattern) if _RANGE.fullmatch(m[1]) or "," in m[1]), None)
+    if found is None:
+        return [pattern]
+    numbers = _RANGE.fullmatch(found[1])
+    if numbers is None:
+        choices = found[1].split(",")
+    else:
+        first, last = int(numbers[1]), int(numbers[2])
+        step = 1 if first <= last else -1
+        choices = [str(n).zfill(len(numbers[1])) for n in range(first, last + step, step)]
+    head, tail = pattern[: found.start()], pattern[found.end() :]
+    return [path for choice in choices for path in _braces(head + choice + tail)]
+
+
+def missing_extra(package: str, error: ImportError) -> ImportError:
+    """The error for a package that only some sources need."""
+    return ImportError(
+        f'this source needs {package} ({error}); install it with: pip install "lightning-gpuopt[sources]"'
+    )

@@ -1,0 +1,152 @@
+"""Are these bytes an image that readers can decode, and how to make it smaller."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any, Final
+
+import simplejpeg
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from lightning_gpuopt.storage import codec
+from lightning_gpuopt.storage.codec import EncodedImage
+from lightning_gpuopt.storage.sources.base import BadImage
+
+_JPEG: Final = b"\xff\xd8\xff"
+_END_OF_IMAGE: Final = b"\xff\xd9"
+_MAGIC: Final = (_JPEG, b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*")
+
+
+def looks_like_image(data: bytes) -> bool:
+    """Whether bytes begin as a JPEG, PNG, WebP, GIF, TIFF or AVIF file does."""
+    return (
+        data.startswith(_MAGIC)
+        or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")
+        or data[4:12] in (b"ftypavif", b"ftypavis")
+    )
+
+
+def check_image(data: bytes) -> None:
+    """See whether an image file can be decoded.
+
+    A JPEG whose header can be read and which ends as a JPEG must is taken to be whole: to decode them all would take
+    several times as long as everything else in a build. Of a PNG the checksums of all chunks are compared. Anything
+    else, and a JPEG that is doubtful, is decoded in full.
+
+    Raises:
+        BadImage: It cannot; the text says why.
+    """
+    if not data:
+        raise BadImage("it is empty")
+    if data[:3] == _JPEG:
+        try:
+            height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+        except ValueError:
+            pass  # PIL decides
+        else:
+            if data[-2:] == _END_OF_IMAGE and _within_limit(width, height):
+                return
+    with _PILErrors(data), Image.open(io.BytesIO(data)) as image:
+        if image.format == "PNG":
+            image.verify()
+        else:
+            image.load()
+
+
+def _within_limit(width: int, height: int) -> bool:
+    limit = Image.MAX_IMAGE_PIXELS  # PIL refuses images of more than twice as many
+    return limit is None or width * height <= 2 * limit
+
+
+def shrink_image(data: bytes, size: int, quality: int) -> bytes:
+    """Bring an image file's shorter side down to `size` pixels, as a JPEG; one that is no larger stays as it came.
+
+    The resize is bilinear with antialiasing, the longer side floored (as torchvision does); the EXIF orientation is
+    applied to the pixels. The result is an RGB JPEG whatever the format was, since readers give RGB.
+
+    Raises:
+        BadImage: It cannot be decoded.
+    """
+    with _PILErrors(data), Image.open(io.BytesIO(data)) as opened:
+        if min(opened.size) <= size:
+            opened.load()
+            return data
+        scale = 2 * size / min(opened.size)
+        if scale < 1:  # libjpeg shrinks by halves as it decodes; twice the size is left to the filter
+            opened.draft(None, (int(opened.width * scale), int(opened.height * scale)))
+        return _shrunk(opened, size, quality)
+
+
+def _shrunk(image: Image.Image, size: int, quality: int) -> bytes:
+    image.load()
+    image = ImageOps.exif_transpose(image).convert("RGB")
+    short, long = sorted(image.size)
+    target = (size, int(size * long / short)) if image.width <= image.height else (int(size * long / short), size)
+    out = io.BytesIO()
+    image.resize(target, Image.Resampling.BILINEAR).save(out, "JPEG", quality=quality)
+    return out.getvalue()
+
+
+def prepare(sample: Any, image_size: int | None, quality: int) -> Any:
+    """A sample with its images checked, and made smaller where they should be.
+
+    Raises:
+        BadImage: One cannot be decoded.
+    """
+    kind = type(sample)
+    if kind is EncodedImage:
+        if image_size is not None:
+            return EncodedImage(shrink_image(sample, image_size, quality))
+        check_image(sample)
+        return sample
+    if kind is tuple:
+        return tuple([prepare(value, image_size, quality) for value in sample])
+    if kind is list:
+        return [prepare(value, image_size, quality) for value in sample]
+    if kind is dict:
+        return {key: _prepare_entry(key, value, image_size, quality) for key, value in sample.items()}
+    if isinstance(sample, Image.Image):
+        with _PILErrors(b""):
+            data = codec.image_bytes(sample)
+        return prepare(EncodedImage(data), image_size, quality)
+    return sample
+
+
+def _prepare_entry(key: Any, value: Any, image_size: int | None, quality: int) -> Any:
+    try:
+        return prepare(value, image_size, quality)
+    except BadImage as error:
+        raise BadImage(f"{key}: {error}") from None
+
+
+def find_images(value: Any) -> Any:
+    """The same value, with every bytes object in it that begins as an image file does as an `EncodedImage`."""
+    kind = type(value)
+    if kind is tuple:
+        return tuple([find_images(v) for v in value])
+    if kind is list:
+        return [find_images(v) for v in value]
+    if kind is dict:
+        return {k: find_images(v) for k, v in value.items()}
+    return EncodedImage(value) if kind is bytes and looks_like_image(value) else value
+
+
+class _PILErrors:
+    """Turns PIL's many errors into `BadImage`, and keeps its warnings to itself."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._warnings = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        self._warnings.__enter__()
+        warnings.simplefilter("ignore")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._warnings.__exit__(kind, error, trace)
+        if error is None or not isinstance(error, Exception) or isinstance(error, (BadImage, MemoryError)):
+            return
+        if isinstance(error, UnidentifiedImageError):
+            raise BadImage(f"not an image file (it begins with {self._data[:12]!r})") from None
+        raise BadImage(" ".join(str(error).split()) or type(error).__name__) from None

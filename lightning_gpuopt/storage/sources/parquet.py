@@ -1,0 +1,233 @@
+"""Parquet files, those of Hugging Face datasets with images in them too: a sample is a dict, column by column."""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from lightning_gpuopt.storage.codec import EncodedImage
+from lightning_gpuopt.storage.errors import DamagedError
+from lightning_gpuopt.storage.sources.base import PART_BYTES, BadImage, PerProcess, Source, digest, missing_extra
+from lightning_gpuopt.storage.sources.checks import looks_like_image
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+_MOST_ROWS: Final = 1024
+_PROBED: Final = 16
+
+Convert = Callable[["pa.Scalar[Any]"], Any]
+
+
+class ParquetSource(Source):
+    """Rows of one or several files of the same columns. Read in ascending order, a batch of rows is in memory."""
+
+    kind = "parquet"
+
+    def __init__(self, paths: list[str]) -> None:
+        self.path = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+        self._paths = paths
+        self._group_starts: list[int] = []  # first row of each row group
+        self._groups: list[tuple[int, int]] = []  # its file and its number there
+        self._length = 0
+        self.num_bytes = 0
+        schema = None
+        for number, path in enumerate(paths):
+            file = self._open(number)
+            schema = schema or file.schema_arrow
+            if not schema.equals(file.schema_arrow):
+                raise ValueError(f"{path}: other columns than {paths[0]}; build a dataset of each")
+            for group in range(file.metadata.num_row_groups):
+                about = file.metadata.row_group(group)
+                self._group_starts.append(self._length)
+                self._groups.append((number, group))
+                self._length += about.num_rows
+                self.num_bytes += about.total_byte_size
+            file.close()
+        if not self._length or schema is None or not schema.names:
+            raise ValueError(f"{self.path}: there is no row in it")
+        self._schema = str(schema.remove_metadata())
+        self._batch_rows = max(1, min(_MOST_ROWS, PART_BYTES * self._length // max(1, self.num_bytes)))
+        self.classes = _classes(schema)
+        self._image_columns = self._find_images(schema)
+        self._reader: PerProcess[_Reader] = PerProcess(self._make_reader)
+
+    def _open(self, number: int) -> pq.ParquetFile:
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise missing_extra("pyarrow", error) from error
+        try:
+            # Without a buffer the chunks of a whole row group would be read at once.
+            return pq.ParquetFile(self._paths[number], pre_buffer=False, buffer_size=1 << 20)
+        except pa.ArrowInvalid as error:
+            raise DamagedError(
+                f"{self._paths[number]}: not a whole Parquet file ({error}); copy it again from where it came"
+            ) from None
+
+    def _make_reader(self) -> _Reader:
+        return _Reader(self)
+
+    def _find_images(self, schema: pa.Schema) -> dict[str, Convert]:
+        """The columns of images and how to get an image's bytes: told by their type, or by what they begin with."""
+        import pyarrow as pa
+
+        found: dict[str, Convert] = {}
+        probe = next(self.batches(0, 0))
+        for field in schema:
+            kind = field.type
+            if pa.types.is_struct(kind) and {kind.field(i).name for i in range(kind.num_fields)} == {"bytes", "path"}:
+                values = [v.as_py() for v in probe.column(field.name)[:_PROBED]]
+                if _any_image(v and v["bytes"] for v in values) or _is_hugging_face_image(schema, field.name):
+                    found[field.name] = _struct_image
+            elif (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)) and _any_image(
+                v.as_py() for v in probe.column(field.name)[:_PROBED]
+            ):
+                found[field.name] = _plain_image
+        return found
+
+    def batches(self, file: int, group: int) -> Iterator[pa.RecordBatch]:
+        """The rows of a row group, some at a time."""
+        rows: Iterator[pa.RecordBatch] = self._open(file).iter_batches(
+            batch_size=self._batch_rows, row_groups=[group], use_threads=False
+        )
+        return rows
+
+    def locate(self, index: int) -> tuple[int, int, int, int]:
+        """A row's file, row group, the group's number among all, and the row within it."""
+        at = bisect_right(self._group_starts, index) - 1
+        return *self._groups[at], at, index - self._group_starts[at]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def name(self, index: int) -> str:
+        """The row."""
+        return f"row {index}"
+
+    def read(self, index: int) -> dict[str, Any]:
+        """The row as a dict."""
+        import pyarrow as pa
+
+        try:
+            batch, row = self._reader.get().find(index)
+        except (pa.ArrowException, OSError) as error:
+            raise DamagedError(f"{self.path}: row {index} cannot be read ({error}); copy it again") from None
+        sample = {}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            convert = self._image_columns.get(name, _plain)
+            try:
+                sample[name] = convert(column[row])
+            except BadImage as error:
+                raise BadImage(f"{name}: {error}") from None
+        return sample
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Columns, row groups and the files' sizes."""
+        return {
+            "kind": self.kind,
+            "num_samples": len(self),
+            "file_bytes": [os.path.getsize(path) for path in self._paths],
+            "columns": digest([self._schema.encode()]),
+        }
+
+
+class _Reader:
+    """Where a process is in the files."""
+
+    def __init__(self, source: ParquetSource) -> None:
+        self._source = source
+        self._group = -1
+        self._first = 0  # of the batch, within the row group
+        self._batch: pa.RecordBatch | None = None
+        self._batches: Iterator[pa.RecordBatch] = iter(())
+
+    def find(self, index: int) -> tuple[pa.RecordBatch, int]:
+        """The batch with that row, and where in it the row is."""
+        file, group, at, row = self._source.locate(index)
+        if at != self._group or row < self._first or self._batch is None:
+            self._batches = self._source.batches(file, group)
+            self._batch, self._group, self._first = next(self._batches), at, 0
+        while row >= self._first + self._batch.num_rows:
+            self._first += self._batch.num_rows
+            self._batch = next(self._batches)
+        return self._batch, row - self._first
+
+
+def _any_image(values: Iterator[bytes | None]) -> bool:
+    return any(looks_like_image(value) for value in values if value)
+
+
+def _struct_image(value: pa.Scalar[Any]) -> EncodedImage | None:
+    struct = value.as_py()
+    if struct is None:
+        return None
+    if struct["bytes"] is None:
+        raise BadImage(f"its bytes are not in the file, only its path, {struct['path']!r}")
+    return EncodedImage(struct["bytes"])
+
+
+def _plain_image(value: pa.Scalar[Any]) -> EncodedImage | None:
+    data = value.as_py()
+    return None if data is None else EncodedImage(data)
+
+
+def _plain(value: pa.Scalar[Any]) -> Any:
+    """A value as Python has it; lists of numbers and times as numpy has them."""
+    import pyarrow as pa
+
+    kind = value.type
+    if not value.is_valid:
+        return None
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _list(value)
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_duration(kind):
+        return pa.array([value.as_py()], kind).to_numpy(zero_copy_only=False)[0]
+    if pa.types.is_struct(kind):
+        return {name: _plain(value[name]) for name in value}
+    return value.as_py()
+
+
+def _list(value: Any) -> Any:
+    import pyarrow as pa
+
+    items, depth, kind = value.values, 1, value.type.value_type
+    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        kind, depth = kind.value_type, depth + 1
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        return [_plain(item) for item in items]
+    if items.null_count:
+        return [_plain(item) for item in items]
+    if depth == 1:
+        return items.to_numpy(zero_copy_only=False)
+    rows = [_plain(item) for item in items]
+    same = rows and all(isinstance(row, np.ndarray) and row.shape == rows[0].shape for row in rows)
+    return np.stack(rows) if same else rows
+
+
+def _features(schema: pa.Schema) -> dict[str, Any]:
+    """What Hugging Face datasets wrote about the columns."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, ValueError, TypeError):
+        return {}
+    return features if isinstance(features, dict) else {}
+
+
+def _is_hugging_face_image(schema: pa.Schema, column: str) -> bool:
+    feature = _features(schema).get(column)
+    return isinstance(feature, dict) and feature.get("_type") == "Image"
+
+
+def _classes(schema: pa.Schema) -> tuple[str, ...] | None:
+    labels = [f for f in _features(schema).values() if isinstance(f, dict) and f.get("_type") == "ClassLabel"]
+    if len(labels) == 1 and isinstance(labels[0].get("names"), list):
+        return tuple(str(name) for name in labels[0]["names"])
+    return None

@@ -1,0 +1,191 @@
+"""LMDB files of pickled values, as many training scripts have made them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import struct
+from array import array
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import lmdb
+
+from lightning_gpuopt.storage.errors import DamagedError, StorageError
+from lightning_gpuopt.storage.format import LMDB_MAGIC
+from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest
+from lightning_gpuopt.storage.sources.checks import find_images
+
+# mdb.c of LMDB 0.9, MDB_meta: after a page header of 16 bytes magic, version, address and size of the map, then twice
+# what is known of a table (48 bytes, the first begins with the page size), last page, last transaction.
+_META: Final = struct.Struct("<16xII16xI44x48xQQ")
+
+
+class PickledSource(Source):
+    """Values in the order of ``__keys__``, or of their keys: by number where they are numbers, else by their bytes.
+
+    LMDB walks its trees without looking where it treads, and a damaged file can kill the process. So the build reads
+    it in child processes only.
+    """
+
+    kind = "pickled lmdb"
+    isolated = True
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        _refuse_truncated(path)
+        self._blob, ends, self.classes, self.num_bytes = _in_child(path)
+        self._ends = ends
+        self._env: PerProcess[Any] = PerProcess(self._open)
+        if not len(self):
+            raise ValueError(f"{path}: there is no sample in it")
+
+    def _open(self) -> Any:
+        return open_readonly(self.path)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def _key(self, index: int) -> bytes:
+        return self._blob[self._ends[index - 1] if index else 0 : self._ends[index]]
+
+    def name(self, index: int) -> str:
+        """The key."""
+        return f"key {self._key(index)!r}"
+
+    def read(self, index: int) -> Any:
+        """The unpickled value; image files in it become images."""
+        try:
+            with self._env.get().begin() as transaction:
+                data = transaction.get(self._key(index))
+        except lmdb.Error as error:
+            raise DamagedError(f"{self.path}: {self.name(index)} cannot be read ({error}); copy it again") from None
+        if data is None:
+            raise DamagedError(f"{self.path}: {self.name(index)} is listed, but not there; copy it again")
+        if not data.startswith(b"\x80"):  # what every pickle since protocol 2 begins with
+            return find_images(bytes(data))
+        try:
+            return find_images(pickle.loads(data))
+        except Exception as error:
+            raise StorageError(
+                f"{self.path}: {self.name(index)} cannot be unpickled ({type(error).__name__}: {error}); what it was "
+                "pickled with must be importable, otherwise give a Dataset that reads it"
+            ) from None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The keys and the bytes of all values."""
+        return {
+            "kind": self.kind,
+            "num_samples": len(self),
+            "keys": digest([self._blob, self._ends.tobytes()]),
+            "file_bytes": os.path.getsize(_file(self.path)),
+        }
+
+
+def open_readonly(path: str) -> Any:
+    """An LMDB environment to read from, of whichever format py-lmdb knows."""
+    try:
+        return lmdb.open(path, subdir=os.path.isdir(path), readonly=True, lock=False, readahead=True, create=False)
+    except lmdb.Error as error:
+        raise StorageError(
+            f"{path}: LMDB cannot open it ({error}); close it if it is open here, or copy it again"
+        ) from None
+
+
+_Index = tuple[bytes, "array[int]", "tuple[str, ...] | None", int]
+
+
+def _in_child(path: str) -> _Index:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.Process(target=_send_index, args=(path, sender), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        result: _Index | Exception = receiver.recv()
+    except EOFError:
+        child.join()
+        raise DamagedError(
+            f"{path}: LMDB died in it (exit code {child.exitcode}): the file is damaged; copy it again"
+        ) from None
+    child.join()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _send_index(path: str, sender: Connection) -> None:
+    try:
+        sender.send(_index(path))
+    except Exception as error:
+        known = isinstance(error, (StorageError, OSError, ValueError))
+        sender.send(error if known else StorageError(f"{path}: {type(error).__name__}: {error}"))
+
+
+def _index(path: str) -> _Index:
+    keys: list[bytes] = []
+    meta: dict[bytes, Any] = {}
+    num_bytes = 0
+    with open_readonly(path) as env, env.begin(buffers=True) as transaction, transaction.cursor() as cursor:
+        for stored, value in cursor:
+            key = bytes(stored)
+            if key.startswith(b"__") and key.endswith(b"__"):
+                meta[key] = _unpickle(bytes(value))
+            elif key not in (b"length", b"num-samples", b"num_samples"):
+                keys.append(key)
+                num_bytes += len(value)
+    listed = meta.get(b"__keys__")
+    if isinstance(listed, (list, tuple)) and all(isinstance(key, (bytes, str)) for key in listed):
+        named = [key.encode() if isinstance(key, str) else key for key in listed]
+        if set(named) != set(keys):
+            raise DamagedError(
+                f"{path}: __keys__ lists {len(named)} samples, but there are {len(keys)} others than those"
+            )
+        keys = named
+    elif all(key.isdigit() for key in keys):
+        keys.sort(key=int)
+    length = meta.get(b"__len__")
+    if type(length) is int and length != len(keys):
+        raise DamagedError(f"{path}: __len__ says {length}, but there are {len(keys)} samples; copy it again")
+    ends = array("Q")
+    total = 0
+    for key in keys:
+        total += len(key)
+        ends.append(total)
+    return b"".join(keys), ends, _class_names(meta.get(b"__classes__")), num_bytes
+
+
+def _class_names(value: Any) -> tuple[str, ...] | None:
+    if isinstance(value, (list, tuple)) and all(type(name) is str for name in value):
+        return tuple(value)
+    return None
+
+
+def _unpickle(data: bytes) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception:  # a number in plain text, or what another library wrote; then the keys have to do
+        return int(data) if data.isdigit() else None
+
+
+def _file(path: str) -> str:
+    return os.path.join(path, "data.mdb") if os.path.isdir(path) else path
+
+
+def _refuse_truncated(path: str) -> None:
+    """Of format 0.9 it can be told in advance; touching what is not there would kill the process."""
+    with open(_file(path), "rb") as stream:
+        head = stream.read(_META.size)
+        magic, version, page_bytes, *first = _META.unpack(head.ljust(_META.size, b"\0"))
+        if magic != LMDB_MAGIC or version & 0xFF != 1 or not 256 <= page_bytes <= 65536:
+            return
+        stream.seek(page_bytes)
+        *_, last_page, transaction = _META.unpack(stream.read(_META.size).ljust(_META.size, b"\0"))
+        if transaction < first[1]:
+            last_page = first[0]
+    size = os.path.getsize(_file(path))
+    if size < (last_page + 1) * page_bytes:
+        raise DamagedError(
+            f"{path}: {size} bytes long, but LMDB's own head tells of {(last_page + 1) * page_bytes}: it is truncated; "
+            "copy it again"
+        )

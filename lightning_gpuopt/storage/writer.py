@@ -1,0 +1,249 @@
+"""Writing a dataset sample by sample: `LMDBWriter`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Final
+
+from lightning_gpuopt._arguments import flag, refuse, whole_number
+from lightning_gpuopt.storage import codec
+from lightning_gpuopt.storage.errors import StorageError
+from lightning_gpuopt.storage.format import LMDBInfo, Manifest, Shard
+from lightning_gpuopt.storage.shard import MAP_SIZE_STEP, ShardWriter
+from lightning_gpuopt.storage.staging import Staging
+
+SHARD_BYTES: Final = 8 << 30
+_LEAST_STEP: Final = 1 << 16
+
+_log = logging.getLogger(__name__)
+
+
+class LMDBWriter:
+    """Writes a dataset, sample by sample, beside its path; closing it puts it there in one step.
+
+    Every commit (16 MiB or 4,096 samples) reaches the disk before the next begins, so a killed process or a power cut
+    costs what came after the last one, and ``resume=True`` goes on from there. An exception in the ``with`` block
+    leaves the unfinished dataset for that.
+
+    Args:
+        path: Directory of the dataset.
+        samples_per_shard: Samples in each LMDB file; None: a new one when 8 GiB are full.
+        map_size_step: Bytes by which LMDB's memory map grows.
+        overwrite: Replace a dataset at `path`, when the new one is closed; throw an unfinished one away.
+        resume: Go on with an unfinished dataset: write the samples from number ``len(writer)`` on.
+
+    Attributes:
+        classes: Names of the classes, index by label; may be set until the writer is closed.
+
+    Raises:
+        FileExistsError: There is something at `path`, or an unfinished dataset beside it.
+        StorageError: Another process writes it, or the unfinished one was begun with other arguments.
+
+    Example::
+
+        >>> with LMDBWriter("train.lmdb") as writer:  # doctest: +SKIP
+        ...     for image, label in samples:
+        ...         writer.write((image, label))
+        ...     writer.classes = ["cat", "dog"]
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        samples_per_shard: int | None = None,
+        map_size_step: int = MAP_SIZE_STEP,
+        overwrite: bool = False,
+        resume: bool = False,
+    ) -> None:
+        if samples_per_shard is not None:
+            whole_number("samples_per_shard", samples_per_shard, "a number of samples", least=1, or_none=True)
+        whole_number("map_size_step", map_size_step, "a number of bytes", least=_LEAST_STEP)
+        self._per_shard = samples_per_shard
+        self._step = map_size_step
+        self._classes: tuple[str, ...] | None = None
+        overwrite, resume = flag("overwrite", overwrite), flag("resume", resume)
+        plan = {"built_by": "LMDBWriter", "samples_per_shard": samples_per_shard}
+        self._plan = plan
+        self._staging: Staging | None = Staging(path, overwrite=overwrite, resume=resume, plan=plan)
+        self.path = self._staging.path
+        self._finished: list[Shard] = []
+        self._shard: ShardWriter | None = None
+        self._info: LMDBInfo | None = None
+        try:
+            self._take_up(self._staging)
+        except BaseException:
+            self._release()
+            raise
+
+    def _take_up(self, staging: Staging) -> None:
+        """Find where an earlier writer stopped."""
+        finished = staging.finished()
+        while len(self._finished) in finished:
+            self._finished.append(finished[len(self._finished)])
+        number = len(self._finished)
+        if staging.has_shard(number):
+            self._shard = ShardWriter(staging.directory, number, durable=True, resume=True, map_size_step=self._step)
+            self._cut()
+
+    def __enter__(self) -> LMDBWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            if self._staging is not None:  # else it was closed or aborted within the block
+                self.close()
+        elif self._staging is not None:
+            self._leave(kind.__name__)
+
+    def __len__(self) -> int:
+        """Samples that are safe on the disk, from the first on; the rest of those given is safe when it is closed."""
+        return self._before() + (0 if self._shard is None else self._shard.committed)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._staging is None else f"{len(self)} samples safe of {self.num_samples}"
+        return f"LMDBWriter({str(self.path)!r}, {state})"
+
+    def __bool__(self) -> bool:
+        return True  # not: whether it is empty
+
+    @property
+    def num_samples(self) -> int:
+        """Samples given so far, with those of the runs before this one."""
+        return self._before() + (0 if self._shard is None else self._shard.num_samples)
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes, index by label."""
+        return self._classes
+
+    @classes.setter
+    def classes(self, names: Sequence[str] | None) -> None:
+        if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
+            refuse("classes", "a list of names, or None", names, wrong_type=True)
+        self._classes = None if names is None else tuple(names)
+
+    def write(self, sample: Any) -> None:
+        """Append a sample.
+
+        Args:
+            sample: bytes, int, float, bool, str, None, a numpy array, a tensor, a PIL image, or a tuple, list or dict
+                of these. PIL images that were opened from a file, and not changed, are stored as that file.
+
+        Raises:
+            TypeError: It has a part that cannot be stored without pickle; the writer goes on with the next sample.
+            StorageError: It is larger than what LMDB stores.
+            OSError: The disk is full; what was committed is safe, and what was not is kept for the next commit, this
+                sample included.
+            ValueError: The writer is closed.
+        """
+        staging = self._open()
+        try:
+            encoded = codec.encode(sample)
+        except Exception as err:  # PIL and torch have their own for what they cannot put into bytes
+            raise TypeError(f"{self.path}: sample {self.num_samples} cannot be stored: {err}") from err
+        if self._shard is None:
+            self._shard = ShardWriter(staging.directory, len(self._finished), durable=True, map_size_step=self._step)
+        self._shard.add(encoded)
+        self._cut()
+
+    def flush(self) -> None:
+        """Commit what was written so far: afterwards it is safe.
+
+        Raises:
+            OSError: The disk is full.
+            ValueError: The writer is closed.
+        """
+        self._open()
+        if self._shard is not None:
+            self._shard.commit()
+
+    def close(self) -> LMDBInfo:
+        """Finish the dataset and put it at its path. Idempotent.
+
+        Returns:
+            What it holds.
+
+        Raises:
+            OSError: The disk is full; what was committed is safe, and ``resume=True`` goes on.
+            ValueError: No sample was written, or the writer was aborted or left with an exception.
+        """
+        if self._info is not None:
+            return self._info
+        staging = self._open()
+        try:
+            if self._shard is not None and self._shard.num_samples:
+                self._finish(self._shard)
+            if not self._finished:
+                self.abort()
+                raise ValueError(
+                    f"{self.path}: no samples were written, so there is no dataset; write some, then close"
+                )
+            manifest = Manifest(tuple(self._finished), self._classes, source=self._plan)
+            staging.publish(manifest)
+        except BaseException as err:
+            if self._staging is not None:
+                self._leave(type(err).__name__)
+            raise
+        self._release()
+        self._info = manifest.info
+        return self._info
+
+    def abort(self) -> None:
+        """Throw away what was written; a dataset at the path stays as it is. Idempotent."""
+        if self._staging is not None:
+            if self._shard is not None:
+                self._shard.close()
+                self._shard = None
+            self._staging.discard()
+            self._release()
+
+    def _open(self) -> Staging:
+        if self._staging is None:
+            raise ValueError(
+                f"{self.path}: this LMDBWriter is closed; open another, with another path or overwrite=True"
+            )
+        return self._staging
+
+    def _before(self) -> int:
+        return sum(shard.num_samples for shard in self._finished)
+
+    def _cut(self) -> None:
+        """Finish the shard if it is full."""
+        shard = self._shard
+        if shard is None or not shard.num_samples:
+            return
+        full = shard.num_bytes >= SHARD_BYTES if self._per_shard is None else shard.num_samples >= self._per_shard
+        if full:
+            self._finish(shard)
+
+    def _finish(self, shard: ShardWriter) -> None:
+        self._finished.append(shard.finish())
+        self._shard = None
+
+    def _leave(self, why: str) -> None:
+        """Let go of the unfinished dataset, and say how to go on."""
+        if self._shard is not None:
+            try:
+                self._shard.commit()
+            except (OSError, StorageError) as err:
+                _log.warning("%s: the last samples are lost: %s", self.path, err)
+        _log.warning(
+            "%s is not finished (%s): %d samples are safe beside it; LMDBWriter(..., resume=True) goes on after them",
+            self.path,
+            why,
+            len(self),
+        )
+        self._release()
+
+    def _release(self) -> None:
+        if self._shard is not None:
+            self._shard.close()
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None

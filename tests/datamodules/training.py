@@ -1,0 +1,154 @@
+"""A model that writes down which samples it was given, and a callback that saves in the middle of things."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
+from lightning_gpuopt.storage.writer import LMDBWriter
+from tests.helpers import tiny_trainer
+
+SAMPLES = 53
+EPOCHS = 3
+
+
+def build(path: Path, num_samples: int = SAMPLES) -> Path:
+    """A dataset of (one feature, the sample's index)."""
+    with LMDBWriter(path, samples_per_shard=20) as writer:
+        for index in range(num_samples):
+            writer.write((np.array([index / 64], np.float32), index))
+    return path
+
+
+class Notes(LightningModule):
+    """Notes, for each step taken, the epoch and the samples."""
+
+    def __init__(self, ask_for_steps: bool = False) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.ask_for_steps = ask_for_steps
+        self.steps: list[tuple[int, list[int]]] = []
+        self.estimated_steps: int | None = None
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        features, indices = batch
+        self.steps.append((self.current_epoch, indices.tolist()))
+        return self.layer(features).pow(2).mean()
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.layer(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.ask_for_steps:
+            self.estimated_steps = int(self.trainer.estimated_stepping_batches)
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Interrupted(RuntimeError):
+    """What ends the first run."""
+
+
+class SaveAndEnd(Callback):
+    """Saves a checkpoint in one hook of one batch or epoch, and ends the run by an exception.
+
+    Args:
+        path: where to save.
+        hook: ``on_train_batch_end``, ``on_validation_end``, ``on_train_epoch_end``, ``on_exception``, ...
+        batch: after so many batches of that epoch.
+        epoch: in which epoch.
+    """
+
+    def __init__(self, path: Path, hook: str, batch: int, epoch: int = 1) -> None:
+        self.path, self.hook, self.batch, self.epoch = path, hook, batch, epoch
+        self.batches = 0
+
+    def _maybe(self, hook: str, trainer: Trainer) -> None:
+        if hook == self.hook and trainer.current_epoch == self.epoch and self.batches == self.batch:
+            trainer.save_checkpoint(self.path)
+            raise Interrupted
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.batches = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.hook == "on_exception" and trainer.current_epoch == self.epoch and self.batches == self.batch:
+            raise Interrupted
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.batches += 1
+        self._maybe("on_train_batch_end", trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._maybe("on_validation_end", trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._maybe("on_train_epoch_end", trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self.hook == "on_exception":
+            trainer.save_checkpoint(self.path)
+
+
+def run(
+    data: Path,
+    work: Path,
+    *,
+    batch_size: int,
+    num_workers: int = 0,
+    save: SaveAndEnd | None = None,
+    resume: Path | None = None,
+    ask_for_steps: bool = False,
+    module_kwargs: dict[str, Any] | None = None,
+    **trainer_kwargs: Any,
+) -> Notes:
+    """Train for `EPOCHS` epochs, or until `save` ends it."""
+    torch.manual_seed(0)
+    model = Notes(ask_for_steps)
+    datamodule = LMDBDataModule(
+        data, val=data, batch_size=batch_size, num_workers=num_workers, seed=5, **(module_kwargs or {})
+    )
+    trainer = tiny_trainer(
+        work,
+        **{
+            "max_steps": -1,
+            "max_epochs": EPOCHS,
+            "callbacks": [] if save is None else [save],
+            "limit_val_batches": 1,
+            "num_sanity_val_steps": 0,
+            **trainer_kwargs,
+        },
+    )
+    with contextlib.suppress(Interrupted):
+        trainer.fit(model, datamodule, ckpt_path=resume, weights_only=None if resume is None else True)
+    return model
+
+
+def main() -> None:
+    """One rank: run what the JSON argument says, and print the steps."""
+    what = json.loads(sys.argv[1])
+    save = what.get("save")
+    model = run(
+        Path(what["data"]),
+        Path(what["work"]),
+        batch_size=what["batch_size"],
+        num_workers=what.get("num_workers", 0),
+        save=None if save is None else SaveAndEnd(Path(save["path"]), save["hook"], save["batch"]),
+        resume=Path(what["resume"]) if "resume" in what else None,
+        devices=what["devices"],
+        strategy="ddp" if what["devices"] > 1 else "auto",
+    )
+    print(json.dumps(model.steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import io
+import random
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+import xxhash
+from PIL import Image
+
+from lightning_gpuopt.storage import codec
+from lightning_gpuopt.storage.errors import DamagedError
+
+DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.bool]
+DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
+DTYPES += [torch.complex64, torch.complex128]
+
+
+def round_trip(sample: Any, image: Any = None) -> Any:
+    value = codec.encode(sample).value(3, 7)
+    source = b"before" + value + b"after"
+    return codec.read(source, 6, 6 + len(value), codec.sample_number(3, 7), image)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        b"",
+        b"\x00" * 70_000,
+        "",
+        "grün \ud800",
+        0,
+        -(1 << 63),
+        (1 << 63) - 1,
+        1 << 200,
+        -(1 << 63) - 1,
+        1.5,
+        float("inf"),
+        True,
+        False,
+        None,
+        (),
+        [],
+        {},
+        (1,),
+        (b"x", [2, "y", {"z": (None, 3.5), 4: []}], ()),
+        {"__key__": "a/b", "cls": 3, -1: b"q"},
+        tuple(range(40)),
+        [(1, 2), (3, 4)],
+    ],
+    ids=lambda sample: repr(sample)[:30],
+)
+def test_plain_values_come_back_with_their_types(sample: Any) -> None:
+    got = round_trip(sample)
+    assert got == sample
+    assert type(got) is type(sample)
+    assert repr(got) == repr(sample)  # the types within, and the order of a dict's keys
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    DTYPES,
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3, 4)], ids=str)
+def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    size = torch.empty((), dtype=dtype).itemsize
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (*shape, size), dtype=torch.uint8, generator=generator)
+    tensor = raw.view(dtype).reshape(shape)
+    got = round_trip(tensor)
+    assert (got.dtype, got.shape) == (dtype, tensor.shape)
+    assert torch.equal(got.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+    got.reshape(-1)[:1] = 0  # its own memory, which may be written
+
+
+def test_views_and_lazy_conjugates_are_stored_as_what_they_show() -> None:
+    base = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    assert torch.equal(round_trip(base.T), base.T)
+    assert torch.equal(round_trip(base[:, ::2]), base[:, ::2])
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert round_trip(conjugate).tolist() == [1 - 2j]
+    assert torch.equal(round_trip(torch.nn.Parameter(base)), base)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=">i4").reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.array("x"),
+        np.array(["a", "bcd"]),
+        np.array([b"a", b"bcd"]),
+        np.zeros((0, 3), np.float32),
+        np.array([(1, 2.5, "q")], dtype=[("a", "<i2"), ("b", "<f8"), ("c", "<U3")]),
+        np.array(["2024-01-01"], "datetime64[D]"),
+        np.array([True, False]),
+    ],
+    ids=lambda array: f"{array.dtype}{array.shape}",
+)
+def test_arrays_come_back_with_dtype_and_shape(array: np.ndarray[Any, Any]) -> None:
+    got = round_trip(array)
+    assert (got.dtype, got.shape) == (array.dtype, array.shape)
+    assert got.tolist() == array.tolist()
+    assert got.flags.writeable
+    assert got.flags.aligned
+
+
+@pytest.mark.parametrize("scalar", [np.float32(1.5), np.float64(2.5), np.int8(-3), np.bool_(True), np.str_("ab")])
+def test_numpy_scalars_stay_numpy_scalars(scalar: Any) -> None:
+    got = round_trip((scalar, 1))[0]
+    assert got == scalar
+    assert type(got) is type(scalar)
+
+
+def test_an_opened_image_is_stored_as_its_file() -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), (200, 10, 10)).save(file, "JPEG", quality=70)
+    assert round_trip(Image.open(file)) == file.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I", "I;16", "F"])
+def test_an_image_from_memory_is_stored_without_loss(mode: str) -> None:
+    image = Image.new(mode, (5, 3))
+    pixels = {"1": 255, "LA": (9, 8), "RGB": (1, 2, 3), "RGBA": (1, 2, 3, 4), "CMYK": (1, 2, 3, 4), "I": 100_000}
+    image.putpixel((1, 1), pixels.get(mode, 1))
+    got = Image.open(io.BytesIO(round_trip(image)))
+    assert (got.mode, got.size) == (mode, image.size)
+    assert got.tobytes() == image.tobytes()
+
+
+def test_images_are_decoded_where_they_stand_in_the_sample() -> None:
+    sample = {"a": (codec.EncodedImage(b"one"), 1), "b": codec.EncodedImage(b"two"), "c": b"three"}
+    assert round_trip(sample, lambda data: ("decoded", bytes(data))) == {
+        "a": (("decoded", b"one"), 1),
+        "b": ("decoded", b"two"),
+        "c": b"three",
+    }
+
+
+class _Strange:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("sample", "text"),
+    [
+        (_Strange(), "sample is a .*_Strange; expected bytes, int"),
+        ((1, [2, _Strange()]), r"sample\[1\]\[1\] is a "),
+        ({"x": {1, 2}}, r"sample\['x'\] is a builtins.set"),
+        ({1.5: 2}, "sample has the key 1.5: keys must be str or int"),
+        ({1 << 70: 2}, "keys or nesting cannot be stored"),
+        ({"\ud800": 2}, "keys or nesting cannot be stored"),
+        (np.array([object()]), "numpy array of Python objects, which would need pickle"),
+        (torch.eye(2).to_sparse(), "sparse or quantized tensor"),
+    ],
+)
+def test_what_would_need_pickle_is_refused_with_its_place(sample: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        codec.encode(sample)
+
+
+def test_a_sample_that_contains_itself_is_refused() -> None:
+    sample: list[Any] = []
+    sample.append(sample)
+    with pytest.raises(TypeError, match="contains itself"):
+        codec.encode(sample)
+
+
+@pytest.mark.parametrize("parts", [2, 13, 14, 20])
+def test_a_value_is_a_msgpack_array_whose_stamp_covers_its_place_and_content(parts: int) -> None:
+    value = codec.encode([b"x" * 300] * parts).value(1, 2)
+    stamp, structure, *buffers = msgpack.unpackb(value)
+    assert buffers == [b"x" * 300] * parts
+    assert msgpack.unpackb(structure) == ["list", [["bytes"]] * parts]
+    assert stamp[8:] == ((1 << 40) + 2).to_bytes(8, "big")
+    assert stamp[:8] == xxhash.xxh3_64_digest(value[codec.body_offset(value) - 8 :])
+    assert codec.check(value, codec.sample_id(1, 2)) == stamp[:8]
+    assert codec.split(value) == [stamp, structure, *buffers]
+    with pytest.raises(DamagedError, match="another sample"):
+        codec.check(value, codec.sample_id(1, 3))
+
+
+def test_every_flipped_bit_is_found() -> None:
+    """The checksum covers all but the array's head, which must fit the structure."""
+    sample = (np.arange(4, dtype=np.int16), 5, "label", b"q" * 260)
+    value = codec.encode(sample).value(0, 9)
+    for bit in range(len(value) * 8):
+        broken = bytearray(value)
+        broken[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DamagedError):
+            _check_and_read(bytes(broken), 9)
+
+
+def _check_and_read(value: bytes, number: int) -> None:
+    codec.check(value, codec.sample_id(0, number))
+    codec.read(value, 0, len(value), number, None)
+
+
+def test_random_bytes_are_refused() -> None:
+    generator = random.Random(0)
+    for length in (0, 1, 10, 21, 100, 1000):
+        with pytest.raises(DamagedError):
+            codec.read(generator.randbytes(length), 0, length, 9, None)
+        with pytest.raises(DamagedError):
+            codec.split(generator.randbytes(length))
+
+
+def test_a_value_that_is_longer_or_shorter_than_its_parts_is_refused() -> None:
+    value = codec.encode((b"abc", 5)).value(0, 9)
+    for stop in (len(value) - 1, len(value) + 1):
+        with pytest.raises(DamagedError, match="its parts end 1 bytes"):
+            codec.read(value + b"x", 0, stop, 9, None)
+    with pytest.raises(DamagedError, match="its value is cut off"):
+        codec.read(value[:-9], 0, len(value) - 9, 9, None)

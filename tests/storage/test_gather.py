@@ -1,0 +1,191 @@
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset, default_collate, random_split
+
+from lightning_gpuopt.storage.codec import EncodedImage
+from lightning_gpuopt.storage.errors import DamagedError
+from lightning_gpuopt.storage.gather import Gather, plan
+from lightning_gpuopt.storage.loader import make_loader
+from lightning_gpuopt.storage.order import Order
+from lightning_gpuopt.storage.reader import LMDBDataset
+from lightning_gpuopt.storage.sampler import ElasticSampler
+from lightning_gpuopt.storage.writer import LMDBWriter
+
+
+def stored(path: Path, sample: Callable[[int], Any], num_samples: int = 50, shard: int = 20) -> LMDBDataset:
+    with LMDBWriter(path, samples_per_shard=shard) as writer:
+        for index in range(num_samples):
+            writer.write(sample(index))
+    return LMDBDataset(path)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two batches are of the same make, dtypes and values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    return len(one) == len(other) and all(map(same, one, other))
+
+
+EQUAL_RECORDS: list[Callable[[int], Any]] = [
+    lambda i: (np.full((3, 4, 5), i, np.uint8), i),
+    lambda i: {"x": torch.full((2, 3), i, dtype=torch.bfloat16), 7: i / 3, "flag": i % 2 == 0},
+    lambda i: [np.float32(i), (np.int16(i), [np.array(i, np.float64)])],
+    lambda i: np.arange(i, i + 300, dtype=np.int64),  # a head of three bytes
+    lambda i: torch.full((70_000,), i, dtype=torch.uint8),  # and of five
+    lambda i: (torch.zeros(0, 3), i),
+    lambda i: torch.tensor([complex(i, -i)]),
+    lambda i: -i,
+    lambda i: tuple(range(i, i + 20)),  # more buffers than a short array head counts
+]
+
+
+@pytest.mark.parametrize("sample", EQUAL_RECORDS)
+def test_a_gathered_batch_is_what_default_collate_makes(tmp_path: Path, sample: Callable[[int], Any]) -> None:
+    dataset = stored(tmp_path / "data", sample)
+    wanted = [49, 0, 20, 19, 3, 3, 40]
+    gathered = Gather(dataset).__getitems__(wanted)
+    assert same(gathered, default_collate([dataset[i] for i in wanted]))
+
+
+def test_gathered_tensors_may_be_written_to(tmp_path: Path) -> None:
+    dataset = stored(tmp_path / "data", lambda i: np.full(3, i, np.float32))
+    gather = Gather(dataset)
+    gather.__getitems__([1, 2]).add_(5)
+    assert gather.__getitems__([1, 2]).tolist() == [[1, 1, 1], [2, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda i: (np.zeros(3), "text"),
+        lambda i: b"bytes",
+        lambda i: EncodedImage(b"image"),
+        lambda i: np.zeros(i + 1),
+        lambda i: (i, None),
+        lambda i: np.zeros(3, ">f4"),
+        lambda i: 2**70 + i,
+        lambda i: [i] if i % 2 else (i,),
+    ],
+)
+def test_other_records_are_not_gathered(tmp_path: Path, sample: Callable[[int], Any]) -> None:
+    dataset = stored(tmp_path / "data", sample)
+    assert plan(dataset) is None
+    with pytest.raises(TypeError, match="not equal arrays and numbers"):
+        Gather(dataset)
+
+
+def test_transforms_and_checksums_want_single_samples(tmp_path: Path) -> None:
+    stored(tmp_path / "data", lambda i: (np.zeros(3), i))
+    for options in ({"transform": np.negative}, {"target_transform": str}, {"verify_checksum": True}):
+        assert plan(LMDBDataset(tmp_path / "data", **options)) is None  # type: ignore[arg-type]
+
+
+def test_subsets_are_gathered_too(tmp_path: Path) -> None:
+    dataset = stored(tmp_path / "data", lambda i: (np.full(2, i), i))
+    nested = Subset(Subset(dataset, range(10, 40)), [29, 0, 7])
+    loader = make_loader(nested, ElasticSampler(Order(3, shuffle=False), 2))
+    assert isinstance(loader.dataset, Gather)
+    assert [labels.tolist() for _, labels in loader] == [[39, 10], [17]]
+    first, second = random_split(dataset, [30, 20], torch.Generator().manual_seed(0))
+    seen = [
+        label
+        for part in (first, second)
+        for _, labels in make_loader(part, ElasticSampler(Order(len(part)), 7))
+        for label in labels.tolist()
+    ]
+    assert sorted(seen) == list(range(50))
+
+
+def test_small_records_need_no_workers_and_large_ones_do(tmp_path: Path) -> None:
+    dataset = stored(tmp_path / "data", lambda i: np.zeros(70_000, np.uint8), num_samples=3)
+    small = make_loader(dataset, ElasticSampler(Order(3), 100), workers_if_needed=2)
+    large = make_loader(dataset, ElasticSampler(Order(3), 200), workers_if_needed=2)
+    assert (small.num_workers, large.num_workers) == (0, 2)
+    told = make_loader(dataset, ElasticSampler(Order(3), 2), num_workers=1)
+    assert told.num_workers == 1
+    assert [len(batch) for batch in told] == [2, 1]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_it_works_in_workers_of_every_kind(tmp_path: Path, context: str) -> None:
+    dataset = stored(tmp_path / "data", lambda i: (np.full(2, i), i))
+    gather = Gather(dataset)
+    gather.__getitems__([0])
+    loader = DataLoader(gather, batch_size=20, num_workers=1, collate_fn=_same, multiprocessing_context=context)
+    assert [labels.tolist() for _, labels in loader] == [list(range(20)), list(range(20, 40)), list(range(40, 50))]
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+def test_a_pickle_leaves_the_maps_out(tmp_path: Path) -> None:
+    gather = Gather(stored(tmp_path / "data", lambda i: i))
+    gather.__getitems__([0])
+    assert pickle.loads(pickle.dumps(gather)).__getitems__([7]).tolist() == [7]
+
+
+@pytest.mark.parametrize("indices", [[0, 50], [-1]])
+def test_indices_out_of_range_are_refused(tmp_path: Path, indices: list[int]) -> None:
+    gather = Gather(stored(tmp_path / "data", lambda i: i))
+    with pytest.raises(IndexError, match="50"):
+        gather.__getitems__(indices)
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([byte ^ 0x10]))
+
+
+def test_a_record_that_is_another_is_refused(tmp_path: Path) -> None:
+    dataset = stored(tmp_path / "data", lambda i: (np.full(2000, i, np.uint8), i))
+    start = dataset.value(33).obj.find(bytes(dataset.value(33)))  # type: ignore[attr-defined]
+    flip(tmp_path / "data" / "shard-00001.mdb", start + 4 + 15)  # its number, behind array head, bytes head, checksum
+    gather = Gather(dataset)
+    assert gather.__getitems__([32, 34])[1].tolist() == [32, 34]
+    with pytest.raises(DamagedError, match="sample 33"):
+        gather.__getitems__([32, 33, 34])
+
+
+@pytest.mark.parametrize("byte", [0, 2, 5, 7])
+def test_a_record_table_that_lies_gives_no_other_sample(tmp_path: Path, byte: int) -> None:
+    dataset = stored(tmp_path / "data", lambda i: (np.full(2000, i, np.uint8), i))
+    gather = Gather(dataset)
+    flip(tmp_path / "data" / "shard-00000.tab", 32 + 8 * 5 + byte)
+    assert gather.__getitems__([4, 6])[1].tolist() == [4, 6]
+    with pytest.raises(DamagedError, match="sample 5"):
+        gather.__getitems__([4, 5, 6])
+
+
+def test_missing_and_truncated_files_are_named(tmp_path: Path) -> None:
+    dataset = stored(tmp_path / "data", lambda i: i)
+    gather = Gather(dataset)
+    table = tmp_path / "data" / "shard-00001.tab"
+    whole = table.read_bytes()
+    table.write_bytes(whole[:-1])
+    with pytest.raises(DamagedError, match=r"shard-00001\.tab: \d+ bytes long; expected"):
+        gather.__getitems__([0])
+    table.unlink()
+    with pytest.raises(DamagedError, match=r"shard-00001\.tab: .*missing"):
+        gather.__getitems__([0])
+
+
+def test_a_dataset_that_was_built_anew_meanwhile_is_not_mixed_in(tmp_path: Path) -> None:
+    gather = Gather(stored(tmp_path / "data", lambda i: (np.full(20, i, np.uint8), i)))
+    (tmp_path / "data").rename(tmp_path / "old")
+    stored(tmp_path / "data", lambda i: (np.full(20, 255 - i, np.uint8), i))  # of the same sizes
+    with pytest.raises(DamagedError, match="shard-00000 is not the one that the manifest tells of"):
+        gather.__getitems__([0])

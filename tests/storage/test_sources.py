@@ -1,0 +1,357 @@
+"""Every kind of source, from real files: what its samples are, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import multiprocessing
+import shutil
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import IterableDataset, TensorDataset
+
+from lightning_gpuopt.storage.build import build_lmdb
+from lightning_gpuopt.storage.codec import EncodedImage
+from lightning_gpuopt.storage.errors import DamagedError
+from lightning_gpuopt.storage.reader import LMDBDataset
+from lightning_gpuopt.storage.sources import BadImage, open_source
+from lightning_gpuopt.storage.sources.base import Source, expand
+from tests.storage.source_files import image_file, npy, same, samples, write_folder, write_pickled, write_tar
+
+# --- image folders -----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_images_is_in_torchvision_s_order(tmp_path: Path) -> None:
+    paths = ["b/z.jpg", "b/a.JPG", "b/a-nested/x.png", "b/a/deep/y.jpeg", "a/1.webp", "B/0.bmp"]
+    for number, path in enumerate(paths):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(bytes([number]))
+    source = open_source(tmp_path)
+    # torchvision sorts what os.walk gives by the folder's path, and the files in each by name.
+    expected = ["B/0.bmp", "a/1.webp", "b/a.JPG", "b/z.jpg", "b/a-nested/x.png", "b/a/deep/y.jpeg"]
+    assert source.classes == ("B", "a", "b")
+    assert [source.name(index) for index in range(len(source))] == expected
+    assert [sample for _, sample in samples(source)] == [0, 1, 2, 2, 2, 2]
+    assert [bytes(image) for image, _ in samples(source)] == [bytes([paths.index(path)]) for path in expected]
+    assert {type(image) for image, _ in samples(source)} == {EncodedImage}
+    assert source.num_bytes == 6
+
+
+def test_hidden_files_and_other_files_are_no_images(tmp_path: Path) -> None:
+    files = write_folder(tmp_path, {"a": 1, "b": 1})
+    for path in (".hidden/x.jpg", "a/.y.jpg", "a/._00000.jpg", "a/notes.txt", "readme.md"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(b"x")
+    source = open_source(str(tmp_path))
+    assert [source.name(index) for index in range(len(source))] == list(files)
+
+
+def test_a_class_without_images_keeps_its_label_and_is_told(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"a": 0, "b": 1})
+    with pytest.warns(UserWarning, match=r"no image in 1 of 2 class subfolders \(a\); they keep their labels"):
+        source = open_source(tmp_path)
+    assert source.classes == ("a", "b")
+    assert [label for _, label in samples(source)] == [1]
+
+
+def test_images_beside_the_classes_are_told(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"a": 1})
+    (tmp_path / "loose.jpg").write_bytes(b"x")
+    with pytest.warns(UserWarning, match=r"1 images beside the class subfolders \(loose.jpg\) have no class"):
+        assert len(open_source(tmp_path)) == 1
+
+
+def test_links_to_folders_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+    write_folder(tmp_path / "elsewhere", {"x": 2})
+    write_folder(tmp_path / "images", {"a": 1})
+    (tmp_path / "images/b").symlink_to(tmp_path / "elsewhere/x")
+    assert [label for _, label in samples(open_source(tmp_path / "images"))] == [0, 1, 1]
+    (tmp_path / "images/a/up").symlink_to(tmp_path / "images")
+    with pytest.raises(ValueError, match="images/a/up: a link to a folder above it"):
+        open_source(tmp_path / "images")
+
+
+def test_a_link_that_leads_nowhere_is_a_bad_image(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"a": 1})
+    (tmp_path / "a/gone.jpg").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(BadImage, match="no such file"):
+        open_source(tmp_path).read(1)
+
+
+def test_folders_that_are_no_source_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not a source that is known; expected class subfolders"):
+        open_source(tmp_path)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ValueError, match="there is no image in it"):
+        open_source(tmp_path)
+    (tmp_path / "a").rmdir()
+    (tmp_path / "x.jpg").write_bytes(b"x")
+    with pytest.raises(ValueError, match="1 images, but no class subfolders; expected PATH/<class>/<image>"):
+        open_source(tmp_path)
+
+
+def test_a_name_that_is_no_utf_8_survives(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"a": 0})
+    (tmp_path / "a" / "caf\udce9.jpg").write_bytes(b"x")
+    source = open_source(tmp_path)
+    assert source.read(0) == (b"x", 0)
+    assert source.name(0) == "a/caf\udce9.jpg"
+
+
+# --- tars --------------------------------------------------------------------------------------------------------
+
+
+def test_a_webdataset_is_a_dict_a_sample(tmp_path: Path) -> None:
+    jpeg, png = image_file(1), image_file(2, "PNG")
+    mask = np.arange(6, dtype=np.int16).reshape(2, 3)
+    write_tar(
+        tmp_path / "data.tar",
+        {
+            "__meta__": b"left out",
+            "__about.json__": b"left out",
+            "sub.dir/0001.JPG": jpeg,
+            "sub.dir/0001.cls": b"7\n",
+            "sub.dir/0001.seg.png": png,
+            "0002.txt": "grün".encode(),
+            "0002.json": b'{"a": [1, null]}',
+            "0002.mask.npy": npy(mask),
+            "0002.bin": b"\x00\x01",
+            "no-extension": b"left out",
+        },
+    )
+    source = open_source(tmp_path / "data.tar")
+    first, second = samples(source)
+    assert first == {"__key__": "sub.dir/0001", "jpg": jpeg, "cls": 7, "seg.png": png}
+    assert [type(first[key]) for key in ("jpg", "cls", "seg.png")] == [EncodedImage, int, EncodedImage]
+    expected = {"__key__": "0002", "txt": "grün", "json": {"a": [1, None]}, "mask.npy": mask, "bin": b"\x00\x01"}
+    assert same(second, expected)
+    assert source.name(0) == f"{tmp_path}/data.tar: sub.dir/0001"
+
+
+@pytest.mark.parametrize("given", ["folder", "braces", "glob", "list"])
+def test_several_tars_are_one_source(tmp_path: Path, given: str) -> None:
+    for number in range(12):
+        write_tar(
+            tmp_path / f"d-{number:02d}.tar", {f"{number}{i}.cls": str(number * 2 + i).encode() for i in range(2)}
+        )
+    ways: dict[str, Any] = {
+        "folder": tmp_path,
+        "braces": f"{tmp_path}/d-{{00..11}}.tar",
+        "glob": f"{tmp_path}/d-*.tar",
+        "list": sorted(tmp_path.glob("*.tar")),
+    }
+    assert [sample["cls"] for sample in samples(open_source(ways[given]))] == list(range(24))
+
+
+def test_braces_are_those_of_a_shell() -> None:
+    assert expand("x{8..10}-{a,b}") == ["x8-a", "x8-b", "x9-a", "x9-b", "x10-a", "x10-b"]
+    assert expand("x{010..008}{y}") == ["x010{y}", "x009{y}", "x008{y}"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tars_of_webdatasets_own_writer_read_as_it_reads_them(tmp_path: Path) -> None:
+    import webdataset
+
+    with webdataset.ShardWriter(str(tmp_path / "%04d.tar"), maxcount=2, verbose=0) as writer:
+        for index in range(5):
+            sample = {"__key__": f"a/{index}", "cls": index, "txt": f"é{index}", "json": [index]}
+            writer.write({**sample, "x.npy": np.arange(index)})
+    tars = sorted(map(str, tmp_path.glob("*.tar")))
+    theirs = [
+        {name: value for name, value in sample.items() if name not in ("__url__", "__local_path__")}
+        for sample in webdataset.WebDataset(tars, shardshuffle=False).decode()
+    ]
+    assert len(theirs) == 5
+    assert all(same(ours, other) for ours, other in zip(samples(open_source(tmp_path)), theirs, strict=True))
+
+
+@pytest.mark.parametrize("cut", [1, 511, 600, 1500, 2047, 2048])
+def test_a_truncated_tar_is_named(tmp_path: Path, cut: int) -> None:
+    tar = tmp_path / "data.tar"
+    write_tar(tar, {"0.bin": bytes(600), "1.bin": bytes(100)})  # header, two blocks, header, one block: 2,560 bytes
+    tar.write_bytes(tar.read_bytes()[:cut])
+    with pytest.raises(DamagedError, match=r"data\.tar: not a whole tar \("):
+        open_source(tar)
+
+
+def test_a_tar_without_its_end_or_with_garbage_is_not_whole(tmp_path: Path) -> None:
+    tar = tmp_path / "data.tar"
+    write_tar(tar, {"0.bin": bytes(600)})
+    whole = tar.read_bytes()
+    tar.write_bytes(whole[:1536])
+    with pytest.raises(DamagedError, match="the end-of-archive marker is missing"):
+        open_source(tar)
+    tar.write_bytes(whole[:1536] + b"x" * 1024)
+    with pytest.raises(DamagedError, match="no member begins at byte 1536"):
+        open_source(tar)
+    tar.write_bytes(b"")
+    with pytest.raises(DamagedError, match="it is empty"):
+        open_source(tar)
+
+
+@pytest.mark.parametrize("name", ["data.tar.gz", "data.tgz", "data.tar"])
+def test_a_compressed_tar_is_refused(tmp_path: Path, name: str) -> None:
+    write_tar(tmp_path / "plain.tar", {"0.bin": b"x"})
+    (tmp_path / name).write_bytes(gzip.compress((tmp_path / "plain.tar").read_bytes()))
+    with pytest.raises(ValueError, match=f"{name}: a .*compressed.*decompress it first"):
+        open_source(tmp_path / name)
+
+
+def test_a_member_that_is_not_what_its_name_says_is_named(tmp_path: Path) -> None:
+    write_tar(tmp_path / "data.tar", {"a.cls": b"seven"})
+    with pytest.raises(ValueError, match=r"data\.tar: a\.cls: cannot be read as its name says"):
+        open_source(tmp_path / "data.tar").read(0)
+
+
+def test_a_member_twice_in_a_sample_and_tars_of_nothing_are_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "twice.tar", "w") as tar:
+        for _ in range(2):
+            tar.addfile(tarfile.TarInfo("a.cls"))
+    with pytest.raises(ValueError, match=r"twice\.tar: the member a\.cls is there twice"):
+        open_source(tmp_path / "twice.tar")
+    write_tar(tmp_path / "nothing.tar", {})
+    with pytest.raises(ValueError, match=r"nothing\.tar: there is no sample in it"):
+        open_source(tmp_path / "nothing.tar")
+
+
+def test_folders_and_tars_together_are_a_question(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"a": 1})
+    write_tar(tmp_path / "data.tar", {"0.bin": b"x"})
+    with pytest.raises(ValueError, match=r"both folders and \*\.tar files are in it"):
+        open_source(tmp_path)
+
+
+# --- Datasets ----------------------------------------------------------------------------------------------------
+
+
+class Squares:
+    classes = ("even", "odd")
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[int, str]:
+        if index == 3:
+            raise KeyError("lost")
+        return index * index, "x"
+
+
+def test_a_dataset_s_samples_come_as_they_are() -> None:
+    source = open_source(Squares())
+    assert ([source.read(i) for i in range(3)], source.classes) == ([(0, "x"), (1, "x"), (4, "x")], ("even", "odd"))
+    with pytest.raises(RuntimeError, match=r"source: Squares\[3\] raised KeyError: 'lost'") as caught:
+        source.read(3)
+    assert isinstance(caught.value.__cause__, KeyError)
+    tensors = TensorDataset(torch.arange(4), torch.ones(4, 2))
+    assert torch.equal(open_source(tensors).read(2)[1], torch.ones(2))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+
+def test_what_is_no_dataset_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected a path or a map-style Dataset .* got a Stream"):
+        open_source(Stream())
+    with pytest.raises(ValueError, match="source: the list has no samples"):
+        open_source([])
+
+
+def test_one_of_our_own_datasets_is_built_again_with_its_images(tmp_path: Path) -> None:
+    files = write_folder(tmp_path / "images", {"a": 2, "b": 1})
+    build_lmdb(tmp_path / "images", tmp_path / "one", progress=False)
+    expected = [(data, int(path[0] == "b")) for path, data in files.items()]
+    for given in (tmp_path / "one", LMDBDataset(tmp_path / "one")):
+        source = open_source(given)
+        assert (samples(source), source.classes, source.kind) == (expected, ("a", "b"), "lightning-gpuopt")
+        assert type(source.read(0)[0]) is EncodedImage
+    changed = open_source(LMDBDataset(tmp_path / "one", transform=lambda image: image.size))
+    assert changed.read(2) == ((24, 16), 1)
+
+
+def test_damage_in_one_of_our_own_datasets_is_found_when_it_is_built_again(tmp_path: Path) -> None:
+    write_folder(tmp_path / "images", {"a": 3})
+    build_lmdb(tmp_path / "images", tmp_path / "one", progress=False)
+    shard = tmp_path / "one/shard-00000.mdb"
+    data = bytearray(shard.read_bytes())
+    where = data.index((tmp_path / "images/a/00001.jpg").read_bytes())
+    data[where + 300] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DamagedError, match=r"one: sample 1 \(shard-00000\): .*checksum"):
+        samples(open_source(tmp_path / "one"))
+
+
+# --- all of them -------------------------------------------------------------------------------------------------
+
+
+def test_wrong_paths_are_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere: there is no such file or folder"):
+        open_source(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"\*\.tar: no file is matched by this pattern"):
+        open_source(f"{tmp_path}/*.tar")
+    write_tar(tmp_path / "x-0.tar", {"0.bin": b""})
+    with pytest.raises(FileNotFoundError, match=r"x-1\.tar: there is no such file"):
+        open_source(f"{tmp_path}/x-{{0..1}}.tar")
+    (tmp_path / "x.csv").write_bytes(b"a,b\n")
+    with pytest.raises(ValueError, match=r"x\.csv: not a source that is known"):
+        open_source(tmp_path / "x.csv")
+    with pytest.raises(ValueError, match=r"files of several kinds \(\.csv, \.tar\)"):
+        open_source([tmp_path / "x.csv", tmp_path / "x-0.tar"])
+
+
+def _all_kinds(root: Path) -> dict[str, Any]:
+    write_folder(root / "folder", {"a": 3})
+    write_tar(root / "x.tar", {f"{i}.cls": str(i).encode() for i in range(3)})
+    np.save(root / "x.npy", np.arange(3))
+    np.savez_compressed(root / "x.npz", np.arange(3))
+    with h5py.File(root / "x.h5", "w") as file:
+        file["x"] = np.arange(3)
+    pq.write_table(pa.table({"x": [0, 1, 2]}), root / "x.parquet")
+    write_pickled(root / "pickled", {b"%d" % i: i for i in range(3)})
+    build_lmdb(root / "x.npy", root / "own", progress=False)
+    names = ("folder", "x.tar", "x.npy", "x.npz", "x.h5", "x.parquet", "pickled", "own")
+    return {name: root / name for name in names} | {"dataset": Squares()}
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_every_source_can_be_read_in_other_processes(tmp_path: Path, method: str) -> None:
+    sources = {name: open_source(given, allow_pickle=True) for name, given in _all_kinds(tmp_path).items()}
+    # Opened here first, but for LMDB: that a process reads which is not to have it open.
+    expected = {name: source.read(1) for name, source in sources.items() if not source.isolated}
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.apply(_read_ones, (sources,)) == {**expected, "pickled": 1}
+
+
+def _read_ones(sources: dict[str, Source]) -> dict[str, Any]:
+    return {name: source.read(1) for name, source in sources.items()}
+
+
+def test_a_fingerprint_is_the_source_s_and_not_the_place_s(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    _all_kinds(tmp_path / "here")
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    for name in ("folder", "x.tar", "x.npy", "x.npz", "x.h5", "x.parquet", "pickled", "own"):
+        here, there = (open_source(tmp_path / p / name, allow_pickle=True).fingerprint() for p in ("here", "there"))
+        assert here == json.loads(json.dumps(there)), name
+    before = open_source(tmp_path / "there/folder").fingerprint()
+    (tmp_path / "there/folder/a/00001.jpg").rename(tmp_path / "there/folder/a/00001.jpeg")
+    assert open_source(tmp_path / "there/folder").fingerprint() != before
+
+
+def test_pil_images_of_a_dataset_may_be_what_was_opened(tmp_path: Path) -> None:
+    """An image that was opened and not touched is stored as the file that it is."""
+    data = image_file(3)
+    (tmp_path / "x.jpg").write_bytes(data)
+    build_lmdb([Image.open(tmp_path / "x.jpg")], tmp_path / "out", progress=False)
+    assert LMDBDataset(tmp_path / "out", decode="raw")[0] == data
