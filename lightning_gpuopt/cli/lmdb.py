@@ -67,6 +67,7 @@ def _add_verify(parser: ArgumentParser) -> None:
     add("path", metavar="PATH", type=str, help="the dataset's directory")
     add("--decode", action="store_true", help="decode every image, too")
     add("--num-proc", type=PositiveInt, default=1, help="processes")
+    add("--no-progress", action="store_true", help="show no progress")
 
 
 def _add_info(parser: ArgumentParser) -> None:
@@ -147,9 +148,13 @@ def _show_warning(message: Warning | str, category: type[Warning], *args: Any, *
 
 
 def _verify(options: Namespace) -> int:
+    from lightning_gpuopt.storage.build_progress import BuildProgress
+    from lightning_gpuopt.storage.format import Manifest
     from lightning_gpuopt.storage.verify import verify
 
-    report = verify(options.path, decode=options.decode, num_proc=options.num_proc)
+    total = Manifest.load(Path(options.path)).num_samples
+    with BuildProgress(total, what="verify", enabled=not options.no_progress) as shown:
+        report = verify(options.path, decode=options.decode, num_proc=options.num_proc, progress=shown.add)
     for index, text in report.problems:
         print(text if index is None else f"sample {index}: {text}")
     if report.num_problems > len(report.problems):

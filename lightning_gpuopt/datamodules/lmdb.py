@@ -131,6 +131,10 @@ class LMDBDataModule(LightningDataModule):
             raise MisconfigurationException(
                 f"crop_size={crop_size} works on tensors: give decode='tensor' with it (got decode={decode!r})"
             )
+        if isinstance(train, (list, tuple)):
+            raise MisconfigurationException(
+                "train is one dataset, got a list: put them together with torch.utils.data.ConcatDataset"
+            )
         for name in ("train", "val", "test", "predict"):
             transform = train_transform if name == "train" else eval_transform
             if transform is not None and not all(
@@ -220,7 +224,9 @@ class LMDBDataModule(LightningDataModule):
     @property
     def _ranks(self) -> tuple[int, int]:
         if self.trainer is not None:
-            return self.trainer.global_rank, self.trainer.world_size
+            # Not the world's rank and size: under tensor parallelism several ranks read the same.
+            given = self.trainer.distributed_sampler_kwargs
+            return (0, 1) if given is None else (int(given["rank"]), int(given["num_replicas"]))
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         return 0, 1

@@ -1,4 +1,4 @@
-"""How far a build is: a bar in a terminal, elsewhere a line now and then."""
+"""How far a build or a check is: a bar in a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class BuildProgress:
     Args:
         total: Samples to build.
         done: Samples that an earlier run has built already.
+        what: What is being done, in a word.
         enabled: Show anything at all.
         console: Where; None: stderr.
         clock: Seconds.
@@ -30,6 +31,7 @@ class BuildProgress:
         total: int,
         done: int = 0,
         *,
+        what: str = "build",
         enabled: bool = True,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -37,6 +39,7 @@ class BuildProgress:
         self._console = console or Console(stderr=True)
         self._enabled = enabled
         self._clock = clock
+        self._what = what
         self._total = total
         self._before = done
         self._samples = 0
@@ -54,7 +57,7 @@ class BuildProgress:
                 TimeRemainingColumn(),
                 console=self._console,
             )
-            self._bar.add_task("build", total=self._total, completed=self._before)
+            self._bar.add_task(self._what, total=self._total, completed=self._before)
             self._bar.start()
         return self
 
@@ -62,8 +65,8 @@ class BuildProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def add(self, samples: int, num_bytes: int) -> None:
-        """Count samples and bytes that have been stored."""
+    def add(self, samples: int, num_bytes: int = 0) -> None:
+        """Count samples and bytes that are done."""
         self._samples += samples
         self._bytes += num_bytes
         if self._bar is not None:
@@ -73,13 +76,14 @@ class BuildProgress:
             self._console.print(self._line(now), highlight=False, soft_wrap=True)
 
     def rates(self) -> str:
-        """Samples and megabytes a second since the start."""
+        """Samples a second since the start, and megabytes where they are counted."""
         elapsed_s = max(self._clock() - self._started, 1e-9)
-        return f"{self._samples / elapsed_s:,.0f} samples/s, {self._bytes / elapsed_s / 1e6:,.0f} MB/s"
+        megabytes = f", {self._bytes / elapsed_s / 1e6:,.0f} MB/s" if self._bytes else ""
+        return f"{self._samples / elapsed_s:,.0f} samples/s{megabytes}"
 
     def _line(self, now: float) -> str:
         done = self._before + self._samples
-        text = f"build: {done:,} of {self._total:,} samples ({done / self._total:.0%}), {self.rates()}"
+        text = f"{self._what}: {done:,} of {self._total:,} samples ({done / self._total:.0%}), {self.rates()}"
         if self._samples:
             left_s = round((self._total - done) * (now - self._started) / self._samples)
             text += f", {timedelta(seconds=left_s)} left"

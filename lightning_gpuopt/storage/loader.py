@@ -81,7 +81,10 @@ def make_loader(
         small = layout.record_bytes * sampler.batch_size <= GATHER_BYTES
         if num_workers is None and small:
             num_workers = 0
-        source, collate_fn = Gather(stored, indices, pin_memory and num_workers == 0), as_it_is
+        source, collate_fn = (
+            Gather(stored, indices, pin_memory and num_workers == 0 and torch.cuda.is_available()),
+            as_it_is,
+        )
     workers = workers_if_needed if num_workers is None else num_workers
     return ElasticLoader(
         source,

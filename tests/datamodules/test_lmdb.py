@@ -285,6 +285,12 @@ def test_arguments_that_do_not_go_together_are_refused(data: Path) -> None:
         LMDBDataModule(data, crop_size=224)
     with pytest.raises(MisconfigurationException, match="brings its own transform"):
         LMDBDataModule(LMDBDataset(data), train_transform=_width)
+    with pytest.raises(MisconfigurationException, match="one dataset"):
+        LMDBDataModule([data, data])  # type: ignore[arg-type]
+
+
+def test_page_locked_memory_without_cuda_is_no_error(data: Path, tmp_path: Path) -> None:
+    tiny_trainer(tmp_path).fit(Notes(), LMDBDataModule(data, pin_memory=True))
 
 
 def test_missing_data_is_told_when_it_is_asked_for(data: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from PIL import Image, ImageOps
 from skimage import data as pictures
 
+from lightning_gpuopt.storage import images
 from lightning_gpuopt.storage.images import (
     decode_pil,
     decode_tensor,
@@ -168,3 +169,42 @@ def test_a_panorama_is_cropped_in_the_middle_when_no_area_fits() -> None:
     got = random_resized_crop(gradient(1000, 10), 8, np.random.default_rng(0), scale=(1, 1))
     red = pixels(got)[:, :, 0].mean()
     assert red == pytest.approx(127, abs=5)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}, {"subsampling": 0}, {"restart_marker_blocks": 5}], ids=str
+)
+@pytest.mark.parametrize("size", [64, 16])  # decoded in full, and at half size
+def test_rows_below_a_crop_are_left_out_without_a_trace(
+    options: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = encoded(photo(500, 375), **options)
+    crops = [random_resized_crop(data, size, np.random.default_rng(seed)) for seed in range(20)]
+    monkeypatch.setattr(images, "_baseline_frame", lambda data: None)
+    whole = [random_resized_crop(data, size, np.random.default_rng(seed)) for seed in range(20)]
+    assert all(torch.equal(crop, other) for crop, other in zip(crops, whole, strict=True))
+
+
+def test_only_the_rows_that_a_crop_needs_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    heights = []
+    decode = images._decode_upper
+
+    def counted(*arguments: Any) -> Any:
+        pixels = decode(*arguments)
+        heights.append(len(pixels))
+        return pixels
+
+    monkeypatch.setattr(images, "_decode_upper", counted)
+    data = encoded(photo(500, 375))
+    for seed in range(200):
+        random_resized_crop(data, 224, np.random.default_rng(seed))
+    assert len(heights) == 200
+    assert np.mean(heights) < 0.9 * 375
+
+
+def test_a_truncated_jpeg_is_an_error_also_where_the_crop_is_above() -> None:
+    data = encoded(photo(500, 375))
+    cut = data[: len(data) * 9 // 10]
+    for seed in range(20):
+        with pytest.raises(OSError, match="truncated"):
+            random_resized_crop(cut, 64, np.random.default_rng(seed))
