@@ -21,6 +21,7 @@ import argparse
 import gc
 import io
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -351,6 +352,7 @@ def build(work: Path, scale: float, count: int) -> dict[str, Any]:
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir()
             os.sync()
+            multiprocessing.set_start_method("fork", force=True)  # litdata leaves another behind
             start = time.perf_counter()
             store(out)
             for file in out.rglob("*"):
