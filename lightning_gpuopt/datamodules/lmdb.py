@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_gpuopt import _lightning
 from lightning_gpuopt._arguments import choice, flag, real_number, refuse, whole_number
 from lightning_gpuopt._lightning import LightningDataModule, MisconfigurationException, rank_zero_warn
+from lightning_gpuopt.storage.gather import plan
 from lightning_gpuopt.storage.loader import ElasticLoader, make_loader
 from lightning_gpuopt.storage.normalize import Normalize
 from lightning_gpuopt.storage.order import Order
@@ -32,7 +33,8 @@ class LMDBDataModule(LightningDataModule):
 
     Every sample of an epoch goes to exactly one rank, in an order that is a function of the seed and the epoch. A
     checkpoint taken in the middle of an epoch holds how many samples the step has had, so that a resumed run goes on
-    with the next one, on any number of ranks and workers.
+    with the next one, on any number of ranks and workers. Samples are compared with their checksums, except where small
+    records are gathered in batches.
 
     Args:
         train: Path of a dataset made by `build_lmdb` or `LMDBWriter`, or any map-style dataset (``Subset`` and
@@ -166,9 +168,7 @@ class LMDBDataModule(LightningDataModule):
         if name not in self._datasets:
             transform = self.train_transform if name == "train" else self.eval_transform
             self._datasets[name] = [
-                LMDBDataset(source, transform=transform, decode=self.decode)
-                if isinstance(source, (str, os.PathLike))
-                else source
+                _opened(source, transform, self.decode) if isinstance(source, (str, os.PathLike)) else source
                 for source in _as_list(self._sources[name])
             ]
         return self._datasets[name]
@@ -336,6 +336,13 @@ class LMDBDataModule(LightningDataModule):
             if self._resume and self._sampler is not None and self._sampler.epoch != self._resume["epoch"]:
                 _lightning.leave_finished_epoch(self.trainer)
             _lightning.set_train_batches(self.trainer, num_batches)
+
+
+def _opened(path: str | os.PathLike[str], transform: Any, decode: Any) -> LMDBDataset:
+    dataset = LMDBDataset(path, transform=transform, decode=decode)
+    # A checksum is a hundredth of decoding an image; where batches are gathered, it would be most of the time.
+    dataset.verify_checksum = plan(dataset) is None
+    return dataset
 
 
 def _as_list(source: Any) -> list[Any]:

@@ -1,4 +1,5 @@
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import Subset, TensorDataset, random_split
 
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.codec import EncodedImage
+from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.writer import LMDBWriter
 from tests.datamodules.training import SAMPLES, Notes, build
@@ -312,3 +314,17 @@ def test_it_is_configured_from_yaml(data: Path, tmp_path: Path) -> None:
     assert cli.datamodule.normalize.mean == (0.5,)
     cli.datamodule.setup("fit")
     assert len(cli.datamodule.train_dataloader()) == 4
+
+
+def test_a_damaged_image_is_an_error_and_no_wrong_image(images: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "data"
+    shutil.copytree(images, copy)
+    dataset = LMDBDataset(copy)
+    start = (copy / "shard-00000.mdb").read_bytes().index(bytes(dataset.value(4)))
+    with (copy / "shard-00000.mdb").open("r+b") as stream:
+        stream.seek(start + len(dataset.value(4)) - 1)  # the label
+        stream.write(b"\x01")
+    datamodule = LMDBDataModule(copy, batch_size=10, num_workers=0, decode="tensor", crop_size=8)
+    datamodule.setup("fit")
+    with pytest.raises(DamagedError, match=r"sample 4 .*checksum"):
+        next(iter(datamodule.train_dataloader()))
