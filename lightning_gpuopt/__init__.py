@@ -12,6 +12,7 @@ from lightning_gpuopt._version import __version__
 
 if TYPE_CHECKING:
     from lightning_gpuopt.callbacks.gpu_util_monitor import GpuUtilMonitor
+    from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
     from lightning_gpuopt.callbacks.stall_detector import StallDetector
     from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
     from lightning_gpuopt.diagnosis.report import Finding, StallReport
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from lightning_gpuopt.storage.format import LMDBInfo
     from lightning_gpuopt.storage.reader import LMDBDataset
     from lightning_gpuopt.storage.writer import LMDBWriter
+    from lightning_gpuopt.tuning.find import find_num_workers
+    from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
 
 __all__ = [
     "Finding",
@@ -28,11 +31,15 @@ __all__ = [
     "LMDBDataset",
     "LMDBInfo",
     "LMDBWriter",
+    "NumWorkersFinder",
+    "NumWorkersResult",
     "StallDetector",
     "StallError",
     "StallReport",
+    "Trial",
     "__version__",
     "build_lmdb",
+    "find_num_workers",
 ]
 
 _HOMES = {
@@ -42,10 +49,14 @@ _HOMES = {
     "LMDBDataset": "lightning_gpuopt.storage.reader",
     "LMDBInfo": "lightning_gpuopt.storage.format",
     "LMDBWriter": "lightning_gpuopt.storage.writer",
+    "NumWorkersFinder": "lightning_gpuopt.callbacks.num_workers_finder",
+    "NumWorkersResult": "lightning_gpuopt.tuning.workers",
     "StallDetector": "lightning_gpuopt.callbacks.stall_detector",
     "StallError": "lightning_gpuopt.diagnosis.stalls",
     "StallReport": "lightning_gpuopt.diagnosis.report",
+    "Trial": "lightning_gpuopt.tuning.workers",
     "build_lmdb": "lightning_gpuopt.storage.build",
+    "find_num_workers": "lightning_gpuopt.tuning.find",
 }
 
 

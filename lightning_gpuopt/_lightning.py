@@ -229,18 +229,36 @@ def shadow(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
 
     Returns:
         The undo, which may be called more than once. It takes away only what was placed here: what somebody else put
-        on top since then stays.
+        on top since then stays. Where that is a shadow of ours too, its own undo leaves out what is undone by then.
     """
-    absent = object()
-    before = vars(owner).get(name, absent)
+    before = vars(owner).get(name, _ABSENT)
     setattr(owner, name, replacement)
+    done = False
 
     def undo() -> None:
-        if vars(owner).get(name) is not replacement:
+        nonlocal done
+        if done:
             return
-        if before is absent:
+        done = True
+        if vars(owner).get(name) is not replacement:
+            _buried.append((owner, name, replacement, before))
+            return
+        below = before
+        while (gone := next((each for each in _buried if _is_shadow(each, owner, name, below)), None)) is not None:
+            _buried[:] = [each for each in _buried if each is not gone]
+            below = gone[3]
+        if below is _ABSENT:
             delattr(owner, name)
         else:
-            setattr(owner, name, before)
+            setattr(owner, name, below)
 
     return undo
+
+
+_ABSENT = object()
+_buried: list[tuple[Any, str, Any, Any]] = []
+"""Shadows that were undone while another lay on top: owner, name, replacement, and what was there before."""
+
+
+def _is_shadow(buried: tuple[Any, str, Any, Any], owner: Any, name: str, replacement: Any) -> bool:
+    return buried[0] is owner and buried[1] == name and buried[2] is replacement

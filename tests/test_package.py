@@ -18,11 +18,15 @@ def test_the_public_names_are_these() -> None:
         "LMDBDataset",
         "LMDBInfo",
         "LMDBWriter",
+        "NumWorkersFinder",
+        "NumWorkersResult",
         "StallDetector",
         "StallError",
         "StallReport",
+        "Trial",
         "__version__",
         "build_lmdb",
+        "find_num_workers",
     ]
     for name in lightning_gpuopt.__all__:
         assert getattr(lightning_gpuopt, name) is not None

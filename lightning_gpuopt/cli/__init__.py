@@ -16,7 +16,7 @@ from lightning_gpuopt.cli._parser import Parser, UsageError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("demo", "lmdb", "report")
+COMMANDS = ("demo", "find-workers", "lmdb", "report")
 
 PROBLEM_FOUND = 1
 WRONG_USAGE = 2

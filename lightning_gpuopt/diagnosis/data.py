@@ -6,14 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.predict import (
-    HEADROOM_LEFT,
-    Interval,
-    loader_model,
-    most_workers,
-    speedup_of_workers,
-)
+from lightning_gpuopt.diagnosis.predict import loader_model, speedup_of_workers
 from lightning_gpuopt.diagnosis.report import Finding
+from lightning_gpuopt.tuning.model import HEADROOM_LEFT, Interval, most_workers, prefetch_needed
 
 if TYPE_CHECKING:
     from lightning_gpuopt.timeline.queues import QueueTimes
@@ -36,7 +31,6 @@ _UNEVEN: Final = 1.0
 _MOSTLY: Final = 0.5
 _NEARLY_EVERY: Final = 0.8
 _SELDOM: Final = 0.3
-_MOST_PREFETCH: Final = 16
 
 
 def data_finding(measurement: Measurement) -> Finding:
@@ -186,11 +180,10 @@ def _prefetch_settings(measurement: Measurement) -> dict[str, Any]:
     assert workers is not None
     assert workers.unevenness is not None
     mean_s = workers.busy_s / workers.batches
-    slow_s = mean_s * (1 + 3 * math.sqrt(workers.unevenness))
-    wait_s = times.phases["data_wait"] / times.steps
-    consumer_s = max((times.step_s or 0.0) - wait_s, mean_s / (loader.num_workers or 1), 1e-6)
-    factor = math.ceil(slow_s / consumer_s / (loader.num_workers or 1)) + 1
-    return {"prefetch_factor": min(max(factor, 2 * (loader.prefetch_factor or 2)), _MOST_PREFETCH)}
+    consumer_s = (times.step_s or 0.0) - times.phases["data_wait"] / times.steps
+    now = loader.prefetch_factor or 2
+    factor = prefetch_needed(mean_s, workers.unevenness, consumer_s, loader.num_workers or 1, now)
+    return {"prefetch_factor": factor}
 
 
 def _prediction(cause: str, measurement: Measurement, settings: dict[str, Any]) -> Interval | None:

@@ -6,12 +6,12 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_gpuopt.diagnosis.predict import HEADROOM_LEFT
+from lightning_gpuopt.tuning.model import HEADROOM_LEFT
 
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.compare import Comparison
-    from lightning_gpuopt.diagnosis.predict import Interval
     from lightning_gpuopt.diagnosis.report import Finding, Proof, StallReport
+    from lightning_gpuopt.tuning.model import Interval
 
 MEANINGS: Final = {
     "compute_bound": "Nothing holds the training up: the time goes into the steps' own work.",

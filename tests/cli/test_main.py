@@ -14,7 +14,7 @@ SEE = "see 'lightning-gpuopt --help'"
 SEE_DEMO = "see 'lightning-gpuopt demo --help'"
 
 WRONG_USAGE = {
-    "": f'expected "command" to be one of {{demo,lmdb,report}}, but it was not provided; {SEE}',
+    "": f'expected "command" to be one of {{demo,find-workers,lmdb,report}}, but it was not provided; {SEE}',
     "--bogus": f"unrecognized arguments: --bogus; {SEE}",
     "demo --bogus 3": f"unrecognized arguments: --bogus 3; {SEE_DEMO}",
     "demo --epochs": f"argument --epochs: expected one argument; {SEE_DEMO}",

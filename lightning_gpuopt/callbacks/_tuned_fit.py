@@ -1,0 +1,389 @@
+"""The training loaders of one ``fit``, their workers changed to what training needs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_gpuopt._lightning import Trainer, logging_step, rank_zero_info, say_once, shadow
+from lightning_gpuopt.storage.gather import Gather
+from lightning_gpuopt.telemetry.host import usable_cpus
+from lightning_gpuopt.timeline.phases import itself
+from lightning_gpuopt.tuning.agree import RankAgreement
+from lightning_gpuopt.tuning.cache import choice_key, load_choice, store_choice
+from lightning_gpuopt.tuning.find import check, find_num_workers
+from lightning_gpuopt.tuning.live import LivePolicy
+from lightning_gpuopt.tuning.running import RunningLoader, assign
+from lightning_gpuopt.tuning.workers import LimitedBy, NumWorkersResult, Trial
+
+log = logging.getLogger(__name__)
+
+_STEPS_FOR_STEP_TIME: Final = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; see ``NumWorkersFinder``."""
+
+    mode: Literal["live", "probe"]
+    step_time_s: float | None
+    max_num_workers: int | None
+    max_seconds: float
+    tolerance: float
+    iterable: bool
+    cache_dir: str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for a loader.
+
+    Attributes:
+        num_workers: the number.
+        settled: whether the search for it was over.
+        before: the number that the user had set.
+        trials: what was measured.
+        limited_by: why not more.
+    """
+
+    num_workers: int
+    settled: bool
+    before: int
+    trials: tuple[Trial, ...] = ()
+    limited_by: LimitedBy = "consumer"
+
+    def __str__(self) -> str:
+        if self.num_workers == self.before:
+            return f"num_workers {self.before} is left as it is: limited by {self.limited_by}"
+        text = f"num_workers {self.before} -> {self.num_workers}: "
+        pace = {trial.num_workers: trial.batches_per_s for trial in self.trials}
+        first, now = (pace.get(number) for number in (self.trials[0].num_workers, self.num_workers)) if pace else (0, 0)
+        if first and now and now >= 1.05 * first:
+            text += f"{now / first:.1f}x faster input, "
+        return f"{text}limited by {self.limited_by}"
+
+
+class Tuned:
+    """A training loader under tuning, or under observation."""
+
+    def __init__(self, running: RunningLoader, before: int, agreement: RankAgreement | None) -> None:
+        self.running = running
+        self.before = before
+        self.agreement = agreement
+        self.result: NumWorkersResult | None = None
+        self.said: int | None = None
+        self.key: str | None = None
+        self.wished: int | None = None
+
+    @property
+    def choice(self) -> Choice:
+        """As it is now."""
+        policy, number = self.running.policy, self.running.loader.num_workers
+        if self.result is not None:
+            return Choice(number, True, self.before, self.result.trials, self.result.limited_by)
+        return Choice(
+            number, self.running.frozen or policy.settled, self.before, tuple(policy.trials), policy.limited_by
+        )
+
+
+class TunedFit:
+    """Follows one ``fit`` from ``setup`` to its end.
+
+    Args:
+        trainer: the Trainer, in ``setup``: before it has asked for its loaders.
+        options: what the user asked for.
+        restored: gives the choices of the run that is resumed, loader by loader; asked when a loader passes.
+    """
+
+    def __init__(self, trainer: Trainer, options: Options, restored: Callable[[], list[Choice]]) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._restored = restored
+        self._undo = ExitStack()
+        self._passed = 0
+        self.data_error: Exception | None = None
+        """What the dataset raised in a trial, as it would have in training."""
+        self._tuned: dict[int, Tuned] = {}
+        self._undo_iterators: dict[int, Callable[[], None]] = {}
+        strategy = trainer.strategy
+        seam = _Seam(strategy.process_dataloader, self._see)
+        self._undo.callback(shadow(strategy, "process_dataloader", seam))
+
+    @property
+    def choices(self) -> list[Choice]:
+        """As they are now, in the order of the loaders; those that are left alone are missing."""
+        return [self._tuned[index].choice for index in sorted(self._tuned)]
+
+    def epoch_begins(self) -> None:
+        """The loaders are about to be iterated."""
+        self._passed = 0  # loaders that pass from now on are new ones of the next epoch
+        for tuned in self._tuned.values():
+            tuned.running.before_epoch()
+            tuned.running.epoch_begins()
+
+    def step_done(self) -> None:
+        """Act where there is news; costs next to nothing where there is none."""
+        for tuned in self._tuned.values():
+            if tuned.running.meter.seen is not None:
+                self._attend(tuned)
+            if tuned.agreement is not None and (agreed := tuned.agreement.news()) is not None:
+                self._follow(tuned, agreed)
+
+    def undo(self, *, failed: bool = False) -> None:
+        """Take away all that was placed; may be called more than once.
+
+        Args:
+            failed: training has ended with an exception.
+        """
+        self._undo.close()
+        for undo in self._undo_iterators.values():
+            undo()
+        self._undo_iterators.clear()
+        for tuned in self._tuned.values():
+            if failed:
+                tuned.running.shut_down()
+            tuned.running.release()
+            if tuned.agreement is not None:
+                tuned.agreement.close()
+        self._tuned.clear()
+
+    # -- a loader passes on its way to the training loop
+
+    def _see(self, loader: Any) -> None:
+        if not self._trainer.training or any(each.running.loader is loader for each in self._tuned.values()):
+            return
+        index, self._passed = self._passed, self._passed + 1
+        reason = self._why_not(loader)
+        if reason is not None:
+            say_once(self._trainer, f"num-workers-{reason}", f"NumWorkersFinder leaves {reason}.", warn=False)
+            return
+        try:
+            if index in self._tuned:
+                self._replace(index, loader)
+            else:
+                self._begin(index, loader)
+            self._watch(index)
+        except Exception as error:
+            if error is self.data_error:
+                raise
+            log.debug("a loader could not be tuned", exc_info=True)
+            self._tuned.pop(index, None)
+            say_once(self._trainer, "num-workers-failed", f"NumWorkersFinder leaves a loader alone: {error}")
+
+    def _why_not(self, loader: Any) -> str | None:
+        if not isinstance(loader, DataLoader):
+            return f"a {type(loader).__name__} alone, which is no torch DataLoader"
+        if isinstance(loader.dataset, IterableDataset) and not self._options.iterable:
+            return "an IterableDataset alone, since what it yields depends on the workers (iterable=True: not alone)"
+        if loader._iterator is not None:
+            return "a loader alone whose persistent workers run already"
+        if loader.num_workers == 0 and isinstance(loader.dataset, Gather):
+            return "a loader alone that gathers its batches faster without workers"
+        if self._options.mode == "probe":
+            try:
+                check(loader, self._options.iterable)
+            except ValueError as error:
+                return f"a loader alone: {error}"
+        return None
+
+    def _begin(self, index: int, loader: DataLoader[Any]) -> None:
+        options, before = self._options, loader.num_workers
+        choices = self._restored()
+        restored = choices[index] if index < len(choices) else None
+        if restored is not None:
+            before = restored.before
+            assign(loader, restored.num_workers)
+        fixed = restored is not None and restored.settled
+        key = self._key(loader) if options.cache_dir is not None and not fixed else None
+        kept = load_choice(options.cache_dir, key) if options.cache_dir is not None and key is not None else None
+        if kept is not None:
+            assign(loader, kept.num_workers)
+        cpus = usable_cpus() / self._local_ranks
+        policy = LivePolicy(
+            loader.num_workers, cpus=cpus, tolerance=options.tolerance, prefetch_factor=loader.prefetch_factor or 2
+        )
+        running = RunningLoader(loader, policy, options.max_num_workers, self._local_ranks)
+        tuned = Tuned(running, before, self._agreement(index) if not fixed else None)
+        self._tuned[index] = tuned
+        tuned.key = key
+        if options.mode == "probe" and not fixed:
+            if kept is not None:
+                self._chosen(tuned, kept)
+            elif options.step_time_s is not None:
+                self._probe(tuned, options.step_time_s)
+            else:
+                running.meter.begin(policy.skip, _STEPS_FOR_STEP_TIME)
+        if fixed:
+            running.freeze()
+
+    def _replace(self, index: int, loader: DataLoader[Any]) -> None:
+        """Lightning has asked for its loaders again: the new one goes on where the last one was."""
+        tuned = self._tuned[index]
+        self._undo_iterators.pop(index)()
+        tuned.running.release()
+        assign(loader, tuned.running.loader.num_workers)
+        old = tuned.running
+        tuned.running = RunningLoader(loader, old.policy, self._options.max_num_workers, self._local_ranks)
+        tuned.running.meter, tuned.running.frozen = old.meter, old.frozen
+
+    def _watch(self, index: int) -> None:
+        running = self._tuned[index].running
+        seam = _Iterators(running.loader._get_iterator, running.new_iterator)
+        self._undo_iterators[index] = shadow(running.loader, "_get_iterator", seam)
+
+    @property
+    def _local_ranks(self) -> int:
+        return max(min(self._trainer.num_devices, self._trainer.world_size), 1)
+
+    def _agreement(self, index: int) -> RankAgreement | None:
+        if self._local_ranks == 1:
+            return None
+        trainer = self._trainer
+        first = trainer.global_rank - trainer.local_rank
+        peers = range(first, first + self._local_ranks)
+        return RankAgreement(f"num-workers-{first}-{index}", trainer.global_rank, peers)
+
+    def _key(self, loader: DataLoader[Any]) -> str:
+        options = self._options
+        step_s = None if options.step_time_s is None else round(options.step_time_s, 3)
+        return choice_key(
+            loader, mode=options.mode, step_time_s=step_s, most=options.max_num_workers, ranks=self._local_ranks
+        )
+
+    # -- measuring and choosing
+
+    def _attend(self, tuned: Tuned) -> None:
+        running = tuned.running
+        if self._options.mode == "probe":
+            seen = running.meter.seen
+            assert seen is not None
+            running.meter.sleep()
+            self._probe(tuned, max(seen.step_s - seen.wait_s, 1e-6))
+            return
+        number = running.loader.num_workers
+        wanted = running.decide()
+        if wanted is None:
+            return
+        if wanted != number and tuned.agreement is not None:
+            running.meter.sleep()  # until the others have answered
+            tuned.wished = wanted
+            tuned.agreement.wish(wanted)
+        elif wanted != number:
+            self._apply(tuned, wanted)
+        if running.policy.settled and tuned.wished is None:
+            self._tell(tuned)
+
+    def _apply(self, tuned: Tuned, number: int) -> None:
+        before = tuned.running.loader.num_workers
+        tuned.running.apply(number)
+        if tuned.running.problem is not None:
+            say_once(
+                self._trainer,
+                "num-workers-not-live",
+                f"NumWorkersFinder cannot change workers that run: {tuned.running.problem}. "
+                f"num_workers is {tuned.running.loader.num_workers} from the next epoch on.",
+            )
+        if tuned.running.loader.num_workers != before:
+            for other in self._tuned.values():
+                if other is not tuned and not other.running.frozen and other.running.policy.settled:
+                    other.running.policy.wake()
+                    other.running.meter.begin(other.running.policy.skip, other.running.policy.window)
+
+    def _follow(self, tuned: Tuned, agreed: int) -> None:
+        """The ranks of this node have agreed on a number."""
+        wished, tuned.wished = tuned.wished, None
+        policy = tuned.running.policy
+        if agreed != tuned.running.loader.num_workers:
+            self._apply(tuned, agreed)
+        elif agreed != policy.num_workers:
+            policy.set(agreed, settle=True)
+        if wished is not None and not tuned.running.frozen:
+            if agreed > wished:
+                policy.set(agreed, settle=True)  # another rank needs them
+            tuned.running.meter.begin(policy.skip, policy.window)
+        if tuned.choice.settled:
+            self._tell(tuned)
+
+    def _probe(self, tuned: Tuned, step_time_s: float) -> None:
+        options = self._options
+        try:
+            result = find_num_workers(
+                tuned.running.loader,
+                step_time_s,
+                options.max_num_workers,
+                options.max_seconds,
+                options.tolerance,
+                self._local_ranks,
+                options.iterable,
+            )
+        except Exception as error:
+            self.data_error = error
+            raise
+        self._chosen(tuned, result)
+        if options.cache_dir is not None and tuned.key is not None:
+            store_choice(options.cache_dir, tuned.key, result)
+
+    def _chosen(self, tuned: Tuned, result: NumWorkersResult) -> None:
+        loader = tuned.running.loader
+        tuned.result = result
+        tuned.running.freeze()
+        if result.num_workers != loader.num_workers:
+            self._apply(tuned, result.num_workers)
+        if result.num_workers and result.prefetch_factor is not None:
+            loader.prefetch_factor = max(result.prefetch_factor, loader.prefetch_factor or 0)  # for new iterators
+        if tuned.agreement is not None:
+            tuned.agreement.wish(result.num_workers)
+        self._tell(tuned)
+
+    def _tell(self, tuned: Tuned) -> None:
+        """Say and log a choice, once."""
+        choice = tuned.choice
+        if choice.num_workers == tuned.said:
+            return
+        tuned.said = choice.num_workers
+        several = len(self._tuned) > 1
+        index = next((index for index, each in self._tuned.items() if each is tuned), 0)
+        rank_zero_info(f"NumWorkersFinder: {f'loader {index}: ' if several else ''}{choice}")
+        name = f"loader/{index}/num_workers" if several else "loader/num_workers"
+        for logger in self._trainer.loggers:
+            logger.log_metrics({name: float(choice.num_workers)}, step=logging_step(self._trainer))
+        options = self._options
+        if options.mode == "live" and options.cache_dir is not None and tuned.key is not None:
+            result = NumWorkersResult(choice.num_workers, choice.trials, choice.limited_by)
+            store_choice(options.cache_dir, tuned.key, result)
+
+
+class _Seam:
+    """Stands in front of ``strategy.process_dataloader``; pickled and copied as that method itself."""
+
+    def __init__(self, process: Callable[[object], object], see: Callable[[Any], None]) -> None:
+        self._process = process
+        self._see = see
+
+    def __call__(self, dataloader: object) -> object:
+        processed = self._process(dataloader)
+        self._see(processed)
+        return processed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return itself, (self._process,)
+
+
+class _Iterators:
+    """Stands in front of a loader's ``_get_iterator``; pickled and copied as that method itself."""
+
+    def __init__(self, original: Callable[[], Any], ours: Callable[[], Any]) -> None:
+        self._original = original
+        self._ours = ours
+
+    def __call__(self) -> Any:
+        return self._ours()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return itself, (self._original,)

@@ -1,0 +1,221 @@
+"""``NumWorkersFinder``: the number of workers that training needs, measured, and changed while it runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+from typing_extensions import override
+
+from lightning_gpuopt._arguments import choice, flag, real_number, refuse, whole_number
+from lightning_gpuopt._lightning import (
+    STEP_OUTPUT,
+    Callback,
+    LightningModule,
+    Trainer,
+    say_once,
+)
+from lightning_gpuopt.callbacks._tuned_fit import Choice, Options, TunedFit
+from lightning_gpuopt.tuning.workers import Trial
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["live", "probe", "off"]
+
+
+class NumWorkersFinder(Callback):
+    """Find how many workers the training loaders need, and give them so many.
+
+    ``mode="live"`` starts with the loader's own ``num_workers``, watches how long training waits for batches, and adds
+    workers to the running epoch, or takes idle ones away, until nothing is left to gain: typically within 50 steps.
+    Then it looks again now and then. Which samples come, and in which order, does not change. A loader that is not what
+    training waits for is left alone. A loader with ``num_workers=0`` is handed over to workers in mid-epoch, where they
+    would be faster.
+
+    ``mode="probe"`` measures a few trials of its own before training goes on, as ``find_num_workers`` does.
+
+    Each loader of several gets its own number; validation loaders are left alone. The choice is said in one line,
+    logged as ``loader/num_workers``, and kept in checkpoints: a resumed run starts with it. Under several ranks, those
+    of a node agree on the largest number that one of them needs.
+
+    Random streams inside workers depend on the number of workers (the seed of a worker is a base seed plus its number):
+    the order of samples does not change, random augmentation does.
+
+    Args:
+        mode: ``"live"``, ``"probe"`` or ``"off"`` (or False, which is what YAML makes of an unquoted ``off``).
+        step_time_s: for ``"probe"``: seconds that training takes for a batch without waiting for it. None: measured on
+            the first steps.
+        max_num_workers: not more than so many. None: min(32, 8 × usable CPUs), less where memory or ``/dev/shm`` allow
+            less.
+        max_seconds: for ``"probe"``: budget of the search.
+        tolerance: share, 0-1, below which waiting and gains do not count.
+        iterable: also for loaders of an ``IterableDataset``, whose order depends on the number of workers; their number
+            changes between epochs only.
+        cache_dir: folder in which choices are kept, by dataset and machine. None: nowhere.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+        from lightning_gpuopt import NumWorkersFinder
+
+        finder = NumWorkersFinder()
+        trainer = Trainer(callbacks=[finder])
+        trainer.fit(model, train_dataloader)
+        print(finder.optimal_num_workers)
+    """
+
+    def __init__(
+        self,
+        mode: Mode | bool = "live",
+        step_time_s: float | None = None,
+        max_num_workers: int | None = None,
+        max_seconds: float = 10.0,
+        tolerance: float = 0.05,
+        iterable: bool = False,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.mode: Mode = "off" if mode is False else choice("mode", mode, get_args(Mode))  # type: ignore[arg-type]
+        self.step_time_s = step_time_s
+        if step_time_s is not None:
+            self.step_time_s = real_number("step_time_s", step_time_s, "seconds", least=0, or_none=True)
+        self.max_num_workers = max_num_workers
+        if max_num_workers is not None:
+            self.max_num_workers = whole_number(
+                "max_num_workers", max_num_workers, "a number of workers", least=1, or_none=True
+            )
+        self.max_seconds = real_number("max_seconds", max_seconds, "seconds", above=0)
+        self.tolerance = real_number("tolerance", tolerance, "a share", above=0, at_most=0.5)
+        self.iterable = flag("iterable", iterable)
+        if cache_dir is not None and not isinstance(cache_dir, (str, os.PathLike)):
+            refuse("cache_dir", "a path, or None", cache_dir, wrong_type=True)
+        self.cache_dir = cache_dir
+        self._fit: TunedFit | None = None
+        self._choices: list[Choice] = []
+        self._restored: list[Choice] = []
+
+    @property
+    def choices(self) -> list[Choice]:
+        """What was chosen for each training loader that is not left alone, in their order."""
+        return self._fit.choices or self._choices if self._fit is not None else self._choices
+
+    @property
+    def optimal_num_workers(self) -> int | None:
+        """The workers of the training loader, of the first of several; None before a loader was seen."""
+        choices = self.choices
+        return choices[0].num_workers if choices else None
+
+    @property
+    def trials(self) -> list[Trial]:
+        """What was measured on that loader, in the order in which the numbers were first tried."""
+        choices = self.choices
+        return list(choices[0].trials) if choices else []
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Wait for the loaders to pass."""
+        if stage != "fit":
+            return
+        self._leave()
+        self._choices = []
+        self._restored = []
+        if self.mode == "off":
+            return
+        options = Options(
+            self.mode,
+            self.step_time_s,
+            self.max_num_workers,
+            self.max_seconds,
+            self.tolerance,
+            self.iterable,
+            self.cache_dir,
+        )
+        with _Guard(self, trainer):
+            self._fit = TunedFit(trainer, options, lambda: self._restored)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before the loaders are iterated."""
+        if self._fit is not None:
+            with _Guard(self, trainer):
+                self._fit.epoch_begins()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        """Change workers, where there is news."""
+        if self._fit is not None:
+            with _Guard(self, trainer):
+                self._fit.step_done()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave no worker; Lightning calls no ``teardown`` then."""
+        self._leave(failed=True)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the Trainer and its loaders as they were, but for the number of workers."""
+        self._leave()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The choices: plain numbers."""
+        return {
+            "loaders": [
+                {"num_workers": each.num_workers, "before": each.before, "settled": each.settled}
+                for each in self.choices
+            ]
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Start with the choices of a checkpoint."""
+        self._restored = [Choice(**fields) for fields in state_dict.get("loaders", [])]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is under way: what is copied or sent to another process is a finder at rest."""
+        bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
+        state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
+        return {**state, "_fit": None}
+
+    def _leave(self, *, failed: bool = False) -> None:
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            self._choices = fit.choices
+            fit.undo(failed=failed)
+
+
+class _Guard:
+    """Our own failure never ends training: it is told once, and the finder stands aside. The data's own does."""
+
+    __slots__ = ("finder", "trainer")
+
+    def __init__(self, finder: NumWorkersFinder, trainer: Trainer) -> None:
+        self.finder = finder
+        self.trainer = trainer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None or not isinstance(error, Exception):
+            return False
+        fit = self.finder._fit
+        if fit is not None and error is fit.data_error:
+            return False
+        logger.debug("NumWorkersFinder failed", exc_info=error)
+        self.finder._leave()
+        say_once(
+            self.trainer,
+            "num-workers-finder-failed",
+            f"NumWorkersFinder stands aside, training goes on: {type(error).__name__}: {error}",
+        )
+        return True

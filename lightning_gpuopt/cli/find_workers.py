@@ -1,0 +1,137 @@
+"""``lightning-gpuopt find-workers``: the number of workers for a loader, measured."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt, restricted_number_type
+
+from lightning_gpuopt.cli._parser import UsageError
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from lightning_gpuopt.tuning.workers import NumWorkersResult
+
+SUMMARY = "measure how many workers a DataLoader needs"
+
+Tolerance = restricted_number_type("0 < share <= 0.5", float, [(">", 0), ("<=", 0.5)])
+
+_BAR = 40
+
+_BECAUSE = {
+    "consumer": "the loader is as fast as what takes its batches",
+    "cpu": "more workers gain nothing: the CPUs, or what else the workers share, are in use all the time",
+    "memory": "more workers would not fit into memory",
+    "shared_memory": "the batches of more workers would not fit into /dev/shm",
+    "max_num_workers": "no more were allowed",
+    "time": "the time was over: give more --max-seconds to be sure",
+}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments of ``find-workers``."""
+    add = parser.add_argument
+    add(
+        "loader",
+        metavar="MODULE:FUNCTION",
+        type=str,
+        help="a function without arguments that returns a DataLoader; modules in the current directory are found, too",
+    )
+    add("--step-time", type=NonNegativeFloat, default=0.0, metavar="MS", help="milliseconds of a training step")
+    add("--max-num-workers", type=PositiveInt, help="try no more than so many")
+    add("--max-seconds", type=PositiveFloat, default=10.0, help="time for the whole search")
+    add("--tolerance", type=Tolerance, default=0.05, help="a gain below this share is not worth a worker")
+    add("--local-world-size", type=PositiveInt, default=1, help="ranks of this node that load at the same time")
+    add("--iterable", action="store_true", help="also for an IterableDataset, whose order depends on the number")
+    add("--json", action="store_true", help="as JSON")
+
+
+def run(options: Namespace) -> int:
+    """Search, and print the trials, a plot of them, and the choice.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        UsageError: there is no such function, or what it returns cannot be tried.
+    """
+    loader = _load(options.loader)
+    from lightning_gpuopt._arguments import ArgumentTypeError
+    from lightning_gpuopt.tuning.find import check, find_num_workers
+
+    try:
+        check(loader, options.iterable)
+    except (ArgumentTypeError, ValueError) as error:
+        raise UsageError(_in_words(str(error), options.loader)) from error
+    result = find_num_workers(
+        loader,
+        options.step_time / 1e3,
+        options.max_num_workers,
+        options.max_seconds,
+        options.tolerance,
+        options.local_world_size,
+        options.iterable,
+    )
+    if options.json:
+        print(json.dumps({**asdict(result), "settings": result.settings}, indent=2))
+    else:
+        print(render(result))
+    return 0
+
+
+def _load(name: str) -> DataLoader[Any]:
+    module_name, colon, function_name = name.partition(":")
+    if not (colon and module_name and function_name.isidentifier()):
+        raise UsageError(f"expected MODULE:FUNCTION, such as train:make_loader, got {name}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # something that the module needs is missing
+        raise UsageError(
+            f"{module_name}: there is no such module here or among those installed; start in the folder that has it"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UsageError(f"{name}: expected a function that returns a DataLoader, got {function!r}")
+    loader: DataLoader[Any] = function()
+    return loader
+
+
+def _in_words(error: str, name: str) -> str:
+    """What an error says of arguments, in the words of the command line."""
+    return error.replace("dataloader:", f"{name}:").replace("iterable=True", "--iterable")
+
+
+def render(result: NumWorkersResult) -> str:
+    """The trials as a table with bars, and the choice.
+
+    Args:
+        result: of the search.
+    """
+    trials = sorted(result.trials, key=lambda trial: trial.num_workers)
+    most = max((trial.batches_per_s for trial in trials), default=1.0)
+    lines = ["workers  batches/s  wait ms"] if trials else []
+    for trial in trials:
+        bar = "█" * max(round(_BAR * trial.batches_per_s / most), 1)
+        mark = " ◀" if trial.num_workers == result.num_workers else ""
+        lines.append(f"{trial.num_workers:7}  {trial.batches_per_s:9.1f}  {trial.data_wait_s * 1e3:7.1f}  {bar}{mark}")
+    if trials:
+        lines.append("")
+    expected = result.predicted_batches_per_s
+    rate = f", {expected:.1f} batches/s expected" if expected is not None else ""
+    lines.append(f"num_workers={result.num_workers}{rate}")
+    lines.append(f"limited by {result.limited_by}: {_BECAUSE[result.limited_by]}")
+    if result.num_workers:
+        lines.append(f"DataLoader(..., {', '.join(f'{name}={value}' for name, value in result.settings.items())})")
+    return "\n".join(lines)

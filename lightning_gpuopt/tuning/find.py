@@ -1,0 +1,210 @@
+"""``find_num_workers``: measured in a few short trials, before training."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_gpuopt._arguments import flag, real_number, refuse, whole_number
+from lightning_gpuopt.tuning.caps import Cap, Room, prefetch_that_fits, room, worker_cap
+from lightning_gpuopt.tuning.indices import own_sampling
+from lightning_gpuopt.tuning.model import prefetch_needed
+from lightning_gpuopt.tuning.probe import Clocks, OutOfTime, run_trial
+from lightning_gpuopt.tuning.search import UNEVEN, Search, model_of
+from lightning_gpuopt.tuning.workers import Measured, NumWorkersResult
+
+_USUAL_PREFETCH: Final = 2
+_RESERVE: Final = 0.05
+"""Of the budget, for ending the last trial's workers."""
+
+
+def find_num_workers(
+    dataloader: DataLoader[Any],
+    step_time_s: float = 0.0,
+    max_num_workers: int | None = None,
+    max_seconds: float = 10.0,
+    tolerance: float = 0.05,
+    local_world_size: int = 1,
+    iterable: bool = False,
+) -> NumWorkersResult:
+    """Find the smallest number of workers with which a loader is as fast as it can be, or as its consumer needs it.
+
+    The dataset is read in worker processes of our own, in an order of our own: the loader, its sampler, its dataset and
+    the global random state are as if this had not run. What was read is warmer in the page cache than before.
+
+    Args:
+        dataloader: any ``torch.utils.data.DataLoader`` over a map-style dataset, whose samples are numbered from 0.
+        step_time_s: seconds that training takes for a batch, without waiting for it; 0: as many batches as possible.
+        max_num_workers: not more than so many; None: min(32, 8 × usable CPUs). Fewer where memory or ``/dev/shm`` of
+            this node do not allow as many.
+        max_seconds: budget for the whole search.
+        tolerance: a gain below this share is not worth another worker.
+        local_world_size: ranks on this node that load at the same time, and share its CPUs and memory.
+        iterable: also for an ``IterableDataset``; what it yields depends on the number of workers.
+
+    Returns:
+        The choice, the trials, and what limits it.
+
+    Raises:
+        ValueError: an argument is wrong, or the loader cannot be tried (no DataLoader, an IterableDataset, a dataset
+            without a length, or one that cannot be sent to worker processes).
+        Exception: whatever the dataset raises in a worker, as it would come out in training.
+
+    Example::
+
+        result = find_num_workers(loader, step_time_s=0.05)
+        loader = DataLoader(dataset, batch_size=64, shuffle=True, **result.settings)
+    """
+    step_time_s = real_number("step_time_s", step_time_s, "seconds", least=0)
+    max_seconds = real_number("max_seconds", max_seconds, "seconds", above=0)
+    tolerance = real_number("tolerance", tolerance, "a share", above=0, at_most=0.5)
+    local_world_size = whole_number("local_world_size", local_world_size, "a number of ranks", least=1)
+    if max_num_workers is not None:
+        max_num_workers = whole_number("max_num_workers", max_num_workers, "a number of workers", least=1, or_none=True)
+    sampling = check(dataloader, flag("iterable", iterable))
+    if not workers_can_run(dataloader):
+        return NumWorkersResult(0, (), "shared_memory", pin_memory=_pin_memory(dataloader))
+    finder = _Finder(dataloader, sampling, step_time_s, max_num_workers, max_seconds, tolerance, local_world_size)
+    return finder.run()
+
+
+def workers_can_run(dataloader: DataLoader[Any]) -> bool:
+    """Whether processes can have locks and tensors in common here: not without ``/dev/shm``."""
+    context: Any = dataloader.multiprocessing_context or torch.multiprocessing.get_context()
+    try:
+        context.Lock()
+        torch.empty(1).share_memory_()  # type: ignore[no-untyped-call]
+    except (OSError, RuntimeError):
+        return False
+    return True
+
+
+def check(dataloader: DataLoader[Any], iterable: bool = False) -> dict[str, Any]:
+    """Whether a loader can be tried, and how its samples are then asked for.
+
+    Args:
+        dataloader: the loader.
+        iterable: an ``IterableDataset`` will do.
+
+    Returns:
+        Arguments of a DataLoader: a sampler or batch sampler of our own.
+
+    Raises:
+        ValueError: it cannot be tried; says why.
+    """
+    if not isinstance(dataloader, DataLoader):
+        refuse("dataloader", "a torch.utils.data.DataLoader", dataloader, wrong_type=True)
+    if not isinstance(dataloader.dataset, IterableDataset):
+        return own_sampling(dataloader)
+    if not iterable:
+        refuse(
+            "dataloader",
+            "a map-style dataset, or iterable=True, since what an IterableDataset yields depends on num_workers",
+            dataloader.dataset,
+        )
+    return {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+
+
+def _pin_memory(dataloader: DataLoader[Any]) -> bool:
+    """Copies to a GPU run beside its work only from page-locked memory."""
+    return bool(dataloader.pin_memory) or torch.cuda.is_available()
+
+
+class _Finder:
+    """One search."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        sampling: dict[str, Any],
+        step_time_s: float,
+        max_num_workers: int | None,
+        max_seconds: float,
+        tolerance: float,
+        local_world_size: int,
+        clocks: Clocks | None = None,
+        has: Room | None = None,
+    ) -> None:
+        self._loader = loader
+        self._sampling = sampling
+        self._step_s = step_time_s
+        self._max = max_num_workers
+        self._ranks = local_world_size
+        self._clocks = clocks or Clocks()
+        self._deadline = self._clocks.now() + (1 - _RESERVE) * max_seconds
+        self._room = has or room()
+        self._cpus = self._room.cpus / local_world_size
+        self._search = Search(self._cpus, tolerance)
+        self._prefetch = loader.prefetch_factor or _USUAL_PREFETCH
+
+    def run(self) -> NumWorkersResult:
+        """Try until nothing is left to find out, or the time is up."""
+        while (count := self._search.next_count(self._cap())) is not None:
+            if self._search.seen and not self._time_for(count):
+                break
+            try:
+                measured = run_trial(
+                    self._loader,
+                    self._sampling,
+                    count,
+                    prefetch_factor=self._prefetch,
+                    step_time_s=self._step_s,
+                    deadline=self._deadline,
+                    clocks=self._clocks,
+                )
+            except OutOfTime:
+                break
+            if not self._search.seen:
+                self._prefetch = self._prefetch_for(measured)
+            self._search.seen.append(measured)
+        return self._result()
+
+    def _cap(self) -> Cap:
+        """The most workers that fit, by what the trials so far have seen."""
+        seen = self._search.seen
+        return worker_cap(
+            self._room,
+            max_num_workers=self._max,
+            local_world_size=self._ranks,
+            worker_bytes=max((each.worker_bytes or 0 for each in seen), default=None),
+            batch_bytes=max((each.batch_bytes or 0.0 for each in seen), default=None),
+            prefetch_factor=self._prefetch,
+        )
+
+    def _prefetch_for(self, first: Measured) -> int:
+        """Batches ahead that bridge the slow ones, and fit."""
+        factor = self._prefetch
+        workers = model_of(first, self._cpus).workers_needed(self._cap().num_workers)
+        if first.unevenness >= UNEVEN:
+            needed = prefetch_needed(first.service_s, first.unevenness, first.consumer_s, workers, now=1)
+            factor = max(factor, needed)
+        fits = prefetch_that_fits(
+            self._room, workers=workers, batch_bytes=first.batch_bytes or 0.0, local_world_size=self._ranks
+        )
+        return factor if fits is None else min(factor, fits)
+
+    def _time_for(self, count: int) -> bool:
+        """Whether a trial of so many workers would see enough before the deadline."""
+        first = self._search.seen[0]
+        context: Any = self._loader.multiprocessing_context or torch.multiprocessing.get_context()
+        imports = 1.0 if context.get_start_method() == "fork" else max(1.0, count / max(self._cpus, 0.1))
+        round_s = max(first.service_s, count * first.consumer_s, count * first.cpu_s / max(self._cpus, 0.1))
+        return self._clocks.now() + imports * first.startup_s + round_s <= self._deadline
+
+    def _result(self) -> NumWorkersResult:
+        seen, pin_memory = self._search.seen, _pin_memory(self._loader)
+        if not seen:  # not one batch came in time
+            count = max(min(self._loader.num_workers, self._cap().num_workers), 1)
+            return NumWorkersResult(count, (), "time", None, self._prefetch, pin_memory, True)
+        choice = self._search.choose(self._cap())
+        return NumWorkersResult(
+            choice.num_workers,
+            tuple(each.trial for each in seen),
+            choice.limited_by,
+            choice.batches_per_s,
+            prefetch_factor=self._prefetch,
+            pin_memory=pin_memory,
+            persistent_workers=True,
+        )

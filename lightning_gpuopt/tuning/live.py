@@ -1,0 +1,245 @@
+"""The number of workers of a loader that runs: from what was just measured to the number to try next.
+
+Numbers in, a number out: no clock, no process, no thread. The policy looks for a while, changes the number, looks
+whether that helped, and when there is nothing left to gain it sleeps, and looks again now and then.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_gpuopt.tuning.caps import Cap
+from lightning_gpuopt.tuning.model import LoaderModel, receive_cost
+from lightning_gpuopt.tuning.workers import LimitedBy, Trial
+
+_LEAST_WINDOW: Final = 6
+_IDLE_WINDOW: Final = 50
+"""Steps that must be seen before a worker is taken away: an idle worker costs little, a missing one much."""
+
+_MOST_LEAP: Final = 8
+"""Never more than so many times the workers at once: what was measured with few of them is a rough guide."""
+
+_LOOK_AGAIN: Final = 200
+_LOOK_AGAIN_AT_LAST: Final = 3200
+"""Steps between two looks at a loader that is left as it is: the pause doubles from the first to the second."""
+
+_ALL_CPUS: Final = 0.9
+"""With so much of the CPUs in use there is none left for another worker."""
+
+_ANOTHER_STEP: Final = 0.25
+"""A step that takes so much more or less than when the loader was last settled: what was learnt then is forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Steps with the same number of workers; all times in seconds per step, or batch.
+
+    Attributes:
+        step_s: from one batch to the next.
+        wait_s: waited for the loader in it, beyond what taking a batch that lies ready costs.
+        busy: batches that were being made, or waited for a worker, when the consumer came for one; None: not known.
+        worker_cpu_s: CPU time of the workers; None: not known.
+        consumer_cpu_s: CPU time of the training process.
+        batch_bytes: bytes of a batch.
+    """
+
+    step_s: float
+    wait_s: float
+    busy: float | None = None
+    worker_cpu_s: float | None = None
+    consumer_cpu_s: float = 0.0
+    batch_bytes: float = 0.0
+
+
+class LivePolicy:
+    """Decide on the number of workers, window by window.
+
+    Args:
+        num_workers: what runs now; 0: the training process itself loads.
+        cpus: CPUs that the loader and its consumer may use.
+        tolerance: share of the step, 0-1: a wait below it is none, and a gain below it is not worth a worker.
+        prefetch_factor: batches that each worker prepares ahead.
+
+    Attributes:
+        num_workers: what should run.
+        skip: steps to leave out before the next window: until then the workers' number changes, or nothing can be new.
+        window: steps to look at then.
+        settled: whether nothing is being tried.
+        limited_by: why not more.
+        trials: the last measurement of each number, in the order in which they were first tried.
+
+    Example::
+
+        policy = LivePolicy(1, cpus=8.0)
+        policy.decide(Seen(step_s=0.1, wait_s=0.08), Cap(32, "max_num_workers"))    # 6
+    """
+
+    def __init__(self, num_workers: int, *, cpus: float, tolerance: float = 0.05, prefetch_factor: int = 2) -> None:
+        self.num_workers = num_workers
+        self.settled = False
+        self.limited_by: LimitedBy = "consumer"
+        self._cpus = cpus
+        self._tolerance = tolerance
+        self._prefetch_factor = prefetch_factor
+        self._trials: dict[int, Trial] = {}
+        self._before: tuple[int, Seen] | None = None
+        self._settled_step_s: float | None = None
+        self._ceiling: int | None = None
+        self._floor = 1
+        self._idle_windows = 0
+        self._look_again = _LOOK_AGAIN
+        self.skip = max(num_workers, 2)
+        self.window = _window(num_workers)
+
+    @property
+    def trials(self) -> list[Trial]:
+        """The last measurement of each number, in the order in which they were first tried."""
+        return list(self._trials.values())
+
+    def decide(self, seen: Seen, cap: Cap) -> int:
+        """Take in a window.
+
+        Args:
+            seen: what was measured with ``num_workers`` workers.
+            cap: the most that fit.
+
+        Returns:
+            The number to run now; 0 only where it is 0 now.
+        """
+        count = self.num_workers
+        self._trials[count] = Trial(count, 1.0 / seen.step_s, seen.wait_s)
+        self._forget_if_another(seen)
+        starved = seen.wait_s > self._tolerance * seen.step_s
+        before, self._before = self._before, None
+        if before is not None:
+            return self._verify(before, seen, starved, cap)
+        return self._improve(seen, starved, cap)
+
+    def set(self, num_workers: int, *, settle: bool = False) -> None:
+        """Another number runs than was decided on: fewer could be started, or other ranks need more.
+
+        Args:
+            num_workers: what runs.
+            settle: leave it at that for a while; else look whether it is right.
+        """
+        self._change(num_workers, None)
+        if settle:
+            self.settled = True
+            self.skip = _LOOK_AGAIN_AT_LAST
+
+    def wake(self) -> None:
+        """Look again soon: something around the loader has changed."""
+        if self.settled:
+            self.settled = False
+            self.skip, self.window = 0, _window(self.num_workers)
+
+    def _improve(self, seen: Seen, starved: bool, cap: Cap) -> int:
+        if starved:
+            self._idle_windows = 0
+            more = self._more(seen, cap)
+            return self._change(more, seen) if more > self.num_workers else self._settle(seen)
+        self.limited_by = "consumer"
+        fewer = self._fewer(seen)
+        if fewer >= self.num_workers:
+            return self._settle(seen)
+        self._idle_windows += 1
+        if self._idle_windows < 2:
+            self.settled = False
+            self.skip, self.window = 0, max(_IDLE_WINDOW, _window(self.num_workers))
+            return self.num_workers
+        return self._change(fewer, seen)
+
+    def _verify(self, before: tuple[int, Seen], seen: Seen, starved: bool, cap: Cap) -> int:
+        """Keep a change, or take it back."""
+        number, earlier = before
+        if number and self.num_workers > number:
+            if earlier.step_s < (1 + self._tolerance) * seen.step_s:  # more workers have gained nothing
+                self._ceiling = number
+                self.limited_by = "cpu"
+                return self._take_back(number, earlier)
+        elif number and starved and seen.step_s > (1 + self._tolerance) * earlier.step_s:
+            self._floor = number
+            return self._take_back(number, earlier)
+        return self._improve(seen, starved, cap)
+
+    def _more(self, seen: Seen, cap: Cap) -> int:
+        """How many workers a starved consumer should have; the number now where more would not help."""
+        count = self.num_workers
+        model = self._model(seen, max(count, 1) * seen.step_s if count else seen.wait_s)
+        most = min(cap.num_workers, _MOST_LEAP * max(count, 1))
+        if self._ceiling is not None:
+            most = min(most, self._ceiling)
+        if count >= most:
+            self.limited_by = "cpu" if count == self._ceiling else cap.limited_by
+            return count
+        needed = model.workers_needed(most)
+        if not count:  # a batch that is made faster than it is handed over is better made here
+            better = seen.step_s > (1 + self._tolerance) * model.step_s(needed)[1]
+            return needed if better else 0
+        if (model.cpu_s + model.consumer_cpu_s) / seen.step_s > _ALL_CPUS * self._cpus:
+            self.limited_by = "cpu"
+            return count
+        if needed > count:
+            self.limited_by = cap.limited_by if needed == cap.num_workers else "consumer"
+            return needed
+        return min(count + max(count // 2, 1), most)  # uneven batches: more of them ahead
+
+    def _fewer(self, seen: Seen) -> int:
+        """How many would do for a consumer that does not wait; the number now where that is not surely fewer."""
+        count = self.num_workers
+        if seen.busy is None or count <= 1:
+            return count
+        # By Little's law the batches in the making are the rate times the time that one takes.
+        model = self._model(seen, min(seen.busy, count) * seen.step_s)
+        needed = max(model.workers_needed(count), self._floor)
+        return needed if 3 * needed <= 2 * count else count
+
+    def _model(self, seen: Seen, service_s: float) -> LoaderModel:
+        cpus = (self._cpus, self._cpus, self._cpus)
+        return LoaderModel(
+            service_s=service_s,
+            cpu_s=min(seen.worker_cpu_s or 0.0, service_s),
+            receive_s=receive_cost(seen.batch_bytes) if not self.num_workers else (0.0, 0.0, 0.0),
+            consumer_s=max(seen.step_s - seen.wait_s, 1e-6),
+            consumer_cpu_s=seen.consumer_cpu_s,
+            cpus=cpus,
+        )
+
+    def _change(self, count: int, seen: Seen | None) -> int:
+        """Try another number; ``seen`` is what it will be compared with."""
+        earlier, self.num_workers = self.num_workers, count
+        self._before = (earlier, seen) if seen is not None else None
+        self._idle_windows = 0
+        self._look_again = _LOOK_AGAIN
+        self.settled = False
+        # what was asked for before comes first, then one round of the first batches of all
+        self.skip = self._prefetch_factor * earlier + count
+        self.window = _window(count)
+        return count
+
+    def _take_back(self, count: int, earlier: Seen) -> int:
+        self._change(count, None)
+        self._settle(earlier)
+        return count
+
+    def _settle(self, seen: Seen) -> int:
+        self._settled_step_s = seen.step_s
+        self._idle_windows = 0
+        self.settled = True
+        self.skip, self.window = self._look_again, _window(self.num_workers)
+        self._look_again = min(2 * self._look_again, _LOOK_AGAIN_AT_LAST)
+        return self.num_workers
+
+    def _forget_if_another(self, seen: Seen) -> None:
+        settled_s = self._settled_step_s
+        if settled_s is not None and abs(seen.step_s - settled_s) > _ANOTHER_STEP * settled_s and self._before is None:
+            self._ceiling, self._floor, self._settled_step_s = None, 1, None
+            self._look_again = _LOOK_AGAIN
+
+
+def _window(count: int) -> int:
+    """Steps to look at: workers that all work deliver in bursts, one batch each; so whole bursts."""
+    count = max(count, 1)
+    return count * math.ceil(_LEAST_WINDOW / count)

@@ -1,0 +1,114 @@
+"""A throughput model of the loader against the step that consumes its batches.
+
+A batch costs its worker a wall time and, in it, a CPU time; workers work side by side; CPUs are shared by the workers
+and the training process; and the training process itself needs a moment to receive a batch. The slowest of these sets
+the pace. All of it is measured, but the last, which where it was not is a constant with a range.
+
+What is advised after a run and what is tried in a search for the number of workers both come from here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+Interval = tuple[float, float, float]
+
+HEADROOM_LEFT: Final = 0.03
+"""Below this share of the step there is nothing left to gain."""
+
+_MOST_PREFETCH: Final = 16
+
+_MOST_WORKERS: Final = 32
+_MOST_WORKERS_PER_CPU: Final = 8
+
+_RECEIVE_S: Final[Interval] = (0.0003, 0.0008, 0.002)
+"""What it costs the training process to take a batch from a worker: 0.6-1.2 ms were measured on a small machine."""
+
+_COPY_BYTES_PER_S: Final = 2e9
+"""A batch passes through shared memory once; touching fresh pages runs at about this rate."""
+
+_STEP_SPREAD: Final = 0.04
+"""A step of the same work takes so much more or less from run to run."""
+
+LEAST_SPREAD: Final = 0.08
+"""Workers on a shared machine are never surer than this, to either side."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderModel:
+    """What a batch costs, and who consumes it. All in seconds per batch.
+
+    Attributes:
+        service_s: wall time that a worker needs.
+        cpu_s: CPU time in it.
+        receive_s: the training process's own cost of taking a batch from a worker: (low, mid, high).
+        consumer_s: the step without its wait for data.
+        consumer_cpu_s: CPU time of the training process for a step, without loading.
+        cpus: CPUs that may be used at once, more where others leave them: (pessimistic, expected, optimistic).
+        spread: relative uncertainty of the times, for example 0.1.
+    """
+
+    service_s: float
+    cpu_s: float
+    receive_s: Interval
+    consumer_s: float
+    consumer_cpu_s: float
+    cpus: Interval
+    spread: float = LEAST_SPREAD
+
+    def step_s(self, workers: int) -> Interval:
+        """Seconds per step with so many workers: (optimistic, expected, pessimistic)."""
+        low, mid, high = (
+            max(
+                (1 + side * _STEP_SPREAD) * self.consumer_s + receive,
+                (1 + side * self.spread) * self.service_s / workers,
+                # CPUs that are all in use share caches, memory and often cores: twice as unsure
+                (1 + 2 * side * self.spread) * (self.cpu_s + self.consumer_cpu_s) / cpus,
+            )
+            for side, receive, cpus in zip((-1, 0, 1), self.receive_s, reversed(self.cpus), strict=True)
+        )
+        return low, mid, high
+
+    def workers_needed(self, most: int | None = None) -> int:
+        """The smallest number of workers after which more would gain less than 3 %.
+
+        Args:
+            most: not more than so many.
+        """
+        limit = most if most is not None else most_workers(self.cpus[2])
+        best = self.step_s(limit)[1]
+        for workers in range(1, limit):
+            # a tenth to spare, so that one slow batch does not stall the step
+            if max(self.step_s(workers)[1], 1.1 * self.service_s / workers) <= best * (1 + HEADROOM_LEFT):
+                return workers
+        return limit
+
+
+def most_workers(cpus: float) -> int:
+    """More workers than this are never advised, whatever they wait for."""
+    return max(1, int(min(_MOST_WORKERS, _MOST_WORKERS_PER_CPU * cpus)))
+
+
+def receive_cost(batch_bytes: float) -> Interval:
+    """What it costs the training process to take a batch of so many bytes from a worker, where it was not measured."""
+    low, mid, high = _RECEIVE_S
+    copy_s = batch_bytes / _COPY_BYTES_PER_S
+    return low, mid + copy_s, high + 2 * copy_s
+
+
+def prefetch_needed(mean_s: float, unevenness: float, consumer_s: float, workers: int, now: int) -> int:
+    """Batches that each worker should prepare ahead, to bridge a slow one.
+
+    Args:
+        mean_s: a worker's mean time for a batch.
+        unevenness: variance of that over the square of the mean.
+        consumer_s: the step without its wait for data.
+        workers: their number.
+        now: the ``prefetch_factor`` now; the answer is at least twice that.
+    """
+    slow_s = mean_s * (1 + 3 * math.sqrt(unevenness))
+    consumer_s = max(consumer_s, mean_s / workers, 1e-6)
+    factor = math.ceil(slow_s / consumer_s / workers) + 1
+    return min(max(factor, 2 * now), _MOST_PREFETCH)

@@ -1,0 +1,346 @@
+"""One trial: a loader like the user's, with so many workers, read for a moment by a consumer of the given pace."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psutil
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_gpuopt.timeline.loader import worker_pids
+from lightning_gpuopt.timeline.worker_clock import TimedCollate
+from lightning_gpuopt.tuning.caps import worker_memory
+from lightning_gpuopt.tuning.model import receive_cost
+from lightning_gpuopt.tuning.workers import Measured, Trial
+
+_LEAST_S: Final = 0.5
+_LEAST_BATCHES: Final = 8
+_LEAST_ROUNDS: Final = 2
+
+_MOST_S: Final = 1.2
+"""A trial that is not over by then, because batches differ much or are slow, has to do with what it has."""
+
+_EVEN_ENOUGH: Final = 0.04
+"""Relative standard error of a batch's mean time."""
+
+_HARDLY_BUSY: Final = 0.5
+"""Workers that idle for half of the time are not what matters: how even their times are is no matter."""
+
+_LONGEST_PAUSE_S: Final = 0.25
+_GRACE_S: Final = 2.0
+
+_TIMED_OUT: Final = "DataLoader timed out after"
+
+
+class OutOfTime(Exception):
+    """The deadline came before anything could be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Where a trial has its time from, so that a test can say what time it is.
+
+    Attributes:
+        now: seconds, from any origin.
+        sleep: lets seconds pass.
+        cpu: CPU seconds of this process.
+    """
+
+    now: Callable[[], float] = time.perf_counter
+    sleep: Callable[[float], object] = time.sleep
+    cpu: Callable[[], float] = time.process_time
+
+
+def run_trial(
+    loader: DataLoader[Any],
+    sampling: dict[str, Any],
+    num_workers: int,
+    *,
+    prefetch_factor: int,
+    step_time_s: float,
+    deadline: float,
+    clocks: Clocks | None = None,
+) -> Measured:
+    """Measure the loader with so many workers. Nothing of it is left when this returns or raises.
+
+    Args:
+        loader: the user's; only read.
+        sampling: the arguments for its samples, from :func:`lightning_gpuopt.tuning.indices.own_sampling`.
+        num_workers: at least 1.
+        prefetch_factor: batches that each worker prepares ahead.
+        step_time_s: what the consumer takes for a batch.
+        deadline: when to stop, on the clock of ``clocks.now``.
+        clocks: instead of the real ones.
+
+    Raises:
+        OutOfTime: the deadline came first.
+        ValueError: something of the loader cannot be sent to a worker process.
+        Exception: whatever the dataset raises, as it would come out in training.
+    """
+    clocks = clocks or Clocks()
+    timed = TimedCollate(_own_collate(loader))
+    began = clocks.now()
+    twin = _twin(loader, sampling, num_workers, prefetch_factor, timed, deadline - began)
+    iterator = _start(twin)
+    try:
+        reading = _Reading(iterator, timed, num_workers, step_time_s, deadline, clocks)
+        return reading.run(began)
+    finally:
+        _stop(iterator, max(min(deadline - clocks.now(), _GRACE_S), _LEAST_S))
+
+
+def sample_bytes(loader: DataLoader[Any], indices: list[int], seconds: float) -> int:
+    """Bytes of a map-style dataset's samples as they are sent between processes, read in a worker process.
+
+    Args:
+        loader: the user's; only read.
+        indices: the samples' numbers.
+        seconds: how long that may take.
+
+    Raises:
+        Exception: whatever the dataset raises, or what torch raises when the time is over.
+    """
+    twin = _twin(loader, {"sampler": indices, "batch_size": 1}, 1, 2, _Pickled(), seconds)
+    iterator = _start(twin)
+    try:
+        return sum(iterator)
+    finally:
+        _stop(iterator, _LEAST_S)
+
+
+class _Pickled:
+    """Stands in for a ``collate_fn``: says how large the samples are."""
+
+    def __call__(self, samples: Any) -> int:
+        return len(pickle.dumps(samples))
+
+
+def _own_collate(loader: DataLoader[Any]) -> Callable[[Any], Any]:
+    collate: Any = loader.collate_fn
+    return collate.collate_fn if isinstance(collate, TimedCollate) else collate
+
+
+def _twin(
+    loader: DataLoader[Any],
+    sampling: dict[str, Any],
+    num_workers: int,
+    prefetch_factor: int,
+    collate: Callable[[Any], Any],
+    seconds: float,
+) -> DataLoader[Any]:
+    """A loader that is like the user's in all but its samples' order, its workers and its random numbers."""
+    more: dict[str, Any] = {} if getattr(loader, "in_order", True) else {"in_order": False}
+    with _quiet():
+        return DataLoader(
+            loader.dataset,
+            num_workers=num_workers,
+            collate_fn=collate,
+            pin_memory=loader.pin_memory and torch.cuda.is_available(),
+            timeout=max(min(loader.timeout or seconds, seconds), 1e-3),
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=torch.Generator(),  # the seed of the workers is drawn from here, not from the global state
+            prefetch_factor=prefetch_factor,
+            **sampling,
+            **more,
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Do not let torch warn of more workers than CPUs, since to try them is the point, or say what we say."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create|Got pickle error")
+        yield
+
+
+def _start(twin: DataLoader[Any]) -> Any:
+    context: Any = twin.multiprocessing_context or torch.multiprocessing.get_context()
+    try:
+        with _quiet():
+            return iter(twin)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        method = context.get_start_method()
+        if method == "fork":
+            raise
+        raise ValueError(
+            f"dataloader: expected a dataset, collate_fn and worker_init_fn that can be pickled, as worker processes "
+            f"started by {method!r} need it, got {type(twin.dataset).__name__}: {error}; define what it holds at the "
+            f"top level of a module, or open files and connections in the workers"
+        ) from error
+
+
+def _stop(iterator: Any, grace_s: float) -> None:
+    """End the workers: in good order, and those that are stuck by force after the grace.
+
+    Calls ``_shutdown_workers`` of torch's iterator (torch 2.4 to 2.13) rather than wait for its last reference to go:
+    an exception's traceback may hold one. torch alone would wait 5 s for each worker that is stuck.
+    """
+    workers = list(getattr(iterator, "_workers", ()))
+
+    def by_force() -> None:
+        for worker in workers:
+            if worker.is_alive():
+                worker.terminate()
+
+    timer = threading.Timer(grace_s, by_force)
+    timer.daemon = True
+    timer.start()
+    try:
+        shutdown = getattr(iterator, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
+    except BaseException:  # a second Ctrl-C does not want to wait
+        by_force()
+        raise
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+class _Reading:
+    """The consumer of one trial."""
+
+    def __init__(
+        self, iterator: Any, timed: TimedCollate, workers: int, step_time_s: float, deadline: float, clocks: Clocks
+    ) -> None:
+        self._iterator = iterator
+        self._timed = timed
+        self._workers = workers
+        self._step_s = step_time_s
+        self._deadline = deadline
+        self._clocks = clocks
+        self._waits_s: list[float] = []
+        self._ends: list[float] = []
+        self._processes = _processes(worker_pids([iterator]))
+
+    def run(self, began: float) -> Measured:
+        """Read until enough was seen, or the deadline comes."""
+        clocks = self._clocks
+        warm = 0
+        while warm < self._workers and self._fetch():  # each worker's first batch holds what is done once
+            warm += 1
+        if not warm:
+            raise OutOfTime
+        startup_s = clocks.now() - began
+        times_before, cpu_before, own_before = self._timed.times(self._workers), self._cpu_s(), clocks.cpu()
+        start = clocks.now()
+        while warm == self._workers and self._round() and not self._enough(clocks.now() - start):
+            pass
+        own_cpu_s, worker_cpu_s = clocks.cpu() - own_before, self._cpu_s() - cpu_before
+        times = self._timed.times(self._workers) - times_before
+        waits_s, elapsed_s = self._whole_rounds(start)
+        if not waits_s:  # nothing came after the first round: that one has to do
+            waits_s, elapsed_s = self._waits_s, clocks.now() - began
+        rate, wait_s = len(waits_s) / max(elapsed_s, 1e-9), sum(waits_s) / len(waits_s)
+        seen = max(len(self._waits_s) - self._workers, 1)
+        service_s = times.busy_s / times.batches if times.batches else self._workers / rate
+        memory = [size for pid in worker_pids([self._iterator]) if (size := worker_memory(pid)) is not None]
+        return Measured(
+            Trial(self._workers, rate, wait_s),
+            service_s=service_s,
+            cpu_s=max(worker_cpu_s / seen, times.cpu_s / times.batches if times.batches else 0.0),
+            consumer_s=max(1 / rate - wait_s, 0.0) + self._receive_s(service_s),
+            consumer_cpu_s=own_cpu_s / seen,
+            unevenness=times.unevenness or 0.0,
+            batch_bytes=self._timed.times(self._workers).batch_bytes,
+            worker_bytes=max(memory, default=None),
+            startup_s=startup_s,
+        )
+
+    def _round(self) -> bool:
+        """Consume one batch of each worker; False when there is no more."""
+        for _ in range(self._workers):
+            if self._step_s:
+                self._clocks.sleep(self._step_s)
+            if not self._fetch():
+                return False
+        return True
+
+    def _whole_rounds(self, start: float) -> tuple[list[float], float]:
+        """The waits after the warm-up, and the seconds they were in.
+
+        Workers that were started together deliver in bursts: only whole rounds say how fast they are. Where there is
+        not one, what there is.
+        """
+        waits_s, ends = self._waits_s[self._workers :], self._ends[self._workers :]
+        whole = len(waits_s) // self._workers * self._workers or len(waits_s)
+        return waits_s[:whole], ends[whole - 1] - start if whole else 0.0
+
+    def _fetch(self) -> bool:
+        """Take a batch; False when there is none: the deadline has come, or the data has ended."""
+        clocks = self._clocks
+        before = clocks.now()
+        left_s = self._deadline - before
+        if left_s <= 0:
+            return False
+        if hasattr(self._iterator, "_timeout") and self._own_timeout(left_s):
+            self._iterator._timeout = left_s
+        try:
+            next(self._iterator)
+        except StopIteration:
+            return False
+        except RuntimeError as error:
+            if str(error).startswith(_TIMED_OUT) and self._deadline - clocks.now() <= 0.01:
+                return False
+            raise
+        self._ends.append(after := clocks.now())
+        self._waits_s.append(after - before)
+        return True
+
+    def _cpu_s(self) -> float:
+        """CPU seconds of the workers, all their threads: pickling is done on one of its own."""
+        total = 0.0
+        for process in self._processes:
+            try:
+                times = process.cpu_times()
+            except psutil.Error:
+                continue
+            total += times.user + times.system
+        return total
+
+    def _own_timeout(self, left_s: float) -> bool:
+        """Whether the deadline comes before the user's own timeout."""
+        return bool(left_s < self._iterator._timeout)
+
+    def _enough(self, elapsed_s: float) -> bool:
+        times = self._timed.times(self._workers)
+        if elapsed_s >= _MOST_S:
+            return True
+        batches = len(self._waits_s) - self._workers
+        if elapsed_s < _LEAST_S or batches < max(_LEAST_BATCHES, _LEAST_ROUNDS * self._workers):
+            return False
+        if times.busy_s < _HARDLY_BUSY * self._workers * elapsed_s:
+            return True
+        return (times.unevenness or 0.0) <= times.batches * _EVEN_ENOUGH**2
+
+    def _receive_s(self, service_s: float) -> float:
+        """What it costs to take a batch that lies ready: two of them, after a pause in which they are made."""
+        quickest_s = min(self._waits_s)
+        pause_s = 2.5 * service_s
+        if pause_s > _LONGEST_PAUSE_S or self._deadline - self._clocks.now() < 2 * pause_s:
+            # not worth the time: beside a batch that takes this long, it is little
+            return min(quickest_s, receive_cost(self._timed.times(self._workers).batch_bytes or 0.0)[1])
+        self._clocks.sleep(pause_s)
+        before = len(self._waits_s)
+        if not (self._fetch() and self._fetch()):
+            return quickest_s
+        return min(min(self._waits_s[before:]), 2 * quickest_s)
+
+
+def _processes(pids: list[int]) -> list[psutil.Process]:
+    processes = []
+    for pid in pids:
+        try:
+            processes.append(psutil.Process(pid))
+        except psutil.Error:
+            continue
+    return processes

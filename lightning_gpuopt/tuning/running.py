@@ -1,0 +1,372 @@
+"""A loader that runs, under the policy of :mod:`~lightning_gpuopt.tuning.live`: its fetches timed, its workers changed.
+
+The iterators that a loader hands out stay the same objects, with a ``__next__`` of ours around their own. While there
+is nothing to look at, that is a counter that goes down.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from pickle import PicklingError
+from statistics import fmean, median
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader, _DatasetKind
+from torch.utils.data.dataloader import (
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
+
+from lightning_gpuopt.timeline.worker_clock import _nbytes
+from lightning_gpuopt.tuning.caps import Cap, Room, room, worker_cap, worker_memory
+from lightning_gpuopt.tuning.live import LivePolicy, Seen
+from lightning_gpuopt.tuning.model import receive_cost
+from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt
+
+log = logging.getLogger(__name__)
+
+_PAUSE: Final = 4.0
+"""A step whose own work takes so many times the median has a validation, a checkpoint or the like in it."""
+
+_NEVER: Final = 1 << 60
+
+
+class FetchMeter:
+    """Times the fetches of one loader, whichever iterator they come from.
+
+    Args:
+        skip: fetches to let pass first.
+        window: fetches to look at then.
+        clock: seconds.
+
+    Attributes:
+        asleep: fetches to let pass.
+        seen: the window that is complete; None before it is.
+    """
+
+    def __init__(self, skip: int, window: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.begin(skip, window)
+
+    def begin(self, skip: int, window: int) -> None:
+        """Let ``skip`` fetches pass, then look at ``window`` steps."""
+        self.asleep = skip
+        self.seen: Seen | None = None
+        self._window = window
+        self._forget()
+
+    def sleep(self) -> None:
+        """Look at nothing until :meth:`begin`."""
+        self.begin(_NEVER, self._window)
+
+    def epoch_begins(self, skip: int) -> None:
+        """A new iterator delivers: its first batches are no measure, nor is the time between the epochs."""
+        if self.seen is None:
+            self.asleep = max(self.asleep, skip)
+            self._last: float | None = None
+
+    def _forget(self) -> None:
+        self._last = None
+        self._waits: list[float] = []
+        self._owns: list[float] = []
+        self._ready: list[float] = []
+        self._busy: list[int] = []
+        self._cpu_began: tuple[float | None, float] | None = None
+        self._bytes = 0.0
+
+    def fetch(self, iterator: Any, take: Callable[[], Any]) -> Any:
+        """Take a batch, and note how long that took."""
+        workers = getattr(iterator, "_workers", ())
+        if self._cpu_began is None:
+            self._cpu_began = _cpu_s(workers), time.process_time()
+        ready, busy = _queues(iterator)
+        began = self._clock()
+        batch = take()
+        ended = self._clock()
+        last, self._last = self._last, ended
+        if last is None:
+            self._bytes = float(_nbytes(batch))
+            self._cpu_began = _cpu_s(workers), time.process_time()
+            return batch
+        self._waits.append(ended - began)
+        self._owns.append(began - last)
+        if ready:
+            self._ready.append(ended - began)
+        if busy is not None:
+            self._busy.append(busy)
+        if len(self._waits) >= self._window:
+            self.seen = self._close(workers)
+            self._forget()
+            self.asleep = _NEVER
+        return batch
+
+    def _close(self, workers: Any) -> Seen:
+        steps = len(self._waits)
+        # What a batch that lay ready took to take is no wait.
+        taking_s = median(self._ready) if self._ready else receive_cost(self._bytes)[1] if workers else 0.0
+        wait_s = fmean(max(wait - taking_s, 0.0) for wait in self._waits)
+        usual_s = median(self._owns)
+        own_s = fmean(own for own in self._owns if own <= _PAUSE * usual_s)
+        assert self._cpu_began is not None
+        cpu_before, process_before = self._cpu_began
+        cpu_after, process_s = _cpu_s(workers), time.process_time() - process_before
+        worker_cpu_s = None if cpu_before is None or cpu_after is None else max(cpu_after - cpu_before, 0.0) / steps
+        consumer_cpu_s = process_s / steps
+        if not workers:  # all of it is the training process's
+            share = sum(self._waits) / (sum(self._waits) + sum(self._owns))
+            worker_cpu_s, consumer_cpu_s = consumer_cpu_s * share, consumer_cpu_s * (1 - share)
+        busy = fmean(self._busy) if self._busy else None
+        return Seen(own_s + fmean(self._waits), wait_s, busy, worker_cpu_s, consumer_cpu_s, self._bytes)
+
+
+class _Timed:
+    """In front of an iterator's class: times its fetches."""
+
+    _gpuopt_meter: FetchMeter
+
+    def __next__(self) -> Any:
+        meter = self._gpuopt_meter
+        if meter.asleep > 0:
+            meter.asleep -= 1
+            return super().__next__()  # type: ignore[misc]
+        return meter.fetch(self, super().__next__)  # type: ignore[misc]
+
+
+class _TimedResizable(_Timed, ResizableIterator):
+    """Workers that can become more and fewer."""
+
+
+class _TimedSingle(_Timed, _SingleProcessDataLoaderIter):
+    """The training process loads itself, until workers take over where it left off."""
+
+    _gpuopt_successor: Any = None
+
+    def __next__(self) -> Any:
+        if self._gpuopt_successor is not None:
+            return next(self._gpuopt_successor)
+        return super().__next__()
+
+
+class RunningLoader:
+    """A DataLoader over a map-style dataset, whose workers follow what its consumer needs.
+
+    Args:
+        loader: the loader, before it is iterated.
+        policy: decides.
+        max_num_workers: never more than so many; None: as :func:`~lightning_gpuopt.tuning.caps.worker_cap` has it.
+        local_world_size: ranks on this node.
+
+    Attributes:
+        frozen: whether nothing is looked at any more.
+        problem: why the running iterator cannot be changed; None where it can.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], policy: LivePolicy, max_num_workers: int | None = None, local_world_size: int = 1
+    ) -> None:
+        self.loader = loader
+        self.policy = policy
+        self.meter = FetchMeter(policy.skip, policy.window)
+        self.problem: str | None = None
+        self.frozen = False
+        self._max_num_workers = max_num_workers
+        self._local_world_size = local_world_size
+        self._iterator: Any = None
+        self._pending = False
+        self._base_seed: int | None = None
+        self._create = loader._get_iterator
+
+    def new_iterator(self) -> Any:
+        """In place of the loader's ``_get_iterator``: its own iterator, timed and if possible resizable."""
+        with warnings.catch_warnings():
+            if self.loader.num_workers > 1:  # measured: no reason to warn of more workers than CPUs
+                warnings.filterwarnings("ignore", message="This DataLoader will create")
+            iterator = self._create_as_if_persistent() if self._base_seed is not None else self._create()
+        self._iterator = self._watch(iterator)
+        if self._pending:
+            self._pending = False
+            self._look()
+        self.epoch_begins()
+        return iterator
+
+    def _create_as_if_persistent(self) -> Any:
+        """A new iterator draws its base seed, which one that went on would not have done: not from the user's state."""
+        generator, seed = self.loader.generator, self._base_seed
+        assert seed is not None
+        self.loader.generator = torch.Generator().manual_seed(seed)
+        try:
+            return self._create()
+        finally:
+            self.loader.generator, self._base_seed = generator, None
+
+    def epoch_begins(self) -> None:
+        """The next fetches are the first of an epoch."""
+        self.meter.epoch_begins(max(self.policy.num_workers, 1))
+
+    def _watch(self, iterator: Any) -> Any:
+        self.problem = None
+        try:
+            if type(iterator) is _SingleProcessDataLoaderIter:
+                iterator.__class__ = _TimedSingle
+            else:
+                try:
+                    adopt(iterator, self.loader)
+                    iterator.__class__ = _TimedResizable
+                except ResizeUnsupported as unsupported:
+                    self.problem = str(unsupported)
+                    kind = type(iterator)
+                    iterator.__class__ = type(f"Timed{kind.__name__}", (_Timed, kind), {})
+            iterator._gpuopt_meter = self.meter
+        except Exception as error:  # such as a class whose objects cannot take another
+            log.debug("an iterator could not be watched", exc_info=True)
+            self.problem = str(error)
+        return iterator
+
+    def decide(self) -> int | None:
+        """Take in what was seen since the last time: the number of workers to have, or None before there is news."""
+        seen = self.meter.seen
+        if seen is None:
+            return None
+        wanted = self.policy.decide(seen, self.cap(seen.batch_bytes))
+        self._look()
+        return wanted
+
+    def freeze(self) -> None:
+        """Look at nothing from now on: the choice is made."""
+        self.frozen = True
+        self.meter.sleep()
+
+    def _look(self) -> None:
+        if not self.frozen:
+            self.meter.begin(self.policy.skip, self.policy.window)
+
+    def cap(self, batch_bytes: float) -> Cap:
+        """The most workers that fit here now, those that run counted in."""
+        running = self._running()
+        workers = running._workers if isinstance(running, ResizableIterator) else []
+        factor = int(self.loader.prefetch_factor or 2)
+        one = worker_memory(workers[0].pid or 0) if workers else None
+        free = room()
+        memory, shared = free.memory_bytes, free.shared_memory_bytes
+        return worker_cap(
+            Room(
+                free.cpus,
+                None if memory is None else memory + len(workers) * (one or 0) * self._local_world_size,
+                None if shared is None else shared + int(len(workers) * factor * batch_bytes) * self._local_world_size,
+            ),
+            max_num_workers=self._max_num_workers,
+            local_world_size=self._local_world_size,
+            worker_bytes=one,
+            batch_bytes=batch_bytes or None,
+            prefetch_factor=factor,
+        )
+
+    def apply(self, num_workers: int) -> int:
+        """Have so many workers: now where that can be done, else from the next iterator on.
+
+        Returns:
+            The number that runs, or will run.
+        """
+        iterator = self._running()
+        if isinstance(iterator, ResizableIterator):
+            num_workers = iterator.resize(num_workers)
+        elif num_workers != self.loader.num_workers:
+            if isinstance(iterator, _TimedSingle) and iterator._dataset_kind == _DatasetKind.Map:
+                num_workers = self._hand_over(iterator, num_workers)
+            else:
+                assign(self.loader, num_workers)
+                self._pending = iterator is not None
+        if num_workers != self.policy.num_workers:
+            self.policy.set(num_workers, settle=num_workers == 0)
+        if self._pending:
+            self.meter.sleep()
+        else:
+            self._look()
+        return num_workers
+
+    def before_epoch(self) -> None:
+        """Persistent workers of another number than the loader should have must go before it is iterated again."""
+        iterator = getattr(self.loader, "_iterator", None)
+        if isinstance(iterator, _MultiProcessingDataLoaderIter) and iterator._num_workers != self.loader.num_workers:
+            iterator._shutdown_workers()
+            self._base_seed = int(iterator._base_seed)
+            self.loader._iterator = None
+
+    def release(self) -> None:
+        """Let go of the iterator, so that its workers end with its last user."""
+        self._iterator = None
+
+    def _running(self) -> Any:
+        successor = getattr(self._iterator, "_gpuopt_successor", None)
+        return self._iterator if successor is None else successor
+
+    def _hand_over(self, iterator: _TimedSingle, num_workers: int) -> int:
+        """Workers take over what is left of the epoch: the same batches, from the same sampler.
+
+        Nothing is drawn from the global random state, nor from the loader's generator.
+        """
+        loader = self.loader
+        twin = copy.copy(loader)
+        vars(twin)["batch_sampler" if loader._auto_collation else "sampler"] = _Rest(iterator._sampler_iter)
+        twin.generator = torch.Generator().manual_seed(int(iterator._base_seed))
+        assign(twin, num_workers)
+        try:
+            successor = _MultiProcessingDataLoaderIter(twin)
+        except (OSError, TypeError, AttributeError, PicklingError) as error:  # before a sample was asked for
+            self.problem = f"no worker could be started: {type(error).__name__}: {error}"
+            return 0
+        self._watch(successor)
+        assign(loader, num_workers)
+        iterator._gpuopt_successor = successor
+        return num_workers
+
+    def shut_down(self) -> None:
+        """End the workers at once: training has failed, and what it failed with may keep the iterator alive."""
+        iterator = self._running()
+        self.release()
+        if isinstance(iterator, ResizableIterator):
+            iterator._shutdown_workers()
+
+
+class _Rest:
+    """What a sampler that is under way has left."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterator
+
+
+def assign(loader: DataLoader[Any], num_workers: int) -> None:
+    """Set a loader's ``num_workers``, and what goes with it."""
+    loader.num_workers = num_workers
+    if num_workers and loader.prefetch_factor is None:
+        loader.prefetch_factor = 2
+
+
+def _queues(iterator: Any) -> tuple[bool | None, int | None]:
+    """Whether the next batch lies ready, and how many are in the making; None for what cannot be known."""
+    if not isinstance(iterator, ResizableIterator):
+        return None, None
+    try:
+        queues: set[Any] = {iterator._data_queue, iterator._worker_result_queue}  # two where batches are pinned
+        here = sum(each.qsize() for each in queues)
+    except (NotImplementedError, OSError):  # macOS has no qsize
+        return None, None
+    task = iterator._task_info.get(iterator._rcvd_idx, ())
+    return here > 0 or len(task) == 2, max(iterator._tasks_outstanding - here, 0)
+
+
+def _cpu_s(workers: Any, proc: Path = Path("/proc")) -> float | None:
+    """CPU seconds of these processes' main threads; None where that cannot be read."""
+    try:
+        return sum(int((proc / str(each.pid) / "schedstat").read_text().split()[0]) for each in workers) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None

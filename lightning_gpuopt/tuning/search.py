@@ -1,0 +1,238 @@
+"""Which number of workers to try next, and which to choose: numbers in, a number out.
+
+One worker first. What its batches cost says, by the model, how many are needed; that is tried. Then more, where they
+may gain, or fewer, where as many batches could come from them; until neither is worth a trial.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from lightning_gpuopt.tuning.caps import Cap
+from lightning_gpuopt.tuning.model import LoaderModel
+from lightning_gpuopt.tuning.workers import LimitedBy, Measured
+
+_MOST_TRIALS: Final = 6
+_REPEAT_UP_TO: Final = 5
+
+_BUSY: Final = 0.85
+"""From this share on, a processor, or this process's one thread, counts as in use all the time."""
+
+UNEVEN: Final = 0.25
+"""Variance of a batch's time over the square of its mean: from here on, single slow batches hold up the others."""
+
+_IDLE: Final = 0.3
+"""Workers that are busy for less than this are not what is waited for, however uneven their batches."""
+
+_LITTLE_WAIT: Final = 1.5
+"""A wait that is longer than so many times what the consumer does itself is no cost of taking a batch."""
+
+_LINEAR: Final = 0.8
+"""Below this share of what as many workers would give that did not disturb one another, they do."""
+
+_TOO_MANY: Final = 1.4
+"""So many times the number that could do are worth a trial of fewer."""
+
+_CLOSE: Final = 0.15
+"""Two numbers whose throughputs are as near as this may change places in another trial."""
+
+_MEASURED_TWICE: Final = 1.05
+"""What a consumer counts and what workers time agree to this factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a search stands.
+
+    Attributes:
+        num_workers: the choice so far.
+        limited_by: what it is that more workers would not help against.
+        batches_per_s: to expect.
+    """
+
+    num_workers: int
+    limited_by: LimitedBy
+    batches_per_s: float
+
+
+def model_of(first: Measured, cpus: float) -> LoaderModel:
+    """The throughput model, from a trial of one worker.
+
+    Args:
+        first: the trial.
+        cpus: CPUs for this loader and its consumer.
+    """
+    return LoaderModel(
+        service_s=first.service_s,
+        cpu_s=min(first.cpu_s, first.service_s),
+        receive_s=(0.0, 0.0, 0.0),  # measured, in the consumer's time
+        consumer_s=first.consumer_s,
+        consumer_cpu_s=first.consumer_cpu_s,
+        cpus=(cpus, cpus, cpus),
+    )
+
+
+class Search:
+    """The trials so far, and what follows from them.
+
+    Args:
+        cpus: CPUs for this loader and its consumer.
+        tolerance: a gain below this share does not count.
+
+    Example::
+
+        search = Search(cpus=4.0)
+        while (workers := search.next_count(cap)) is not None:
+            search.seen.append(run_trial(..., workers))
+        search.choose(cap)
+    """
+
+    def __init__(self, cpus: float, tolerance: float = 0.05) -> None:
+        self.seen: list[Measured] = []
+        self._cpus = cpus
+        self._tolerance = tolerance
+
+    def next_count(self, cap: Cap) -> int | None:
+        """How many workers to try; None when nothing is left to find out."""
+        if not self.seen:
+            return 1
+        if len(self.seen) >= _MOST_TRIALS:
+            return None
+        if len(self.seen) == 1:
+            return self._second(cap.num_workers)
+        untried = self._untried(cap)
+        return untried if untried is not None else self._again(cap)
+
+    def choose(self, cap: Cap) -> Choice:
+        """The smallest number that is as good as the best; where only one worker was tried, what the model says."""
+        if len(self.seen) == 1 and self._second(cap.num_workers) is not None:
+            model = model_of(self.seen[0], self._cpus)
+            needed = model.workers_needed(cap.num_workers)
+            return Choice(needed, "time", 1 / model.step_s(needed)[1])
+        chosen = self._enough(self._within(cap))
+        number = chosen.trial.num_workers
+        if self._is_fed(chosen) or _is_busy(chosen):
+            limited_by: LimitedBy = "consumer"
+        elif self._cpus_are_busy(chosen):
+            limited_by = "cpu"
+        elif len(self.seen) < _MOST_TRIALS and len(self.seen) > 1 and self._untried(cap) is not None:
+            limited_by = "time"
+        else:
+            limited_by = cap.limited_by if number >= cap.num_workers else "cpu"
+        return Choice(number, limited_by, chosen.trial.batches_per_s)
+
+    def _untried(self, cap: Cap) -> int | None:
+        """A number that may be better than those that were tried."""
+        top = max(self._within(cap), key=_count)
+        linear = _rate(top) * self._least_service_s() >= _LINEAR * top.trial.num_workers
+        order = (self._more, self._fewer) if linear else (self._fewer, self._more)
+        return next((count for ask in order if (count := ask(cap)) is not None), None)
+
+    def _second(self, most: int) -> int | None:
+        first = self.seen[0]
+        needed = model_of(first, self._cpus).workers_needed(most)
+        if needed == 1 and most > 1 and not (self._is_fed(first) or _is_busy(first)):
+            needed = 2
+        return needed if needed > 1 else None
+
+    def _more(self, cap: Cap) -> int | None:
+        """Where the largest number tried is the best, and nothing says that it is the end: larger ones."""
+        within = self._within(cap)
+        top, count = max(within, key=_count), max(map(_count, within))
+        if _count(self._enough(within)) != count or count >= cap.num_workers:
+            return None
+        if self._is_fed(top) or _is_busy(top) or self._cpus_are_busy(top):
+            return None
+        missing = 1.1 / max(top.consumer_s * _rate(top), 1e-9)
+        return min(cap.num_workers, max(count + 1, math.ceil(count * min(max(missing, 1.25), 2.0))))
+
+    def _fewer(self, cap: Cap) -> int | None:
+        """Where far fewer could have given as many batches: a number between."""
+        within = self._within(cap)
+        enough = self._enough(within)
+        count = enough.trial.num_workers
+        # A batch takes a worker this long: fewer than these cannot give as many.
+        least = math.ceil((1 - self._tolerance) * _rate(enough) * self._least_service_s())
+        least = max([least, *(_count(each) + 1 for each in within if _count(each) < count)])
+        if count < _TOO_MANY * least:
+            return None
+        return min(max(math.isqrt(least * count), least), count - 1)
+
+    def _again(self, cap: Cap) -> int | None:
+        """Where another number came close, and neither was tried twice: that of them which was not."""
+        within = self._within(cap)
+        enough = self._enough(within)
+        if self._is_fed(enough) or len(self.seen) >= _REPEAT_UP_TO:
+            return None
+        others = [each for each in within if _count(each) != _count(enough)]
+        nearest = max(others, key=_rate, default=enough)
+        if abs(_rate(nearest) / _rate(enough) - 1) > _CLOSE:
+            return None
+        tried = [_count(each) for each in self.seen]
+        once = [count for count in (_count(nearest), _count(enough)) if tried.count(count) == 1]
+        return once[0] if once else None
+
+    def _within(self, cap: Cap) -> Sequence[Measured]:
+        """The trials that still fit, what a worker takes may have grown since; means of those that were repeated."""
+        counts = sorted(set(map(_count, self.seen)))
+        counts = [count for count in counts if count <= cap.num_workers] or counts[:1]
+        return [_mean([each for each in self.seen if _count(each) == count]) for count in counts]
+
+    def _enough(self, trials: Sequence[Measured]) -> Measured:
+        best = max(map(_rate, trials))
+        enough = [each for each in trials if _rate(each) >= (1 - 0.8 * self._tolerance) * best]
+        return min(enough, key=_count)
+
+    def _least_service_s(self) -> float:
+        return min(each.service_s for each in self.seen)
+
+    def _is_fed(self, measured: Measured) -> bool:
+        """Whether the consumer gets all the batches that it can take.
+
+        By its own time; or because the workers, none of which is late, have to wait for it.
+        """
+        if _rate(measured) * measured.consumer_s >= 1 - 0.8 * self._tolerance:
+            return True
+        busy = measured.trial.batches_per_s * measured.service_s / measured.trial.num_workers
+        waits = measured.trial.data_wait_s > _LITTLE_WAIT * measured.consumer_s
+        return busy < (_BUSY if measured.unevenness < UNEVEN else _IDLE) and not waits
+
+    def _cpus_are_busy(self, measured: Measured) -> bool:
+        used = (measured.cpu_s + measured.consumer_cpu_s) * measured.trial.batches_per_s
+        return used >= _BUSY * self._cpus
+
+
+def _count(measured: Measured) -> int:
+    return measured.trial.num_workers
+
+
+def _mean(trials: Sequence[Measured]) -> Measured:
+    """Of trials with the same number of workers."""
+
+    def mean(value: Callable[[Measured], float]) -> float:
+        return sum(map(value, trials)) / len(trials)
+
+    rate, wait_s = mean(lambda each: each.trial.batches_per_s), mean(lambda each: each.trial.data_wait_s)
+    return replace(
+        trials[0],
+        trial=replace(trials[0].trial, batches_per_s=rate, data_wait_s=wait_s),
+        service_s=mean(lambda each: each.service_s),
+        cpu_s=mean(lambda each: each.cpu_s),
+        consumer_s=mean(lambda each: each.consumer_s),
+        consumer_cpu_s=mean(lambda each: each.consumer_cpu_s),
+        unevenness=mean(lambda each: each.unevenness),
+    )
+
+
+def _rate(measured: Measured) -> float:
+    """Batches per second that can be kept up: a trial may have lived on what was prepared before it began."""
+    possible = _count(measured) / measured.service_s if measured.service_s > 0 else math.inf
+    return min(measured.trial.batches_per_s, _MEASURED_TWICE * possible)
+
+
+def _is_busy(measured: Measured) -> bool:
+    """Whether taking the batches keeps this process busy all the time."""
+    return measured.consumer_cpu_s * measured.trial.batches_per_s >= _BUSY

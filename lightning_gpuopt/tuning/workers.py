@@ -1,0 +1,92 @@
+"""What a search for the number of workers found: its trials, its choice, and what stands in the way of more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LimitedBy = Literal["consumer", "cpu", "memory", "shared_memory", "max_num_workers", "time"]
+"""Why not more workers.
+
+- ``consumer``: the loader is as fast as what takes its batches; also where taking one from a worker is what costs.
+- ``cpu``: more workers gain nothing: the CPUs, or whatever else the workers share (a disk, a lock), are all in use.
+- ``memory``, ``shared_memory``: another worker, or its batches in ``/dev/shm``, would not fit.
+- ``max_num_workers``: so many were allowed, by the argument or its default.
+- ``time``: the budget was gone before the choice could be verified.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The loader with so many workers, as it was measured.
+
+    Attributes:
+        num_workers: worker processes.
+        batches_per_s: batches per second that the consumer took.
+        data_wait_s: seconds per batch that the consumer waited for the loader.
+    """
+
+    num_workers: int
+    batches_per_s: float
+    data_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a trial saw. All seconds are per batch.
+
+    Attributes:
+        trial: what the consumer saw.
+        service_s: wall time that a worker needs.
+        cpu_s: CPU time of the workers, all their threads.
+        consumer_s: the consumer's own time: its step, and taking the batch.
+        consumer_cpu_s: CPU time of this process.
+        unevenness: variance of a worker's time over the square of the mean.
+        batch_bytes: bytes of the tensors and arrays in a batch; None where none was counted.
+        worker_bytes: memory of the largest worker; None where it could not be read.
+        startup_s: from the start of the workers to the first batch of each.
+    """
+
+    trial: Trial
+    service_s: float
+    cpu_s: float
+    consumer_s: float
+    consumer_cpu_s: float
+    unevenness: float = 0.0
+    batch_bytes: float | None = None
+    worker_bytes: int | None = None
+    startup_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class NumWorkersResult:
+    """What to set on a DataLoader, and why.
+
+    Attributes:
+        num_workers: the smallest number of workers that is as good as the best, within the tolerance; 0 only where
+            worker processes cannot run at all.
+        trials: what was measured, in the order in which it was.
+        limited_by: why not more.
+        predicted_batches_per_s: batches per second to expect; None where nothing could be measured.
+        prefetch_factor: batches that each worker prepares ahead; None without workers.
+        pin_memory: whether batches are to come in page-locked memory.
+        persistent_workers: whether workers are to live on from epoch to epoch.
+    """
+
+    num_workers: int
+    trials: tuple[Trial, ...]
+    limited_by: LimitedBy
+    predicted_batches_per_s: float | None = None
+    prefetch_factor: int | None = None
+    pin_memory: bool = False
+    persistent_workers: bool = False
+
+    @property
+    def settings(self) -> dict[str, int | bool | None]:
+        """The choice as arguments of a ``DataLoader``, under their own names."""
+        return {
+            "num_workers": self.num_workers,
+            "prefetch_factor": self.prefetch_factor,
+            "pin_memory": self.pin_memory,
+            "persistent_workers": self.persistent_workers,
+        }

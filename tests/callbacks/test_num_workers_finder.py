@@ -1,0 +1,473 @@
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_gpuopt.callbacks import _tuned_fit
+from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
+from lightning_gpuopt.callbacks.stall_detector import StallDetector
+from lightning_gpuopt.storage.gather import Gather
+from lightning_gpuopt.tuning import caps
+from lightning_gpuopt.tuning.live import LivePolicy, Seen
+from lightning_gpuopt.tuning.running import FetchMeter
+from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
+from tests.helpers import FEATURES, RecordingLogger, TinyModel, run_ranks, tiny_trainer, wait_for
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __init__(self, length: int = 160) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((FEATURES,), index / self.length)
+
+
+class Model(TinyModel):
+    """Keeps what it was given."""
+
+    def __init__(self, *loaders: Any) -> None:
+        super().__init__()
+        self.loaders = loaders
+        self.batches: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.in_step(batch_idx)
+        given = [batch] if isinstance(batch, torch.Tensor) else batch
+        self.batches.append([(each[:, 0] * 160).round().int().tolist() for each in given if each is not None])
+        return sum(self.layer(each).pow(2).mean() for each in given if each is not None)  # type: ignore[return-value]
+
+    def train_dataloader(self) -> Any:
+        return self.loaders[0] if len(self.loaders) == 1 else CombinedLoader(list(self.loaders), "max_size")
+
+
+def loader(workers: int = 1, length: int = 160, **kwargs: Any) -> DataLoader[torch.Tensor]:
+    return DataLoader(Numbers(length), batch_size=2, shuffle=True, num_workers=workers, **kwargs)
+
+
+def children() -> set[int]:
+    """Processes of ours; the one that spawning needs stays."""
+    return {each.pid for each in multiprocessing.active_children()}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = children()
+    files = {name for name in os.listdir("/dev/shm") if name.startswith("torch_")}
+    yield
+    gc.collect()
+    wait_for(lambda: not children() - before)
+    wait_for(lambda: {name for name in os.listdir("/dev/shm") if name.startswith("torch_")} <= files)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> dict[Any, int]:
+    """What the policy decides: for (workers now), the workers to have; others stay. Windows are of two steps."""
+    decisions: dict[Any, int] = {}
+
+    def decide(self: LivePolicy, seen: Seen, cap: caps.Cap) -> int:
+        self._trials[self.num_workers] = Trial(self.num_workers, 10.0 * max(self.num_workers, 1), 0.0)
+        wanted = decisions.get(self.num_workers, self.num_workers)
+        if wanted == self.num_workers:
+            self._settle(seen)
+        else:
+            self._change(wanted, seen)
+        self.skip, self.window = 0, 2
+        return wanted
+
+    real = LivePolicy.__init__
+
+    def init(self: LivePolicy, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.skip, self.window = 0, 2
+
+    monkeypatch.setattr(LivePolicy, "decide", decide)
+    monkeypatch.setattr(LivePolicy, "__init__", init)
+    return decisions
+
+
+def fit(tmp_path: Path, model: Model, *callbacks: Callback, seed: int = 1, **kwargs: Any) -> dict[str, Any]:
+    seed_everything(seed, verbose=False)
+    model.layer.reset_parameters()
+    options = {"max_steps": -1, "max_epochs": 2, "callbacks": list(callbacks), **kwargs}
+    trainer = tiny_trainer(tmp_path, **options)
+    trainer.fit(model)
+    return {
+        "weights": model.layer.weight.detach().clone(),
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state()[1],
+        "python": random.getstate(),
+        "batches": model.batches,
+    }
+
+
+def same(one: Any, two: Any) -> bool:
+    return all(
+        torch.equal(one[name], two[name])
+        if isinstance(one[name], torch.Tensor)
+        else np.array_equal(one[name], two[name])
+        if isinstance(one[name], np.ndarray)
+        else one[name] == two[name]
+        for name in one
+    )
+
+
+class Counts(Callback):
+    """Worker processes at the end of each step."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.counts.append(len(multiprocessing.active_children()))
+
+
+@pytest.mark.parametrize(
+    ("workers", "kwargs", "decisions", "last"),
+    [
+        (1, {}, {1: 4, 4: 2}, 2),
+        (1, {"persistent_workers": True}, {1: 4, 4: 2}, 2),
+        (3, {}, {3: 1}, 1),
+        (0, {}, {0: 3, 3: 2}, 2),
+    ],
+)
+def test_batches_weights_and_random_state_are_as_without(
+    tmp_path: Path, script: dict[Any, int], workers: int, kwargs: Any, decisions: dict[int, int], last: int
+) -> None:
+    plain = fit(tmp_path, Model(loader(workers, **kwargs)))
+    script.update(decisions)
+    source, finder, counts = loader(workers, **kwargs), NumWorkersFinder(), Counts()
+    tuned = fit(tmp_path, Model(source), finder, counts)
+    assert same(plain, tuned)
+    assert len(tuned["batches"]) == 160
+    assert finder.optimal_num_workers == source.num_workers == last
+    assert max(counts.counts) == max(decisions.values() if workers < 3 else [3])
+    assert counts.counts[-2] == last
+
+
+def test_the_trainer_and_the_loader_are_left_as_they_were(tmp_path: Path, script: dict[Any, int]) -> None:
+    script[1] = 2
+    source = loader()
+    before = {name: value for name, value in vars(source).items() if name != "num_workers"}
+    for callbacks in ([NumWorkersFinder(), StallDetector()], [StallDetector(), NumWorkersFinder()]):
+        trainer = tiny_trainer(tmp_path, callbacks=callbacks, max_steps=8)
+        trainer.fit(Model(source))
+        assert "process_dataloader" not in vars(trainer.strategy)
+        assert {name: value for name, value in vars(source).items() if name != "num_workers"} == before
+    assert source.num_workers == 2
+
+
+def test_the_choice_is_said_and_logged_once(
+    tmp_path: Path, script: dict[Any, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    script[1] = 4
+    logger = RecordingLogger()
+    with caplog.at_level(logging.INFO):
+        finder = NumWorkersFinder()
+        fit(tmp_path, Model(loader()), finder, logger=logger)
+    said = [record.getMessage() for record in caplog.records if "NumWorkersFinder" in record.getMessage()]
+    assert said == ["NumWorkersFinder: num_workers 1 -> 4: 4.0x faster input, limited by consumer"]
+    # the first fetch is left out; three fetches are a window of two steps; two windows
+    assert [each for each in logger.records if "loader/num_workers" in each[1]] == [(6, {"loader/num_workers": 4.0})]
+    assert [trial.num_workers for trial in finder.trials] == [1, 4]
+
+
+def test_each_loader_has_its_own_number_and_validation_is_left_alone(tmp_path: Path, script: dict[Any, int]) -> None:
+    script.update({1: 3})
+    first, second, validation = loader(1), loader(2, length=100), loader(1)
+    finder = NumWorkersFinder()
+
+    def run(model: Model, *callbacks: Callback) -> dict[str, Any]:
+        model.val_dataloader = lambda: validation  # type: ignore[method-assign]
+        model.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+        return fit(tmp_path, model, *callbacks, limit_val_batches=2, num_sanity_val_steps=0)
+
+    plain = run(Model(loader(1), loader(2, length=100)))
+    tuned = run(Model(first, second), finder)
+    assert [choice.num_workers for choice in finder.choices] == [3, 2]
+    assert (first.num_workers, second.num_workers, validation.num_workers) == (3, 2, 1)
+    assert tuned["batches"] == plain["batches"]
+
+
+def test_where_the_iterator_is_not_as_expected_the_next_epoch_changes(
+    tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_gpuopt.tuning import resize
+
+    monkeypatch.setattr(resize, "_WORKER_LOOP", [])
+    script[1] = 3
+    for persistent in (False, True):
+        plain = fit(tmp_path, Model(loader(persistent_workers=persistent)))
+        counts = Counts()
+        with pytest.warns(UserWarning, match=r"cannot change workers that run: in torch .* num_workers is 3 from the"):
+            tuned = fit(tmp_path, Model(loader(persistent_workers=persistent)), NumWorkersFinder(), counts)
+        assert tuned["batches"] == plain["batches"]
+        assert set(counts.counts[:80]) <= {0, 1}
+        assert counts.counts[80] == 3
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.full((FEATURES,), float(index)) for index in range(40))
+
+
+def test_a_stream_is_left_alone_unless_asked_for(
+    tmp_path: Path, script: dict[Any, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    script[1] = 2
+    source = DataLoader(Stream(), batch_size=2, num_workers=1)
+    finder = NumWorkersFinder()
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, Model(source), finder)
+    assert (finder.optimal_num_workers, source.num_workers) == (None, 1)
+    assert sum("leaves an IterableDataset alone" in record.getMessage() for record in caplog.records) == 1
+    finder = NumWorkersFinder(iterable=True)
+    with pytest.warns(UserWarning, match="num_workers is 2 from the next epoch on"):
+        fit(tmp_path, Model(source), finder)
+    assert source.num_workers == 2
+
+
+def test_a_loader_that_gathers_without_workers_stays_so(tmp_path: Path, script: dict[Any, int]) -> None:
+    script[0] = 2
+    source = loader(0)
+    vars(source)["dataset"] = Gather.__new__(Gather)
+    finder = NumWorkersFinder()
+    reason = _tuned_fit.TunedFit(
+        tiny_trainer(tmp_path), _tuned_fit.Options("live", None, None, 1.0, 0.05, False, None), list
+    )._why_not(source)
+    assert reason == "a loader alone that gathers its batches faster without workers"
+    assert finder.optimal_num_workers is None
+
+
+class Unpicklable(Numbers):
+    def __getstate__(self) -> Any:
+        raise TypeError("cannot pickle a file handle")
+
+
+def test_data_that_cannot_go_to_a_worker_stays_in_the_training_process(tmp_path: Path, script: dict[Any, int]) -> None:
+    script[0] = 2
+    source = DataLoader(Unpicklable(), batch_size=2, multiprocessing_context=None)
+    vars(source)["_DataLoader__multiprocessing_context"] = multiprocessing.get_context("spawn")
+    model = Model(source)
+    with pytest.warns(UserWarning, match="no worker could be started: TypeError: cannot pickle a file handle"):
+        fit(tmp_path, model, NumWorkersFinder())
+    assert len(model.batches) == 160
+    assert source.num_workers == 0
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_exception_or_ctrl_c_leaves_no_worker(
+    tmp_path: Path, script: dict[Any, int], error: type[BaseException], workers: int
+) -> None:
+    script[workers] = 4
+    model, source, finder = Model(loader(workers)), loader(workers), NumWorkersFinder()
+    before = children()
+
+    def fail(batch_idx: int) -> None:
+        if batch_idx == 10:
+            raise error
+
+    model.in_step = fail  # type: ignore[method-assign]
+    with pytest.raises((error, SystemExit)) as caught:
+        fit(tmp_path, model, finder)
+    assert caught is not None
+    wait_for(lambda: not children() - before)  # while the exception still holds its frames
+    assert finder.optimal_num_workers == 4
+    assert source is not None
+
+
+class CorruptLater(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 100:
+            raise ValueError("sample 100 is corrupt")
+        return super().__getitem__(index)
+
+
+def test_an_error_of_the_data_leaves_no_worker_while_it_is_looked_at(tmp_path: Path, script: dict[Any, int]) -> None:
+    script[1] = 4
+    before = children()
+    with pytest.raises(ValueError, match="sample 100 is corrupt") as caught:
+        fit(tmp_path, Model(DataLoader(CorruptLater(), batch_size=2, num_workers=1)), NumWorkersFinder())
+    wait_for(lambda: not children() - before)
+    assert caught.tb is not None  # its frames hold the iterator
+
+
+def test_a_restored_choice_is_used_without_a_new_search(tmp_path: Path, script: dict[Any, int]) -> None:
+    script[1] = 3
+    finder = NumWorkersFinder()
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=20, save_top_k=-1)
+    fit(tmp_path, Model(loader()), finder, checkpoint, enable_checkpointing=True)
+    path = tmp_path / "epoch=0-step=20.ckpt"
+    state = torch.load(path, weights_only=True)["callbacks"]["NumWorkersFinder"]
+    assert state == {"loaders": [{"num_workers": 3, "before": 1, "settled": True}]}
+    script[3] = 5
+    source, counts, again = loader(), Counts(), NumWorkersFinder()
+    trainer = tiny_trainer(tmp_path, max_steps=60, callbacks=[again, counts])
+    trainer.fit(Model(source), ckpt_path=path)
+    assert set(counts.counts) == {3}
+    assert again.optimal_num_workers == source.num_workers == 3
+    assert str(again.choices[0]) == "num_workers 1 -> 3: limited by consumer"
+
+
+def test_a_probe_goes_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def find(source: Any, *args: Any) -> NumWorkersResult:
+        asked.append(args)
+        return NumWorkersResult(3, (Trial(1, 10.0, 0.1), Trial(3, 25.0, 0.0)), "consumer", 25.0, 4, False, True)
+
+    monkeypatch.setattr(_tuned_fit, "find_num_workers", find)
+    source, counts = loader(), Counts()
+    finder = NumWorkersFinder("probe", step_time_s=0.04, max_num_workers=8, max_seconds=5, tolerance=0.1)
+    fit(tmp_path, Model(source), finder, counts)
+    assert asked == [(0.04, 8, 5.0, 0.1, 1, False)]
+    assert set(counts.counts[:79]) == {3}
+    assert (finder.optimal_num_workers, source.prefetch_factor) == (3, 4)
+    assert str(finder.choices[0]) == "num_workers 1 -> 3: 2.5x faster input, limited by consumer"
+
+    asked.clear()
+    fit(tmp_path, Model(loader()), finder, counts := Counts())  # type: ignore[arg-type]
+    finder = NumWorkersFinder("probe")
+    fit(tmp_path, Model(loader()), finder, counts := Counts())
+    assert len(asked) == 2
+    assert asked[1][0] > 0  # the step time, measured on the first steps
+    assert counts.counts[0] == 1
+    assert counts.counts[40] == 3
+
+
+class Corrupt(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise ValueError("every sample is corrupt")
+
+
+def test_an_error_of_the_data_comes_out_of_the_probe_as_in_training(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="every sample is corrupt"):
+        fit(tmp_path, Model(DataLoader(Corrupt(), num_workers=1)), NumWorkersFinder("probe", step_time_s=0.01))
+
+
+def test_an_error_of_ours_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> int:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(LivePolicy, "decide", fail)
+    model = Model(loader())
+    with pytest.warns(UserWarning, match="NumWorkersFinder stands aside, training goes on: ZeroDivisionError: ours"):
+        fit(tmp_path, model, NumWorkersFinder())
+    assert len(model.batches) == 160
+
+
+def test_a_kept_choice_is_where_the_next_run_starts(tmp_path: Path, script: dict[Any, int]) -> None:
+    script[1] = 3
+    fit(tmp_path, Model(loader()), NumWorkersFinder(cache_dir=tmp_path / "cache"))
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    counts = Counts()
+    fit(tmp_path, Model(loader()), NumWorkersFinder(cache_dir=tmp_path / "cache"), counts)
+    assert counts.counts[0] == 3
+
+
+def test_new_loaders_of_the_next_epoch_go_on_with_the_number(tmp_path: Path, script: dict[Any, int]) -> None:
+    script[1] = 3
+
+    class Reloading(Model):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    counts, finder = Counts(), NumWorkersFinder()
+    fit(tmp_path, Reloading(), finder, counts, reload_dataloaders_every_n_epochs=1)
+    assert counts.counts[80] == 3
+    assert [choice.num_workers for choice in finder.choices] == [3]
+
+
+@pytest.mark.parametrize("mode", ["off", False])
+def test_off_does_nothing(tmp_path: Path, mode: Any) -> None:
+    finder = NumWorkersFinder(mode)
+    fit(tmp_path, Model(loader()), finder, max_epochs=1)
+    assert (finder.mode, finder.optimal_num_workers, finder.trials) == ("off", None, [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "fast"}, "mode: expected one of 'live', 'probe', 'off', got 'fast'"),
+        ({"mode": True}, "mode: expected one of 'live', 'probe', 'off', got True"),
+        ({"step_time_s": -1}, "step_time_s: expected seconds, at least 0, or None, got -1"),
+        ({"max_num_workers": 0}, "max_num_workers: expected a number of workers, at least 1, or None, got 0"),
+        ({"max_seconds": 0}, "max_seconds: expected seconds above 0, got 0"),
+        ({"tolerance": 2}, "tolerance: expected a share above 0 and at most 0.5, got 2"),
+        ({"iterable": 1}, "iterable: expected True or False, got 1"),
+        ({"cache_dir": 1}, "cache_dir: expected a path, or None, got 1"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="expected") as caught:
+        NumWorkersFinder(**arguments)
+    assert str(caught.value) == message
+
+
+def test_a_copy_is_at_rest() -> None:
+    finder = NumWorkersFinder("probe", step_time_s=0.1)
+    for twin in (copy.deepcopy(finder), pickle.loads(pickle.dumps(finder))):
+        assert (twin.mode, twin.step_time_s, twin.choices) == ("probe", 0.1, [])
+
+
+def test_a_settled_meter_reads_no_clock() -> None:
+    reads: list[float] = []
+
+    def clock() -> float:
+        reads.append(time.perf_counter())
+        return reads[-1]
+
+    meter = FetchMeter(1 << 40, 4, clock)
+    assert meter.asleep == 1 << 40
+    source: Any = loader(0)
+    from lightning_gpuopt.tuning.running import RunningLoader
+
+    running = RunningLoader(source, LivePolicy(0, cpus=1.0))
+    running.meter = meter
+    assert len(list(running.new_iterator())) == 80
+    assert reads == []
+    assert meter.asleep == (1 << 40) - 81
+
+
+def test_a_datamodule_of_the_user_works_too(tmp_path: Path, script: dict[Any, int]) -> None:
+    script[1] = 2
+
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    finder = NumWorkersFinder()
+    tiny_trainer(tmp_path, max_steps=20, callbacks=[finder]).fit(Model(), datamodule=Data())
+    assert finder.optimal_num_workers == 2
+
+
+@pytest.mark.parametrize("what", ["agree", "dies"])
+def test_the_ranks_of_a_node_agree(what: str) -> None:
+    ranks = run_ranks("tests.callbacks.tuned_rank", what, 2)
+    assert [rank["num_workers"] for rank in ranks if rank is not None] == ([4, 4] if what == "agree" else [2])

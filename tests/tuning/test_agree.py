@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from lightning_gpuopt.tuning.agree import RankAgreement
+from tests.helpers import Clock, wait_for
+
+
+def news(agreement: RankAgreement, number: int) -> None:
+    wait_for(lambda: agreement.news() == number)
+
+
+def test_a_rank_alone_agrees_with_itself() -> None:
+    agreement = RankAgreement("test", 0, [0])
+    assert agreement.news() is None
+    agreement.wish(4)
+    assert agreement.news() == 4
+    assert agreement.news() is None
+    agreement.close()
+
+
+def test_all_get_the_largest_of_the_last_wishes() -> None:
+    store = dist.HashStore()
+    first, second = (RankAgreement("test", rank, [4, 5], store=store) for rank in (4, 5))
+    second.wish(6)
+    news(first, 6)
+    news(second, 6)
+    first.wish(3)
+    news(first, 6)
+    news(second, 6)
+    second.wish(2)
+    news(second, 3)
+    news(first, 3)
+    first.close()
+    second.close()
+
+
+def test_without_an_answer_a_rank_goes_on_alone() -> None:
+    clock = Clock()
+    agreement = RankAgreement("test", 1, [0, 1], store=dist.HashStore(), clock=clock, patience_s=10.0)
+    agreement.wish(3)
+    wait_for(lambda: agreement._asked is not None)
+    assert agreement.news() is None
+    clock.now_s += 11
+    news(agreement, 3)
+    agreement.close()
+
+
+class GoneStore:
+    def set(self, key: str, value: str) -> None:
+        raise ConnectionError("the process that hosted it is gone")
+
+
+def test_when_the_store_is_gone_a_rank_goes_on_alone() -> None:
+    agreement = RankAgreement("test", 1, [0, 1], store=GoneStore())
+    agreement.wish(3)
+    news(agreement, 3)
+    agreement.wish(5)
+    news(agreement, 5)
+    agreement.close()

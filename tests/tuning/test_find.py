@@ -1,0 +1,226 @@
+"""``find_num_workers`` with real loaders and real workers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
+
+from lightning_gpuopt.timeline.worker_clock import watch_workers
+from lightning_gpuopt.tuning import find, probe
+from lightning_gpuopt.tuning.caps import Room
+from lightning_gpuopt.tuning.find import find_num_workers
+from tests.helpers import wait_for
+from tests.tuning.datasets import (
+    Broken,
+    Interrupting,
+    Killed,
+    Numbers,
+    Stream,
+    Stuck,
+    Unpicklable,
+    fail_in_worker,
+)
+
+QUICK: dict[str, Any] = {"max_num_workers": 2, "step_time_s": 0.01}
+
+
+def footprint() -> tuple[set[int], set[str], int]:
+    """Child processes, files in /dev/shm, and open files but for the blocks that multiprocessing keeps for later."""
+    gc.collect()
+    files = [link for file in Path("/proc/self/fd").iterdir() if "/pym-" not in (link := _link(file))]
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    return children, set(os.listdir("/dev/shm")), len(files)
+
+
+def _link(file: Path) -> str:
+    try:
+        return str(file.readlink())
+    except OSError:  # the listing's own
+        return "/pym-"
+
+
+@pytest.fixture(scope="module")
+def warm() -> None:
+    """Python's own helpers are there, and stay: the resource tracker, and a first block of shared memory."""
+    resource_tracker.ensure_running()
+    find_num_workers(DataLoader(Numbers(), 4), max_seconds=0.1, max_num_workers=1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(warm: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(probe, "_LEAST_S", 0.02)  # how exact the figures are does not matter here
+    before = footprint()
+    yield
+    wait_for(lambda: footprint() == before)  # queues close their pipes on threads of their own
+
+
+def test_a_cheap_dataset_needs_one_worker() -> None:
+    result = find_num_workers(DataLoader(Numbers(), 4), **QUICK)
+    assert (result.num_workers, result.limited_by) == (1, "consumer")
+    assert [trial.num_workers for trial in result.trials] == [1]
+    assert result.settings == {
+        "num_workers": 1,
+        "prefetch_factor": 2,
+        "pin_memory": False,
+        "persistent_workers": True,
+    }
+    assert result.predicted_batches_per_s == result.trials[0].batches_per_s
+    DataLoader(Numbers(), 4, **result.settings)
+
+
+class CountingSampler(RandomSampler):
+    asked = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.asked += 1
+        return super().__iter__()
+
+
+def test_the_loader_its_parts_and_the_random_state_are_as_before() -> None:
+    dataset = Numbers()
+    sampler = CountingSampler(dataset, generator=torch.Generator().manual_seed(7))
+    loader = DataLoader(dataset, 4, sampler=sampler, generator=torch.Generator().manual_seed(8), timeout=30)
+
+    def state() -> list[Any]:
+        generators = [torch.get_rng_state(), sampler.generator.get_state(), loader.generator.get_state()]
+        numpy_state = np.random.get_state()
+        return [
+            *(bytes(each.numpy()) for each in generators),
+            random.getstate(),
+            numpy_state[1].tobytes(),  # type: ignore[index, union-attr]
+            numpy_state[2:],
+            vars(loader).copy(),
+        ]
+
+    before = state()
+    find_num_workers(loader, **QUICK)
+    assert state() == before
+    assert (dataset.read, sampler.asked) == ([], 0)
+
+
+def test_the_loaders_own_parts_do_the_work(tmp_path: Path) -> None:
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        (tmp_path / "collated").write_text(f"{len(samples)}")
+        return torch.stack(samples)
+
+    def begin(worker_id: int) -> None:
+        (tmp_path / f"begun {worker_id}").touch()
+
+    loader = DataLoader(
+        Numbers(), 5, collate_fn=collate, worker_init_fn=begin, multiprocessing_context="fork", in_order=False,
+        num_workers=1, prefetch_factor=3,
+    )  # fmt: skip
+    watched = watch_workers(loader)
+    assert watched is not None
+    clock, undo = watched
+    result = find_num_workers(loader, **QUICK)
+    undo()
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"collated": "5", "begun 0": ""}
+    assert result.prefetch_factor == 3
+    assert clock.times().batches == 0  # another clock's figures are its own
+    assert loader.collate_fn is collate
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(Numbers(), batch_size=None),
+        DataLoader(Numbers(), batch_size=None, sampler=BatchSampler(range(1000), 4, False)),  # type: ignore[arg-type]
+        DataLoader(Numbers(), batch_sampler=BatchSampler(WeightedRandomSampler([1.0] * 1000, 1000), 4, False)),
+        DataLoader(Numbers(length=3), 8),
+        DataLoader(Numbers(), 4, sampler=[5, 6, 7], drop_last=True),
+    ],
+    ids=["unbatched", "lists", "batch sampler", "tiny", "list as sampler"],
+)
+def test_loaders_of_every_kind(loader: DataLoader[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if loader.batch_size is None and isinstance(loader.sampler, BatchSampler):
+        monkeypatch.setattr(Numbers, "__getitem__", lambda self, indices: torch.tensor(indices, dtype=torch.float32))
+    assert find_num_workers(loader, **QUICK).num_workers == 1
+
+
+@pytest.mark.parametrize(
+    ("loader", "error", "text"),
+    [
+        (DataLoader(Broken(), 4), KeyError, "no sample"),
+        (DataLoader(Killed(), 4), RuntimeError, "DataLoader worker"),
+        (DataLoader(Numbers(), 4, worker_init_fn=fail_in_worker), LookupError, "worker 0 cannot begin"),
+        (DataLoader(Interrupting(), 4), KeyboardInterrupt, None),
+        (DataLoader(Unpicklable(), 4, multiprocessing_context="spawn", num_workers=1), ValueError, "'spawn'.*Unpickl"),
+        (DataLoader(Stuck(True), 4, timeout=0.1, num_workers=1), RuntimeError, "timed out after 0.1 seconds"),
+    ],
+    ids=["broken", "killed", "worker_init_fn", "ctrl-c", "unpicklable", "the loader's own timeout"],
+)
+def test_what_goes_wrong_comes_out_as_in_training(
+    loader: DataLoader[Any], error: type[BaseException], text: str | None
+) -> None:
+    with pytest.raises(error, match=text):
+        find_num_workers(loader, max_seconds=1, **QUICK)
+
+
+def test_a_dataset_that_gives_nothing_takes_no_longer_than_the_budget() -> None:
+    result = find_num_workers(DataLoader(Stuck(from_the_start=True), 4), max_seconds=0.3)
+    assert (result.num_workers, result.trials, result.limited_by) == (1, (), "time")
+    assert result.predicted_batches_per_s is None
+
+
+def test_a_worker_that_gets_stuck_ends_the_trial_and_what_was_seen_counts() -> None:
+    result = find_num_workers(DataLoader(Stuck(), 4), max_seconds=0.5, max_num_workers=1)
+    assert (result.num_workers, len(result.trials)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("loader", "arguments", "complaint"),
+    [
+        ([1, 2], {}, r"dataloader: expected a torch.utils.data.DataLoader, got \[1, 2\]"),
+        (DataLoader(Stream(10)), {}, "dataloader: expected a map-style dataset, or iterable=True"),
+        (DataLoader(Numbers(length=0), sampler=[0]), {}, "a dataset with at least one sample"),
+        (DataLoader(iter([1]), sampler=[0]), {}, "a dataset with __len__"),  # type: ignore[arg-type]
+        (DataLoader(Numbers()), {"step_time_s": -1}, "step_time_s: expected seconds, at least 0, got -1"),
+        (DataLoader(Numbers()), {"max_num_workers": 0}, "max_num_workers: expected a number of workers, at least 1"),
+        (DataLoader(Numbers()), {"max_seconds": 0}, "max_seconds: expected seconds above 0, got 0"),
+        (DataLoader(Numbers()), {"tolerance": 0.6}, "tolerance: expected a share above 0 and at most 0.5, got 0.6"),
+        (DataLoader(Numbers()), {"local_world_size": 0}, "local_world_size: expected a number of ranks, at least 1"),
+        (DataLoader(Numbers()), {"iterable": 1}, "iterable: expected True or False, got 1"),
+    ],
+)
+def test_wrong_arguments_are_named(loader: Any, arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        find_num_workers(loader, **arguments)
+
+
+@pytest.mark.parametrize("length", [3, 100_000])
+def test_an_iterable_dataset_is_tried_when_asked_for(length: int) -> None:
+    result = find_num_workers(DataLoader(Stream(length), 4), iterable=True, max_num_workers=1, step_time_s=0.01)
+    assert (result.num_workers, [trial.num_workers for trial in result.trials]) == (1, [1])
+
+
+def test_without_shared_memory_there_are_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", refused)
+    result = find_num_workers(DataLoader(Numbers(), 4), **QUICK)
+    assert (result.num_workers, result.trials, result.limited_by) == (0, (), "shared_memory")
+    DataLoader(Numbers(), 4, **result.settings)
+
+
+def test_memory_and_half_a_core_limit_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "room", lambda: Room(0.5, memory_bytes=1, shared_memory_bytes=1 << 30))
+    loader = DataLoader(Numbers(), 4, sampler=range(1000))
+    result = find_num_workers(loader)
+    assert (result.num_workers, [trial.num_workers for trial in result.trials]) == (1, [1])
+    monkeypatch.setattr(find, "room", lambda: Room(0.5, 1 << 40, shared_memory_bytes=(3 * 2**20)))
+    large = DataLoader(Numbers(size=1 << 18), 1)
+    result = find_num_workers(large, local_world_size=1)
+    assert (result.num_workers, result.prefetch_factor) == (1, 1)  # a batch of 1 MiB each

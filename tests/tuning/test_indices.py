@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from itertools import islice, pairwise
+from typing import Any
+
+import pytest
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset
+
+from lightning_gpuopt.tuning.indices import Walk, own_sampling
+from tests.tuning.datasets import Numbers
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 10, 17, 64, 1000])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_walk_visits_each_number_once_before_any_comes_again(length: int, in_order: bool) -> None:
+    walk = Walk(length, in_order=in_order)
+    assert sorted(islice(walk, length)) == list(range(length))
+    assert sorted(islice(walk, length)) == list(range(length))
+
+
+def test_a_shuffled_walk_goes_far_and_one_in_order_does_not() -> None:
+    assert list(islice(Walk(100, in_order=False, start=0), 5)) == [0, 61, 22, 83, 44]
+    assert list(islice(Walk(100, in_order=True, start=98), 4)) == [98, 99, 0, 1]
+
+
+def test_the_walk_begins_elsewhere_each_time() -> None:
+    assert len({next(Walk(1 << 60, in_order=True)) for _ in range(3)}) == 3
+
+
+class OddBatches:
+    """A batch sampler of somebody's own: batches of 5 and 4, and no word of their size."""
+
+    def __init__(self, batches: int | None) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        raise AssertionError("the user's own is not to be used")
+
+    def __len__(self) -> int:
+        if self.batches is None:
+            raise NotImplementedError
+        return self.batches
+
+
+@pytest.mark.parametrize(
+    ("loader", "size", "stride"),
+    [
+        (DataLoader(Numbers(100), 8), 8, 1),
+        (DataLoader(Numbers(100), 8, shuffle=True), 8, 61),
+        (DataLoader(Numbers(100), batch_sampler=BatchSampler(SequentialSampler(range(100)), 3, True)), 3, 1),
+        (DataLoader(Numbers(100), batch_sampler=BatchSampler(RandomSampler(range(100)), 3, True)), 3, 61),
+        (DataLoader(Numbers(100), batch_sampler=OddBatches(23)), 5, 61),  # type: ignore[arg-type]
+        (DataLoader(Numbers(100), batch_sampler=OddBatches(0)), 1, 61),  # type: ignore[arg-type]
+        (DataLoader(Numbers(100), batch_sampler=OddBatches(None)), 32, 61),  # type: ignore[arg-type]
+    ],
+)
+def test_batches_are_as_large_and_as_near_one_another_as_the_loaders(
+    loader: DataLoader[Any], size: int, stride: int
+) -> None:
+    batch = next(iter(own_sampling(loader)["batch_sampler"]))
+    assert len(batch) == size
+    assert {(after - before) % 100 for before, after in pairwise(batch)} <= {stride}
+
+
+def test_single_samples_and_lists_are_asked_for_as_the_loader_does() -> None:
+    single = own_sampling(DataLoader(Subset(Numbers(), [4, 5]), batch_size=None))
+    assert (single["batch_size"], sorted(islice(single["sampler"], 2))) == (None, [0, 1])
+    lists = own_sampling(
+        DataLoader(Numbers(), batch_size=None, sampler=BatchSampler(range(1000), 6, False))  # type: ignore[arg-type]
+    )
+    assert (lists["batch_size"], len(next(iter(lists["sampler"])))) == (None, 6)

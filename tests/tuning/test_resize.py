@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from lightning_gpuopt.tuning import resize
+from lightning_gpuopt.tuning.resize import ResizeUnsupported, adopt
+from tests.helpers import wait_for
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Each sample is its own number, the worker that made it, and the worker's random seed."""
+
+    def __init__(self, length: int = 240) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        worker = get_worker_info()
+        return torch.tensor([index, -1 if worker is None else worker.id, torch.initial_seed()])
+
+
+def loader(workers: int = 1, length: int = 240, **kwargs: Any) -> DataLoader[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(Numbers(length), batch_size=2, shuffle=True, num_workers=workers, generator=generator, **kwargs)
+
+
+def children() -> set[int | None]:
+    return {each.pid for each in multiprocessing.active_children()}
+
+
+def shared_files() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("torch_")}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before, files = children(), shared_files()
+    yield
+    gc.collect()  # an exception that torch has raised again holds its iterator in a cycle
+    wait_for(lambda: not children() - before)
+    wait_for(lambda: shared_files() <= files)  # other tests on this machine have some for a moment
+
+
+def read(source: DataLoader[torch.Tensor], plan: dict[int, int], stop: int | None = None) -> list[tuple[int, ...]]:
+    """One epoch, with the number of workers changed after some batches; the samples of each batch."""
+    iterator = adopt(iter(source), source)
+    seen = []
+    for number, batch in enumerate(iterator):
+        seen.append(tuple(batch[:, 0].tolist()))
+        if number == stop:
+            break
+        if number in plan:
+            assert iterator.resize(plan[number]) == plan[number]
+    return seen
+
+
+PLANS = [{0: 3, 5: 8}, {3: 4, 10: 2, 11: 5, 12: 1, 40: 3}, {30: 2, 31: 1, 32: 2}, {2: 6, 59: 1}]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_order_of_samples_is_as_without(plan: dict[int, int], persistent: bool) -> None:
+    plain, changed = (loader(persistent_workers=persistent) for _ in range(2))
+    for epoch in range(2):
+        stop = 60 if epoch == 0 else None  # left early, with work under way
+        assert read(changed, plan, stop) == read(plain, {}, stop)
+    assert changed.num_workers == list(plan.values())[-1]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("prefetch_factor", [1, 3])
+def test_without_an_order_no_sample_is_lost_or_comes_twice(
+    plan: dict[int, int], persistent: bool, prefetch_factor: int
+) -> None:
+    changed = loader(4, persistent_workers=persistent, in_order=False, prefetch_factor=prefetch_factor)
+    for _ in range(2):
+        assert sorted(index for batch in read(changed, plan) for index in batch) == list(range(240))
+
+
+def test_new_workers_have_the_seeds_that_torch_would_give_them() -> None:
+    source = loader()
+    iterator = adopt(iter(source), source)
+    base = iterator._base_seed
+    iterator.resize(3)
+    seeds = {(int(worker), int(seed)) for batch in iterator for _, worker, seed in batch}
+    assert seeds == {(number, base + number) for number in range(3)}
+
+
+def test_the_random_state_is_not_touched() -> None:
+    source = loader()
+    iterator = adopt(iter(source), source)
+    next(iterator)
+    torch_state, own_state = torch.get_rng_state(), source.generator.get_state()  # type: ignore[union-attr]
+    iterator.resize(4)
+    iterator.resize(2)
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert torch.equal(source.generator.get_state(), own_state)  # type: ignore[union-attr]
+
+
+def test_a_worker_that_is_taken_away_finishes_its_work_and_ends_in_peace() -> None:
+    source = loader(4)
+    iterator = adopt(iter(source), source)
+    next(iterator)
+    leaving = iterator._workers[1:]
+    pids = [each.pid for each in leaving]
+    iterator.resize(1)
+    first_batches = [int(next(iterator)[0, 1]) for _ in range(7)]
+    assert first_batches == [1, 2, 3, 0, 1, 2, 3]  # what they were given before
+    assert {int(batch[0, 1]) for batch in iterator} == {0}
+    assert [each.exitcode for each in leaving] == [0, 0, 0]
+    assert not any(psutil.pid_exists(pid or 0) for pid in pids)
+
+
+def test_workers_on_their_way_out_can_be_kept() -> None:
+    source = loader(4)
+    iterator = adopt(iter(source), source)
+    workers = list(iterator._workers)
+    iterator.resize(2)
+    iterator.resize(4)
+    assert iterator._workers == workers
+    assert sum(len(batch) for batch in iterator) == 240
+
+
+def assert_killed(iterator: Any) -> None:
+    """The next batches end in torch's error, raised by its SIGCHLD handler."""
+    with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
+        for _ in iterator:
+            pass
+    assert "is killed by signal: Killed" in f"{caught.value} {caught.value.__cause__}"
+
+
+class Late(Numbers):
+    """The second worker's first samples come when they are asked for."""
+
+    def __init__(self, released: Any) -> None:
+        super().__init__(4000)
+        self.released = released
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        worker = get_worker_info()
+        if worker is not None and worker.id == 1:
+            self.released.wait()
+        return super().__getitem__(index)
+
+
+def test_an_epoch_that_was_left_early_leaves_nothing_to_the_next() -> None:
+    released = multiprocessing.Event()
+    source = DataLoader(Late(released), batch_size=2, num_workers=2, persistent_workers=True)
+    iterator = adopt(iter(source), source)
+    next(iterator)
+    iterator.resize(1)
+    later = threading.Timer(0.2, released.set)  # by then an epoch that did not wait has begun
+    later.start()
+    assert [int(batch[0, 0]) for batch in source] == list(range(0, 4000, 2))
+    later.join()
+
+
+class Stuck(Numbers):
+    """From sample 40 on none comes from the given worker."""
+
+    def __init__(self, worker: int) -> None:
+        super().__init__()
+        self.worker = worker
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        worker = get_worker_info()
+        while index >= 40 and worker is not None and worker.id == self.worker:
+            signal.pause()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("before", "after", "killed"), [(1, 3, 2), (3, 1, 0)])
+def test_a_killed_worker_gives_the_error_of_torch(before: int, after: int, killed: int) -> None:
+    source = DataLoader(Stuck(killed), batch_size=1, num_workers=before)
+    iterator = adopt(iter(source), source)
+    for _ in range(10):
+        next(iterator)
+    iterator.resize(after)
+    while iterator._rcvd_idx < 40 or iterator._task_info[iterator._rcvd_idx][0] != killed:
+        next(iterator)
+    assert len(iterator._workers) == after
+    os.kill(iterator._workers[killed].pid or 0, signal.SIGKILL)
+    assert_killed(iterator)
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 40:
+            raise ValueError("sample 40 is corrupt")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_an_error_in_a_sample_comes_out_as_ever(workers: int) -> None:
+    source = DataLoader(Broken(), batch_size=2, num_workers=2)
+    iterator = adopt(iter(source), source)
+    next(iterator)
+    iterator.resize(workers)
+    with pytest.raises(ValueError, match="sample 40 is corrupt"):
+        for _ in iterator:
+            pass
+
+
+def init_worker(worker_id: int) -> None:
+    torch.manual_seed(1000 + worker_id)
+
+
+def test_worker_init_fn_timeout_and_pinning_are_kept() -> None:
+    source = loader(worker_init_fn=init_worker, timeout=30, pin_memory=True)
+    with pytest.warns(UserWarning, match="no accelerator is found"):
+        iterator = adopt(iter(source), source)
+    iterator.resize(3)
+    seeds = {(int(worker), int(seed)) for batch in iterator for _, worker, seed in batch}
+    assert seeds == {(number, 1000 + number) for number in range(3)}
+
+
+def test_a_spawned_worker_comes_and_goes() -> None:
+    source = loader(1, length=16, multiprocessing_context="spawn")
+    iterator = adopt(iter(source), source)
+    next(iterator)
+    iterator.resize(2)
+    workers = [int(next(iterator)[0, 1]) for _ in range(4)]
+    assert set(workers) == {0, 1}
+    leaving = iterator._workers[1]
+    iterator.resize(1)
+    assert len(list(iterator)) == 3
+    assert leaving.exitcode == 0
+
+
+def test_where_no_process_can_be_started_training_goes_on_with_those_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = loader()
+    iterator = adopt(iter(source), source)
+    start = iterator._start_worker
+
+    def only_one_more(context: Any, worker_id: int, num_workers: int) -> None:
+        if worker_id == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        start(context, worker_id, num_workers)
+
+    monkeypatch.setattr(resize.ResizableIterator, "_start_worker", lambda self, *args: only_one_more(*args))
+    assert iterator.resize(6) == 2
+    assert source.num_workers == 2
+    assert len(list(iterator)) == 120
+
+
+def test_at_the_end_of_an_epoch_no_worker_is_started_in_vain() -> None:
+    source = loader(length=20)
+    iterator = adopt(iter(source), source)
+    for _ in range(9):
+        next(iterator)
+    assert iterator.resize(4) == 4
+    assert len(iterator._workers) == 1
+    assert source.num_workers == 4
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def test_what_cannot_be_resized_is_refused_and_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    single = iter(loader(0))
+    with pytest.raises(ResizeUnsupported, match="_SingleProcessDataLoaderIter is not torch's own iterator"):
+        adopt(single, loader(0))
+    stream = DataLoader(Stream(), num_workers=1)
+    with pytest.raises(ResizeUnsupported, match="shares its samples out among the workers itself"):
+        adopt(iter(stream), stream)
+    source = loader()
+    iterator: Any = iter(source)
+    kind = type(iterator)
+    monkeypatch.setattr(torch, "__version__", "3.0.1")
+    with pytest.raises(ResizeUnsupported, match=r"torch 3\.0\.1 is none of those"):
+        adopt(iterator, source)
+    monkeypatch.undo()
+    monkeypatch.setattr(resize, "_WORKER_LOOP", [*resize._WORKER_LOOP, "more"])
+    with pytest.raises(ResizeUnsupported, match="a worker is started in another way"):
+        adopt(iterator, source)
+    monkeypatch.undo()
+    iterator._index_queues = tuple(iterator._index_queues)
+    with pytest.raises(ResizeUnsupported, match="iterator's _index_queues is not as expected"):
+        adopt(iterator, source)
+    iterator._index_queues = list(iterator._index_queues)
+    assert type(iterator) is kind
+
+
+def test_a_number_below_one_is_refused() -> None:
+    source = loader()
+    with pytest.raises(ValueError, match="expected at least 1, got 0"):
+        adopt(iter(source), source).resize(0)

@@ -1,0 +1,178 @@
+"""Which numbers of workers are tried and chosen, in worlds made of numbers."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+
+from lightning_gpuopt.diagnosis.data import data_finding
+from lightning_gpuopt.tuning.caps import Cap
+from lightning_gpuopt.tuning.search import Choice, Search, model_of
+from lightning_gpuopt.tuning.workers import Measured, Trial
+from tests.diagnosis.numbers import host, measurement, times, workers
+
+CAP = Cap(16, "max_num_workers")
+
+
+@dataclass(frozen=True)
+class World:
+    """A loader and its consumer; seconds per batch."""
+
+    wall_s: float
+    cpu_s: float = 0.0
+    step_s: float = 0.0
+    receive_s: float = 0.001
+    own_cpu_s: float = 0.001
+    cpus: float = 2.0
+    at_most_per_s: float = 1e9
+    unevenness: float = 0.0
+
+    def rate(self, count: int) -> float:
+        return min(
+            count / self.wall_s,
+            self.cpus / (self.cpu_s + self.own_cpu_s),
+            1 / (self.step_s + self.receive_s),
+            self.at_most_per_s,
+        )
+
+    def try_(self, count: int) -> Measured:
+        rate = self.rate(count)
+        shared_s = max(count * (self.cpu_s + self.own_cpu_s) / self.cpus, count / self.at_most_per_s)
+        return Measured(
+            Trial(count, rate, 1 / rate - self.step_s),
+            service_s=max(self.wall_s, shared_s),
+            cpu_s=self.cpu_s,
+            consumer_s=self.step_s + self.receive_s,
+            consumer_cpu_s=self.own_cpu_s,
+            unevenness=self.unevenness,
+        )
+
+
+def search(world: World, cap: Cap = CAP) -> tuple[list[int], Choice]:
+    """The numbers that were tried, and the choice."""
+    search = Search(world.cpus)
+    while (count := search.next_count(cap)) is not None:
+        search.seen.append(world.try_(count))
+    return [each.trial.num_workers for each in search.seen], search.choose(cap)
+
+
+@pytest.mark.parametrize(
+    ("world", "tried", "chosen", "limited_by"),
+    [
+        (World(0.032), [1, 16], 16, "max_num_workers"),  # waits for storage
+        (World(0.032, step_s=0.005), [1, 6], 6, "consumer"),
+        (World(0.032, step_s=0.05), [1], 1, "consumer"),
+        (World(0.032, 0.032), [1, 3, 2, 3, 2], 2, "cpu"),  # computes
+        (World(0.0002, 0.0002), [1], 1, "consumer"),  # taking a batch costs more than making one
+        (World(0.04, 0.008), [1, 10], 10, "cpu"),
+        (World(0.032, at_most_per_s=100), [1, 16, 8, 5, 8], 5, "cpu"),  # a disk that gives no more than this
+    ],
+)
+def test_a_few_trials_lead_to_the_knee(world: World, tried: list[int], chosen: int, limited_by: str) -> None:
+    assert search(world) == (tried, Choice(chosen, limited_by, pytest.approx(world.rate(chosen))))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cpus", [0.5, 2.0, 16.0])
+def test_in_every_world_the_choice_is_good_and_not_too_large(cpus: float) -> None:
+    walls = (0.0005, 0.004, 0.02, 0.1, 0.7)
+    for wall_s, cpu_share, step_s, shared in itertools.product(
+        walls, (0.0, 0.1, 0.5, 1.0), (0.0, 0.005, 0.05), (1e9, 60.0)
+    ):
+        world = World(wall_s, wall_s * cpu_share, step_s, cpus=cpus, at_most_per_s=shared)
+        tried, choice = search(world)
+        best = max(map(world.rate, range(1, CAP.num_workers + 1)))
+        smallest = next(count for count in range(1, CAP.num_workers + 1) if world.rate(count) >= 0.95 * best)
+        assert world.rate(choice.num_workers) >= 0.95 * best, (world, tried, choice)
+        assert choice.num_workers <= 1.5 * smallest, (world, tried, choice)
+        assert len(tried) <= 6
+
+
+def test_the_cap_is_never_passed_and_named_where_it_is_what_limits() -> None:
+    tried, choice = search(World(0.032), Cap(3, "memory"))
+    assert max(tried) == choice.num_workers == 3
+    assert choice.limited_by == "memory"
+    assert search(World(0.032), Cap(1, "shared_memory")) == ([1], Choice(1, "shared_memory", pytest.approx(31.25)))
+    assert search(World(0.032, 0.032), Cap(2, "memory"))[1].limited_by == "cpu"
+
+
+def test_a_trial_that_no_longer_fits_is_not_chosen() -> None:
+    search = Search(cpus=2.0)
+    world = World(0.032)
+    search.seen += [world.try_(1), world.try_(8), world.try_(16)]
+    assert search.choose(Cap(8, "memory")) == Choice(8, "memory", pytest.approx(250.0))
+
+
+def test_after_one_trial_only_the_model_chooses() -> None:
+    search = Search(cpus=2.0)
+    search.seen.append(World(0.032, step_s=0.005).try_(1))
+    assert search.choose(CAP) == Choice(6, "time", pytest.approx(1 / 0.006))
+
+
+def test_a_search_that_was_stopped_says_so() -> None:
+    search = Search(cpus=2.0)
+    world = World(0.032, at_most_per_s=100)
+    search.seen += [world.try_(1), world.try_(16)]
+    assert search.choose(CAP) == Choice(16, "time", pytest.approx(100.0))
+
+
+def test_what_was_prepared_before_a_trial_does_not_count() -> None:
+    starved = World(0.032, step_s=0.005).try_(4)
+    lucky = replace(starved, trial=Trial(4, 166.0, 0.001))
+    search = Search(cpus=2.0)
+    search.seen += [World(0.032, step_s=0.005).try_(1), lucky]
+    assert search.next_count(CAP) == 6
+
+
+def test_close_trials_are_repeated_and_their_means_decide() -> None:
+    world = World(0.032, 0.032)
+    search = Search(world.cpus)
+
+    def found(count: int, rate: float) -> Measured:
+        return replace(world.try_(count), trial=Trial(count, rate, 1 / rate))
+
+    search.seen += [found(1, 31.0), found(3, 60.0), found(2, 52.0)]
+    assert search.next_count(CAP) == 2
+    search.seen.append(found(2, 62.0))
+    assert search.next_count(CAP) == 3
+    search.seen.append(found(3, 56.0))
+    assert search.next_count(CAP) is None
+    assert search.choose(CAP) == Choice(2, "cpu", 57.0)
+
+
+@pytest.mark.parametrize(("rate", "chosen"), [(97.0, 5), (95.0, 6)])
+def test_fewer_workers_are_chosen_within_the_tolerance_only(rate: float, chosen: int) -> None:
+    search = Search(cpus=2.0)
+    for count, per_s in ((1, 20.0), (5, rate), (6, 100.0), (7, 100.0)):
+        search.seen.append(replace(World(0.05).try_(count), trial=Trial(count, per_s, 0.01)))
+    assert search.choose(CAP).num_workers == chosen
+
+
+FED = replace(World(0.03, step_s=0.004).try_(6), trial=Trial(6, 160.0, 0.00225))  # workers idle for a fifth of the time
+
+
+@pytest.mark.parametrize(
+    ("last", "limited_by"),
+    [
+        (FED, "consumer"),
+        (replace(FED, unevenness=0.5), "max_num_workers"),  # one is late, and the others wait for their turn
+        (replace(FED, trial=Trial(6, 160.0, 0.008)), "max_num_workers"),
+        (replace(FED, service_s=0.034), "max_num_workers"),
+        (replace(FED, service_s=0.01, unevenness=9.0), "consumer"),
+    ],
+)
+def test_idle_workers_mean_a_consumer_that_is_fed_unless_batches_are_late(last: Measured, limited_by: str) -> None:
+    search = Search(cpus=2.0)
+    search.seen += [World(0.03, step_s=0.004).try_(1), last]
+    assert search.choose(Cap(6, "max_num_workers")).limited_by == limited_by
+
+
+def test_the_first_guess_is_what_the_diagnosis_advises_from_the_same_measurement() -> None:
+    # 100 steps of 100 ms on two workers: 50 ms of waiting; a batch takes a worker 190 ms, next to no CPU
+    seen = measurement(times(data_wait=5.0), workers=workers(data_s=0.19, cpu=0.01), host=host(0.01, process_cpus=0.1))
+    advised = data_finding(seen).settings["num_workers"]
+    trial = Measured(Trial(1, 1 / 0.19, 0.14), 0.19, 0.0019, consumer_s=0.05 + 0.0008, consumer_cpu_s=0.01)
+    search = Search(cpus=8.0)
+    search.seen.append(trial)
+    assert advised == search.next_count(Cap(32, "max_num_workers")) == model_of(trial, 8.0).workers_needed() == 4
