@@ -34,6 +34,8 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/report.py
+	$(BIN)/python benchmarks/storage.py
+	$(BIN)/python benchmarks/workers.py
 
 clean:
 	rm -rf $(VENV) demo-data demo-run

@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from lightning_gpuopt import _lightning
 from lightning_gpuopt._arguments import choice, flag, real_number, refuse, whole_number
-from lightning_gpuopt._lightning import LightningDataModule, MisconfigurationException, rank_zero_warn
+from lightning_gpuopt._lightning import LightningDataModule, MisconfigurationException, Trainer, rank_zero_warn
 from lightning_gpuopt.storage.gather import plan
-from lightning_gpuopt.storage.loader import ElasticLoader, make_loader
+from lightning_gpuopt.storage.loader import ElasticLoader, make_loader, unwrap
 from lightning_gpuopt.storage.normalize import Normalize
 from lightning_gpuopt.storage.order import Order
 from lightning_gpuopt.storage.reader import LMDBDataset
@@ -122,10 +122,10 @@ class LMDBDataModule(LightningDataModule):
         self.crop_size = (
             None if crop_size is None else whole_number("crop_size", crop_size, "pixels", least=1, or_none=True)
         )
-        if self.normalize is not None:
+        if self.normalize is not None and _inherits(self, "on_after_batch_transfer", LightningDataModule):
             # Only then: a DataModule that has the hook takes it from the LightningModule.
             self.on_after_batch_transfer = self._normalize_batch  # type: ignore[method-assign]
-        if val is None:
+        if val is None and _inherits(self, "val_dataloader", LMDBDataModule):
             # As if there were no such hook: Lightning then leaves validation out.
             self.val_dataloader = partial(LightningDataModule.val_dataloader, self)  # type: ignore[method-assign]
         self.weights = weights
@@ -148,7 +148,9 @@ class LMDBDataModule(LightningDataModule):
                 )
         self._datasets: dict[str, list[Any]] = {}
         self._sampler: ElasticSampler | None = None
+        self._sampler_of: Trainer | None = None
         self._resume: dict[str, Any] | None = None
+        self._resume_of: Trainer | None = None
         self.allow_zero_length_dataloader_with_multiple_devices = False
 
     # --- datasets ------------------------------------------------------------------------------------------------
@@ -180,12 +182,17 @@ class LMDBDataModule(LightningDataModule):
         """The training loader: shuffled, this rank's share."""
         dataset = self._needed("train")[0]
         order = Order(len(dataset), self.seed, self.shuffle, self.shuffle_window, self._weights())
-        sampler = self._sampler = self._make_sampler(order, drop_last=self.drop_last)
-        trainer = self.trainer
+        sampler = self._make_sampler(order, drop_last=self.drop_last)
+        trainer, before = self.trainer, self._sampler
         self._continue(sampler)
-        if trainer is not None and trainer.current_epoch > sampler.epoch:
-            sampler.set_epoch(trainer.current_epoch)
+        if trainer is not None:
+            if trainer.current_epoch > sampler.epoch:
+                sampler.set_epoch(trainer.current_epoch)
+            if before is not None and self._sampler_of is trainer:  # reloaded: until the next batch, this counts
+                sampler.iterated_epoch = before.iterated_epoch
+            sampler.epoch_now = lambda: trainer.current_epoch
         sampler.on_epoch = self._epoch_begins
+        self._sampler, self._sampler_of = sampler, trainer
         return self._loader(dataset, sampler, train=True)
 
     @override
@@ -237,6 +244,11 @@ class LMDBDataModule(LightningDataModule):
                 f"{len(dataset)} samples in batches of {self.batch_size} on {sampler.num_replicas} ranks: "
                 f"{sampler.padding} of them go to more than one rank, so that all have as many batches"
             )
+        if self.crop_size is not None and unwrap(dataset)[0] is None:
+            raise MisconfigurationException(
+                f"crop_size={self.crop_size} is for paths, LMDBDatasets and Subsets of them, got a "
+                f"{type(dataset).__name__}: crop in its transform"
+            )
         loader = make_loader(
             dataset,
             sampler,
@@ -279,7 +291,8 @@ class LMDBDataModule(LightningDataModule):
 
         Returns:
             ``seed``, ``epoch``, ``consumed`` (samples of this epoch that the steps of all ranks have had), ``batches``
-            (the steps that took them), ``num_samples`` (of the dataset), ``shuffle_window``.
+            (the steps that took them); and what makes the order: ``num_samples``, ``shuffle``, ``shuffle_window``,
+            ``weighted``.
         """
         sampler, trainer = self._sampler, self.trainer
         if sampler is None or trainer is None:
@@ -291,13 +304,17 @@ class LMDBDataModule(LightningDataModule):
             "consumed": sampler.consumed_after(done, sampler.iterated_epoch),
             "batches": done,
             "num_samples": sampler.order.num_samples,
+            "shuffle": self.shuffle,
             "shuffle_window": self.shuffle_window,
+            "weighted": sampler.order.weighted,
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a checkpoint left off; the next training loader begins there."""
-        self._resume = dict(state_dict)
+        if self.trainer is not None and self.trainer.state.fn != "fit":
+            return  # test, validate and predict read checkpoints, too
+        self._resume, self._resume_of = dict(state_dict), self.trainer
 
     @override
     def teardown(self, stage: str | None = None) -> None:
@@ -307,14 +324,18 @@ class LMDBDataModule(LightningDataModule):
 
     def _continue(self, sampler: ElasticSampler) -> None:
         state = self._resume
-        if not state:
+        if not state or self._resume_of not in (None, self.trainer):  # of a fit that came to nothing
+            self._resume = None
             return
+        self._resume_of = self.trainer
         changed = [
             f"{name} was {state.get(name)!r} and is {now!r}"
             for name, now in (
                 ("num_samples", sampler.order.num_samples),
                 ("seed", self.seed),
+                ("shuffle", self.shuffle),
                 ("shuffle_window", self.shuffle_window),
+                ("weighted", sampler.order.weighted),
             )
             if state.get(name) != now
         ]
@@ -336,6 +357,10 @@ class LMDBDataModule(LightningDataModule):
             if self._resume and self._sampler is not None and self._sampler.epoch != self._resume["epoch"]:
                 _lightning.leave_finished_epoch(self.trainer)
             _lightning.set_train_batches(self.trainer, num_batches)
+
+
+def _inherits(datamodule: LightningDataModule, hook: str, origin: type) -> bool:
+    return getattr(type(datamodule), hook) is getattr(origin, hook)
 
 
 def _opened(path: str | os.PathLike[str], transform: Any, decode: Any) -> LMDBDataset:

@@ -16,7 +16,8 @@ from lightning_gpuopt._arguments import refuse, whole_number
 from lightning_gpuopt._version import __version__
 from lightning_gpuopt.storage.build_pool import build_shards
 from lightning_gpuopt.storage.build_progress import BuildProgress
-from lightning_gpuopt.storage.build_shard import Job, Skipped, skipped_samples
+from lightning_gpuopt.storage.build_shard import Job, Skipped, skip_file, skipped_samples
+from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import SKIPPED, LMDBInfo, Manifest, Shard
 from lightning_gpuopt.storage.shard import sync_directory
 from lightning_gpuopt.storage.sources import Source, open_source
@@ -74,10 +75,10 @@ def build_lmdb(
     Raises:
         FileNotFoundError: There is no such source.
         FileExistsError: There is something at `path`, or an unfinished build beside it.
-        ValueError: An argument is wrong, or nothing in the source can be stored.
+        ValueError: An argument is wrong, or the source is empty.
         TypeError: A sample of the source is of a type that cannot be stored.
-        StorageError: The source is damaged, another process builds there, a process of the build died, or an image is
-            broken and `strict` is set.
+        StorageError: The source is damaged or all its images are broken, another process builds there, a process of the
+            build died, or an image is broken and `strict` is set.
         OSError: The disk is full, or one may not write there.
 
     Example::
@@ -141,7 +142,9 @@ def _run(job: Job, staging: Staging, part: tuple[int, int] | None, num_proc: int
     i, n = part or (0, 1)
     wanted = range(i, math.ceil(len(job.source) / job.samples_per_shard), n)
     finished = staging.finished()
-    missing = [number for number in wanted if number not in finished]
+    # strict: what an earlier run left out is looked at again; it may have been mended.
+    again = {number for number in wanted if job.strict and skip_file(staging.directory, number).exists()}
+    missing = [number for number in wanted if number not in finished or number in again]
     if missing:
         total = sum(len(job.samples(number)) for number in wanted)
         done = total - sum(len(job.samples(number)) for number in missing)
@@ -160,7 +163,7 @@ def _publish(job: Job, staging: Staging, shards: tuple[Shard, ...]) -> LMDBInfo:
     num_skipped, first = _write_skipped(staging.directory, numbers)
     if first is not None and num_skipped == len(source):
         staging.discard()
-        raise ValueError(
+        raise StorageError(
             f"{source.path}: none of its {num_skipped} samples can be stored; the first, {first.name}: {first.reason}"
         )
     how = {

@@ -101,10 +101,26 @@ def unwrap(dataset: Any) -> tuple[LMDBDataset | None, np.ndarray[Any, Any] | Non
     """The stored dataset under nested subsets, and the indices that they leave of it (None: all)."""
     indices: np.ndarray[Any, Any] | None = None
     while type(dataset) is Subset:
-        here = np.asarray(dataset.indices, dtype=np.int64)
+        here = _positions(dataset)
         indices = here if indices is None else here[indices]
         dataset = dataset.dataset
     return (dataset, indices) if type(dataset) is LMDBDataset else (None, None)
+
+
+def _positions(subset: Subset[Any]) -> np.ndarray[Any, Any]:
+    given = np.asarray(subset.indices)
+    size = len(subset.dataset)  # type: ignore[arg-type]
+    if given.size and not np.issubdtype(given.dtype, np.integer):
+        raise TypeError(
+            f"a Subset's indices must be whole numbers; got {given.dtype} (of a mask: np.flatnonzero(mask))"
+        )
+    here = given.astype(np.int64)
+    here[here < 0] += size
+    if here.size and not 0 <= here.min() <= here.max() < size:
+        raise IndexError(
+            f"a Subset's indices must lie in a dataset of {size} samples; got {given.min()}..{given.max()}"
+        )
+    return here
 
 
 class Cropped(Dataset[Any]):
@@ -144,12 +160,13 @@ class Cropped(Dataset[Any]):
 
     def _read(self, at: int, epoch: int) -> Any:
         if not self.train:
-            return self.dataset.read(at, lambda data: resize_and_center_crop(data, self.size))
+            return self.dataset.transformed(self.dataset.read(at, lambda data: resize_and_center_crop(data, self.size)))
         # Two images in one sample get the same crop, as a stereo pair or a mask would want it.
         key = mix(self.seed, epoch, at)
-        return self.dataset.read(
+        sample = self.dataset.read(
             at, lambda data: random_resized_crop(data, self.size, np.random.Generator(np.random.Philox(key=key)))
         )
+        return self.dataset.transformed(sample)
 
 
 def as_it_is(batch: Any) -> Any:

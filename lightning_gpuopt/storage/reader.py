@@ -93,7 +93,7 @@ class LMDBDataset(Dataset[Any]):
         return self.manifest.info
 
     def __getitem__(self, index: int) -> Any:
-        return self._transformed(self.read(index, _DECODERS[self.decode]))
+        return self.transformed(self.read(index, _DECODERS[self.decode]))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """The samples of a batch.
@@ -105,7 +105,7 @@ class LMDBDataset(Dataset[Any]):
         image, read = _DECODERS[self.decode], self.read
         if self.transform is None and self.target_transform is None:
             return [read(index, image) for index in self.ahead(indices)]
-        return [self._transformed(read(index, image)) for index in self.ahead(indices)]
+        return [self.transformed(read(index, image)) for index in self.ahead(indices)]
 
     def ahead(self, indices: Sequence[int]) -> Iterator[int]:
         """The indices of a batch, whose samples the disk is asked for all at once where they are not in memory.
@@ -190,7 +190,12 @@ class LMDBDataset(Dataset[Any]):
         at = bisect_right(self.starts, number) - 1
         return at, number - self.starts[at]
 
-    def _transformed(self, sample: Any) -> Any:
+    def transformed(self, sample: Any) -> Any:
+        """A sample after the transforms.
+
+        Raises:
+            ValueError: There is a `target_transform`, but no second part that it could be applied to.
+        """
         transform, target_transform = self.transform, self.target_transform
         if type(sample) in (tuple, list) and len(sample) == 2:
             first, second = sample

@@ -76,13 +76,16 @@ class ElasticSampler(DistributedSampler[int]):
         self.epoch = 0
         self.iterated_epoch = 0
         """The epoch of the latest iteration."""
+        self.epoch_now: Callable[[], int] | None = None
+        """Says which epoch it is; else it is the one that `set_epoch` is given."""
         self.on_epoch: Callable[[int], None] | None = None
         """Called with the epoch's number of batches when an epoch is set."""
         self._start = (0, 0, 0)  # epoch, samples consumed in it, steps that took them
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration gives."""
-        self.epoch = epoch
+        # Lightning counts an epoch that max_steps cut short as done, and yet goes on in it after a resume.
+        self.epoch = epoch if self.epoch_now is None else self.epoch_now()
         if self.on_epoch is not None:
             self.on_epoch(self.num_batches())
 
@@ -95,6 +98,7 @@ class ElasticSampler(DistributedSampler[int]):
             steps: Steps that took them; they count in ``len`` so that it agrees with the Trainer's progress.
         """
         self._start = (epoch, consumed, steps)
+        self.iterated_epoch = epoch
         left = num_steps(self.order.num_samples - consumed, self.num_replicas, self.batch_size, self.drop_last)
         self.epoch = epoch if left else epoch + 1
 

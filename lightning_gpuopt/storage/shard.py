@@ -320,7 +320,7 @@ class ShardMap:
         if size != shard.file_bytes:
             raise DamagedError(
                 f"{path}: {size} bytes long; the manifest tells of {shard.file_bytes}: it is truncated or not the file "
-                f"that was written; {_COPY_AGAIN}"
+                f"that was written; if the dataset was built anew meanwhile, open it again, else {_COPY_AGAIN}"
             )
         self.offsets, self.lengths = _read_table(path.with_suffix(".tab"), shard)
         self._file = _map(fd)

@@ -32,7 +32,7 @@ _PLAN: Final = "plan.json"
 _LOCK: Final = "lock"
 _SHARD_FILE: Final = re.compile(r"shard-(\d{5,})\.[a-z.]+")
 _OUR_FILE: Final = re.compile(rf"{_SHARD_FILE.pattern}|({MANIFEST}|{SKIPPED}|{_PLAN})(\.part)?|lock|part-.*\.lock")
-_NO_ENTRY: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+_NO_ENTRY: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
 _PATIENCE_S: Final = 1.0
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 

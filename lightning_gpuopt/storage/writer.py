@@ -73,6 +73,7 @@ class LMDBWriter:
         self._finished: list[Shard] = []
         self._shard: ShardWriter | None = None
         self._info: LMDBInfo | None = None
+        self._pid = os.getpid()
         try:
             self._take_up(self._staging)
         except BaseException:
@@ -98,7 +99,7 @@ class LMDBWriter:
         if kind is None:
             if self._staging is not None:  # else it was closed or aborted within the block
                 self.close()
-        elif self._staging is not None:
+        elif self._staging is not None and self._pid == os.getpid():
             self._leave(kind.__name__)
 
     def __len__(self) -> int:
@@ -197,6 +198,7 @@ class LMDBWriter:
     def abort(self) -> None:
         """Throw away what was written; a dataset at the path stays as it is. Idempotent."""
         if self._staging is not None:
+            self._open()
             if self._shard is not None:
                 self._shard.close()
                 self._shard = None
@@ -207,6 +209,11 @@ class LMDBWriter:
         if self._staging is None:
             raise ValueError(
                 f"{self.path}: this LMDBWriter is closed; open another, with another path or overwrite=True"
+            )
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"{self.path}: this LMDBWriter belongs to process {self._pid}, which forked this one; write there, or "
+                "build in several processes with build_lmdb(num_proc=...)"
             )
         return self._staging
 

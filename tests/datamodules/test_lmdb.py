@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from PIL import Image
-from torch.utils.data import Subset, TensorDataset, random_split
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, random_split
 
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.codec import EncodedImage
@@ -289,6 +289,41 @@ def test_arguments_that_do_not_go_together_are_refused(data: Path) -> None:
         LMDBDataModule(LMDBDataset(data), train_transform=_width)
     with pytest.raises(MisconfigurationException, match="one dataset"):
         LMDBDataModule([data, data])  # type: ignore[arg-type]
+
+
+def test_crops_of_other_datasets_are_refused(images: Path, tmp_path: Path) -> None:
+    both = ConcatDataset([LMDBDataset(images, decode="tensor")] * 2)
+    with pytest.raises(MisconfigurationException, match="ConcatDataset"):
+        tiny_trainer(tmp_path).fit(Sees(), LMDBDataModule(both, decode="tensor", crop_size=8))
+
+
+def test_transforms_follow_the_crop(images: Path) -> None:
+    datamodule = LMDBDataModule(
+        images, batch_size=10, num_workers=0, decode="tensor", crop_size=8, train_transform=_doubled, shuffle=False
+    )
+    datamodule.setup("fit")
+    ((batch, batch_labels),) = datamodule.train_dataloader()
+    assert (batch.shape, batch.dtype) == ((10, 3, 8, 8), torch.int64)
+    assert batch_labels.tolist() == list(range(10))
+
+
+def _doubled(image: torch.Tensor) -> torch.Tensor:
+    return image.long() * 2
+
+
+def test_hooks_of_subclasses_stay_in_force(data: Path, tmp_path: Path) -> None:
+    class Own(LMDBDataModule):
+        def val_dataloader(self) -> Any:
+            return [torch.zeros(2)]
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch if isinstance(batch, torch.Tensor) else [batch[0], batch[1] + 1000]
+
+    model = Sees()
+    trainer = epoch_trainer(tmp_path, num_sanity_val_steps=0)
+    trainer.fit(model, Own(data, batch_size=60, normalize=((0.5,), (0.5,))))
+    assert len(model.seen["val"]) == 2
+    assert min(labels(model.seen["train"])) == 1000
 
 
 def test_page_locked_memory_without_cuda_is_no_error(data: Path, tmp_path: Path) -> None:

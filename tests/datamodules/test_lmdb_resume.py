@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
-from tests.datamodules.training import EPOCHS, SAMPLES, Notes, SaveAndEnd, build, run
+from tests.datamodules.training import EPOCHS, SAMPLES, Interrupted, Notes, SaveAndEnd, build, run
 from tests.helpers import run_ranks, tiny_trainer
 
 Steps = list[tuple[int, list[int]]]
@@ -80,7 +81,8 @@ def test_the_state_is_plain_numbers(tmp_path: Path, data: Path) -> None:
     run(data, tmp_path, batch_size=4, save=SaveAndEnd(checkpoint, "on_train_batch_end", 3))
     state = torch.load(checkpoint, weights_only=True)["LMDBDataModule"]
     assert state == {
-        "seed": 5, "epoch": 1, "consumed": 12, "batches": 3, "num_samples": SAMPLES, "shuffle_window": None
+        "seed": 5, "epoch": 1, "consumed": 12, "batches": 3,
+        "num_samples": SAMPLES, "shuffle": True, "shuffle_window": None, "weighted": False,
     }  # fmt: skip
 
 
@@ -136,6 +138,66 @@ def test_a_second_fit_begins_at_the_beginning(tmp_path: Path, data: Path, uninte
     again = Notes()
     tiny_trainer(tmp_path, **options).fit(again, datamodule)
     assert again.steps == uninterrupted
+
+
+@pytest.mark.parametrize("batch", [3, 14])
+def test_other_stages_with_a_checkpoint_leave_the_next_fit_alone(
+    tmp_path: Path, data: Path, uninterrupted: Steps, batch: int
+) -> None:
+    checkpoint = tmp_path / "middle.ckpt"
+    run(data, tmp_path, batch_size=4, save=SaveAndEnd(checkpoint, "on_train_batch_end", batch, epoch=0))
+    datamodule = LMDBDataModule(data, val=data, batch_size=4, num_workers=0, seed=5)
+    tiny_trainer(tmp_path, limit_val_batches=1).validate(Notes(), datamodule, ckpt_path=checkpoint)
+    model = Notes()
+    tiny_trainer(tmp_path, max_steps=-1, max_epochs=EPOCHS).fit(model, datamodule)
+    assert model.steps == uninterrupted
+
+
+def test_a_fit_that_raised_leaves_the_next_one_alone(tmp_path: Path, data: Path, uninterrupted: Steps) -> None:
+    checkpoint = tmp_path / "middle.ckpt"
+    run(data, tmp_path, batch_size=4, save=SaveAndEnd(checkpoint, "on_train_batch_end", 3))
+    datamodule = LMDBDataModule(data, batch_size=4, num_workers=0, seed=5)
+    options: dict[str, Any] = {"max_steps": -1, "max_epochs": EPOCHS}
+    ends = SaveAndEnd(tmp_path / "again.ckpt", "on_train_batch_end", 1)
+    ends.batches = 0
+    with pytest.raises(Interrupted):
+        tiny_trainer(tmp_path, **options, callbacks=[ends]).fit(Notes(), datamodule, ckpt_path=checkpoint)
+    model = Notes()
+    tiny_trainer(tmp_path, **options).fit(model, datamodule)
+    assert model.steps == uninterrupted
+
+
+@pytest.mark.parametrize("steps", [3, 13, 14, 20, 28])
+def test_a_run_that_max_steps_ended_goes_on(tmp_path: Path, data: Path, uninterrupted: Steps, steps: int) -> None:
+    """Lightning counts the epoch as done in the checkpoint of its end, and still goes on in it."""
+    last = ModelCheckpoint(tmp_path, save_last=True)
+    first = run(data, tmp_path, batch_size=4, max_steps=steps, callbacks=[last], enable_checkpointing=True)
+    assert len(first.steps) == steps
+    rest = run(data, tmp_path, batch_size=4, resume=tmp_path / "last.ckpt", max_epochs=-1, max_steps=42)
+    assert [indices for _, indices in first.steps + rest.steps] == [indices for _, indices in uninterrupted]
+
+
+def test_a_checkpoint_before_the_first_batch_of_a_resumed_run_is_right(
+    tmp_path: Path, data: Path, uninterrupted: Steps
+) -> None:
+    checkpoint, second = tmp_path / "middle.ckpt", tmp_path / "second.ckpt"
+    before = run(data, tmp_path, batch_size=4, save=SaveAndEnd(checkpoint, "on_train_batch_end", 3))
+
+    class AtStart(SaveAndEnd):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self._maybe("on_train_start", trainer)
+
+    run(data, tmp_path, batch_size=4, resume=checkpoint, save=AtStart(second, "on_train_start", 0))
+    after = run(data, tmp_path, batch_size=4, resume=second)
+    assert before.steps + after.steps == uninterrupted
+
+
+def test_reloaded_loaders_are_resumed_too(tmp_path: Path, data: Path, uninterrupted: Steps) -> None:
+    checkpoint = tmp_path / "middle.ckpt"
+    options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1}
+    before = run(data, tmp_path, batch_size=4, save=SaveAndEnd(checkpoint, "on_train_batch_end", 3), **options)
+    after = run(data, tmp_path, batch_size=4, resume=checkpoint, **options)
+    assert before.steps + after.steps == uninterrupted
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])

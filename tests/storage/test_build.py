@@ -193,7 +193,7 @@ def test_an_image_that_was_mended_is_not_listed(tmp_path: Path, monkeypatch: pyt
 
 def test_nothing_but_broken_images_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"list: none of its 2 samples can be stored; the first, list\[0\]: it is empty"
+        StorageError, match=r"list: none of its 2 samples can be stored; the first, list\[0\]: it is empty"
     ):
         build([EncodedImage(b""), EncodedImage(b"x")], tmp_path / "out")
     assert beside(tmp_path / "out") == []
@@ -318,7 +318,7 @@ def test_a_dataset_that_is_there_stays_unless_it_may_be_replaced(tmp_path: Path)
     before = kept(path)
     with pytest.raises(FileExistsError, match="it exists already; give overwrite=True"):
         build([4], path)
-    for broken, error in (([{1}], TypeError), ([EncodedImage(b"")], ValueError)):
+    for broken, error in (([{1}], TypeError), ([EncodedImage(b"")], StorageError)):
         with pytest.raises(error):
             build(broken, path, overwrite=True)
         assert kept(path) == before
@@ -404,3 +404,15 @@ def test_no_progress_is_silence(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert out.getvalue() == ""
     build_lmdb([1, 2, 3], tmp_path / "out")  # done in no time: nothing to say
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_strict_resume_looks_again_at_what_was_left_out(tmp_path: Path) -> None:
+    write_folder(tmp_path / "images", {"a": 3})
+    good = (tmp_path / "images/a/00001.jpg").read_bytes()
+    (tmp_path / "images/a/00001.jpg").write_bytes(good[:100])
+    assert build_lmdb(tmp_path / "images", tmp_path / "data", part=(0, 1), progress=False).num_skipped == 1
+    with pytest.raises(StorageError, match=r"00001\.jpg: cannot be decoded"):
+        build_lmdb(tmp_path / "images", tmp_path / "data", resume=True, strict=True, progress=False)
+    (tmp_path / "images/a/00001.jpg").write_bytes(good)
+    info = build_lmdb(tmp_path / "images", tmp_path / "data", resume=True, strict=True, progress=False)
+    assert (info.num_samples, info.num_skipped) == (3, 0)

@@ -106,6 +106,16 @@ def test_subsets_are_gathered_too(tmp_path: Path) -> None:
     assert sorted(seen) == list(range(50))
 
 
+def test_a_subsets_indices_count_from_the_end_too_and_must_be_there(tmp_path: Path) -> None:
+    dataset = stored(tmp_path / "data", lambda i: (np.full(2, i), i))
+    loader = make_loader(Subset(dataset, [-1, -50, 3]), ElasticSampler(Order(3, shuffle=False), 3))
+    assert [labels.tolist() for _, labels in loader] == [[49, 0, 3]]
+    with pytest.raises(IndexError, match="a dataset of 50 samples"):
+        make_loader(Subset(dataset, [50]), ElasticSampler(Order(1), 1))
+    with pytest.raises(TypeError, match="flatnonzero"):
+        make_loader(Subset(dataset, np.ones(50, bool)), ElasticSampler(Order(50), 1))  # type: ignore[arg-type]
+
+
 def test_small_records_need_no_workers_and_large_ones_do(tmp_path: Path) -> None:
     dataset = stored(tmp_path / "data", lambda i: np.zeros(70_000, np.uint8), num_samples=3)
     small = make_loader(dataset, ElasticSampler(Order(3), 100), workers_if_needed=2)

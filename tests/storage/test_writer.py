@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -313,3 +314,22 @@ def test_an_unfinished_file_that_is_no_lmdb_is_refused(tmp_path: Path) -> None:
         LMDBWriter(path, resume=True)
     write_numbered(path, 2, overwrite=True)
     assert_numbered(path, 2)
+
+
+def test_a_forked_child_cannot_publish_its_parents_dataset(tmp_path: Path) -> None:
+    writer = LMDBWriter(tmp_path / "data")
+    writer.write(1)
+    child = multiprocessing.get_context("fork").Process(target=_close_and_tell, args=(writer, tmp_path / "said"))
+    child.start()
+    child.join()
+    assert "belongs to process" in (tmp_path / "said").read_text()
+    assert not (tmp_path / "data").exists()
+    writer.write(2)
+    assert writer.close().num_samples == 2
+
+
+def _close_and_tell(writer: LMDBWriter, path: Path) -> None:
+    try:
+        writer.close()
+    except RuntimeError as error:
+        path.write_text(str(error))
