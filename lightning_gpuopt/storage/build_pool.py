@@ -34,11 +34,15 @@ def build_shards(job: Job, numbers: Sequence[int], num_proc: int, path: str, rep
         report: Called with samples and bytes as they are stored.
 
     Raises:
-        StorageError: A process died.
+        StorageError: A process died, or none may be started here.
     """
     if num_proc == 1 and not job.source.isolated:
         _build_here(job, numbers, report)
         return
+    if multiprocessing.current_process().daemon:
+        raise StorageError(
+            f"{path}: this process is a daemon, which may not start others; give num_proc=1, or build outside of it"
+        )
     with _workers(job, min(num_proc, len(numbers))) as workers:
         _feed(workers, list(numbers), path, report)
 
@@ -110,7 +114,7 @@ def _listen(worker: _Worker, numbers: list[int], path: str, report: Report) -> N
 def _death(worker: _Worker, path: str) -> StorageError:
     worker.process.join()
     code = worker.process.exitcode or 0
-    how = f"ended with exit code {code}"
+    how = f"ended with exit code {code}, what it said is above"
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:

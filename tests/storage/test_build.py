@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import multiprocessing
 import os
 import warnings
 from pathlib import Path
@@ -416,3 +417,18 @@ def test_a_strict_resume_looks_again_at_what_was_left_out(tmp_path: Path) -> Non
     (tmp_path / "images/a/00001.jpg").write_bytes(good)
     info = build_lmdb(tmp_path / "images", tmp_path / "data", resume=True, strict=True, progress=False)
     assert (info.num_samples, info.num_skipped) == (3, 0)
+
+
+def test_a_daemon_is_told_that_it_may_not_start_processes(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    daemon = multiprocessing.get_context("fork").Process(target=_build_and_tell, args=(tmp_path, said), daemon=True)
+    daemon.start()
+    daemon.join()
+    assert "give num_proc=1" in said.read_text()
+
+
+def _build_and_tell(folder: Path, said: Path) -> None:
+    try:
+        build_lmdb([1, 2], folder / "data", num_proc=2, progress=False)
+    except StorageError as error:
+        said.write_text(str(error))
