@@ -120,7 +120,10 @@ class LMDBWriter:
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes, index by label. To be set in the run that closes the dataset: a resume begins without."""
+        """Names of the classes, index by label.
+
+        To be set in the run that closes the dataset: a resume begins without.
+        """
         return self._classes
 
     @classes.setter
