@@ -32,7 +32,7 @@ class LoaderWatch:
         self.queues = QueueProbe()
         self.facts = LoaderFacts()
         strategy = trainer.strategy
-        seam = _Seam(strategy.process_dataloader, self._see)
+        seam = Seam(strategy.process_dataloader, self._see)
         self._undo.append(shadow(strategy, "process_dataloader", seam))
 
     def start(self) -> None:
@@ -113,7 +113,7 @@ class LoaderWatch:
         self._undo.append(undo)
 
 
-class _Seam:
+class Seam:
     """Stands in front of ``strategy.process_dataloader``; pickled and copied as that method itself."""
 
     def __init__(self, process: Callable[[object], object], see: Callable[[Any], None]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt._lightning import Trainer, logging_step, rank_zero_info, say_once, shadow
+from lightning_gpuopt.callbacks._loader_watch import Seam
 from lightning_gpuopt.storage.gather import Gather
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.timeline.phases import itself
@@ -112,7 +113,7 @@ class TunedFit:
         self._tuned: dict[int, Tuned] = {}
         self._undo_iterators: dict[int, Callable[[], None]] = {}
         strategy = trainer.strategy
-        seam = _Seam(strategy.process_dataloader, self._see)
+        seam = Seam(strategy.process_dataloader, self._see)
         self._undo.callback(shadow(strategy, "process_dataloader", seam))
 
     @property
@@ -357,22 +358,6 @@ class TunedFit:
         if options.mode == "live" and options.cache_dir is not None and tuned.key is not None:
             result = NumWorkersResult(choice.num_workers, choice.trials, choice.limited_by)
             store_choice(options.cache_dir, tuned.key, result)
-
-
-class _Seam:
-    """Stands in front of ``strategy.process_dataloader``; pickled and copied as that method itself."""
-
-    def __init__(self, process: Callable[[object], object], see: Callable[[Any], None]) -> None:
-        self._process = process
-        self._see = see
-
-    def __call__(self, dataloader: object) -> object:
-        processed = self._process(dataloader)
-        self._see(processed)
-        return processed
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return itself, (self._process,)
 
 
 class _Iterators:
