@@ -1,0 +1,34 @@
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from lightning_gpuopt.storage import codec
+from lightning_gpuopt.storage.errors import DamagedError, StorageError
+from lightning_gpuopt.storage.format import key
+from lightning_gpuopt.storage.shard import ShardWriter
+
+
+def foreign(path: Path, last: int) -> None:
+    """A shard file whose second key somebody else has chosen."""
+    with lmdb.open(str(path), subdir=False, lock=False, lib_version=0) as env, env.begin(write=True) as txn:
+        txn.put(key(0), codec.encode(0).value(0, 0))
+        txn.put(key(last), codec.encode(1).value(0, 1))
+
+
+def test_keys_out_of_order_are_an_error_and_not_lost_samples(tmp_path: Path) -> None:
+    foreign(tmp_path / "shard-00000.mdb", last=5)
+    writer = ShardWriter(tmp_path, 0, resume=True)
+    writer.add(codec.encode(2))
+    with pytest.raises(StorageError, match=r"shard-00000\.mdb: LMDB took 0 of 1 samples in key order"):
+        writer.commit()
+    writer.close()
+
+
+def test_a_gap_in_the_keys_is_found_when_the_shard_is_read_back(tmp_path: Path) -> None:
+    foreign(tmp_path / "shard-00000.mdb", last=2)
+    writer = ShardWriter(tmp_path, 0, resume=True)
+    with pytest.raises(DamagedError, match=r"shard-00000\.mdb: sample 1"):
+        writer.finish()
+    writer.close()
+    assert not (tmp_path / "shard-00000.json").exists()
