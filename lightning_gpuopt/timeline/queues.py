@@ -1,6 +1,6 @@
 """How full the loader's queues are when the training loop comes for a batch, and who it waits for.
 
-Reads ``_data_queue``, ``_worker_result_queue``, ``_task_info`` and ``_rcvd_idx`` of torch's
+Reads ``_data_queue``, ``_worker_result_queue``, ``_task_info``, ``_tasks_outstanding`` and ``_rcvd_idx`` of torch's
 ``_MultiProcessingDataLoaderIter`` (torch 2.4 to 2.13). An iterator that is not as expected is left out.
 """
 
@@ -129,6 +129,26 @@ class QueueProbe:
             self._late_wait_s,
             self._unpinned_wait_s,
         )
+
+
+def lies_ready(iterator: Any) -> bool | None:
+    """Whether there is a batch to take from the queue; None for an iterator that is not as expected.
+
+    It may be another than the one whose turn it is: where they come out of order, that one is still waited for.
+    """
+    if not _is_as_expected(iterator):
+        return None
+    task = iterator._task_info.get(iterator._rcvd_idx, ())
+    return len(task) < 2 and iterator._data_queue.qsize() > 0
+
+
+def in_the_making(iterator: Any) -> int | None:
+    """Batches that workers were asked for and have not sent; None for an iterator that is not as expected."""
+    asked_for = getattr(iterator, "_tasks_outstanding", None)
+    if not isinstance(asked_for, int) or not _is_as_expected(iterator):
+        return None
+    queues = {iterator._data_queue, iterator._worker_result_queue}  # two where batches are pinned
+    return max(asked_for - sum(int(each.qsize()) for each in queues), 0)
 
 
 def _is_as_expected(iterator: Any) -> bool:

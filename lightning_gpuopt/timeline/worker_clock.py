@@ -155,7 +155,7 @@ class TimedCollate:
         rows[row + _COLLATE_CPU] += cpu_after - cpu
         rows[row + _SQUARES] += (wall_after - began[0]) ** 2
         if rows[row + _BATCHES] % _BYTES_EVERY == 0:
-            rows[row + _BYTES] += _nbytes(batch)
+            rows[row + _BYTES] += nbytes_of(batch)
             rows[row + _SIZED] += 1
         rows[row + _BATCHES] += 1
         return batch
@@ -281,7 +281,7 @@ def watch_workers(loader: Any) -> tuple[TimedCollate, Callable[[], None]] | None
     return clock, undo
 
 
-def _nbytes(batch: Any, depth: int = 3) -> int:
+def nbytes_of(batch: Any, depth: int = 3) -> int:
     """Bytes of the tensors and arrays in a batch; of long sequences, the first items stand for all."""
     if isinstance(batch, torch.Tensor):
         return batch.numel() * batch.element_size()
@@ -290,8 +290,8 @@ def _nbytes(batch: Any, depth: int = 3) -> int:
     if isinstance(getattr(batch, "nbytes", None), int):  # numpy and its kin
         return int(batch.nbytes)
     if depth and isinstance(batch, dict):
-        return _nbytes(list(batch.values()), depth - 1)
+        return nbytes_of(list(batch.values()), depth - 1)
     if depth and isinstance(batch, (list, tuple)) and batch:
         counted = batch[:_ITEMS_COUNTED]
-        return sum(_nbytes(item, depth - 1) for item in counted) * len(batch) // len(counted)
+        return sum(nbytes_of(item, depth - 1) for item in counted) * len(batch) // len(counted)
     return 0

@@ -16,6 +16,8 @@ from lightning_gpuopt.tuning.search import UNEVEN, Search, model_of
 from lightning_gpuopt.tuning.workers import Measured, NumWorkersResult
 
 _USUAL_PREFETCH: Final = 2
+_REFINE: Final = 0.4
+"""Of the budget, after which nothing is tried again only to be surer."""
 _RESERVE: Final = 0.05
 """Of the budget, for ending the last trial's workers."""
 
@@ -133,7 +135,9 @@ class _Finder:
         self._max = max_num_workers
         self._ranks = local_world_size
         self._clocks = clocks or Clocks()
-        self._deadline = self._clocks.now() + (1 - _RESERVE) * max_seconds
+        began = self._clocks.now()
+        self._refine_until = began + _REFINE * max_seconds
+        self._deadline = began + (1 - _RESERVE) * max_seconds
         self._room = has or room()
         self._cpus = self._room.cpus / local_world_size
         self._search = Search(self._cpus, tolerance)
@@ -141,7 +145,9 @@ class _Finder:
 
     def run(self) -> NumWorkersResult:
         """Try until nothing is left to find out, or the time is up."""
-        while (count := self._search.next_count(self._cap())) is not None:
+        while (
+            count := self._search.next_count(self._cap(), in_haste=self._clocks.now() > self._refine_until)
+        ) is not None:
             if self._search.seen and not self._time_for(count):
                 break
             try:

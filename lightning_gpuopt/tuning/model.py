@@ -10,6 +10,7 @@ What is advised after a run and what is tried in a search for the number of work
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +20,8 @@ HEADROOM_LEFT: Final = 0.03
 """Below this share of the step there is nothing left to gain."""
 
 _MOST_PREFETCH: Final = 16
+_MOST_USED: Final = 0.9
+"""Of the workers' time, where what they cannot keep up with is planned for."""
 
 _MOST_WORKERS: Final = 32
 _MOST_WORKERS_PER_CPU: Final = 8
@@ -98,6 +101,14 @@ def receive_cost(batch_bytes: float) -> Interval:
     return low, mid + copy_s, high + 2 * copy_s
 
 
+def taking(ready_s: Sequence[float]) -> float:
+    """What it costs the training process to take a batch, from the seconds that those took which seemed to lie ready.
+
+    The end of their quickest quarter: a batch in the queue may be another than the one whose turn it is.
+    """
+    return sorted(ready_s)[len(ready_s) // 4]
+
+
 def prefetch_needed(mean_s: float, unevenness: float, consumer_s: float, workers: int, now: int) -> int:
     """Batches that each worker should prepare ahead, to bridge a slow one.
 
@@ -108,7 +119,10 @@ def prefetch_needed(mean_s: float, unevenness: float, consumer_s: float, workers
         workers: their number.
         now: the ``prefetch_factor`` now; the answer is at least twice that.
     """
-    slow_s = mean_s * (1 + 3 * math.sqrt(unevenness))
     consumer_s = max(consumer_s, mean_s / workers, 1e-6)
-    factor = math.ceil(slow_s / consumer_s / workers) + 1
+    slow_s = mean_s * (1 + 3 * math.sqrt(unevenness))
+    # What piles up behind the slow ones in a queue that is used so far: Kingman's formula, even arrivals.
+    used = min(mean_s / workers / consumer_s, _MOST_USED)
+    late_s = used / (1 - used) * unevenness / 2 * mean_s
+    factor = math.ceil((slow_s + 3 * late_s) / consumer_s / workers) + 1
     return min(max(factor, 2 * now), _MOST_PREFETCH)

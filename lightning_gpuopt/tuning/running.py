@@ -23,10 +23,11 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
-from lightning_gpuopt.timeline.worker_clock import _nbytes
+from lightning_gpuopt.timeline.queues import in_the_making, lies_ready
+from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.caps import Cap, Room, room, worker_cap, worker_memory
 from lightning_gpuopt.tuning.live import LivePolicy, Seen
-from lightning_gpuopt.tuning.model import receive_cost
+from lightning_gpuopt.tuning.model import receive_cost, taking
 from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt
 
 log = logging.getLogger(__name__)
@@ -85,13 +86,13 @@ class FetchMeter:
         workers = getattr(iterator, "_workers", ())
         if self._cpu_began is None:
             self._cpu_began = _cpu_s(workers), time.process_time()
-        ready, busy = _queues(iterator)
+        ready, busy = lies_ready(iterator), in_the_making(iterator)
         began = self._clock()
         batch = take()
         ended = self._clock()
         last, self._last = self._last, ended
         if last is None:
-            self._bytes = float(_nbytes(batch))
+            self._bytes = float(nbytes_of(batch))
             self._cpu_began = _cpu_s(workers), time.process_time()
             return batch
         self._waits.append(ended - began)
@@ -109,7 +110,7 @@ class FetchMeter:
     def _close(self, workers: Any) -> Seen:
         steps = len(self._waits)
         # What a batch that lay ready took to take is no wait.
-        taking_s = median(self._ready) if self._ready else receive_cost(self._bytes)[1] if workers else 0.0
+        taking_s = taking(self._ready) if self._ready else receive_cost(self._bytes)[1] if workers else 0.0
         wait_s = fmean(max(wait - taking_s, 0.0) for wait in self._waits)
         usual_s = median(self._owns)
         own_s = fmean(own for own in self._owns if own <= _PAUSE * usual_s)
@@ -349,19 +350,6 @@ def assign(loader: DataLoader[Any], num_workers: int) -> None:
     loader.num_workers = num_workers
     if num_workers and loader.prefetch_factor is None:
         loader.prefetch_factor = 2
-
-
-def _queues(iterator: Any) -> tuple[bool | None, int | None]:
-    """Whether the next batch lies ready, and how many are in the making; None for what cannot be known."""
-    if not isinstance(iterator, ResizableIterator):
-        return None, None
-    try:
-        queues: set[Any] = {iterator._data_queue, iterator._worker_result_queue}  # two where batches are pinned
-        here = sum(each.qsize() for each in queues)
-    except (NotImplementedError, OSError):  # macOS has no qsize
-        return None, None
-    task = iterator._task_info.get(iterator._rcvd_idx, ())
-    return here > 0 or len(task) == 2, max(iterator._tasks_outstanding - here, 0)
 
 
 def _cpu_s(workers: Any, proc: Path = Path("/proc")) -> float | None:

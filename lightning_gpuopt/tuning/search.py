@@ -15,11 +15,16 @@ from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.model import LoaderModel
 from lightning_gpuopt.tuning.workers import LimitedBy, Measured
 
-_MOST_TRIALS: Final = 6
-_REPEAT_UP_TO: Final = 5
+_MOST_TRIALS: Final = 8
 
 _BUSY: Final = 0.85
 """From this share on, a processor, or this process's one thread, counts as in use all the time."""
+
+_ALL_BUSY: Final = 0.95
+"""From this share of the processors on, more workers are not even tried."""
+
+_OWN: Final = 0.5
+"""A consumer that spends less of its time in its own step mostly takes batches: that is quicker when more lie ready."""
 
 UNEVEN: Final = 0.25
 """Variance of a batch's time over the square of its mean: from here on, single slow batches hold up the others."""
@@ -95,8 +100,13 @@ class Search:
         self._cpus = cpus
         self._tolerance = tolerance
 
-    def next_count(self, cap: Cap) -> int | None:
-        """How many workers to try; None when nothing is left to find out."""
+    def next_count(self, cap: Cap, *, in_haste: bool = False) -> int | None:
+        """How many workers to try; None when nothing is left to find out.
+
+        Args:
+            cap: the most that fit.
+            in_haste: do not try again what was tried, to be surer.
+        """
         if not self.seen:
             return 1
         if len(self.seen) >= _MOST_TRIALS:
@@ -104,7 +114,7 @@ class Search:
         if len(self.seen) == 1:
             return self._second(cap.num_workers)
         untried = self._untried(cap)
-        return untried if untried is not None else self._again(cap)
+        return self._again(cap) if untried is None and not in_haste else untried
 
     def choose(self, cap: Cap) -> Choice:
         """The smallest number that is as good as the best; where only one worker was tried, what the model says."""
@@ -114,9 +124,9 @@ class Search:
             return Choice(needed, "time", 1 / model.step_s(needed)[1])
         chosen = self._enough(self._within(cap))
         number = chosen.trial.num_workers
-        if self._is_fed(chosen) or _is_busy(chosen):
+        if self._is_fed(chosen) or _is_busy(chosen) or self._more_would_idle(chosen):
             limited_by: LimitedBy = "consumer"
-        elif self._cpus_are_busy(chosen):
+        elif self._cpu_share(chosen) >= _BUSY:
             limited_by = "cpu"
         elif len(self.seen) < _MOST_TRIALS and len(self.seen) > 1 and self._untried(cap) is not None:
             limited_by = "time"
@@ -134,7 +144,7 @@ class Search:
     def _second(self, most: int) -> int | None:
         first = self.seen[0]
         needed = model_of(first, self._cpus).workers_needed(most)
-        if needed == 1 and most > 1 and not (self._is_fed(first) or _is_busy(first)):
+        if needed == 1 and most > 1 and not self._is_fed(first):
             needed = 2
         return needed if needed > 1 else None
 
@@ -144,7 +154,7 @@ class Search:
         top, count = max(within, key=_count), max(map(_count, within))
         if _count(self._enough(within)) != count or count >= cap.num_workers:
             return None
-        if self._is_fed(top) or _is_busy(top) or self._cpus_are_busy(top):
+        if self._is_fed(top) or _is_busy(top) or self._cpu_share(top) >= _ALL_BUSY:
             return None
         missing = 1.1 / max(top.consumer_s * _rate(top), 1e-9)
         return min(cap.num_workers, max(count + 1, math.ceil(count * min(max(missing, 1.25), 2.0))))
@@ -165,7 +175,7 @@ class Search:
         """Where another number came close, and neither was tried twice: that of them which was not."""
         within = self._within(cap)
         enough = self._enough(within)
-        if self._is_fed(enough) or len(self.seen) >= _REPEAT_UP_TO:
+        if self._is_fed(enough):
             return None
         others = [each for each in within if _count(each) != _count(enough)]
         nearest = max(others, key=_rate, default=enough)
@@ -194,15 +204,23 @@ class Search:
 
         By its own time; or because the workers, none of which is late, have to wait for it.
         """
+        own = 1 - measured.trial.data_wait_s * measured.trial.batches_per_s
+        if _count(measured) == 1 and own < _OWN:  # it and its consumer wait for one another
+            return False
         if _rate(measured) * measured.consumer_s >= 1 - 0.8 * self._tolerance:
             return True
-        busy = measured.trial.batches_per_s * measured.service_s / measured.trial.num_workers
+        busy = _busy(measured)
         waits = measured.trial.data_wait_s > _LITTLE_WAIT * measured.consumer_s
         return busy < (_BUSY if measured.unevenness < UNEVEN else _IDLE) and not waits
 
-    def _cpus_are_busy(self, measured: Measured) -> bool:
-        used = (measured.cpu_s + measured.consumer_cpu_s) * measured.trial.batches_per_s
-        return used >= _BUSY * self._cpus
+    def _more_would_idle(self, chosen: Measured) -> bool:
+        """Whether more workers than these were seen to have less to do."""
+        top = max(self.seen, key=_count)
+        return _count(top) > _count(chosen) and _busy(top) < min(_BUSY, _busy(chosen))
+
+    def _cpu_share(self, measured: Measured) -> float:
+        """How much of the CPUs was in use, 0-1."""
+        return (measured.cpu_s + measured.consumer_cpu_s) * measured.trial.batches_per_s / self._cpus
 
 
 def _count(measured: Measured) -> int:
@@ -231,6 +249,11 @@ def _rate(measured: Measured) -> float:
     """Batches per second that can be kept up: a trial may have lived on what was prepared before it began."""
     possible = _count(measured) / measured.service_s if measured.service_s > 0 else math.inf
     return min(measured.trial.batches_per_s, _MEASURED_TWICE * possible)
+
+
+def _busy(measured: Measured) -> float:
+    """Share of their time in which the workers work, 0-1."""
+    return measured.trial.batches_per_s * measured.service_s / _count(measured)
 
 
 def _is_busy(measured: Measured) -> bool:

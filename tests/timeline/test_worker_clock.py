@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lightning_gpuopt.timeline.worker_clock import TimedCollate, WorkerTimes, _nbytes, watch_workers
+from lightning_gpuopt.timeline.worker_clock import TimedCollate, WorkerTimes, nbytes_of, watch_workers
 
 BATCHES = 20
 SLEEP_S = 0.004
@@ -299,4 +299,4 @@ def test_figures_add_and_subtract() -> None:
     ids=["tensor", "array", "nested", "long", "others", "empty"],
 )
 def test_bytes_of_a_batch(batch: Any, size: int) -> None:
-    assert _nbytes(batch) == size
+    assert nbytes_of(batch) == size
