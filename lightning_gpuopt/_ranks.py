@@ -81,7 +81,7 @@ class RankGather:
         self._thread: threading.Thread | None = None
         self._store: Any = None
         if world_size > 1:
-            self._store = _open_store(name)
+            self._store = open_store(name)
             if self._store is None:
                 self.problem = "this torch.distributed set-up has no key-value store"
         if self._store is not None:
@@ -181,7 +181,7 @@ class RankGather:
         return now - window.since > _PATIENCE_S or now > self._close_deadline
 
 
-def _open_store(name: str) -> Any:
+def open_store(name: str) -> Any:
     """A corner of the default process group's store that no earlier run has written to.
 
     Reads ``torch.distributed.distributed_c10d._get_default_store`` (torch 2.4 to 2.13); where it is gone, or the

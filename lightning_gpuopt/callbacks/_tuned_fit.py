@@ -99,17 +99,21 @@ class TunedFit:
     Args:
         trainer: the Trainer, in ``setup``: before it has asked for its loaders.
         options: what the user asked for.
-        restored: gives the choices of the run that is resumed, loader by loader; asked when a loader passes.
+        restored: gives the choices of the run that is resumed, by the loaders' order; asked when a loader passes.
+
+    Attributes:
+        first_num_workers: of the first DataLoader that passed, as it was; None before that.
+        data_error: what the dataset raised in a trial, as it would have in training.
     """
 
-    def __init__(self, trainer: Trainer, options: Options, restored: Callable[[], list[Choice]]) -> None:
+    def __init__(self, trainer: Trainer, options: Options, restored: Callable[[], dict[int, Choice]]) -> None:
         self._trainer = trainer
         self._options = options
         self._restored = restored
         self._undo = ExitStack()
         self._passed = 0
+        self.first_num_workers: int | None = None
         self.data_error: Exception | None = None
-        """What the dataset raised in a trial, as it would have in training."""
         self._tuned: dict[int, Tuned] = {}
         self._undo_iterators: dict[int, Callable[[], None]] = {}
         strategy = trainer.strategy
@@ -117,9 +121,9 @@ class TunedFit:
         self._undo.callback(shadow(strategy, "process_dataloader", seam))
 
     @property
-    def choices(self) -> list[Choice]:
-        """As they are now, in the order of the loaders; those that are left alone are missing."""
-        return [self._tuned[index].choice for index in sorted(self._tuned)]
+    def choices(self) -> dict[int, Choice]:
+        """As they are now, by the loaders' order; those that are left alone are missing."""
+        return {index: self._tuned[index].choice for index in sorted(self._tuned)}
 
     def epoch_begins(self) -> None:
         """The loaders are about to be iterated."""
@@ -160,6 +164,8 @@ class TunedFit:
         if not self._trainer.training or any(each.running.loader is loader for each in self._tuned.values()):
             return
         index, self._passed = self._passed, self._passed + 1
+        if index == 0 and self.first_num_workers is None:
+            self.first_num_workers = getattr(loader, "num_workers", None)
         reason = self._why_not(loader)
         if reason is not None:
             say_once(self._trainer, f"num-workers-{reason}", f"NumWorkersFinder leaves {reason}.", warn=False)
@@ -195,8 +201,7 @@ class TunedFit:
 
     def _begin(self, index: int, loader: DataLoader[Any]) -> None:
         options, before = self._options, loader.num_workers
-        choices = self._restored()
-        restored = choices[index] if index < len(choices) else None
+        restored = self._restored().get(index)
         if restored is not None:
             before = restored.before
             assign(loader, restored.num_workers)
@@ -313,6 +318,8 @@ class TunedFit:
 
     def _probe(self, tuned: Tuned, step_time_s: float) -> None:
         options = self._options
+        if tuned.agreement is not None:
+            tuned.agreement.meet()  # CPUs, disks and memory are shared: so are the trials
         try:
             result = find_num_workers(
                 tuned.running.loader,

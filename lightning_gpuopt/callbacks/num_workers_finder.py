@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from types import TracebackType
 from typing import Any, Literal, get_args
 
 from typing_extensions import override
@@ -15,12 +13,10 @@ from lightning_gpuopt._lightning import (
     Callback,
     LightningModule,
     Trainer,
-    say_once,
 )
+from lightning_gpuopt.callbacks._guard import Guard
 from lightning_gpuopt.callbacks._tuned_fit import Choice, Options, TunedFit
 from lightning_gpuopt.tuning.workers import Trial
-
-logger = logging.getLogger(__name__)
 
 Mode = Literal["live", "probe", "off"]
 
@@ -95,25 +91,31 @@ class NumWorkersFinder(Callback):
             refuse("cache_dir", "a path, or None", cache_dir, wrong_type=True)
         self.cache_dir = cache_dir
         self._fit: TunedFit | None = None
-        self._choices: list[Choice] = []
-        self._restored: list[Choice] = []
+        self._choices: dict[int, Choice] = {}
+        self._restored: dict[int, Choice] = {}
+        self._first_num_workers: int | None = None
 
     @property
-    def choices(self) -> list[Choice]:
-        """What was chosen for each training loader that is not left alone, in their order."""
-        return self._fit.choices or self._choices if self._fit is not None else self._choices
+    def choices(self) -> dict[int, Choice]:
+        """What was chosen, by the training loaders' order from 0; those that are left alone are missing."""
+        return self._choices if self._fit is None else self._fit.choices
 
     @property
     def optimal_num_workers(self) -> int | None:
-        """The workers of the training loader, of the first of several; None before a loader was seen."""
-        choices = self.choices
-        return choices[0].num_workers if choices else None
+        """The workers of the training loader, of the first of several; what it has itself where it is left alone.
+
+        None before a DataLoader was seen, and with ``mode="off"``.
+        """
+        choice = self.choices.get(0)
+        if choice is not None:
+            return choice.num_workers
+        return self._first_num_workers if self._fit is None else self._fit.first_num_workers
 
     @property
     def trials(self) -> list[Trial]:
         """What was measured on that loader, in the order in which the numbers were first tried."""
-        choices = self.choices
-        return list(choices[0].trials) if choices else []
+        choice = self.choices.get(0)
+        return list(choice.trials) if choice is not None else []
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -121,8 +123,7 @@ class NumWorkersFinder(Callback):
         if stage != "fit":
             return
         self._leave()
-        self._choices = []
-        self._restored = []
+        self._choices, self._restored, self._first_num_workers = {}, {}, None
         if self.mode == "off":
             return
         options = Options(
@@ -134,14 +135,14 @@ class NumWorkersFinder(Callback):
             self.iterable,
             self.cache_dir,
         )
-        with _Guard(self, trainer):
+        with Guard(self, trainer):
             self._fit = TunedFit(trainer, options, lambda: self._restored)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before the loaders are iterated."""
         if self._fit is not None:
-            with _Guard(self, trainer):
+            with Guard(self, trainer):
                 self._fit.epoch_begins()
 
     @override
@@ -150,7 +151,7 @@ class NumWorkersFinder(Callback):
     ) -> None:
         """Change workers, where there is news."""
         if self._fit is not None:
-            with _Guard(self, trainer):
+            with Guard(self, trainer):
                 self._fit.step_done()
 
     @override
@@ -167,16 +168,16 @@ class NumWorkersFinder(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The choices: plain numbers."""
         return {
-            "loaders": [
-                {"num_workers": each.num_workers, "before": each.before, "settled": each.settled}
-                for each in self.choices
-            ]
+            "loaders": {
+                index: {"num_workers": each.num_workers, "before": each.before, "settled": each.settled}
+                for index, each in self.choices.items()
+            }
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start with the choices of a checkpoint."""
-        self._restored = [Choice(**fields) for fields in state_dict.get("loaders", [])]
+        self._restored = {index: Choice(**fields) for index, fields in state_dict.get("loaders", {}).items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is under way: what is copied or sent to another process is a finder at rest."""
@@ -187,35 +188,8 @@ class NumWorkersFinder(Callback):
     def _leave(self, *, failed: bool = False) -> None:
         fit, self._fit = self._fit, None
         if fit is not None:
-            self._choices = fit.choices
+            self._choices, self._first_num_workers = fit.choices, fit.first_num_workers
             fit.undo(failed=failed)
 
-
-class _Guard:
-    """Our own failure never ends training: it is told once, and the finder stands aside. The data's own does."""
-
-    __slots__ = ("finder", "trainer")
-
-    def __init__(self, finder: NumWorkersFinder, trainer: Trainer) -> None:
-        self.finder = finder
-        self.trainer = trainer
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if error is None or not isinstance(error, Exception):
-            return False
-        fit = self.finder._fit
-        if fit is not None and error is fit.data_error:
-            return False
-        logger.debug("NumWorkersFinder failed", exc_info=error)
-        self.finder._leave()
-        say_once(
-            self.trainer,
-            "num-workers-finder-failed",
-            f"NumWorkersFinder stands aside, training goes on: {type(error).__name__}: {error}",
-        )
-        return True
+    def _passes(self, error: Exception) -> bool:
+        return self._fit is not None and error is self._fit.data_error

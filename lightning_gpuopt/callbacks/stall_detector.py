@@ -7,7 +7,6 @@ import os
 import tempfile
 import warnings
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, get_args
 
 import fsspec
@@ -22,6 +21,7 @@ from lightning_gpuopt._lightning import (
     rank_zero_warn,
     say_once,
 )
+from lightning_gpuopt.callbacks._guard import Guard
 from lightning_gpuopt.callbacks._observed_fit import ObservedFit, Options
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.report import Finding, StallReport
@@ -145,7 +145,7 @@ class StallDetector(Callback):
             self._folder = f"{str(log_dir or trainer.default_root_dir).rstrip('/')}/gpuopt"
         self._baseline = _read_report(self._folder)
         options = Options(self.threshold, self.window_size, self.warmup_steps, self.hang_timeout, self.nvtx)
-        with _Guard(self, trainer):
+        with Guard(self, trainer):
             self._run = ObservedFit(trainer, pl_module, options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -153,7 +153,7 @@ class StallDetector(Callback):
         run = self._run
         if run is None:
             return
-        with _Guard(self, trainer):
+        with Guard(self, trainer):
             run.start()
             run.watch_for_hangs(lambda quiet_s: self._tell_hang(run, quiet_s))
 
@@ -164,7 +164,7 @@ class StallDetector(Callback):
         run = self._run
         if run is None or not run.started:
             return
-        with _Guard(self, trainer):
+        with Guard(self, trainer):
             if run.step_done():
                 self._close_window(trainer, run)
             elif self._trace is not None:
@@ -239,7 +239,7 @@ class StallDetector(Callback):
             self._leave()
             return
         try:
-            with _Guard(self, trainer):
+            with Guard(self, trainer):
                 run.stop()
                 self._report = self._with_proofs(run.report())
                 run.log_rest(trainer)
@@ -286,32 +286,8 @@ class StallDetector(Callback):
             if run is not None:
                 run.undo()
 
-
-class _Guard:
-    """Our own failure never ends training: it is told once, and the detector stands aside."""
-
-    __slots__ = ("detector", "trainer")
-
-    def __init__(self, detector: StallDetector, trainer: Trainer) -> None:
-        self.detector = detector
-        self.trainer = trainer
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if error is None or not isinstance(error, Exception) or isinstance(error, StallError):
-            return False
-        logger.debug("StallDetector failed", exc_info=error)
-        self.detector._leave()
-        say_once(
-            self.trainer,
-            "stall-detector-failed",
-            f"StallDetector stands aside, training goes on: {type(error).__name__}: {error}",
-        )
-        return True
+    def _passes(self, error: Exception) -> bool:
+        return isinstance(error, StallError)
 
 
 def _read_report(folder: str | None) -> StallReport | None:

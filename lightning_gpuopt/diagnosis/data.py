@@ -225,7 +225,8 @@ def _advice(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
     if cause == "slow_storage":
         return (
             f"The workers mostly wait for storage, not for the CPU. More of them read more at once: "
-            f"num_workers={workers}. If that is not enough, move the data to a faster disk or into fewer, larger files."
+            f"num_workers={workers}. If that is not enough, move the data to a faster disk, or into fewer, larger "
+            "files: lightning-gpuopt lmdb build makes them, and LMDBDataModule reads them."
         )
     if cause == "head_of_line":
         return (

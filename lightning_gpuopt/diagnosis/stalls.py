@@ -152,11 +152,17 @@ def _callback(
     else:
         evidence = where | {"hooks_s": round(sum(hooks.values()), 3)}
         prediction = None
+    advice = f"{callback}.{slowest} holds up training: do its work less often, or in a thread."
+    if callback == "NumWorkersFinder":
+        advice = (
+            "NumWorkersFinder started workers, or tried how many are needed: it does so at the beginning, which counts "
+            "in a run as short as this. Set the num_workers that it found, and take it out."
+        )
     return Finding(
         "callback",
         measurement.share(in_steps_s + between_s),
         evidence,
-        f"{callback}.{slowest} holds up training: do its work less often, or in a thread.",
+        advice,
         predicted_speedup=prediction,
     )
 

@@ -63,12 +63,18 @@ def usable_cpus(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/
         count = float(len(os.sched_getaffinity(0)))
     except (AttributeError, OSError):  # not Linux
         count = float(os.cpu_count() or 1)
-    quotas = (_quota_of(group) for group in _cpu_groups(cgroup_root, proc))
+    quotas = (_quota_of(group) for group in cgroups("cpu", cgroup_root, proc))
     return min([count, *(quota for quota in quotas if quota is not None)])
 
 
-def _cpu_groups(cgroup_root: Path, proc: Path) -> list[Path]:
-    """The folders of our CPU cgroup and its parents, innermost first; empty where they cannot be known."""
+def cgroups(controller: str, cgroup_root: Path, proc: Path) -> list[Path]:
+    """The folders of our cgroup and its parents, innermost first; empty where they cannot be known.
+
+    Args:
+        controller: ``"cpu"`` or ``"memory"``: which of v1's hierarchies; v2 has one for all.
+        cgroup_root: where the cgroup file systems are mounted.
+        proc: where procfs is mounted.
+    """
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -79,8 +85,8 @@ def _cpu_groups(cgroup_root: Path, proc: Path) -> list[Path]:
         controllers, _, path = rest.partition(":")
         if controllers == "":
             base = cgroup_root / "unified" if (cgroup_root / "unified").is_dir() else cgroup_root
-        elif "cpu" in controllers.split(","):
-            mounts = [cgroup_root / name for name in (controllers, "cpu")]
+        elif controller in controllers.split(","):
+            mounts = [cgroup_root / name for name in (controllers, controller)]
             base = next((mount for mount in mounts if mount.is_dir()), cgroup_root)
         else:
             continue
@@ -227,7 +233,7 @@ class HostWatch:
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._usable_cpus = usable_cpus(cgroup_root, proc)
-        groups = [f"{group}/cpu.stat" for group in _cpu_groups(cgroup_root, proc)]
+        groups = [f"{group}/cpu.stat" for group in cgroups("cpu", cgroup_root, proc)]
         self._sources: dict[str, Callable[[], float | None]] = {
             "idle": lambda: _idle_s(f"{proc}/stat"),
             "process": time.process_time,

@@ -1,7 +1,8 @@
 """One number for all ranks of a node, without a collective: each says what it needs, the first answers with the most.
 
-It travels through the key-value store of ``torch.distributed``, on a thread of ours: no rank waits for another, and one
-that fails or dies takes nobody along. A rank that gets no answer goes on with what it needs itself.
+It travels through the key-value store of ``torch.distributed``, on a thread of ours: no rank waits for the number of
+another, and one that fails or dies takes nobody along. A rank that gets no answer goes on with what it needs itself.
+Only before trials of their own do the ranks wait for one another, for some seconds at most.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from lightning_gpuopt._ranks import _open_store
+from lightning_gpuopt._ranks import open_store
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +60,12 @@ class RankAgreement:
         self._news: int | None = None
         self._wishes: dict[int, int] = {}
         self._wishes_read = dict.fromkeys(self._peers, 0)
-        self._sent = self._answers = 0
+        self._sent = self._answers = self._met = 0
         self._asked: tuple[int, float] | None = None
         self._thread: threading.Thread | None = None
         self._store = store
         if len(self._peers) > 1:
-            self._store = store if store is not None else _open_store(name)
+            self._store = store if store is not None else open_store(name)
         if self._store is not None:
             self._thread = threading.Thread(target=self._run, name=f"gpuopt-agree-{name}", daemon=True)
             self._thread.start()
@@ -75,6 +76,30 @@ class RankAgreement:
             self._news = number
         else:
             self._inbox.put(number)
+
+    def meet(self, sleep: Callable[[float], object] = time.sleep) -> bool:
+        """Wait for the other ranks of this node to come here too, so that they measure side by side.
+
+        No longer than the patience: one that never comes holds up nobody for ever. Each meeting is for all.
+
+        Returns:
+            Whether all are here.
+        """
+        if self._store is None:
+            return True
+        self._met += 1
+        deadline = self._clock() + self._patience_s
+        try:
+            self._store.set(f"here/{self._met}/{self._rank}", "")
+            expected = [f"here/{self._met}/{peer}" for peer in self._peers]
+            while not self._store.check(expected):
+                if self._clock() > deadline:
+                    return False
+                sleep(_POLL_S)
+        except Exception:  # the store goes away with the process that hosts it
+            log.debug("the ranks of this node cannot meet", exc_info=True)
+            return False
+        return True
 
     def news(self) -> int | None:
         """The number that was agreed on since the last call, also by a wish of another rank; None: no news."""

@@ -9,12 +9,15 @@ from typing import Final
 
 import psutil
 
-from lightning_gpuopt.telemetry.host import usable_cpus
+from lightning_gpuopt.telemetry.host import cgroups, usable_cpus
 from lightning_gpuopt.tuning.model import most_workers
 from lightning_gpuopt.tuning.workers import LimitedBy
 
 _PART_OF_MEMORY: Final = 0.5
 """Workers may take so much of what is available; the training process, the page cache and caches in workers grow."""
+
+_PART_FOR_BATCHES: Final = 0.25
+"""Batches may be prepared ahead in so much of what is available."""
 
 _PART_OF_SHARED_MEMORY: Final = 0.8
 """So much of what is free in /dev/shm: what does not fit there kills a worker with a bus error."""
@@ -73,8 +76,8 @@ def worker_cap(
         room: what the node has.
         max_num_workers: not more than so many (None: min(32, 8 × usable CPUs)).
         local_world_size: ranks on this node, which share the room.
-        worker_bytes: memory of a worker process (its proportional set size); None where not known.
-        batch_bytes: bytes of a batch; None where not known.
+        worker_bytes: what another worker process takes, from :func:`worker_memory`; None where not known.
+        batch_bytes: bytes of a batch, which lies in shared memory until it is taken; None where not known.
         prefetch_factor: batches that each worker prepares ahead.
 
     Example::
@@ -87,7 +90,8 @@ def worker_cap(
     most = max_num_workers if max_num_workers is not None else most_workers(room.cpus / local_world_size)
     caps: list[tuple[int, LimitedBy]] = [(most, "max_num_workers")]
     if room.memory_bytes is not None and worker_bytes:
-        caps.append((int(_PART_OF_MEMORY * room.memory_bytes / local_world_size / worker_bytes), "memory"))
+        each = worker_bytes + prefetch_factor * (batch_bytes or 0.0)
+        caps.append((int(_PART_OF_MEMORY * room.memory_bytes / local_world_size / each), "memory"))
     if room.shared_memory_bytes is not None and batch_bytes:
         fits = _PART_OF_SHARED_MEMORY * room.shared_memory_bytes / local_world_size / batch_bytes
         # one more batch is with the consumer
@@ -97,22 +101,30 @@ def worker_cap(
 
 
 def prefetch_that_fits(room: Room, *, workers: int, batch_bytes: float, local_world_size: int = 1) -> int | None:
-    """The largest ``prefetch_factor`` for which ``/dev/shm`` has room, at least 1; None where that cannot be known."""
+    """The largest ``prefetch_factor`` for which there is room, at least 1; None where that cannot be known.
+
+    Of ``/dev/shm``, what lies in it; of memory no more than a quarter of what is available.
+    """
     if room.shared_memory_bytes is None or not batch_bytes:
         return None
-    fits = _PART_OF_SHARED_MEMORY * room.shared_memory_bytes / local_world_size / batch_bytes
-    return max(int((fits - 1) / workers), 1)
+    bytes_left = _PART_OF_SHARED_MEMORY * room.shared_memory_bytes
+    if room.memory_bytes is not None:
+        bytes_left = min(bytes_left, _PART_FOR_BATCHES * room.memory_bytes)
+    return max(int((bytes_left / local_world_size / batch_bytes - 1) / workers), 1)
 
 
 def worker_memory(pid: int, proc: Path = Path("/proc")) -> int | None:
-    """Bytes of a process, pages that it shares with others counted in part (PSS); None where it cannot be read."""
+    """Bytes that would be free without this process: what it alone has written; None where that cannot be read.
+
+    Not its resident or proportional set size: a forked worker shares its parent's dataset, and files that are mapped
+    are page cache. To count those would forbid a second worker beside a large array, or a large LMDB file.
+    """
     try:
-        for line in (proc / str(pid) / "smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
+        lines = (proc / str(pid) / "smaps_rollup").read_text().splitlines()
+        sizes = dict(line.split()[:2] for line in lines[1:])  # the first is the range of addresses
+        return (int(sizes["Private_Dirty:"]) + int(sizes.get("Swap:", 0))) * 1024
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def free_shared_memory(path: Path = _SHARED_MEMORY) -> int | None:
@@ -131,29 +143,8 @@ def available_memory(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Pa
         cgroup_root: where the cgroup file systems (v2, or v1's ``memory`` controller) are mounted.
         proc: where procfs is mounted.
     """
-    left = [_left_in(group) for group in _memory_groups(cgroup_root, proc)]
+    left = [_left_in(group) for group in cgroups("memory", cgroup_root, proc)]
     return min([psutil.virtual_memory().available, *(each for each in left if each is not None)])
-
-
-def _memory_groups(cgroup_root: Path, proc: Path) -> list[Path]:
-    """The folders of our memory cgroup and its parents; empty where they cannot be known."""
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    groups: list[Path] = []
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
-            base = cgroup_root / "unified" if (cgroup_root / "unified").is_dir() else cgroup_root
-        elif "memory" in controllers.split(","):
-            base = cgroup_root / "memory"
-        else:
-            continue
-        inner = base / path.strip("/")
-        groups += [inner, *(parent for parent in inner.parents if parent.is_relative_to(base))]
-    return groups
 
 
 def _left_in(group: Path) -> int | None:

@@ -13,13 +13,14 @@ from lightning_gpuopt.tuning.indices import own_sampling
 from lightning_gpuopt.tuning.model import prefetch_needed
 from lightning_gpuopt.tuning.probe import Clocks, OutOfTime, run_trial
 from lightning_gpuopt.tuning.search import UNEVEN, Search, model_of
-from lightning_gpuopt.tuning.workers import Measured, NumWorkersResult
+from lightning_gpuopt.tuning.workers import NumWorkersResult
 
 _USUAL_PREFETCH: Final = 2
 _REFINE: Final = 0.4
 """Of the budget, after which nothing is tried again only to be surer."""
-_RESERVE: Final = 0.05
-"""Of the budget, for ending the last trial's workers."""
+_RESERVE: Final = 0.25
+_MOST_RESERVE_S: Final = 0.5
+"""Of the budget, for ending the last trial's workers: a quarter, but no more than this."""
 
 
 def find_num_workers(
@@ -137,7 +138,7 @@ class _Finder:
         self._clocks = clocks or Clocks()
         began = self._clocks.now()
         self._refine_until = began + _REFINE * max_seconds
-        self._deadline = began + (1 - _RESERVE) * max_seconds
+        self._deadline = began + max_seconds - min(_RESERVE * max_seconds, _MOST_RESERVE_S)
         self._room = has or room()
         self._cpus = self._room.cpus / local_world_size
         self._search = Search(self._cpus, tolerance)
@@ -148,13 +149,14 @@ class _Finder:
         while (
             count := self._search.next_count(self._cap(), in_haste=self._clocks.now() > self._refine_until)
         ) is not None:
-            if self._search.seen and not self._time_for(count):
+            affordable = self._affordable(count)
+            if affordable is None:
                 break
             try:
                 measured = run_trial(
                     self._loader,
                     self._sampling,
-                    count,
+                    affordable,
                     prefetch_factor=self._prefetch,
                     step_time_s=self._step_s,
                     deadline=self._deadline,
@@ -162,9 +164,10 @@ class _Finder:
                 )
             except OutOfTime:
                 break
-            if not self._search.seen:
-                self._prefetch = self._prefetch_for(measured)
-            self._search.seen.append(measured)
+            seen = self._search.seen
+            seen.append(measured)
+            if len(seen) <= 2:  # a single hiccup in the first is none in the second
+                self._prefetch = self._prefetch_for(min(each.unevenness for each in seen))
         return self._result()
 
     def _cap(self) -> Cap:
@@ -179,25 +182,33 @@ class _Finder:
             prefetch_factor=self._prefetch,
         )
 
-    def _prefetch_for(self, first: Measured) -> int:
+    def _prefetch_for(self, unevenness: float) -> int:
         """Batches ahead that bridge the slow ones, and fit."""
-        factor = self._prefetch
+        first = self._search.seen[0]
+        factor = self._loader.prefetch_factor or _USUAL_PREFETCH
         workers = model_of(first, self._cpus).workers_needed(self._cap().num_workers)
-        if first.unevenness >= UNEVEN:
-            needed = prefetch_needed(first.service_s, first.unevenness, first.consumer_s, workers, now=1)
-            factor = max(factor, needed)
+        if unevenness >= UNEVEN:
+            factor = max(factor, prefetch_needed(first.service_s, unevenness, first.consumer_s, workers, now=1))
         fits = prefetch_that_fits(
             self._room, workers=workers, batch_bytes=first.batch_bytes or 0.0, local_world_size=self._ranks
         )
         return factor if fits is None else min(factor, fits)
 
+    def _affordable(self, count: int) -> int | None:
+        """So many workers, or fewer where the time is too short for them; None where those were tried, too."""
+        seen = self._search.seen
+        while seen and not self._time_for(count):
+            count -= 1
+            if count <= max(each.trial.num_workers for each in seen):
+                return None
+        return count
+
     def _time_for(self, count: int) -> bool:
         """Whether a trial of so many workers would see enough before the deadline."""
-        first = self._search.seen[0]
-        context: Any = self._loader.multiprocessing_context or torch.multiprocessing.get_context()
-        imports = 1.0 if context.get_start_method() == "fork" else max(1.0, count / max(self._cpus, 0.1))
-        round_s = max(first.service_s, count * first.consumer_s, count * first.cpu_s / max(self._cpus, 0.1))
-        return self._clocks.now() + imports * first.startup_s + round_s <= self._deadline
+        first, cpus = self._search.seen[0], max(self._cpus, 0.1)
+        startup_s = max(first.startup_s, count * first.startup_cpu_s / cpus)
+        round_s = max(first.service_s, count * first.consumer_s, count * first.cpu_s / cpus)
+        return self._clocks.now() + startup_s + round_s <= self._deadline
 
     def _result(self) -> NumWorkersResult:
         seen, pin_memory = self._search.seen, _pin_memory(self._loader)

@@ -86,7 +86,7 @@ class LivePolicy:
         self._trials: dict[int, Trial] = {}
         self._before: tuple[int, Seen] | None = None
         self._settled_step_s: float | None = None
-        self._ceiling: int | None = None
+        self._ceiling: tuple[int, LimitedBy] | None = None
         self._floor = 1
         self._idle_windows = 0
         self._look_again = _LOOK_AGAIN
@@ -156,8 +156,10 @@ class LivePolicy:
         number, earlier = before
         if number and self.num_workers > number:
             if earlier.step_s < (1 + self._tolerance) * seen.step_s:  # more workers have gained nothing
-                self._ceiling = number
-                self.limited_by = "cpu"
+                # Where nothing is waited for any more, it was not the data that set the pace: a GPU that works behind
+                # the training loop, or another rank.
+                self.limited_by = "cpu" if starved else "consumer"
+                self._ceiling = number, self.limited_by
                 return self._take_back(number, earlier)
         elif number and starved and seen.step_s > (1 + self._tolerance) * earlier.step_s:
             self._floor = number
@@ -169,10 +171,10 @@ class LivePolicy:
         count = self.num_workers
         model = self._model(seen, max(count, 1) * seen.step_s if count else seen.wait_s)
         most = min(cap.num_workers, _MOST_LEAP * max(count, 1))
-        if self._ceiling is not None:
-            most = min(most, self._ceiling)
+        ceiling, reason = self._ceiling or (most, cap.limited_by)
+        most = min(most, ceiling)
         if count >= most:
-            self.limited_by = "cpu" if count == self._ceiling else cap.limited_by
+            self.limited_by = reason if count == ceiling else cap.limited_by
             return count
         needed = model.workers_needed(most)
         if not count:  # a batch that is made faster than it is handed over is better made here

@@ -37,6 +37,8 @@ _HARDLY_BUSY: Final = 0.5
 
 _LONGEST_PAUSE_S: Final = 0.25
 _GRACE_S: Final = 2.0
+_LEAST_GRACE_S: Final = 0.2
+"""Workers that are in order end in less than this, but for the batch that they are at."""
 
 _TIMED_OUT: Final = "DataLoader timed out after"
 
@@ -95,7 +97,7 @@ def run_trial(
         reading = _Reading(iterator, timed, num_workers, step_time_s, deadline, clocks)
         return reading.run(began)
     finally:
-        _stop(iterator, max(min(deadline - clocks.now(), _GRACE_S), _LEAST_S))
+        _stop(iterator, max(min(deadline - clocks.now(), _GRACE_S), _LEAST_GRACE_S))
 
 
 def sample_bytes(loader: DataLoader[Any], indices: list[int], seconds: float) -> int:
@@ -114,7 +116,7 @@ def sample_bytes(loader: DataLoader[Any], indices: list[int], seconds: float) ->
     try:
         return sum(iterator)
     finally:
-        _stop(iterator, _LEAST_S)
+        _stop(iterator, _LEAST_GRACE_S)
 
 
 class _Pickled:
@@ -256,6 +258,7 @@ class _Reading:
             batch_bytes=self._timed.times(self._workers).batch_bytes,
             worker_bytes=max(memory, default=None),
             startup_s=startup_s,
+            startup_cpu_s=cpu_before / self._workers,
         )
 
     def _round(self) -> bool:

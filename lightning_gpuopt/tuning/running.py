@@ -253,13 +253,15 @@ class RunningLoader:
         workers = running._workers if isinstance(running, ResizableIterator) else []
         factor = int(self.loader.prefetch_factor or 2)
         one = worker_memory(workers[0].pid or 0) if workers else None
+        running_here = len(workers) * self._local_world_size
+        batches = int(running_here * factor * batch_bytes)
         free = room()
         memory, shared = free.memory_bytes, free.shared_memory_bytes
         return worker_cap(
             Room(
                 free.cpus,
-                None if memory is None else memory + len(workers) * (one or 0) * self._local_world_size,
-                None if shared is None else shared + int(len(workers) * factor * batch_bytes) * self._local_world_size,
+                None if memory is None else memory + running_here * (one or 0) + batches,
+                None if shared is None else shared + batches,
             ),
             max_num_workers=self._max_num_workers,
             local_world_size=self._local_world_size,

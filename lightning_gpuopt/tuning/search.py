@@ -20,8 +20,8 @@ _MOST_TRIALS: Final = 8
 _BUSY: Final = 0.85
 """From this share on, a processor, or this process's one thread, counts as in use all the time."""
 
-_ALL_BUSY: Final = 0.95
-"""From this share of the processors on, more workers are not even tried."""
+_ALL_BUSY: Final = 1.0
+"""From this share of the processors on, more workers are not even tried; it is measured in ticks of 10 ms."""
 
 _OWN: Final = 0.5
 """A consumer that spends less of its time in its own step mostly takes batches: that is quicker when more lie ready."""
@@ -154,7 +154,9 @@ class Search:
         top, count = max(within, key=_count), max(map(_count, within))
         if _count(self._enough(within)) != count or count >= cap.num_workers:
             return None
-        if self._is_fed(top) or _is_busy(top) or self._cpu_share(top) >= _ALL_BUSY:
+        if self._is_fed(top) and _own(top) >= _OWN:
+            return None
+        if _is_busy(top) or self._cpu_share(top) >= _ALL_BUSY:
             return None
         missing = 1.1 / max(top.consumer_s * _rate(top), 1e-9)
         return min(cap.num_workers, max(count + 1, math.ceil(count * min(max(missing, 1.25), 2.0))))
@@ -204,8 +206,7 @@ class Search:
 
         By its own time; or because the workers, none of which is late, have to wait for it.
         """
-        own = 1 - measured.trial.data_wait_s * measured.trial.batches_per_s
-        if _count(measured) == 1 and own < _OWN:  # it and its consumer wait for one another
+        if _count(measured) == 1 and _own(measured) < _OWN:  # it and its consumer wait for one another
             return False
         if _rate(measured) * measured.consumer_s >= 1 - 0.8 * self._tolerance:
             return True
@@ -249,6 +250,11 @@ def _rate(measured: Measured) -> float:
     """Batches per second that can be kept up: a trial may have lived on what was prepared before it began."""
     possible = _count(measured) / measured.service_s if measured.service_s > 0 else math.inf
     return min(measured.trial.batches_per_s, _MEASURED_TWICE * possible)
+
+
+def _own(measured: Measured) -> float:
+    """Share of its time that the consumer does not spend on getting batches, 0-1."""
+    return 1 - measured.trial.data_wait_s * measured.trial.batches_per_s
 
 
 def _busy(measured: Measured) -> float:

@@ -45,6 +45,7 @@ class Measured:
         batch_bytes: bytes of the tensors and arrays in a batch; None where none was counted.
         worker_bytes: memory of the largest worker; None where it could not be read.
         startup_s: from the start of the workers to the first batch of each.
+        startup_cpu_s: CPU time that each worker took for it.
     """
 
     trial: Trial
@@ -56,6 +57,7 @@ class Measured:
     batch_bytes: float | None = None
     worker_bytes: int | None = None
     startup_s: float = 0.0
+    startup_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,7 +205,7 @@ def test_each_loader_has_its_own_number_and_validation_is_left_alone(tmp_path: P
 
     plain = run(Model(loader(1), loader(2, length=100)))
     tuned = run(Model(first, second), finder)
-    assert [choice.num_workers for choice in finder.choices] == [3, 2]
+    assert {index: choice.num_workers for index, choice in finder.choices.items()} == {0: 3, 1: 2}
     assert (first.num_workers, second.num_workers, validation.num_workers) == (3, 2, 1)
     assert tuned["batches"] == plain["batches"]
 
@@ -240,7 +240,7 @@ def test_a_stream_is_left_alone_unless_asked_for(
     finder = NumWorkersFinder()
     with caplog.at_level(logging.INFO):
         fit(tmp_path, Model(source), finder)
-    assert (finder.optimal_num_workers, source.num_workers) == (None, 1)
+    assert (finder.optimal_num_workers, finder.trials, source.num_workers) == (1, [], 1)
     assert sum("leaves an IterableDataset alone" in record.getMessage() for record in caplog.records) == 1
     finder = NumWorkersFinder(iterable=True)
     with pytest.warns(UserWarning, match="num_workers is 2 from the next epoch on"):
@@ -325,7 +325,7 @@ def test_a_restored_choice_is_used_without_a_new_search(tmp_path: Path, script: 
     fit(tmp_path, Model(loader()), finder, checkpoint, enable_checkpointing=True)
     path = tmp_path / "epoch=0-step=20.ckpt"
     state = torch.load(path, weights_only=True)["callbacks"]["NumWorkersFinder"]
-    assert state == {"loaders": [{"num_workers": 3, "before": 1, "settled": True}]}
+    assert state == {"loaders": {0: {"num_workers": 3, "before": 1, "settled": True}}}
     script[3] = 5
     source, counts, again = loader(), Counts(), NumWorkersFinder()
     trainer = tiny_trainer(tmp_path, max_steps=60, callbacks=[again, counts])
@@ -401,7 +401,7 @@ def test_new_loaders_of_the_next_epoch_go_on_with_the_number(tmp_path: Path, scr
     counts, finder = Counts(), NumWorkersFinder()
     fit(tmp_path, Reloading(), finder, counts, reload_dataloaders_every_n_epochs=1)
     assert counts.counts[80] == 3
-    assert [choice.num_workers for choice in finder.choices] == [3]
+    assert {index: choice.num_workers for index, choice in finder.choices.items()} == {0: 3}
 
 
 @pytest.mark.parametrize("mode", ["off", False])
@@ -433,7 +433,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
 def test_a_copy_is_at_rest() -> None:
     finder = NumWorkersFinder("probe", step_time_s=0.1)
     for twin in (copy.deepcopy(finder), pickle.loads(pickle.dumps(finder))):
-        assert (twin.mode, twin.step_time_s, twin.choices) == ("probe", 0.1, [])
+        assert (twin.mode, twin.step_time_s, twin.choices) == ("probe", 0.1, {})
 
 
 def test_a_settled_meter_reads_no_clock() -> None:
@@ -471,3 +471,9 @@ def test_a_datamodule_of_the_user_works_too(tmp_path: Path, script: dict[Any, in
 def test_the_ranks_of_a_node_agree(what: str) -> None:
     ranks = run_ranks("tests.callbacks.tuned_rank", what, 2)
     assert [rank["num_workers"] for rank in ranks if rank is not None] == ([4, 4] if what == "agree" else [2])
+
+
+def test_the_ranks_of_a_node_probe_together_and_agree() -> None:
+    ranks = run_ranks("tests.callbacks.tuned_rank", "probe", 2)
+    assert [rank["num_workers"] for rank in ranks] == [3, 3]  # what rank 1 needs
+    assert ranks[1]["tried"] == [1, 3]

@@ -46,6 +46,27 @@ def test_without_an_answer_a_rank_goes_on_alone() -> None:
     agreement.close()
 
 
+def test_ranks_measure_side_by_side_but_wait_for_nobody_for_ever() -> None:
+    store, clock, log = dist.HashStore(), Clock(), []
+    first, second = (RankAgreement("test", rank, [4, 5], store=store, clock=clock, patience_s=10.0) for rank in (4, 5))
+
+    def other_comes(seconds: float) -> None:
+        log.append(second.meet(lambda _: log.append("waits")))
+
+    assert first.meet(other_comes)
+    assert log == [True]
+
+    def time_goes_on(seconds: float) -> None:
+        clock.now_s += 3
+
+    began = clock.now_s
+    assert not first.meet(time_goes_on)
+    assert clock.now_s - began == 12
+    assert RankAgreement("test", 0, [0]).meet()
+    first.close()
+    second.close()
+
+
 class GoneStore:
     def set(self, key: str, value: str) -> None:
         raise ConnectionError("the process that hosted it is gone")
@@ -57,4 +78,5 @@ def test_when_the_store_is_gone_a_rank_goes_on_alone() -> None:
     news(agreement, 3)
     agreement.wish(5)
     news(agreement, 5)
+    assert not agreement.meet()
     agreement.close()

@@ -39,6 +39,9 @@ GIB = 1 << 30
         (4.0, {"batch_bytes": 0.04 * GIB, "prefetch_factor": 4}, Cap(4, "shared_memory")),
         (4.0, {"batch_bytes": 0.04 * GIB, "local_world_size": 2}, Cap(4, "shared_memory")),
         (4.0, {"batch_bytes": GIB, "worker_bytes": GIB}, Cap(1, "shared_memory")),
+        # what each prepares ahead is memory, too
+        (4.0, {"batch_bytes": 0.25 * GIB, "worker_bytes": GIB, "prefetch_factor": 1}, Cap(2, "shared_memory")),
+        (4.0, {"batch_bytes": 0.04 * GIB, "worker_bytes": 0.92 * GIB}, Cap(4, "memory")),
     ],
 )
 def test_the_narrowest_of_cpus_memory_and_shared_memory_is_the_cap(
@@ -57,6 +60,8 @@ def test_the_queue_is_no_deeper_than_fits() -> None:
     assert prefetch_that_fits(Room(2.0, None, GIB), workers=4, batch_bytes=GIB) == 1
     assert prefetch_that_fits(Room(2.0, None, GIB), workers=4, batch_bytes=0) is None
     assert prefetch_that_fits(Room(2.0), workers=4, batch_bytes=1) is None
+    # of memory, a quarter
+    assert prefetch_that_fits(Room(2.0, 2 * GIB, GIB), workers=4, batch_bytes=0.04 * GIB) == 2
 
 
 def cgroup(tmp_path: Path, line: str, files: dict[str, str]) -> dict[str, Path]:
@@ -146,7 +151,9 @@ def test_this_machine_has_room(tmp_path: Path) -> None:
 
 def test_a_processs_memory_is_read(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
-    (tmp_path / "7/smaps_rollup").write_text("00-ff ---p\nRss: 900 kB\nPss:     512 kB\nPss_Anon: 1 kB\n")
-    assert worker_memory(7, tmp_path) == 512 * 1024
+    (tmp_path / "7/smaps_rollup").write_text(
+        "00-ff ---p 0 00:00 0 [rollup]\nRss: 900 kB\nPrivate_Clean: 4 kB\nPrivate_Dirty:     512 kB\nSwap: 8 kB\n"
+    )
+    assert worker_memory(7, tmp_path) == 520 * 1024
     assert worker_memory(8, tmp_path) is None
     assert (worker_memory(os.getpid()) or 0) > MIB

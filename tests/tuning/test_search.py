@@ -126,13 +126,14 @@ def test_what_was_prepared_before_a_trial_does_not_count() -> None:
 
 
 def test_close_trials_are_repeated_and_their_means_decide() -> None:
-    world = World(0.032, 0.032)
+    world = World(0.033, 0.033)
     search = Search(world.cpus)
 
     def found(count: int, rate: float) -> Measured:
         return replace(world.try_(count), trial=Trial(count, rate, 1 / rate))
 
     search.seen += [found(1, 31.0), found(3, 60.0), found(2, 52.0)]
+    assert search.next_count(CAP, in_haste=True) is None
     assert search.next_count(CAP) == 2
     search.seen.append(found(2, 62.0))
     assert search.next_count(CAP) == 3
