@@ -43,6 +43,8 @@ SAMPLES = 100_000
 MOST = 16
 ENOUGH = 0.95
 STEPS_MS = (0, 5, 50)
+GRID_S = 0.7
+DUEL_S = 1.0
 DUEL = 5
 USUAL_PREFETCH = 2
 Candidate = tuple[int, int]
@@ -180,13 +182,13 @@ def compare(
     """The grid, ours and the peers, for one dataset and step."""
     before = drop_caches if cold else lambda: None
 
-    def measure(candidates: list[Candidate], rounds: int) -> dict[Candidate, float]:
+    def measure(candidates: list[Candidate], rounds: int, seconds: float) -> dict[Candidate, float]:
         """Medians of rounds in each of which all have their turn."""
         rates: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
         for _ in range(rounds):
             for (count, prefetch), seen in rates.items():
                 before()
-                seen.append(rate(dataset, count, step_s, 1.0, prefetch))
+                seen.append(rate(dataset, count, step_s, seconds, prefetch))
         return {candidate: statistics.median(seen) for candidate, seen in rates.items()}
 
     before()
@@ -196,10 +198,12 @@ def compare(
     chosen = (ours.num_workers, ours.prefetch_factor or USUAL_PREFETCH)
     others = {name: min(count, max(counts)) for name, count in peers().items()}
     wanted = sorted({*counts, *others.values(), ours.num_workers})
-    grid = measure([(count, ahead) for ahead in sorted({USUAL_PREFETCH, chosen[1]}) for count in wanted], rounds)
+    grid = measure(
+        [(count, ahead) for ahead in sorted({USUAL_PREFETCH, chosen[1]}) for count in wanted], rounds, GRID_S
+    )
     # The best of many is in part the luckiest: it and ours are measured again, side by side.
     best = max(grid, key=lambda candidate: grid[candidate])
-    again = measure(list({best: None, chosen: None}), DUEL)
+    again = measure(list({best: None, chosen: None}), DUEL, DUEL_S)
     smallest = min(count for (count, _), value in grid.items() if value >= ENOUGH * grid[best])
     score = {
         name: {"num_workers": count, "share": grid[count, USUAL_PREFETCH] / grid[best], "size": count / smallest}
@@ -245,7 +249,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--datasets", nargs="+")
     parser.add_argument("--steps", nargs="+", type=int, default=list(STEPS_MS), help="step times in milliseconds")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="one round, eight counts")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -275,6 +279,7 @@ def main() -> int:
     searches = [found["search_s"] for found in results.values()]
     summary = {
         "cases": len(ours),
+        "rounds": 1 if options.quick else options.rounds,
         "at_least_95_percent": sum(each["share"] >= ENOUGH for each in ours),
         "at_most_1.5x": sum(each["size"] <= 1.5 for each in ours),
         "search_s_median": statistics.median(searches),
