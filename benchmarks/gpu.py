@@ -33,7 +33,7 @@ import torch  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
-from lightning_gpuopt import GpuUtilMonitor, StallDetector  # noqa: E402
+from lightning_gpuopt import GpuUtilMonitor, NumWorkersFinder, StallDetector  # noqa: E402
 from lightning_gpuopt.timeline.gpu_clock import GpuClock  # noqa: E402
 
 IDLE_GAP_TOLERANCE = 0.05
@@ -475,6 +475,32 @@ def causes() -> dict[str, Any]:
     return result
 
 
+def workers() -> dict[str, Any]:
+    """NumWorkersFinder beside a GPU that works behind the training loop: workers are added where they help."""
+    load = Load()
+    result: dict[str, Any] = {"runs": {}, "checks": {}}
+    for name, ms in (("fast", 5.0), ("slow", 40.0)):
+        finder, watch = NumWorkersFinder(), Stopwatch()
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = quiet_trainer(folder, [finder, watch], max_steps=160)
+            data = DataLoader(Samples(200, sleep_s=0.02), batch_size=None, num_workers=1, pin_memory=True)
+            trainer.fit(Busy(load, load.times_for(ms)), data)
+        step_ms = statistics.median(watch.step_s()[60:]) * 1e3
+        result["runs"][name] = {
+            "gpu_ms": ms,
+            "step_ms": step_ms,
+            "num_workers": finder.optimal_num_workers,
+            "limited_by": finder.choices[0].limited_by,
+            "trials": [(each.num_workers, each.batches_per_s, each.data_wait_s) for each in finder.trials],
+        }
+    fast, slow = result["runs"]["fast"], result["runs"]["slow"]
+    result["checks"]["a fast GPU gets more workers, and waits no more"] = (
+        fast["num_workers"] > 1 and fast["step_ms"] <= 1.25 * fast["gpu_ms"]
+    )
+    result["checks"]["a GPU that is the narrow place keeps its one worker"] = slow["num_workers"] == 1
+    return result
+
+
 SECTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "telemetry": telemetry,
     "gpm_without_root": gpm_without_root,
@@ -482,6 +508,7 @@ SECTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "detector_idle": detector_idle,
     "causes": causes,
     "overhead": overhead,
+    "workers": workers,
 }
 
 

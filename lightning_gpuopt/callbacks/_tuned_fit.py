@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_gpuopt._lightning import Trainer, logging_step, rank_zero_info, say_once, shadow
 from lightning_gpuopt.callbacks._loader_watch import Seam
 from lightning_gpuopt.storage.gather import Gather
+from lightning_gpuopt.storage.loader import ElasticLoader
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.timeline.phases import itself
 from lightning_gpuopt.tuning.agree import RankAgreement
@@ -188,6 +189,8 @@ class TunedFit:
             return f"a {type(loader).__name__} alone, which is no torch DataLoader"
         if isinstance(loader.dataset, IterableDataset) and not self._options.iterable:
             return "an IterableDataset alone, since what it yields depends on the workers (iterable=True: not alone)"
+        if hasattr(loader, "state_dict") and not isinstance(loader, ElasticLoader):
+            return f"a {type(loader).__name__} alone: it resumes from a state that holds for its num_workers only"
         if loader._iterator is not None:
             return "a loader alone whose persistent workers run already"
         if loader.num_workers == 0 and isinstance(loader.dataset, Gather):

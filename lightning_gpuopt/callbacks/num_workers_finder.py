@@ -12,6 +12,7 @@ from lightning_gpuopt._lightning import (
     STEP_OUTPUT,
     Callback,
     LightningModule,
+    MisconfigurationException,
     Trainer,
 )
 from lightning_gpuopt.callbacks._guard import Guard
@@ -53,6 +54,7 @@ class NumWorkersFinder(Callback):
 
     Raises:
         ValueError: an argument is out of range.
+        MisconfigurationException: (in ``setup``) two of them are in one Trainer.
 
     Example::
 
@@ -104,7 +106,7 @@ class NumWorkersFinder(Callback):
     def optimal_num_workers(self) -> int | None:
         """The workers of the training loader, of the first of several; what it has itself where it is left alone.
 
-        None before a DataLoader was seen, and with ``mode="off"``.
+        None before a DataLoader was seen, with ``mode="off"``, and under ``fast_dev_run``.
         """
         choice = self.choices.get(0)
         if choice is not None:
@@ -122,9 +124,14 @@ class NumWorkersFinder(Callback):
         """Wait for the loaders to pass."""
         if stage != "fit":
             return
+        others = [each for each in trainer.callbacks if isinstance(each, NumWorkersFinder) and each is not self]  # type: ignore[attr-defined]
+        if self.mode != "off" and any(each.mode != "off" for each in others):
+            raise MisconfigurationException(
+                "Two NumWorkersFinders are in this Trainer. Expected one: it tunes all training loaders. Take one away."
+            )
         self._leave()
         self._choices, self._restored, self._first_num_workers = {}, {}, None
-        if self.mode == "off":
+        if self.mode == "off" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         options = Options(
             self.mode,

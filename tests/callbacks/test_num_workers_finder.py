@@ -15,19 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, seed_everything
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_gpuopt.callbacks import _tuned_fit
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
+from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.gather import Gather
 from lightning_gpuopt.tuning import caps
 from lightning_gpuopt.tuning.live import LivePolicy, Seen
 from lightning_gpuopt.tuning.running import FetchMeter
 from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
+from tests.datamodules.training import EPOCHS, Notes, build
 from tests.helpers import FEATURES, RecordingLogger, TinyModel, run_ranks, tiny_trainer, wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -465,6 +469,74 @@ def test_a_datamodule_of_the_user_works_too(tmp_path: Path, script: dict[Any, in
     finder = NumWorkersFinder()
     tiny_trainer(tmp_path, max_steps=20, callbacks=[finder]).fit(Model(), datamodule=Data())
     assert finder.optimal_num_workers == 2
+
+
+class Keeping(DataLoader[Any]):
+    """As torchdata's StatefulDataLoader: keeps a state that fits its number of workers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"workers": self.num_workers}
+
+
+def test_a_loader_whose_state_depends_on_its_workers_is_left_alone(
+    tmp_path: Path, script: dict[Any, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    script[1] = 3
+    source = Keeping(Numbers(), batch_size=2, num_workers=1)
+    finder = NumWorkersFinder()
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, Model(source), finder)
+    assert (source.num_workers, finder.optimal_num_workers, finder.choices) == (1, 1, {})
+    assert "leaves a Keeping alone: it resumes from a state that holds for its num_workers only" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_lmdb_datamodule_gives_the_same_samples_and_resumes(
+    tmp_path: Path, script: dict[Any, int], workers: int
+) -> None:
+    path = build(tmp_path / "data")
+
+    def run(*callbacks: Callback, **kwargs: Any) -> Notes:
+        model, datamodule = Notes(), LMDBDataModule(path, batch_size=4, num_workers=workers, seed=3)
+        options = {"max_steps": -1, "max_epochs": EPOCHS, "callbacks": list(callbacks), "enable_checkpointing": True}
+        tiny_trainer(tmp_path, **options).fit(model, datamodule, **kwargs)
+        return model
+
+    plain = run(ModelCheckpoint(tmp_path / "plain"))
+    script.update({workers: 3})
+    checkpoint = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=20, save_top_k=-1)
+    finder = NumWorkersFinder()
+    tuned = run(finder, checkpoint)
+    assert tuned.steps == plain.steps
+    assert finder.optimal_num_workers == 3
+    again = NumWorkersFinder()
+    resumed = run(again, ModelCheckpoint(tmp_path / "again"), ckpt_path=tmp_path / "kept/epoch=1-step=20.ckpt")
+    assert resumed.steps == plain.steps[20:]
+    assert again.optimal_num_workers == 3
+
+
+def test_two_finders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException, match="Two NumWorkersFinders"):
+        fit(tmp_path, Model(loader()), NumWorkersFinder(), NumWorkersFinder("probe"))
+    fit(tmp_path, Model(loader()), NumWorkersFinder(), NumWorkersFinder("off"), max_epochs=1)
+
+
+def test_a_dry_run_is_no_time_for_a_search(tmp_path: Path) -> None:
+    finder = NumWorkersFinder("probe", step_time_s=0.0)
+    fit(tmp_path, Model(loader()), finder, fast_dev_run=True)
+    assert finder.trials == []
+
+
+def test_a_trainer_made_from_yaml_takes_it(tmp_path: Path) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Trainer, "trainer", skip={"plugins", "strategy", "profiler"})
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "callbacks:\n- class_path: lightning_gpuopt.NumWorkersFinder\n  init_args: {mode: off, max_num_workers: 4}\n"
+    )
+    trainer = parser.instantiate_classes(parser.parse_args([f"--trainer={config}", "--trainer.logger=false"])).trainer
+    (finder,) = [each for each in trainer.callbacks if isinstance(each, NumWorkersFinder)]
+    assert (finder.mode, finder.max_num_workers) == ("off", 4)
 
 
 @pytest.mark.parametrize("what", ["agree", "dies"])
