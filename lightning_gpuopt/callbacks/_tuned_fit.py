@@ -63,11 +63,11 @@ class Choice:
     def __str__(self) -> str:
         if self.num_workers == self.before:
             return f"num_workers {self.before} is left as it is: limited by {self.limited_by}"
-        text = f"num_workers {self.before} -> {self.num_workers}: "
+        text = f"num_workers {self.before} → {self.num_workers}: "
         pace = {trial.num_workers: trial.batches_per_s for trial in self.trials}
         first, now = (pace.get(number) for number in (self.trials[0].num_workers, self.num_workers)) if pace else (0, 0)
         if first and now and now >= 1.05 * first:
-            text += f"{now / first:.1f}x faster input, "
+            text += f"{now / first:.1f}× faster input, "
         return f"{text}limited by {self.limited_by}"
 
 

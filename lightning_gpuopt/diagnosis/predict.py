@@ -32,6 +32,7 @@ def loader_model(measurement: Measurement) -> LoaderModel | None:
         consumer_cpu_s=consumer_cpu_s,
         cpus=cpus,
         spread=_spread(measurement),
+        unevenness=workers.unevenness or 0.0,
     )
 
 

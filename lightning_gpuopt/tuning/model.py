@@ -26,6 +26,10 @@ _MOST_USED: Final = 0.9
 _MOST_WORKERS: Final = 32
 _MOST_WORKERS_PER_CPU: Final = 8
 
+_SPARE: Final = 0.1
+_SPARE_FOR_UNEVEN: Final = 0.5
+"""Of the workers' time, where batches are alike, and more where they are not: a queue fills up behind slow ones."""
+
 _RECEIVE_S: Final[Interval] = (0.0003, 0.0008, 0.002)
 """What it costs the training process to take a batch from a worker: 0.6-1.2 ms were measured on a small machine."""
 
@@ -51,6 +55,7 @@ class LoaderModel:
         consumer_cpu_s: CPU time of the training process for a step, without loading.
         cpus: CPUs that may be used at once, more where others leave them: (pessimistic, expected, optimistic).
         spread: relative uncertainty of the times, for example 0.1.
+        unevenness: variance of a worker's time over the square of its mean.
     """
 
     service_s: float
@@ -60,6 +65,7 @@ class LoaderModel:
     consumer_cpu_s: float
     cpus: Interval
     spread: float = LEAST_SPREAD
+    unevenness: float = 0.0
 
     def step_s(self, workers: int) -> Interval:
         """Seconds per step with so many workers: (optimistic, expected, pessimistic)."""
@@ -82,9 +88,10 @@ class LoaderModel:
         """
         limit = most if most is not None else most_workers(self.cpus[2])
         best = self.step_s(limit)[1]
+        # Some time to spare, so that one slow batch does not stall the step: the more, the slower it may be.
+        service_s = (1 + _SPARE + _SPARE_FOR_UNEVEN * min(self.unevenness, 1.0)) * self.service_s
         for workers in range(1, limit):
-            # a tenth to spare, so that one slow batch does not stall the step
-            if max(self.step_s(workers)[1], 1.1 * self.service_s / workers) <= best * (1 + HEADROOM_LEFT):
+            if max(self.step_s(workers)[1], service_s / workers) <= best * (1 + HEADROOM_LEFT):
                 return workers
         return limit
 

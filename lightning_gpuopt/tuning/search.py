@@ -77,6 +77,7 @@ def model_of(first: Measured, cpus: float) -> LoaderModel:
         consumer_s=first.consumer_s,
         consumer_cpu_s=first.consumer_cpu_s,
         cpus=(cpus, cpus, cpus),
+        unevenness=first.unevenness,
     )
 
 
@@ -195,7 +196,8 @@ class Search:
 
     def _enough(self, trials: Sequence[Measured]) -> Measured:
         best = max(map(_rate, trials))
-        enough = [each for each in trials if _rate(each) >= (1 - 0.8 * self._tolerance) * best]
+        # half of the tolerance is left for what trials this short get wrong
+        enough = [each for each in trials if _rate(each) >= (1 - 0.5 * self._tolerance) * best]
         return min(enough, key=_count)
 
     def _least_service_s(self) -> float:

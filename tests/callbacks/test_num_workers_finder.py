@@ -191,7 +191,7 @@ def test_the_choice_is_said_and_logged_once(
         finder = NumWorkersFinder()
         fit(tmp_path, Model(loader()), finder, logger=logger)
     said = [record.getMessage() for record in caplog.records if "NumWorkersFinder" in record.getMessage()]
-    assert said == ["NumWorkersFinder: num_workers 1 -> 4: 4.0x faster input, limited by consumer"]
+    assert said == ["NumWorkersFinder: num_workers 1 → 4: 4.0× faster input, limited by consumer"]
     # the first fetch is left out; three fetches are a window of two steps; two windows
     assert [each for each in logger.records if "loader/num_workers" in each[1]] == [(6, {"loader/num_workers": 4.0})]
     assert [trial.num_workers for trial in finder.trials] == [1, 4]
@@ -336,7 +336,7 @@ def test_a_restored_choice_is_used_without_a_new_search(tmp_path: Path, script: 
     trainer.fit(Model(source), ckpt_path=path)
     assert set(counts.counts) == {3}
     assert again.optimal_num_workers == source.num_workers == 3
-    assert str(again.choices[0]) == "num_workers 1 -> 3: limited by consumer"
+    assert str(again.choices[0]) == "num_workers 1 → 3: limited by consumer"
 
 
 def test_a_probe_goes_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +353,7 @@ def test_a_probe_goes_before_training(tmp_path: Path, monkeypatch: pytest.Monkey
     assert asked == [(0.04, 8, 5.0, 0.1, 1, False)]
     assert set(counts.counts[:79]) == {3}
     assert (finder.optimal_num_workers, source.prefetch_factor) == (3, 4)
-    assert str(finder.choices[0]) == "num_workers 1 -> 3: 2.5x faster input, limited by consumer"
+    assert str(finder.choices[0]) == "num_workers 1 → 3: 2.5× faster input, limited by consumer"
 
     asked.clear()
     fit(tmp_path, Model(loader()), finder, counts := Counts())  # type: ignore[arg-type]

@@ -51,6 +51,11 @@ def test_workers_are_added_as_long_as_they_gain_three_percent() -> None:
     assert replace(MODEL, cpu_s=0.2).workers_needed() <= 3
 
 
+@pytest.mark.parametrize(("unevenness", "workers"), [(0.0, 8), (0.5, 9), (1.0, 11), (9.0, 11)])
+def test_more_is_spared_where_batches_differ(unevenness: float, workers: int) -> None:
+    assert replace(MODEL, unevenness=unevenness).workers_needed() == workers
+
+
 def test_there_is_a_limit_to_what_is_advised() -> None:
     assert (most_workers(0.5), most_workers(2), most_workers(64), most_workers(math.inf)) == (4, 16, 32, 32)
     endless = replace(MODEL, service_s=100.0, cpu_s=0.0, cpus=(math.inf,) * 3)
