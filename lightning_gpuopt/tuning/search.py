@@ -7,8 +7,8 @@ may gain, or fewer, where as many batches could come from them; until neither is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from lightning_gpuopt.tuning.caps import Cap
@@ -175,7 +175,7 @@ class Search:
         return min(max(math.isqrt(least * count), least), count - 1)
 
     def _again(self, cap: Cap) -> int | None:
-        """Where another number came close, and neither was tried twice: that of them which was not."""
+        """Where another number came close, and one of the two was tried only once: that, the smaller first."""
         within = self._within(cap)
         enough = self._enough(within)
         if self._is_fed(enough):
@@ -185,14 +185,16 @@ class Search:
         if abs(_rate(nearest) / _rate(enough) - 1) > _CLOSE:
             return None
         tried = [_count(each) for each in self.seen]
-        once = [count for count in (_count(nearest), _count(enough)) if tried.count(count) == 1]
-        return once[0] if once else None
+        return min((count for count in (_count(nearest), _count(enough)) if tried.count(count) == 1), default=None)
 
     def _within(self, cap: Cap) -> Sequence[Measured]:
-        """The trials that still fit, what a worker takes may have grown since; means of those that were repeated."""
+        """The trials that still fit, what a worker takes may have grown since; of those that were repeated, the best.
+
+        What else runs on a machine makes a trial slower, never faster.
+        """
         counts = sorted(set(map(_count, self.seen)))
         counts = [count for count in counts if count <= cap.num_workers] or counts[:1]
-        return [_mean([each for each in self.seen if _count(each) == count]) for count in counts]
+        return [max((each for each in self.seen if _count(each) == count), key=_rate) for count in counts]
 
     def _enough(self, trials: Sequence[Measured]) -> Measured:
         best = max(map(_rate, trials))
@@ -228,24 +230,6 @@ class Search:
 
 def _count(measured: Measured) -> int:
     return measured.trial.num_workers
-
-
-def _mean(trials: Sequence[Measured]) -> Measured:
-    """Of trials with the same number of workers."""
-
-    def mean(value: Callable[[Measured], float]) -> float:
-        return sum(map(value, trials)) / len(trials)
-
-    rate, wait_s = mean(lambda each: each.trial.batches_per_s), mean(lambda each: each.trial.data_wait_s)
-    return replace(
-        trials[0],
-        trial=replace(trials[0].trial, batches_per_s=rate, data_wait_s=wait_s),
-        service_s=mean(lambda each: each.service_s),
-        cpu_s=mean(lambda each: each.cpu_s),
-        consumer_s=mean(lambda each: each.consumer_s),
-        consumer_cpu_s=mean(lambda each: each.consumer_cpu_s),
-        unevenness=mean(lambda each: each.unevenness),
-    )
 
 
 def _rate(measured: Measured) -> float:
