@@ -12,11 +12,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_gpuopt._arguments import refuse
+from lightning_gpuopt.storage.order import mix, permute
 
-_GOLDEN = 0.6180339887498949
+_DRAWN_AT_ONCE = 256
 
 _USUAL_BATCH = 32
 """The size of a batch for a batch sampler that does not say it, in any way."""
@@ -27,29 +29,41 @@ class Walk:
 
     Args:
         length: how many there are, at least 1.
-        in_order: one after the other; else far apart from one another, as a shuffle has them.
-        start: where it begins; None: anywhere, and elsewhere the next time.
+        in_order: one after the other; else at random, as a shuffle has them: samples that cost more come in clusters.
+        seed: where it begins, and in which order; None: another one each time.
 
     Example::
 
-        >>> walk = Walk(5, in_order=True, start=3)
+        >>> walk = Walk(5, in_order=True, seed=3)
         >>> [next(walk) for _ in range(6)]
         [3, 4, 0, 1, 2, 3]
     """
 
-    def __init__(self, length: int, *, in_order: bool, start: int | None = None) -> None:
+    def __init__(self, length: int, *, in_order: bool, seed: int | None = None) -> None:
         self._length = length
-        self._stride = 1 if in_order else _coprime_near(_GOLDEN * length, length)
+        self._in_order = in_order
         # not from Python's, NumPy's or torch's global random state
-        self._next = (int.from_bytes(os.urandom(8), "little") if start is None else start) % length
+        self._seed = int.from_bytes(os.urandom(7), "little") if seed is None else seed
+        self._position = self._seed % length if in_order else 0
+        self._cycle = 0
+        self._drawn: list[int] = []
 
     def __iter__(self) -> Walk:
         return self
 
     def __next__(self) -> int:
-        index = self._next
-        self._next = (index + self._stride) % self._length
-        return index
+        if not self._drawn:
+            self._draw()
+        return self._drawn.pop()
+
+    def _draw(self) -> None:
+        first, last = self._position, min(self._position + _DRAWN_AT_ONCE, self._length)
+        numbers = np.arange(first, last)
+        if not self._in_order:
+            numbers = permute(numbers, self._length, mix(self._seed, self._cycle))
+        self._drawn = numbers[::-1].tolist()
+        self._position = last % self._length
+        self._cycle += last == self._length
 
 
 class Batches:
@@ -99,10 +113,3 @@ def _batch_size(batch_sampler: Any, length: int) -> int:
     with contextlib.suppress(AttributeError, TypeError, NotImplementedError):
         length = len(batch_sampler.sampler)
     return max(math.ceil(length / batches), 1) if batches else 1
-
-
-def _coprime_near(value: float, length: int) -> int:
-    stride = max(int(value), 1)
-    while math.gcd(stride, length) != 1:
-        stride += 1
-    return stride

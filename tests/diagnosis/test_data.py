@@ -62,8 +62,8 @@ def test_every_cause_has_its_advice_and_only_remedies_have_settings() -> None:
     assert throttled.settings == {}
     assert "quota" in throttled.advice
     late = find(workers(data_s=0.04, unevenness=4.0), queues=LATE, host=host(0.1))
-    assert late.settings == {"prefetch_factor": 6}
-    assert "prefetch_factor=6" in late.advice
+    assert late.settings == {"prefetch_factor": 7}
+    assert "prefetch_factor=7" in late.advice
 
 
 def test_the_advised_number_of_workers_and_its_gain_come_from_one_model() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import islice, pairwise
+from statistics import mean, variance
 from typing import Any
 
 import pytest
@@ -18,9 +19,22 @@ def test_a_walk_visits_each_number_once_before_any_comes_again(length: int, in_o
     assert sorted(islice(walk, length)) == list(range(length))
 
 
-def test_a_shuffled_walk_goes_far_and_one_in_order_does_not() -> None:
-    assert list(islice(Walk(100, in_order=False, start=0), 5)) == [0, 61, 22, 83, 44]
-    assert list(islice(Walk(100, in_order=True, start=98), 4)) == [98, 99, 0, 1]
+def test_a_walk_in_order_begins_where_its_seed_says() -> None:
+    assert list(islice(Walk(100, in_order=True, seed=98), 4)) == [98, 99, 0, 1]
+
+
+@pytest.mark.parametrize("length", [10_000, 100_000])
+def test_a_shuffled_walk_has_the_clusters_of_a_shuffle(length: int) -> None:
+    walk = Walk(length, in_order=False, seed=1)
+    slow = [sum(index % 50 == 0 for index in islice(walk, 16)) for _ in range(600)]
+    # 16 draws of one in fifty: mean 0.32, variance 0.31
+    assert mean(slow) == pytest.approx(0.32, abs=0.05)
+    assert variance(slow) == pytest.approx(0.31, abs=0.05)
+
+
+def test_the_next_round_of_a_shuffled_walk_has_another_order() -> None:
+    walk = Walk(300, in_order=False, seed=1)
+    assert list(islice(walk, 300)) != list(islice(walk, 300))
 
 
 def test_the_walk_begins_elsewhere_each_time() -> None:
@@ -43,23 +57,23 @@ class OddBatches:
 
 
 @pytest.mark.parametrize(
-    ("loader", "size", "stride"),
+    ("loader", "size", "in_order"),
     [
-        (DataLoader(Numbers(100), 8), 8, 1),
-        (DataLoader(Numbers(100), 8, shuffle=True), 8, 61),
-        (DataLoader(Numbers(100), batch_sampler=BatchSampler(SequentialSampler(range(100)), 3, True)), 3, 1),
-        (DataLoader(Numbers(100), batch_sampler=BatchSampler(RandomSampler(range(100)), 3, True)), 3, 61),
-        (DataLoader(Numbers(100), batch_sampler=OddBatches(23)), 5, 61),  # type: ignore[arg-type]
-        (DataLoader(Numbers(100), batch_sampler=OddBatches(0)), 1, 61),  # type: ignore[arg-type]
-        (DataLoader(Numbers(100), batch_sampler=OddBatches(None)), 32, 61),  # type: ignore[arg-type]
+        (DataLoader(Numbers(100), 8), 8, True),
+        (DataLoader(Numbers(100), 8, shuffle=True), 8, False),
+        (DataLoader(Numbers(100), batch_sampler=BatchSampler(SequentialSampler(range(100)), 3, True)), 3, True),
+        (DataLoader(Numbers(100), batch_sampler=BatchSampler(RandomSampler(range(100)), 3, True)), 3, False),
+        (DataLoader(Numbers(100), batch_sampler=OddBatches(23)), 5, False),  # type: ignore[arg-type]
+        (DataLoader(Numbers(100), batch_sampler=OddBatches(0)), 1, True),  # type: ignore[arg-type]
+        (DataLoader(Numbers(100), batch_sampler=OddBatches(None)), 32, False),  # type: ignore[arg-type]
     ],
 )
 def test_batches_are_as_large_and_as_near_one_another_as_the_loaders(
-    loader: DataLoader[Any], size: int, stride: int
+    loader: DataLoader[Any], size: int, in_order: bool
 ) -> None:
     batch = next(iter(own_sampling(loader)["batch_sampler"]))
     assert len(batch) == size
-    assert {(after - before) % 100 for before, after in pairwise(batch)} <= {stride}
+    assert all((after - before) % 100 == 1 for before, after in pairwise(batch)) == in_order
 
 
 def test_single_samples_and_lists_are_asked_for_as_the_loader_does() -> None:
