@@ -128,8 +128,8 @@ def prefetch_needed(mean_s: float, unevenness: float, consumer_s: float, workers
     """
     consumer_s = max(consumer_s, mean_s / workers, 1e-6)
     slow_s = mean_s * (1 + 3 * math.sqrt(unevenness))
-    # What piles up behind the slow ones in a queue that is used so far: Kingman's formula, even arrivals. That is a mean,
-    # and the consumer takes batches in order: it waits for the worker that is the furthest behind.
+    # What piles up behind the slow ones in a queue that is used so far: Kingman's formula, even arrivals. That is a
+    # mean, and the consumer takes batches in order: it waits for the worker that is the furthest behind.
     used = min(mean_s / workers / consumer_s, _MOST_USED)
     late_s = used / (1 - used) * unevenness / 2 * mean_s
     factor = math.ceil((slow_s + 6 * late_s) / consumer_s / workers) + 1
