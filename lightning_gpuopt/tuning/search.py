@@ -125,10 +125,12 @@ class Search:
             return Choice(needed, "time", 1 / model.step_s(needed)[1])
         chosen = self._enough(self._within(cap))
         number = chosen.trial.num_workers
-        if self._is_fed(chosen) or _is_busy(chosen) or self._more_would_idle(chosen):
+        if self._is_fed(chosen) or _is_busy(chosen):
             limited_by: LimitedBy = "consumer"
         elif self._cpu_share(chosen) >= _BUSY:
             limited_by = "cpu"
+        elif self._more_would_idle(chosen):
+            limited_by = "consumer"
         elif len(self.seen) < _MOST_TRIALS and len(self.seen) > 1 and self._untried(cap) is not None:
             limited_by = "time"
         else:
