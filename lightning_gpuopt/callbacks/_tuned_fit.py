@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -19,6 +20,7 @@ from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.timeline.phases import itself
 from lightning_gpuopt.tuning.agree import RankAgreement
 from lightning_gpuopt.tuning.cache import choice_key, load_choice, store_choice
+from lightning_gpuopt.tuning.caps import room, worker_cap
 from lightning_gpuopt.tuning.find import check, find_num_workers
 from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.running import RunningLoader, assign
@@ -104,7 +106,6 @@ class TunedFit:
 
     Attributes:
         first_num_workers: of the first DataLoader that passed, as it was; None before that.
-        data_error: what the dataset raised in a trial, as it would have in training.
     """
 
     def __init__(self, trainer: Trainer, options: Options, restored: Callable[[], dict[int, Choice]]) -> None:
@@ -114,7 +115,6 @@ class TunedFit:
         self._undo = ExitStack()
         self._passed = 0
         self.first_num_workers: int | None = None
-        self.data_error: Exception | None = None
         self._tuned: dict[int, Tuned] = {}
         self._undo_iterators: dict[int, Callable[[], None]] = {}
         strategy = trainer.strategy
@@ -151,19 +151,26 @@ class TunedFit:
         for undo in self._undo_iterators.values():
             undo()
         self._undo_iterators.clear()
-        for tuned in self._tuned.values():
-            if failed:
-                tuned.running.shut_down()
+        while self._tuned:
+            _, tuned = self._tuned.popitem()
+            try:
+                if failed:
+                    tuned.running.shut_down()
+            except Exception:  # the others' workers have to end as well
+                log.debug("workers could not be ended", exc_info=True)
             tuned.running.release()
             if tuned.agreement is not None:
                 tuned.agreement.close()
-        self._tuned.clear()
 
     # -- a loader passes on its way to the training loop
 
     def _see(self, loader: Any) -> None:
-        if not self._trainer.training or any(each.running.loader is loader for each in self._tuned.values()):
+        if not self._trainer.training:
             return
+        for known, tuned in self._tuned.items():
+            if tuned.running.loader is loader:
+                self._passed = known + 1
+                return
         index, self._passed = self._passed, self._passed + 1
         if index == 0 and self.first_num_workers is None:
             self.first_num_workers = getattr(loader, "num_workers", None)
@@ -178,8 +185,6 @@ class TunedFit:
                 self._begin(index, loader)
             self._watch(index)
         except Exception as error:
-            if error is self.data_error:
-                raise
             log.debug("a loader could not be tuned", exc_info=True)
             self._tuned.pop(index, None)
             say_once(self._trainer, "num-workers-failed", f"NumWorkersFinder leaves a loader alone: {error}")
@@ -195,6 +200,11 @@ class TunedFit:
             return "a loader alone whose persistent workers run already"
         if loader.num_workers == 0 and isinstance(loader.dataset, Gather):
             return "a loader alone that gathers its batches faster without workers"
+        if loader.num_workers == 0 and (self._options.mode == "live" or self._options.step_time_s is None):
+            return (
+                "a loader with num_workers=0 alone, whose dataset the training process itself uses: files that are "
+                "open in it, and what it keeps, cannot be handed to workers. Start with num_workers=1 or more"
+            )
         if self._options.mode == "probe":
             try:
                 check(loader, self._options.iterable)
@@ -209,22 +219,21 @@ class TunedFit:
             before = restored.before
             assign(loader, restored.num_workers)
         fixed = restored is not None and restored.settled
-        key = self._key(loader) if options.cache_dir is not None and not fixed else None
-        kept = load_choice(options.cache_dir, key) if options.cache_dir is not None and key is not None else None
-        if kept is not None:
-            assign(loader, kept.num_workers)
+        key = None
+        if options.cache_dir is not None and options.mode == "live" and not fixed:
+            key = self._key(loader, None)
+            if (kept := load_choice(options.cache_dir, key)) is not None:
+                assign(loader, self._at_most(kept).num_workers)
         cpus = usable_cpus() / self._local_ranks
         policy = LivePolicy(
             loader.num_workers, cpus=cpus, tolerance=options.tolerance, prefetch_factor=loader.prefetch_factor or 2
         )
-        running = RunningLoader(loader, policy, options.max_num_workers, self._local_ranks)
+        running = RunningLoader(loader, policy, options.max_num_workers, self._local_ranks, before)
         tuned = Tuned(running, before, self._agreement(index) if not fixed else None)
         self._tuned[index] = tuned
         tuned.key = key
         if options.mode == "probe" and not fixed:
-            if kept is not None:
-                self._chosen(tuned, kept)
-            elif options.step_time_s is not None:
+            if options.step_time_s is not None:
                 self._probe(tuned, options.step_time_s)
             else:
                 running.meter.begin(policy.skip, _STEPS_FOR_STEP_TIME)
@@ -238,12 +247,19 @@ class TunedFit:
         tuned.running.release()
         assign(loader, tuned.running.loader.num_workers)
         old = tuned.running
-        tuned.running = RunningLoader(loader, old.policy, self._options.max_num_workers, self._local_ranks)
+        tuned.running = RunningLoader(
+            loader, old.policy, self._options.max_num_workers, self._local_ranks, tuned.before
+        )
         tuned.running.meter, tuned.running.frozen = old.meter, old.frozen
 
     def _watch(self, index: int) -> None:
         running = self._tuned[index].running
-        seam = _Iterators(running.loader._get_iterator, running.new_iterator)
+        create = running.loader._get_iterator
+
+        def new_iterator() -> Any:  # validation may read the same loader
+            return running.new_iterator() if self._trainer.training else create()
+
+        seam = _Iterators(create, new_iterator)
         self._undo_iterators[index] = shadow(running.loader, "_get_iterator", seam)
 
     @property
@@ -258,12 +274,22 @@ class TunedFit:
         peers = range(first, first + self._local_ranks)
         return RankAgreement(f"num-workers-{first}-{index}", trainer.global_rank, peers)
 
-    def _key(self, loader: DataLoader[Any]) -> str:
+    def _key(self, loader: DataLoader[Any], step_time_s: float | None) -> str:
         options = self._options
-        step_s = None if options.step_time_s is None else round(options.step_time_s, 3)
-        return choice_key(
-            loader, mode=options.mode, step_time_s=step_s, most=options.max_num_workers, ranks=self._local_ranks
-        )
+        step = None  # to a fifth: no two runs measure the same
+        if step_time_s is not None:
+            step = round(math.log(max(step_time_s, 1e-4), 1.2))
+        return choice_key(loader, mode=options.mode, step=step, most=options.max_num_workers, ranks=self._local_ranks)
+
+    def _kept(self, tuned: Tuned) -> NumWorkersResult | None:
+        options = self._options
+        kept = load_choice(options.cache_dir, tuned.key) if options.cache_dir is not None and tuned.key else None
+        return None if kept is None else self._at_most(kept)
+
+    def _at_most(self, kept: NumWorkersResult) -> NumWorkersResult:
+        """A kept choice, no larger than what may be here now."""
+        cap = worker_cap(room(), max_num_workers=self._options.max_num_workers, local_world_size=self._local_ranks)
+        return replace(kept, num_workers=min(kept.num_workers, cap.num_workers))
 
     # -- measuring and choosing
 
@@ -321,6 +347,11 @@ class TunedFit:
 
     def _probe(self, tuned: Tuned, step_time_s: float) -> None:
         options = self._options
+        if options.cache_dir is not None:
+            tuned.key = self._key(tuned.running.loader, step_time_s)
+            if (kept := self._kept(tuned)) is not None:
+                self._chosen(tuned, kept)
+                return
         if tuned.agreement is not None:
             tuned.agreement.meet()  # CPUs, disks and memory are shared: so are the trials
         try:
@@ -333,9 +364,26 @@ class TunedFit:
                 self._local_ranks,
                 options.iterable,
             )
-        except Exception as error:
-            self.data_error = error
-            raise
+        except Exception as error:  # where it is the data's, training will meet it, too
+            log.debug("the trials failed", exc_info=True)
+            tuned.running.freeze()
+            if tuned.agreement is not None:
+                tuned.agreement.wish(tuned.running.loader.num_workers)
+            say_once(
+                self._trainer,
+                "num-workers-trials-failed",
+                f"NumWorkersFinder leaves a loader as it is, its trials failed: {type(error).__name__}: {error}",
+            )
+            return
+        if not result.trials:
+            say_once(
+                self._trainer,
+                "num-workers-no-trial",
+                "NumWorkersFinder leaves a loader as it is: not one batch came within "
+                f"max_seconds={options.max_seconds:g}.",
+            )
+            tuned.running.freeze()
+            return
         self._chosen(tuned, result)
         if options.cache_dir is not None and tuned.key is not None:
             store_choice(options.cache_dir, tuned.key, result)

@@ -12,7 +12,6 @@ from lightning_gpuopt._lightning import (
     STEP_OUTPUT,
     Callback,
     LightningModule,
-    MisconfigurationException,
     Trainer,
 )
 from lightning_gpuopt.callbacks._guard import Guard
@@ -28,8 +27,8 @@ class NumWorkersFinder(Callback):
     ``mode="live"`` starts with the loader's own ``num_workers``, watches how long training waits for batches, and adds
     workers to the running epoch, or takes idle ones away, until nothing is left to gain: typically within 50 steps.
     Then it looks again now and then. Which samples come, and in which order, does not change. A loader that is not what
-    training waits for is left alone. A loader with ``num_workers=0`` is handed over to workers in mid-epoch, where they
-    would be faster.
+    training waits for is left alone, and so is one with ``num_workers=0``: the training process itself uses its
+    dataset, whose open files and caches cannot be handed over. Start with one worker.
 
     ``mode="probe"`` measures a few trials of its own before training goes on, as ``find_num_workers`` does.
 
@@ -54,7 +53,6 @@ class NumWorkersFinder(Callback):
 
     Raises:
         ValueError: an argument is out of range.
-        MisconfigurationException: (in ``setup``) two of them are in one Trainer.
 
     Example::
 
@@ -124,11 +122,6 @@ class NumWorkersFinder(Callback):
         """Wait for the loaders to pass."""
         if stage != "fit":
             return
-        others = [each for each in trainer.callbacks if isinstance(each, NumWorkersFinder) and each is not self]  # type: ignore[attr-defined]
-        if self.mode != "off" and any(each.mode != "off" for each in others):
-            raise MisconfigurationException(
-                "Two NumWorkersFinders are in this Trainer. Expected one: it tunes all training loaders. Take one away."
-            )
         self._leave()
         self._choices, self._restored, self._first_num_workers = {}, {}, None
         if self.mode == "off" or trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -184,7 +177,10 @@ class NumWorkersFinder(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start with the choices of a checkpoint."""
-        self._restored = {index: Choice(**fields) for index, fields in state_dict.get("loaders", {}).items()}
+        self._restored = {
+            index: Choice(fields["num_workers"], fields["settled"], fields["before"])
+            for index, fields in state_dict.get("loaders", {}).items()
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is under way: what is copied or sent to another process is a finder at rest."""
@@ -199,4 +195,4 @@ class NumWorkersFinder(Callback):
             fit.undo(failed=failed)
 
     def _passes(self, error: Exception) -> bool:
-        return self._fit is not None and error is self._fit.data_error
+        return str(error).startswith("DataLoader worker (pid")  # torch's handler of signals speaks up anywhere

@@ -151,6 +151,15 @@ def in_the_making(iterator: Any) -> int | None:
     return max(asked_for - sum(int(each.qsize()) for each in queues), 0)
 
 
+def batches_there(iterator: Any) -> int | None:
+    """Batches that workers have sent and nobody has taken yet; None for an iterator that is not as expected."""
+    making = in_the_making(iterator)
+    if making is None:
+        return None
+    received = sum(len(info) == 2 for info in iterator._task_info.values())
+    return max(int(iterator._tasks_outstanding) - making, 0) + received
+
+
 def _is_as_expected(iterator: Any) -> bool:
     names = ("_data_queue", "_worker_result_queue", "_task_info", "_rcvd_idx")
     if not all(hasattr(iterator, name) for name in names) or not isinstance(iterator._task_info, dict):

@@ -57,7 +57,7 @@ class RankAgreement:
         self._patience_s = patience_s
         self._clock = clock
         self._inbox: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._news: int | None = None
+        self._news: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._wishes: dict[int, int] = {}
         self._wishes_read = dict.fromkeys(self._peers, 0)
         self._sent = self._answers = self._met = 0
@@ -73,7 +73,7 @@ class RankAgreement:
     def wish(self, number: int) -> None:
         """Say what this rank needs; never waits. Every wish is answered in :meth:`news`."""
         if self._thread is None or not self._thread.is_alive():
-            self._news = number
+            self._news.put(number)
         else:
             self._inbox.put(number)
 
@@ -103,7 +103,9 @@ class RankAgreement:
 
     def news(self) -> int | None:
         """The number that was agreed on since the last call, also by a wish of another rank; None: no news."""
-        number, self._news = self._news, None
+        number = None
+        while not self._news.empty():  # only this thread takes from it
+            number = self._news.get()
         return number
 
     def close(self) -> None:
@@ -131,9 +133,10 @@ class RankAgreement:
         except Exception:  # the store goes away with the process that hosts it
             log.debug("the ranks of this node cannot agree any more", exc_info=True)
         if self._asked is not None:
-            self._news = self._asked[0]
+            self._news.put(self._asked[0])
         while not self._inbox.empty():
-            self._news = self._inbox.get() or self._news
+            if (number := self._inbox.get()) is not None:
+                self._news.put(number)
 
     def _post(self, number: int) -> None:
         self._asked = number, self._clock()
@@ -157,7 +160,7 @@ class RankAgreement:
                 self._store.set(f"answer/{peer}/{self._answers}", str(agreed))
             self._answers += 1
             self._asked = None
-            self._news = agreed
+            self._news.put(agreed)
         return anything
 
     def _read_answers(self) -> bool:
@@ -170,7 +173,7 @@ class RankAgreement:
         if agreed is None:
             return self._asked is not None
         self._asked = None
-        self._news = agreed
+        self._news.put(agreed)
         return True
 
     def _take(self, key: str) -> int | None:

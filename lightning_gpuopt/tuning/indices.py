@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,10 +66,24 @@ class Walk:
         self._cycle += last == self._length
 
 
+class _Chosen:
+    """A walk through some of the numbers."""
+
+    def __init__(self, numbers: Sequence[int], walk: Walk) -> None:
+        self._numbers = numbers
+        self._walk = walk
+
+    def __iter__(self) -> _Chosen:
+        return self
+
+    def __next__(self) -> int:
+        return self._numbers[next(self._walk)]
+
+
 class Batches:
     """Endless lists of so many numbers of a walk; stands in for a batch sampler."""
 
-    def __init__(self, walk: Walk, size: int) -> None:
+    def __init__(self, walk: Iterator[int], size: int) -> None:
         self.walk = walk
         self.batch_size = size
 
@@ -92,7 +106,10 @@ def own_sampling(loader: DataLoader[Any]) -> dict[str, Any]:
         refuse("dataloader", "a dataset with at least one sample", loader.dataset)
     batched: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     in_order = type(getattr(batched, "sampler", batched)) is SequentialSampler
-    walk = Walk(length, in_order=in_order)
+    walk: Iterator[int] = Walk(length, in_order=in_order)
+    chosen = getattr(getattr(batched, "sampler", batched), "indices", None)  # as SubsetRandomSampler has them
+    if isinstance(chosen, Sequence) and not isinstance(chosen, (str, bytes)) and chosen:
+        walk = _Chosen(chosen, Walk(len(chosen), in_order=in_order))
     if loader.batch_sampler is None and not hasattr(batched, "batch_size"):
         return {"sampler": walk, "batch_size": None}  # the dataset gives whole batches, or the loader single samples
     batches = Batches(walk, _batch_size(batched, length))

@@ -113,6 +113,10 @@ class ResizableIterator(_MultiProcessingDataLoaderIter):
     _gpuopt_loader: weakref.ref[DataLoader[Any]]
     _gpuopt_ended: list[tuple[Any, Any]]
     """Processes that were told to end, with their index queues."""
+    _gpuopt_length: int | None
+    """Batches of an epoch; None where the sampler does not know."""
+    _gpuopt_depth: int
+    """Batches that were asked for ahead before anything was changed."""
 
     def resize(self, num_workers: int) -> int:
         """Have so many workers; call it between two batches, on the thread that takes them.
@@ -150,10 +154,7 @@ class ResizableIterator(_MultiProcessingDataLoaderIter):
 
     def _is_work_left(self) -> bool:
         """Whether this epoch has batches that no worker was asked for yet."""
-        try:
-            return len(self._index_sampler) > self._send_idx
-        except TypeError:  # a sampler that does not know
-            return True
+        return self._gpuopt_length is None or self._gpuopt_length > self._send_idx
 
     def _set_active(self, count: int) -> None:
         self._num_workers = count
@@ -231,7 +232,19 @@ class ResizableIterator(_MultiProcessingDataLoaderIter):
             self._try_put_index()
         self._worker_queue_idx_cycle = in_turn
 
+    def _would_end_too_early(self) -> bool:
+        """Whether the next index is the one after the sampler's last, and more workers only ask for it sooner.
+
+        torch's samplers draw from their generator once more as they end. In an epoch that is left before its end they
+        may do so only where they would have with the workers that it began with.
+        """
+        if self._gpuopt_length is None or self._send_idx < self._gpuopt_length:
+            return False
+        return self._rcvd_idx + self._gpuopt_depth <= self._gpuopt_length
+
     def _try_put_index(self) -> None:
+        if self._would_end_too_early():
+            return
         active = self._num_workers
         leaving = len(self._workers) > active
         if leaving:
@@ -325,6 +338,10 @@ def adopt(iterator: Any, loader: DataLoader[Any]) -> ResizableIterator:
     iterator.__class__ = ResizableIterator
     iterator._gpuopt_loader = weakref.ref(loader)
     iterator._gpuopt_ended = []
+    iterator._gpuopt_depth = iterator._prefetch_factor * iterator._num_workers
+    iterator._gpuopt_length = None
+    with contextlib.suppress(TypeError, NotImplementedError):
+        iterator._gpuopt_length = len(iterator._index_sampler)
     adopted: ResizableIterator = iterator
     return adopted
 

@@ -6,24 +6,21 @@ is nothing to look at, that is a counter that goes down.
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from pickle import PicklingError
 from statistics import fmean, median
 from typing import Any, Final
 
 import torch
-from torch.utils.data import DataLoader, _DatasetKind
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import (
     _MultiProcessingDataLoaderIter,
-    _SingleProcessDataLoaderIter,
 )
 
-from lightning_gpuopt.timeline.queues import in_the_making, lies_ready
+from lightning_gpuopt.timeline.queues import batches_there, in_the_making, lies_ready
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.caps import Cap, Room, room, worker_cap, worker_memory
 from lightning_gpuopt.tuning.live import LivePolicy, Seen
@@ -143,17 +140,6 @@ class _TimedResizable(_Timed, ResizableIterator):
     """Workers that can become more and fewer."""
 
 
-class _TimedSingle(_Timed, _SingleProcessDataLoaderIter):
-    """The training process loads itself, until workers take over where it left off."""
-
-    _gpuopt_successor: Any = None
-
-    def __next__(self) -> Any:
-        if self._gpuopt_successor is not None:
-            return next(self._gpuopt_successor)
-        return super().__next__()
-
-
 class RunningLoader:
     """A DataLoader over a map-style dataset, whose workers follow what its consumer needs.
 
@@ -162,6 +148,7 @@ class RunningLoader:
         policy: decides.
         max_num_workers: never more than so many; None: as :func:`~lightning_gpuopt.tuning.caps.worker_cap` has it.
         local_world_size: ranks on this node.
+        num_workers_before: what the user has set; None: what the loader has now.
 
     Attributes:
         frozen: whether nothing is looked at any more.
@@ -169,7 +156,12 @@ class RunningLoader:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], policy: LivePolicy, max_num_workers: int | None = None, local_world_size: int = 1
+        self,
+        loader: DataLoader[Any],
+        policy: LivePolicy,
+        max_num_workers: int | None = None,
+        local_world_size: int = 1,
+        num_workers_before: int | None = None,
     ) -> None:
         self.loader = loader
         self.policy = policy
@@ -182,6 +174,8 @@ class RunningLoader:
         self._pending = False
         self._base_seed: int | None = None
         self._create = loader._get_iterator
+        before = loader.num_workers if num_workers_before is None else num_workers_before
+        self._depth = max(before * (loader.prefetch_factor or 2), 1)
 
     def new_iterator(self) -> Any:
         """In place of the loader's ``_get_iterator``: its own iterator, timed and if possible resizable."""
@@ -213,21 +207,29 @@ class RunningLoader:
     def _watch(self, iterator: Any) -> Any:
         self.problem = None
         try:
-            if type(iterator) is _SingleProcessDataLoaderIter:
-                iterator.__class__ = _TimedSingle
-            else:
-                try:
-                    adopt(iterator, self.loader)
-                    iterator.__class__ = _TimedResizable
-                except ResizeUnsupported as unsupported:
-                    self.problem = str(unsupported)
-                    kind = type(iterator)
-                    iterator.__class__ = type(f"Timed{kind.__name__}", (_Timed, kind), {})
+            try:
+                if (reason := self._why_not_live()) is not None:
+                    raise ResizeUnsupported(reason)
+                adopt(iterator, self.loader)._gpuopt_depth = self._depth
+                iterator.__class__ = _TimedResizable
+            except ResizeUnsupported as unsupported:
+                self.problem = str(unsupported)
+                kind = type(iterator)
+                iterator.__class__ = type(f"Timed{kind.__name__}", (_Timed, kind), {})
             iterator._gpuopt_meter = self.meter
         except Exception as error:  # such as a class whose objects cannot take another
             log.debug("an iterator could not be watched", exc_info=True)
             self.problem = str(error)
         return iterator
+
+    def _why_not_live(self) -> str | None:
+        """Why workers should not be started in the running epoch; None where they may."""
+        context: Any = self.loader.multiprocessing_context or torch.multiprocessing.get_context()
+        if context.get_start_method() != "fork":
+            return f"workers started by {context.get_start_method()!r} take seconds, and training would wait for them"
+        if self.loader.timeout:
+            return f"the first batches of new workers may take longer than the loader's timeout={self.loader.timeout:g}"
+        return None
 
     def decide(self) -> int | None:
         """Take in what was seen since the last time: the number of workers to have, or None before there is news."""
@@ -249,12 +251,12 @@ class RunningLoader:
 
     def cap(self, batch_bytes: float) -> Cap:
         """The most workers that fit here now, those that run counted in."""
-        running = self._running()
+        running = self._iterator
         workers = running._workers if isinstance(running, ResizableIterator) else []
         factor = int(self.loader.prefetch_factor or 2)
         one = worker_memory(workers[0].pid or 0) if workers else None
         running_here = len(workers) * self._local_world_size
-        batches = int(running_here * factor * batch_bytes)
+        batches = int((batches_there(running) or 0) * batch_bytes) * self._local_world_size
         free = room()
         memory, shared = free.memory_bytes, free.shared_memory_bytes
         return worker_cap(
@@ -276,17 +278,14 @@ class RunningLoader:
         Returns:
             The number that runs, or will run.
         """
-        iterator = self._running()
+        iterator = self._iterator
         if isinstance(iterator, ResizableIterator):
             num_workers = iterator.resize(num_workers)
         elif num_workers != self.loader.num_workers:
-            if isinstance(iterator, _TimedSingle) and iterator._dataset_kind == _DatasetKind.Map:
-                num_workers = self._hand_over(iterator, num_workers)
-            else:
-                assign(self.loader, num_workers)
-                self._pending = iterator is not None
+            assign(self.loader, num_workers)
+            self._pending = iterator is not None
         if num_workers != self.policy.num_workers:
-            self.policy.set(num_workers, settle=num_workers == 0)
+            self.policy.set(num_workers)
         if self._pending:
             self.meter.sleep()
         else:
@@ -305,46 +304,12 @@ class RunningLoader:
         """Let go of the iterator, so that its workers end with its last user."""
         self._iterator = None
 
-    def _running(self) -> Any:
-        successor = getattr(self._iterator, "_gpuopt_successor", None)
-        return self._iterator if successor is None else successor
-
-    def _hand_over(self, iterator: _TimedSingle, num_workers: int) -> int:
-        """Workers take over what is left of the epoch: the same batches, from the same sampler.
-
-        Nothing is drawn from the global random state, nor from the loader's generator.
-        """
-        loader = self.loader
-        twin = copy.copy(loader)
-        vars(twin)["batch_sampler" if loader._auto_collation else "sampler"] = _Rest(iterator._sampler_iter)
-        twin.generator = torch.Generator().manual_seed(int(iterator._base_seed))
-        assign(twin, num_workers)
-        try:
-            successor = _MultiProcessingDataLoaderIter(twin)
-        except (OSError, TypeError, AttributeError, PicklingError) as error:  # before a sample was asked for
-            self.problem = f"no worker could be started: {type(error).__name__}: {error}"
-            return 0
-        self._watch(successor)
-        assign(loader, num_workers)
-        iterator._gpuopt_successor = successor
-        return num_workers
-
     def shut_down(self) -> None:
         """End the workers at once: training has failed, and what it failed with may keep the iterator alive."""
-        iterator = self._running()
+        iterator = self._iterator
         self.release()
         if isinstance(iterator, ResizableIterator):
             iterator._shutdown_workers()
-
-
-class _Rest:
-    """What a sampler that is under way has left."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._iterator
 
 
 def assign(loader: DataLoader[Any], num_workers: int) -> None:

@@ -19,8 +19,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
 
 from lightning_gpuopt.callbacks import _tuned_fit
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
@@ -29,7 +28,7 @@ from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.gather import Gather
 from lightning_gpuopt.tuning import caps
 from lightning_gpuopt.tuning.live import LivePolicy, Seen
-from lightning_gpuopt.tuning.running import FetchMeter
+from lightning_gpuopt.tuning.running import FetchMeter, RunningLoader
 from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
 from tests.datamodules.training import EPOCHS, Notes, build
 from tests.helpers import FEATURES, RecordingLogger, TinyModel, run_ranks, tiny_trainer, wait_for
@@ -153,7 +152,6 @@ class Counts(Callback):
         (1, {}, {1: 4, 4: 2}, 2),
         (1, {"persistent_workers": True}, {1: 4, 4: 2}, 2),
         (3, {}, {3: 1}, 1),
-        (0, {}, {0: 3, 3: 2}, 2),
     ],
 )
 def test_batches_weights_and_random_state_are_as_without(
@@ -258,26 +256,10 @@ def test_a_loader_that_gathers_without_workers_stays_so(tmp_path: Path, script: 
     vars(source)["dataset"] = Gather.__new__(Gather)
     finder = NumWorkersFinder()
     reason = _tuned_fit.TunedFit(
-        tiny_trainer(tmp_path), _tuned_fit.Options("live", None, None, 1.0, 0.05, False, None), list
+        tiny_trainer(tmp_path), _tuned_fit.Options("live", None, None, 1.0, 0.05, False, None), dict
     )._why_not(source)
     assert reason == "a loader alone that gathers its batches faster without workers"
     assert finder.optimal_num_workers is None
-
-
-class Unpicklable(Numbers):
-    def __getstate__(self) -> Any:
-        raise TypeError("cannot pickle a file handle")
-
-
-def test_data_that_cannot_go_to_a_worker_stays_in_the_training_process(tmp_path: Path, script: dict[Any, int]) -> None:
-    script[0] = 2
-    source = DataLoader(Unpicklable(), batch_size=2, multiprocessing_context=None)
-    vars(source)["_DataLoader__multiprocessing_context"] = multiprocessing.get_context("spawn")
-    model = Model(source)
-    with pytest.warns(UserWarning, match="no worker could be started: TypeError: cannot pickle a file handle"):
-        fit(tmp_path, model, NumWorkersFinder())
-    assert len(model.batches) == 160
-    assert source.num_workers == 0
 
 
 class Stop(Exception):
@@ -285,7 +267,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_an_exception_or_ctrl_c_leaves_no_worker(
     tmp_path: Path, script: dict[Any, int], error: type[BaseException], workers: int
 ) -> None:
@@ -371,8 +353,105 @@ class Corrupt(Numbers):
 
 
 def test_an_error_of_the_data_comes_out_of_the_probe_as_in_training(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="every sample is corrupt"):
-        fit(tmp_path, Model(DataLoader(Corrupt(), num_workers=1)), NumWorkersFinder("probe", step_time_s=0.01))
+    source, finder = DataLoader(Corrupt(), num_workers=1), NumWorkersFinder("probe", step_time_s=0.01)
+    with (
+        pytest.warns(UserWarning, match="leaves a loader as it is, its trials failed: ValueError"),
+        pytest.raises(ValueError, match="every sample is corrupt"),  # from training itself
+    ):
+        fit(tmp_path, Model(source), finder)
+    assert (source.num_workers, finder.trials) == (1, [])
+
+
+class OnlyHere(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= 40:
+            raise FileNotFoundError(f"sample {index} is on another machine")
+        return super().__getitem__(index)
+
+
+def test_trials_read_the_samples_that_the_sampler_chooses_from(tmp_path: Path) -> None:
+    source = DataLoader(OnlyHere(), batch_size=2, num_workers=1, sampler=SubsetRandomSampler(range(40)))
+    finder = NumWorkersFinder("probe", step_time_s=0.01, max_num_workers=1)
+    fit(tmp_path, Model(source), finder, max_epochs=1)
+    assert [trial.num_workers for trial in finder.trials] == [1]
+
+
+class Pairs(Numbers):
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        number, size = index
+        return super().__getitem__(number)[:size]
+
+
+def test_a_dataset_that_wants_other_keys_trains_without_trials(tmp_path: Path) -> None:
+    keys: Any = [(number, FEATURES) for number in range(160)]
+    source = DataLoader(Pairs(), batch_size=2, num_workers=1, sampler=keys)
+    model = Model(source)
+    with pytest.warns(UserWarning, match="its trials failed: TypeError"):
+        fit(tmp_path, model, NumWorkersFinder("probe", step_time_s=0.01), max_epochs=1)
+    assert len(model.batches) == 80
+
+
+def test_trials_that_see_nothing_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = NumWorkersResult(1, (), "time")
+    monkeypatch.setattr(_tuned_fit, "find_num_workers", lambda *args: nothing)
+    source, finder = loader(0), NumWorkersFinder("probe", step_time_s=0.01)
+    with pytest.warns(UserWarning, match="not one batch came within max_seconds=10"):
+        fit(tmp_path, Model(source), finder, max_epochs=1)
+    assert source.num_workers == 0
+
+
+@pytest.mark.parametrize("mode", ["live", "probe"])
+def test_data_that_the_training_process_uses_is_not_handed_to_workers(
+    tmp_path: Path, script: dict[Any, int], caplog: pytest.LogCaptureFixture, mode: Any
+) -> None:
+    script[0] = 3
+    source, finder, counts = loader(0), NumWorkersFinder(mode), Counts()
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, Model(source), finder, counts)
+    assert (source.num_workers, finder.optimal_num_workers, set(counts.counts)) == (0, 0, {0})
+    assert "leaves a loader with num_workers=0 alone" in caplog.text
+
+
+def test_before_its_first_use_data_may_go_to_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = NumWorkersResult(3, (Trial(1, 10.0, 0.1), Trial(3, 25.0, 0.0)), "consumer")
+    monkeypatch.setattr(_tuned_fit, "find_num_workers", lambda *args: result)
+    source, counts = loader(0), Counts()
+    fit(tmp_path, Model(source), NumWorkersFinder("probe", step_time_s=0.01), counts, max_epochs=1)
+    assert (source.num_workers, counts.counts[0]) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"timeout": 60}, "the first batches of new workers may take longer than the loader's timeout=60"),
+        ({"multiprocessing_context": "spawn"}, "workers started by 'spawn' take seconds"),
+    ],
+)
+def test_where_training_would_wait_for_new_workers_the_next_epoch_changes(kwargs: dict[str, Any], reason: str) -> None:
+    running = RunningLoader(loader(**kwargs), LivePolicy(1, cpus=1.0))
+    assert reason in (running._why_not_live() or "")
+    if "timeout" in kwargs:
+        iterator = running.new_iterator()
+        assert reason in (running.problem or "")
+        assert running.apply(3) == 3
+        assert (iterator._num_workers, running.loader.num_workers) == (1, 3)
+        iterator._shutdown_workers()
+
+
+def test_a_validation_with_the_same_loader_is_not_what_is_tuned(tmp_path: Path, script: dict[Any, int]) -> None:
+    script[1] = 3
+    source, counts = loader(), Counts()
+    model = Model(source)
+    model.val_dataloader = lambda: source  # type: ignore[method-assign]
+    model.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    fit(tmp_path, model, NumWorkersFinder(), counts, max_epochs=1, val_check_interval=4, limit_val_batches=2)
+    assert max(counts.counts) == 6  # three for training, and three of the validation that is just over
+
+
+def test_a_killed_worker_ends_training_as_ever() -> None:
+    finder = NumWorkersFinder()
+    assert finder._passes(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
+    assert not finder._passes(RuntimeError("ours"))
 
 
 def test_an_error_of_ours_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,8 +529,6 @@ def test_a_settled_meter_reads_no_clock() -> None:
     meter = FetchMeter(1 << 40, 4, clock)
     assert meter.asleep == 1 << 40
     source: Any = loader(0)
-    from lightning_gpuopt.tuning.running import RunningLoader
-
     running = RunningLoader(source, LivePolicy(0, cpus=1.0))
     running.meter = meter
     assert len(list(running.new_iterator())) == 80
@@ -490,7 +567,7 @@ def test_a_loader_whose_state_depends_on_its_workers_is_left_alone(
     assert "leaves a Keeping alone: it resumes from a state that holds for its num_workers only" in caplog.text
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_an_lmdb_datamodule_gives_the_same_samples_and_resumes(
     tmp_path: Path, script: dict[Any, int], workers: int
 ) -> None:
@@ -513,12 +590,6 @@ def test_an_lmdb_datamodule_gives_the_same_samples_and_resumes(
     resumed = run(again, ModelCheckpoint(tmp_path / "again"), ckpt_path=tmp_path / "kept/epoch=1-step=20.ckpt")
     assert resumed.steps == plain.steps[20:]
     assert again.optimal_num_workers == 3
-
-
-def test_two_finders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(MisconfigurationException, match="Two NumWorkersFinders"):
-        fit(tmp_path, Model(loader()), NumWorkersFinder(), NumWorkersFinder("probe"))
-    fit(tmp_path, Model(loader()), NumWorkersFinder(), NumWorkersFinder("off"), max_epochs=1)
 
 
 def test_a_dry_run_is_no_time_for_a_search(tmp_path: Path) -> None:

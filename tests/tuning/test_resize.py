@@ -72,12 +72,13 @@ def read(source: DataLoader[torch.Tensor], plan: dict[int, int], stop: int | Non
 PLANS = [{0: 3, 5: 8}, {3: 4, 10: 2, 11: 5, 12: 1, 40: 3}, {30: 2, 31: 1, 32: 2}, {2: 6, 59: 1}]
 
 
+@pytest.mark.parametrize("left_after", [60, 115])  # with work under way; at 115 of 120 all has been asked for
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_order_of_samples_is_as_without(plan: dict[int, int], persistent: bool) -> None:
+def test_the_order_of_samples_is_as_without(plan: dict[int, int], persistent: bool, left_after: int) -> None:
     plain, changed = (loader(persistent_workers=persistent) for _ in range(2))
     for epoch in range(2):
-        stop = 60 if epoch == 0 else None  # left early, with work under way
+        stop = left_after if epoch == 0 else None
         assert read(changed, plan, stop) == read(plain, {}, stop)
     assert changed.num_workers == list(plan.values())[-1]
 
