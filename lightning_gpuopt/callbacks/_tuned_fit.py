@@ -237,20 +237,19 @@ class TunedFit:
                 self._probe(tuned, options.step_time_s)
             else:
                 running.meter.begin(policy.skip, _STEPS_FOR_STEP_TIME)
-        if fixed:
+        if restored is not None and fixed:
+            policy.settled, policy.limited_by = True, restored.limited_by
             running.freeze()
+            self._tell(tuned)
 
     def _replace(self, index: int, loader: DataLoader[Any]) -> None:
         """Lightning has asked for its loaders again: the new one goes on where the last one was."""
         tuned = self._tuned[index]
         self._undo_iterators.pop(index)()
         tuned.running.release()
-        assign(loader, tuned.running.loader.num_workers)
         old = tuned.running
-        tuned.running = RunningLoader(
-            loader, old.policy, self._options.max_num_workers, self._local_ranks, tuned.before
-        )
-        tuned.running.meter, tuned.running.frozen = old.meter, old.frozen
+        tuned.running = RunningLoader(loader, old.policy, self._options.max_num_workers, self._local_ranks)
+        tuned.running.take_over(old)
 
     def _watch(self, index: int) -> None:
         running = self._tuned[index].running

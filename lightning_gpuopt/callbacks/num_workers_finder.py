@@ -169,7 +169,12 @@ class NumWorkersFinder(Callback):
         """The choices: plain numbers."""
         return {
             "loaders": {
-                index: {"num_workers": each.num_workers, "before": each.before, "settled": each.settled}
+                index: {
+                    "num_workers": each.num_workers,
+                    "before": each.before,
+                    "settled": each.settled,
+                    "limited_by": each.limited_by,
+                }
                 for index, each in self.choices.items()
             }
         }
@@ -178,7 +183,7 @@ class NumWorkersFinder(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start with the choices of a checkpoint."""
         self._restored = {
-            index: Choice(fields["num_workers"], fields["settled"], fields["before"])
+            index: Choice(fields["num_workers"], fields["settled"], fields["before"], (), fields["limited_by"])
             for index, fields in state_dict.get("loaders", {}).items()
         }
 

@@ -7,6 +7,7 @@ which returns the exit code. It imports what is heavy inside ``run``, so that th
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 import traceback
 from collections.abc import Sequence
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         assert main(["--version"]) == 0
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that has no bars shows something else in their place
+        sys.stdout.reconfigure(errors="replace")
     try:
         return _run(arguments)
     except (Exception, KeyboardInterrupt) as error:

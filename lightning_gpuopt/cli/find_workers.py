@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt, restricted_number_type
+from jsonargparse.typing import NonNegativeFloat, PositiveInt, restricted_number_type
 
 from lightning_gpuopt.cli._parser import UsageError
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "measure how many workers a DataLoader needs"
 
+Seconds = restricted_number_type("seconds above 0", float, [(">", 0), ("<", float("inf"))])
 Tolerance = restricted_number_type("0 < share <= 0.5", float, [(">", 0), ("<=", 0.5)])
 
 _BAR = 40
@@ -46,7 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add("--step-time", type=NonNegativeFloat, default=0.0, metavar="MS", help="milliseconds of a training step")
     add("--max-num-workers", type=PositiveInt, help="try no more than so many")
-    add("--max-seconds", type=PositiveFloat, default=10.0, help="time for the whole search")
+    add("--max-seconds", type=Seconds, default=10.0, help="time for the whole search")
     add("--tolerance", type=Tolerance, default=0.05, help="a gain below this share is not worth a worker")
     add("--local-world-size", type=PositiveInt, default=1, help="ranks of this node that load at the same time")
     add("--iterable", action="store_true", help="also for an IterableDataset, whose order depends on the number")
@@ -88,7 +89,7 @@ def run(options: Namespace) -> int:
 
 def _load(name: str) -> DataLoader[Any]:
     module_name, colon, function_name = name.partition(":")
-    if not (colon and module_name and function_name.isidentifier()):
+    if not (colon and all(part.isidentifier() for part in module_name.split(".")) and function_name.isidentifier()):
         raise UsageError(f"expected MODULE:FUNCTION, such as train:make_loader, got {name}")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -101,7 +102,9 @@ def _load(name: str) -> DataLoader[Any]:
         raise UsageError(
             f"{module_name}: there is no such module here or among those installed; start in the folder that has it"
         ) from error
-    function = getattr(module, function_name, None)
+    if not hasattr(module, function_name):
+        raise UsageError(f"{name}: {module_name} has no {function_name}; expected a function that returns a DataLoader")
+    function = getattr(module, function_name)
     if not callable(function):
         raise UsageError(f"{name}: expected a function that returns a DataLoader, got {function!r}")
     loader: DataLoader[Any] = function()

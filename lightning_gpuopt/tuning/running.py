@@ -200,6 +200,11 @@ class RunningLoader:
         finally:
             self.loader.generator, self._base_seed = generator, None
 
+    def take_over(self, old: RunningLoader) -> None:
+        """Go on where the loader that this one replaces has stopped."""
+        assign(self.loader, old.loader.num_workers)
+        self.meter, self.frozen, self._pending, self._depth = old.meter, old.frozen, old._pending, old._depth
+
     def epoch_begins(self) -> None:
         """The next fetches are the first of an epoch."""
         self.meter.epoch_begins(max(self.policy.num_workers, 1))

@@ -311,14 +311,16 @@ def test_a_restored_choice_is_used_without_a_new_search(tmp_path: Path, script: 
     fit(tmp_path, Model(loader()), finder, checkpoint, enable_checkpointing=True)
     path = tmp_path / "epoch=0-step=20.ckpt"
     state = torch.load(path, weights_only=True)["callbacks"]["NumWorkersFinder"]
-    assert state == {"loaders": {0: {"num_workers": 3, "before": 1, "settled": True}}}
+    assert state == {"loaders": {0: {"num_workers": 3, "before": 1, "settled": True, "limited_by": "consumer"}}}
     script[3] = 5
     source, counts, again = loader(), Counts(), NumWorkersFinder()
-    trainer = tiny_trainer(tmp_path, max_steps=60, callbacks=[again, counts])
+    logger = RecordingLogger()
+    trainer = tiny_trainer(tmp_path, max_steps=60, callbacks=[again, counts], logger=logger)
     trainer.fit(Model(source), ckpt_path=path)
     assert set(counts.counts) == {3}
     assert again.optimal_num_workers == source.num_workers == 3
     assert str(again.choices[0]) == "num_workers 1 → 3: limited by consumer"
+    assert [each[1]["loader/num_workers"] for each in logger.records if "loader/num_workers" in each[1]] == [3.0]
 
 
 def test_a_probe_goes_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,15 @@ def test_a_module_here_is_found_and_measured(module: str, capsys: pytest.Capture
     assert run(f"{module}:make_stream", "--step-time", "20", "--iterable", "--max-num-workers", "1") == 0
 
 
+def test_where_the_bars_cannot_be_written_the_figures_can(module: str, tmp_path: Path) -> None:
+    code = "from lightning_gpuopt.cli import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", code, "find-workers", f"{module}:make_loader", "--step-time", "20"]
+    plain = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    done = subprocess.run(command, cwd=tmp_path, env=plain, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "num_workers=1" in done.stdout
+
+
 def test_every_switch_reaches_the_search(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[Any, ...]] = []
 
@@ -98,13 +108,15 @@ def test_every_switch_reaches_the_search(module: str, monkeypatch: pytest.Monkey
         (":make", "expected MODULE:FUNCTION"),
         ("nowhere:make", "nowhere: there is no such module here or among those installed"),
         ("nowhere.inside:make", "nowhere.inside: there is no such module"),
-        ("HERE:missing", "HERE:missing: expected a function that returns a DataLoader, got None"),
+        ("./HERE:make", "expected MODULE:FUNCTION"),
+        ("HERE:missing", "HERE:missing: HERE has no missing; expected a function that returns a DataLoader"),
         ("HERE:not_callable", "HERE:not_callable: expected a function that returns a DataLoader, got 3"),
         ("HERE:make_list", "HERE:make_list: expected a torch.utils.data.DataLoader, got [1]"),
         ("HERE:make_stream", "HERE:make_stream: expected a map-style dataset, or --iterable, since"),
         ("HERE_lame:make", "No module named 'no_such_library'"),
         ("HERE:make_loader --tolerance 0", "--tolerance: Not of type"),
-        ("HERE:make_loader --max-seconds 0", "--max-seconds: Not of type PositiveFloat"),
+        ("HERE:make_loader --max-seconds 0", "--max-seconds: Not of type"),
+        ("HERE:make_loader --max-seconds inf", "--max-seconds: Not of type"),
         ("HERE:make_loader --step-time -1", "--step-time: Not of type NonNegativeFloat"),
         ("", "the following arguments are required: find-workers.loader"),
     ],
