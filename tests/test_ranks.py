@@ -66,7 +66,7 @@ def test_when_the_store_fails_rank_0_goes_on_with_its_own_figures(monkeypatch):
         def check(self, keys):
             raise RuntimeError("connection reset")
 
-    monkeypatch.setattr(_ranks, "_open_store", lambda name: Broken())
+    monkeypatch.setattr(_ranks, "open_store", lambda name: Broken())
     gather = RankGather("test", rank=0, world_size=2)
     gather.post(0, "first")
     wait_for(lambda: gather.problem is not None)
@@ -82,7 +82,7 @@ def test_closing_without_waiting_gives_out_what_is_there(monkeypatch):
         def check(self, keys):
             return False
 
-    monkeypatch.setattr(_ranks, "_open_store", lambda name: Silent())
+    monkeypatch.setattr(_ranks, "open_store", lambda name: Silent())
     gather = RankGather("test", rank=0, world_size=2)
     gather.post(0, "mine")
     gather.close(timeout_s=0.0)
