@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
 
+from lightning_gpuopt._lightning import train_iterators
 from lightning_gpuopt.callbacks import _tuned_fit
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
@@ -440,14 +441,24 @@ def test_where_training_would_wait_for_new_workers_the_next_epoch_changes(kwargs
         iterator._shutdown_workers()
 
 
+class InTraining(Callback):
+    """Workers of the iterator that the training loop reads, after each step."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.counts.append(train_iterators(trainer)[0]._num_workers)
+
+
 def test_a_validation_with_the_same_loader_is_not_what_is_tuned(tmp_path: Path, script: dict[Any, int]) -> None:
     script[1] = 3
-    source, counts = loader(), Counts()
+    source, counts = loader(), InTraining()
     model = Model(source)
     model.val_dataloader = lambda: source  # type: ignore[method-assign]
     model.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
-    fit(tmp_path, model, NumWorkersFinder(), counts, max_epochs=1, val_check_interval=4, limit_val_batches=2)
-    assert max(counts.counts) == 6  # three for training, and three of the validation that is just over
+    fit(tmp_path, model, NumWorkersFinder(), counts, max_epochs=1, val_check_interval=1, limit_val_batches=1)
+    assert (counts.counts[0], counts.counts[-1]) == (1, 3)
 
 
 def test_a_killed_worker_ends_training_as_ever() -> None:
