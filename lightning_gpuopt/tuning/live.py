@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_gpuopt.tuning.caps import Cap
-from lightning_gpuopt.tuning.model import LoaderModel, receive_cost
+from lightning_gpuopt.tuning.model import LoaderModel
 from lightning_gpuopt.tuning.workers import LimitedBy, Trial
 
 _LEAST_WINDOW: Final = 6
@@ -57,7 +57,7 @@ class LivePolicy:
     """Decide on the number of workers, window by window.
 
     Args:
-        num_workers: what runs now; 0: the training process itself loads.
+        num_workers: what runs now.
         cpus: CPUs that the loader and its consumer may use.
         tolerance: share of the step, 0-1: a wait below it is none, and a gain below it is not worth a worker.
         prefetch_factor: batches that each worker prepares ahead.
@@ -106,7 +106,7 @@ class LivePolicy:
             cap: the most that fit.
 
         Returns:
-            The number to run now; 0 only where it is 0 now.
+            The number to run now.
         """
         count = self.num_workers
         self._trials[count] = Trial(count, 1.0 / seen.step_s, seen.wait_s)
@@ -154,14 +154,14 @@ class LivePolicy:
     def _verify(self, before: tuple[int, Seen], seen: Seen, starved: bool, cap: Cap) -> int:
         """Keep a change, or take it back."""
         number, earlier = before
-        if number and self.num_workers > number:
+        if self.num_workers > number:
             if earlier.step_s < (1 + self._tolerance) * seen.step_s:  # more workers have gained nothing
                 # Where nothing is waited for any more, it was not the data that set the pace: a GPU that works behind
                 # the training loop, or another rank.
                 self.limited_by = "cpu" if starved else "consumer"
                 self._ceiling = number, self.limited_by
                 return self._take_back(number, earlier)
-        elif number and starved and seen.step_s > (1 + self._tolerance) * earlier.step_s:
+        elif starved and seen.step_s > (1 + self._tolerance) * earlier.step_s:
             self._floor = number
             return self._take_back(number, earlier)
         return self._improve(seen, starved, cap)
@@ -169,17 +169,14 @@ class LivePolicy:
     def _more(self, seen: Seen, cap: Cap) -> int:
         """How many workers a starved consumer should have; the number now where more would not help."""
         count = self.num_workers
-        model = self._model(seen, max(count, 1) * seen.step_s if count else seen.wait_s)
-        most = min(cap.num_workers, _MOST_LEAP * max(count, 1))
+        model = self._model(seen, count * seen.step_s)
+        most = min(cap.num_workers, _MOST_LEAP * count)
         ceiling, reason = self._ceiling or (most, cap.limited_by)
         most = min(most, ceiling)
         if count >= most:
             self.limited_by = reason if count == ceiling else cap.limited_by
             return count
         needed = model.workers_needed(most)
-        if not count:  # a batch that is made faster than it is handed over is better made here
-            better = seen.step_s > (1 + self._tolerance) * model.step_s(needed)[1]
-            return needed if better else 0
         if (model.cpu_s + model.consumer_cpu_s) / seen.step_s > _ALL_CPUS * self._cpus:
             self.limited_by = "cpu"
             return count
@@ -203,7 +200,7 @@ class LivePolicy:
         return LoaderModel(
             service_s=service_s,
             cpu_s=min(seen.worker_cpu_s or 0.0, service_s),
-            receive_s=receive_cost(seen.batch_bytes) if not self.num_workers else (0.0, 0.0, 0.0),
+            receive_s=(0.0, 0.0, 0.0),  # in the consumer's time
             consumer_s=max(seen.step_s - seen.wait_s, 1e-6),
             consumer_cpu_s=seen.consumer_cpu_s,
             cpus=cpus,

@@ -116,9 +116,6 @@ class FetchMeter:
         cpu_after, process_s = _cpu_s(workers), time.process_time() - process_before
         worker_cpu_s = None if cpu_before is None or cpu_after is None else max(cpu_after - cpu_before, 0.0) / steps
         consumer_cpu_s = process_s / steps
-        if not workers:  # all of it is the training process's
-            share = sum(self._waits) / (sum(self._waits) + sum(self._owns))
-            worker_cpu_s, consumer_cpu_s = consumer_cpu_s * share, consumer_cpu_s * (1 - share)
         busy = fmean(self._busy) if self._busy else None
         return Seen(own_s + fmean(self._waits), wait_s, busy, worker_cpu_s, consumer_cpu_s, self._bytes)
 

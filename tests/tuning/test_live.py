@@ -128,13 +128,6 @@ def test_uneven_batches_get_more_ahead() -> None:
     assert live.decide(Seen(step_s=0.011, wait_s=0.001, busy=3.0, worker_cpu_s=0.0), CAP) == 5
 
 
-@pytest.mark.parametrize(("service_s", "step_s", "workers"), [(0.04, 0.01, 4), (0.0005, 0.005, 0), (0.02, 1.0, 0)])
-def test_the_training_process_is_relieved_only_where_that_helps(service_s: float, step_s: float, workers: int) -> None:
-    live = policy(0)
-    Machine(service_s, step_s).run(live, 8)
-    assert live.num_workers == workers
-
-
 def test_a_number_that_others_decided_on_is_looked_at_anew_or_left() -> None:
     live = policy(1)
     live.set(4)
