@@ -5,7 +5,7 @@ A network of next to nothing trains with a step that sleeps, on samples that wai
 each of 1, 2, 4, 8 and 16, the best of which is the best step time. The steps after the 60th count; the rounds take
 turns. The order of the samples is compared by a hash of all their numbers, and no sample may come twice in an epoch.
 
-The cost of a settled finder is that of its hook and of its place in the iterator, timed by themselves.
+The cost of a settled finder is that of its hook and of its two places in the iterator, timed by themselves.
 
     python benchmarks/workers_live.py [--rounds N] [--output FILE]
 
@@ -15,6 +15,7 @@ Exit code 1 if an order differs, a sample comes twice, or a settled step costs m
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import logging
@@ -32,10 +33,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_gpuopt import NumWorkersFinder
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.live import LivePolicy
+from lightning_gpuopt.tuning.resize import adopt
 from lightning_gpuopt.tuning.running import RunningLoader
 
 BATCH = 16
@@ -118,6 +121,7 @@ def compare(kind: str, step: int, rounds: int, folder: str) -> dict[str, Any]:
     times: dict[str, list[float]] = {}
     orders: set[str] = set()
     numbers: list[int | None] = []
+    said: list[str] = []
     twice = 0
     for _ in range(rounds):
         for fixed in (*FIXED, None):
@@ -128,6 +132,7 @@ def compare(kind: str, step: int, rounds: int, folder: str) -> dict[str, Any]:
             twice += len(model.seen) - len(set(model.seen))
             if fixed is None:
                 numbers.append(finder.optimal_num_workers)
+                said.append(str(finder.choices[0]))
     medians = {name: statistics.median(each) for name, each in times.items()}
     live_ms = medians.pop("live")
     best = min(medians, key=lambda name: medians[name])
@@ -139,6 +144,7 @@ def compare(kind: str, step: int, rounds: int, folder: str) -> dict[str, Any]:
         "live_over_best": live_ms / medians[best],
         "live_rounds_ms": times["live"],
         "num_workers": numbers,
+        "said": said,
         "orders": len(orders),
         "samples_twice": twice,
     }
@@ -172,7 +178,7 @@ def per_call_us(call: Callable[[], object]) -> float:
 
 
 def settled_us(folder: str) -> dict[str, float]:
-    """Microseconds a step of the hook and in the iterator, when nothing is being tried."""
+    """Microseconds a step of the hook, in the iterator, and where it asks for more; when nothing is being tried."""
     finder = NumWorkersFinder()
     hook = Hook(finder)
     train("io", 0.05, 1, [finder, hook], folder)
@@ -181,10 +187,26 @@ def settled_us(folder: str) -> dict[str, float]:
         loader = DataLoader(range(10 * CALLS), batch_size=None)  # type: ignore[arg-type]
         running = RunningLoader(loader, LivePolicy(0, cpus=1.0))
         running.freeze()
-        iterator = running.new_iterator() if wrapped else iter(loader)
+        iterator = running.new_iterator(loader._get_iterator) if wrapped else iter(loader)
+        next(iterator)
         return per_call_us(lambda: next(iterator))
 
-    return {"hook_us": hook.us, "fetch_us": max(fetch(True) - fetch(False), 0.0)}
+    return {"hook_us": hook.us, "fetch_us": max(fetch(True) - fetch(False), 0.0), "ask_us": asking_us()}
+
+
+def asking_us() -> float:
+    """Microseconds that ours adds where an iterator that can be resized asks a worker for its next batch."""
+    loader = DataLoader(range(1000), num_workers=1)  # type: ignore[arg-type]
+    iterator = adopt(iter(loader), loader)
+    iterator._task_info.clear()
+    torchs = _MultiProcessingDataLoaderIter._try_put_index
+    _MultiProcessingDataLoaderIter._try_put_index = lambda self: None  # type: ignore[method-assign]
+    try:
+        plain = functools.partial(_MultiProcessingDataLoaderIter._try_put_index, iterator)
+        return per_call_us(iterator._try_put_index) - per_call_us(plain)
+    finally:
+        _MultiProcessingDataLoaderIter._try_put_index = torchs  # type: ignore[method-assign]
+        iterator._shutdown_workers()
 
 
 def main() -> int:
@@ -213,7 +235,9 @@ def main() -> int:
                 flush=True,
             )
         settled = settled_us(folder)
-    print(f"settled: hook {settled['hook_us']:.2f} µs, fetch {settled['fetch_us']:.2f} µs a step")
+    print(
+        "settled: " + ", ".join(f"{name.removesuffix('_us')} {us:.2f} µs" for name, us in settled.items()) + " a step"
+    )
     if options.output is not None:
         text = json.dumps({"machine": machine, "cases": results, "settled": settled}, indent=1)
         options.output.write_text(text + "\n")

@@ -119,6 +119,7 @@ class ObservedFit:
         self._gather: RankGather | None = None
         self._hang: HangWatch | None = None
         self._epoch_seen = 0
+        self._changed_after: int | None = None
         self._logged = False
         self.started = False
         self.loader = LoaderWatch(trainer)
@@ -224,7 +225,8 @@ class ObservedFit:
         self.steps.step_done()
         if self._hang is not None:
             self._hang.progress()
-        if timeline.epochs != self._epoch_seen:  # workers are started anew, unless they persist
+        # workers are started anew in each epoch, unless they persist, and a finder may change their number at any step
+        if timeline.epochs != self._epoch_seen or self.loader.resized():
             self._epoch_seen = timeline.epochs
             self._loaders_may_have_changed()
         if self._device is not None:
@@ -243,6 +245,7 @@ class ObservedFit:
         if self._last_findings and steady is not None and steady.step_s is not None:
             self._pending = (self._last_findings, steady.step_s)
         self._last_findings = []
+        self._changed_after = times.steps
         self._windows.restart(times)
 
     def _prove(self) -> None:
@@ -337,7 +340,9 @@ class ObservedFit:
         if self._device is not None:
             notes += self._device.notes
         if measurement is None or not measurement.times.steps:
-            notes.append(f"Only {times.steps} steps have run, warm-up included: nothing is diagnosed.")
+            since = "have run" if self._changed_after is None else "have run since the loader was changed"
+            steps = times.steps - (self._changed_after or 0)
+            notes.append(f"Only {steps} steps {since}, warm-up included: nothing is diagnosed.")
             return notes
         return notes + remarks(measurement, self._options.threshold)
 

@@ -15,7 +15,8 @@ from lightning_gpuopt._lightning import (
     Trainer,
 )
 from lightning_gpuopt.callbacks._guard import Guard
-from lightning_gpuopt.callbacks._tuned_fit import Choice, Options, TunedFit
+from lightning_gpuopt.callbacks._tuned_fit import TunedFit
+from lightning_gpuopt.callbacks._tuned_loader import Choice, Options
 from lightning_gpuopt.tuning.workers import Trial
 
 Mode = Literal["live", "probe", "off"]
@@ -109,7 +110,7 @@ class NumWorkersFinder(Callback):
         choice = self.choices.get(0)
         if choice is not None:
             return choice.num_workers
-        return self._first_num_workers if self._fit is None else self._fit.first_num_workers
+        return self._first()
 
     @property
     def trials(self) -> list[Trial]:
@@ -174,6 +175,7 @@ class NumWorkersFinder(Callback):
                     "before": each.before,
                     "settled": each.settled,
                     "limited_by": each.limited_by,
+                    "prefetch_factor": each.prefetch_factor,
                 }
                 for index, each in self.choices.items()
             }
@@ -182,16 +184,17 @@ class NumWorkersFinder(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start with the choices of a checkpoint."""
-        self._restored = {
-            index: Choice(fields["num_workers"], fields["settled"], fields["before"], (), fields["limited_by"])
-            for index, fields in state_dict.get("loaders", {}).items()
-        }
+        self._restored = {index: Choice(**fields) for index, fields in state_dict.get("loaders", {}).items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is under way: what is copied or sent to another process is a finder at rest."""
         bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
         state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
-        return {**state, "_fit": None}
+        here = {"_fit": None, "_choices": self.choices, "_first_num_workers": self._first()}
+        return {**state, **here}
+
+    def _first(self) -> int | None:
+        return self._first_num_workers if self._fit is None else self._fit.first_num_workers
 
     def _leave(self, *, failed: bool = False) -> None:
         fit, self._fit = self._fit, None

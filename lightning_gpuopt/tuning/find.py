@@ -19,7 +19,7 @@ _USUAL_PREFETCH: Final = 2
 _REFINE: Final = 0.45
 """Of the budget, after which nothing is tried again only to be surer."""
 _RESERVE: Final = 0.25
-_MOST_RESERVE_S: Final = 0.5
+_MOST_RESERVE_S: Final = 0.75
 """Of the budget, for ending the last trial's workers: a quarter, but no more than this."""
 
 

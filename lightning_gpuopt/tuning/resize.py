@@ -23,11 +23,18 @@ from typing import Any, Final
 
 import torch
 import torch.multiprocessing
-from torch._C import _remove_worker_pids, _set_worker_pids
-from torch.utils.data import MapDataPipe, _DatasetKind
-from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
-from torch.utils.data._utils.worker import _worker_loop
-from torch.utils.data.dataloader import DataLoader, _MultiProcessingDataLoaderIter
+from torch.utils.data import DataLoader
+
+_missing: str | None = None
+try:
+    from torch._C import _remove_worker_pids, _set_worker_pids
+    from torch.utils.data import MapDataPipe, _DatasetKind
+    from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
+    from torch.utils.data._utils.worker import _worker_loop
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+except ImportError as error:
+    _missing = str(error)
+    _MultiProcessingDataLoaderIter = object  # type: ignore[assignment,misc]
 
 log = logging.getLogger(__name__)
 
@@ -351,6 +358,8 @@ def _why_not(iterator: Any) -> str | None:
     numbers = torch.__version__.split("+")[0].split(".")[:2]
     if numbers[0] != "2" or not numbers[1].isdigit() or int(numbers[1]) < 4:
         return f"torch {torch.__version__} is none of those that this was made for (2.4 and later 2.x)"
+    if _missing is not None:
+        return f"torch {torch.__version__} is not as expected: {_missing}"
     if type(iterator) is not _MultiProcessingDataLoaderIter:
         return f"{type(iterator).__name__} is not torch's own iterator over worker processes"
     missing = [name for name in _PRESENT if not hasattr(iterator, name)]

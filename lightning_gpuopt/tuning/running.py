@@ -9,16 +9,15 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+import weakref
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import (
-    _MultiProcessingDataLoaderIter,
-)
 
 from lightning_gpuopt.timeline.queues import batches_there, in_the_making, lies_ready
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
@@ -133,8 +132,29 @@ class _Timed:
         return meter.fetch(self, super().__next__)  # type: ignore[misc]
 
 
-class _TimedResizable(_Timed, ResizableIterator):
-    """Workers that can become more and fewer."""
+@cache
+def _timed(kind: type) -> type:
+    return type(f"Timed{kind.__name__}", (_Timed, kind), {})
+
+
+class _Arrival(FetchMeter):
+    """The meter of a new iterator: at its first fetch it is clear who the consumer is.
+
+    Args:
+        running: whose iterator it is, if the consumer is the one that is looked at.
+    """
+
+    def __init__(self, running: RunningLoader) -> None:
+        super().__init__(0, 1)
+        self._running = running
+
+    def fetch(self, iterator: Any, take: Callable[[], Any]) -> Any:
+        """Take a batch, with the meter that is to stay."""
+        meter = iterator._gpuopt_meter = self._running.arrive(iterator)
+        if meter.asleep > 0:
+            meter.asleep -= 1
+            return take()
+        return meter.fetch(iterator, take)
 
 
 class RunningLoader:
@@ -146,6 +166,7 @@ class RunningLoader:
         max_num_workers: never more than so many; None: as :func:`~lightning_gpuopt.tuning.caps.worker_cap` has it.
         local_world_size: ranks on this node.
         num_workers_before: what the user has set; None: what the loader has now.
+        consumes: whether an iterator is the consumer's own; somebody else may iterate the loader, too.
 
     Attributes:
         frozen: whether nothing is looked at any more.
@@ -159,6 +180,7 @@ class RunningLoader:
         max_num_workers: int | None = None,
         local_world_size: int = 1,
         num_workers_before: int | None = None,
+        consumes: Callable[[Any], bool] = lambda iterator: True,
     ) -> None:
         self.loader = loader
         self.policy = policy
@@ -167,33 +189,56 @@ class RunningLoader:
         self.frozen = False
         self._max_num_workers = max_num_workers
         self._local_world_size = local_world_size
-        self._iterator: Any = None
+        self._consumes = consumes
+        # Only the consumer keeps an iterator: its workers end when that lets go of it.
+        self._current: weakref.ref[Any] | None = None
+        self._new: weakref.WeakSet[Any] = weakref.WeakSet()
         self._pending = False
         self._base_seed: int | None = None
-        self._create = loader._get_iterator
         before = loader.num_workers if num_workers_before is None else num_workers_before
         self._depth = max(before * (loader.prefetch_factor or 2), 1)
 
-    def new_iterator(self) -> Any:
-        """In place of the loader's ``_get_iterator``: its own iterator, timed and if possible resizable."""
+    @property
+    def _iterator(self) -> Any:
+        """What the consumer fetches from; None before its first fetch, and when it has let go of it."""
+        return None if self._current is None else self._current()
+
+    def new_iterator(self, create: Callable[[], Any]) -> Any:
+        """In place of the loader's ``_get_iterator``: its own iterator, timed and if possible resizable.
+
+        Args:
+            create: the loader's own ``_get_iterator``.
+        """
         with warnings.catch_warnings():
             if self.loader.num_workers > 1:  # measured: no reason to warn of more workers than CPUs
                 warnings.filterwarnings("ignore", message="This DataLoader will create")
-            iterator = self._create_as_if_persistent() if self._base_seed is not None else self._create()
-        self._iterator = self._watch(iterator)
+            iterator = create() if self._base_seed is None else self._create_as_if_persistent(create)
+        self._watch(iterator)
+        return iterator
+
+    def arrive(self, iterator: Any) -> FetchMeter:
+        """A new iterator is asked for its first batch.
+
+        Returns:
+            Its meter from now on.
+        """
+        self._new.discard(iterator)
+        if not self._consumes(iterator):
+            return FetchMeter(_NEVER, 1)
+        self._current = weakref.ref(iterator)
         if self._pending:
             self._pending = False
             self._look()
         self.epoch_begins()
-        return iterator
+        return self.meter
 
-    def _create_as_if_persistent(self) -> Any:
+    def _create_as_if_persistent(self, create: Callable[[], Any]) -> Any:
         """A new iterator draws its base seed, which one that went on would not have done: not from the user's state."""
         generator, seed = self.loader.generator, self._base_seed
         assert seed is not None
         self.loader.generator = torch.Generator().manual_seed(seed)
         try:
-            return self._create()
+            return create()
         finally:
             self.loader.generator, self._base_seed = generator, None
 
@@ -201,28 +246,29 @@ class RunningLoader:
         """Go on where the loader that this one replaces has stopped."""
         assign(self.loader, old.loader.num_workers)
         self.meter, self.frozen, self._pending, self._depth = old.meter, old.frozen, old._pending, old._depth
+        if self.meter.seen is not None:  # and not acted on: it was not in training that the old one was iterated last
+            self._look()
 
     def epoch_begins(self) -> None:
         """The next fetches are the first of an epoch."""
         self.meter.epoch_begins(max(self.policy.num_workers, 1))
 
-    def _watch(self, iterator: Any) -> Any:
+    def _watch(self, iterator: Any) -> None:
         self.problem = None
         try:
             try:
                 if (reason := self._why_not_live()) is not None:
                     raise ResizeUnsupported(reason)
                 adopt(iterator, self.loader)._gpuopt_depth = self._depth
-                iterator.__class__ = _TimedResizable
             except ResizeUnsupported as unsupported:
                 self.problem = str(unsupported)
-                kind = type(iterator)
-                iterator.__class__ = type(f"Timed{kind.__name__}", (_Timed, kind), {})
-            iterator._gpuopt_meter = self.meter
+            self._new.add(iterator)
+            iterator._gpuopt_meter = _Arrival(self)
+            kind: type = type(iterator)
+            iterator.__class__ = _timed(kind)
         except Exception as error:  # such as a class whose objects cannot take another
             log.debug("an iterator could not be watched", exc_info=True)
             self.problem = str(error)
-        return iterator
 
     def _why_not_live(self) -> str | None:
         """Why workers should not be started in the running epoch; None where they may."""
@@ -297,21 +343,16 @@ class RunningLoader:
     def before_epoch(self) -> None:
         """Persistent workers of another number than the loader should have must go before it is iterated again."""
         iterator = getattr(self.loader, "_iterator", None)
-        if isinstance(iterator, _MultiProcessingDataLoaderIter) and iterator._num_workers != self.loader.num_workers:
+        if iterator is not None and getattr(iterator, "_num_workers", 0) not in (0, self.loader.num_workers):
             iterator._shutdown_workers()
             self._base_seed = int(iterator._base_seed)
             self.loader._iterator = None
 
-    def release(self) -> None:
-        """Let go of the iterator, so that its workers end with its last user."""
-        self._iterator = None
-
     def shut_down(self) -> None:
         """End the workers at once: training has failed, and what it failed with may keep the iterator alive."""
-        iterator = self._iterator
-        self.release()
-        if isinstance(iterator, ResizableIterator):
-            iterator._shutdown_workers()
+        for iterator in (self._iterator, *self._new):
+            if hasattr(iterator, "_shutdown_workers"):
+                iterator._shutdown_workers()
 
 
 def assign(loader: DataLoader[Any], num_workers: int) -> None:

@@ -177,14 +177,17 @@ class Search:
         return min(max(math.isqrt(least * count), least), count - 1)
 
     def _again(self, cap: Cap) -> int | None:
-        """Where another number came close, and one of the two was tried only once: that, the smaller first."""
+        """Where another number came close, and one of the two was tried only once: that, the smaller first.
+
+        Where the consumer gets all that it can take, only a far smaller number is worth that.
+        """
         within = self._within(cap)
         enough = self._enough(within)
-        if self._is_fed(enough):
-            return None
         others = [each for each in within if _count(each) != _count(enough)]
         nearest = max(others, key=_rate, default=enough)
         if abs(_rate(nearest) / _rate(enough) - 1) > _CLOSE:
+            return None
+        if self._is_fed(enough) and _count(enough) < _TOO_MANY * _count(nearest):
             return None
         tried = [_count(each) for each in self.seen]
         return min((count for count in (_count(nearest), _count(enough)) if tried.count(count) == 1), default=None)

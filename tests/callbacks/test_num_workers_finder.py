@@ -17,17 +17,17 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
 
 from lightning_gpuopt._lightning import train_iterators
-from lightning_gpuopt.callbacks import _tuned_fit
+from lightning_gpuopt.callbacks import _tuned_fit, _tuned_loader
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.gather import Gather
-from lightning_gpuopt.tuning import caps
+from lightning_gpuopt.tuning import caps, resize
 from lightning_gpuopt.tuning.live import LivePolicy, Seen
 from lightning_gpuopt.tuning.running import FetchMeter, RunningLoader
 from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
@@ -190,7 +190,10 @@ def test_the_choice_is_said_and_logged_once(
         finder = NumWorkersFinder()
         fit(tmp_path, Model(loader()), finder, logger=logger)
     said = [record.getMessage() for record in caplog.records if "NumWorkersFinder" in record.getMessage()]
-    assert said == ["NumWorkersFinder: num_workers 1 → 4: 4.0× faster input, limited by consumer"]
+    assert said == [
+        "NumWorkersFinder: num_workers 1 → 4: 4.0× faster input, limited by consumer",
+        "NumWorkersFinder: give the DataLoader persistent_workers=True: its workers are started anew in every epoch",
+    ]
     # the first fetch is left out; three fetches are a window of two steps; two windows
     assert [each for each in logger.records if "loader/num_workers" in each[1]] == [(6, {"loader/num_workers": 4.0})]
     assert [trial.num_workers for trial in finder.trials] == [1, 4]
@@ -216,8 +219,6 @@ def test_each_loader_has_its_own_number_and_validation_is_left_alone(tmp_path: P
 def test_where_the_iterator_is_not_as_expected_the_next_epoch_changes(
     tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_gpuopt.tuning import resize
-
     monkeypatch.setattr(resize, "_WORKER_LOOP", [])
     script[1] = 3
     for persistent in (False, True):
@@ -257,7 +258,7 @@ def test_a_loader_that_gathers_without_workers_stays_so(tmp_path: Path, script: 
     vars(source)["dataset"] = Gather.__new__(Gather)
     finder = NumWorkersFinder()
     reason = _tuned_fit.TunedFit(
-        tiny_trainer(tmp_path), _tuned_fit.Options("live", None, None, 1.0, 0.05, False, None), dict
+        tiny_trainer(tmp_path), _tuned_loader.Options("live", None, None, 1.0, 0.05, False, None), dict
     )._why_not(source)
     assert reason == "a loader alone that gathers its batches faster without workers"
     assert finder.optimal_num_workers is None
@@ -312,15 +313,19 @@ def test_a_restored_choice_is_used_without_a_new_search(tmp_path: Path, script: 
     fit(tmp_path, Model(loader()), finder, checkpoint, enable_checkpointing=True)
     path = tmp_path / "epoch=0-step=20.ckpt"
     state = torch.load(path, weights_only=True)["callbacks"]["NumWorkersFinder"]
-    assert state == {"loaders": {0: {"num_workers": 3, "before": 1, "settled": True, "limited_by": "consumer"}}}
+    choice = {"num_workers": 3, "before": 1, "settled": True, "limited_by": "consumer", "prefetch_factor": None}
+    assert state == {"loaders": {0: choice}}
+    checkpointed = torch.load(path, weights_only=True)
+    checkpointed["callbacks"]["NumWorkersFinder"]["loaders"][0]["prefetch_factor"] = 4
+    torch.save(checkpointed, path)
     script[3] = 5
     source, counts, again = loader(), Counts(), NumWorkersFinder()
     logger = RecordingLogger()
     trainer = tiny_trainer(tmp_path, max_steps=60, callbacks=[again, counts], logger=logger)
     trainer.fit(Model(source), ckpt_path=path)
     assert set(counts.counts) == {3}
-    assert again.optimal_num_workers == source.num_workers == 3
-    assert str(again.choices[0]) == "num_workers 1 → 3: limited by consumer"
+    assert (again.optimal_num_workers, source.num_workers, source.prefetch_factor) == (3, 3, 4)
+    assert str(again.choices[0]) == "num_workers 1 → 3, prefetch_factor=4: limited by consumer"
     assert [each[1]["loader/num_workers"] for each in logger.records if "loader/num_workers" in each[1]] == [3.0]
 
 
@@ -331,14 +336,15 @@ def test_a_probe_goes_before_training(tmp_path: Path, monkeypatch: pytest.Monkey
         asked.append(args)
         return NumWorkersResult(3, (Trial(1, 10.0, 0.1), Trial(3, 25.0, 0.0)), "consumer", 25.0, 4, False, True)
 
-    monkeypatch.setattr(_tuned_fit, "find_num_workers", find)
+    monkeypatch.setattr(_tuned_loader, "find_num_workers", find)
     source, counts = loader(), Counts()
     finder = NumWorkersFinder("probe", step_time_s=0.04, max_num_workers=8, max_seconds=5, tolerance=0.1)
     fit(tmp_path, Model(source), finder, counts)
     assert asked == [(0.04, 8, 5.0, 0.1, 1, False)]
     assert set(counts.counts[:79]) == {3}
     assert (finder.optimal_num_workers, source.prefetch_factor) == (3, 4)
-    assert str(finder.choices[0]) == "num_workers 1 → 3: 2.5× faster input, limited by consumer"
+    assert str(finder.choices[0]) == "num_workers 1 → 3, prefetch_factor=4: 2.5× faster input, limited by consumer"
+    assert finder.state_dict()["loaders"][0]["prefetch_factor"] == 4
 
     asked.clear()
     fit(tmp_path, Model(loader()), finder, counts := Counts())  # type: ignore[arg-type]
@@ -396,7 +402,7 @@ def test_a_dataset_that_wants_other_keys_trains_without_trials(tmp_path: Path) -
 
 def test_trials_that_see_nothing_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = NumWorkersResult(1, (), "time")
-    monkeypatch.setattr(_tuned_fit, "find_num_workers", lambda *args: nothing)
+    monkeypatch.setattr(_tuned_loader, "find_num_workers", lambda *args: nothing)
     source, finder = loader(0), NumWorkersFinder("probe", step_time_s=0.01)
     with pytest.warns(UserWarning, match="not one batch came within max_seconds=10"):
         fit(tmp_path, Model(source), finder, max_epochs=1)
@@ -417,7 +423,7 @@ def test_data_that_the_training_process_uses_is_not_handed_to_workers(
 
 def test_before_its_first_use_data_may_go_to_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = NumWorkersResult(3, (Trial(1, 10.0, 0.1), Trial(3, 25.0, 0.0)), "consumer")
-    monkeypatch.setattr(_tuned_fit, "find_num_workers", lambda *args: result)
+    monkeypatch.setattr(_tuned_loader, "find_num_workers", lambda *args: result)
     source, counts = loader(0), Counts()
     fit(tmp_path, Model(source), NumWorkersFinder("probe", step_time_s=0.01), counts, max_epochs=1)
     assert (source.num_workers, counts.counts[0]) == (3, 3)
@@ -431,10 +437,12 @@ def test_before_its_first_use_data_may_go_to_workers(tmp_path: Path, monkeypatch
     ],
 )
 def test_where_training_would_wait_for_new_workers_the_next_epoch_changes(kwargs: dict[str, Any], reason: str) -> None:
-    running = RunningLoader(loader(**kwargs), LivePolicy(1, cpus=1.0))
+    source = loader(**kwargs)
+    running = RunningLoader(source, LivePolicy(1, cpus=1.0))
     assert reason in (running._why_not_live() or "")
     if "timeout" in kwargs:
-        iterator = running.new_iterator()
+        iterator = running.new_iterator(source._get_iterator)
+        next(iterator)
         assert reason in (running.problem or "")
         assert running.apply(3) == 3
         assert (iterator._num_workers, running.loader.num_workers) == (1, 3)
@@ -489,15 +497,79 @@ def test_a_kept_choice_is_where_the_next_run_starts(tmp_path: Path, script: dict
 
 def test_new_loaders_of_the_next_epoch_go_on_with_the_number(tmp_path: Path, script: dict[Any, int]) -> None:
     script[1] = 3
-
-    class Reloading(Model):
-        def train_dataloader(self) -> Any:
-            return loader()
-
-    counts, finder = Counts(), NumWorkersFinder()
+    counts, finder = InTraining(), NumWorkersFinder()
     fit(tmp_path, Reloading(), finder, counts, reload_dataloaders_every_n_epochs=1)
     assert counts.counts[80] == 3
     assert {index: choice.num_workers for index, choice in finder.choices.items()} == {0: 3}
+
+
+class Reloading(Model):
+    """Makes a loader each time that it is asked."""
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+def test_a_change_that_waits_for_the_next_epoch_passes_on_to_its_new_loader(
+    tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resize, "_WORKER_LOOP", [])
+    script.update({1: 3, 3: 5})
+    counts = InTraining()
+    with pytest.warns(UserWarning, match="num_workers is 3 from the next epoch on"):
+        fit(tmp_path, Reloading(), NumWorkersFinder(), counts, reload_dataloaders_every_n_epochs=1, max_epochs=3)
+    assert [counts.counts[step] for step in (0, 79, 80, 159, 160, 239)] == [1, 1, 3, 3, 5, 5]
+
+
+def test_a_loader_that_a_search_for_a_learning_rate_has_used_is_let_go(tmp_path: Path, script: dict[Any, int]) -> None:
+    script[1] = 3
+    model, finder, counts = Reloading(), NumWorkersFinder(), Counts()
+    model.lr = 0.1
+    search = LearningRateFinder(num_training_steps=10, update_attr=False)
+    callbacks = [search, finder, counts]
+    trainer = tiny_trainer(tmp_path, max_steps=40, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(model)
+    assert (counts.counts[0], counts.counts[-1]) == (1, 3)  # the search's own worker has gone
+    assert {index: choice.num_workers for index, choice in finder.choices.items()} == {0: 3}
+
+
+def test_a_resume_in_mid_epoch_knows_the_new_loader_of_the_next(tmp_path: Path, script: dict[Any, int]) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=20, save_top_k=-1)
+    fit(tmp_path, Reloading(), checkpoint, enable_checkpointing=True, max_epochs=1)
+    script[1] = 3
+    finder, counts = NumWorkersFinder(), InTraining()
+    options = {"max_steps": -1, "max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, "callbacks": [finder, counts]}
+    tiny_trainer(tmp_path, **options).fit(Reloading(), ckpt_path=tmp_path / "epoch=0-step=20.ckpt")
+    assert {index: choice.num_workers for index, choice in finder.choices.items()} == {0: 3}
+    assert counts.counts[-80] == 3
+
+
+class Peeks(Callback):
+    """Looks into the training loader while training runs, as a logger of images does."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        iterator = iter(trainer.train_dataloader)
+        next(iterator)
+        iterator._shutdown_workers()
+
+
+def test_somebody_else_who_iterates_the_loader_is_not_what_is_tuned(tmp_path: Path, script: dict[Any, int]) -> None:
+    plain = fit(tmp_path, Model(loader()), Peeks(), max_epochs=1)
+    script[1] = 3
+    finder, counts = NumWorkersFinder(), InTraining()
+    tuned = fit(tmp_path, Model(loader()), Peeks(), finder, counts, max_epochs=1)
+    assert same(plain, tuned)
+    assert (counts.counts[0], counts.counts[-1]) == (1, 3)
+
+
+def test_an_epoch_that_is_cut_short_leaves_the_generator_as_without(tmp_path: Path, script: dict[Any, int]) -> None:
+    def run(*callbacks: Callback) -> Any:
+        source = loader(generator=torch.Generator().manual_seed(5))
+        return fit(tmp_path, Model(source), *callbacks, max_epochs=3, limit_train_batches=75)
+
+    plain = run()
+    script[1] = 4
+    assert same(plain, run(NumWorkersFinder()))
 
 
 @pytest.mark.parametrize("mode", ["off", False])
@@ -532,6 +604,45 @@ def test_a_copy_is_at_rest() -> None:
         assert (twin.mode, twin.step_time_s, twin.choices) == ("probe", 0.1, {})
 
 
+def test_a_stall_detector_beside_it_begins_anew_with_other_workers(tmp_path: Path, script: dict[Any, int]) -> None:
+    script[1] = 4
+    detector = StallDetector(window_size=10, warmup_steps=2)
+    seen: dict[str, Any] = {}
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            run = detector._run
+            assert run is not None
+            steady = run._windows.steady(run.timeline.times())
+            if batch_idx == 4:
+                seen["too early"] = detector.report.notes
+            if batch_idx == 60 and steady is not None:
+                seen["changed after"], seen["steady steps"] = run._changed_after, steady.steps
+                seen["pids"] = set(run.loader._host._pids)
+                seen["workers"] = {worker.pid for worker in train_iterators(trainer)[0]._workers}
+
+    fit(tmp_path, Model(loader()), NumWorkersFinder(), detector, Looks(), max_epochs=1)
+    note = "Only 1 steps have run since the loader was changed, warm-up included: nothing is diagnosed."
+    assert note in seen["too early"]
+    assert (seen["changed after"], seen["steady steps"]) == (4, 61 - 4 - 2)
+    assert seen["pids"] == seen["workers"]
+    assert len(seen["pids"]) == 4
+
+
+def test_a_copy_in_mid_training_knows_the_choice_until_then(tmp_path: Path, script: dict[Any, int]) -> None:
+    script[1] = 3
+    finder = NumWorkersFinder()
+    twins: list[NumWorkersFinder] = []
+
+    class Copies(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 20:
+                twins.extend([copy.deepcopy(finder), pickle.loads(pickle.dumps(finder))])
+
+    fit(tmp_path, Model(loader()), finder, Copies(), max_epochs=1)
+    assert [(twin.optimal_num_workers, len(twin.trials)) for twin in twins] == [(3, 2), (3, 2)]
+
+
 def test_a_settled_meter_reads_no_clock() -> None:
     reads: list[float] = []
 
@@ -544,7 +655,7 @@ def test_a_settled_meter_reads_no_clock() -> None:
     source: Any = loader(0)
     running = RunningLoader(source, LivePolicy(0, cpus=1.0))
     running.meter = meter
-    assert len(list(running.new_iterator())) == 80
+    assert len(list(running.new_iterator(source._get_iterator))) == 80
     assert reads == []
     assert meter.asleep == (1 << 40) - 81
 

@@ -807,7 +807,7 @@ class TestHang:
                 while batch_idx == 3 and not list(written.glob("hang-*.txt")) and time.monotonic() < deadline:
                     time.sleep(0.01)
 
-        detector = StallDetector(on_stall="ignore", report_dir=written, hang_timeout=0.3)
+        detector = StallDetector(on_stall="ignore", report_dir=written, hang_timeout=2.0)
         model = Hanging(dataset=SleepyData(length=100), num_workers=2)
         with pytest.warns(UserWarning, match="no step was finished for"):
             run(tmp_path, model, detector=detector, max_steps=8)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -312,6 +313,18 @@ def test_what_cannot_be_resized_is_refused_and_left_as_it_is(monkeypatch: pytest
         adopt(iterator, source)
     iterator._index_queues = list(iterator._index_queues)
     assert type(iterator) is kind
+
+
+def test_a_torch_without_the_parts_that_are_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_set_worker_pids")
+    spec = importlib.util.spec_from_file_location("resize_in_another_torch", resize.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    elsewhere = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(elsewhere)
+    source = loader()
+    with pytest.raises(elsewhere.ResizeUnsupported, match=r"not as expected: cannot import name '_set_worker_pids'"):
+        elsewhere.adopt(iter(source), source)
 
 
 def test_a_number_below_one_is_refused() -> None:

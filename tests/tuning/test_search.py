@@ -153,6 +153,20 @@ def test_a_disturbed_trial_of_the_smaller_number_is_repeated_first() -> None:
     assert search.next_count(CAP) == 2
 
 
+def test_a_far_smaller_number_that_came_close_is_tried_again_though_the_consumer_is_fed() -> None:
+    world = World(0.02, step_s=0.005, receive_s=0.0065, own_cpu_s=0.0105)
+    search = Search(world.cpus)
+
+    def found(count: int, rate: float) -> Measured:
+        return replace(world.try_(count), trial=Trial(count, rate, 1 / rate - world.step_s))
+
+    search.seen += [found(1, 54.0), found(2, 76.0), found(3, 81.0), found(5, 85.0)]
+    assert search.next_count(CAP) == 3
+    search.seen.append(found(3, 84.0))
+    assert search.next_count(CAP) is None
+    assert search.choose(CAP).num_workers == 3
+
+
 @pytest.mark.parametrize(("rate", "chosen"), [(98.0, 5), (97.0, 6)])
 def test_fewer_workers_are_chosen_within_the_tolerance_only(rate: float, chosen: int) -> None:
     search = Search(cpus=2.0)
