@@ -199,13 +199,9 @@ def profiler(trainer: Trainer) -> Profiler:
     return trainer.profiler  # type: ignore[attr-defined,no-any-return]
 
 
-def silence_worker_hint(loaders: str = r"\w+_dataloader") -> None:
-    """Do not let Lightning advise more workers, for a loader that is faster without, or whose number is found.
-
-    Args:
-        loaders: Lightning's name for them, a regular expression.
-    """
-    warnings.filterwarnings("ignore", message=rf"The '{loaders}' does not have many workers")
+def silence_worker_hint() -> None:
+    """Do not let Lightning advise more workers for a loader that is faster without."""
+    warnings.filterwarnings("ignore", message=r"The '\w+_dataloader' does not have many workers")
 
 
 def signal_broadcast(trainer: Trainer) -> tuple[Any, str] | None:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gpuopt._lightning import Trainer, shadow, train_iterators, train_loaders
 from lightning_gpuopt.telemetry.host import HostActivity, HostWatch
-from lightning_gpuopt.timeline.loader import LoaderFacts, facts_of, worker_pids
+from lightning_gpuopt.timeline.loader import LoaderFacts, facts_of, running_workers, worker_pids
 from lightning_gpuopt.timeline.phases import itself
 from lightning_gpuopt.timeline.queues import QueueProbe
 from lightning_gpuopt.timeline.worker_clock import TimedCollate, WorkerTimes, watch_workers
@@ -30,7 +30,7 @@ class LoaderWatch:
         self._undo: list[Callable[[], None]] = []
         self._clocks: list[tuple[Any, TimedCollate]] = []
         self._unwatched = False
-        self._counts: list[tuple[Any, int]] = []
+        self._running: list[tuple[Any, Any, int]] = []
         self._host = HostWatch()
         self.queues = QueueProbe()
         self.facts = LoaderFacts()
@@ -46,20 +46,24 @@ class LoaderWatch:
     def release(self) -> None:
         """Let go of the iterators of the epoch that is over, so that their workers can end."""
         self.queues.watch([])
+        self._running.clear()
 
     def epoch_begins(self) -> None:
         """New iterators, and perhaps new loaders and workers, feed the loop."""
-        loaders = train_loaders(self._trainer)
-        self.facts = facts_of(loaders)
-        self._counts = [(each, each.num_workers) for each in loaders if isinstance(each, DataLoader)]
+        loaders, iterators = train_loaders(self._trainer), train_iterators(self._trainer)
+        self.facts = facts_of(loaders, iterators)
+        self._running = [
+            (loader, iterator, running_workers(loader, iterator))
+            for loader, iterator in zip(loaders, iterators, strict=False)
+            if isinstance(loader, DataLoader)
+        ]
         self._clocks = [(each, clock) for each, clock in self._clocks if any(each is loader for loader in loaders)]
-        iterators = train_iterators(self._trainer)
         self.queues.watch(iterators)
         self._host.workers(worker_pids(iterators))
 
     def resized(self) -> bool:
-        """Whether a loader's ``num_workers`` has changed since the epoch began; costs about 0.2 µs a loader."""
-        return any(loader.num_workers != count for loader, count in self._counts)
+        """Whether other workers run than when the epoch began; costs less than 1 µs a loader."""
+        return any(running_workers(loader, iterator) != count for loader, iterator, count in self._running)
 
     def reset_host(self) -> None:
         """Forget what the host did so far."""
@@ -72,8 +76,9 @@ class LoaderWatch:
     def workers(self) -> dict[int, tuple[LoaderFacts, WorkerTimes]]:
         """What the workers of each loader did since it was first seen, with the loader's settings."""
         readings: dict[int, tuple[LoaderFacts, WorkerTimes]] = {}
+        iterators = {id(loader): iterator for loader, iterator, _ in self._running}
         for loader, clock in self._clocks:
-            facts = facts_of([loader])
+            facts = facts_of([loader], [iterators.get(id(loader))])
             readings[id(clock)] = (facts, clock.times(facts.num_workers or 1))
         return readings
 
@@ -103,7 +108,6 @@ class LoaderWatch:
             self._undo.pop()()
         self.release()
         self._clocks.clear()
-        self._counts.clear()
 
     def _see(self, loader: Any) -> None:
         """A loader passes on its way to a loop."""

@@ -120,6 +120,7 @@ class ObservedFit:
         self._hang: HangWatch | None = None
         self._epoch_seen = 0
         self._changed_after: int | None = None
+        self._warmed_up = options.warmup_steps == 0
         self._logged = False
         self.started = False
         self.loader = LoaderWatch(trainer)
@@ -246,7 +247,7 @@ class ObservedFit:
             self._pending = (self._last_findings, steady.step_s)
         self._last_findings = []
         self._changed_after = times.steps
-        self._windows.restart(times)
+        self._windows.restart(times, in_step=self._gather is not None)
 
     def _prove(self) -> None:
         steady = self._windows.steady(self.timeline.times())
@@ -266,6 +267,9 @@ class ObservedFit:
         self.steps.window_done()
         now = self._baseline()
         if window is None:
+            if self._warmed_up:
+                self._post(None)  # for each window of the other ranks one of ours
+            self._warmed_up = True
             self.loader.reset_host()
             if self._device is not None:
                 self._device.begin_window()
@@ -359,6 +363,8 @@ class ObservedFit:
             for rank, work in gathered.by_rank.items():
                 if work is not None:
                     self._ranks[rank] = RankWork(**work)
+                else:
+                    self._ranks.pop(rank, None)
 
     def log_window(self, trainer: Trainer, times: PhaseTimes, stalls: int) -> None:
         """Send a window's figures to every logger."""

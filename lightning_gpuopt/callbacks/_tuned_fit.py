@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gpuopt._lightning import Trainer, say_once, shadow, silence_worker_hint, train_loaders
+from lightning_gpuopt._lightning import Trainer, say_once, shadow, train_loaders
 from lightning_gpuopt.callbacks._loader_watch import Seam
 from lightning_gpuopt.callbacks._tuned_loader import Choice, Options, Place, TunedLoader
 from lightning_gpuopt.storage.gather import Gather
@@ -36,6 +37,7 @@ class TunedFit:
         self._trainer = trainer
         self._options = options
         self._restored = restored
+        self._thread = threading.get_ident()
         self._undo = ExitStack()
         self._tuned: dict[int, TunedLoader] = {}
         self._watched: list[tuple[DataLoader[Any], Callable[[], None]]] = []
@@ -52,6 +54,12 @@ class TunedFit:
     def first_num_workers(self) -> int | None:
         """What the first training loader has; None where it does not say, or none was asked for yet."""
         return next((getattr(loader, "num_workers", None) for loader in train_loaders(self._trainer)), None)
+
+    def restore(self) -> None:
+        """The choices of a checkpoint have come, in some strategies after the loaders were iterated."""
+        for index, choice in self._restored().items():
+            if index in self._tuned:
+                self._tuned[index].restore(choice)
 
     def epoch_begins(self) -> None:
         """The loaders are about to be iterated."""
@@ -93,7 +101,6 @@ class TunedFit:
             create = loader._get_iterator
             seam = _Iterators(create, lambda: self._new_iterator(loader, create))
             self._watched.append((loader, shadow(loader, "_get_iterator", seam)))
-            silence_worker_hint("train_dataloader")
         except Exception as error:
             self._leave(error)
 
@@ -122,7 +129,7 @@ class TunedFit:
             if index in self._tuned:
                 self._tuned[index].replace(loader)
             else:
-                place = Place(self._trainer, index, len(loaders) == 1, self._local_ranks)
+                place = Place(self._trainer, index, len(loaders) == 1, self._local_ranks, self._thread)
                 self._tuned[index] = TunedLoader(loader, place, self._options, self._restored().get(index))
                 self._tuned[index].begin()
         except Exception as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
+import time
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -17,12 +19,13 @@ from lightning_gpuopt.tuning.cache import choice_key, load_choice, store_choice
 from lightning_gpuopt.tuning.caps import room, worker_cap
 from lightning_gpuopt.tuning.find import find_num_workers
 from lightning_gpuopt.tuning.live import LivePolicy
-from lightning_gpuopt.tuning.running import RunningLoader, assign
+from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
 from lightning_gpuopt.tuning.workers import LimitedBy, NumWorkersResult, Trial
 
 log = logging.getLogger(__name__)
 
 _STEPS_FOR_STEP_TIME: Final = 8
+_LEAST_SEARCH_S: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,14 @@ class Place:
         index: of the loader, among the training loaders.
         alone: whether it is the only one.
         local_ranks: ranks on this node.
+        thread: on which the hooks are called.
     """
 
     trainer: Trainer
     index: int
     alone: bool
     local_ranks: int
+    thread: int
 
     @property
     def name(self) -> str:
@@ -96,10 +101,27 @@ class Place:
         """The key under which its number is logged."""
         return "loader/num_workers" if self.alone else f"loader/{self.index}/num_workers"
 
-    def runs(self, iterator: Any) -> bool:
-        """Whether the training loop fetches from this iterator."""
+    def runs(self, iterator: Any, now: Any) -> bool:
+        """Whether the training loop fetches from this new iterator.
+
+        Args:
+            iterator: the iterator, asked for its first batch.
+            now: what the loop was seen to fetch from until now, while it is there.
+        """
+        if threading.get_ident() != self.thread:
+            say_once(
+                self.trainer,
+                "num-workers-thread",
+                "NumWorkersFinder leaves a loader alone that is read on a thread of its own.",
+                warn=False,
+            )
+            return False
         iterators = train_iterators(self.trainer)
-        return not iterators or any(each is iterator for each in iterators)
+        if not iterators or any(each is iterator for each in iterators):
+            return True
+        # A loader whose __iter__ is a generator around torch's: what comes first, while no other is there, is behind it
+        is_wrapped = self.index < len(iterators) and not hasattr(iterators[self.index], "_num_workers")
+        return is_wrapped and now is None
 
 
 class TunedLoader:
@@ -125,10 +147,14 @@ class TunedLoader:
         self._key: str | None = None
         self._wished: int | None = None
         self._restored = restored
-        self.before = loader.num_workers if restored is None else restored.before
+        self._depth = depth_of(loader)
+        self.before = loader.num_workers
         if restored is not None:
+            self.before = restored.before
             assign(loader, restored.num_workers)
             self._prefetch(loader, restored.prefetch_factor)
+        if options.max_num_workers is not None and loader.num_workers > options.max_num_workers:
+            assign(loader, options.max_num_workers)
         if options.cache_dir is not None and options.mode == "live" and not self._fixed:
             self._key = self._choice_key(loader, None)
             if (kept := load_choice(options.cache_dir, self._key)) is not None:
@@ -141,6 +167,14 @@ class TunedLoader:
         )
         self.running = self._run(loader, policy)
         self._agreement = None if self._fixed or place.local_ranks == 1 else self._agree()
+
+    def restore(self, choice: Choice) -> None:
+        """Go on with a choice that comes late, before the first step."""
+        self._restored, self.before = choice, choice.before
+        self.running.apply(choice.num_workers)
+        self._prefetch(self.running.loader, choice.prefetch_factor)
+        if self._fixed:
+            self.begin()
 
     def begin(self) -> None:
         """Search now, or begin to look; a choice that is restored is taken as it is."""
@@ -194,7 +228,7 @@ class TunedLoader:
         """Look again soon where nothing is looked at: the workers of another loader have become more, or fewer."""
         if not self.running.frozen and self.running.policy.settled:
             self.running.policy.wake()
-            self.running.meter.begin(self.running.policy.skip, self.running.policy.window)
+            self.running.look()
 
     def close(self, *, failed: bool) -> None:
         """Let go of the loader.
@@ -212,15 +246,14 @@ class TunedLoader:
 
     def _run(self, loader: DataLoader[Any], policy: LivePolicy) -> RunningLoader:
         place = self._place
-        return RunningLoader(
-            loader, policy, self._options.max_num_workers, place.local_ranks, self.before, consumes=place.runs
-        )
+        return RunningLoader(loader, policy, self._options.max_num_workers, place.local_ranks, self._depth, place.runs)
 
     def _agree(self) -> RankAgreement:
         trainer = self._place.trainer
         first = trainer.global_rank - trainer.local_rank
         peers = range(first, first + self._place.local_ranks)
-        return RankAgreement(f"num-workers-{first}-{self._place.index}", trainer.global_rank, peers)
+        begins_with = self.running.loader.num_workers if self._options.mode == "live" else None
+        return RankAgreement(f"num-workers-{first}-{self._place.index}", trainer.global_rank, peers, begins_with)
 
     # -- measuring and choosing
 
@@ -265,17 +298,20 @@ class TunedLoader:
         if wished is not None and not self.running.frozen:
             if agreed > wished:
                 policy.set(agreed, settle=True)  # another rank needs them
-            self.running.meter.begin(policy.skip, policy.window)
+            self.running.look()
         if self.choice.settled:
             self._tell()
 
     def _probe(self, step_time_s: float) -> None:
-        options = self._options
+        options, began = self._options, time.perf_counter()
         if options.cache_dir is not None:
             self._key = self._choice_key(self.running.loader, step_time_s)
             if (kept := load_choice(options.cache_dir, self._key)) is not None:
+                if self._agreement is not None:
+                    self._agreement.meet(patience_s=0.0)  # nobody is to wait for this rank
                 self._chosen(self._at_most(kept))
                 return
+        look_s = time.perf_counter() - began if options.cache_dir is not None else 0.0
         if self._agreement is not None:
             self._agreement.meet()  # CPUs, disks and memory are shared: so are the trials
         try:
@@ -283,7 +319,7 @@ class TunedLoader:
                 self.running.loader,
                 step_time_s,
                 options.max_num_workers,
-                options.max_seconds,
+                max(options.max_seconds - look_s, _LEAST_SEARCH_S),
                 options.tolerance,
                 self._place.local_ranks,
                 options.iterable,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from typing import Any, Literal, get_args
 
 from typing_extensions import override
@@ -184,7 +185,13 @@ class NumWorkersFinder(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start with the choices of a checkpoint."""
-        self._restored = {index: Choice(**fields) for index, fields in state_dict.get("loaders", {}).items()}
+        known = {field.name for field in fields(Choice)}
+        self._restored = {
+            index: Choice(**{name: value for name, value in each.items() if name in known})
+            for index, each in state_dict.get("loaders", {}).items()
+        }
+        if self._fit is not None:
+            self._fit.restore()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is under way: what is copied or sent to another process is a finder at rest."""

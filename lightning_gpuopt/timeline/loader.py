@@ -24,11 +24,13 @@ class LoaderFacts:
     pin_memory: bool | None = None
 
 
-def facts_of(loaders: Sequence[Any]) -> LoaderFacts:
+def facts_of(loaders: Sequence[Any], iterators: Sequence[Any] = ()) -> LoaderFacts:
     """Read the settings of the training loaders.
 
     Args:
         loaders: the loaders behind the Trainer's CombinedLoader, of any kind.
+        iterators: what runs over each of them; their workers count, where a loader is to have others from its next
+            iterator on. Empty: nothing runs.
 
     Returns:
         Sums and minima over the loaders; a setting that one of them does not have is None.
@@ -41,6 +43,8 @@ def facts_of(loaders: Sequence[Any]) -> LoaderFacts:
         return None if any(value is None for value in values) else values
 
     workers = all_of("num_workers")
+    if workers is not None and len(iterators) == len(loaders):
+        workers = [running_workers(*each) for each in zip(loaders, iterators, strict=True)]
     persistent = all_of("persistent_workers")
     factors = [value for loader in loaders if (value := getattr(loader, "prefetch_factor", None)) is not None]
     pinned = all_of("pin_memory")
@@ -50,6 +54,15 @@ def facts_of(loaders: Sequence[Any]) -> LoaderFacts:
         prefetch_factor=min(factors) if factors else None,
         pin_memory=all(pinned) if pinned is not None else None,
     )
+
+
+def running_workers(loader: Any, iterator: Any) -> int:
+    """The workers behind an iterator; what its loader has, where it is not torch's own.
+
+    Reads ``_num_workers`` of torch's iterators (torch 2.4 to 2.13).
+    """
+    workers = getattr(iterator, "_num_workers", None)
+    return int(loader.num_workers if workers is None else workers)
 
 
 def worker_pids(iterators: Sequence[Any]) -> list[int]:

@@ -87,17 +87,19 @@ class Windows:
             mean = gpu_utilization if seen is None else seen + (gpu_utilization - seen) * share
             self._stretches[-1] = replace(last, gpu_utilization=mean)
 
-    def restart(self, reading: PhaseTimes) -> None:
+    def restart(self, reading: PhaseTimes, *, in_step: bool = False) -> None:
         """Begin a new steady part, with a warm-up of its own: something was changed.
 
         Args:
             reading: the timeline's times now.
+            in_step: end windows at the same steps as before, as other ranks do: the rest of this one is the warm-up.
         """
+        due = self._next
         if self._last is None or reading.steps > self._last.steps:
             self.close(reading)
         self._warm = None
         self._needs_warmup = True
-        self._next = reading.steps + max(self._warmup_steps, 1)
+        self._next = due if in_step else reading.steps + max(self._warmup_steps, 1)
 
     def steady(self, reading: PhaseTimes) -> PhaseTimes | None:
         """What came after warm-up; None while warm-up goes on.

@@ -31,6 +31,7 @@ class RankAgreement:
         name: keeps two users of the store apart; the same on every rank of the node, and another on every node.
         rank: this process's global rank.
         peers: global ranks of all processes on this node, the same list everywhere; the first one answers.
+        begins_with: the number that each of them has; None: they have none, and will all say what they need.
         patience_s: after so long without an answer a rank takes its own number.
         clock: seconds.
         store: a ``torch.distributed`` store; None: the default process group's.
@@ -47,6 +48,7 @@ class RankAgreement:
         name: str,
         rank: int,
         peers: Sequence[int],
+        begins_with: int | None = None,
         *,
         patience_s: float = _PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
@@ -58,7 +60,8 @@ class RankAgreement:
         self._clock = clock
         self._inbox: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._wishes: dict[int, int] = {}
+        # A rank that is content with what it has does not say so.
+        self._wishes: dict[int, int] = {} if begins_with is None else dict.fromkeys(self._peers, begins_with)
         self._wishes_read = dict.fromkeys(self._peers, 0)
         self._sent = self._answers = self._met = 0
         self._asked: tuple[int, float] | None = None
@@ -77,10 +80,14 @@ class RankAgreement:
         else:
             self._inbox.put(number)
 
-    def meet(self, sleep: Callable[[float], object] = time.sleep) -> bool:
+    def meet(self, patience_s: float | None = None, *, sleep: Callable[[float], object] = time.sleep) -> bool:
         """Wait for the other ranks of this node to come here too, so that they measure side by side.
 
-        No longer than the patience: one that never comes holds up nobody for ever. Each meeting is for all.
+        Each meeting is for all.
+
+        Args:
+            patience_s: seconds to wait at most; one that never comes holds up nobody for ever. None: the patience.
+            sleep: lets seconds pass.
 
         Returns:
             Whether all are here.
@@ -88,7 +95,7 @@ class RankAgreement:
         if self._store is None:
             return True
         self._met += 1
-        deadline = self._clock() + self._patience_s
+        deadline = self._clock() + (self._patience_s if patience_s is None else patience_s)
         try:
             self._store.set(f"here/{self._met}/{self._rank}", "")
             expected = [f"here/{self._met}/{peer}" for peer in self._peers]

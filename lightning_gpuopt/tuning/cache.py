@@ -23,7 +23,7 @@ from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
 
 log = logging.getLogger(__name__)
 
-_LOOK_S: Final = 5.0
+_LOOK_S: Final = 2.0
 """Longer than this, a look at a few samples is not worth what it saves."""
 
 

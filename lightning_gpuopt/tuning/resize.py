@@ -14,6 +14,7 @@ to end.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import weakref
@@ -28,7 +29,7 @@ from torch.utils.data import DataLoader
 _missing: str | None = None
 try:
     from torch._C import _remove_worker_pids, _set_worker_pids
-    from torch.utils.data import MapDataPipe, _DatasetKind
+    from torch.utils.data import _DatasetKind
     from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
     from torch.utils.data._utils.worker import _worker_loop
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -38,6 +39,7 @@ except ImportError as error:
 
 log = logging.getLogger(__name__)
 
+_MAP_PIPES: Final = getattr(torch.utils.data, "MapDataPipe", ())
 _ATTRIBUTES: Final[dict[str, type | tuple[type, ...]]] = {
     "_auto_collation": bool,
     "_base_seed": int,
@@ -69,6 +71,7 @@ _PRESENT: Final = (
 )
 _METHODS: Final = {
     "_get_data": ["self"],
+    "_next_data": ["self"],
     "_reset": ["self", "loader", "first_iter"],
     "_shutdown_workers": ["self"],
     "_try_put_index": ["self"],
@@ -235,9 +238,16 @@ class ResizableIterator(_MultiProcessingDataLoaderIter):
         free = [worker for level in range(factor) for worker in range(active) if given[worker] <= level]
         in_turn = itertools.cycle(range(active))
         self._worker_queue_idx_cycle = itertools.chain(free, in_turn)  # type: ignore[assignment]
-        for _ in range(factor * active - len(self._task_info)):
-            self._try_put_index()
+        try:
+            for _ in range(factor * active - len(self._task_info)):
+                self._try_put_index()
+        except Exception as error:  # the sampler's: training meets it at the next batch, as with so many from the start
+            self._next_data = functools.partial(self._fail, error)  # type: ignore[method-assign]
         self._worker_queue_idx_cycle = in_turn
+
+    def _fail(self, error: Exception) -> None:
+        del self._next_data
+        raise error
 
     def _would_end_too_early(self) -> bool:
         """Whether the next index is the one after the sampler's last, and more workers only ask for it sooner.
@@ -245,7 +255,7 @@ class ResizableIterator(_MultiProcessingDataLoaderIter):
         torch's samplers draw from their generator once more as they end. In an epoch that is left before its end they
         may do so only where they would have with the workers that it began with.
         """
-        if self._gpuopt_length is None or self._send_idx < self._gpuopt_length:
+        if self._gpuopt_length is None or self._send_idx != self._gpuopt_length:
             return False
         return self._rcvd_idx + self._gpuopt_depth <= self._gpuopt_length
 
@@ -294,7 +304,14 @@ class ResizableIterator(_MultiProcessingDataLoaderIter):
             self._tasks_outstanding -= 1
             self._task_info[index] += (None,)
         self._end_drained()
+        self._measure()
         super()._reset(loader, first_iter)
+
+    def _measure(self) -> None:
+        """See how long the epoch will be."""
+        self._gpuopt_length = None
+        with contextlib.suppress(TypeError, NotImplementedError):
+            self._gpuopt_length = len(self._index_sampler)
 
     def _shutdown_workers(self) -> None:
         was_shut_down = self._shutdown
@@ -346,10 +363,8 @@ def adopt(iterator: Any, loader: DataLoader[Any]) -> ResizableIterator:
     iterator._gpuopt_loader = weakref.ref(loader)
     iterator._gpuopt_ended = []
     iterator._gpuopt_depth = iterator._prefetch_factor * iterator._num_workers
-    iterator._gpuopt_length = None
-    with contextlib.suppress(TypeError, NotImplementedError):
-        iterator._gpuopt_length = len(iterator._index_sampler)
     adopted: ResizableIterator = iterator
+    adopted._measure()
     return adopted
 
 
@@ -373,7 +388,7 @@ def _why_not(iterator: Any) -> str | None:
         return f"in torch {torch.__version__} the iterator's {name} is not as expected"
     if list(signature(_worker_loop).parameters) != _WORKER_LOOP:
         return f"in torch {torch.__version__} a worker is started in another way than expected"
-    if iterator._dataset_kind != _DatasetKind.Map or isinstance(iterator._dataset, MapDataPipe):
+    if iterator._dataset_kind != _DatasetKind.Map or isinstance(iterator._dataset, _MAP_PIPES):
         return "the dataset shares its samples out among the workers itself"
     running = iterator._num_workers
     beside = (iterator._workers, iterator._index_queues, iterator._workers_status)

@@ -109,7 +109,8 @@ class FetchMeter:
         taking_s = taking(self._ready) if self._ready else receive_cost(self._bytes)[1] if workers else 0.0
         wait_s = fmean(max(wait - taking_s, 0.0) for wait in self._waits)
         usual_s = median(self._owns)
-        own_s = fmean(own for own in self._owns if own <= _PAUSE * usual_s)
+        usual = [own for own in self._owns if own <= _PAUSE * usual_s]
+        own_s = fmean(usual if len(usual) == steps - 1 else self._owns)  # more of them belong to training's own pace
         assert self._cpu_began is not None
         cpu_before, process_before = self._cpu_began
         cpu_after, process_s = _cpu_s(workers), time.process_time() - process_before
@@ -150,7 +151,12 @@ class _Arrival(FetchMeter):
 
     def fetch(self, iterator: Any, take: Callable[[], Any]) -> Any:
         """Take a batch, with the meter that is to stay."""
-        meter = iterator._gpuopt_meter = self._running.arrive(iterator)
+        try:
+            meter = self._running.arrive(iterator)
+        except Exception:  # training gets its batch all the same
+            log.debug("an iterator could not be taken in", exc_info=True)
+            meter = FetchMeter(_NEVER, 1)
+        iterator._gpuopt_meter = meter
         if meter.asleep > 0:
             meter.asleep -= 1
             return take()
@@ -165,8 +171,9 @@ class RunningLoader:
         policy: decides.
         max_num_workers: never more than so many; None: as :func:`~lightning_gpuopt.tuning.caps.worker_cap` has it.
         local_world_size: ranks on this node.
-        num_workers_before: what the user has set; None: what the loader has now.
-        consumes: whether an iterator is the consumer's own; somebody else may iterate the loader, too.
+        depth: batches that the loader asks for ahead as the user has set it; None: as it is now.
+        consumes: whether a new iterator is the consumer's own; somebody else may iterate the loader, too. It is given
+            that iterator, and the one that the consumer has now.
 
     Attributes:
         frozen: whether nothing is looked at any more.
@@ -179,8 +186,8 @@ class RunningLoader:
         policy: LivePolicy,
         max_num_workers: int | None = None,
         local_world_size: int = 1,
-        num_workers_before: int | None = None,
-        consumes: Callable[[Any], bool] = lambda iterator: True,
+        depth: int | None = None,
+        consumes: Callable[[Any, Any], bool] = lambda iterator, now: True,
     ) -> None:
         self.loader = loader
         self.policy = policy
@@ -195,8 +202,7 @@ class RunningLoader:
         self._new: weakref.WeakSet[Any] = weakref.WeakSet()
         self._pending = False
         self._base_seed: int | None = None
-        before = loader.num_workers if num_workers_before is None else num_workers_before
-        self._depth = max(before * (loader.prefetch_factor or 2), 1)
+        self._depth = depth_of(loader) if depth is None else depth
 
     @property
     def _iterator(self) -> Any:
@@ -223,12 +229,14 @@ class RunningLoader:
             Its meter from now on.
         """
         self._new.discard(iterator)
-        if not self._consumes(iterator):
+        if not self._consumes(iterator, self._iterator):
             return FetchMeter(_NEVER, 1)
         self._current = weakref.ref(iterator)
+        if isinstance(iterator, ResizableIterator) and iterator._num_workers != self.loader.num_workers:
+            iterator.resize(self.loader.num_workers)  # a choice was restored since it was made
         if self._pending:
             self._pending = False
-            self._look()
+            self.look()
         self.epoch_begins()
         return self.meter
 
@@ -247,7 +255,7 @@ class RunningLoader:
         assign(self.loader, old.loader.num_workers)
         self.meter, self.frozen, self._pending, self._depth = old.meter, old.frozen, old._pending, old._depth
         if self.meter.seen is not None:  # and not acted on: it was not in training that the old one was iterated last
-            self._look()
+            self.look()
 
     def epoch_begins(self) -> None:
         """The next fetches are the first of an epoch."""
@@ -285,7 +293,7 @@ class RunningLoader:
         if seen is None:
             return None
         wanted = self.policy.decide(seen, self.cap(seen.batch_bytes))
-        self._look()
+        self.look()
         return wanted
 
     def freeze(self) -> None:
@@ -293,8 +301,11 @@ class RunningLoader:
         self.frozen = True
         self.meter.sleep()
 
-    def _look(self) -> None:
-        if not self.frozen:
+    def look(self) -> None:
+        """Look as the policy would; at nothing while a change waits for the next epoch."""
+        if self._pending:
+            self.meter.sleep()
+        elif not self.frozen:
             self.meter.begin(self.policy.skip, self.policy.window)
 
     def cap(self, batch_bytes: float) -> Cap:
@@ -334,16 +345,18 @@ class RunningLoader:
             self._pending = iterator is not None
         if num_workers != self.policy.num_workers:
             self.policy.set(num_workers)
-        if self._pending:
-            self.meter.sleep()
-        else:
-            self._look()
+        self.look()
         return num_workers
 
     def before_epoch(self) -> None:
         """Persistent workers of another number than the loader should have must go before it is iterated again."""
-        iterator = getattr(self.loader, "_iterator", None)
-        if iterator is not None and getattr(iterator, "_num_workers", 0) not in (0, self.loader.num_workers):
+        iterator: Any = getattr(self.loader, "_iterator", None)
+        if not hasattr(iterator, "_shutdown_workers"):
+            return
+        ahead = self.loader.prefetch_factor or iterator._prefetch_factor
+        if isinstance(iterator, ResizableIterator):
+            iterator._prefetch_factor = ahead
+        if (iterator._num_workers, iterator._prefetch_factor) != (self.loader.num_workers, ahead):
             iterator._shutdown_workers()
             self._base_seed = int(iterator._base_seed)
             self.loader._iterator = None
@@ -353,6 +366,11 @@ class RunningLoader:
         for iterator in (self._iterator, *self._new):
             if hasattr(iterator, "_shutdown_workers"):
                 iterator._shutdown_workers()
+
+
+def depth_of(loader: DataLoader[Any]) -> int:
+    """Batches that a loader asks for ahead."""
+    return max(loader.num_workers * (loader.prefetch_factor or 2), 1)
 
 
 def assign(loader: DataLoader[Any], num_workers: int) -> None:

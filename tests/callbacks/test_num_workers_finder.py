@@ -6,7 +6,9 @@ import logging
 import multiprocessing
 import os
 import pickle
+import queue
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
 
@@ -32,7 +35,7 @@ from lightning_gpuopt.tuning.live import LivePolicy, Seen
 from lightning_gpuopt.tuning.running import FetchMeter, RunningLoader
 from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
 from tests.datamodules.training import EPOCHS, Notes, build
-from tests.helpers import FEATURES, RecordingLogger, TinyModel, run_ranks, tiny_trainer, wait_for
+from tests.helpers import FEATURES, Clock, RecordingLogger, TinyModel, run_ranks, tiny_trainer, wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -252,16 +255,13 @@ def test_a_stream_is_left_alone_unless_asked_for(
     assert source.num_workers == 2
 
 
-def test_a_loader_that_gathers_without_workers_stays_so(tmp_path: Path, script: dict[Any, int]) -> None:
-    script[0] = 2
+def test_a_loader_that_gathers_without_workers_stays_so(tmp_path: Path) -> None:
     source = loader(0)
     vars(source)["dataset"] = Gather.__new__(Gather)
-    finder = NumWorkersFinder()
     reason = _tuned_fit.TunedFit(
         tiny_trainer(tmp_path), _tuned_loader.Options("live", None, None, 1.0, 0.05, False, None), dict
     )._why_not(source)
     assert reason == "a loader alone that gathers its batches faster without workers"
-    assert finder.optimal_num_workers is None
 
 
 class Stop(Exception):
@@ -274,7 +274,7 @@ def test_an_exception_or_ctrl_c_leaves_no_worker(
     tmp_path: Path, script: dict[Any, int], error: type[BaseException], workers: int
 ) -> None:
     script[workers] = 4
-    model, source, finder = Model(loader(workers)), loader(workers), NumWorkersFinder()
+    model, finder = Model(loader(workers)), NumWorkersFinder()
     before = children()
 
     def fail(batch_idx: int) -> None:
@@ -284,10 +284,9 @@ def test_an_exception_or_ctrl_c_leaves_no_worker(
     model.in_step = fail  # type: ignore[method-assign]
     with pytest.raises((error, SystemExit)) as caught:
         fit(tmp_path, model, finder)
-    assert caught is not None
-    wait_for(lambda: not children() - before)  # while the exception still holds its frames
+    wait_for(lambda: not children() - before)
+    assert caught.tb is not None  # its frames hold the iterator
     assert finder.optimal_num_workers == 4
-    assert source is not None
 
 
 class CorruptLater(Numbers):
@@ -544,6 +543,125 @@ def test_a_resume_in_mid_epoch_knows_the_new_loader_of_the_next(tmp_path: Path, 
     assert counts.counts[-80] == 3
 
 
+class Wrapped(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+def test_a_loader_that_wraps_its_iterator_is_tuned_too(tmp_path: Path, script: dict[Any, int]) -> None:
+    plain = fit(tmp_path, Model(Wrapped(Numbers(), batch_size=2, shuffle=True, num_workers=1)))
+    script[1] = 3
+    finder, counts = NumWorkersFinder(), Counts()
+    tuned = fit(tmp_path, Model(Wrapped(Numbers(), batch_size=2, shuffle=True, num_workers=1)), finder, counts)
+    assert same(plain, tuned)
+    assert [counts.counts[step] for step in (0, 70, 100)] == [1, 3, 3]
+
+
+class Threaded(DataLoader[Any]):
+    """Reads its batches on a thread of its own, as BackgroundGenerator does."""
+
+    def __iter__(self) -> Any:
+        batches: queue.Queue[Any] = queue.Queue(2)
+
+        def read() -> None:
+            for batch in super(Threaded, self).__iter__():
+                batches.put(batch)
+            batches.put(None)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        yield from iter(batches.get, None)
+        thread.join()
+
+
+def test_a_loader_that_another_thread_reads_is_left_alone(
+    tmp_path: Path, script: dict[Any, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    script[1] = 3
+    source, counts = Threaded(Numbers(), batch_size=2, num_workers=1), Counts()
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, Model(source), NumWorkersFinder(), counts)
+    assert max(counts.counts) == source.num_workers == 1
+    assert "leaves a loader alone that is read on a thread of its own" in caplog.text
+
+
+class Ends:
+    """A batch sampler that fails at batch 20."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in range(40):
+            if batch == 20:
+                raise LookupError("no batch 20")
+            yield [batch, batch + 1]
+
+    def __len__(self) -> int:
+        return 40
+
+
+def test_an_error_of_the_sampler_ends_training_as_ever(tmp_path: Path, script: dict[Any, int]) -> None:
+    script[1] = 12
+    with pytest.raises(LookupError, match="no batch 20"):
+        fit(tmp_path, Model(DataLoader(Numbers(), batch_sampler=Ends(), num_workers=1)), NumWorkersFinder())
+
+
+class AfterSetup(SingleDeviceStrategy):
+    """Restores callbacks as FSDP does: after loaders are iterated, where the model asks for its number of steps."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+
+def test_a_choice_that_is_restored_late_is_used_from_the_first_step(tmp_path: Path, script: dict[Any, int]) -> None:
+    script[1] = 3
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=20, save_top_k=-1)
+    fit(tmp_path, Model(loader()), NumWorkersFinder(), checkpoint, enable_checkpointing=True, max_epochs=1)
+
+    class Scheduled(Model):
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches == 80
+            return super().configure_optimizers()
+
+    script[3] = 5
+    finder, counts = NumWorkersFinder(), InTraining()
+    options = {"max_steps": -1, "max_epochs": 1, "callbacks": [finder, counts], "strategy": AfterSetup("cpu")}
+    tiny_trainer(tmp_path, **options).fit(Scheduled(loader()), ckpt_path=tmp_path / "epoch=0-step=20.ckpt")
+    assert set(counts.counts) == {3}
+    assert str(finder.choices[0]) == "num_workers 1 → 3: limited by consumer"
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"timeout": 60}])
+def test_more_batches_ahead_are_prepared_by_workers_that_persist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kwargs: dict[str, Any]
+) -> None:
+    result = NumWorkersResult(1, (Trial(1, 10.0, 0.1),), "consumer", 10.0, 5)
+    monkeypatch.setattr(_tuned_loader, "find_num_workers", lambda *args: result)
+    factors: list[int] = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            factors.append(train_iterators(trainer)[0]._prefetch_factor)
+
+    plain = fit(tmp_path, Model(loader(persistent_workers=True, **kwargs)))
+    source = loader(persistent_workers=True, **kwargs)
+    tuned = fit(tmp_path, Model(source), NumWorkersFinder("probe"), Looks())
+    assert same(plain, tuned)
+    assert (factors[0], factors[-1]) == (2, 5)
+
+
+def test_no_more_workers_than_allowed_are_kept(tmp_path: Path, script: dict[Any, int]) -> None:
+    finder, counts = NumWorkersFinder(max_num_workers=2), InTraining()
+    fit(tmp_path, Model(loader(4)), finder, counts, max_epochs=1)
+    assert set(counts.counts) == {2}
+    assert str(finder.choices[0]).startswith("num_workers 4 → 2: ")
+
+
+def test_the_state_of_a_later_version_is_read(tmp_path: Path) -> None:
+    finder = NumWorkersFinder()
+    finder.load_state_dict({"loaders": {0: {"num_workers": 3, "settled": True, "before": 1, "colour": "blue"}}})
+    assert finder._restored[0].num_workers == 3
+
+
 class Peeks(Callback):
     """Looks into the training loader while training runs, as a logger of images does."""
 
@@ -627,6 +745,33 @@ def test_a_stall_detector_beside_it_begins_anew_with_other_workers(tmp_path: Pat
     assert (seen["changed after"], seen["steady steps"]) == (4, 61 - 4 - 2)
     assert seen["pids"] == seen["workers"]
     assert len(seen["pids"]) == 4
+
+
+def test_a_stall_detector_beside_it_counts_the_workers_that_run(tmp_path: Path, script: dict[Any, int]) -> None:
+    script[1] = 4
+    detector = StallDetector(window_size=10, warmup_steps=2)
+    seen: dict[int, Any] = {}
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            run = detector._run
+            assert run is not None
+            seen[trainer.global_step] = run.loader.facts.num_workers, run._changed_after
+
+    with pytest.warns(UserWarning, match="num_workers is 4 from the next epoch on"):
+        fit(tmp_path, Model(loader(timeout=60)), NumWorkersFinder(), detector, Looks())
+    assert (seen[80], seen[81]) == ((1, None), (4, 81))
+
+
+def test_a_step_that_is_longer_now_and_then_counts_with_all_of_it() -> None:
+    clock = Clock()
+    for owns, step_s in (([0.1, 0.1, 0.1, 0.9] * 2, 0.3), ([0.1] * 7 + [30.0], 0.1)):
+        meter = FetchMeter(0, 8, clock)
+        for own_s in [0.0, *owns]:
+            clock.now_s += own_s
+            meter.fetch(object(), lambda: 0)
+        assert meter.seen is not None
+        assert meter.seen.step_s == pytest.approx(step_s)
 
 
 def test_a_copy_in_mid_training_knows_the_choice_until_then(tmp_path: Path, script: dict[Any, int]) -> None:
@@ -738,6 +883,20 @@ def test_a_trainer_made_from_yaml_takes_it(tmp_path: Path) -> None:
 def test_the_ranks_of_a_node_agree(what: str) -> None:
     ranks = run_ranks("tests.callbacks.tuned_rank", what, 2)
     assert [rank["num_workers"] for rank in ranks if rank is not None] == ([4, 4] if what == "agree" else [2])
+
+
+def test_ranks_do_not_measure_a_change_that_waits_for_the_next_epoch() -> None:
+    ranks = run_ranks("tests.callbacks.tuned_rank", "waits", 2)
+    assert [(rank["num_workers"], rank["looks"]) for rank in ranks] == [(4, False), (4, False)]
+
+
+@pytest.mark.parametrize(("how", "ended"), [("raises", [0, 1]), ("killed 0", [1]), ("killed 1", [0])])
+def test_a_rank_that_fails_leaves_no_worker_and_holds_up_nobody(how: str, ended: list[int]) -> None:
+    ranks = run_ranks("tests.callbacks.tuned_rank", how, 2, may_fail=True)
+    assert [index for index, rank in enumerate(ranks) if rank is not None] == ended
+    assert all(rank["num_workers"] == 4 for rank in ranks if rank is not None)
+    if how == "raises":
+        assert ranks[1]["ended"] == "OSError"
 
 
 def test_the_ranks_of_a_node_probe_together_and_agree() -> None:

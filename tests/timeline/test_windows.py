@@ -61,3 +61,17 @@ def test_a_long_run_stays_within_its_bound_and_loses_nothing() -> None:
     ends = [each.start_s + each.times.wall_s for each in stretches]
     assert [each.start_s for each in stretches[1:]] == ends[:-1]
     assert {each.times.steps for each in stretches[:-1]} == {16}
+
+
+def test_a_restart_in_step_with_other_ranks_ends_windows_where_they_do() -> None:
+    windows = Windows(window_size=10, warmup_steps=2)
+    ends = []
+    for steps in range(1, 36):
+        if steps == 17:
+            windows.restart(reading(steps), in_step=True)
+        if windows.due(steps):
+            ends.append((steps, windows.close(reading(steps)) is not None))
+    assert ends == [(2, False), (12, True), (22, False), (32, True)]
+    steady = windows.steady(reading(35))
+    assert steady is not None
+    assert steady.steps == 13

@@ -35,6 +35,29 @@ def test_all_get_the_largest_of_the_last_wishes() -> None:
     second.close()
 
 
+def test_a_rank_that_is_content_keeps_what_it_began_with() -> None:
+    store = dist.HashStore()
+    first, second = (RankAgreement("test", rank, [4, 5], 8, store=store) for rank in (4, 5))
+    second.wish(6)
+    news(second, 8)
+    first.wish(5)
+    news(first, 6)
+    news(second, 6)
+    first.close()
+    second.close()
+
+
+def test_a_rank_that_has_no_need_to_measure_holds_up_nobody() -> None:
+    store = dist.HashStore()
+    first, second = (RankAgreement("test", rank, [4, 5], store=store) for rank in (4, 5))
+    waits: list[float] = []
+    assert not second.meet(0.0, sleep=waits.append)
+    assert first.meet(sleep=waits.append)
+    assert waits == []
+    first.close()
+    second.close()
+
+
 def test_without_an_answer_a_rank_goes_on_alone() -> None:
     clock = Clock()
     agreement = RankAgreement("test", 1, [0, 1], store=dist.HashStore(), clock=clock, patience_s=10.0)
@@ -51,16 +74,16 @@ def test_ranks_measure_side_by_side_but_wait_for_nobody_for_ever() -> None:
     first, second = (RankAgreement("test", rank, [4, 5], store=store, clock=clock, patience_s=10.0) for rank in (4, 5))
 
     def other_comes(seconds: float) -> None:
-        log.append(second.meet(lambda _: log.append("waits")))
+        log.append(second.meet(sleep=lambda _: log.append("waits")))
 
-    assert first.meet(other_comes)
+    assert first.meet(sleep=other_comes)
     assert log == [True]
 
     def time_goes_on(seconds: float) -> None:
         clock.now_s += 3
 
     began = clock.now_s
-    assert not first.meet(time_goes_on)
+    assert not first.meet(sleep=time_goes_on)
     assert clock.now_s - began == 12
     assert RankAgreement("test", 0, [0]).meet()
     first.close()

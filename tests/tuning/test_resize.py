@@ -315,6 +315,32 @@ def test_what_cannot_be_resized_is_refused_and_left_as_it_is(monkeypatch: pytest
     assert type(iterator) is kind
 
 
+class Growing:
+    """A batch sampler whose epochs become longer."""
+
+    def __init__(self) -> None:
+        self.batches = 10
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([number] for number in range(self.batches))
+
+    def __len__(self) -> int:
+        return self.batches
+
+
+def test_in_a_longer_epoch_the_workers_have_work_to_its_end() -> None:
+    sampler = Growing()
+    source = DataLoader(Numbers(), batch_sampler=sampler, num_workers=1, persistent_workers=True)
+    adopt(iter(source), source).resize(3)
+    assert len(list(source)) == 10
+    sampler.batches = 30
+    iterator: Any = iter(source)
+    under_way = [len(iterator._task_info) for _ in iterator]
+    assert under_way[:24] == [6] * 24
+    assert len(under_way) == 30
+    iterator._shutdown_workers()
+
+
 def test_a_torch_without_the_parts_that_are_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_set_worker_pids")
     spec = importlib.util.spec_from_file_location("resize_in_another_torch", resize.__file__)
