@@ -199,9 +199,23 @@ def profiler(trainer: Trainer) -> Profiler:
     return trainer.profiler  # type: ignore[attr-defined,no-any-return]
 
 
-def silence_worker_hint() -> None:
-    """Do not let Lightning advise more workers for a loader that is faster without."""
-    warnings.filterwarnings("ignore", message=r"The '\w+_dataloader' does not have many workers")
+def silence_worker_hint(loaders: str = r"\w+_dataloader") -> Callable[[], None]:
+    """Do not let Lightning advise more workers, for a loader that is faster without, or whose number is found.
+
+    Args:
+        loaders: Lightning's name for them, a regular expression.
+
+    Returns:
+        The undo.
+    """
+    warnings.filterwarnings("ignore", message=rf"The '{loaders}' does not have many workers")
+    ours = warnings.filters[0]
+
+    def undo() -> None:
+        if ours in warnings.filters:
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]
+
+    return undo
 
 
 def signal_broadcast(trainer: Trainer) -> tuple[Any, str] | None:

@@ -30,7 +30,7 @@ class LoaderWatch:
         self._undo: list[Callable[[], None]] = []
         self._clocks: list[tuple[Any, TimedCollate]] = []
         self._unwatched = False
-        self._running: list[tuple[Any, Any, int]] = []
+        self._running: list[tuple[int, Any, Any, int]] = []
         self._host = HostWatch()
         self.queues = QueueProbe()
         self.facts = LoaderFacts()
@@ -53,8 +53,8 @@ class LoaderWatch:
         loaders, iterators = train_loaders(self._trainer), train_iterators(self._trainer)
         self.facts = facts_of(loaders, iterators)
         self._running = [
-            (loader, iterator, running_workers(loader, iterator))
-            for loader, iterator in zip(loaders, iterators, strict=False)
+            (index, loader, iterator, running_workers(loader, iterator))
+            for index, (loader, iterator) in enumerate(zip(loaders, iterators, strict=False))
             if isinstance(loader, DataLoader)
         ]
         self._clocks = [(each, clock) for each, clock in self._clocks if any(each is loader for loader in loaders)]
@@ -62,8 +62,12 @@ class LoaderWatch:
         self._host.workers(worker_pids(iterators))
 
     def resized(self) -> bool:
-        """Whether other workers run than when the epoch began; costs less than 1 µs a loader."""
-        return any(running_workers(loader, iterator) != count for loader, iterator, count in self._running)
+        """Whether other workers run, or another iterator, than at the last :meth:`epoch_begins`; costs about 1 µs."""
+        now = train_iterators(self._trainer)
+        return any(
+            (index < len(now) and now[index] is not iterator) or running_workers(loader, iterator) != count
+            for index, loader, iterator, count in self._running
+        )
 
     def reset_host(self) -> None:
         """Forget what the host did so far."""
@@ -76,7 +80,7 @@ class LoaderWatch:
     def workers(self) -> dict[int, tuple[LoaderFacts, WorkerTimes]]:
         """What the workers of each loader did since it was first seen, with the loader's settings."""
         readings: dict[int, tuple[LoaderFacts, WorkerTimes]] = {}
-        iterators = {id(loader): iterator for loader, iterator, _ in self._running}
+        iterators = {id(loader): iterator for _, loader, iterator, _ in self._running}
         for loader, clock in self._clocks:
             facts = facts_of([loader], [iterators.get(id(loader))])
             readings[id(clock)] = (facts, clock.times(facts.num_workers or 1))

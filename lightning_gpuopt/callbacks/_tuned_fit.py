@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gpuopt._lightning import Trainer, say_once, shadow, train_loaders
+from lightning_gpuopt._lightning import Trainer, say_once, shadow, silence_worker_hint, train_loaders
 from lightning_gpuopt.callbacks._loader_watch import Seam
 from lightning_gpuopt.callbacks._tuned_loader import Choice, Options, Place, TunedLoader
 from lightning_gpuopt.storage.gather import Gather
@@ -31,12 +31,16 @@ class TunedFit:
         trainer: the Trainer, in ``setup``: before it has asked for its loaders.
         options: what the user asked for.
         restored: gives the choices of the run that is resumed, by the loaders' order; asked when a loader is taken in.
+
+    Attributes:
+        trainer: the Trainer.
     """
 
     def __init__(self, trainer: Trainer, options: Options, restored: Callable[[], dict[int, Choice]]) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self._options = options
         self._restored = restored
+        self._under_way = False
         self._thread = threading.get_ident()
         self._undo = ExitStack()
         self._tuned: dict[int, TunedLoader] = {}
@@ -53,23 +57,29 @@ class TunedFit:
     @property
     def first_num_workers(self) -> int | None:
         """What the first training loader has; None where it does not say, or none was asked for yet."""
-        return next((getattr(loader, "num_workers", None) for loader in train_loaders(self._trainer)), None)
+        return next((getattr(loader, "num_workers", None) for loader in train_loaders(self.trainer)), None)
 
     def restore(self) -> None:
-        """The choices of a checkpoint have come, in some strategies after the loaders were iterated."""
+        """The choices of a checkpoint have come, in some strategies after the loaders were iterated.
+
+        One that is loaded in mid-fit, as a search for a learning rate does, changes nothing.
+        """
+        if self._under_way:
+            return
         for index, choice in self._restored().items():
             if index in self._tuned:
                 self._tuned[index].restore(choice)
 
     def epoch_begins(self) -> None:
         """The loaders are about to be iterated."""
-        self._let_go(train_loaders(self._trainer))
+        self._let_go(train_loaders(self.trainer))
         for tuned in self._tuned.values():
             tuned.running.before_epoch()
             tuned.running.epoch_begins()
 
     def step_done(self) -> None:
         """Act where there is news; costs next to nothing where there is none."""
+        self._under_way = True
         for tuned in self._tuned.values():
             if tuned.step_done():
                 for other in self._tuned.values():
@@ -91,22 +101,23 @@ class TunedFit:
     # -- a loader passes on its way to the training loop, and is iterated
 
     def _see(self, loader: Any) -> None:
-        if not self._trainer.training or any(each is loader for each, _ in self._watched):
+        if not self.trainer.training or any(each is loader for each, _ in self._watched):
             return
         reason = self._why_not(loader)
         if reason is not None:
-            say_once(self._trainer, f"num-workers-{reason}", f"NumWorkersFinder leaves {reason}.", warn=False)
+            say_once(self.trainer, f"num-workers-{reason}", f"NumWorkersFinder leaves {reason}.", warn=False)
             return
         try:
             create = loader._get_iterator
             seam = _Iterators(create, lambda: self._new_iterator(loader, create))
             self._watched.append((loader, shadow(loader, "_get_iterator", seam)))
+            self._undo.callback(silence_worker_hint("train_dataloader"))
         except Exception as error:
             self._leave(error)
 
     def _new_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
         """In place of the loader's own way to make an iterator."""
-        if not self._trainer.training:  # validation may read the same loader
+        if not self.trainer.training:  # validation may read the same loader
             return create()
         tuned = self._tuned_of(loader)
         if tuned is None:
@@ -118,7 +129,7 @@ class TunedFit:
 
     def _take_in(self, loader: DataLoader[Any]) -> TunedLoader | None:
         """Begin to tune a loader, or to go on with it where an earlier one was; None where it is left alone."""
-        loaders = train_loaders(self._trainer)
+        loaders = train_loaders(self.trainer)
         if not loaders:
             self._leave(RuntimeError("this Lightning does not say which training loader it is"))
         index = next((index for index, each in enumerate(loaders) if each is loader), None)
@@ -129,7 +140,7 @@ class TunedFit:
             if index in self._tuned:
                 self._tuned[index].replace(loader)
             else:
-                place = Place(self._trainer, index, len(loaders) == 1, self._local_ranks, self._thread)
+                place = Place(self.trainer, index, len(loaders) == 1, self._local_ranks, self._thread)
                 self._tuned[index] = TunedLoader(loader, place, self._options, self._restored().get(index))
                 self._tuned[index].begin()
         except Exception as error:
@@ -151,7 +162,7 @@ class TunedFit:
 
     def _leave(self, error: Exception) -> None:
         log.debug("a loader could not be tuned", exc_info=True)
-        say_once(self._trainer, "num-workers-failed", f"NumWorkersFinder leaves a loader alone: {error}")
+        say_once(self.trainer, "num-workers-failed", f"NumWorkersFinder leaves a loader alone: {error}")
 
     def _why_not(self, loader: Any) -> str | None:
         if not isinstance(loader, DataLoader):
@@ -178,7 +189,7 @@ class TunedFit:
 
     @property
     def _local_ranks(self) -> int:
-        return max(min(self._trainer.num_devices, self._trainer.world_size), 1)
+        return max(min(self.trainer.num_devices, self.trainer.world_size), 1)
 
 
 class _Iterators:

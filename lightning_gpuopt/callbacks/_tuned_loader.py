@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_gpuopt._lightning import Trainer, logging_step, rank_zero_info, say_once, train_iterators
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.agree import RankAgreement
-from lightning_gpuopt.tuning.cache import choice_key, load_choice, store_choice
+from lightning_gpuopt.tuning.cache import LOOK_S, choice_key, load_choice, store_choice
 from lightning_gpuopt.tuning.caps import room, worker_cap
 from lightning_gpuopt.tuning.find import find_num_workers
 from lightning_gpuopt.tuning.live import LivePolicy
@@ -25,7 +25,6 @@ from lightning_gpuopt.tuning.workers import LimitedBy, NumWorkersResult, Trial
 log = logging.getLogger(__name__)
 
 _STEPS_FOR_STEP_TIME: Final = 8
-_LEAST_SEARCH_S: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -153,10 +152,9 @@ class TunedLoader:
             self.before = restored.before
             assign(loader, restored.num_workers)
             self._prefetch(loader, restored.prefetch_factor)
-        if options.max_num_workers is not None and loader.num_workers > options.max_num_workers:
-            assign(loader, options.max_num_workers)
+        assign(loader, self._allowed(loader.num_workers))
         if options.cache_dir is not None and options.mode == "live" and not self._fixed:
-            self._key = self._choice_key(loader, None)
+            self._key = self._choice_key(loader, None, LOOK_S)
             if (kept := load_choice(options.cache_dir, self._key)) is not None:
                 assign(loader, self._at_most(kept).num_workers)
         policy = LivePolicy(
@@ -169,12 +167,21 @@ class TunedLoader:
         self._agreement = None if self._fixed or place.local_ranks == 1 else self._agree()
 
     def restore(self, choice: Choice) -> None:
-        """Go on with a choice that comes late, before the first step."""
-        self._restored, self.before = choice, choice.before
-        self.running.apply(choice.num_workers)
+        """Go on with a choice that comes late, before the first step, instead of what was found until now."""
+        self._restored, self._result, self.before = choice, None, choice.before
+        if self._agreement is not None:
+            self._agreement.close()
+        self._wished = None
+        if (number := self._allowed(choice.num_workers)) != self.running.loader.num_workers:
+            self._apply(number)
         self._prefetch(self.running.loader, choice.prefetch_factor)
+        self._agreement = None if self._fixed or self._place.local_ranks == 1 else self._agree()
         if self._fixed:
             self.begin()
+
+    def _allowed(self, number: int) -> int:
+        most = self._options.max_num_workers
+        return number if most is None else min(number, most)
 
     def begin(self) -> None:
         """Search now, or begin to look; a choice that is restored is taken as it is."""
@@ -305,7 +312,7 @@ class TunedLoader:
     def _probe(self, step_time_s: float) -> None:
         options, began = self._options, time.perf_counter()
         if options.cache_dir is not None:
-            self._key = self._choice_key(self.running.loader, step_time_s)
+            self._key = self._choice_key(self.running.loader, step_time_s, min(LOOK_S, options.max_seconds / 4))
             if (kept := load_choice(options.cache_dir, self._key)) is not None:
                 if self._agreement is not None:
                     self._agreement.meet(patience_s=0.0)  # nobody is to wait for this rank
@@ -319,7 +326,7 @@ class TunedLoader:
                 self.running.loader,
                 step_time_s,
                 options.max_num_workers,
-                max(options.max_seconds - look_s, _LEAST_SEARCH_S),
+                max(options.max_seconds - look_s, options.max_seconds / 2),
                 options.tolerance,
                 self._place.local_ranks,
                 options.iterable,
@@ -387,13 +394,13 @@ class TunedLoader:
             settings.append("pin_memory=True: copies to the GPU wait for the host")
         return f"give the DataLoader {'; '.join(settings)}" if settings else None
 
-    def _choice_key(self, loader: DataLoader[Any], step_time_s: float | None) -> str:
+    def _choice_key(self, loader: DataLoader[Any], step_time_s: float | None, look_s: float) -> str:
         options = self._options
         step = None  # to a fifth: no two runs measure the same
         if step_time_s is not None:
             step = round(math.log(max(step_time_s, 1e-4), 1.2))
         return choice_key(
-            loader, mode=options.mode, step=step, most=options.max_num_workers, ranks=self._place.local_ranks
+            loader, look_s, mode=options.mode, step=step, most=options.max_num_workers, ranks=self._place.local_ranks
         )
 
     def _at_most(self, kept: NumWorkersResult) -> NumWorkersResult:

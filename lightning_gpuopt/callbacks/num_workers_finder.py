@@ -191,7 +191,8 @@ class NumWorkersFinder(Callback):
             for index, each in state_dict.get("loaders", {}).items()
         }
         if self._fit is not None:
-            self._fit.restore()
+            with Guard(self, self._fit.trainer):
+                self._fit.restore()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is under way: what is copied or sent to another process is a finder at rest."""

@@ -45,6 +45,7 @@ class Windows:
         self._next = warmup_steps if warmup_steps else window_size
         self._warm: PhaseTimes | None = None
         self._needs_warmup = warmup_steps > 0
+        self._began = 0
         self._last: PhaseTimes | None = None
         self._stretches: list[Window] = []
         self._per_stretch = 1
@@ -61,17 +62,19 @@ class Windows:
             reading: the timeline's times now.
 
         Returns:
-            The window; None when it was warm-up that ended.
+            The window; None when it was warm-up that ended, or goes on.
         """
         window = Window(
             self._last.wall_s if self._last is not None else 0.0,
             reading - self._last if self._last is not None else reading,
         )
-        self._keep(window)
+        if self._last is None or reading.steps > self._last.steps:
+            self._keep(window)
         self._last = reading
         self._next = reading.steps + self._window_size
         if self._needs_warmup and self._warm is None:
-            self._warm = reading
+            if reading.steps - self._began >= self._warmup_steps:
+                self._warm = reading
             return None
         return window
 
@@ -99,6 +102,7 @@ class Windows:
             self.close(reading)
         self._warm = None
         self._needs_warmup = True
+        self._began = reading.steps
         self._next = due if in_step else reading.steps + max(self._warmup_steps, 1)
 
     def steady(self, reading: PhaseTimes) -> PhaseTimes | None:

@@ -23,11 +23,12 @@ from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
 
 log = logging.getLogger(__name__)
 
-_LOOK_S: Final = 2.0
+
+LOOK_S: Final = 2.0
 """Longer than this, a look at a few samples is not worth what it saves."""
 
 
-def choice_key(dataloader: DataLoader[Any], **question: float | int | str | None) -> str:
+def choice_key(dataloader: DataLoader[Any], look_s: float = LOOK_S, **question: float | int | str | None) -> str:
     """What a choice depends on, as a name for its file.
 
     The dataset (its class, its length, the size of its first, middle and last sample, read in a worker process), the
@@ -35,11 +36,12 @@ def choice_key(dataloader: DataLoader[Any], **question: float | int | str | None
 
     Args:
         dataloader: whose choice it is.
+        look_s: seconds that reading the samples may take, from the moment at which their worker runs.
         question: the arguments of the search, such as ``step_time_s``; times should be rounded.
     """
     facts = {
         "version": __version__,
-        "dataset": _dataset_facts(dataloader),
+        "dataset": _dataset_facts(dataloader, look_s),
         "machine": [platform.node(), platform.machine(), os.cpu_count(), round(usable_cpus(), 2), torch.__version__],
         "loader": _loader_facts(dataloader),
         "question": question,
@@ -90,7 +92,7 @@ def _file(cache_dir: str | os.PathLike[str], key: str) -> Path:
     return Path(cache_dir) / f"num-workers-{key}.json"
 
 
-def _dataset_facts(loader: DataLoader[Any]) -> list[Any]:
+def _dataset_facts(loader: DataLoader[Any], look_s: float) -> list[Any]:
     dataset = loader.dataset
     facts: list[Any] = [_name_of(type(dataset))]
     try:
@@ -99,17 +101,17 @@ def _dataset_facts(loader: DataLoader[Any]) -> list[Any]:
         return facts
     facts.append(length)
     if length and not isinstance(dataset, IterableDataset):
-        facts.append(_sample_bytes(loader, sorted({0, length // 2, length - 1})))
+        facts.append(_sample_bytes(loader, sorted({0, length // 2, length - 1}), look_s))
     return facts
 
 
-def _sample_bytes(loader: DataLoader[Any], indices: list[int]) -> int | None:
+def _sample_bytes(loader: DataLoader[Any], indices: list[int], look_s: float) -> int | None:
     """About how large these samples are together; None where they cannot be read, or not soon.
 
     Read in a worker process: the training process's dataset opens no file for it, and draws no random number.
     """
     try:
-        size = sample_bytes(loader, indices, _LOOK_S)
+        size = sample_bytes(loader, indices, look_s)
     except Exception:  # the search itself, or training, will say what is wrong with them
         return None
     return 1 << size.bit_length()  # random augmentation changes sizes a little

@@ -111,7 +111,7 @@ def sample_bytes(loader: DataLoader[Any], indices: list[int], seconds: float) ->
     Raises:
         Exception: whatever the dataset raises, or what torch raises when the time is over.
     """
-    twin = _twin(loader, {"sampler": indices, "batch_size": 1}, 1, 2, _Pickled(), seconds)
+    twin = _twin(loader, {"sampler": indices, "batch_size": len(indices)}, 1, 2, _Pickled(), seconds)
     iterator = _start(twin)
     try:
         return sum(iterator)
@@ -123,7 +123,7 @@ class _Pickled:
     """Stands in for a ``collate_fn``: says how large the samples are."""
 
     def __call__(self, samples: Any) -> int:
-        return len(pickle.dumps(samples))
+        return sum(len(pickle.dumps(sample)) for sample in samples)
 
 
 def _own_collate(loader: DataLoader[Any]) -> Callable[[Any], Any]:

@@ -14,12 +14,12 @@ to end.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import weakref
 from collections.abc import Callable
 from inspect import signature
+from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -59,6 +59,7 @@ _ATTRIBUTES: Final[dict[str, type | tuple[type, ...]]] = {
     "_workers_status": list,
 }
 _PRESENT: Final = (
+    "_sampler_iter",
     "_collate_fn",
     "_data_queue",
     "_dataset",
@@ -71,7 +72,6 @@ _PRESENT: Final = (
 )
 _METHODS: Final = {
     "_get_data": ["self"],
-    "_next_data": ["self"],
     "_reset": ["self", "loader", "first_iter"],
     "_shutdown_workers": ["self"],
     "_try_put_index": ["self"],
@@ -107,6 +107,16 @@ class _End:
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _leave, ()
+
+
+class _Raises:
+    """In place of a sampler's iterator: raises what that has raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __next__(self) -> Any:
+        raise self._error
 
 
 def _leave() -> None:
@@ -238,16 +248,15 @@ class ResizableIterator(_MultiProcessingDataLoaderIter):
         free = [worker for level in range(factor) for worker in range(active) if given[worker] <= level]
         in_turn = itertools.cycle(range(active))
         self._worker_queue_idx_cycle = itertools.chain(free, in_turn)  # type: ignore[assignment]
-        try:
-            for _ in range(factor * active - len(self._task_info)):
-                self._try_put_index()
-        except Exception as error:  # the sampler's: training meets it at the next batch, as with so many from the start
-            self._next_data = functools.partial(self._fail, error)  # type: ignore[method-assign]
+        for _ in range(factor * active - len(self._task_info)):
+            self._try_put_index()
         self._worker_queue_idx_cycle = in_turn
 
-    def _fail(self, error: Exception) -> None:
-        del self._next_data
-        raise error
+    def _without_us(self, trace: TracebackType | None) -> TracebackType | None:
+        """A traceback without the frames that hold this iterator, which would then hold itself."""
+        while trace is not None and trace.tb_frame.f_locals.get("self") is self:
+            trace = trace.tb_next
+        return trace
 
     def _would_end_too_early(self) -> bool:
         """Whether the next index is the one after the sampler's last, and more workers only ask for it sooner.
@@ -268,14 +277,18 @@ class ResizableIterator(_MultiProcessingDataLoaderIter):
             self._end_drained()
         if len(self._task_info) >= self._prefetch_factor * active:
             return  # there were more workers, whose batches are still under way or wait here
-        if not leaving:
-            super()._try_put_index()
-            return
         status = self._workers_status
-        # Without an order torch shares the work out among all that it counts here, and loses what it cannot place.
-        self._workers_status = status[:active] + [False] * (len(status) - active)
+        if leaving:
+            # Without an order torch shares the work out among all that it counts here, and loses what it cannot place.
+            self._workers_status = status[:active] + [False] * (len(status) - active)
         try:
             super()._try_put_index()
+        except Exception as error:
+            if self._rcvd_idx + self._gpuopt_depth > self._send_idx:
+                raise
+            # The sampler's: training meets it where it would have with the workers that it began with.
+            self._sampler_iter = _Raises(error.with_traceback(self._without_us(error.__traceback__)))
+            self._gpuopt_length = self._send_idx
         finally:
             self._workers_status = status
 

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 _PAUSE: Final = 4.0
 """A step whose own work takes so many times the median has a validation, a checkpoint or the like in it."""
 
+_USUAL: Final = 0.75
+"""Pauses in a quarter of the steps are none: they belong to training's pace, as where gradients accumulate."""
+
 _NEVER: Final = 1 << 60
 
 
@@ -110,7 +113,7 @@ class FetchMeter:
         wait_s = fmean(max(wait - taking_s, 0.0) for wait in self._waits)
         usual_s = median(self._owns)
         usual = [own for own in self._owns if own <= _PAUSE * usual_s]
-        own_s = fmean(usual if len(usual) == steps - 1 else self._owns)  # more of them belong to training's own pace
+        own_s = fmean(usual if len(usual) > _USUAL * steps else self._owns)
         assert self._cpu_began is not None
         cpu_before, process_before = self._cpu_began
         cpu_after, process_s = _cpu_s(workers), time.process_time() - process_before
@@ -232,10 +235,13 @@ class RunningLoader:
         if not self._consumes(iterator, self._iterator):
             return FetchMeter(_NEVER, 1)
         self._current = weakref.ref(iterator)
-        if isinstance(iterator, ResizableIterator) and iterator._num_workers != self.loader.num_workers:
-            iterator.resize(self.loader.num_workers)  # a choice was restored since it was made
-        if self._pending:
-            self._pending = False
+        # A choice may have been restored since it was made.
+        differs = getattr(iterator, "_num_workers", self.loader.num_workers) != self.loader.num_workers
+        if differs and isinstance(iterator, ResizableIterator):
+            iterator.resize(self.loader.num_workers)
+            differs = False
+        if differs != self._pending:
+            self._pending = differs
             self.look()
         self.epoch_begins()
         return self.meter
@@ -351,7 +357,7 @@ class RunningLoader:
     def before_epoch(self) -> None:
         """Persistent workers of another number than the loader should have must go before it is iterated again."""
         iterator: Any = getattr(self.loader, "_iterator", None)
-        if not hasattr(iterator, "_shutdown_workers"):
+        if not hasattr(iterator, "_shutdown_workers") or iterator in self._new:  # the loop is about to fetch from it
             return
         ahead = self.loader.prefetch_factor or iterator._prefetch_factor
         if isinstance(iterator, ResizableIterator):

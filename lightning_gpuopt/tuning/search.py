@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Final
 
 from lightning_gpuopt.tuning.caps import Cap
@@ -193,13 +194,18 @@ class Search:
         return min((count for count in (_count(nearest), _count(enough)) if tried.count(count) == 1), default=None)
 
     def _within(self, cap: Cap) -> Sequence[Measured]:
-        """The trials that still fit, what a worker takes may have grown since; of those that were repeated, the best.
+        """One trial for each number that still fits; what a worker takes may have grown since.
 
-        What else runs on a machine makes a trial slower, never faster.
+        Of repeated trials the best: what else runs on a machine makes a trial slower, never faster. But where those
+        that are close have not all been repeated, their mean: the best of two is no match for one.
         """
         counts = sorted(set(map(_count, self.seen)))
         counts = [count for count in counts if count <= cap.num_workers] or counts[:1]
-        return [max((each for each in self.seen if _count(each) == count), key=_rate) for count in counts]
+        trials = [[each for each in self.seen if _count(each) == count] for count in counts]
+        best = [max(each, key=_rate) for each in trials]
+        top = max(map(_rate, best))
+        tried = {len(each) for each, one in zip(trials, best, strict=True) if _rate(one) >= (1 - _CLOSE) * top}
+        return best if len(tried) == 1 else [_mean(each, one) for each, one in zip(trials, best, strict=True)]
 
     def _enough(self, trials: Sequence[Measured]) -> Measured:
         best = max(map(_rate, trials))
@@ -231,6 +237,15 @@ class Search:
     def _cpu_share(self, measured: Measured) -> float:
         """How much of the CPUs was in use, 0-1."""
         return (measured.cpu_s + measured.consumer_cpu_s) * measured.trial.batches_per_s / self._cpus
+
+
+def _mean(trials: Sequence[Measured], like: Measured) -> Measured:
+    """A trial with the mean throughput of several."""
+    if len(trials) == 1:
+        return like
+    rate = fmean(each.trial.batches_per_s for each in trials)
+    wait_s = fmean(each.trial.data_wait_s for each in trials)
+    return replace(like, trial=replace(like.trial, batches_per_s=rate, data_wait_s=wait_s))
 
 
 def _count(measured: Measured) -> int:

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
 
-from lightning_gpuopt._lightning import train_iterators
+from lightning_gpuopt._lightning import train_iterators, train_loaders
 from lightning_gpuopt.callbacks import _tuned_fit, _tuned_loader
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
@@ -604,6 +604,18 @@ def test_an_error_of_the_sampler_ends_training_as_ever(tmp_path: Path, script: d
         fit(tmp_path, Model(DataLoader(Numbers(), batch_sampler=Ends(), num_workers=1)), NumWorkersFinder())
 
 
+def test_an_error_of_the_sampler_that_training_does_not_come_to_is_none(tmp_path: Path, script: dict[Any, int]) -> None:
+    def run(*callbacks: Callback) -> Any:
+        source = DataLoader(Numbers(), batch_sampler=Ends(), num_workers=1, persistent_workers=True)
+        return fit(tmp_path, Model(source), *callbacks, limit_train_batches=15)
+
+    plain = run()
+    script[1] = 12
+    counts = Counts()
+    assert same(plain, run(NumWorkersFinder(), counts))
+    assert max(counts.counts) == 12
+
+
 class AfterSetup(SingleDeviceStrategy):
     """Restores callbacks as FSDP does: after loaders are iterated, where the model asks for its number of steps."""
 
@@ -612,21 +624,27 @@ class AfterSetup(SingleDeviceStrategy):
         return True
 
 
-def test_a_choice_that_is_restored_late_is_used_from_the_first_step(tmp_path: Path, script: dict[Any, int]) -> None:
+@pytest.mark.parametrize("kwargs", [{}, {"timeout": 60}])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_choice_that_is_restored_late_is_used_from_the_first_step_on_or_the_next_epoch(
+    tmp_path: Path, script: dict[Any, int], kwargs: dict[str, Any], persistent: bool
+) -> None:
     script[1] = 3
-    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=20, save_top_k=-1)
-    fit(tmp_path, Model(loader()), NumWorkersFinder(), checkpoint, enable_checkpointing=True, max_epochs=1)
+    trainer = tiny_trainer(tmp_path, max_steps=20, callbacks=[NumWorkersFinder()])
+    trainer.fit(Model(loader()))
+    trainer.save_checkpoint(tmp_path / "kept.ckpt")
 
     class Scheduled(Model):
         def configure_optimizers(self) -> Any:
-            assert self.trainer.estimated_stepping_batches == 80
+            assert self.trainer.estimated_stepping_batches == 240
             return super().configure_optimizers()
 
     script[3] = 5
     finder, counts = NumWorkersFinder(), InTraining()
-    options = {"max_steps": -1, "max_epochs": 1, "callbacks": [finder, counts], "strategy": AfterSetup("cpu")}
-    tiny_trainer(tmp_path, **options).fit(Scheduled(loader()), ckpt_path=tmp_path / "epoch=0-step=20.ckpt")
-    assert set(counts.counts) == {3}
+    options = {"max_steps": -1, "max_epochs": 3, "callbacks": [finder, counts], "strategy": AfterSetup("cpu")}
+    model = Scheduled(loader(persistent_workers=persistent, **kwargs))
+    tiny_trainer(tmp_path, **options).fit(model, ckpt_path=tmp_path / "kept.ckpt")
+    assert counts.counts == [1 if kwargs else 3] * 80 + [3] * 80
     assert str(finder.choices[0]) == "num_workers 1 → 3: limited by consumer"
 
 
@@ -654,6 +672,19 @@ def test_no_more_workers_than_allowed_are_kept(tmp_path: Path, script: dict[Any,
     fit(tmp_path, Model(loader(4)), finder, counts, max_epochs=1)
     assert set(counts.counts) == {2}
     assert str(finder.choices[0]).startswith("num_workers 4 → 2: ")
+
+
+def test_a_state_that_is_loaded_in_mid_fit_changes_nothing(tmp_path: Path, script: dict[Any, int]) -> None:
+    script.update({1: 3, 3: 5})
+    finder = NumWorkersFinder()
+
+    class Loads(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                finder.load_state_dict({"loaders": {0: {"num_workers": 2, "settled": True, "before": 1}}})
+
+    fit(tmp_path, Model(loader()), finder, Loads(), max_epochs=1)
+    assert finder.optimal_num_workers == 5
 
 
 def test_the_state_of_a_later_version_is_read(tmp_path: Path) -> None:
@@ -747,6 +778,23 @@ def test_a_stall_detector_beside_it_begins_anew_with_other_workers(tmp_path: Pat
     assert len(seen["pids"]) == 4
 
 
+def test_a_stall_detector_sees_workers_of_a_loader_that_began_again(tmp_path: Path) -> None:
+    detector = StallDetector(window_size=10, warmup_steps=2)
+    seen: list[Any] = []
+
+    class Grows(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 30:  # the shorter loader is read for the fourth time
+                resize.adopt(train_iterators(trainer)[1], train_loaders(trainer)[1]).resize(3)
+            assert detector._run is not None
+            seen.append(detector._run.loader.facts.num_workers)
+
+    model = Model(loader(1), loader(1, length=20))
+    model.train_dataloader = lambda: CombinedLoader(list(model.loaders), "max_size_cycle")  # type: ignore[method-assign]
+    fit(tmp_path, model, Grows(), detector, max_epochs=1)
+    assert (seen[30], seen[31]) == (2, 4)
+
+
 def test_a_stall_detector_beside_it_counts_the_workers_that_run(tmp_path: Path, script: dict[Any, int]) -> None:
     script[1] = 4
     detector = StallDetector(window_size=10, warmup_steps=2)
@@ -763,15 +811,24 @@ def test_a_stall_detector_beside_it_counts_the_workers_that_run(tmp_path: Path, 
     assert (seen[80], seen[81]) == ((1, None), (4, 81))
 
 
-def test_a_step_that_is_longer_now_and_then_counts_with_all_of_it() -> None:
+@pytest.mark.parametrize(
+    ("owns", "step_s"),
+    [
+        ([0.1, 0.1, 0.1, 0.9] * 2, 0.3),  # gradients accumulate
+        ([0.1] * 5 + [30.0], 0.1),  # a validation
+        (([0.1] * 4 + [30.0]) * 2, 0.1),
+    ],
+)
+def test_a_step_that_is_longer_now_and_then_counts_with_all_of_it_but_for_pauses(
+    owns: list[float], step_s: float
+) -> None:
     clock = Clock()
-    for owns, step_s in (([0.1, 0.1, 0.1, 0.9] * 2, 0.3), ([0.1] * 7 + [30.0], 0.1)):
-        meter = FetchMeter(0, 8, clock)
-        for own_s in [0.0, *owns]:
-            clock.now_s += own_s
-            meter.fetch(object(), lambda: 0)
-        assert meter.seen is not None
-        assert meter.seen.step_s == pytest.approx(step_s)
+    meter = FetchMeter(0, len(owns), clock)
+    for own_s in [0.0, *owns]:
+        clock.now_s += own_s
+        meter.fetch(object(), lambda: 0)
+    assert meter.seen is not None
+    assert meter.seen.step_s == pytest.approx(step_s)
 
 
 def test_a_copy_in_mid_training_knows_the_choice_until_then(tmp_path: Path, script: dict[Any, int]) -> None:
@@ -883,6 +940,11 @@ def test_a_trainer_made_from_yaml_takes_it(tmp_path: Path) -> None:
 def test_the_ranks_of_a_node_agree(what: str) -> None:
     ranks = run_ranks("tests.callbacks.tuned_rank", what, 2)
     assert [rank["num_workers"] for rank in ranks if rank is not None] == ([4, 4] if what == "agree" else [2])
+
+
+def test_a_rank_that_is_content_has_a_say() -> None:
+    ranks = run_ranks("tests.callbacks.tuned_rank", "content", 2)
+    assert [rank["num_workers"] for rank in ranks] == [3, 3]
 
 
 def test_ranks_do_not_measure_a_change_that_waits_for_the_next_epoch() -> None:

@@ -2,7 +2,8 @@
 
 Rank 0 wants 2 workers, rank 1 wants 4. Prints the number that each ends with. In ``dies`` rank 1's thread that talks to
 the others never does. In ``probe`` both search for real, and rank 1's data is slow: it needs the 3 workers it may have.
-In ``waits`` the change has to wait for the next epoch. In ``raises``, ``killed 0`` and ``killed 1`` a rank fails in
+In ``waits`` the change has to wait for the next epoch. In ``content`` both begin with 3 workers, and rank 1 would do
+with 2. In ``raises``, ``killed 0`` and ``killed 1`` a rank fails in
 mid-epoch, with workers that were added; each that can says how it ended, and how many workers it has left.
 """
 
@@ -49,12 +50,12 @@ class Data(Dataset[Any]):
 
 
 class Model(TinyModel):
-    def __init__(self, seconds: float = 0.0, timeout: float = 0.0) -> None:
+    def __init__(self, seconds: float = 0.0, timeout: float = 0.0, workers: int = 1) -> None:
         super().__init__()
-        self.seconds, self.timeout = seconds, timeout
+        self.seconds, self.timeout, self.workers = seconds, timeout, workers
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Data(self.seconds), batch_size=2, num_workers=1, timeout=self.timeout)
+        return DataLoader(Data(self.seconds), batch_size=2, num_workers=self.workers, timeout=self.timeout)
 
 
 def decide(self: LivePolicy, seen: Seen, cap: Cap) -> int:
@@ -97,6 +98,39 @@ class Fails(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class StopWhenAnswered(Callback):
+    """Ends training when rank 1's wish has been answered."""
+
+    def __init__(self, finder: NumWorkersFinder) -> None:
+        self.finder = finder
+        self.wished = RANK == 0
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        fit = self.finder._fit
+        assert fit is not None
+        waits = fit._tuned[0]._wished is not None
+        self.wished |= waits
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(self.wished and not waits)
+
+
+def content() -> None:
+    def want_fewer(self: LivePolicy, seen: Seen, cap: Cap) -> int:
+        if RANK == 1 and self.num_workers == 3:
+            self._change(2, seen)
+        else:
+            self._settle(seen)
+        self.skip, self.window = 0, 2
+        return self.num_workers
+
+    LivePolicy.decide = want_fewer  # type: ignore[method-assign]
+    warnings.simplefilter("ignore")
+    finder = NumWorkersFinder()
+    with tempfile.TemporaryDirectory() as folder:
+        callbacks = [finder, StopWhenAnswered(finder)]
+        tiny_trainer(Path(folder), max_steps=-1, devices=2, strategy="ddp", callbacks=callbacks).fit(Model(workers=3))
+    print(json.dumps({"num_workers": finder.optimal_num_workers}))
+
+
 def fail(how: str) -> None:
     LivePolicy.decide = decide  # type: ignore[method-assign]
     warnings.simplefilter("ignore")
@@ -134,5 +168,7 @@ def main(what: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] in AGREED:
         main(sys.argv[1])
+    elif sys.argv[1] == "content":
+        content()
     else:
         fail(sys.argv[1])

@@ -19,6 +19,9 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import StallDetector
+from lightning_gpuopt._lightning import train_iterators, train_loaders
+from lightning_gpuopt.callbacks._observed_fit import ObservedFit
+from lightning_gpuopt.tuning.resize import adopt
 from tests.helpers import FEATURES, RecordingLogger, TinyModel, tiny_trainer
 
 STEP_S = 0.02
@@ -49,15 +52,44 @@ class Model(TinyModel):
         return DataLoader(Data(self.sample_s), batch_size=2)
 
 
+class Grow(Callback):
+    """Gives rank 1 another worker in mid-epoch."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if RANK == 1 and batch_idx == 7:
+            adopt(train_iterators(trainer)[0], train_loaders(trainer)[0]).resize(2)
+
+
+def grown() -> dict[str, Any]:
+    """How many windows this rank has posted, and where it began anew."""
+
+    class WithWorker(Model):
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(Data(0.0), batch_size=2, num_workers=1)
+
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        detector = StallDetector(window_size=10, warmup_steps=5, report_dir=Path(folder))
+        look = Look(detector)
+        trainer = {"devices": 2, "strategy": "ddp", "max_steps": 35, "callbacks": [Grow(), detector, look]}
+        tiny_trainer(Path(folder), **trainer).fit(WithWorker(0.0, 0.0))
+    run = look.run
+    assert run is not None
+    assert run._gather is not None
+    return {"posts": run._gather._number, "began_anew": run._changed_after}
+
+
 class Look(Callback):
     """Reads the detector in mid-run."""
 
     def __init__(self, detector: StallDetector) -> None:
         self.detector = detector
         self.broadcast_s = 0.0
+        self.run: ObservedFit | None = None
 
     def on_train_batch_end(self, *args: Any) -> None:
         assert self.detector._run is not None
+        self.run = self.detector._run
         self.broadcast_s = self.detector._run.timeline.times().signal_broadcast_s
 
 
@@ -86,6 +118,8 @@ def fit(world_size: int, step_s: float = STEP_S, sample_s: float = 0.0) -> dict[
 
 
 def main(what: str) -> dict[str, Any]:
+    if what == "grown":
+        return grown()
     if what == "four":
         return {"compute": fit(4, step_s=0.06 + (0.06 if RANK == 2 else 0.0))}
     return {

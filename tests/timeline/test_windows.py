@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from lightning_gpuopt.timeline.actions import PHASES
 from lightning_gpuopt.timeline.phases import PhaseTimes
 from lightning_gpuopt.timeline.windows import Windows
@@ -63,15 +65,17 @@ def test_a_long_run_stays_within_its_bound_and_loses_nothing() -> None:
     assert {each.times.steps for each in stretches[:-1]} == {16}
 
 
-def test_a_restart_in_step_with_other_ranks_ends_windows_where_they_do() -> None:
+@pytest.mark.parametrize(("restarts_at", "begins_at"), [(17, 22), (20, 22), (21, 32), (22, 32)])
+def test_a_restart_in_step_with_other_ranks_ends_windows_where_they_do(restarts_at: int, begins_at: int) -> None:
     windows = Windows(window_size=10, warmup_steps=2)
     ends = []
-    for steps in range(1, 36):
-        if steps == 17:
+    for steps in range(1, 46):
+        if steps == restarts_at:
             windows.restart(reading(steps), in_step=True)
         if windows.due(steps):
             ends.append((steps, windows.close(reading(steps)) is not None))
-    assert ends == [(2, False), (12, True), (22, False), (32, True)]
-    steady = windows.steady(reading(35))
+    assert ends == [(2, False), (12, True), (22, False), (32, begins_at == 22), (42, True)]
+    steady = windows.steady(reading(45))
     assert steady is not None
-    assert steady.steps == 13
+    assert steady.steps == 45 - begins_at
+    assert 0 not in [each.times.steps for each in windows.stretches(reading(45))]

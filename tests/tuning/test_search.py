@@ -142,6 +142,21 @@ def test_close_trials_are_repeated_and_the_better_figure_decides() -> None:
     assert search.choose(CAP) == Choice(2, "cpu", 62.0)
 
 
+def test_the_best_of_two_trials_is_no_match_for_one() -> None:
+    world = World(0.008, at_most_per_s=500)
+    search = Search(world.cpus)
+
+    def found(count: int, rate: float) -> Measured:
+        return replace(world.try_(count), trial=Trial(count, rate, 1 / rate))
+
+    search.seen += [found(1, 120.0), found(6, 453.0), found(4, 414.0), found(4, 454.0)]
+    cap = Cap(6, "max_num_workers")
+    assert search.next_count(cap) == 6
+    assert search.choose(cap).num_workers == 6
+    search.seen.append(found(6, 440.0))
+    assert (search.choose(cap).num_workers, search.choose(cap).batches_per_s) == (4, 454.0)
+
+
 def test_a_disturbed_trial_of_the_smaller_number_is_repeated_first() -> None:
     world = World(0.033, 0.033, step_s=0.005)
     search = Search(world.cpus)
@@ -163,6 +178,8 @@ def test_a_far_smaller_number_that_came_close_is_tried_again_though_the_consumer
     search.seen += [found(1, 54.0), found(2, 76.0), found(3, 81.0), found(5, 85.0)]
     assert search.next_count(CAP) == 3
     search.seen.append(found(3, 84.0))
+    assert search.next_count(CAP) == 5
+    search.seen.append(found(5, 82.0))
     assert search.next_count(CAP) is None
     assert search.choose(CAP).num_workers == 3
 
