@@ -601,7 +601,12 @@ class Ends:
 def test_an_error_of_the_sampler_ends_training_as_ever(tmp_path: Path, script: dict[Any, int]) -> None:
     script[1] = 12
     with pytest.raises(LookupError, match="no batch 20"):
-        fit(tmp_path, Model(DataLoader(Numbers(), batch_sampler=Ends(), num_workers=1)), NumWorkersFinder())
+        fit(
+            tmp_path,
+            Model(DataLoader(Numbers(), batch_sampler=Ends(), num_workers=1)),
+            NumWorkersFinder(),
+            max_epochs=1,
+        )
 
 
 def test_an_error_of_the_sampler_that_training_does_not_come_to_is_none(tmp_path: Path, script: dict[Any, int]) -> None:

@@ -56,7 +56,7 @@ def test_every_rank_trained_to_the_end_with_the_same_weights(two: list[Any]) -> 
 
 def test_ranks_of_which_one_begins_anew_still_end_their_windows_together() -> None:
     ranks = run_ranks("tests.callbacks.watched_rank", "grown", 2)
-    assert ranks == [{"posts": 4, "began_anew": None}, {"posts": 4, "began_anew": 8}]
+    assert ranks == [{"posts": 3, "began_anew": None}, {"posts": 3, "began_anew": 8}]
 
 
 def test_one_slow_rank_among_four_is_found() -> None:

@@ -71,7 +71,7 @@ def grown() -> dict[str, Any]:
         warnings.simplefilter("ignore")
         detector = StallDetector(window_size=10, warmup_steps=5, report_dir=Path(folder))
         look = Look(detector)
-        trainer = {"devices": 2, "strategy": "ddp", "max_steps": 35, "callbacks": [Grow(), detector, look]}
+        trainer = {"devices": 2, "strategy": "ddp", "max_steps": 34, "callbacks": [Grow(), detector, look]}
         tiny_trainer(Path(folder), **trainer).fit(WithWorker(0.0, 0.0))
     run = look.run
     assert run is not None
