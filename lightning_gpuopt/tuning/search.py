@@ -45,6 +45,9 @@ _TOO_MANY: Final = 1.4
 _CLOSE: Final = 0.15
 """Two numbers whose throughputs are as near as this may change places in another trial."""
 
+_NOT_FAR: Final = 0.25
+"""So near, a far smaller number may have been disturbed, where the larger one is all that the consumer can take."""
+
 _MEASURED_TWICE: Final = 1.05
 """What a consumer counts and what workers time agree to this factor."""
 
@@ -184,11 +187,12 @@ class Search:
         """
         within = self._within(cap)
         enough = self._enough(within)
-        others = [each for each in within if _count(each) != _count(enough)]
+        others, close = [each for each in within if _count(each) != _count(enough)], _CLOSE
+        if self._is_fed(enough):
+            others = [each for each in others if _count(enough) >= _TOO_MANY * _count(each)]
+            close = _NOT_FAR
         nearest = max(others, key=_rate, default=enough)
-        if abs(_rate(nearest) / _rate(enough) - 1) > _CLOSE:
-            return None
-        if self._is_fed(enough) and _count(enough) < _TOO_MANY * _count(nearest):
+        if abs(_rate(nearest) / _rate(enough) - 1) > close:
             return None
         tried = [_count(each) for each in self.seen]
         return min((count for count in (_count(nearest), _count(enough)) if tried.count(count) == 1), default=None)

@@ -180,8 +180,17 @@ def test_a_far_smaller_number_that_came_close_is_tried_again_though_the_consumer
     search.seen.append(found(3, 84.0))
     assert search.next_count(CAP) == 5
     search.seen.append(found(5, 82.0))
+    assert search.next_count(CAP) == 2
+    search.seen.append(found(2, 77.0))
     assert search.next_count(CAP) is None
     assert search.choose(CAP).num_workers == 3
+
+    search.seen = [found(1, 57.0), found(2, 79.0), found(4, 95.0), found(7, 83.0)]
+    assert search.next_count(CAP) == 2
+    search.seen.append(found(2, 94.0))
+    assert search.next_count(CAP) == 4
+    search.seen.append(found(4, 95.0))
+    assert search.choose(CAP).num_workers == 2
 
 
 @pytest.mark.parametrize(("rate", "chosen"), [(98.0, 5), (97.0, 6)])
