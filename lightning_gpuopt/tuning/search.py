@@ -201,14 +201,14 @@ class Search:
         """One trial for each number that still fits; what a worker takes may have grown since.
 
         Of repeated trials the best: what else runs on a machine makes a trial slower, never faster. But where those
-        that are close have not all been repeated, their mean: the best of two is no match for one.
+        that come first have not all been repeated, their mean: the best of two is no match for one.
         """
         counts = sorted(set(map(_count, self.seen)))
         counts = [count for count in counts if count <= cap.num_workers] or counts[:1]
         trials = [[each for each in self.seen if _count(each) == count] for count in counts]
         best = [max(each, key=_rate) for each in trials]
         top = max(map(_rate, best))
-        tried = {len(each) for each, one in zip(trials, best, strict=True) if _rate(one) >= (1 - _CLOSE) * top}
+        tried = {len(each) for each, one in zip(trials, best, strict=True) if _rate(one) >= (1 - self._tolerance) * top}
         return best if len(tried) == 1 else [_mean(each, one) for each, one in zip(trials, best, strict=True)]
 
     def _enough(self, trials: Sequence[Measured]) -> Measured:
