@@ -81,13 +81,16 @@ class HangWatch:
 def write_state(path: Path, quiet_s: float, workers: Sequence[tuple[int, str]]) -> None:
     """Write the stacks of all threads of this process and the state of its workers.
 
+    The file appears when all of it is written: who waits for it reads no half of it.
+
     Args:
         path: the file; its folder is made as needed.
         quiet_s: seconds since the last step.
         workers: process id and, in words, what it is doing, for each worker of the loader.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    under_way = path.with_name(f".{path.name}.part")
+    with under_way.open("w", encoding="utf-8") as file:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         file.write(f"{now}: process {os.getpid()} has finished no step for {quiet_s:.1f} s\n\n")
         file.write(f"Workers of the training loader: {len(workers) or 'none'}\n")
@@ -96,6 +99,7 @@ def write_state(path: Path, quiet_s: float, workers: Sequence[tuple[int, str]]) 
         file.write("\nStacks of this process, innermost call first:\n\n")
         file.flush()
         faulthandler.dump_traceback(file=file, all_threads=True)
+    under_way.replace(path)
 
 
 _STATES = {

@@ -16,7 +16,7 @@ from lightning_gpuopt.tuning.search import UNEVEN, Search, model_of
 from lightning_gpuopt.tuning.workers import NumWorkersResult
 
 _USUAL_PREFETCH: Final = 2
-_REFINE: Final = 0.45
+_REFINE: Final = 0.6
 """Of the budget, after which nothing is tried again only to be surer."""
 _RESERVE: Final = 0.25
 _MOST_RESERVE_S: Final = 0.75

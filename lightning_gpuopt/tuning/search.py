@@ -16,7 +16,7 @@ from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.model import LoaderModel
 from lightning_gpuopt.tuning.workers import LimitedBy, Measured
 
-_MOST_TRIALS: Final = 8
+_MOST_TRIALS: Final = 12
 
 _BUSY: Final = 0.85
 """From this share on, a processor, or this process's one thread, counts as in use all the time."""
@@ -42,11 +42,8 @@ _LINEAR: Final = 0.8
 _TOO_MANY: Final = 1.4
 """So many times the number that could do are worth a trial of fewer."""
 
-_CLOSE: Final = 0.15
-"""Two numbers whose throughputs are as near as this may change places in another trial."""
-
-_NOT_FAR: Final = 0.25
-"""So near, a far smaller number may have been disturbed, where the larger one is all that the consumer can take."""
+_DISTURBED: Final = 0.65
+"""A trial beside which something else ran may have shown as little as this share of what it would have shown."""
 
 _MEASURED_TWICE: Final = 1.05
 """What a consumer counts and what workers time agree to this factor."""
@@ -173,49 +170,66 @@ class Search:
         within = self._within(cap)
         enough = self._enough(within)
         count = enough.trial.num_workers
-        # A batch takes a worker this long: fewer than these cannot give as many.
-        least = math.ceil((1 - self._tolerance) * _rate(enough) * self._least_service_s())
-        least = max([least, *(_count(each) + 1 for each in within if _count(each) < count)])
+        least = max([self._least(enough), *(_count(each) + 1 for each in within if _count(each) < count)])
         if count < _TOO_MANY * least:
             return None
         return min(max(math.isqrt(least * count), least), count - 1)
 
     def _again(self, cap: Cap) -> int | None:
-        """Where another number came close, and one of the two was tried only once: that, the smaller first.
+        """A number of which what was seen is not enough to go by: that with the fewest trials, the best of those first.
 
-        Where the consumer gets all that it can take, only a far smaller number is worth that.
+        The chosen one, and those that may be as good if their trials were disturbed: smaller ones that could give as
+        many batches by the time that a batch takes a worker, and the best of the larger ones. Where the consumer gets
+        all that it can take, only far smaller ones matter.
         """
         within = self._within(cap)
         enough = self._enough(within)
-        others, close = [each for each in within if _count(each) != _count(enough)], _CLOSE
+        number, least = _count(enough), self._least(enough)
         if self._is_fed(enough):
-            others = [each for each in others if _count(enough) >= _TOO_MANY * _count(each)]
-            close = _NOT_FAR
-        nearest = max(others, key=_rate, default=enough)
-        if abs(_rate(nearest) / _rate(enough) - 1) > close:
-            return None
-        tried = [_count(each) for each in self.seen]
-        return min((count for count in (_count(nearest), _count(enough)) if tried.count(count) == 1), default=None)
+            rivals = [each for each in within if least <= _count(each) <= number / _TOO_MANY]
+        else:
+            rivals = [each for each in within if least <= _count(each) < number]
+            larger = [each for each in within if _count(each) > number]
+            rivals += [max(larger, key=_rate)] if larger else []
+        rivals = [each for each in rivals if _rate(each) >= _DISTURBED * _rate(enough)]
+        doubtful = [each for each in (enough, *rivals) if not self._is_sure(_count(each))] if rivals else []
+        return min(map(_count, sorted(doubtful, key=_rate, reverse=True)), key=self._times_tried, default=None)
+
+    def _is_sure(self, count: int) -> bool:
+        """Whether two trials of it agree; after three it is as sure as it gets."""
+        trials = self._trials(count)
+        return len(trials) > 2 or (len(trials) == 2 and len(self._agreeing(trials)) == 2)
+
+    def _agreeing(self, trials: Sequence[Measured]) -> list[Measured]:
+        """Those that are as good as the best, but for the tolerance."""
+        best = max(map(_rate, trials))
+        return [each for each in trials if _rate(each) >= (1 - self._tolerance) * best]
+
+    def _trials(self, count: int) -> list[Measured]:
+        return [each for each in self.seen if _count(each) == count]
+
+    def _times_tried(self, count: int) -> int:
+        return len(self._trials(count))
 
     def _within(self, cap: Cap) -> Sequence[Measured]:
-        """One trial for each number that still fits; what a worker takes may have grown since.
+        """One measurement for each number that still fits; what a worker takes may have grown since.
 
-        Of repeated trials the best: what else runs on a machine makes a trial slower, never faster. But where those
-        that come first have not all been repeated, their mean: the best of two is no match for one.
+        Of repeated trials the best, with the mean throughput of those that agree with it: what else runs on a machine
+        makes a trial slower, hardly ever faster, but the best of several is also the luckiest.
         """
         counts = sorted(set(map(_count, self.seen)))
         counts = [count for count in counts if count <= cap.num_workers] or counts[:1]
-        trials = [[each for each in self.seen if _count(each) == count] for count in counts]
-        best = [max(each, key=_rate) for each in trials]
-        top = max(map(_rate, best))
-        tried = {len(each) for each, one in zip(trials, best, strict=True) if _rate(one) >= (1 - self._tolerance) * top}
-        return best if len(tried) == 1 else [_mean(each, one) for each, one in zip(trials, best, strict=True)]
+        return [_mean(self._agreeing(self._trials(count))) for count in counts]
 
     def _enough(self, trials: Sequence[Measured]) -> Measured:
         best = max(map(_rate, trials))
-        # half of the tolerance is left for what trials this short get wrong
-        enough = [each for each in trials if _rate(each) >= (1 - 0.5 * self._tolerance) * best]
+        # a fifth of the tolerance is left for what trials this short get wrong
+        enough = [each for each in trials if _rate(each) >= (1 - 0.8 * self._tolerance) * best]
         return min(enough, key=_count)
+
+    def _least(self, enough: Measured) -> int:
+        """A batch takes a worker so long that fewer than these cannot give as many."""
+        return math.ceil((1 - self._tolerance) * _rate(enough) * self._least_service_s())
 
     def _least_service_s(self) -> float:
         return min(each.service_s for each in self.seen)
@@ -243,13 +257,12 @@ class Search:
         return (measured.cpu_s + measured.consumer_cpu_s) * measured.trial.batches_per_s / self._cpus
 
 
-def _mean(trials: Sequence[Measured], like: Measured) -> Measured:
-    """A trial with the mean throughput of several."""
-    if len(trials) == 1:
-        return like
+def _mean(trials: Sequence[Measured]) -> Measured:
+    """The best of several trials of a number, with the mean throughput of all."""
+    best = max(trials, key=_rate)
     rate = fmean(each.trial.batches_per_s for each in trials)
     wait_s = fmean(each.trial.data_wait_s for each in trials)
-    return replace(like, trial=replace(like.trial, batches_per_s=rate, data_wait_s=wait_s))
+    return replace(best, trial=replace(best.trial, batches_per_s=rate, data_wait_s=wait_s))
 
 
 def _count(measured: Measured) -> int:

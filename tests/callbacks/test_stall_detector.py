@@ -798,22 +798,25 @@ class TestCopiesInMidFit:
 
 
 class TestHang:
-    def test_stacks_and_workers_are_written_once_and_training_goes_on(self, tmp_path: Path) -> None:
+    def test_stacks_and_workers_are_written_and_training_goes_on(self, tmp_path: Path) -> None:
         written = tmp_path / "report"
+
+        def stuck_in_step() -> list[str]:
+            """What was written of the step below: a busy machine may be slow enough to count as hung elsewhere."""
+            texts = [path.read_text() for path in written.glob("hang-*.txt")]
+            return [text for text in texts if "in in_step" in text]
 
         class Hanging(Model):
             def in_step(self, batch_idx: int) -> None:
-                deadline = time.monotonic() + 30
-                while batch_idx == 3 and not list(written.glob("hang-*.txt")) and time.monotonic() < deadline:
+                deadline = time.monotonic() + 60
+                while batch_idx == 3 and not stuck_in_step() and time.monotonic() < deadline:
                     time.sleep(0.01)
 
         detector = StallDetector(on_stall="ignore", report_dir=written, hang_timeout=2.0)
         model = Hanging(dataset=SleepyData(length=100), num_workers=2)
         with pytest.warns(UserWarning, match="no step was finished for"):
             run(tmp_path, model, detector=detector, max_steps=8)
-        (path,) = written.glob("hang-*.txt")
-        text = path.read_text()
-        assert "in in_step" in text
+        (text,) = stuck_in_step()
         assert "Workers of the training loader: 2" in text
         assert detector.report.steps == 8
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpuopt")]

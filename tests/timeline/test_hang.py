@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_gpuopt.timeline.hang import HangWatch, write_state
@@ -93,3 +94,16 @@ def test_the_file_shows_threads_and_workers(tmp_path: Path) -> None:
     assert f"  {gone.pid}: is gone; is not watched" in text
     assert "in stuck_here" in text
     assert "in test_the_file_shows_threads_and_workers" in text
+
+
+def test_the_file_appears_when_all_of_it_is_written(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    class Workers(list):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[tuple[int, str]]:
+            seen.append([path.name for path in tmp_path.glob("hang-*.txt")])
+            return super().__iter__()
+
+    write_state(tmp_path / "hang-1.txt", 1.0, Workers([(os.getpid(), "waits")]))
+    assert seen == [[]]
+    assert [path.name for path in tmp_path.iterdir()] == ["hang-1.txt"]
