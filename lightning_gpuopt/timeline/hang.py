@@ -89,7 +89,7 @@ def write_state(path: Path, quiet_s: float, workers: Sequence[tuple[int, str]]) 
         workers: process id and, in words, what it is doing, for each worker of the loader.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    under_way = path.with_name(f".{path.name}.part")
+    under_way = path.with_name(f"{path.name}.part")
     with under_way.open("w", encoding="utf-8") as file:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         file.write(f"{now}: process {os.getpid()} has finished no step for {quiet_s:.1f} s\n\n")

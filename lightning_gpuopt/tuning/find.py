@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt._arguments import flag, real_number, refuse, whole_number
-from lightning_gpuopt.tuning.caps import Cap, Room, prefetch_that_fits, room, worker_cap
+from lightning_gpuopt.tuning.caps import Cap, prefetch_that_fits, room, worker_cap
 from lightning_gpuopt.tuning.indices import own_sampling
 from lightning_gpuopt.tuning.model import prefetch_needed
 from lightning_gpuopt.tuning.probe import Clocks, OutOfTime, run_trial
@@ -127,19 +127,17 @@ class _Finder:
         max_seconds: float,
         tolerance: float,
         local_world_size: int,
-        clocks: Clocks | None = None,
-        has: Room | None = None,
     ) -> None:
         self._loader = loader
         self._sampling = sampling
         self._step_s = step_time_s
         self._max = max_num_workers
         self._ranks = local_world_size
-        self._clocks = clocks or Clocks()
+        self._clocks = Clocks()
         began = self._clocks.now()
         self._refine_until = began + _REFINE * max_seconds
         self._deadline = began + max_seconds - min(_RESERVE * max_seconds, _MOST_RESERVE_S)
-        self._room = has or room()
+        self._room = room()
         self._cpus = self._room.cpus / local_world_size
         self._search = Search(self._cpus, tolerance)
         self._prefetch = loader.prefetch_factor or _USUAL_PREFETCH

@@ -1,7 +1,8 @@
 """Which number of workers to try next, and which to choose: numbers in, a number out.
 
 One worker first. What its batches cost says, by the model, how many are needed; that is tried. Then more, where they
-may gain, or fewer, where as many batches could come from them; until neither is worth a trial.
+may gain, or fewer, where as many batches could come from them, until neither is worth a trial. At last those again that
+may have been disturbed, where that could change the choice.
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ _TOO_MANY: Final = 1.4
 
 _DISTURBED: Final = 0.65
 """A trial beside which something else ran may have shown as little as this share of what it would have shown."""
+
+_SCATTER: Final = 0.05
+"""Two trials of the same number that differ by more: one of them was disturbed."""
+
+_CLOSE: Final = 0.92
+"""From this share on a rival may yet be as good as the chosen number."""
 
 _MEASURED_TWICE: Final = 1.05
 """What a consumer counts and what workers time agree to this factor."""
@@ -130,7 +137,7 @@ class Search:
             limited_by: LimitedBy = "consumer"
         elif self._cpu_share(chosen) >= _BUSY:
             limited_by = "cpu"
-        elif self._more_would_idle(chosen):
+        elif self._more_would_idle(chosen, cap):
             limited_by = "consumer"
         elif len(self.seen) < _MOST_TRIALS and len(self.seen) > 1 and self._untried(cap) is not None:
             limited_by = "time"
@@ -160,7 +167,7 @@ class Search:
             return None
         if self._is_fed(top) and _own(top) >= _OWN:
             return None
-        if _is_busy(top) or self._cpu_share(top) >= _ALL_BUSY:
+        if self._is_at_its_limit(top):
             return None
         missing = 1.1 / max(top.consumer_s * _rate(top), 1e-9)
         return min(cap.num_workers, max(count + 1, math.ceil(count * min(max(missing, 1.25), 2.0))))
@@ -173,43 +180,50 @@ class Search:
         least = max([self._least(enough), *(_count(each) + 1 for each in within if _count(each) < count)])
         if count < _TOO_MANY * least:
             return None
-        return min(max(math.isqrt(least * count), least), count - 1)
+        return math.isqrt(least * count)
 
     def _again(self, cap: Cap) -> int | None:
-        """A number of which what was seen is not enough to go by: that with the fewest trials, the best of those first.
+        """What may have been disturbed, where that could change the choice: fewest trials first, the best of those.
 
-        The chosen one, and those that may be as good if their trials were disturbed: smaller ones that could give as
-        many batches by the time that a batch takes a worker, and the best of the larger ones. Where the consumer gets
-        all that it can take, only far smaller ones matter.
+        First the rivals of the chosen number; then that itself, where it is a close thing.
         """
         within = self._within(cap)
         enough = self._enough(within)
-        number, least = _count(enough), self._least(enough)
-        if self._is_fed(enough):
-            rivals = [each for each in within if least <= _count(each) <= number / _TOO_MANY]
-        else:
-            rivals = [each for each in within if least <= _count(each) < number]
-            larger = [each for each in within if _count(each) > number]
-            rivals += [max(larger, key=_rate)] if larger else []
-        rivals = [each for each in rivals if _rate(each) >= _DISTURBED * _rate(enough)]
-        doubtful = [each for each in (enough, *rivals) if not self._is_sure(_count(each))] if rivals else []
-        return min(map(_count, sorted(doubtful, key=_rate, reverse=True)), key=self._times_tried, default=None)
+        rivals = [each for each in self._rivals(within, enough) if _rate(each) >= _DISTURBED * _rate(enough)]
+        doubtful = [each for each in rivals if not self._is_sure(each)]
+        close = self._differ(enough) or any(_rate(each) >= _CLOSE * _rate(enough) for each in rivals)
+        if not doubtful and close and not self._is_sure(enough):
+            doubtful = [enough]
+        first = min(doubtful, key=lambda each: (len(self._trials(_count(each))), -_rate(each)), default=None)
+        return None if first is None else _count(first)
 
-    def _is_sure(self, count: int) -> bool:
-        """Whether two trials of it agree; after three it is as sure as it gets."""
-        trials = self._trials(count)
-        return len(trials) > 2 or (len(trials) == 2 and len(self._agreeing(trials)) == 2)
+    def _rivals(self, within: Sequence[Measured], enough: Measured) -> list[Measured]:
+        """What may be the better choice, had its trial been disturbed.
 
-    def _agreeing(self, trials: Sequence[Measured]) -> list[Measured]:
-        """Those that are as good as the best, but for the tolerance."""
-        best = max(map(_rate, trials))
-        return [each for each in trials if _rate(each) >= (1 - self._tolerance) * best]
+        Smaller numbers that could give as many batches by the time that a batch takes a worker; where the consumer gets
+        all that it can take, only far smaller ones matter. And a larger one, unless more cannot help or one is sure.
+        """
+        least, number, fed = self._least(enough), _count(enough), self._is_fed(enough)
+        smaller = [each for each in within if least <= _count(each) < number]
+        if fed:
+            return [each for each in smaller if number >= _TOO_MANY * _count(each)]
+        larger = [each for each in within if _count(each) > number]
+        if not larger or self._is_at_its_limit(enough) or any(map(self._is_sure, larger)):
+            return smaller
+        return [*smaller, max(larger, key=_rate)]
+
+    def _is_sure(self, measured: Measured) -> bool:
+        """Whether two trials of this number agree; after three it is as sure as it gets."""
+        tried = len(self._trials(_count(measured)))
+        return tried > 2 or (tried == 2 and not self._differ(measured))
+
+    def _differ(self, measured: Measured) -> bool:
+        """Whether the trials of this number do not all agree."""
+        trials = self._trials(_count(measured))
+        return len(_agreeing(trials)) < len(trials)
 
     def _trials(self, count: int) -> list[Measured]:
         return [each for each in self.seen if _count(each) == count]
-
-    def _times_tried(self, count: int) -> int:
-        return len(self._trials(count))
 
     def _within(self, cap: Cap) -> Sequence[Measured]:
         """One measurement for each number that still fits; what a worker takes may have grown since.
@@ -218,8 +232,8 @@ class Search:
         makes a trial slower, hardly ever faster, but the best of several is also the luckiest.
         """
         counts = sorted(set(map(_count, self.seen)))
-        counts = [count for count in counts if count <= cap.num_workers] or counts[:1]
-        return [_mean(self._agreeing(self._trials(count))) for count in counts]
+        counts = [count for count in counts if count <= cap.num_workers]
+        return [_mean(_agreeing(self._trials(count))) for count in counts]
 
     def _enough(self, trials: Sequence[Measured]) -> Measured:
         best = max(map(_rate, trials))
@@ -247,14 +261,24 @@ class Search:
         waits = measured.trial.data_wait_s > _LITTLE_WAIT * measured.consumer_s
         return busy < (_BUSY if measured.unevenness < UNEVEN else _IDLE) and not waits
 
-    def _more_would_idle(self, chosen: Measured) -> bool:
+    def _is_at_its_limit(self, measured: Measured) -> bool:
+        """Whether more workers than these could not get any more done."""
+        return _is_busy(measured) or self._cpu_share(measured) >= _ALL_BUSY
+
+    def _more_would_idle(self, chosen: Measured, cap: Cap) -> bool:
         """Whether more workers than these were seen to have less to do."""
-        top = max(self.seen, key=_count)
+        top = max(self._within(cap), key=_count)
         return _count(top) > _count(chosen) and _busy(top) < min(_BUSY, _busy(chosen))
 
     def _cpu_share(self, measured: Measured) -> float:
         """How much of the CPUs was in use, 0-1."""
         return (measured.cpu_s + measured.consumer_cpu_s) * measured.trial.batches_per_s / self._cpus
+
+
+def _agreeing(trials: Sequence[Measured]) -> list[Measured]:
+    """Those that are as good as the best, but for what trials scatter."""
+    best = max(map(_rate, trials))
+    return [each for each in trials if _rate(each) >= (1 - _SCATTER) * best]
 
 
 def _mean(trials: Sequence[Measured]) -> Measured:
