@@ -333,7 +333,8 @@ def test_a_probe_goes_before_training(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def find(source: Any, *args: Any) -> NumWorkersResult:
         asked.append(args)
-        return NumWorkersResult(3, (Trial(1, 10.0, 0.1), Trial(3, 25.0, 0.0)), "consumer", 25.0, 4, False, True)
+        trials = Trial(1, 10.0, 0.1), Trial(3, 25.0, 0.0), Trial(3, 20.0, 0.0)
+        return NumWorkersResult(3, trials, "consumer", 25.0, 4, False, True)
 
     monkeypatch.setattr(_tuned_loader, "find_num_workers", find)
     source, counts = loader(), Counts()
