@@ -66,7 +66,7 @@ class Choice:
             return f"num_workers {self.before} is left as it is{ahead}: limited by {self.limited_by}"
         text = f"num_workers {self.before} → {self.num_workers}{ahead}: "
         pace: dict[int, float] = {}
-        for trial in self.trials:  # of repeated ones the best: the others were disturbed
+        for trial in self.trials:  # of repeated ones the best
             pace[trial.num_workers] = max(trial.batches_per_s, pace.get(trial.num_workers, 0.0))
         first, now = (pace.get(number) for number in (self.trials[0].num_workers, self.num_workers)) if pace else (0, 0)
         if first and now and now >= 1.05 * first:

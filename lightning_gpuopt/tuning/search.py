@@ -49,9 +49,6 @@ _DISTURBED: Final = 0.65
 _SCATTER: Final = 0.05
 """Two trials of the same number that differ by more: one of them was disturbed."""
 
-_CLOSE: Final = 0.92
-"""From this share on a rival may yet be as good as the chosen number."""
-
 _MEASURED_TWICE: Final = 1.05
 """What a consumer counts and what workers time agree to this factor."""
 
@@ -108,6 +105,8 @@ class Search:
         self.seen: list[Measured] = []
         self._cpus = cpus
         self._tolerance = tolerance
+        # a fifth of the tolerance is left for what trials this short get wrong
+        self._as_good = 1 - 0.8 * tolerance
 
     def next_count(self, cap: Cap, *, in_haste: bool = False) -> int | None:
         """How many workers to try; None when nothing is left to find out.
@@ -120,14 +119,14 @@ class Search:
             return 1
         if len(self.seen) >= _MOST_TRIALS:
             return None
-        if len(self.seen) == 1:
+        if len(self._within(cap)) == 1:
             return self._second(cap.num_workers)
         untried = self._untried(cap)
         return self._again(cap) if untried is None and not in_haste else untried
 
     def choose(self, cap: Cap) -> Choice:
         """The smallest number that is as good as the best; where only one worker was tried, what the model says."""
-        if len(self.seen) == 1 and self._second(cap.num_workers) is not None:
+        if len(self._within(cap)) == 1 and self._second(cap.num_workers) is not None:
             model = model_of(self.seen[0], self._cpus)
             needed = model.workers_needed(cap.num_workers)
             return Choice(needed, "time", 1 / model.step_s(needed)[1])
@@ -189,9 +188,10 @@ class Search:
         """
         within = self._within(cap)
         enough = self._enough(within)
-        rivals = [each for each in self._rivals(within, enough) if _rate(each) >= _DISTURBED * _rate(enough)]
+        as_good = self._as_good * _rate(enough)
+        rivals = [each for each in self._rivals(within, enough) if _rate(each) >= _DISTURBED * as_good]
         doubtful = [each for each in rivals if not self._is_sure(each)]
-        close = self._differ(enough) or any(_rate(each) >= _CLOSE * _rate(enough) for each in rivals)
+        close = self._differ(enough) or any(_rate(each) >= (1 - _SCATTER) * as_good for each in rivals)
         if not doubtful and close and not self._is_sure(enough):
             doubtful = [enough]
         first = min(doubtful, key=lambda each: (len(self._trials(_count(each))), -_rate(each)), default=None)
@@ -208,7 +208,7 @@ class Search:
         if fed:
             return [each for each in smaller if number >= _TOO_MANY * _count(each)]
         larger = [each for each in within if _count(each) > number]
-        if not larger or self._is_at_its_limit(enough) or any(map(self._is_sure, larger)):
+        if not larger or self._is_at_its_limit(enough, 1 - self._tolerance) or any(map(self._is_sure, larger)):
             return smaller
         return [*smaller, max(larger, key=_rate)]
 
@@ -237,9 +237,7 @@ class Search:
 
     def _enough(self, trials: Sequence[Measured]) -> Measured:
         best = max(map(_rate, trials))
-        # a fifth of the tolerance is left for what trials this short get wrong
-        enough = [each for each in trials if _rate(each) >= (1 - 0.8 * self._tolerance) * best]
-        return min(enough, key=_count)
+        return min((each for each in trials if _rate(each) >= self._as_good * best), key=_count)
 
     def _least(self, enough: Measured) -> int:
         """A batch takes a worker so long that fewer than these cannot give as many."""
@@ -255,15 +253,15 @@ class Search:
         """
         if _count(measured) == 1 and _own(measured) < _OWN:  # it and its consumer wait for one another
             return False
-        if _rate(measured) * measured.consumer_s >= 1 - 0.8 * self._tolerance:
+        if _rate(measured) * measured.consumer_s >= self._as_good:
             return True
         busy = _busy(measured)
         waits = measured.trial.data_wait_s > _LITTLE_WAIT * measured.consumer_s
         return busy < (_BUSY if measured.unevenness < UNEVEN else _IDLE) and not waits
 
-    def _is_at_its_limit(self, measured: Measured) -> bool:
-        """Whether more workers than these could not get any more done."""
-        return _is_busy(measured) or self._cpu_share(measured) >= _ALL_BUSY
+    def _is_at_its_limit(self, measured: Measured, busy: float = _BUSY) -> bool:
+        """Whether more workers than these could not get any more done; ``busy``: what counts as all of one thread."""
+        return _is_busy(measured, busy) or self._cpu_share(measured) >= _ALL_BUSY
 
     def _more_would_idle(self, chosen: Measured, cap: Cap) -> bool:
         """Whether more workers than these were seen to have less to do."""
@@ -309,6 +307,6 @@ def _busy(measured: Measured) -> float:
     return measured.trial.batches_per_s * measured.service_s / _count(measured)
 
 
-def _is_busy(measured: Measured) -> bool:
+def _is_busy(measured: Measured, busy: float = _BUSY) -> bool:
     """Whether taking the batches keeps this process busy all the time."""
-    return measured.consumer_cpu_s * measured.trial.batches_per_s >= _BUSY
+    return measured.consumer_cpu_s * measured.trial.batches_per_s >= busy

@@ -155,7 +155,8 @@ LARGE = World(0.02, step_s=0.005, receive_s=0.0065, own_cpu_s=0.0105)
         (SHARED, [(1, 50), (3, 97), (2, 93), (2, 94), (3, 96)], None, 2),
         # not what could not do however undisturbed, nor what was too far from it
         (World(0.04), [(1, 25), (12, 300), (16, 400)], None, 16),
-        (SHARED, [(1, 50), (3, 100), (2, 64)], None, 3),
+        (SHARED, [(1, 50), (3, 100), (2, 63)], 2, 3),
+        (SHARED, [(1, 50), (3, 100), (2, 62)], None, 3),
         # a larger one that was worse, unless one is known to be no better
         (SHARED, [(1, 50), (4, 80), (2, 96)], 4, 2),
         (SHARED, [(1, 50), (4, 80), (2, 96), (4, 99)], 4, 2),
@@ -181,9 +182,31 @@ def test_what_may_have_been_disturbed_is_tried_again(
     assert search.choose(cap).num_workers == chosen
 
 
-def test_more_workers_than_cpus_can_serve_are_not_tried_again() -> None:
-    search = seen(World(0.033, 0.033), (1, 31), (3, 50), (2, 60))
-    assert search.next_count(Cap(3, "memory")) is None
+@pytest.mark.parametrize(
+    ("world", "trials", "again"),
+    [
+        (World(0.033, 0.033), [(1, 31), (3, 50), (2, 60)], None),  # no CPU is free
+        (World(0.00585), [(1, 171), (7, 688), (5, 855)], 7),  # a consumer that computes for 86 % of its time
+        (World(0.00585), [(1, 171), (7, 688), (5, 955)], None),
+    ],
+)
+def test_more_workers_are_not_tried_again_where_they_could_not_help(
+    world: World, trials: list[tuple[int, float]], again: int | None
+) -> None:
+    assert seen(world, *trials).next_count(Cap(trials[1][0], "memory")) == again
+
+
+def test_where_only_one_worker_is_left_of_what_was_tried_the_model_counts() -> None:
+    search = seen(World(0.05, step_s=0.004), (1, 20), (11, 200))
+    assert search.choose(Cap(8, "memory")) == Choice(8, "time", pytest.approx(160.0))
+    assert search.next_count(Cap(8, "memory")) == 8
+
+
+def test_a_wide_tolerance_makes_more_numbers_rivals() -> None:
+    search = Search(cpus=2.0, tolerance=0.5)
+    world = World(0.2, step_s=0.05)
+    search.seen += [world.try_(1), world.try_(5), replace(world.try_(3), trial=Trial(3, 8.2, 0.07))]
+    assert search.next_count(Cap(5, "memory")) == 3
 
 
 @pytest.mark.parametrize(
