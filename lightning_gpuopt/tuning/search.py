@@ -147,8 +147,8 @@ class Search:
     def _untried(self, cap: Cap) -> int | None:
         """A number that may be better than those that were tried."""
         top = max(self._within(cap), key=_count)
-        linear = _rate(top) * self._least_service_s() >= _LINEAR * top.trial.num_workers
-        order = (self._more, self._fewer) if linear else (self._fewer, self._more)
+        linear = self._is_linear(top)
+        order = (self._more, self._fewer, self._between) if linear else (self._fewer, self._more, self._between)
         return next((count for ask in order if (count := ask(cap)) is not None), None)
 
     def _second(self, most: int) -> int | None:
@@ -181,6 +181,18 @@ class Search:
             return None
         return math.isqrt(least * count)
 
+    def _between(self, cap: Cap) -> int | None:
+        """Where all workers of the chosen number were of use, and far more were hardly better: a number between."""
+        within = self._within(cap)
+        enough = self._enough(within)
+        number = _count(enough)
+        following = min((_count(each) for each in within if _count(each) > number), default=number)
+        if following < _TOO_MANY * number or following == number + 1:
+            return None
+        if not self._is_linear(enough) or self._is_fed(enough) or self._is_at_its_limit(enough):
+            return None
+        return max(math.isqrt(number * following), number + 1)
+
     def _again(self, cap: Cap) -> int | None:
         """What may have been disturbed, where that could change the choice: fewest trials first, the best of those.
 
@@ -189,28 +201,30 @@ class Search:
         within = self._within(cap)
         enough = self._enough(within)
         as_good = self._as_good * _rate(enough)
-        rivals = [each for each in self._rivals(within, enough) if _rate(each) >= _DISTURBED * as_good]
-        doubtful = [each for each in rivals if not self._is_sure(each)]
-        close = self._differ(enough) or any(_rate(each) >= (1 - _SCATTER) * as_good for each in rivals)
-        if not doubtful and close and not self._is_sure(enough):
+        smaller, larger = self._others(within, enough)
+        rivals = smaller if any(map(self._is_sure, larger)) else [*smaller, *larger[:1]]
+        doubtful = [each for each in rivals if _rate(each) >= _DISTURBED * as_good and not self._is_sure(each)]
+        close = any(_rate(each) >= (1 - _SCATTER) * as_good for each in (*smaller, *larger))
+        if not doubtful and (close or self._differ(enough)) and not self._is_sure(enough):
             doubtful = [enough]
         first = min(doubtful, key=lambda each: (len(self._trials(_count(each))), -_rate(each)), default=None)
         return None if first is None else _count(first)
 
-    def _rivals(self, within: Sequence[Measured], enough: Measured) -> list[Measured]:
-        """What may be the better choice, had its trial been disturbed.
+    def _others(self, within: Sequence[Measured], enough: Measured) -> tuple[list[Measured], list[Measured]]:
+        """What may be the better choice, had its trial been disturbed, or that of the chosen number been lucky.
 
-        Smaller numbers that could give as many batches by the time that a batch takes a worker; where the consumer gets
-        all that it can take, only far smaller ones matter. And a larger one, unless more cannot help or one is sure.
+        Returns:
+            Smaller numbers that could give as many batches by the time that a batch takes a worker; where the consumer
+            gets all that it can take, only far smaller ones matter. And larger ones, the best first, unless more cannot
+            help.
         """
         least, number, fed = self._least(enough), _count(enough), self._is_fed(enough)
         smaller = [each for each in within if least <= _count(each) < number]
         if fed:
-            return [each for each in smaller if number >= _TOO_MANY * _count(each)]
-        larger = [each for each in within if _count(each) > number]
-        if not larger or self._is_at_its_limit(enough, 1 - self._tolerance) or any(map(self._is_sure, larger)):
-            return smaller
-        return [*smaller, max(larger, key=_rate)]
+            return [each for each in smaller if number >= _TOO_MANY * _count(each)], []
+        if self._is_at_its_limit(enough, 1 - self._tolerance):
+            return smaller, []
+        return smaller, sorted((each for each in within if _count(each) > number), key=_rate, reverse=True)
 
     def _is_sure(self, measured: Measured) -> bool:
         """Whether two trials of this number agree; after three it is as sure as it gets."""
@@ -228,8 +242,8 @@ class Search:
     def _within(self, cap: Cap) -> Sequence[Measured]:
         """One measurement for each number that still fits; what a worker takes may have grown since.
 
-        Of repeated trials the best, with the mean throughput of those that agree with it: what else runs on a machine
-        makes a trial slower, hardly ever faster, but the best of several is also the luckiest.
+        Of repeated trials those that agree, by their mean: what else runs on a machine makes a trial slower, hardly ever
+        faster, but the best of several is also the luckiest.
         """
         counts = sorted(set(map(_count, self.seen)))
         counts = [count for count in counts if count <= cap.num_workers]
@@ -242,6 +256,10 @@ class Search:
     def _least(self, enough: Measured) -> int:
         """A batch takes a worker so long that fewer than these cannot give as many."""
         return math.ceil((1 - self._tolerance) * _rate(enough) * self._least_service_s())
+
+    def _is_linear(self, measured: Measured) -> bool:
+        """Whether each of its workers gives about as much as one alone."""
+        return _rate(measured) * self._least_service_s() >= _LINEAR * _count(measured)
 
     def _least_service_s(self) -> float:
         return min(each.service_s for each in self.seen)
@@ -274,9 +292,9 @@ class Search:
 
 
 def _agreeing(trials: Sequence[Measured]) -> list[Measured]:
-    """Those that are as good as the best, but for what trials scatter."""
-    best = max(map(_rate, trials))
-    return [each for each in trials if _rate(each) >= (1 - _SCATTER) * best]
+    """Those that agree, but for what trials scatter: most of them; where as many agree on less, the better ones."""
+    groups = [[each for each in trials if (1 - _SCATTER) * _rate(top) <= _rate(each) <= _rate(top)] for top in trials]
+    return max(groups, key=lambda group: (len(group), max(map(_rate, group))))
 
 
 def _mean(trials: Sequence[Measured]) -> Measured:

@@ -20,7 +20,9 @@ from lightning_gpuopt.timeline.worker_clock import watch_workers
 from lightning_gpuopt.tuning import find, probe
 from lightning_gpuopt.tuning.caps import Room
 from lightning_gpuopt.tuning.find import find_num_workers
-from tests.helpers import wait_for
+from lightning_gpuopt.tuning.probe import Clocks
+from lightning_gpuopt.tuning.workers import Measured
+from tests.helpers import Clock, wait_for
 from tests.tuning.datasets import (
     Broken,
     Interrupting,
@@ -31,6 +33,7 @@ from tests.tuning.datasets import (
     Unpicklable,
     fail_in_worker,
 )
+from tests.tuning.test_search import World
 
 QUICK: dict[str, Any] = {"max_num_workers": 2, "step_time_s": 0.01}
 
@@ -224,3 +227,21 @@ def test_memory_and_half_a_core_limit_what_is_tried(monkeypatch: pytest.MonkeyPa
     large = DataLoader(Numbers(size=1 << 18), 1)
     result = find_num_workers(large, local_world_size=1)
     assert (result.num_workers, result.prefetch_factor) == (1, 1)  # a batch of 1 MiB each
+
+
+@pytest.mark.parametrize(("trial_s", "tried"), [(1.0, [1, 16, 5, 3, 2, 3, 2]), (1.5, [1, 16, 5, 3, 2])])
+def test_late_in_the_budget_nothing_is_tried_again_only_to_be_surer(
+    trial_s: float, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, world, seen = Clock(), World(0.02, at_most_per_s=100), []
+
+    def trial(loader: Any, sampling: Any, num_workers: int, **_: Any) -> Measured:
+        seen.append(num_workers)
+        clock.now_s += trial_s
+        return world.try_(num_workers)
+
+    monkeypatch.setattr(find, "run_trial", trial)
+    monkeypatch.setattr(find, "Clocks", lambda: Clocks(now=clock))
+    monkeypatch.setattr(find, "room", lambda: Room(2.0, 1 << 40, 1 << 40))
+    find_num_workers(DataLoader(Numbers(), 4), max_seconds=10.0)
+    assert seen == tried
