@@ -242,8 +242,8 @@ class Search:
     def _within(self, cap: Cap) -> Sequence[Measured]:
         """One measurement for each number that still fits; what a worker takes may have grown since.
 
-        Of repeated trials those that agree, by their mean: what else runs on a machine makes a trial slower, hardly ever
-        faster, but the best of several is also the luckiest.
+        Of repeated trials those that agree, by their mean: what else runs on a machine makes a trial slower, hardly
+        ever faster, but the best of several is also the luckiest.
         """
         counts = sorted(set(map(_count, self.seen)))
         counts = [count for count in counts if count <= cap.num_workers]
