@@ -28,12 +28,22 @@ _SILENT_BUFFER_S = 2.0
 _UNDECIDED_S = 3.0
 """How long the list of a device's absent metrics waits for the slower ones to show what they can do."""
 
-_SLOWDOWN = (
-    pynvml.nvmlClocksThrottleReasonSwPowerCap
-    | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
+_HEAT_OR_BRAKE = (
+    pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
     | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
     | pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
 )
+_REASONS: Mapping[str, int] = {
+    "throttled_percent": pynvml.nvmlClocksThrottleReasonSwPowerCap | _HEAT_OR_BRAKE,
+    "slowed_percent": pynvml.nvmlClocksThrottleReasonHwSlowdown | _HEAT_OR_BRAKE,
+    "power_capped_percent": pynvml.nvmlClocksThrottleReasonSwPowerCap,
+}
+"""Readings that are 100 while NVML gives one of these reasons for a lower clock, and 0 else.
+
+``slowed_percent`` and ``power_capped_percent`` are for the diagnosis only, which tells a GPU that is too hot, or that
+the hardware slows down, from one that works within its power limit as it is meant to.
+"""
+
 _LOST = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
 _NEVER = (
     pynvml.NVML_ERROR_NOT_SUPPORTED,
@@ -296,15 +306,8 @@ _WAYS = {
     "nvlink_tx_mib_s": ("gpm", "nvlink"),
     "nvdec_utilization": ("gpm", "nvdec_utilization"),
     "nvjpg_utilization": ("gpm", "nvjpg_utilization"),
+    **dict.fromkeys(_REASONS, ("reasons",)),
 }
-
-
-def _slowed_percent(handles: _Handles) -> float:
-    try:
-        reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handles.physical)
-    except pynvml.NVMLError_FunctionNotFound:  # drivers before 535
-        reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handles.physical)
-    return 100.0 if reasons & _SLOWDOWN else 0.0
 
 
 def _pcie_mib_s(handles: _Handles, counter: int) -> float:
@@ -317,7 +320,6 @@ _POINTS: Mapping[str, Callable[[_Handles], float]] = {
     "temperature_c": lambda h: pynvml.nvmlDeviceGetTemperature(h.physical, pynvml.NVML_TEMPERATURE_GPU),
     "sm_clock_mhz": lambda h: pynvml.nvmlDeviceGetClockInfo(h.physical, pynvml.NVML_CLOCK_SM),
     "mem_clock_mhz": lambda h: pynvml.nvmlDeviceGetClockInfo(h.physical, pynvml.NVML_CLOCK_MEM),
-    "throttled_percent": _slowed_percent,
     "pcie_rx_mib_s": lambda h: _pcie_mib_s(h, pynvml.NVML_PCIE_UTIL_RX_BYTES),
     "pcie_tx_mib_s": lambda h: _pcie_mib_s(h, pynvml.NVML_PCIE_UTIL_TX_BYTES),
     "nvdec_utilization": lambda h: pynvml.nvmlDeviceGetDecoderUtilization(h.own)[0],
@@ -352,6 +354,28 @@ class _Rates(_Source):
         rates = pynvml.nvmlDeviceGetUtilizationRates(self._handles.own)
         both = (Value("utilization", float(rates.gpu)), Value("memory_utilization", float(rates.memory)))
         return (value for value in both if value.reading in self.readings)
+
+
+class _Reasons(_Source):
+    def read(self) -> Iterator[Value | _Failed]:
+        try:
+            reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handles.physical)
+        except pynvml.NVMLError_FunctionNotFound:  # drivers before 535
+            reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handles.physical)
+        return (Value(reading, 100.0 if reasons & _REASONS[reading] else 0.0) for reading in self.readings)
+
+
+class _MaxClock(_Source):
+    """The highest clock that the device can have: asked once, since it does not change."""
+
+    def __init__(self, handles: _Handles, clock: Callable[[], float]) -> None:
+        super().__init__(handles, clock)
+        self._mhz: float | None = None
+
+    def read(self) -> Iterator[Value | _Failed]:
+        if self._mhz is None:
+            self._mhz = float(pynvml.nvmlDeviceGetMaxClockInfo(self._handles.physical, pynvml.NVML_CLOCK_SM))
+        yield Value("sm_clock_max_mhz", self._mhz)
 
 
 class _Memory(_Source):
@@ -527,6 +551,8 @@ def _make_source(name: str, handles: _Handles, clock: Callable[[], float]) -> _S
         "gpm": _Gpm,
         "nvlink": _NvLink,
         "ecc_uncorrected": _Ecc,
+        "reasons": _Reasons,
+        "sm_clock_max_mhz": _MaxClock,
     }
     return kinds.get(name, _Point)(handles, clock)
 

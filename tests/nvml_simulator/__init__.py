@@ -46,6 +46,7 @@ class Gpu:
     power_limit: Trace = 400_000
     temperature: Trace = 60
     sm_clock: Trace = 1500
+    sm_clock_max: Trace = 1980
     mem_clock: Trace = 2000
     clock_reasons: Trace = 0
     pcie_tx: Trace = 1024
@@ -85,6 +86,7 @@ _SIGNALS = [
     "power_limit",
     "temperature",
     "sm_clock",
+    "sm_clock_max",
     "mem_clock",
     "clock_reasons",
     "pcie_tx",

@@ -208,6 +208,10 @@ int nvmlDeviceGetClockInfo(Device *device, int type, unsigned *out) {
     return read_unsigned(device, "nvmlDeviceGetClockInfo", type == 1 ? "sm_clock" : type == 2 ? "mem_clock" : "", out);
 }
 
+int nvmlDeviceGetMaxClockInfo(Device *device, int type, unsigned *out) {
+    return read_unsigned(device, "nvmlDeviceGetMaxClockInfo", type == 1 ? "sm_clock_max" : "", out);
+}
+
 static int read_large(Device *device, const char *function, const char *signal, unsigned long long *out) {
     double value = 0;
     int result = enter(device, function);

@@ -214,6 +214,49 @@ def test_what_counts_as_a_slowdown(open_reader, reasons, percent):
     assert plain(reader.read()) == {"throttled_percent": percent}
 
 
+@pytest.mark.parametrize(
+    ("reasons", "slowed", "capped"),
+    [
+        (0x0, 0, 0),
+        (0x4, 0, 100),
+        (0x8, 100, 0),
+        (0x20, 100, 0),
+        (0x40, 100, 0),
+        (0x80, 100, 0),
+        (0x44, 100, 100),
+        (0x113, 0, 0),
+    ],
+)
+def test_a_slowdown_is_told_from_the_power_limit_with_one_call(open_reader, simulator, reasons, slowed, capped):
+    reader = open_reader({"slowed_percent", "power_capped_percent", "throttled_percent"}, Gpu(clock_reasons=reasons))
+    throttled = 100 if reasons & 0xE4 else 0
+    expected = {"slowed_percent": slowed, "power_capped_percent": capped, "throttled_percent": throttled}
+    assert plain(reader.read()) == expected
+    assert simulator.calls("nvmlDeviceGetCurrentClocksEventReasons") == 1
+
+
+def test_the_highest_clock_is_asked_once_and_given_with_every_reading(open_reader, simulator):
+    reader = open_reader({"sm_clock_max_mhz"}, Gpu(sm_clock_max=2619))
+    assert [plain(reader.read()) for _ in range(3)] == [{"sm_clock_max_mhz": 2619.0}] * 3
+    assert simulator.calls("nvmlDeviceGetMaxClockInfo") == 1
+
+
+def test_a_mig_instance_has_its_parent_s_highest_clock(open_reader):
+    reader = open_reader({"sm_clock_max_mhz"}, Gpu(sm_clock_max=2619, mig=[mig_instance(7)]), position=1)
+    assert plain(reader.read()) == {"sm_clock_max_mhz": 2619.0}
+
+
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND])
+def test_a_highest_clock_that_is_not_known_is_absent(open_reader, simulator, code):
+    reader = open_reader({"sm_clock_max_mhz"}, Gpu(), error("nvmlDeviceGetMaxClockInfo", code))
+    assert [reader.read() for _ in range(3)] == [[]] * 3
+    assert simulator.calls("nvmlDeviceGetMaxClockInfo") == 1
+
+
+def test_what_only_the_diagnosis_reads_is_no_public_metric():
+    assert not ALL & {"slowed_percent", "power_capped_percent", "sm_clock_max_mhz"}
+
+
 def test_memory_is_without_the_driver_s_reserve(open_reader):
     gpu = Gpu(memory_used=1000 * MIB, memory_reserved=600 * MIB, memory_total=4000 * MIB)
     assert plain(open_reader({"memory_used_mib", "memory_percent"}, gpu).read()) == {
