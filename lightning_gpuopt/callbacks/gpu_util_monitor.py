@@ -28,11 +28,14 @@ log = logging.getLogger(__name__)
 _LEAST_INTERVAL_S = 0.001
 """Closer readings would only keep a core busy: NVML's utilization is of 1/6 s to 1 s (nvml.h, nvmlUtilization_t)."""
 
-_OPEN_TIMEOUT_S = 5.0
+_OPEN_TIMEOUT_S = 1.5
 """How long ``setup`` waits for NVML to list the devices, so that a missing one is an error before training begins."""
 
-_CLOSE_TIMEOUT_S = 3.0
-"""How long the end of ``fit`` waits for an NVML call that hangs, and for the other ranks' last figures."""
+_CLOSE_TIMEOUT_S = 1.0
+"""How long the end of ``fit`` waits for NVML; a call that takes longer is said to hang."""
+
+_GATHER_TIMEOUT_S = 3.0
+"""How long the end of ``fit`` waits for the other ranks' last figures."""
 
 
 class GpuUtilMonitor(Callback):
@@ -52,7 +55,8 @@ class GpuUtilMonitor(Callback):
         devices: ``"auto"``: the GPU that this rank trains on, nothing on a CPU Trainer. ``"all"``: every visible GPU.
             Or a list of CUDA ordinals (after ``CUDA_VISIBLE_DEVICES``) and UUIDs (``"GPU-…"``, ``"MIG-…"``), each
             once.
-        sample_interval: seconds from one reading to the next, at least 0.001.
+        sample_interval: seconds from one reading to the next, at least 0.001; more where readings would take more than
+            0.5 % of a core. Utilization is read each time, what changes slowly every fifth time, or every 0.5 s.
         log_every_n_steps: optimizer steps from one logged window to the next, 0 for never; None: the Trainer's.
 
     Raises:
@@ -211,7 +215,7 @@ class GpuUtilMonitor(Callback):
         if monitor is None:
             return
         try:
-            monitor.close(self._step, _CLOSE_TIMEOUT_S, _CLOSE_TIMEOUT_S if finished else 0.0)
+            monitor.close(self._step, _CLOSE_TIMEOUT_S, _GATHER_TIMEOUT_S if finished else 0.0)
             if finished and self._every > 0:
                 self._write(trainer, monitor)
             else:

@@ -1,12 +1,48 @@
-"""What CUDA itself says of its devices, where it runs already; it is never started from here."""
+"""The choice of devices, with what CUDA itself says of them where it runs already; it is never started from here."""
 
 from __future__ import annotations
 
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+
 import torch
 
-from lightning_gpuopt.telemetry.visible import CudaDevice
+from lightning_gpuopt.telemetry.nvml import Notice
+from lightning_gpuopt.telemetry.visible import Chosen, CudaDevice, NvmlDevice, choose_devices, visible_devices
 
-__all__ = ["cuda_devices"]
+__all__ = ["choose_current", "chooser", "cuda_devices"]
+
+
+def chooser(
+    wanted: str | Sequence[int | str], current: int, notices: deque[Notice]
+) -> Callable[[Sequence[NvmlDevice]], list[Chosen]]:
+    """What picks the wanted devices from those that NVML lists, on the sampler's thread.
+
+    Args:
+        wanted: ``"auto"``, ``"all"``, or CUDA ordinals and UUIDs, see ``visible.choose_devices``.
+        current: the CUDA ordinal that ``"auto"`` means.
+        notices: takes what the user should hear of it.
+    """
+
+    def choose(listed: Sequence[NvmlDevice]) -> list[Chosen]:
+        order, named = os.environ.get("CUDA_DEVICE_ORDER"), os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = visible_devices(listed, named, order, cuda_devices())
+        chosen = choose_devices(wanted, listed, visible, current)
+        if visible.order_is_guess:
+            text = (
+                "this machine has GPUs of several models, which CUDA numbers by speed and this process has not asked "
+                "CUDA: the numbers in gpu/{i}/ are NVML's. CUDA_DEVICE_ORDER=PCI_BUS_ID makes both the same."
+            )
+            notices.append(Notice("info", "gpu-order", text))
+        return chosen
+
+    return choose
+
+
+def choose_current(ordinal: int) -> Callable[[Sequence[NvmlDevice]], list[Chosen]]:
+    """What picks the device of that CUDA ordinal; for a process in which CUDA runs."""
+    return chooser("auto", ordinal, deque())
 
 
 def cuda_devices() -> list[CudaDevice]:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Sequence
 
 from lightning_gpuopt._ranks import RankGather
-from lightning_gpuopt.telemetry.cuda import cuda_devices
+from lightning_gpuopt.telemetry.cuda import chooser
 from lightning_gpuopt.telemetry.keys import Metric, readings_of
 from lightning_gpuopt.telemetry.nvml import Notice
 from lightning_gpuopt.telemetry.sampler import GpuSampler
-from lightning_gpuopt.telemetry.visible import (
-    Chosen,
-    DeviceNotFoundError,
-    NvmlDevice,
-    choose_devices,
-    visible_devices,
-)
+from lightning_gpuopt.telemetry.visible import DeviceNotFoundError
 from lightning_gpuopt.telemetry.window import Fleet, RankWindow
 
 __all__ = ["GpuMonitor"]
@@ -60,14 +53,13 @@ class GpuMonitor:
         node: int = 0,
         num_nodes: int = 1,
     ) -> None:
-        self._wanted = devices
-        self._current = current
         self._node = node
         self._own_notices: deque[Notice] = deque()
         self._problem_told = False
         self._fleet = Fleet(metrics, multi_node=num_nodes > 1)
         self._gather = RankGather("gpu-monitor", rank, world_size)
-        self._sampler = GpuSampler(readings_of(metrics), self._choose, interval_s=interval_s)
+        choose = chooser(devices, current, self._own_notices)
+        self._sampler = GpuSampler(readings_of(metrics), choose, interval_s=interval_s)
         self._sampler.start()
 
     def wait_until_open(self, timeout_s: float) -> DeviceNotFoundError | None:
@@ -128,20 +120,3 @@ class GpuMonitor:
             self._own_notices.append(Notice("warning", "nvml-hangs", text))
         self.cut(step)
         self._gather.close(gather_timeout_s)
-
-    def _choose(self, listed: Sequence[NvmlDevice]) -> list[Chosen]:
-        """Called on the sampler's thread."""
-        visible = visible_devices(
-            listed,
-            os.environ.get("CUDA_VISIBLE_DEVICES"),
-            os.environ.get("CUDA_DEVICE_ORDER"),
-            cuda_devices(),
-        )
-        chosen = choose_devices(self._wanted, listed, visible, self._current)
-        if visible.order_is_guess:
-            text = (
-                "this machine has GPUs of several models, which CUDA numbers by speed and this process has not asked "
-                "CUDA: the numbers in gpu/{i}/ are NVML's. CUDA_DEVICE_ORDER=PCI_BUS_ID makes both the same."
-            )
-            self._own_notices.append(Notice("info", "gpu-order", text))
-        return chosen

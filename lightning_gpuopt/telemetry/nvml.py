@@ -16,7 +16,16 @@ import pynvml
 
 from lightning_gpuopt.telemetry.visible import NvmlDevice, NvmlIndex
 
-__all__ = ["DeviceLostError", "DeviceReader", "Notice", "NvmlSession", "NvmlUnavailableError", "Value"]
+__all__ = [
+    "DeviceLostError",
+    "DeviceReader",
+    "Notice",
+    "NvmlSession",
+    "NvmlUnavailableError",
+    "StopReading",
+    "Value",
+    "nothing",
+]
 
 _MIB = 1024 * 1024
 _GPM_INTERVAL_S = 0.095
@@ -53,6 +62,14 @@ _NEVER = (
     pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
 )
 """Errors that the same question would get again, so it is not asked again."""
+
+
+class StopReading(Exception):
+    """Nothing more is to be asked; raised by what is called between two NVML calls."""
+
+
+def nothing() -> None:
+    """Between two calls: go on."""
 
 
 class NvmlUnavailableError(RuntimeError):
@@ -134,6 +151,7 @@ class NvmlSession:
 
     def __init__(self) -> None:
         self._handles: dict[str, _Handles] = {}
+        self._listed: list[NvmlDevice] | None = None
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
@@ -144,37 +162,62 @@ class NvmlSession:
         with suppress(pynvml.NVMLError):  # somebody may have shut it down once too often
             pynvml.nvmlShutdown()
 
-    def devices(self) -> list[NvmlDevice]:
-        """All GPUs by NVML index, each followed by its MIG instances. A GPU that does not answer is left out."""
-        listed: list[NvmlDevice] = []
+    def devices(self, between_calls: Callable[[], None] = nothing) -> list[NvmlDevice]:
+        """All GPUs by NVML index, each followed by its MIG instances. A GPU that does not answer is left out.
+
+        Asked once; a later call gives the same list.
+
+        Args:
+            between_calls: called before each NVML call; what it raises ends the listing.
+
+        Raises:
+            NvmlUnavailableError: NVML does not list any.
+        """
+        if self._listed is None:
+            self._listed = self._list_gpus(between_calls)
+        return list(self._listed)
+
+    def reader(
+        self,
+        device: NvmlDevice,
+        readings: Iterable[str],
+        clock: Callable[[], float],
+        interval_s: float = 0.0,
+        between_calls: Callable[[], None] = nothing,
+    ) -> DeviceReader:
+        """A reader of these readings of a device that :meth:`devices` has listed; see there for the arguments."""
+        return DeviceReader(device, self._handles[device.uuid], readings, clock, interval_s, between_calls)
+
+    def _list_gpus(self, between_calls: Callable[[], None]) -> list[NvmlDevice]:
+        def ask(function: Callable[..., Any], *arguments: Any) -> Any:
+            between_calls()
+            return function(*arguments)
+
         try:
-            count = pynvml.nvmlDeviceGetCount()
+            count = ask(pynvml.nvmlDeviceGetCount)
         except pynvml.NVMLError as error:
             raise NvmlUnavailableError(str(error)) from None
+        listed: list[NvmlDevice] = []
         for index in range(count):
             try:
-                listed += self._list_gpu(NvmlIndex(index))
+                listed += self._list_gpu(NvmlIndex(index), ask)
             except pynvml.NVMLError:
                 continue
         return listed
 
-    def reader(self, device: NvmlDevice, readings: Iterable[str], clock: Callable[[], float]) -> DeviceReader:
-        """A reader of these readings of a device that :meth:`devices` has listed."""
-        return DeviceReader(device, self._handles[device.uuid], readings, clock)
-
-    def _list_gpu(self, index: NvmlIndex) -> list[NvmlDevice]:
-        gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
-        name = pynvml.nvmlDeviceGetName(gpu)
-        bus_id = pynvml.nvmlDeviceGetPciInfo(gpu).busId
+    def _list_gpu(self, index: NvmlIndex, ask: Callable[..., Any]) -> list[NvmlDevice]:
+        gpu = ask(pynvml.nvmlDeviceGetHandleByIndex, index)
+        name = ask(pynvml.nvmlDeviceGetName, gpu)
+        bus_id = ask(pynvml.nvmlDeviceGetPciInfo, gpu).busId
         bus_id = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
-        architecture = _or_zero(lambda: pynvml.nvmlDeviceGetArchitecture(gpu))
-        listed = [NvmlDevice(pynvml.nvmlDeviceGetUUID(gpu), index, name, bus_id)]
+        architecture = _or_zero(lambda: ask(pynvml.nvmlDeviceGetArchitecture, gpu))
+        listed = [NvmlDevice(ask(pynvml.nvmlDeviceGetUUID, gpu), index, name, bus_id)]
         self._handles[listed[0].uuid] = _Handles(gpu, gpu, None, architecture)
-        for slot in range(_or_zero(lambda: pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu))):
+        for slot in range(_or_zero(lambda: ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu))):
             try:
-                instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, slot)
-                uuid = pynvml.nvmlDeviceGetUUID(instance)
-                handles = _Handles(instance, gpu, pynvml.nvmlDeviceGetGpuInstanceId(instance), architecture)
+                instance = ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu, slot)
+                uuid = ask(pynvml.nvmlDeviceGetUUID, instance)
+                handles = _Handles(instance, gpu, ask(pynvml.nvmlDeviceGetGpuInstanceId, instance), architecture)
             except pynvml.NVMLError:
                 continue
             listed.append(NvmlDevice(uuid, index, name, bus_id, slot))
@@ -190,18 +233,28 @@ class DeviceReader:
         handles: NVML's.
         readings: the series wanted.
         clock: seconds, monotonic.
+        interval_s: how often :meth:`read` is called. What changes slowly is asked less often, see ``_Source``.
+        between_calls: called before each NVML call; may raise :class:`StopReading`.
 
     Attributes:
         notices: what the user should hear, to be taken by the caller.
     """
 
     def __init__(
-        self, device: NvmlDevice, handles: _Handles, readings: Iterable[str], clock: Callable[[], float]
+        self,
+        device: NvmlDevice,
+        handles: _Handles,
+        readings: Iterable[str],
+        clock: Callable[[], float],
+        interval_s: float = 0.0,
+        between_calls: Callable[[], None] = nothing,
     ) -> None:
         self.device = device
         self.notices: deque[Notice] = deque()
         self._handles = handles
         self._clock = clock
+        self._interval_s = interval_s
+        self._between_calls = between_calls
         self._begun_s = clock()
         self._ways = {reading: list(_ways_to_read(reading, handles)) for reading in sorted(readings)}
         self._undecided = set(self._ways)
@@ -211,25 +264,42 @@ class DeviceReader:
             self._hand_on(reading, "not told of a MIG instance")
 
     def read(self) -> list[Value]:
-        """Ask once for everything; what fails is left out.
+        """Ask for everything that is due; what fails is left out, and so is the rest when there is no more time.
 
         Raises:
             DeviceLostError: the GPU is gone.
         """
         values: list[Value] = []
+        now_s = self._clock()
         for name, source in list(self._sources.items()):
-            try:
-                for item in source.read():
-                    if isinstance(item, _Failed):
-                        self._on_error(name, [item.reading], item.code, item.reason)
-                    elif math.isfinite(item.value):
-                        self._undecided.discard(item.reading)
-                        values.append(item)
-            except pynvml.NVMLError as error:
-                self._on_error(name, sorted(source.readings), error.value)
-        if not self._undecided or self._clock() - self._begun_s > _UNDECIDED_S:
+            if now_s >= source.due_s:
+                try:
+                    self._read_source(name, source, now_s)
+                except StopReading:
+                    return values
+            values += source.values
+            if source.covers_span:
+                source.values = []
+        if not self._undecided or now_s - self._begun_s > _UNDECIDED_S:
             self.tell_absent()
         return values
+
+    def _read_source(self, name: str, source: _Source, now_s: float) -> None:
+        values: list[Value] = []
+        source.values = []
+        try:
+            self._between_calls()
+            for item in source.read():
+                if isinstance(item, _Failed):
+                    self._on_error(name, [item.reading], item.code, item.reason)
+                elif math.isfinite(item.value):
+                    self._undecided.discard(item.reading)
+                    values.append(item)
+        except pynvml.NVMLError as error:
+            self._on_error(name, sorted(source.readings), error.value)
+        else:
+            source.due_s = now_s + source.pause_after(self._interval_s)
+        source.values = values
 
     def tell_absent(self) -> None:
         """Put into words, once, which metrics this device does not have."""
@@ -262,7 +332,7 @@ class DeviceReader:
             return
         name = self._ways[reading].pop(0)
         if name not in self._sources:
-            self._sources[name] = _make_source(name, self._handles, self._clock)
+            self._sources[name] = _make_source(name, self._handles, self._clock, self._between_calls)
         self._sources[name].readings.add(reading)
 
     def _on_error(self, name: str, readings: list[str], code: int, reason: str = "") -> None:
@@ -329,12 +399,34 @@ _POINTS: Mapping[str, Callable[[_Handles], float]] = {
 
 
 class _Source:
-    """One NVML call, or a few that belong together, and the readings that are taken from it."""
+    """One NVML call, or a few that belong together, and the readings that are taken from it.
 
-    def __init__(self, handles: _Handles, clock: Callable[[], float]) -> None:
+    Each call makes the training thread give up the interpreter's lock for a moment, which is most of what monitoring
+    costs. So only utilization is asked at every reading. Means over a span lose nothing when the span is longer, and
+    for all else, which changes slowly, the last value stands until it is asked again.
+
+    Attributes:
+        least_pause_s: how far readings may be apart.
+        covers_span: its values are of the time since its last reading, and must not be given twice.
+        readings: what it is asked for.
+        values: of the last reading.
+        due_s: when it is to be read again.
+    """
+
+    least_pause_s = 0.5
+    covers_span = False
+
+    def __init__(self, handles: _Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
         self.readings: set[str] = set()
+        self.values: list[Value] = []
+        self.due_s = -math.inf
         self._handles = handles
         self._clock = clock
+        self._between_calls = between_calls
+
+    def pause_after(self, interval_s: float) -> float:
+        """Seconds from a reading to the next: at most five intervals, less what one may come early."""
+        return min(self.least_pause_s, 5 * interval_s) - interval_s / 2
 
     def read(self) -> Iterator[Value | _Failed]:
         raise NotImplementedError
@@ -350,6 +442,8 @@ class _Point(_Source):
 
 
 class _Rates(_Source):
+    least_pause_s = 0.0
+
     def read(self) -> Iterator[Value | _Failed]:
         rates = pynvml.nvmlDeviceGetUtilizationRates(self._handles.own)
         both = (Value("utilization", float(rates.gpu)), Value("memory_utilization", float(rates.memory)))
@@ -368,8 +462,8 @@ class _Reasons(_Source):
 class _MaxClock(_Source):
     """The highest clock that the device can have: asked once, since it does not change."""
 
-    def __init__(self, handles: _Handles, clock: Callable[[], float]) -> None:
-        super().__init__(handles, clock)
+    def __init__(self, handles: _Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
+        super().__init__(handles, clock, between_calls)
         self._mhz: float | None = None
 
     def read(self) -> Iterator[Value | _Failed]:
@@ -394,8 +488,11 @@ class _Memory(_Source):
 class _Buffer(_Source):
     """Utilization from the buffer that the driver fills by itself: finer than point readings, and nothing is missed."""
 
-    def __init__(self, handles: _Handles, clock: Callable[[], float]) -> None:
-        super().__init__(handles, clock)
+    least_pause_s = 0.2
+    covers_span = True
+
+    def __init__(self, handles: _Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
+        super().__init__(handles, clock, between_calls)
         self._last_us = 0
         self._heard_s = clock()
 
@@ -418,8 +515,8 @@ class _Buffer(_Source):
 
 
 class _Ecc(_Source):
-    def __init__(self, handles: _Handles, clock: Callable[[], float]) -> None:
-        super().__init__(handles, clock)
+    def __init__(self, handles: _Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
+        super().__init__(handles, clock, between_calls)
         self._at_start: int | None = None
 
     def read(self) -> Iterator[Value | _Failed]:
@@ -434,13 +531,16 @@ class _Ecc(_Source):
 class _NvLink(_Source):
     """NVLink traffic before Hopper, from what each link's counters (KiB) gained since the last look."""
 
+    least_pause_s = 0.2
+    covers_span = True
+
     _FIELDS: Mapping[str, int] = {
         "nvlink_rx_mib_s": pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
         "nvlink_tx_mib_s": pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
     }
 
-    def __init__(self, handles: _Handles, clock: Callable[[], float]) -> None:
-        super().__init__(handles, clock)
+    def __init__(self, handles: _Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
+        super().__init__(handles, clock, between_calls)
         self._links: int | None = None
         self._before: dict[str, tuple[float, int]] = {}
 
@@ -450,6 +550,7 @@ class _NvLink(_Source):
             pynvml._nvmlCheckReturn(answer.nvmlReturn)
             self._links = int(_of_union(answer.value, answer.valueType))
         for reading in sorted(self.readings):
+            self._between_calls()
             yield from self._read_one(reading, self._links)
 
     def _read_one(self, reading: str, links: int) -> Iterator[Value | _Failed]:
@@ -471,6 +572,9 @@ class _NvLink(_Source):
 class _Gpm(_Source):
     """GPU performance monitoring (Hopper and later): means over back-to-back windows, so that no time goes unseen."""
 
+    least_pause_s = 0.2
+    covers_span = True
+
     _METRICS: Mapping[str, tuple[int, ...]] = {
         "sm_activity": (pynvml.NVML_GPM_METRIC_SM_UTIL,),
         "sm_occupancy": (pynvml.NVML_GPM_METRIC_SM_OCCUPANCY,),
@@ -485,8 +589,8 @@ class _Gpm(_Source):
     }
     """Of several engines the mean over those that the chip has."""
 
-    def __init__(self, handles: _Handles, clock: Callable[[], float]) -> None:
-        super().__init__(handles, clock)
+    def __init__(self, handles: _Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
+        super().__init__(handles, clock, between_calls)
         self._query = pynvml.c_nvmlGpmMetricsGet_t()
         self._query.version = pynvml.NVML_GPM_METRICS_GET_VERSION
         self._samples: list[Any] = []
@@ -499,7 +603,9 @@ class _Gpm(_Source):
                 yield from (_Failed(r, pynvml.NVML_ERROR_NOT_SUPPORTED, reason) for r in sorted(self.readings))
                 return
             while len(self._samples) < 2:
+                self._between_calls()
                 self._samples.append(pynvml.nvmlGpmSampleAlloc())
+            self._between_calls()
             self._taken_s = self._take_sample(self._samples[0])
             return
         if self._clock() - self._taken_s < _GPM_INTERVAL_S:
@@ -508,6 +614,7 @@ class _Gpm(_Source):
         taken_s = self._take_sample(now)
         length_s, self._taken_s = taken_s - self._taken_s, taken_s
         self._samples = [now, before]
+        self._between_calls()
         results = self._compute(before, now)
         for reading in sorted(self.readings):
             answers = [results[metric] for metric in self._METRICS[reading]]
@@ -543,7 +650,9 @@ class _Gpm(_Source):
                 pynvml.nvmlGpmSampleFree(self._samples.pop())
 
 
-def _make_source(name: str, handles: _Handles, clock: Callable[[], float]) -> _Source:
+def _make_source(
+    name: str, handles: _Handles, clock: Callable[[], float], between_calls: Callable[[], None]
+) -> _Source:
     kinds: dict[str, type[_Source]] = {
         "rates": _Rates,
         "buffer": _Buffer,
@@ -554,7 +663,7 @@ def _make_source(name: str, handles: _Handles, clock: Callable[[], float]) -> _S
         "reasons": _Reasons,
         "sm_clock_max_mhz": _MaxClock,
     }
-    return kinds.get(name, _Point)(handles, clock)
+    return kinds.get(name, _Point)(handles, clock, between_calls)
 
 
 def _of_union(value: Any, kind: int) -> float:

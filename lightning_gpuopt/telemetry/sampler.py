@@ -1,8 +1,4 @@
-"""The thread that reads the GPUs while training runs.
-
-Every NVML call of ours is made here, opening and closing included: some take 20 ms as a rule, any may take forever on a
-sick GPU, and the training thread must not wait for it.
-"""
+"""What is read of the GPUs while training runs, added up until somebody takes it."""
 
 from __future__ import annotations
 
@@ -18,22 +14,31 @@ from lightning_gpuopt.telemetry.nvml import (
     Notice,
     NvmlSession,
     NvmlUnavailableError,
+    StopReading,
+    nothing,
 )
+from lightning_gpuopt.telemetry.nvml_thread import NvmlThread, Pace, join_thread
 from lightning_gpuopt.telemetry.visible import Chosen, DeviceNotFoundError, NvmlDevice
 from lightning_gpuopt.telemetry.window import Accumulator, DeviceWindow
 
-__all__ = ["GpuSampler", "next_due"]
+__all__ = ["GpuSampler"]
 
 log = logging.getLogger(__name__)
+
+_LAST_READING_S = 0.1
+"""How long a sampler that is stopped before its first value may go on to get one."""
 
 
 class GpuSampler:
     """Reads the chosen GPUs at a steady pace, and adds the values up until somebody takes them.
 
+    All samplers of a process are read on one thread, which calls NVML and nothing else does.
+
     Args:
-        readings: the series wanted (``keys.readings_of``).
-        choose: picks from what NVML lists; called on the sampler's thread.
-        interval_s: from one reading to the next, in seconds.
+        readings: the series wanted: those of ``keys.readings_of``, and ``"slowed_percent"``, ``"power_capped_percent"``
+            and ``"sm_clock_max_mhz"``.
+        choose: picks from what NVML lists; called on the thread. See ``cuda.choose_current``.
+        interval_s: from one reading to the next, in seconds; more where readings are dear, see ``nvml_thread.Pace``.
         clock: seconds, monotonic.
 
     Attributes:
@@ -43,7 +48,7 @@ class GpuSampler:
 
     Example::
 
-        sampler = GpuSampler({"utilization"}, choose=lambda listed: [Chosen(listed[0], None)], interval_s=0.1)
+        sampler = GpuSampler({"utilization"}, choose_current(0), interval_s=0.1)
         sampler.start()
         ...
         windows = sampler.cut()
@@ -66,18 +71,19 @@ class GpuSampler:
         self._interval_s = interval_s
         self._clock = clock
         self._said: set[str] = set()
-        self._session: NvmlSession | None = None
         self._readers: list[DeviceReader] = []
         self._lock = threading.Lock()
         self._window: dict[tuple[str, str], Accumulator] = {}
         self._opened = threading.Event()
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._read_until_s = float("inf")
+        self._pace: Pace | None = None
+        self._thread: NvmlThread | None = None
 
     def start(self) -> None:
-        """Begin, on a daemon thread."""
-        self._thread = threading.Thread(target=self._run, name="gpuopt-gpu-sampler", daemon=True)
-        self._thread.start()
+        """Begin, on the daemon thread of all samplers."""
+        self._pace = Pace(self._interval_s, self._clock())
+        self._thread = join_thread(self)
 
     def wait_until_open(self, timeout_s: float) -> bool:
         """Whether it is known by now which devices there are; waits for that ``timeout_s`` seconds at most."""
@@ -94,32 +100,37 @@ class GpuSampler:
         with self._lock:
             return self._as_windows(self._window)
 
-    def stop(self, timeout_s: float = 3.0) -> bool:
-        """End the thread, which shuts NVML down.
+    def stop(self, timeout_s: float = 1.0) -> bool:
+        """End the readings. The last sampler's end shuts NVML down, and is waited for too, as long as there is time.
 
         Returns:
-            Whether it has ended within ``timeout_s`` seconds. If not, an NVML call hangs, and the thread cleans up by
-            itself when that call comes back.
+            Whether the readings have ended within ``timeout_s`` seconds. If not, an NVML call hangs, and the thread
+            cleans up by itself when that call comes back.
         """
-        self._stopping.set()
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():  # never started, ended, or left behind by a fork
             return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        now_s = self._clock()
+        self._read_until_s = min(self._read_until_s, now_s if self._window else now_s + _LAST_READING_S)
+        deadline_s = time.monotonic() + timeout_s
+        self._thread.wake()
+        ended = self._ended.wait(timeout_s)
+        if self._thread.is_last(self):
+            self._thread.join(max(deadline_s - time.monotonic(), 0.0))
+        return ended
 
-    def open(self) -> None:
-        """Initialise NVML and find the devices; called by the thread. What fails is in :attr:`failure`."""
+    def open(self, session: NvmlSession, between_calls: Callable[[], None] = nothing) -> None:
+        """Find the devices; called by the thread. What fails is in :attr:`failure`."""
         try:
-            self._session = NvmlSession()
-            listed = self._session.devices()
-            chosen = tuple(self._choose(listed))
+            chosen = tuple(self._choose(session.devices(between_calls)))
             if not chosen:
                 raise NvmlUnavailableError("no NVIDIA GPU is visible")
-            self._readers = [self._session.reader(c.device, self._readings, self._clock) for c in chosen]
+            self._readers = [
+                session.reader(each.device, self._readings, self._clock, self._interval_s, between_calls)
+                for each in chosen
+            ]
             self.devices = chosen
         except NvmlUnavailableError as failure:
-            self.failure = failure
-            self._notify(Notice("warning", "nvml-unavailable", f"no GPU figures, NVML cannot be used: {failure}."))
+            self._fail(failure)
         except DeviceNotFoundError as failure:
             self.failure = failure
             self._notify(Notice("warning", "gpu-not-found", f"no GPU figures: {failure}."))
@@ -142,35 +153,63 @@ class GpuSampler:
                     accumulator.add(value.value, value.weight)
 
     def close(self) -> None:
-        """Free what is held and shut NVML down; called by the thread."""
+        """Free what is held; called by the thread."""
         for reader in self._readers:
-            reader.tell_absent()
-            while reader.notices:
-                self._notify(reader.notices.popleft())
             reader.close()
         self._readers = []
-        if self._session is not None:
-            self._session.close()
-            self._session = None
 
-    def _run(self) -> None:
+    # ---- a user of the thread ----
+
+    @property
+    def due_s(self) -> float:
+        """When it wants its next turn; at once when it is to end."""
+        assert self._pace is not None
+        return self._pace.due_s if self._read_until_s == float("inf") else 0.0
+
+    def is_over(self) -> bool:
+        """Whether nothing more is to be read."""
+        return self._clock() >= self._read_until_s
+
+    def turn(self, thread: NvmlThread) -> bool:
+        """Open, read or end; whether there is more to come."""
         try:
-            self.open()
-            self._opened.set()
-            due_s = self._clock()
-            while self._readers and not self._stopping.is_set():
-                self.read_once()
-                now_s = self._clock()
-                due_s = next_due(due_s, now_s, self._interval_s)
-                self._stopping.wait(due_s - now_s)
-            if not self._window:  # a window shorter than the interval has a value all the same
-                self.read_once()
+            return self._turn(thread)
+        except StopReading:
+            return False
         except Exception as error:
             log.debug("GPU sampler stopped", exc_info=True)
             self._notify(Notice("warning", "sampler-failed", f"GPU readings stopped after an unexpected {error!r}."))
-        finally:
+            return False
+
+    def released(self) -> None:
+        """Nothing is read any more."""
+        self._opened.set()
+        if not self._ended.is_set():
+            for reader in self._readers:
+                reader.tell_absent()
+                while reader.notices:
+                    self._notify(reader.notices.popleft())
+            self._ended.set()
+
+    def _turn(self, thread: NvmlThread) -> bool:
+        assert self._pace is not None
+        ends = self._read_until_s < float("inf")
+        if not self._opened.is_set():
+            try:
+                self.open(thread.session(), thread.checking(self))
+            except NvmlUnavailableError as failure:
+                self._fail(failure)
             self._opened.set()
-            self.close()
+            thread.spent_s()
+            return bool(self._readers)
+        if not ends or (not self._window and not self.is_over()):
+            self.read_once()
+            self._pace.read(self._clock(), thread.spent_s())
+        return bool(self._readers) and not ends
+
+    def _fail(self, failure: NvmlUnavailableError) -> None:
+        self.failure = failure
+        self._notify(Notice("warning", "nvml-unavailable", f"no GPU figures, NVML cannot be used: {failure}."))
 
     def _notify(self, notice: Notice) -> None:
         if notice.cause not in self._said:
@@ -189,9 +228,3 @@ class GpuSampler:
             )
             for chosen in self.devices
         )
-
-
-def next_due(due_s: float, now_s: float, interval_s: float) -> float:
-    """When the next reading is due: on the grid of the first one, leaving out what a slow call has missed."""
-    missed = max(0, int((now_s - due_s) / interval_s))
-    return due_s + (missed + 1) * interval_s

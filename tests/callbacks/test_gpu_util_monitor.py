@@ -380,6 +380,21 @@ def test_calls_that_take_300_ms_do_not_hold_training(simulator, tmp_path):
     assert simulator.references == 0
 
 
+def test_nvml_that_is_slow_throughout_holds_fit_for_three_seconds_at_most_and_is_not_said_to_hang(
+    simulator, tmp_path, told
+):
+    simulator.machine(Gpu(), Gpu(), slow("*", 300))
+    tiny_trainer(tmp_path, callbacks=[GpuUtilMonitor(devices="all")]).fit(TinyModel())
+    assert simulator.calls() <= 11, "of which the list of devices alone needs 14"
+    assert told.warnings == []
+
+
+def test_a_missing_device_is_an_error_where_nvml_is_a_little_slow(simulator, run):
+    simulator.machine(Gpu(), slow("*", 20))
+    with pytest.raises(MisconfigurationException, match="there is no GPU 1 here"):
+        run(GpuUtilMonitor(devices=[1]))
+
+
 @pytest.mark.parametrize("where", ["nvmlInitWithFlags", LAST_CALL])
 def test_a_call_that_hangs_costs_a_little_time_and_a_warning(simulator, tmp_path, told, monkeypatch, where):
     monkeypatch.setattr(gpu_util_monitor, "_OPEN_TIMEOUT_S", 0.1)
@@ -497,7 +512,9 @@ def test_two_monitors_in_one_trainer_do_not_disturb_each_other_nor_warn_twice(si
         GpuUtilMonitor(["utilization", "power_w"], [0], FAST),
         GpuUtilMonitor(["utilization", "power_w"], "all", FAST),
     )
-    run(*both)
+    threads = []
+    run(*both, in_step=lambda i: threads.append(own_threads()))
+    assert threads == [["gpuopt-gpu-sampler"]] * 4
     assert both[0].summary() == both[1].summary() == {"gpu/0/utilization": 70.0}
     assert len(told.infos) == 1
     assert simulator.references == 0

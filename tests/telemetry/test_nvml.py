@@ -28,10 +28,10 @@ def open_reader(simulator: Simulator, clock: Clock) -> Iterator[Callable[..., De
     """``open_reader(readings, *parts)``: write the machine, and give a reader of its first device (or ``position``)."""
     opened: list[DeviceReader | NvmlSession] = []
 
-    def open_one(readings, *parts, position: int = 0) -> DeviceReader:
+    def open_one(readings, *parts, position: int = 0, interval_s: float = 0.0) -> DeviceReader:
         simulator.machine(*parts)
         session = NvmlSession()
-        reader = session.reader(session.devices()[position], readings, clock)
+        reader = session.reader(session.devices()[position], readings, clock, interval_s)
         opened.extend([session, reader])
         return reader
 
@@ -382,6 +382,46 @@ def test_a_passing_gpm_error_costs_that_window_only(open_reader, clock):
         clock.now_s += 0.1
     assert got == [{}, {"sm_activity": 10.0}, {}, {"sm_activity": 30.0}]
     assert len(texts(reader, "warning")) == 1
+
+
+# ---- how often each is asked ----
+
+
+def test_what_changes_slowly_is_asked_less_often_and_its_last_value_stands(open_reader, clock, simulator):
+    gpu = Gpu(utilization=range(10, 20), power=[200_000, 300_000])
+    reader = open_reader({"utilization", "power_w", "memory_used_mib"}, gpu, interval_s=0.1)
+    got = []
+    for _ in range(10):
+        got.append(plain(reader.read()))
+        clock.now_s += 0.1
+    assert [values["utilization"] for values in got] == list(range(10, 20))
+    assert [values["power_w"] for values in got] == [200.0] * 5 + [300.0] * 5
+    assert [values["memory_used_mib"] for values in got] == [2048.0] * 10
+    assert simulator.calls("nvmlDeviceGetPowerUsage") == simulator.calls("nvmlDeviceGetMemoryInfo_v2") == 2
+
+
+def test_means_over_a_span_are_asked_less_often_and_given_once(open_reader, clock):
+    reader = open_reader({"sm_activity"}, Gpu(gpm={2: [10.0, 20.0]}), interval_s=0.1)
+    got = []
+    for _ in range(5):
+        got += [(v.value, round(v.weight, 9)) for v in reader.read()]
+        clock.now_s += 0.1
+    assert got == [(10.0, 0.2), (20.0, 0.2)]
+
+
+def test_at_long_intervals_everything_is_asked_each_time(open_reader, clock, simulator):
+    reader = open_reader({"utilization", "power_w"}, Gpu(), interval_s=1.0)
+    for _ in range(5):
+        reader.read()
+        clock.now_s += 1.0
+    assert simulator.calls("nvmlDeviceGetPowerUsage") == simulator.calls("nvmlDeviceGetUtilizationRates") == 5
+
+
+def test_what_failed_is_asked_again_at_once(open_reader, simulator):
+    trouble = error("nvmlDeviceGetPowerUsage", pynvml.NVML_ERROR_UNKNOWN, times=2)
+    reader = open_reader({"power_w"}, Gpu(), trouble, interval_s=0.1)
+    assert [plain(reader.read()) for _ in range(4)] == [{}, {}, {"power_w": 200.0}, {"power_w": 200.0}]
+    assert simulator.calls("nvmlDeviceGetPowerUsage") == 3
 
 
 # ---- when things go wrong ----

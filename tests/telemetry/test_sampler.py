@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pynvml
 import pytest
 
-from lightning_gpuopt.telemetry.nvml import NvmlUnavailableError
-from lightning_gpuopt.telemetry.sampler import GpuSampler, next_due
+from lightning_gpuopt.telemetry.nvml import NvmlSession, NvmlUnavailableError
+from lightning_gpuopt.telemetry.sampler import GpuSampler
 from lightning_gpuopt.telemetry.visible import Chosen, CudaOrdinal, DeviceNotFoundError, NvmlDevice
 from lightning_gpuopt.telemetry.window import Accumulator, Stat
 from tests.helpers import Clock, wait_for
@@ -31,17 +31,18 @@ def clock() -> Clock:
 @pytest.fixture
 def by_hand(simulator: Simulator, clock: Clock) -> Iterator[Callable[..., GpuSampler]]:
     """``by_hand(readings)``: an open sampler without a thread."""
-    opened: list[GpuSampler] = []
+    opened: list[GpuSampler | NvmlSession] = []
 
-    def open_one(*readings: str) -> GpuSampler:
-        sampler = GpuSampler(readings, choose_all, interval_s=0.1, clock=clock)
-        sampler.open()
-        opened.append(sampler)
+    def open_one(*readings: str, choose=choose_all) -> GpuSampler:
+        session = NvmlSession()
+        sampler = GpuSampler(readings, choose, interval_s=0.1, clock=clock)
+        opened.extend([session, sampler])
+        sampler.open(session)
         return sampler
 
     yield open_one
-    for sampler in opened:
-        sampler.close()
+    for each in reversed(opened):
+        each.close()
 
 
 @pytest.fixture
@@ -99,17 +100,18 @@ def test_each_device_has_its_window_and_its_names(simulator, by_hand):
 def test_gpm_means_are_weighted_by_the_length_of_their_windows(simulator, by_hand, clock):
     simulator.machine(Gpu(gpm={2: [10.0, 70.0]}))
     sampler = by_hand("sm_activity")
-    for seconds in (0.1, 0.3, 0.0):
+    for seconds in (0.2, 0.6, 0.0):
         sampler.read_once()
         clock.now_s += seconds
-    assert only(sampler.cut())["sm_activity"].mean == pytest.approx((0.1 * 10 + 0.3 * 70) / 0.4)
+    assert only(sampler.cut())["sm_activity"].mean == pytest.approx((0.2 * 10 + 0.6 * 70) / 0.8)
 
 
-def test_throttling_is_the_share_of_readings(simulator, by_hand):
+def test_throttling_is_the_share_of_readings(simulator, by_hand, clock):
     simulator.machine(Gpu(clock_reasons=[0x4, 0, 0x1, 0x60]))
     sampler = by_hand("throttled_percent")
     for _ in range(4):
         sampler.read_once()
+        clock.now_s += 0.5
     assert only(sampler.cut())["throttled_percent"].mean == 50.0
 
 
@@ -140,36 +142,29 @@ def test_absent_metrics_are_told_at_the_end_if_the_run_was_too_short_to_be_sure(
     sampler = by_hand("power_w", "sm_activity")
     sampler.read_once()
     assert not sampler.notices
-    sampler.close()
+    sampler.released()
     assert [notice.level for notice in sampler.notices] == ["info"]
 
 
-def test_a_device_that_is_not_there_is_the_failure(simulator):
+def test_a_device_that_is_not_there_is_the_failure(simulator, by_hand):
     def choose(listed):
         raise DeviceNotFoundError("no GPU 7")
 
     simulator.machine(Gpu())
-    sampler = GpuSampler({"utilization"}, choose, interval_s=0.1)
-    sampler.open()
+    sampler = by_hand("utilization", choose=choose)
     assert isinstance(sampler.failure, DeviceNotFoundError)
-    sampler.close()
     assert sampler.cut() == ()
 
 
-def test_without_a_gpu_nvml_is_of_no_use(simulator):
-    sampler = GpuSampler({"utilization"}, choose_all, interval_s=0.1)
-    sampler.open()
-    sampler.close()
-    assert isinstance(sampler.failure, NvmlUnavailableError)
-    assert "no NVIDIA GPU is visible" in str(sampler.failure)
+def test_without_a_gpu_nvml_is_of_no_use(simulator, by_hand):
+    failure = by_hand("utilization").failure
+    assert isinstance(failure, NvmlUnavailableError)
+    assert "no NVIDIA GPU is visible" in str(failure)
 
 
-def test_a_list_of_devices_that_cannot_be_had_is_the_failure(simulator):
+def test_a_list_of_devices_that_cannot_be_had_is_the_failure(simulator, by_hand):
     simulator.machine(Gpu(), error("nvmlDeviceGetCount_v2", pynvml.NVML_ERROR_UNKNOWN))
-    sampler = GpuSampler({"utilization"}, choose_all, interval_s=0.1)
-    sampler.open()
-    sampler.close()
-    assert isinstance(sampler.failure, NvmlUnavailableError)
+    assert isinstance(by_hand("utilization").failure, NvmlUnavailableError)
 
 
 # ---- memory ----
@@ -211,32 +206,6 @@ def growth(warm_up: Callable[[], None], work: Callable[[], None]) -> int:
     finally:
         tracemalloc.stop()
     return after - before
-
-
-# ---- its pace ----
-
-
-@pytest.mark.parametrize(
-    ("now_s", "expected_s"),
-    [
-        (10.0, 11.0),
-        (10.3, 11.0),
-        (10.999, 11.0),
-        (9.9, 11.0),
-        (11.2, 12.0),
-        (12.5, 13.0),
-        (14.0, 15.0),
-    ],
-)
-def test_the_next_reading_is_on_the_grid_and_what_was_missed_is_left_out(now_s, expected_s):
-    assert next_due(10.0, now_s, 1.0) == expected_s
-
-
-def test_the_pace_does_not_drift():
-    due_s = 0.0
-    for i in range(1000):
-        due_s = next_due(due_s, due_s + 0.09, 0.125)
-        assert due_s == 0.125 * (i + 1)
 
 
 # ---- its thread ----
