@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -112,17 +113,20 @@ class Ledger:
         self._copying = Union()
         self._refresh = refresh
         self._resident = resident
+        self._lock = threading.Lock()
 
     def add(self, activity: Activity) -> None:
         """Book what the device has begun."""
-        self.activities.append(activity)
-        (self._copying if activity.kind == "copy" else self._busy).add(activity.start_s, activity.end_s)
+        with self._lock:
+            self.activities.append(activity)
+            (self._copying if activity.kind == "copy" else self._busy).add(activity.start_s, activity.end_s)
 
     def busy_s(self, start_s: float, end_s: float) -> float:
         """Seconds in which a kernel or a collective ran; a collective that waits for another rank runs."""
         now_s = self._refresh()
         waiting = [(joined_s, now_s) for joined_s in self._resident()]
-        return self._busy.covered_s(start_s, end_s, [(a, b) for a, b in waiting if a < end_s and b > start_s])
+        with self._lock:
+            return self._busy.covered_s(start_s, end_s, [(a, b) for a, b in waiting if a < end_s and b > start_s])
 
     def idle_s(self, start_s: float, end_s: float) -> float:
         """Seconds in which no kernel and no collective ran; copies do not count as work."""
@@ -131,14 +135,16 @@ class Ledger:
     def copy_s(self, start_s: float, end_s: float) -> float:
         """Seconds in which a copy ran."""
         self._refresh()
-        return self._copying.covered_s(start_s, end_s)
+        with self._lock:
+            return self._copying.covered_s(start_s, end_s)
 
     def waited_s(self, start_s: float, end_s: float, thread: int | None = None) -> float:
         """Seconds that the host waited for the device, on one thread or on all."""
-        waits = [each for each in self.waits if thread is None or each.thread == thread]
+        waits = [each for each in list(self.waits) if thread is None or each.thread == thread]
         return sum(max(0.0, min(each.end_s, end_s) - max(each.start_s, start_s)) for each in waits)
 
     def busy_spans(self, start_s: float, end_s: float) -> list[tuple[float, float]]:
         """When kernels or collectives ran, merged; without collectives that still wait."""
         self._refresh()
-        return self._busy.spans(start_s, end_s)
+        with self._lock:
+            return self._busy.spans(start_s, end_s)

@@ -36,8 +36,8 @@ class Profiling:
     Attributes:
         refuses: ``start`` raises, as with another profiler active.
         blind: nothing of CUDA is recorded, as where another program has CUPTI.
-        start_s: what the first start costs the host.
-        launch_cost_s: what each launch costs the host more while it records.
+        start_s: what its start (with the warm-up, where there is one) costs the host.
+        launch_cost_s: what each launch costs the host more from then on, until it stops.
         slowdown_after: by which share kernels and the host's issuing are slower after its first use.
     """
 
@@ -64,17 +64,22 @@ class _Record:
 
 
 class Tracer:
-    """Collects what the device and the runtime do while it is the device's ``tracer``."""
+    """Collects what the device and the runtime do while it is the device's ``tracer``.
 
-    def __init__(self, launch_cost_s: float, blind: bool, start_s: float) -> None:
-        self.launch_cost_s, self.start_s = launch_cost_s, start_s
+    Attributes:
+        start_s: when the active window began; None during warm-up.
+    """
+
+    def __init__(self, launch_cost_s: float, blind: bool) -> None:
+        self.launch_cost_s = launch_cost_s
+        self.start_s: float | None = None
         self.records: list[_Record] = []
         self._blind = blind
 
     def activity(self, activity: Activity) -> None:
-        """The device has begun something."""
-        if not self._blind:
-            name, stream, start_s, end_s, kind, correlation, thread = activity
+        """The device has begun something; what was launched before CUPTI was there has no number, and is not seen."""
+        name, stream, start_s, end_s, kind, correlation, thread = activity
+        if correlation and not self._blind:
             self.records.append(_Record(name, _CATEGORY[kind], start_s, end_s, stream, thread, correlation))
 
     def runtime(self, name: str, start_s: float, end_s: float, correlation: int) -> None:
@@ -90,7 +95,8 @@ class Tracer:
 
     def within(self, end_s: float) -> list[_Record]:
         """What lies wholly inside the window, by starting time."""
-        inside = [each for each in self.records if each.start_s >= self.start_s and each.end_s <= end_s]
+        begin_s = end_s if self.start_s is None else self.start_s
+        inside = [each for each in self.records if each.start_s >= begin_s and each.end_s <= end_s]
         return sorted(inside, key=lambda each: each.start_s)
 
 
@@ -275,7 +281,7 @@ class Profile:
             self._stop_trace()
             if self.on_trace_ready is not None:
                 self.on_trace_ready(self)
-        elif self.current_action not in _RECORDING:
+        elif before in _RECORDING and self.current_action not in _RECORDING:
             self._stop_trace()
         self._enter(self.current_action)
         self._step_began_s = self._gpu.clock()
@@ -283,9 +289,10 @@ class Profile:
     def stop(self) -> None:
         """End it, and hand over what has been recorded."""
         self._end_step()
+        recorded = self.current_action in _RECORDING
         if self._tracer is not None:
             self._stop_trace()
-            if self.on_trace_ready is not None:
+            if recorded and self.on_trace_ready is not None:
                 self.on_trace_ready(self)
 
     def events(self) -> EventList:
@@ -310,18 +317,18 @@ class Profile:
 
     def _enter(self, action: ProfilerAction) -> None:
         profiling = self._gpu.profiling
-        taken = profiling.refuses or self._gpu.tracer is not None
-        if taken and action != ProfilerAction.NONE and self._tracer is None:
-            raise RuntimeError("Profiler is already enabled on this thread.")
-        if action in _RECORDING and self._tracer is None:
-            begin_s = self._gpu.clock()
-            self._gpu.clock.sleep_until(begin_s + profiling.start_s)
-            self._gpu.refresh()
-            blind = self._blind or profiling.blind
-            self._tracer = self._gpu.tracer = Tracer(profiling.launch_cost_s, blind, self._gpu.clock())
+        if action == ProfilerAction.NONE:
+            return
+        if self._tracer is None:
+            if profiling.refuses or self._gpu.tracer is not None:
+                raise RuntimeError("Profiler is already enabled on this thread.")
+            self._gpu.clock.sleep_until(self._gpu.clock() + profiling.start_s)
+            self._tracer = self._gpu.tracer = Tracer(profiling.launch_cost_s, self._blind or profiling.blind)
+        if action in _RECORDING and self._tracer.start_s is None:
+            self._tracer.start_s = self._gpu.clock()
 
     def _end_step(self) -> None:
-        if self._tracer is not None and self._steps:
+        if self._tracer is not None and self._tracer.start_s is not None and self._steps:
             self._tracer.step(f"ProfilerStep#{self.step_num}", self._step_began_s, self._gpu.clock())
 
     def _stop_trace(self) -> None:
@@ -331,8 +338,9 @@ class Profile:
         self._gpu.synchronize()  # as torch.autograd.profiler.profile.__exit__
         self._gpu.tracer = None
         self._gpu.slowdown = 1.0 + self._gpu.profiling.slowdown_after
-        results = KinetoResults(self._gpu, tracer.within(self._gpu.clock()), tracer.start_s)
-        self.profiler = SimpleNamespace(kineto_results=results)
+        if tracer.start_s is not None:
+            results = KinetoResults(self._gpu, tracer.within(self._gpu.clock()), tracer.start_s)
+            self.profiler = SimpleNamespace(kineto_results=results)
 
 
 def install(gpu: SimulatedGpu, patches: Patches) -> None:
