@@ -5,12 +5,15 @@ Linux's ``/proc`` and cgroup files, read on a thread of ours. Where a file canno
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from lightning_gpuopt._measured import HostActivity
 
 _READ_EVERY_S = 0.2
 
@@ -21,35 +24,9 @@ _WAIT_PER_CPU_S = 200
 """Seconds from one reading to the next per second of CPU that a reading takes: together at most 0.5 % of a core."""
 
 
+_MIB = 1024 * 1024
 _MOST_BYTES = 4096
 """More than any file has that is read whole, again and again."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostActivity:
-    """What the CPUs did while the workers were watched. A figure that could not be read is None.
-
-    Attributes:
-        usable_cpus: CPUs that this process may use at once: its affinity, less what a cgroup's quota forbids.
-        seconds: worker-seconds watched: the time watched, times the workers.
-        worker_cpu: share of a worker's time spent computing, 0-1, mean over the workers.
-        worker_queued: share of a worker's time spent waiting for a CPU, 0-1.
-        free_cpus: usable CPUs that nobody used, this process, its workers and all others counted; mean.
-        process_cpus: CPUs that this process used, all its threads; mean.
-        throttled: share of the time in which a cgroup's quota stopped us, 0-1.
-        cpu_pressure: share of the time in which something on this machine waited for a CPU, 0-1 (``/proc/pressure``).
-        io_pressure: the same for I/O.
-    """
-
-    usable_cpus: float
-    seconds: float
-    worker_cpu: float | None
-    worker_queued: float | None
-    free_cpus: float | None
-    process_cpus: float | None = None
-    throttled: float | None = None
-    cpu_pressure: float | None = None
-    io_pressure: float | None = None
 
 
 def usable_cpus(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> float:
@@ -63,8 +40,13 @@ def usable_cpus(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/
         count = float(len(os.sched_getaffinity(0)))
     except (AttributeError, OSError):  # not Linux
         count = float(os.cpu_count() or 1)
+    return min(count, quota_cpus(cgroup_root, proc))
+
+
+def quota_cpus(cgroup_root: Path, proc: Path) -> float:
+    """CPUs that the quotas of our cgroup and its parents allow; infinite where none is set."""
     quotas = (_quota_of(group) for group in cgroups("cpu", cgroup_root, proc))
-    return min([count, *(quota for quota in quotas if quota is not None)])
+    return min((quota for quota in quotas if quota is not None), default=math.inf)
 
 
 def cgroups(controller: str, cgroup_root: Path, proc: Path) -> list[Path]:
@@ -125,18 +107,16 @@ def _text_of(path: str) -> bytes:
         os.close(file)
 
 
-def _throttled_s(files: Sequence[str]) -> float | None:
-    """Seconds for which quotas have stopped us, from ``cpu.stat`` files; None without a quota."""
+def _throttling(files: Sequence[str]) -> tuple[int, int] | None:
+    """The scheduler's periods under a quota, and those in which it stopped us; None without a quota.
+
+    Periods, since the throttled time in the same ``cpu.stat`` is summed over CPUs and can exceed the wall's.
+    """
     for file in files:
         try:
             fields = dict(line.split() for line in _text_of(file).decode().splitlines())
-            if int(fields.get("nr_periods", 0)):
-                # v2 counts microseconds, v1 nanoseconds
-                return (
-                    int(fields["throttled_usec"]) / 1e6
-                    if "throttled_usec" in fields
-                    else int(fields["throttled_time"]) / 1e9
-                )
+            if periods := int(fields.get("nr_periods", 0)):
+                return periods, int(fields["nr_throttled"])
         except (OSError, ValueError, KeyError):
             continue
     return None
@@ -148,6 +128,16 @@ def _pressure_s(file: str) -> float | None:
         some = _text_of(file).splitlines()[0]
         return int(some.rpartition(b"total=")[2]) / 1e6
     except (OSError, ValueError, IndexError):
+        return None
+
+
+def _swapped_in_mib(file: str) -> float | None:
+    """MiB that the machine has read from swap, from ``/proc/vmstat``."""
+    try:
+        with open(file, "rb", buffering=0) as stream:
+            pages = stream.read().partition(b"pswpin ")[2].partition(b"\n")[0]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE") / _MIB
+    except (AttributeError, OSError, ValueError):
         return None
 
 
@@ -205,6 +195,7 @@ class HostWatch:
 
     Args:
         interval_s: seconds between readings; more where a reading is dear, see :func:`wait_after`.
+        local_ranks: processes of this run on this machine, among which free CPUs and a quota are shared.
         proc: where procfs is mounted.
         cgroup_root: where the cgroup file systems are mounted.
         clock: a monotonic clock, in seconds.
@@ -227,20 +218,26 @@ class HostWatch:
         cgroup_root: Path = Path("/sys/fs/cgroup"),
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
+        local_ranks: int = 1,
     ) -> None:
         self._interval_s = interval_s
+        self._local_ranks = local_ranks
         self._proc = str(proc)
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._usable_cpus = usable_cpus(cgroup_root, proc)
-        groups = [f"{group}/cpu.stat" for group in cgroups("cpu", cgroup_root, proc)]
+        self._quota_cpus = quota_cpus(cgroup_root, proc)
+        self._cpu_stats = [f"{group}/cpu.stat" for group in cgroups("cpu", cgroup_root, proc)]
         self._sources: dict[str, Callable[[], float | None]] = {
             "idle": lambda: _idle_s(f"{proc}/stat"),
             "process": time.process_time,
-            "throttled": lambda: _throttled_s(groups),
             "cpu": lambda: _pressure_s(f"{proc}/pressure/cpu"),
             "io": lambda: _pressure_s(f"{proc}/pressure/io"),
+            "memory": lambda: _pressure_s(f"{proc}/pressure/memory"),
+            "swapped_in": lambda: _swapped_in_mib(f"{proc}/vmstat"),
         }
+        self._periods = self._throttled = 0
+        self._last_throttling: tuple[int, int] | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -274,6 +271,7 @@ class HostWatch:
         """Forget what was read so far, for example at the end of warm-up."""
         with self._lock:
             self._worker_s = self._ran_s = self._queued_s = 0.0
+            self._periods = self._throttled = 0
             self._rates.clear()
 
     def activity(self) -> HostActivity:
@@ -281,18 +279,27 @@ class HostWatch:
         with self._lock:
             seconds = self._worker_s
             rates = {name: rate.total / rate.span_s for name, rate in self._rates.items() if rate.span_s}
-            free = rates.get("idle")
             return HostActivity(
                 usable_cpus=self._usable_cpus,
                 seconds=seconds,
                 worker_cpu=min(self._ran_s / seconds, 1.0) if seconds else None,
                 worker_queued=min(self._queued_s / seconds, 1.0) if seconds else None,
-                free_cpus=min(free, self._usable_cpus) if free is not None else None,
+                free_cpus=self._free_cpus(rates),
                 process_cpus=rates.get("process"),
-                throttled=min(rates["throttled"], 1.0) if "throttled" in rates else None,
+                throttled=min(self._throttled / self._periods, 1.0) if self._periods else None,
                 cpu_pressure=min(rates["cpu"], 1.0) if "cpu" in rates else None,
                 io_pressure=min(rates["io"], 1.0) if "io" in rates else None,
+                memory_pressure=min(rates["memory"], 1.0) if "memory" in rates else None,
+                swapped_in_mib_s=rates.get("swapped_in"),
             )
+
+    def _free_cpus(self, rates: dict[str, float]) -> float | None:
+        """This rank's share of what the machine has idle, as far as its share of the quota leaves room for it."""
+        if "idle" not in rates:
+            return None
+        own = rates["process"] + rates.get("workers", 0.0)
+        idle, quota = rates["idle"] / self._local_ranks, self._quota_cpus / self._local_ranks
+        return min(idle, self._usable_cpus, max(quota - own, 0.0))
 
     def read(self) -> None:
         """Take one reading."""
@@ -302,26 +309,40 @@ class HostWatch:
             value = source()
             if value is not None:
                 totals[name] = (self._clock(), value)
+        throttling = _throttling(self._cpu_stats)
         if self._readings % _LIST_THREADS_EVERY == 0:
             self._threads.clear()
         self._readings += 1
         readings = {pid: (self._clock(), *times) for pid in pids if (times := self._worker_times(pid))}
         with self._lock:
-            for pid, (now, ran, queued) in readings.items():
-                if pid in self._last:
-                    then, ran_before, queued_before = self._last[pid]
-                    self._worker_s += now - then
-                    # a thread that ended takes its time along
-                    self._ran_s += max(ran - ran_before, 0) / 1e9
-                    self._queued_s += max(queued - queued_before, 0) / 1e9
+            self._add_workers(readings)
             for name, (now, value) in totals.items():
                 if name in self._last_totals:
                     then, before = self._last_totals[name]
-                    rate = self._rates.setdefault(name, _Rate())
-                    rate.span_s += now - then
-                    rate.total += max(value - before, 0.0)
+                    self._add(name, now - then, value - before)
+            if throttling is not None and self._last_throttling is not None:
+                self._periods += max(throttling[0] - self._last_throttling[0], 0)
+                self._throttled += max(throttling[1] - self._last_throttling[1], 0)
             self._last_totals = totals
+            self._last_throttling = throttling
             self._last = readings
+
+    def _add_workers(self, readings: dict[int, tuple[float, int, int]]) -> None:
+        longest_s = together_s = 0.0
+        for pid, (now, ran, queued) in readings.items():
+            if pid in self._last:
+                then, ran_before, queued_before = self._last[pid]
+                ran_s = max(ran - ran_before, 0) / 1e9  # a thread that ended takes its time along
+                self._worker_s += now - then
+                self._ran_s += ran_s
+                self._queued_s += max(queued - queued_before, 0) / 1e9
+                longest_s, together_s = max(longest_s, now - then), together_s + ran_s
+        self._add("workers", longest_s, together_s)
+
+    def _add(self, name: str, span_s: float, gained: float) -> None:
+        rate = self._rates.setdefault(name, _Rate())
+        rate.span_s += span_s
+        rate.total += max(gained, 0.0)
 
     def _worker_times(self, pid: int) -> tuple[int, int] | None:
         """Nanoseconds that all threads of a process have computed, and have waited for a CPU."""

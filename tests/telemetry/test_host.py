@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,9 +82,15 @@ def proc(tmp_path: Path) -> Proc:
     return Proc(tmp_path)
 
 
+def watch_of(proc: Proc, local_ranks: int = 1) -> HostWatch:
+    return HostWatch(
+        proc=proc.root, cgroup_root=proc.root / "cgroup", clock=lambda: proc.now_s, local_ranks=local_ranks
+    )
+
+
 @pytest.fixture
 def watch(proc: Proc) -> HostWatch:
-    return HostWatch(proc=proc.root, cgroup_root=proc.root / "cgroup", clock=lambda: proc.now_s)
+    return watch_of(proc)
 
 
 def test_shares_are_means_over_workers_and_their_threads(proc: Proc, watch: HostWatch) -> None:
@@ -138,33 +147,49 @@ def test_without_procfs_the_figures_are_absent(tmp_path: Path) -> None:
     activity = watch.activity()
     assert (activity.worker_cpu, activity.worker_queued, activity.free_cpus) == (None, None, None)
     assert (activity.throttled, activity.cpu_pressure, activity.io_pressure) == (None, None, None)
+    assert (activity.memory_pressure, activity.swapped_in_mib_s) == (None, None)
     assert activity.usable_cpus > 0
 
 
 @pytest.mark.parametrize(
     ("cgroup", "stat"),
     [
-        ("0::/job", "usage_usec 9\nnr_periods {periods}\nthrottled_usec {us}\n"),
-        ("4:cpu:/job", "nr_periods {periods}\nnr_throttled 7\nthrottled_time {us}000\n"),
+        ("0::/job", "usage_usec 9\nnr_periods {periods}\nnr_throttled {throttled}\nthrottled_usec 900000000\n"),
+        ("4:cpu:/job", "nr_periods {periods}\nnr_throttled {throttled}\nthrottled_time 900000000000\n"),
     ],
     ids=["v2", "v1"],
 )
-def test_throttling_is_the_share_of_time_in_which_the_quota_stopped_us(proc: Proc, cgroup: str, stat: str) -> None:
+def test_throttling_is_the_share_of_periods_in_which_the_quota_stopped_us(proc: Proc, cgroup: str, stat: str) -> None:
     folder = "cgroup/cpu/job" if "cpu" in cgroup else "cgroup/job"
     write(proc.root / "self/cgroup", cgroup + "\n")
-    write(proc.root / folder / "cpu.stat", stat.format(periods=10, us=1_000_000))
-    watch = HostWatch(proc=proc.root, cgroup_root=proc.root / "cgroup", clock=lambda: proc.now_s)
+    (proc.root / folder).mkdir(parents=True)
+    watch = watch_of(proc)
+    for periods, throttled in ((10, 7), (60, 27), (110, 47)):
+        write(proc.root / folder / "cpu.stat", stat.format(periods=periods, throttled=throttled))
+        watch.read()
+        proc.now_s += 10
+    assert watch.activity().throttled == pytest.approx(40 / 100)
+    watch.reset()
+    assert watch.activity().throttled is None
+    write(proc.root / folder / "cpu.stat", stat.format(periods=120, throttled=57))
     watch.read()
-    proc.now_s += 10
-    write(proc.root / folder / "cpu.stat", stat.format(periods=110, us=5_000_000))
-    watch.read()
-    assert watch.activity().throttled == pytest.approx(0.4)
+    assert watch.activity().throttled == 1.0
+
+
+def test_periods_are_those_of_the_innermost_group_that_has_a_quota(proc: Proc) -> None:
+    write(proc.root / "self/cgroup", "0::/pod/container\n")
+    watch = watch_of(proc)
+    for periods, throttled in ((10, 0), (20, 5)):
+        write(proc.root / "cgroup/pod/container/cpu.stat", "usage_usec 9\nnr_periods 0\nnr_throttled 0\n")
+        write(proc.root / "cgroup/pod/cpu.stat", f"nr_periods {periods}\nnr_throttled {throttled}\n")
+        watch.read()
+    assert watch.activity().throttled == 0.5
 
 
 def test_a_group_without_a_quota_is_not_throttled(proc: Proc) -> None:
     write(proc.root / "self/cgroup", "0::/\n")
     write(proc.root / "cgroup/cpu.stat", "usage_usec 9\nnr_periods 0\nthrottled_usec 0\n")
-    watch = HostWatch(proc=proc.root, cgroup_root=proc.root / "cgroup", clock=lambda: proc.now_s)
+    watch = watch_of(proc)
     watch.read()
     proc.now_s += 10
     watch.read()
@@ -172,16 +197,82 @@ def test_a_group_without_a_quota_is_not_throttled(proc: Proc) -> None:
 
 
 def test_pressure_is_the_share_of_time_in_which_something_waited(proc: Proc, watch: HostWatch) -> None:
-    for kind in ("cpu", "io"):
-        write(proc.root / "pressure" / kind, "some avg10=0.00 avg60=0.00 avg300=0.00 total=1000000\nfull total=0\n")
+    def pressure(kind: str, total_us: int) -> None:
+        text = f"some avg10=9.99 avg60=0.00 avg300=0.00 total={total_us}\nfull avg10=0.00 total=0\n"
+        write(proc.root / "pressure" / kind, text)
+
+    for kind in ("cpu", "io", "memory"):
+        pressure(kind, 1_000_000)
     watch.read()
     proc.now_s += 10
-    write(proc.root / "pressure/cpu", "some avg10=9.99 avg60=0.00 avg300=0.00 total=6000000\nfull total=0\n")
-    write(proc.root / "pressure/io", "some avg10=9.99 avg60=0.00 avg300=0.00 total=2000000\nfull total=0\n")
+    for kind, total_us in (("cpu", 6_000_000), ("io", 2_000_000), ("memory", 4_000_000)):
+        pressure(kind, total_us)
     watch.read()
     activity = watch.activity()
     assert activity.cpu_pressure == pytest.approx(0.5)
     assert activity.io_pressure == pytest.approx(0.1)
+    assert activity.memory_pressure == pytest.approx(0.3)
+
+
+def test_pages_that_come_back_from_swap_are_mib_per_second(proc: Proc, watch: HostWatch) -> None:
+    before = "".join(f"nr_number_{index} 123456\n" for index in range(300))  # more than one page of text
+    mib = 1024 * 1024 // os.sysconf("SC_PAGE_SIZE")
+    for pages in (7, 7 + 30 * mib):
+        write(proc.root / "vmstat", f"{before}pswpin {pages}\npswpout 99999999\n")
+        watch.read()
+        proc.now_s += 10
+    assert watch.activity().swapped_in_mib_s == pytest.approx(3.0)
+
+
+class TestFreeCpus:
+    """10 s in which the machine has so much idle, and this process and two workers use so much."""
+
+    @pytest.fixture
+    def free(self, proc: Proc, monkeypatch: pytest.MonkeyPatch) -> Callable[..., float | None]:
+        def measure(idle: float, process: float = 0.0, workers: float = 0.0, local_ranks: int = 1) -> float | None:
+            process_s = itertools.count(5.0, 10 * process)
+            monkeypatch.setattr(time, "process_time", lambda: next(process_s))
+            watch = watch_of(proc, local_ranks)
+            watch.workers([11, 12])
+            for elapsed_s in (0, 10):
+                proc.now_s += elapsed_s
+                proc.idle(elapsed_s * idle)
+                for pid in (11, 12):
+                    proc.process(pid, (elapsed_s * workers / 2, 0.0))
+                watch.read()
+            return watch.activity().free_cpus
+
+        write(proc.root / "self/cgroup", "0::/\n")
+        return measure
+
+    def quota(self, proc: Proc, text: str) -> None:
+        write(proc.root / "cgroup/cpu.max", text)
+
+    def test_without_a_quota_it_is_what_the_machine_has_idle(self, free: Callable[..., float | None]) -> None:
+        assert free(idle=0.75, process=1.0, workers=1.5) == pytest.approx(0.75)
+
+    def test_a_quota_leaves_what_we_do_not_use_ourselves(self, proc: Proc, free: Callable[..., float | None]) -> None:
+        self.quota(proc, "200000 100000\n")
+        assert free(idle=1.0, process=0.8, workers=1.0) == pytest.approx(0.2)
+
+    def test_a_machine_that_has_less_idle_has_no_more_to_give(
+        self, proc: Proc, free: Callable[..., float | None]
+    ) -> None:
+        self.quota(proc, "200000 100000\n")
+        assert free(idle=0.25, process=0.5, workers=0.5) == pytest.approx(0.25)
+
+    def test_a_quota_that_is_exceeded_leaves_nothing(self, proc: Proc, free: Callable[..., float | None]) -> None:
+        self.quota(proc, "50000 100000\n")
+        assert free(idle=1.0, process=0.5, workers=0.5) == 0.0
+
+    def test_local_ranks_share_what_is_idle(self, free: Callable[..., float | None]) -> None:
+        assert free(idle=1.0, process=0.8, workers=1.0, local_ranks=4) == pytest.approx(0.25)
+
+    def test_local_ranks_share_a_quota_and_not_what_each_uses(
+        self, proc: Proc, free: Callable[..., float | None]
+    ) -> None:
+        self.quota(proc, "200000 100000\n")
+        assert free(idle=1.0, process=0.4, workers=0.4, local_ranks=2) == pytest.approx(0.2)
 
 
 def test_a_worker_whose_thread_ends_is_still_read(proc: Proc, watch: HostWatch) -> None:
