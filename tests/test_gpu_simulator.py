@@ -1,4 +1,4 @@
-"""The simulated GPU as torch and Lightning see it; tests/gpu_simulator/test_*.py have the device itself and the ranks."""
+"""The simulated GPU as torch and Lightning see it; the device itself and the ranks: tests/gpu_simulator/test_*.py."""
 
 from __future__ import annotations
 
