@@ -6,9 +6,11 @@ Reads ``_data_queue``, ``_worker_result_queue``, ``_task_info``, ``_tasks_outsta
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+from lightning_gpuopt._measured import QueueTimes
 
 _A_WAIT_S: Final = 0.001
 """A fetch that takes longer than this had to wait; only then is the cost of a closer look worth it."""
@@ -17,47 +19,20 @@ _NEARLY_ALL: Final = 0.75
 """So much of what the other workers were asked for being ready means that one late batch holds up the rest."""
 
 
-@dataclass(frozen=True, slots=True)
-class QueueTimes:
-    """What was seen at the fetches of the watched loaders, the first of each epoch left out.
+_ALL_PROBED: Final = 64
+"""Fetches of which each is looked at."""
 
-    Attributes:
-        fetches: fetches seen.
-        ready: batches that lay ready at the beginning of a fetch, summed over the fetches.
-        empty: fetches that began with nothing ready.
-        waits: fetches that had to wait.
-        wait_s: seconds of those.
-        late_wait_s: those of them that ended with nearly all other batches ready: one late batch held up the rest.
-        unpinned_wait_s: those that began with results of workers waiting for the pin-memory thread, and none pinned.
-    """
+_FEW_WAITS: Final = 1 / 8
+"""Where fewer fetches wait, it is enough to look at some after that: each stands for those before it that were skipped.
 
-    fetches: int = 0
-    ready: int = 0
-    empty: int = 0
-    waits: int = 0
-    wait_s: float = 0.0
-    late_wait_s: float = 0.0
-    unpinned_wait_s: float = 0.0
+They are skipped at random, up to ``_MOST_SKIPPED`` in a row, so that no rhythm of the loader falls in with ours.
+"""
 
-    @property
-    def mean_ready(self) -> float | None:
-        """Batches ready at the beginning of a fetch; None before the first."""
-        return self.ready / self.fetches if self.fetches else None
-
-    def __sub__(self, earlier: QueueTimes) -> QueueTimes:
-        return QueueTimes(
-            self.fetches - earlier.fetches,
-            self.ready - earlier.ready,
-            self.empty - earlier.empty,
-            self.waits - earlier.waits,
-            self.wait_s - earlier.wait_s,
-            self.late_wait_s - earlier.late_wait_s,
-            self.unpinned_wait_s - earlier.unpinned_wait_s,
-        )
+_MOST_SKIPPED: Final = 6
 
 
 class QueueProbe:
-    """Looks at the queues before and after each fetch.
+    """Looks at the queues before and after fetches: at each, or at some where hardly any has to wait.
 
     Example::
 
@@ -75,6 +50,8 @@ class QueueProbe:
         self._fetches = self._ready = self._empty = self._waits = 0
         self._wait_s = self._late_wait_s = self._unpinned_wait_s = 0.0
         self._unpinned = False
+        self._passed = self._skip = self._skipped = 0
+        self._random = random.Random(0)  # the global one is the program's
 
     def watch(self, iterators: Sequence[Any]) -> list[Any]:
         """Say which iterators feed the loop from now on.
@@ -87,21 +64,33 @@ class QueueProbe:
         return list(self._iterators)
 
     def before_fetch(self) -> None:
-        """The loop is about to ask for a batch; costs about 5 µs a loader."""
+        """The loop is about to ask for a batch."""
         if not self._iterators:
             return
-        self._fetches += 1
-        ready = 0
-        self._unpinned = False
         for number, iterator in enumerate(self._iterators):
             task = iterator._task_info.get(iterator._rcvd_idx)
             self._awaited[number] = task[0] if task else None
+        self._passed += 1
+        if self._skip:
+            self._skip -= 1
+            return
+        self._look()
+
+    def _look(self) -> None:
+        stands_for = self._skipped + 1
+        ready = 0
+        self._unpinned = False
+        for iterator in self._iterators:
             waiting = iterator._data_queue.qsize()
             ready += waiting
             if not waiting and iterator._worker_result_queue is not iterator._data_queue:
                 self._unpinned |= iterator._worker_result_queue.qsize() > 1
-        self._ready += ready
-        self._empty += not ready
+        self._fetches += stands_for
+        self._ready += ready * stands_for
+        self._empty += stands_for if not ready else 0
+        if self._passed >= _ALL_PROBED and self._waits < _FEW_WAITS * self._passed:
+            self._skip = self._random.randint(0, _MOST_SKIPPED)
+        self._skipped = self._skip
 
     def after_fetch(self, wait_s: float) -> None:
         """The batch is there.

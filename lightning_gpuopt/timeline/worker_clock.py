@@ -3,24 +3,38 @@
 The loader's ``collate_fn`` is wrapped before workers start. In each worker the wrapper times its own call, and the call
 of the fetcher around it, and adds the figures to a block of shared memory that the training process reads whenever it
 likes. Batches pass through untouched.
+
+The clock on the wall is read at every batch, the thread's CPU clock, which is a system call, only at some where batches
+are fast: what the others took of the CPU is reckoned from their wall time and the share that was measured so far.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 import sys
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing import context, sharedctypes
 from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from lightning_gpuopt._measured import WorkerTimes
+
 _MOST_WORKERS: Final = 256
 _BYTES_EVERY: Final = 8
+_ALL_MEASURED: Final = 64
+"""Batches of a worker that are all measured in full."""
+
+_FAST_NS: Final = 1_000_000
+"""Batches that take less than this in the mean are measured in full only now and then after that."""
+
+_MOST_SKIPPED: Final = 6
+"""Skipped at random, up to so many in a row, so that no rhythm of the data falls in with ours."""
+
 _ITEMS_COUNTED: Final = 64
 
 # The fields of a worker's row in the shared block.
@@ -31,79 +45,60 @@ _IDLE, _FETCHING, _COLLATING = 0.0, 1.0, 2.0
 _DOING_NAMES: Final = {_IDLE: "waits for work", _FETCHING: "reads samples", _COLLATING: "collates"}
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerTimes:
-    """What all workers of the watched loaders did, summed up. Without workers it is the training process itself.
+_OWN: Final = frozenset({"collate_fn", "_rows", "_meter"})
+
+
+class _Meter:
+    """What a worker knows of its batches; of its own class, since setting an attribute of a TimedCollate is dear.
+
+    Args:
+        number: of the first field of the worker's row in the shared block.
+        block: the shared block.
 
     Attributes:
-        batches: batches made.
-        data_wall_s: seconds spent in dataset access (``__getitem__``, ``__getitems__``, or the iterable's ``next``).
-        data_cpu_s: CPU seconds of the worker's own thread in it; far less than wall means blocked on I/O or a lock.
-        collate_wall_s: seconds spent in ``collate_fn``.
-        collate_cpu_s: CPU seconds in it.
-        bytes: bytes of the tensors and arrays in ``sized`` of the batches.
-        sized: batches whose bytes were counted.
-        squares_s2: sum of the squares of the seconds that each batch took, for their spread.
+        number: as given.
+        row: the fields. A memoryview of numbers is read and set faster than the ctypes array behind it.
+        fetch_began: when the fetch under way began, in nanoseconds; 0 when that is not known.
+        fetch_cpu: the thread's CPU clock then; 0 when it was not read.
+        skip: batches to come of which the CPU clock is not read.
+        data_share: CPU time in dataset access over wall time there, in the batches that were measured in full.
+        collate_share: the same in ``collate_fn``.
     """
 
-    batches: int = 0
-    data_wall_s: float = 0.0
-    data_cpu_s: float = 0.0
-    collate_wall_s: float = 0.0
-    collate_cpu_s: float = 0.0
-    bytes: int = 0
-    sized: int = 0
-    squares_s2: float = 0.0
+    __slots__ = (
+        "_measured",
+        "_random",
+        "collate_share",
+        "data_share",
+        "fetch_began",
+        "fetch_cpu",
+        "number",
+        "row",
+        "skip",
+    )
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which workers made batches."""
-        return self.data_wall_s + self.collate_wall_s
+    def __init__(self, number: int, block: Any) -> None:
+        self.number = number
+        self.row = memoryview(block).cast("B").cast("d")[number : number + _FIELDS]
+        self.fetch_began = self.fetch_cpu = self.skip = 0
+        self.data_share = self.collate_share = 0.0
+        self._measured = [0, 0, 0, 0]
+        self._random = random.Random(0)  # the global one is the program's
 
-    @property
-    def cpu_s(self) -> float:
-        """CPU seconds for it."""
-        return self.data_cpu_s + self.collate_cpu_s
-
-    @property
-    def batch_bytes(self) -> float | None:
-        """Mean bytes of a batch; None before one was counted."""
-        return self.bytes / self.sized if self.sized else None
-
-    @property
-    def unevenness(self) -> float | None:
-        """Variance of the seconds that a batch takes over the square of their mean: 0 is even; None before a batch."""
-        if not self.batches or not self.busy_s:
-            return None
-        mean = self.busy_s / self.batches
-        return max(self.squares_s2 / self.batches / mean**2 - 1.0, 0.0)
-
-    def __add__(self, other: WorkerTimes) -> WorkerTimes:
-        return WorkerTimes(
-            self.batches + other.batches,
-            self.data_wall_s + other.data_wall_s,
-            self.data_cpu_s + other.data_cpu_s,
-            self.collate_wall_s + other.collate_wall_s,
-            self.collate_cpu_s + other.collate_cpu_s,
-            self.bytes + other.bytes,
-            self.sized + other.sized,
-            self.squares_s2 + other.squares_s2,
-        )
-
-    def __sub__(self, earlier: WorkerTimes) -> WorkerTimes:
-        return WorkerTimes(
-            self.batches - earlier.batches,
-            self.data_wall_s - earlier.data_wall_s,
-            self.data_cpu_s - earlier.data_cpu_s,
-            self.collate_wall_s - earlier.collate_wall_s,
-            self.collate_cpu_s - earlier.collate_cpu_s,
-            self.bytes - earlier.bytes,
-            self.sized - earlier.sized,
-            self.squares_s2 - earlier.squares_s2,
-        )
-
-
-_OWN: Final = frozenset({"collate_fn", "_rows", "_row", "_fetch_began"})
+    def add_cpu(self, data_wall: int, data_cpu: int, collate_wall: int, collate_cpu: int) -> None:
+        """A batch was measured in full: nanoseconds."""
+        row, measured = self.row, self._measured
+        row[_DATA_CPU] += data_cpu
+        row[_COLLATE_CPU] += collate_cpu
+        measured[0] += data_wall
+        measured[1] += data_cpu
+        measured[2] += collate_wall
+        measured[3] += collate_cpu
+        batches = row[_BATCHES]
+        if batches >= _ALL_MEASURED and row[_DATA_WALL] + row[_COLLATE_WALL] < _FAST_NS * batches:
+            self.skip = self._random.randint(0, _MOST_SKIPPED)
+            self.data_share = min(measured[1] / max(measured[0], 1), 1.0)
+            self.collate_share = min(measured[3] / max(measured[2], 1), 1.0)
 
 
 class TimedCollate:
@@ -123,41 +118,42 @@ class TimedCollate:
         self._begin()
 
     def _begin(self) -> None:
-        self._fetch_began: tuple[int, int] | None = None
-        self._row: int | None = None
+        self._meter: _Meter | None = None
 
     def __call__(self, *samples: Any, **options: Any) -> Any:
         """Collate, and note how long that and the access to the samples took."""
-        rows = self._rows
-        if rows is None:
-            return self.collate_fn(*samples, **options)
-        if self._row is None:
-            self._row = self._find_row()
-        row = self._row
-        if row < 0:
-            return self.collate_fn(*samples, **options)
-        began = self._fetch_began
-        self._fetch_began = None
+        meter = self._meter
+        if meter is None:
+            if self._rows is None or (number := self._find_row()) < 0:
+                return self.collate_fn(*samples, **options)
+            meter = self._meter = _Meter(number, self._rows)
+        rows = meter.row
+        data_began, data_cpu = meter.fetch_began, meter.fetch_cpu
+        meter.fetch_began = 0
+        cpu = time.thread_time_ns() if data_cpu else 0
         wall = time.perf_counter_ns()
-        cpu = time.thread_time_ns()
-        rows[row + _DOING] = _COLLATING
+        rows[_DOING] = _COLLATING
         batch = self.collate_fn(*samples, **options)
-        rows[row + _DOING] = _IDLE
-        wall_after = time.perf_counter_ns()
-        rows[row + _SINCE] = wall_after
-        if began is None:  # the fetcher is new: from its next batch on it tells us when it begins
-            self._watch_fetcher(row)
+        after = time.perf_counter_ns()
+        rows[_DOING] = _IDLE
+        rows[_SINCE] = after
+        if not data_began:  # the fetcher is new: from its next batch on it tells us when it begins
+            if -1 < (number := self._find_row()) != meter.number:  # forked from a process that loaded itself
+                meter = self._meter = _Meter(number, self._rows)
+            self._watch_fetcher(meter)
             return batch
-        cpu_after = time.thread_time_ns()
-        rows[row + _DATA_WALL] += wall - began[0]
-        rows[row + _DATA_CPU] += cpu - began[1]
-        rows[row + _COLLATE_WALL] += wall_after - wall
-        rows[row + _COLLATE_CPU] += cpu_after - cpu
-        rows[row + _SQUARES] += (wall_after - began[0]) ** 2
-        if rows[row + _BATCHES] % _BYTES_EVERY == 0:
-            rows[row + _BYTES] += nbytes_of(batch)
-            rows[row + _SIZED] += 1
-        rows[row + _BATCHES] += 1
+        rows[_DATA_WALL] += wall - data_began
+        rows[_COLLATE_WALL] += after - wall
+        rows[_SQUARES] += (after - data_began) ** 2
+        if data_cpu:
+            meter.add_cpu(wall - data_began, cpu - data_cpu, after - wall, time.thread_time_ns() - cpu)
+            if rows[_BATCHES] % _BYTES_EVERY == 0:
+                rows[_BYTES] += nbytes_of(batch)
+                rows[_SIZED] += 1
+        else:
+            rows[_DATA_CPU] += meter.data_share * (wall - data_began)
+            rows[_COLLATE_CPU] += meter.collate_share * (after - wall)
+        rows[_BATCHES] += 1
         return batch
 
     def _find_row(self) -> int:
@@ -165,7 +161,7 @@ class TimedCollate:
         number = worker.id if worker is not None else 0
         return number * _FIELDS if number < _MOST_WORKERS else -1
 
-    def _watch_fetcher(self, row: int) -> None:
+    def _watch_fetcher(self, meter: _Meter) -> None:
         """Have the fetcher that called us note when it begins a batch.
 
         Reads the local ``self`` of ``fetch`` in ``torch/utils/data/_utils/fetch.py`` (torch 2.4 to 2.13). Where it is
@@ -174,21 +170,25 @@ class TimedCollate:
         fetcher = sys._getframe(2).f_locals.get("self")
         if not callable(getattr(type(fetcher), "fetch", None)) or getattr(fetcher, "collate_fn", None) is not self:
             return
-        rows = self._rows
+        rows = meter.row
         original = type(fetcher).fetch  # type: ignore[union-attr]
         # Held weakly, or the fetcher would hold itself, and a generator behind it would stay open after its last use.
         behind = weakref.ref(fetcher)
 
         def timed_fetch(index: Any) -> Any:
-            rows[row + _DOING] = _FETCHING
-            began = time.perf_counter_ns()
-            rows[row + _SINCE] = began
-            self._fetch_began = (began, time.thread_time_ns())
+            rows[_DOING] = _FETCHING
+            if meter.skip:
+                meter.skip -= 1
+                meter.fetch_cpu = 0
+            else:
+                meter.fetch_cpu = time.thread_time_ns()
+            meter.fetch_began = began = time.perf_counter_ns()
+            rows[_SINCE] = began
             try:
                 return original(behind(), index)
             except BaseException:  # the end of the data, or an error in it: no batch came of this
-                self._fetch_began = None
-                rows[row + _DOING] = _IDLE
+                meter.fetch_began = 0
+                rows[_DOING] = _IDLE
                 raise
 
         fetcher.fetch = timed_fetch  # type: ignore[union-attr]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_gpuopt.timeline.queues import QueueProbe, QueueTimes
+from lightning_gpuopt._measured import QueueTimes
+from lightning_gpuopt.timeline.queues import QueueProbe
 
 
 class Data(Dataset[Any]):
@@ -100,6 +102,49 @@ def test_results_that_wait_to_be_pinned_are_known_as_such() -> None:
     probe.before_fetch()
     probe.after_fetch(0.02)
     assert probe.times() == QueueTimes(fetches=1, empty=1, waits=1, wait_s=0.02, unpinned_wait_s=0.02)
+
+
+class Filling:
+    """An iterator whose queue is as full as the test says, and which counts how often that is asked."""
+
+    _task_info: ClassVar[dict[int, Any]] = {}
+    _rcvd_idx = 0
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+        self.fetch = self.asked = 0
+        self._data_queue = self._worker_result_queue = self
+
+    def qsize(self) -> int:
+        self.asked += 1
+        return self.sizes[self.fetch % len(self.sizes)]
+
+
+def fetched(iterator: Filling, fetches: int, waits: Callable[[int], float]) -> QueueTimes:
+    probe = QueueProbe()
+    probe.watch([iterator])
+    iterator.asked = 0
+    for iterator.fetch in range(fetches):
+        probe.before_fetch()
+        probe.after_fetch(waits(iterator.fetch))
+    return probe.times()
+
+
+@pytest.mark.parametrize("sizes", [[3], [0, 6], [0, 0, 0, 8], [1, 2, 3, 4, 5, 6, 7]], ids=str)
+def test_where_hardly_any_fetch_waits_some_stand_for_the_others(sizes: list[int]) -> None:
+    iterator = Filling(sizes)
+    times = fetched(iterator, 8000, lambda fetch: 0.01 if fetch % 100 == 0 else 0.0)
+    assert 8000 - 6 <= times.fetches <= 8000
+    assert times.mean_ready == pytest.approx(sum(sizes) / len(sizes), rel=0.1)
+    assert times.empty / times.fetches == pytest.approx(sizes.count(0) / len(sizes), rel=0.1)
+    assert (times.waits, times.wait_s) == (80, pytest.approx(0.8))
+    assert iterator.asked < 8000 / 3
+
+
+def test_where_many_fetches_wait_each_is_looked_at() -> None:
+    iterator = Filling([0, 2])
+    times = fetched(iterator, 800, lambda fetch: 0.01 if fetch % 4 == 0 else 0.0)
+    assert (times.fetches, times.ready, times.empty, times.waits) == (800, 800, 400, 200)
 
 
 @pytest.mark.parametrize(

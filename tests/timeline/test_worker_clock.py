@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lightning_gpuopt.timeline.worker_clock import TimedCollate, WorkerTimes, nbytes_of, watch_workers
+from lightning_gpuopt._measured import WorkerTimes
+from lightning_gpuopt.timeline.worker_clock import TimedCollate, nbytes_of, watch_workers
 
 BATCHES = 20
 SLEEP_S = 0.004
@@ -264,6 +265,94 @@ def test_a_worker_says_what_it_does() -> None:
     list(loader)
     undo()
     assert watched.doing(0).startswith("waits for work for ")
+
+
+def test_workers_forked_from_a_process_that_loaded_itself_each_have_their_row() -> None:
+    loader = DataLoader(Data(), batch_size=4, multiprocessing_context=None)
+    clock, undo = watch_workers(loader) or pytest.fail("not watched")
+    list(loader)
+    loader.num_workers, loader.multiprocessing_context, loader.prefetch_factor = 2, "fork", 2
+    list(loader)
+    undo()
+    assert clock.doing(1).startswith("waits for work for ")
+    assert clock.times().batches == BATCHES - 1 + BATCHES - 2
+
+
+class FakeTime:
+    """Clocks that the dataset and the collate function move: nanoseconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.wall = self.cpu = 1
+        self.cpu_readings = 0
+        monkeypatch.setattr(time, "perf_counter_ns", lambda: self.wall)
+        monkeypatch.setattr(time, "thread_time_ns", self.read_cpu)
+
+    def read_cpu(self) -> int:
+        self.cpu_readings += 1
+        return self.cpu
+
+    def spend(self, wall: int, cpu: int) -> None:
+        self.wall += wall
+        self.cpu += cpu
+
+
+def timed_in_process(fake: FakeTime, batches: int, costs: Any) -> WorkerTimes:
+    """Batches of one sample each; ``costs(number)`` is ((wall, cpu) of the data, (wall, cpu) of the collate)."""
+
+    class Made(Dataset[Any]):
+        def __len__(self) -> int:
+            return batches
+
+        def __getitem__(self, number: int) -> int:
+            fake.spend(*costs(number)[0])
+            return number
+
+    def collate(samples: list[int]) -> list[int]:
+        fake.spend(*costs(samples[0])[1])
+        return samples
+
+    loader = DataLoader(Made(), batch_size=1, collate_fn=collate)
+    clock, _ = watch_workers(loader) or pytest.fail("not watched")
+    assert len(list(loader)) == batches
+    return clock.times()
+
+
+def test_of_fast_batches_the_cpu_clock_is_read_now_and_then_and_reckoned_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = FakeTime(monkeypatch)
+    times = timed_in_process(fake, 1001, lambda number: ((100_000, 25_000), (40_000, 30_000)))
+    assert times.batches == 1000
+    assert times.data_wall_s == pytest.approx(0.1)
+    assert times.data_cpu_s == pytest.approx(0.025)
+    assert times.collate_wall_s == pytest.approx(0.04)
+    assert times.collate_cpu_s == pytest.approx(0.03)
+    assert times.squares_s2 == pytest.approx(1000 * 140e-6**2)
+    assert times.sized > 8
+    assert 3 * 64 < fake.cpu_readings < 3 * 400
+
+
+def test_of_slow_batches_the_cpu_clock_is_read_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeTime(monkeypatch)
+    times = timed_in_process(fake, 201, lambda number: ((2_000_000, 500_000), (0, 0)))
+    assert fake.cpu_readings == 3 * 200
+    assert times.data_cpu_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("rhythm", [2, 4, 7, 8])
+def test_no_rhythm_of_the_data_falls_in_with_ours(monkeypatch: pytest.MonkeyPatch, rhythm: int) -> None:
+    fake = FakeTime(monkeypatch)
+    dear, cheap = ((200_000, 200_000), (0, 0)), ((100_000, 10_000), (0, 0))
+    times = timed_in_process(fake, 8001, lambda number: cheap if number % rhythm else dear)
+    true_s = sum(200e-6 if number % rhythm == 0 else 10e-6 for number in range(1, 8001))
+    assert times.data_cpu_s == pytest.approx(true_s, rel=0.1)
+
+
+def test_one_slow_batch_among_fast_ones_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeTime(monkeypatch)
+    times = timed_in_process(fake, 1001, lambda number: ((10**8 if number == 500 else 100_000, 50_000), (0, 0)))
+    assert times.data_wall_s == pytest.approx(0.1 + 999 * 1e-4)
+    assert times.squares_s2 == pytest.approx(0.1**2 + 999 * 1e-8)
 
 
 def test_no_process_is_left() -> None:
