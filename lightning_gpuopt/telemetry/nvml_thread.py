@@ -20,8 +20,8 @@ __all__ = ["NvmlThread", "Pace", "User", "join_thread", "next_due"]
 _WAIT_PER_CPU_S = 200.0
 """Seconds from one reading to the next per second of CPU that a reading takes: together at most 0.5 % of a core."""
 
-_COST_MEMORY = 0.125
-"""Weight of the newest reading in the mean of what a reading takes: one dear reading does not make a long gap."""
+_COST_MEMORY = 8
+"""Readings over which the mean of what one takes is formed: one dear reading does not make a long gap."""
 
 
 class User(Protocol):
@@ -185,15 +185,19 @@ class Pace:
         self.due_s = now_s
         self._interval_s = interval_s
         self._cost_s = 0.0
+        self._readings = -1
 
     def read(self, now_s: float, cpu_s: float) -> None:
         """A reading has ended.
 
         Args:
             now_s: the time.
-            cpu_s: seconds of CPU that it took; in the mean, readings take 0.5 % of a core at most.
+            cpu_s: seconds of CPU that it took; in the mean, readings take 0.5 % of a core at most. The first one, which
+                sets up what the others use, does not count.
         """
-        self._cost_s += _COST_MEMORY * (cpu_s - self._cost_s)
+        self._readings += 1
+        if self._readings:
+            self._cost_s += (cpu_s - self._cost_s) / min(self._readings, _COST_MEMORY)
         self.due_s = next_due(self.due_s, now_s, max(self._interval_s, _WAIT_PER_CPU_S * self._cost_s))
 
 
