@@ -1,13 +1,15 @@
 """What a callback costs the training thread, and what importing the package costs.
 
-Every step is measured from one fetch of a batch to the next, by the loader itself, so all set-ups are measured at the
-same point and everything that Lightning does for a callback is in it. The model is next to nothing, the logger does
-nothing, ``log_every_n_steps=50``. The set-ups take turns, in changing order. Other tenants of a machine disturb whole
-rounds, by far more than a callback costs: of each set-up the quietest quarter of its rounds counts, and is compared
-with the same of the empty ``Callback()``.
+A step is measured from one ``training_step`` to the next, so all set-ups are measured at the same point and everything
+that Lightning does for a callback is in it. The model is next to nothing, the logger does nothing,
+``log_every_n_steps=50``; batches come from a plain loop, from a ``DataLoader`` without workers, and from one with two.
+The set-ups take turns, in changing order. Each is compared with the empty ``Callback()`` over the same kind of loader
+in the same round, and the median of all rounds counts.
 
 The median step is what nearly every step pays; the mean has the ends of the windows too, where figures are gathered and
-logged. Where there is no NVIDIA GPU, GpuUtilMonitor reads the NVML simulator of the tests, so that its thread works.
+logged. What threads of ours take of a core is the process's CPU time less the training thread's, above that under the
+empty callback. Where there is no NVIDIA GPU, GpuUtilMonitor reads the NVML simulator of the tests, so that its thread
+works.
 
     python benchmarks/overhead.py [--rounds N] [--steps N] [--output FILE]
 
@@ -30,6 +32,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,50 +49,81 @@ from lightning_gpuopt.timeline.worker_clock import watch_workers
 ROOT = Path(__file__).parents[1]
 
 EMPTY = "Callback()"
-TARGETS_US = {"GpuUtilMonitor": 15.0, "StallDetector": 30.0}
+MONITOR_OF_TWO = "GpuUtilMonitor, 2 devices"
+TARGETS_US = {
+    "GpuUtilMonitor": 15.0,
+    "StallDetector": 30.0,
+    "StallDetector, 0 workers": 30.0,
+    "StallDetector, 2 workers": 30.0,
+}
+THREADS_TARGET_PERCENT = 0.5
 WINDOW_TARGET_US = 300.0
 COLLATE_TARGET_US = 10.0
 IMPORT_TARGET_PERCENT = 15.0
 IMPORT_ROUNDS = 7
 WARMUP_STEPS = 200
+BATCH_SIZE, FEATURES = 8, 32
 
 
-class TimedBatches:
-    """A loader that hands out one batch ``length`` times and notes when it was asked."""
+class Samples(Dataset[torch.Tensor]):
+    """Samples that are there already."""
 
-    def __init__(self, batch: torch.Tensor, length: int) -> None:
-        self.batch = batch
+    def __init__(self, length: int) -> None:
+        self.data = torch.randn(64, FEATURES)
         self.length = length
-        self.asked_ns: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.data[index % len(self.data)]
+
+
+class OneBatch:
+    """A loader that is no DataLoader: hands out one batch ``length`` times."""
+
+    def __init__(self, length: int) -> None:
+        self.batch = torch.randn(BATCH_SIZE, FEATURES)
+        self.length = length
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for _ in range(self.length):
-            self.asked_ns.append(time.perf_counter_ns())
-            yield self.batch
+        return itertools.repeat(self.batch, self.length)
 
-    def steps_us(self) -> list[float]:
-        """The steps' durations after the warm-up, in microseconds."""
-        asked = self.asked_ns[WARMUP_STEPS:]
-        return [(after - before) / 1e3 for before, after in itertools.pairwise(asked)]
+
+def loader_of(workers: int | None, steps: int) -> Any:
+    """So many batches; ``workers=None``: without a DataLoader."""
+    if workers is None:
+        return OneBatch(steps)
+    return DataLoader(Samples(BATCH_SIZE * steps), batch_size=BATCH_SIZE, num_workers=workers)
 
 
 class TinyModel(LightningModule):
-    """One linear layer, for a step of which most is Lightning's own."""
+    """One linear layer, for a step of which most is Lightning's own. Notes when each step and the measurement begin."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(32, 2)
+        self.layer = torch.nn.Linear(FEATURES, 2)
+        self.began_ns: list[int] = []
+        self.cpu_began_s = 0.0
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         """One step on ``[B,32]``."""
+        if batch_idx == WARMUP_STEPS:
+            self.cpu_began_s = other_threads_s()
+        self.began_ns.append(time.perf_counter_ns())
         return self.layer(batch).pow(2).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Plain SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def other_threads_s() -> float:
+    """CPU seconds of this process's threads other than the calling one."""
+    return time.process_time() - time.thread_time()
 
 
 class SilentLogger(Logger):
@@ -105,30 +139,66 @@ class SilentLogger(Logger):
         """Forget them."""
 
 
-def setups() -> dict[str, Callable[[], list[Callback]]]:
-    """The callbacks of each set-up, made anew for each run."""
-    devices: Any = "auto" if torch.cuda.is_available() else "all"
+@dataclass(frozen=True)
+class SetUp:
+    """One row of the table.
 
-    def monitor() -> Callback:
+    Attributes:
+        callbacks: makes the callbacks of a run.
+        workers: of the loader; None: no DataLoader, see :func:`loader_of`.
+    """
+
+    callbacks: Callable[[], list[Callback]]
+    workers: int | None = None
+
+    @property
+    def compared_with(self) -> str:
+        """The row of the empty callback over the same kind of loader."""
+        return EMPTY if self.workers is None else f"{EMPTY}, {self.workers} workers"
+
+
+def setups() -> dict[str, SetUp]:
+    """All rows. A set-up with a GPU clock on simulated events is one more."""
+    current: Any = "auto" if torch.cuda.is_available() else [0]
+
+    def monitor(devices: Any = current) -> Callback:
         return GpuUtilMonitor(devices=devices)
 
     def detector() -> Callback:
         return StallDetector(on_stall="ignore")
 
-    return {
-        "no callback": lambda: [],
-        EMPTY: lambda: [Callback()],
-        "GpuUtilMonitor": lambda: [monitor()],
-        "StallDetector": lambda: [detector()],
-        "both": lambda: [monitor(), detector()],
-        "DeviceStatsMonitor": lambda: [DeviceStatsMonitor()],
-        "ThroughputMonitor": lambda: [ThroughputMonitor(batch_size_fn=len)],
+    rows = {
+        "no callback": SetUp(list),
+        EMPTY: SetUp(lambda: [Callback()]),
+        "GpuUtilMonitor": SetUp(lambda: [monitor()]),
+        MONITOR_OF_TWO: SetUp(lambda: [monitor("all")]),
+        "StallDetector": SetUp(lambda: [detector()]),
+        "both": SetUp(lambda: [monitor(), detector()]),
+        "DeviceStatsMonitor": SetUp(lambda: [DeviceStatsMonitor()]),
+        "ThroughputMonitor": SetUp(lambda: [ThroughputMonitor(batch_size_fn=len)]),
     }
+    for workers in (0, 2):
+        rows[f"{EMPTY}, {workers} workers"] = SetUp(lambda: [Callback()], workers)
+        rows[f"StallDetector, {workers} workers"] = SetUp(lambda: [detector()], workers)
+    return rows
 
 
-def run_once(callbacks: list[Callback], steps: int, folder: str) -> list[float]:
-    """Train, and return the steps' durations in microseconds."""
-    loader = TimedBatches(torch.randn(8, 32), WARMUP_STEPS + steps + 1)
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        steps_us: the steps' durations after the warm-up, in microseconds.
+        threads_percent: what threads other than the training thread took meanwhile, in percent of a core.
+    """
+
+    steps_us: list[float]
+    threads_percent: float
+
+
+def run_once(setup: SetUp, steps: int, folder: str) -> Run:
+    """Train."""
+    callbacks = setup.callbacks()
     trainer = Trainer(
         accelerator="auto",
         devices=1,
@@ -142,45 +212,49 @@ def run_once(callbacks: list[Callback], steps: int, folder: str) -> list[float]:
         default_root_dir=folder,
     )
     gc.collect()
-    trainer.fit(TinyModel(), loader)
+    model = TinyModel()
+    ended_s: list[float] = []
+    model.on_train_end = lambda: ended_s.append(other_threads_s())  # type: ignore[method-assign]
+    trainer.fit(model, loader_of(setup.workers, WARMUP_STEPS + steps + 1))
     for callback in callbacks:
         if isinstance(callback, GpuUtilMonitor) and not callback.summary():
             sys.exit("overhead.py: GpuUtilMonitor read nothing, so its cost would not be its cost")
-    return loader.steps_us()
+    began_ns = model.began_ns[WARMUP_STEPS:]
+    wall_s = (began_ns[-1] - began_ns[0]) / 1e9
+    return Run(
+        [(after - before) / 1e3 for before, after in itertools.pairwise(began_ns)],
+        100 * (ended_s[0] - model.cpu_began_s) / wall_s,
+    )
 
 
 def measure_steps(rounds: int, steps: int, folder: str) -> dict[str, dict[str, float]]:
-    """Median and mean step of each set-up, and how much they are above the empty callback's."""
+    """Median and mean step of each set-up, what its threads take, and how much each is above the empty callback's."""
     made = setups()
-    medians: dict[str, list[float]] = {name: [] for name in made}
-    means: dict[str, list[float]] = {name: [] for name in made}
-    run_once([], 1, folder)  # what the first Trainer of a process loads
+    runs: dict[str, list[Run]] = {name: [] for name in made}
+    run_once(made["no callback"], 1, folder)  # what the first Trainer of a process loads
     for number in range(rounds):
         order = list(made)[number % len(made) :] + list(made)[: number % len(made)]
         for name in order if number % 2 == 0 else reversed(order):
-            durations = run_once(made[name](), steps, folder)
-            medians[name].append(statistics.median(durations))
-            means[name].append(statistics.fmean(durations))
+            runs[name].append(run_once(made[name], steps, folder))
         print(f"  round {number + 1} of {rounds}", file=sys.stderr)
-    return {name: summarise(medians[name], medians[EMPTY], means[name], means[EMPTY]) for name in made}
+    return {name: summarise(runs[name], runs[setup.compared_with]) for name, setup in made.items()}
 
 
-def summarise(
-    medians: list[float], empty_medians: list[float], means: list[float], empty_means: list[float]
-) -> dict[str, float]:
-    """A set-up's figures over the rounds, in microseconds."""
-    above = [own - empty for own, empty in zip(medians, empty_medians, strict=True)]
+def summarise(runs: list[Run], empty: list[Run]) -> dict[str, float]:
+    """A set-up's figures: medians over the rounds, in microseconds and in percent of a core."""
+
+    def median(of: Callable[[Run], float]) -> float:
+        return statistics.median(map(of, runs))
+
+    def above(of: Callable[[Run], float]) -> float:
+        return statistics.median(of(run) - of(other) for run, other in zip(runs, empty, strict=True))
+
     return {
-        "median_step_us": quietest(medians),
-        "above_empty_us": quietest(medians) - quietest(empty_medians),
-        "above_empty_all_rounds_us": statistics.median(above),
-        "mean_above_empty_us": quietest(means) - quietest(empty_means),
+        "median_step_us": median(lambda run: statistics.median(run.steps_us)),
+        "above_empty_us": above(lambda run: statistics.median(run.steps_us)),
+        "mean_above_empty_us": above(lambda run: statistics.fmean(run.steps_us)),
+        "threads_above_empty_percent": above(lambda run: run.threads_percent),
     }
-
-
-def quietest(durations: list[float]) -> float:
-    """Mean of the quietest quarter of the rounds."""
-    return statistics.fmean(sorted(durations)[: max(1, len(durations) // 4)])
 
 
 def measure_imports() -> dict[str, float]:
@@ -206,7 +280,7 @@ def measure_windows(rounds: int, steps: int, folder: str) -> float:
     extra: list[float] = []
     for _ in range(rounds):
         detector = StallDetector(on_stall="ignore", warmup_steps=warmup, window_size=size)
-        durations = run_once([detector], steps, folder)
+        durations = run_once(SetUp(lambda detector=detector: [detector]), steps, folder).steps_us  # type: ignore[misc]
         ends = range((warmup - 1 - WARMUP_STEPS) % size, len(durations), size)
         neighbours = statistics.median(durations)
         extra.append(statistics.median(durations[index] for index in ends) - neighbours)
@@ -241,7 +315,7 @@ def measure_collate(rounds: int) -> float:
 def load_nvml(folder: str) -> str:
     """Where there is no NVIDIA GPU, put the tests' NVML simulator in the driver's place; says what is read."""
     if torch.cuda.is_available():
-        return f"the NVML of {torch.cuda.get_device_name()}"
+        return f"the NVML of {torch.cuda.get_device_name()}, {torch.cuda.device_count()} devices"
     sys.path.insert(0, str(ROOT))
     from tests.nvml_simulator import Gpu, Simulator, build
 
@@ -250,8 +324,8 @@ def load_nvml(folder: str) -> str:
         sys.exit("overhead.py: expected an NVIDIA GPU or a C compiler for the NVML simulator, found neither")
     scenario = Path(folder, "scenario.txt")
     os.environ["NVML_SIM_SCENARIO"] = str(scenario)
-    Simulator(library, scenario).machine(Gpu())
-    return "the NVML simulator (no NVIDIA GPU here), one device"
+    Simulator(library, scenario).machine(Gpu(), Gpu())
+    return "the NVML simulator (no NVIDIA GPU here), two devices"
 
 
 def machine() -> dict[str, str]:
@@ -284,6 +358,9 @@ def check_targets(
         ("StallDetector, timing inside a worker, a batch", collate_us, COLLATE_TARGET_US),
     ):
         targets.append({"what": what, "measured": measured, "limit": limit, "unit": "us"})
+    percent = steps[MONITOR_OF_TWO]["threads_above_empty_percent"]
+    what = f"{MONITOR_OF_TWO}, its thread"
+    targets.append({"what": what, "measured": percent, "limit": THREADS_TARGET_PERCENT, "unit": "% of a core"})
     share = 100 * imports["import lightning_gpuopt"] / imports["import torch"]
     what = "import lightning_gpuopt, of the time of import torch"
     targets.append({"what": what, "measured": share, "limit": IMPORT_TARGET_PERCENT, "unit": "%"})
@@ -293,20 +370,19 @@ def check_targets(
 def print_result(result: dict[str, Any]) -> None:
     """The tables."""
     print(", ".join(f"{name} {value}" for name, value in result["machine"].items()))
-    print(f"{result['rounds']} rounds of {result['steps_per_run']} steps, the quietest quarter of them, in us")
+    print(f"{result['rounds']} rounds of {result['steps_per_run']} steps, medians of all rounds, in us")
     print(f"GpuUtilMonitor reads {result['nvml']}")
-    print(f"\n{'':<22}{'median step':>12}{'above empty':>13}{'all rounds':>12}{'mean above':>12}")
-    columns = ("median_step_us", "above_empty_us", "above_empty_all_rounds_us", "mean_above_empty_us")
+    print(f"\n{'':<26}{'median step':>12}{'above empty':>13}{'mean above':>12}{'threads above':>15}")
     for name, row in result["steps"].items():
-        step, above, every, mean = (row[column] for column in columns)
-        print(f"{name:<22}{step:12.1f}{above:13.1f}{every:12.1f}{mean:12.1f}")
+        step, above, mean = (row[column] for column in ("median_step_us", "above_empty_us", "mean_above_empty_us"))
+        print(f"{name:<26}{step:12.1f}{above:13.1f}{mean:12.1f}{row['threads_above_empty_percent']:13.2f} %")
     print()
     for name, taken_ms in result["imports_ms"].items():
         print(f"{name:<36}{taken_ms:9.1f} ms")
     print()
     for target in result["targets"]:
         word = "PASS" if target["passed"] else "FAIL"
-        print(f"{word}  {target['what']}: {target['measured']:.1f} {target['unit']} (at most {target['limit']:g})")
+        print(f"{word}  {target['what']}: {target['measured']:.2f} {target['unit']} (at most {target['limit']:g})")
 
 
 def main() -> int:
