@@ -1,20 +1,31 @@
-"""This rank's GPU under observation: its event clock, what NVML says of it, and a close look where it idles."""
+"""This rank's GPU under observation: its event clock, and what NVML says of it."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Final
 
 import torch
 
-from lightning_gpuopt.diagnosis.measurement import DeviceState, SyncSighting
-from lightning_gpuopt.diagnosis.report import Finding
-from lightning_gpuopt.telemetry.keys import select_metrics
-from lightning_gpuopt.telemetry.monitor import GpuMonitor
-from lightning_gpuopt.timeline.gpu_clock import GpuClock
-from lightning_gpuopt.timeline.syncs import SyncLook
+from lightning_gpuopt._measured import DeviceState, GpuTimes
+from lightning_gpuopt.telemetry.cuda import choose_current
+from lightning_gpuopt.telemetry.sampler import GpuSampler
+from lightning_gpuopt.telemetry.window import Stat
+from lightning_gpuopt.timeline.gpu_clock import GpuClock, HostWork
 
 _READ_EVERY_S: Final = 0.25
-_METRICS: Final = ("utilization", "throttled_percent", "sm_clock_mhz")
+_CLOSE_S: Final = 1.0
+_CATCH_UP_S: Final = 3.0
+_POLL_S: Final = 0.002
+_READINGS: Final = (
+    "utilization",
+    "sm_activity",
+    "slowed_percent",
+    "power_capped_percent",
+    "sm_clock_mhz",
+    "sm_clock_max_mhz",
+)
 
 
 class DeviceWatch:
@@ -22,74 +33,101 @@ class DeviceWatch:
 
     Args:
         device: the rank's device.
+        host: the timeline of the training thread.
+        forward: time the forward's own kernels, for the comparison of ranks.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.clock = GpuClock(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-        self.syncs: SyncSighting | None = None
+    def __init__(
+        self,
+        device: torch.device,
+        host: HostWork,
+        *,
+        forward: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.clock = GpuClock(lambda: torch.cuda.Event(enable_timing=True), host, forward=forward)  # type: ignore[no-untyped-call]
         self.notes: list[str] = []
-        self._look: SyncLook | None = None
-        self._monitor = GpuMonitor(
-            select_metrics(_METRICS), "auto", interval_s=_READ_EVERY_S, current=device.index or 0
-        )
-        self._clock_reads = True
-        self._windows = 0
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
-        self._clock_max = 0.0
+        self._reads = True
+        self._seconds_now = clock
+        self._sampler = GpuSampler(_READINGS, choose_current(device.index or 0), interval_s=_READ_EVERY_S)
+        self._stats: dict[str, Stat] = {}
+        self._since_s = clock()
+        self._sampler.start()
 
-    def step_done(self) -> None:
-        """A step has ended."""
-        if self._clock_reads:
+    @property
+    def refused(self) -> bool:
+        """Whether CUDA has refused the clock before anything was read."""
+        return not self._reads and not self.clock.times().steps
+
+    def refuse(self, error: Exception) -> None:
+        """CUDA does not take the clock's events any more, for example while a graph is captured."""
+        if self._reads:
+            self._reads = False
+            self.notes.append(f"The GPU's own times end here: CUDA refused an event ({error}).")
+
+    def catch_up(self) -> None:
+        """Training has ended: take in what the GPU has still to do, as long as that takes no more than a moment."""
+        deadline_s = self._seconds_now() + _CATCH_UP_S
+        self.read()
+        while self._reads and self.clock.unread and self._seconds_now() < deadline_s:
+            time.sleep(_POLL_S)
+            self.read()
+
+    def read(self) -> None:
+        """Take in what the GPU has finished."""
+        if self._reads:
             try:
                 self.clock.read()
-            except RuntimeError as error:  # CUDA refuses, for example after the program has changed streams in a step
-                self._clock_reads = False
-                self.notes.append(f"The GPU's own times end here: {error}")
-        if self._look is not None and self._look.step_done():
-            self.syncs = SyncSighting(self._look.steps, self._look.count, self._look.where)
-            self._look = None
+            except RuntimeError as error:  # for example after the program has changed streams in a step
+                self.refuse(error)
 
-    def begin_window(self) -> None:
-        """Warm-up has ended: forget what was read."""
-        self._monitor.restart()
+    def times(self) -> GpuTimes:
+        """What the GPU did so far."""
+        return self.clock.times()
+
+    def restart(self) -> None:
+        """Something else begins: forget what NVML said."""
+        self._sampler.cut()
+        self._stats.clear()
+        self._since_s = self._seconds_now()
 
     def close_window(self) -> float | None:
         """End NVML's window; returns the GPU's utilization in it, 0-100 %."""
-        self._windows += 1
-        self._monitor.cut(self._windows)
-        self.notes += [notice.text for notice in self._monitor.notices()]
-        utilization = None
-        for _, figures in self._monitor.ready():
-            for key, value in figures.items():
-                name = key.rpartition("/")[2]
-                self._sums[name] = self._sums.get(name, 0.0) + value
-                self._counts[name] = self._counts.get(name, 0) + 1
-                if name == "utilization":
-                    utilization = value
-                elif name == "sm_clock_mhz":
-                    self._clock_max = max(self._clock_max, value)
-        return utilization
+        self._take_notices()
+        window = self._window_of(self._sampler.cut)
+        for reading, stat in window.items():
+            self._stats[reading] = self._stats[reading].merged(stat) if reading in self._stats else stat
+        return window["utilization"].mean if "utilization" in window else None
 
     def state(self) -> DeviceState:
-        """What NVML said since warm-up."""
+        """What NVML said since the last restart, the window under way included."""
+        stats = dict(self._stats)
+        for reading, stat in self._window_of(self._sampler.peek).items():
+            stats[reading] = stats[reading].merged(stat) if reading in stats else stat
 
-        def mean(name: str) -> float | None:
-            return self._sums[name] / self._counts[name] if name in self._counts else None
+        def mean(reading: str) -> float | None:
+            return stats[reading].mean if reading in stats else None
 
         return DeviceState(
-            mean("utilization"), mean("throttled_percent"), mean("sm_clock_mhz"), self._clock_max or None
+            utilization=mean("utilization"),
+            sm_activity=mean("sm_activity"),
+            seconds=self._seconds_now() - self._since_s if stats else 0.0,
+            throttled_percent=mean("slowed_percent"),
+            power_capped_percent=mean("power_capped_percent"),
+            sm_clock_mhz=mean("sm_clock_mhz"),
+            sm_clock_mhz_max=stats["sm_clock_max_mhz"].high if "sm_clock_max_mhz" in stats else None,
         )
 
-    def look_closer_if_idle(self, findings: list[Finding]) -> None:
-        """Where the GPU idles inside the step, look once for calls that make the host wait for it."""
-        if self.syncs is None and self._look is None and any(each.cause == "launch_bound" for each in findings):
-            self._look = SyncLook()
-            self._look.begin()
-
     def close(self) -> None:
-        """End the threads and the look."""
-        if self._look is not None:
-            self._look.end()
-            self._look = None
-        self._monitor.close(self._windows, 3.0, 0.0)
+        """End the readings."""
+        self._sampler.stop(_CLOSE_S)
+        self._take_notices()
+
+    def _window_of(self, take: Callable[[], tuple[object, ...]]) -> dict[str, Stat]:
+        devices = take()
+        return dict(devices[0].stats) if devices else {}  # type: ignore[attr-defined]
+
+    def _take_notices(self) -> None:
+        while self._sampler.notices:
+            self.notes.append(self._sampler.notices.popleft().text)

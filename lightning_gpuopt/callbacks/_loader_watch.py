@@ -9,11 +9,12 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt._lightning import Trainer, shadow, train_iterators, train_loaders
-from lightning_gpuopt.telemetry.host import HostActivity, HostWatch
-from lightning_gpuopt.timeline.loader import LoaderFacts, facts_of, running_workers, worker_pids
+from lightning_gpuopt._measured import HostActivity, LoaderFacts, WorkerTimes
+from lightning_gpuopt.telemetry.host import HostWatch
+from lightning_gpuopt.timeline.loader import facts_of, running_workers, worker_pids
 from lightning_gpuopt.timeline.phases import itself
 from lightning_gpuopt.timeline.queues import QueueProbe
-from lightning_gpuopt.timeline.worker_clock import TimedCollate, WorkerTimes, watch_workers
+from lightning_gpuopt.timeline.worker_clock import TimedCollate, watch_workers
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class LoaderWatch:
         self._clocks: list[tuple[Any, TimedCollate]] = []
         self._unwatched = False
         self._running: list[tuple[int, Any, Any, int]] = []
-        self._host = HostWatch()
+        self._host = HostWatch(local_ranks=trainer.num_devices)
         self.queues = QueueProbe()
         self.facts = LoaderFacts()
         strategy = trainer.strategy

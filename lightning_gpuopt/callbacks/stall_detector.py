@@ -21,12 +21,12 @@ from lightning_gpuopt._lightning import (
     rank_zero_warn,
     say_once,
 )
+from lightning_gpuopt._measured import PHASES
 from lightning_gpuopt.callbacks._guard import Guard
 from lightning_gpuopt.callbacks._observed_fit import ObservedFit, Options
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.report import Finding, StallReport
-from lightning_gpuopt.diagnosis.stalls import StallError, count_stalls
-from lightning_gpuopt.timeline.actions import PHASES
+from lightning_gpuopt.diagnosis.stalls import StallError
 from lightning_gpuopt.timeline.trace import TraceCapture
 
 logger = logging.getLogger(__name__)
@@ -193,8 +193,8 @@ class StallDetector(Callback):
         if closed is None:
             return
         window, findings = closed
-        run.log_window(trainer, window.times, count_stalls(window, self.threshold))
-        if findings and self.capture_trace and not self._traced:
+        run.log_window(trainer, window)
+        if findings and self.capture_trace and not self._traced and not run.recording:
             self._begin_trace(trainer, run)
         self._tell(findings)
 

@@ -34,7 +34,7 @@ def run(options: Namespace) -> int:
         UsageError: a file is not there or holds no report, or the page cannot be written.
     """
     from lightning_gpuopt.diagnosis.compare import compare
-    from lightning_gpuopt.diagnosis.render_text import render_comparison, render_text
+    from lightning_gpuopt.diagnosis.render.text import render_comparison, render_text
 
     first = _read(options.file)
     second = _read(options.after) if options.after is not None else None
@@ -62,7 +62,7 @@ def _read(name: str) -> StallReport:
 
 
 def _write_page(target: Path, first: StallReport, second: StallReport | None) -> None:
-    from lightning_gpuopt.diagnosis.render_html import render_html
+    from lightning_gpuopt.diagnosis.render.html import render_html
     from lightning_gpuopt.diagnosis.report import write_whole
 
     page = render_html(first) if second is None else render_html(second, baseline=first)

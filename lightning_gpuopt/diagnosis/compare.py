@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
-from lightning_gpuopt.diagnosis.report import Finding, Proof, StallReport
+from lightning_gpuopt.diagnosis.record import Finding, Proof, RunRecord
+
+_SAME: Final = ("model", "device", "ranks", "strategy", "precision", "accumulate_grad_batches", "batch_size")
+"""What two runs must have in common for one to prove advice of the other."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +23,13 @@ class Comparison:
         proofs: advice of the earlier run that the later one follows.
     """
 
-    before: StallReport
-    after: StallReport
+    before: RunRecord
+    after: RunRecord
     speedup: float | None
     proofs: list[Proof]
 
 
-def compare(before: StallReport, after: StallReport) -> Comparison:
+def compare(before: RunRecord, after: RunRecord) -> Comparison:
     """Hold a run against an earlier one.
 
     Args:
@@ -34,9 +37,24 @@ def compare(before: StallReport, after: StallReport) -> Comparison:
         after: the later one.
     """
     speedup = before.step_s / after.step_s if before.step_s and after.step_s else None
-    return Comparison(
-        before, after, speedup, proofs_of(before.findings, before.step_s, asdict(after.loader), after.step_s)
-    )
+    proofs = []
+    if not differences(before, after):
+        proofs = proofs_of(before.findings, before.step_s, asdict(after.loader), after.step_s)
+    return Comparison(before, after, speedup, proofs)
+
+
+def differences(before: RunRecord, after: RunRecord) -> list[str]:
+    """In what two runs differ that makes their steps two kinds of step: then neither proves anything of the other.
+
+    Args:
+        before: the earlier report.
+        after: the later one.
+
+    Returns:
+        Names such as ``"model"``; what one of the reports does not say is no difference.
+    """
+    first, second = before.environment, after.environment
+    return [name for name in _SAME if name in first and name in second and first[name] != second[name]]
 
 
 def proofs_of(

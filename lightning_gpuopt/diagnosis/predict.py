@@ -1,20 +1,25 @@
-"""What a change of the loader will bring: the throughput model of the loader, fed with what a run measured."""
+"""What a change will bring: the loader's throughput model and the device's own step time, as a run measured them."""
 
 from __future__ import annotations
 
 import math
 
+from lightning_gpuopt._measured import HostActivity
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.telemetry.host import HostActivity
+from lightning_gpuopt.diagnosis.waterfall import Waterfall
 from lightning_gpuopt.tuning.model import LEAST_SPREAD, Interval, LoaderModel, receive_cost
 
 
 def loader_model(measurement: Measurement) -> LoaderModel | None:
-    """Read the model off a measurement; None where workers or steps were not measured."""
-    times, workers, host = measurement.times, measurement.workers, measurement.host
-    if workers is None or not workers.batches or not times.steps or times.step_s is None:
+    """Read the model off a measurement; None where workers or steps were not measured.
+
+    The consumer is the device that is diagnosed: on CUDA its step without the time in which the GPU was idle for want
+    of data. There it costs nothing that the host takes a batch from a worker, unless the host waits for the GPU at
+    every step anyway.
+    """
+    times, workers, host, waterfall = measurement.times, measurement.workers, measurement.host, measurement.waterfall
+    if workers is None or not workers.batches or not times.steps or waterfall.step_s is None:
         return None
-    wait_s = times.phases["data_wait"] / times.steps
     service_s = workers.busy_s / workers.batches
     cpu_s = min(workers.cpu_s / workers.batches, service_s)
     consumer_cpu_s = 0.0
@@ -24,16 +29,28 @@ def loader_model(measurement: Measurement) -> LoaderModel | None:
         if host.process_cpus is not None:
             own_s = cpu_s if not measurement.loader.num_workers else 0.0
             consumer_cpu_s = max(host.process_cpus * times.wall_s / times.steps - own_s, 0.0)
+    hidden = waterfall.on_gpu and not waterfall.exposed_by
     return LoaderModel(
         service_s=service_s,
         cpu_s=cpu_s,
-        receive_s=receive_cost(workers.batch_bytes or 0.0),
-        consumer_s=max(times.step_s - wait_s, 1e-6),
+        receive_s=(0.0, 0.0, 0.0) if hidden else receive_cost(workers.batch_bytes or 0.0),
+        consumer_s=without_data_s(waterfall),
         consumer_cpu_s=consumer_cpu_s,
         cpus=cpus,
         spread=_spread(measurement),
         unevenness=workers.unevenness or 0.0,
     )
+
+
+def without_data_s(waterfall: Waterfall) -> float:
+    """Seconds of a mean step that never waits for data."""
+    return max((waterfall.step_s or 0.0) - waterfall.wait("data_wait") / max(waterfall.steps, 1), 1e-6)
+
+
+def ceiling(measurement: Measurement) -> float | None:
+    """What any change of the loader brings at the very most, as steps per second over now; None without steps."""
+    step_s = measurement.waterfall.step_s
+    return max(step_s / without_data_s(measurement.waterfall), 1.0) if step_s else None
 
 
 def _cpus(host: HostActivity, worker_cpus: float) -> Interval:
@@ -60,38 +77,44 @@ def speedup_of_workers(measurement: Measurement, workers: int) -> Interval | Non
         measurement: of the run as it is.
         workers: worker processes, at least 1.
     """
-    model, now_s = loader_model(measurement), measurement.times.step_s
+    model, now_s = loader_model(measurement), measurement.waterfall.step_s
     if model is None or now_s is None:
         return None
     best_s, expected_s, worst_s = model.step_s(workers)
     return _ordered(now_s / worst_s, now_s / expected_s, now_s / best_s)
 
 
-def speedup_without(measurement: Measurement, seconds: float) -> Interval | None:
+def speedup_without(waterfall: Waterfall, seconds: float) -> Interval | None:
     """Steady steps per second without these seconds, over now: (low, mid, high).
 
     Args:
-        measurement: of the run as it is.
-        seconds: exposed seconds of the stretch that the advice takes away. Taking away half of them is the low end.
+        waterfall: of the run as it is.
+        seconds: of the device's waits in its steps, what the advice takes away. Half of it is the low end.
     """
-    times = measurement.times
-    if times.step_s is None or not times.steps:
+    if waterfall.step_s is None or not waterfall.steps:
         return None
-    per_step_s = seconds / times.steps
-    left_s = max(times.step_s - per_step_s, 1e-6)
+    per_step_s = seconds / waterfall.steps
+    left_s = max(waterfall.step_s - per_step_s, 1e-6)
     return _ordered(
-        times.step_s / (left_s + per_step_s / 2), times.step_s / left_s, (1 + LEAST_SPREAD) * times.step_s / left_s
+        waterfall.step_s / (left_s + per_step_s / 2),
+        waterfall.step_s / left_s,
+        (1 + LEAST_SPREAD) * waterfall.step_s / left_s,
     )
 
 
 def headroom(measurement: Measurement) -> float | None:
     """Share of the steady step that is not the step's own work, 0-1: what could be gained at the very most."""
-    times = measurement.times
-    if times.step_s is None or times.step_s <= 0:
+    waterfall = measurement.waterfall
+    if not waterfall.step_s:
         return None
-    waits_s = (times.phases["data_wait"] + times.phases["logging"] + times.step_hooks_s) * measurement.exposed
-    waits_s += times.phases["transfer"] if measurement.gpu is None else measurement.copy_s
-    return min(waits_s / (times.step_s * times.steps), 1.0)
+    waits_s = waterfall.step_waits_s if waterfall.on_gpu else _own_waits_s(measurement)
+    return min(waits_s / (waterfall.step_s * waterfall.steps), 1.0)
+
+
+def _own_waits_s(measurement: Measurement) -> float:
+    """On the training process: what surrounds a step is its own work, except for these."""
+    phases = measurement.times.phases
+    return phases["data_wait"] + phases["logging"] + phases["transfer"] + measurement.times.step_hooks_s
 
 
 def _ordered(low: float, mid: float, high: float) -> Interval:

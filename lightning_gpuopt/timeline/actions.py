@@ -4,23 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-PHASES: Final = (
-    "data_wait",
-    "transfer",
-    "forward",
-    "backward",
-    "optimizer",
-    "callbacks",
-    "logging",
-    "validation",
-    "checkpoint",
-    "epoch_setup",
-    "other",
-)
-
-BETWEEN_STEPS: Final = ("validation", "checkpoint", "epoch_setup")
-"""Phases that are no part of a training step."""
-
 _STRATEGY_HOOKS: Final = {
     "batch_to_device": "transfer",
     "training_step": "forward",
@@ -47,18 +30,6 @@ _MODULE_HOOKS: Final = {
     "train_dataloader": "epoch_setup",
 }
 
-STEP_HOOKS: Final = frozenset(
-    {
-        "on_train_batch_start",
-        "on_train_batch_end",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-    }
-)
-"""Hooks that are called in every training step; the others lie between steps."""
-
 _PLAIN_ACTIONS: Final = {
     "run_training_epoch": "other",
     "run_training_batch": "other",
@@ -74,8 +45,8 @@ def phase_of(action: str) -> str | None:
         action: the name given to ``Profiler.profile``, read in Lightning 2.5.0 to 2.6.6.
 
     Returns:
-        One of :data:`PHASES`, or None for an action that we do not know, for example the user's own: its time stays
-        with the action around it.
+        One of ``_measured.PHASES``, or None for an action that we do not know, for example the user's own: its time
+        stays with the action around it.
     """
     if action in _PLAIN_ACTIONS:
         return _PLAIN_ACTIONS[action]

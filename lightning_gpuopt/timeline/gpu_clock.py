@@ -1,24 +1,48 @@
 """How long the GPU really works and waits, from pooled CUDA events that are read later, without a synchronize.
 
-An event recorded on a stream with work still queued is stamped when that work is done; on a drained stream it is
-stamped when it is submitted. So the time from the last event of one step to the first event of the next is the time in
-which the GPU had nothing to do, however far the host ran ahead.
+An event that is recorded while work is still queued is stamped when that work is done; on a drained stream it is
+stamped when it is recorded. Two things follow. The GPU was idle for at most the time from the first event's stamp until
+the host recorded the second one: whatever the interval is longer than that is work that was queued in between. And that
+idle time lies at the end of what the host did in between, so it is attributed backwards over what the host did.
+
+To compare the two clocks, the smallest lag of a stamp behind its recording is taken as none: that of an event on a
+drained stream.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
-from lightning_gpuopt.timeline.phases import Marks
+from lightning_gpuopt._measured import SIGNAL_BROADCAST, GpuTimes
+from lightning_gpuopt.timeline.activity import Span
+from lightning_gpuopt.timeline.observer import StepObserver
 
-_MOST_UNREAD_STEPS = 1024
-"""Steps whose events the GPU has not reached yet; a host further ahead than this gets no new ones for a while."""
+_MOST_UNREAD: Final = 8192
+"""Events that the GPU has not reached yet; while there are so many, no new ones are recorded."""
 
-_READS_PER_STEP = 2
-"""Finished steps read at one call, so that a backlog is worked off little by little."""
+_READS: Final = 24
+"""Events read at one call: more than a step has, so that a backlog is worked off little by little."""
+
+_DRIFT: Final = 50e-6
+"""The host's clock and the GPU's part by no more than this, in seconds per second."""
+
+_LAG_S: Final = 5e-5
+"""A stamp that lags behind its recording by no more is that of an event on a drained stream."""
+
+_WAITED_S: Final = 1e-3
+"""A host that stood still in a hook for so long until the GPU was done has waited for it ..."""
+
+_RETURN_S: Final = 3e-4
+"""... if it returned so soon after that ..."""
+
+_RETURN_SHARE: Final = 0.05
+"""... or within this share of its wait."""
+
+_HOST, _COPY, _STEP, _STEP_PART, _FORWARD, _BROADCAST, _VALIDATION = range(7)
+"""What lies between two events: what hooks have queued, if anything; the batch's copy; the step's own work (to its end,
+or a part of it); Lightning's broadcast; validation."""
 
 
 class Event(Protocol):
@@ -34,147 +58,254 @@ class Event(Protocol):
         """Milliseconds from this event to ``end``."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuTimes:
-    """What the GPU did in the steps that have been read.
+class HostWork(Protocol):
+    """What we use of :class:`~lightning_gpuopt.timeline.phases.Timeline`."""
 
-    Attributes:
-        steps: training batches read.
-        copy_s: seconds of the batches' copies to the device; no other work runs meanwhile.
-        compute_s: the step's own work.
-        gaps: times between consecutive steps that were measured.
-        idle_s: seconds in those gaps, in which the GPU had nothing to do.
-    """
+    @property
+    def last_ns(self) -> int:
+        """When the host's last action began or ended."""
 
-    steps: int = 0
-    copy_s: float = 0.0
-    compute_s: float = 0.0
-    gaps: int = 0
-    idle_s: float = 0.0
+    def take_host_work(self) -> list[int]:
+        """What the host has done since the last call: slot, when it ended, slot, when it ended ..."""
 
-    def __sub__(self, earlier: GpuTimes) -> GpuTimes:
-        return GpuTimes(
-            self.steps - earlier.steps,
-            self.copy_s - earlier.copy_s,
-            self.compute_s - earlier.compute_s,
-            self.gaps - earlier.gaps,
-            self.idle_s - earlier.idle_s,
-        )
+    def name_of(self, slot: int) -> str:
+        """What a slot stands for."""
 
 
-class _Step:
-    __slots__ = ("arrived", "begun", "copied", "ended", "follows")
-
-    def __init__(self, arrived: Event, follows: bool) -> None:
-        self.arrived = arrived
-        self.copied: Event | None = None
-        self.begun: Event | None = None
-        self.ended: Event | None = None
-        self.follows = follows
-
-
-class GpuClock(Marks):
-    """Four events a step: the batch arrives, its copy is issued, the step's work begins, all of it is issued.
+class GpuClock(StepObserver):
+    """Records an event at each turn of a training step, and later reads what the GPU did between them.
 
     Nothing here waits for the GPU: events are asked later whether it has passed them, and used again.
 
     Args:
         new_event: makes an event, for example ``lambda: torch.cuda.Event(enable_timing=True)``.
+        host: the timeline of the training thread, which keeps the order of what the host does.
+        forward: time ``training_step``'s own kernels as well.
+
+    Attributes:
+        spans: while it is a list, each step's own work, in seconds of the host's clock.
 
     Example::
 
-        clock = GpuClock(lambda: torch.cuda.Event(enable_timing=True))
-        clock.batch_arrives(); clock.batch_copied(); clock.compute_begins(); clock.compute_ends()   # at each step
+        timeline = Timeline(observer=observer, detailed=True)
+        clock = GpuClock(lambda: torch.cuda.Event(enable_timing=True), timeline)
+        ...                                   # the observer of the timeline calls the clock at each step
         clock.read()
-        clock.times().idle_s
+        clock.times().idle
     """
 
-    def __init__(self, new_event: Callable[[], Event]) -> None:
+    def __init__(self, new_event: Callable[[], Event], host: HostWork, *, forward: bool = False) -> None:
+        self.spans: list[Span] | None = None
         self._new_event = new_event
+        self._host = host
+        self._with_forward = forward
         self._free: list[Event] = []
-        self._unread: deque[_Step] = deque()
-        self._step: _Step | None = None
-        self._follows = False
-        self._last_ended: Event | None = None
+        self._unread: deque[tuple[int, Event, int, list[int]]] = deque()
+        self._doing = _HOST
+        self._validating = False
+        self._paused = False
+        # The event read last, when the host recorded it, and when the GPU passed it since the first one.
+        self._last: Event | None = None
+        self._recorded_s = 0.0
+        self._passed_s = 0.0
+        self._offset_s = 0.0
+        self._step_began_s = (0.0, 0.0)
+        self._drained_by: int | str | None = None
         self._steps = 0
-        self._copy_ms = 0.0
-        self._compute_ms = 0.0
-        self._gaps = 0
-        self._idle_ms = 0.0
+        self._lengths_s = [0.0] * 7
+        self._compute_bound_s = 0.0
+        self._queued_s = 0.0
+        self._idle: dict[int | str, float] = {}
+        self._exposed_by: dict[int | str, float] = {}
 
     def batch_arrives(self) -> None:
-        """The host has a batch and is about to send it to the device."""
-        if self._step is not None:  # the last one never ran
-            self._give_back(self._step)
-        if len(self._unread) >= _MOST_UNREAD_STEPS:
-            self._step = None
-            self._follows = False
-            return
-        self._step = _Step(self._record(), self._follows)
+        """The batch is about to be copied to the device."""
+        self._turn(_COPY)
 
     def batch_copied(self) -> None:
-        """The host has issued the copy."""
-        if self._step is not None:
-            self._step.copied = self._record()
+        """The copy has been issued."""
+        self._turn(_HOST)
+
+    def batch_ready(self) -> None:
+        """The hook after the copy is over."""
+        self._turn(_HOST)
 
     def compute_begins(self) -> None:
-        """The host is about to issue the step's own work."""
-        if self._step is not None:
-            self._step.begun = self._record()
+        """The step's own work is about to be issued."""
+        self._turn(_STEP)
 
     def compute_ends(self) -> None:
-        """The host has issued all of the step's work."""
-        step = self._step
-        if step is None or step.begun is None:
+        """All of it has been issued."""
+        self._turn(_HOST)
+
+    def forward_begins(self) -> None:
+        """The work of ``training_step`` is about to be issued."""
+        if self._with_forward and self._doing == _STEP:
+            self._doing = _STEP_PART
+            self._turn(_FORWARD)
+
+    def forward_ends(self) -> None:
+        """All of that has been issued."""
+        if self._doing == _FORWARD:
+            self._turn(_STEP)
+
+    def broadcast_begins(self) -> None:
+        """Lightning is about to ask all ranks whether a signal told it to stop."""
+        self._turn(_BROADCAST)
+
+    def broadcast_ends(self) -> None:
+        """It has the answer."""
+        self._turn(_HOST)
+
+    def validation_begins(self) -> None:
+        """A validation is about to begin."""
+        self._validating = True
+        self._turn(_VALIDATION)
+
+    def validation_ends(self) -> None:
+        """The validation is over."""
+        self._validating = False
+        self._turn(_HOST)
+
+    def host_work_begins(self) -> None:
+        """A hook, a logger call, a checkpoint or a fetch begins, which may be long."""
+        if self._doing in (_HOST, _VALIDATION):
+            self._turn(_HOST)
+
+    def host_work_ends(self) -> None:
+        """It is over."""
+        if self._doing == _HOST:
+            self._turn(_VALIDATION if self._validating else _HOST)
+
+    def _turn(self, doing: int) -> None:
+        """Record an event: from here on the GPU does something else."""
+        before, self._doing = self._doing, doing
+        work = self._host.take_host_work()
+        if self._paused:
             return
-        step.ended = self._record()
-        self._unread.append(step)
-        self._step = None
-        self._follows = True
+        if len(self._unread) >= _MOST_UNREAD:
+            self._paused = True
+            return
+        event = self._free.pop() if self._free else self._new_event()
+        event.record()
+        self._unread.append((before, event, self._host.last_ns, work))
 
-    def epoch_begins(self) -> None:
-        """No gap is measured from one epoch to the next."""
-        self._follows = False
-
-    def interrupt(self) -> None:
-        """No gap is measured over what lies between two steps."""
-        self._follows = False
-
-    def read(self, most_steps: int = _READS_PER_STEP) -> None:
-        """Take the oldest steps that the GPU has finished.
+    def read(self, most: int = _READS) -> None:
+        """Take the oldest events that the GPU has passed.
 
         Args:
-            most_steps: at most so many.
+            most: at most so many.
         """
-        for _ in range(most_steps):
-            if not self._unread:
+        unread = self._unread
+        for _ in range(most):
+            if not unread:
+                if self._paused:  # what came after the last one is not known
+                    self._paused = False
+                    self._last = None
                 return
-            step = self._unread[0]
-            if step.ended is None or step.begun is None or not step.ended.query():
+            kind, event, host_ns, work = unread[0]
+            if not event.query():
                 return
-            self._unread.popleft()
-            if self._last_ended is not None:
-                if step.follows:
-                    self._idle_ms += self._last_ended.elapsed_time(step.arrived)
-                    self._gaps += 1
-                self._free.append(self._last_ended)
-            if step.copied is not None:
-                self._copy_ms += step.arrived.elapsed_time(step.copied)
-                self._free.append(step.copied)
-            self._compute_ms += step.begun.elapsed_time(step.ended)
-            self._steps += 1
-            self._last_ended = step.ended
-            self._free += (step.arrived, step.begun)
+            unread.popleft()
+            self._take(kind, event, host_ns / 1e9, work)
+
+    def _take(self, kind: int, event: Event, recorded_s: float, work: list[int]) -> None:
+        """Add what lies between the event before and this one.
+
+        Args:
+            kind: what it is.
+            event: the event at its end.
+            recorded_s: when the host recorded that.
+            work: what the host did in between.
+        """
+        last, self._last = self._last, event
+        began_s, self._recorded_s = self._recorded_s, recorded_s
+        if last is None:
+            self._offset_s = self._passed_s - recorded_s
+            return
+        length_s = last.elapsed_time(event) / 1e3
+        self._free.append(last)
+        drained_s = self._passed_s - self._offset_s  # when the GPU passed the event before, by the host's clock
+        self._passed_s += length_s
+        self._offset_s = min(self._passed_s - recorded_s, self._offset_s + _DRIFT * length_s)
+        self._lengths_s[kind] += length_s
+        idle_s = max(min(length_s, recorded_s - drained_s), 0.0)
+        if kind == _HOST:
+            self._queued_s += length_s - idle_s
+            if began_s + _LAG_S < drained_s:  # it still had work: where did the host stand when that was done?
+                self._drained_by = self._waited_for(drained_s, began_s, work)
+            self._attribute(idle_s, began_s, work)
+        elif kind == _BROADCAST:
+            self._drained_by = SIGNAL_BROADCAST
+        elif kind in (_STEP, _STEP_PART, _FORWARD):
+            self._compute_bound_s += idle_s
+            self._drained_by = None
+            if kind == _STEP:
+                self._steps += 1
+                if self.spans is not None:
+                    begun_s, issue_begun_s = self._step_began_s
+                    self.spans.append(Span(begun_s, self.read_to_s, issue_begun_s, recorded_s))
+            return
+        self._step_began_s = (self.read_to_s, recorded_s)
+
+    def _attribute(self, idle_s: float, began_s: float, work: Sequence[int]) -> None:
+        """Hand idle time out backwards over what the host did, each at most as long as it took."""
+        left_s = idle_s
+        for index in range(len(work) - 2, -1, -2):
+            if left_s <= 0:
+                return
+            slot, ended_s = work[index], work[index + 1] / 1e9
+            taken_s = min(ended_s - (work[index - 1] / 1e9 if index else began_s), left_s)
+            left_s -= taken_s
+            self._idle[slot] = self._idle.get(slot, 0.0) + taken_s
+            if self._drained_by is not None and slot != self._drained_by:
+                self._exposed_by[self._drained_by] = self._exposed_by.get(self._drained_by, 0.0) + taken_s
+
+    def _waited_for(self, drained_s: float, began_s: float, work: Sequence[int]) -> int | None:
+        """The hook that waited for the GPU: the host returned from it as soon as the GPU was done."""
+        for index in range(0, len(work), 2):
+            slot, ended_s = work[index], work[index + 1] / 1e9
+            if ended_s + _LAG_S >= drained_s:
+                waited_s = drained_s - began_s
+                at_once = ended_s - drained_s <= max(_RETURN_S, _RETURN_SHARE * waited_s)
+                return slot if at_once and waited_s >= _WAITED_S and "." in self._host.name_of(slot) else None
+            began_s = ended_s
+        return None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the host is issuing a step's own work right now."""
+        return self._doing in (_STEP, _FORWARD)
+
+    @property
+    def unread(self) -> int:
+        """Events that have not been read."""
+        return len(self._unread)
+
+    @property
+    def read_to_s(self) -> float:
+        """When the GPU passed the event that was read last, in seconds of the host's clock."""
+        return self._passed_s - self._offset_s
 
     def times(self) -> GpuTimes:
         """What has been read so far."""
-        return GpuTimes(self._steps, self._copy_ms / 1e3, self._compute_ms / 1e3, self._gaps, self._idle_ms / 1e3)
+        lengths_s = self._lengths_s
+        return GpuTimes(
+            steps=self._steps,
+            compute_s=lengths_s[_STEP] + lengths_s[_STEP_PART] + lengths_s[_FORWARD],
+            compute_bound_s=self._compute_bound_s,
+            copy_s=lengths_s[_COPY],
+            queued_s=self._queued_s,
+            forward_s=lengths_s[_FORWARD],
+            wait_s=lengths_s[_BROADCAST],
+            validation_s=lengths_s[_VALIDATION],
+            idle=self._named(self._idle),
+            exposed_by=self._named(self._exposed_by),
+        )
 
-    def _record(self) -> Event:
-        event = self._free.pop() if self._free else self._new_event()
-        event.record()
-        return event
-
-    def _give_back(self, step: _Step) -> None:
-        self._free += [event for event in (step.arrived, step.copied, step.begun) if event is not None]
-        self._step = None
+    def _named(self, seconds: dict[int | str, float]) -> dict[str, float]:
+        named: dict[str, float] = {}
+        for slot, value in seconds.items():
+            name = slot if isinstance(slot, str) else self._host.name_of(slot)
+            named[name] = named.get(name, 0.0) + value
+        return named

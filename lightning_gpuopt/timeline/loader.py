@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from torch.utils.data import IterableDataset
 
-@dataclass(frozen=True, slots=True)
-class LoaderFacts:
-    """The settings of the training loaders that matter for the diagnosis.
+from lightning_gpuopt._measured import LoaderFacts
 
-    Attributes:
-        num_workers: worker processes over all loaders; None where a loader does not say (it is no DataLoader).
-        persistent_workers: whether workers live on from epoch to epoch.
-        prefetch_factor: batches that each worker prepares ahead; None without workers.
-        pin_memory: whether batches come in page-locked memory.
-    """
-
-    num_workers: int | None = None
-    persistent_workers: bool | None = None
-    prefetch_factor: int | None = None
-    pin_memory: bool | None = None
+_WORKER_INFO: Final = "get_worker_info"
+_MOST_DATASETS: Final = 64
 
 
 def facts_of(loaders: Sequence[Any], iterators: Sequence[Any] = ()) -> LoaderFacts:
@@ -53,7 +43,46 @@ def facts_of(loaders: Sequence[Any], iterators: Sequence[Any] = ()) -> LoaderFac
         persistent_workers=all(persistent) if persistent is not None else None,
         prefetch_factor=min(factors) if factors else None,
         pin_memory=all(pinned) if pinned is not None else None,
+        duplicates=_duplicates(loaders),
     )
+
+
+def _duplicates(loaders: Sequence[Any]) -> bool | None:
+    """Whether workers of these loaders would bring the same samples; None where all datasets are map-style.
+
+    An iterable dataset that asks which worker it runs in, or a ``worker_init_fn``, is taken to divide its samples.
+    """
+    iterable = [loader for loader in loaders if isinstance(getattr(loader, "dataset", None), IterableDataset)]
+    if not iterable:
+        return None
+    return any(getattr(loader, "worker_init_fn", None) is None and not _asks(loader.dataset) for loader in iterable)
+
+
+def _asks(dataset: Any) -> bool:
+    """Whether the code of a dataset's class, or of a dataset inside it, names ``get_worker_info``."""
+    seen: set[int] = set()
+    queue = [dataset]
+    while queue and len(seen) < _MOST_DATASETS:
+        each = queue.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if any(_names_worker_info(method) for cls in type(each).__mro__ for method in vars(cls).values()):
+            return True
+        queue += [value for value in getattr(each, "__dict__", {}).values() if hasattr(type(value), "__iter__")]
+    return False
+
+
+def _names_worker_info(method: Any) -> bool:
+    codes = [getattr(inspect.unwrap(method) if callable(method) else method, "__code__", None)]
+    while codes:
+        code = codes.pop()
+        if code is None:
+            continue
+        if _WORKER_INFO in code.co_names or _WORKER_INFO in code.co_freevars:
+            return True
+        codes += [each for each in code.co_consts if inspect.iscode(each)]
+    return False
 
 
 def running_workers(loader: Any, iterator: Any) -> int:

@@ -1,4 +1,4 @@
-"""Exclusive time per phase of the training loop, through Lightning's profiler seam.
+"""Exclusive time per phase of the training loop, through Lightning's profiler.
 
 Everything that the Trainer does passes ``trainer.profiler``: the fetch, the strategy's hooks, every callback's every
 hook. The actions nest, so each nanosecond belongs to the innermost open one, and the phases add up to wall time.
@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, Final
 
-from lightning_gpuopt.timeline.actions import BETWEEN_STEPS, PHASES, STEP_HOOKS, phase_of
+from lightning_gpuopt._measured import BETWEEN_STEPS, FIRST_FETCH, PHASES, SIGNAL_BROADCAST, STEP_HOOKS, PhaseTimes
+from lightning_gpuopt.timeline.actions import phase_of
+from lightning_gpuopt.timeline.observer import StepObserver
 
 _SLOTS: Final = {phase: slot for slot, phase in enumerate(PHASES)}
 _CALLBACKS: Final = _SLOTS["callbacks"]
@@ -25,66 +26,13 @@ _OTHER: Final = _SLOTS["other"]
 _MOST_ACTIONS: Final = 4096
 """Action names remembered; a program that makes up a new name at every step must not fill the memory."""
 
+_LONG_NS: Final = 500_000
+"""A hook that takes longer than this gets two events of a GPU's clock, which cost less than a hundredth of it."""
+
+_TRANSFER: Final = _SLOTS["transfer"]
+_BATCH_HOOKS: Final = ("on_before_batch_transfer", "on_after_batch_transfer")
+
 _NOTHING: Final[AbstractContextManager[Any]] = nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseTimes:
-    """Where the time of a stretch of training went.
-
-    Attributes:
-        wall_s: length of the stretch, in seconds.
-        steps: training batches finished in it.
-        phases: exclusive seconds by phase; every phase is there, and they sum to ``wall_s``.
-        callbacks: exclusive seconds by hook of a callback or of the module, ``"MyCallback.on_train_batch_end"``; they
-            sum to ``phases["callbacks"]``.
-        epochs: epochs begun in it.
-        signal_broadcast_s: seconds in the broadcast, before each step under DDP, by which Lightning agrees on whether a
-            signal told it to stop; part of ``phases["other"]``.
-    """
-
-    wall_s: float
-    steps: int
-    phases: dict[str, float]
-    callbacks: dict[str, float]
-    epochs: int
-    signal_broadcast_s: float = 0.0
-
-    @property
-    def step_s(self) -> float | None:
-        """Mean seconds per training batch, without validation, checkpoints, the set-up of epochs and their hooks."""
-        if not self.steps:
-            return None
-        aside_s = sum(self.phases[phase] for phase in BETWEEN_STEPS) + self.phases["callbacks"] - self.step_hooks_s
-        return max(self.wall_s - aside_s, 0.0) / self.steps
-
-    @property
-    def step_hooks_s(self) -> float:
-        """Seconds in those hooks of callbacks and module that are called in every step."""
-        return sum(seconds for name, seconds in self.callbacks.items() if name.rpartition(".")[2] in STEP_HOOKS)
-
-    def __add__(self, other: PhaseTimes) -> PhaseTimes:
-        """Both stretches together."""
-        names = self.callbacks.keys() | other.callbacks.keys()
-        return PhaseTimes(
-            wall_s=self.wall_s + other.wall_s,
-            steps=self.steps + other.steps,
-            phases={name: value + other.phases[name] for name, value in self.phases.items()},
-            callbacks={name: self.callbacks.get(name, 0.0) + other.callbacks.get(name, 0.0) for name in names},
-            epochs=self.epochs + other.epochs,
-            signal_broadcast_s=self.signal_broadcast_s + other.signal_broadcast_s,
-        )
-
-    def __sub__(self, earlier: PhaseTimes) -> PhaseTimes:
-        """What came after ``earlier``, which is an earlier reading of the same timeline."""
-        return PhaseTimes(
-            wall_s=self.wall_s - earlier.wall_s,
-            steps=self.steps - earlier.steps,
-            phases={name: value - earlier.phases[name] for name, value in self.phases.items()},
-            callbacks={name: value - earlier.callbacks.get(name, 0.0) for name, value in self.callbacks.items()},
-            epochs=self.epochs - earlier.epochs,
-            signal_broadcast_s=self.signal_broadcast_s - earlier.signal_broadcast_s,
-        )
 
 
 class _Span:
@@ -103,29 +51,60 @@ class _Span:
         self.timeline._leave()
 
 
-class _FetchSpan(_Span):
-    """The fetch of a batch; the first of an epoch also waits for workers to start, so it counts as set-up."""
+class _HostSpan(_Span):
+    """A hook, a logger call or a fetch under a GPU's clock: where it is long, the observer is called at both ends."""
 
-    __slots__ = ("began_ns",)
+    __slots__ = ("began_ns", "long")
+
+    def __init__(self, timeline: Timeline, slot: int) -> None:
+        super().__init__(timeline, slot)
+        self.long = True  # until it was seen to be short
 
     def __enter__(self) -> None:
         timeline = self.timeline
-        if timeline._epoch_begins:
-            timeline._enter(_EPOCH_SETUP)
-            return
         timeline._enter(self.slot)
         self.began_ns = timeline._last_ns
-        timeline._marks.fetch_begins()
+        if self.long:
+            timeline._observer.host_work_begins()
+
+    def __exit__(self, *exception: object) -> None:
+        timeline = self.timeline
+        timeline._leave()
+        long = timeline._last_ns - self.began_ns >= _LONG_NS
+        if long or self.long:
+            timeline._observer.host_work_ends()
+        self.long = long
+
+
+class _FetchSpan(_Span):
+    """The fetch of a batch; the first of an epoch also waits for workers to start, so it counts as set-up."""
+
+    __slots__ = ("began_ns", "long")
+
+    def __init__(self, timeline: Timeline, slot: int) -> None:
+        super().__init__(timeline, slot)
+        self.long = timeline._host_work is not None
+
+    def __enter__(self) -> None:
+        timeline = self.timeline
+        timeline._enter(timeline._first_fetch_slot if timeline._epoch_begins else self.slot)
+        self.began_ns = timeline._last_ns
+        if self.long:
+            timeline._observer.host_work_begins()
+        if not timeline._epoch_begins:
+            timeline._observer.fetch_begins()
 
     def __exit__(self, *exception: object) -> None:
         timeline = self.timeline
         timeline._leave()
         if not timeline._epoch_begins:
-            timeline._marks.fetch_ends((timeline._last_ns - self.began_ns) / 1e9)
+            fetch_ns = timeline._last_ns - self.began_ns
+            self.long = fetch_ns >= _LONG_NS and timeline._host_work is not None
+            timeline._observer.fetch_ends(fetch_ns / 1e9)
             return
         timeline._epoch_begins = False
         if timeline._current == _EPOCH_SETUP:  # else fetched inside the step (`dataloader_iter`)
-            timeline._current = _OTHER
+            timeline._become(_OTHER)
 
 
 class _EpochSpan(_Span):
@@ -138,45 +117,37 @@ class _EpochSpan(_Span):
         timeline._enter(_EPOCH_SETUP)
         timeline._epoch_begins = True
         timeline._epochs += 1
-        timeline._marks.epoch_begins()
+        timeline._observer.epoch_begins()
 
 
-class _CheckpointSpan(_Span):
-    """A checkpoint; the next step does not follow on the last one."""
+class _ObservedSpan(_Span):
+    """A span at whose beginning and end the observer is called."""
 
-    __slots__ = ()
+    __slots__ = ("begins", "ends")
 
-    def __enter__(self) -> None:
-        self.timeline._enter(self.slot)
-        self.timeline._marks.interrupt()
-
-
-class _TransferSpan(_Span):
-    """The copy of a training batch to the device."""
-
-    __slots__ = ()
+    def __init__(self, timeline: Timeline, slot: int, begins: str, ends: str) -> None:
+        super().__init__(timeline, slot)
+        # by name: what is connected to the observer later counts, too
+        self.begins = begins
+        self.ends = ends
 
     def __enter__(self) -> None:
         self.timeline._enter(self.slot)
-        self.timeline._marks.batch_arrives()
+        getattr(self.timeline._observer, self.begins)()
 
     def __exit__(self, *exception: object) -> None:
-        self.timeline._marks.batch_copied()
         self.timeline._leave()
+        getattr(self.timeline._observer, self.ends)()
 
 
-class _StepSpan(_Span):
-    """The step's own work."""
+class _BatchSpan(_Span):
+    """All that is done to a batch before the step: the hooks around the copy, and the copy."""
 
     __slots__ = ()
 
-    def __enter__(self) -> None:
-        self.timeline._enter(self.slot)
-        self.timeline._marks.compute_begins()
-
     def __exit__(self, *exception: object) -> None:
-        self.timeline._marks.compute_ends()
         self.timeline._leave()
+        self.timeline._observer.batch_ready()
 
 
 class _ValidationSpan(_Span):
@@ -187,17 +158,18 @@ class _ValidationSpan(_Span):
     def __enter__(self) -> None:
         timeline = self.timeline
         timeline._enter(self.slot)
-        timeline._marks.interrupt()
+        timeline._observer.validation_begins()
         self.outer = timeline._spans
         timeline._spans = timeline._validation_spans
 
     def __exit__(self, *exception: object) -> None:
         self.timeline._spans = self.outer
         self.timeline._leave()
+        self.timeline._observer.validation_ends()
 
 
 class _Timed:
-    """A function whose time is booked; pickled and copied as the function itself."""
+    """A function whose time is measured; pickled and copied as the function itself."""
 
     def __init__(self, function: Callable[..., Any], span: _Span) -> None:
         self._function = function
@@ -219,38 +191,10 @@ def itself(value: Any) -> Any:
     return value
 
 
-class Marks:
-    """What happens at the borders of a training step; by default nothing. Called on the training thread."""
-
-    def epoch_begins(self) -> None:
-        """An epoch is about to ask for its iterators, or has just got them, and then for its first batch."""
-
-    def interrupt(self) -> None:
-        """Something other than the next step follows: validation or a checkpoint."""
-
-    def fetch_begins(self) -> None:
-        """The loop asks for a batch; not for the first of an epoch."""
-
-    def fetch_ends(self, wait_s: float) -> None:
-        """The batch is there, after so many seconds."""
-
-    def batch_arrives(self) -> None:
-        """The batch is about to go to the device."""
-
-    def batch_copied(self) -> None:
-        """The copy has been issued."""
-
-    def compute_begins(self) -> None:
-        """The step's own work is about to be issued."""
-
-    def compute_ends(self) -> None:
-        """All of it has been issued."""
-
-
 class Timeline:
-    """Books the training thread's time to phases, from :meth:`start` to :meth:`stop`.
+    """Attributes the training thread's time to phases, from :meth:`start` to :meth:`stop`.
 
-    Outside of that, and on any other thread than the one that called :meth:`start`, nothing is booked.
+    Outside of that, and on any other thread than the one that called :meth:`start`, nothing is measured.
 
     Attributes:
         slots_between_steps: places in :meth:`snapshot` whose time is no part of a training step.
@@ -258,7 +202,9 @@ class Timeline:
     Args:
         checkpoint_callbacks: state keys of callbacks whose hooks are checkpointing.
         callback_names: state key to the name shown to people.
-        marks: told when a step passes its borders.
+        observer: called at the events of a step.
+        detailed: keep the order in which the host did things, and call the observer around long hooks as well: for a
+            GPU's clock, which reads :meth:`take_host_work`.
         clock_ns: a monotonic clock, in nanoseconds.
 
     Example::
@@ -277,18 +223,23 @@ class Timeline:
         *,
         checkpoint_callbacks: Sequence[str] = (),
         callback_names: dict[str, str] | None = None,
-        marks: Marks | None = None,
+        observer: StepObserver | None = None,
+        detailed: bool = False,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self._clock_ns = clock_ns
         self._checkpoint_callbacks = frozenset(checkpoint_callbacks)
         self._callback_names = callback_names or {}
-        self._marks = marks or Marks()
+        self._observer = observer or StepObserver()
+        self._host_work: list[int] | None = [] if detailed else None
         # Nanoseconds by slot: one slot a phase, then one for each callback hook and for the signal broadcast.
         self._ns = [0] * len(PHASES)
         self._hooks: dict[int, str] = {}
+        self._batch_hooks: dict[int, str] = {}
         self.slots_between_steps = [_SLOTS[phase] for phase in BETWEEN_STEPS]
         self._broadcast_slot = self._new_slot()
+        self._first_fetch_slot = self._new_slot()
+        self.slots_between_steps.append(self._first_fetch_slot)
         self._training_spans: dict[str, AbstractContextManager[Any]] = {}
         self._validation_spans: dict[str, AbstractContextManager[Any]] = {}
         self._spans = self._training_spans
@@ -313,12 +264,12 @@ class Timeline:
         return self._epochs
 
     def start(self) -> None:
-        """Begin to book this thread's time. What is open around this call is not seen."""
+        """Begin to measure this thread's time. What is open around this call is not seen."""
         self._started_ns = self._last_ns = self._clock_ns()
         self._thread = threading.get_ident()
 
     def stop(self) -> None:
-        """Close the books. What is still open gets its time until now; calling it again changes nothing."""
+        """Stop measuring. What is still open gets its time until now; calling it again changes nothing."""
         if self._thread:
             self._stopped_ns = self._clock_ns()
             self._ns[self._current] += self._stopped_ns - self._last_ns
@@ -330,7 +281,7 @@ class Timeline:
         self._steps += 1
 
     def span(self, action: str) -> AbstractContextManager[Any]:
-        """The context manager that books an action of Lightning's profiler.
+        """The context manager that times an action of Lightning's profiler.
 
         Args:
             action: name of the action; an unknown one leaves its time with the action around it.
@@ -341,23 +292,26 @@ class Timeline:
         return span if span is not None else self._make_span(action)
 
     def timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
-        """Wrap a function so that its time is booked to a phase, for what Lightning's profiler does not see.
+        """Wrap a function so that its time is attributed to a phase, for what Lightning's profiler does not see.
 
         Args:
             function: what to call.
             phase: one of :data:`PHASES`, or ``"signal_broadcast"``.
         """
-        slot = self._broadcast_slot if phase == "signal_broadcast" else _SLOTS[phase]
-        return _Timed(function, _Span(self, slot))
+        if phase == SIGNAL_BROADCAST:
+            span: _Span = _ObservedSpan(self, self._broadcast_slot, "broadcast_begins", "broadcast_ends")
+        else:
+            span = self._host_span(_SLOTS[phase]) if phase == "logging" else _Span(self, _SLOTS[phase])
+        return _Timed(function, span)
 
     def validating(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a validation loop's ``run``: what is no callback, logger or checkpoint inside it is validation."""
         return _Timed(run, _ValidationSpan(self, _VALIDATION))
 
     def snapshot(self) -> list[int]:
-        """Nanoseconds booked so far: one number a phase, in the order of :data:`PHASES`, then those of callback hooks.
+        """Nanoseconds so far: one number a phase, in the order of :data:`PHASES`, then those of callback hooks.
 
-        Cheap enough for every step. It goes to the last border of an action, not to this very moment.
+        Cheap enough for every step. It goes to the last beginning or end of an action, not to this very moment.
         """
         return self._ns.copy()
 
@@ -367,15 +321,42 @@ class Timeline:
         ns = [b - a for a, b in zip(start, after, strict=True)]
         phases = ns[: len(PHASES)]
         for slot in range(len(PHASES), len(ns)):
-            phases[_CALLBACKS if slot in self._hooks else _OTHER] += ns[slot]
+            phases[self._phase_slot(slot)] += ns[slot]
         return phases
+
+    def _phase_slot(self, slot: int) -> int:
+        if slot in self._hooks:
+            return _CALLBACKS
+        if slot == self._first_fetch_slot:
+            return _EPOCH_SETUP
+        return _TRANSFER if slot in self._batch_hooks else _OTHER
 
     def name_of(self, slot: int) -> str:
         """What a slot of :meth:`snapshot` holds, for people: a phase, or a callback's hook."""
-        return PHASES[slot] if slot < len(PHASES) else self._hooks.get(slot, "signal_broadcast")
+        if slot < len(PHASES):
+            return PHASES[slot]
+        if slot == self._first_fetch_slot:
+            return FIRST_FETCH
+        return self._hooks.get(slot) or self._batch_hooks.get(slot) or SIGNAL_BROADCAST
+
+    @property
+    def last_ns(self) -> int:
+        """When the last action began or ended, by the timeline's clock."""
+        return self._last_ns
+
+    def take_host_work(self) -> list[int]:
+        """What the host has done since the last call, in its order: slot, when it ended, slot, when it ended ...
+
+        It goes to :attr:`last_ns`. Empty unless the timeline is ``detailed``.
+        """
+        work = self._host_work
+        if work is None:
+            return []
+        self._host_work = []
+        return work
 
     def times(self) -> PhaseTimes:
-        """Everything booked so far, in seconds."""
+        """Everything so far, in seconds."""
         ns = self.snapshot()
         end = self._stopped_ns
         if end is None:
@@ -393,12 +374,15 @@ class Timeline:
             callbacks=callbacks,
             epochs=self._epochs,
             signal_broadcast_s=ns[self._broadcast_slot] / 1e9,
+            first_fetch_s=ns[self._first_fetch_slot] / 1e9,
         )
 
     def _enter(self, slot: int) -> None:
         now = self._clock_ns()
         current = self._current
         self._ns[current] += now - self._last_ns
+        if self._host_work is not None:
+            self._host_work += (current, now)
         self._open.append(current)
         self._current = slot
         self._last_ns = now
@@ -407,9 +391,16 @@ class Timeline:
         if not self._open:  # opened before start(), or closed after stop()
             return
         now = self._clock_ns()
-        self._ns[self._current] += now - self._last_ns
+        current = self._current
+        self._ns[current] += now - self._last_ns
+        if self._host_work is not None:
+            self._host_work += (current, now)
         self._current = self._open.pop()
         self._last_ns = now
+
+    def _become(self, slot: int) -> None:
+        """What is open now goes on as something else."""
+        self._current = slot
 
     def _new_slot(self) -> int:
         self._ns.append(0)
@@ -422,24 +413,46 @@ class Timeline:
         if phase is None:
             span = _NOTHING
         elif phase == "callbacks":
-            span = _Span(self, self._hook_slot(action))
+            span = self._host_span(self._hook_slot(action))
         elif phase == "checkpoint":
-            span = _CheckpointSpan(self, _SLOTS[phase])
+            span = self._host_span(_SLOTS[phase])
         elif validating:
             span = _Span(self, _VALIDATION)
         elif action == "run_training_epoch":
             span = _EpochSpan(self, _OTHER)
-        elif action == "run_training_batch":
-            span = _StepSpan(self, _OTHER)
-        elif action.endswith(".batch_to_device"):
-            span = _TransferSpan(self, _SLOTS[phase])
         elif phase == "data_wait":
             span = _FetchSpan(self, _SLOTS[phase])
         else:
-            span = _Span(self, _SLOTS[phase])
+            span = self._step_span(action, _SLOTS[phase])
         if phase is not None and len(self._spans) < _MOST_ACTIONS:
             self._spans[action] = span
         return span
+
+    def _step_span(self, action: str, slot: int) -> _Span:
+        """A part of the step; a GPU's clock needs to be called at some of them."""
+        if self._host_work is None:
+            return _Span(self, slot)
+        if action == "run_training_batch":
+            return _ObservedSpan(self, slot, "compute_begins", "compute_ends")
+        if action.endswith(".batch_to_device"):
+            return _BatchSpan(self, slot)
+        if action.endswith(".transfer_batch_to_device"):
+            return _ObservedSpan(self, slot, "batch_arrives", "batch_copied")
+        if action.endswith(_BATCH_HOOKS):
+            return _HostSpan(self, self._batch_hook_slot(action))
+        if action.startswith("[Strategy]") and action.endswith(".training_step"):
+            return _ObservedSpan(self, slot, "forward_begins", "forward_ends")
+        return _Span(self, slot)
+
+    def _host_span(self, slot: int) -> _Span:
+        return _Span(self, slot) if self._host_work is None else _HostSpan(self, slot)
+
+    def _batch_hook_slot(self, action: str) -> int:
+        if len(self._ns) >= _MOST_ACTIONS:
+            return _TRANSFER
+        slot = self._new_slot()
+        self._batch_hooks[slot] = action.partition("]")[2]
+        return slot
 
     def _hook_slot(self, action: str) -> int:
         key, _, hook = action.partition("]")[2].rpartition(".")

@@ -1,19 +1,26 @@
 """A close look at a few steps for calls that make the host wait for the GPU.
 
-CUDA builds of torch can warn at each such call (``torch.cuda.set_sync_debug_mode``), with the line of Python that made
-it. The mode is on for a few steps, once, and then as it was; the warnings are counted and not shown.
+CUDA builds of torch can warn at each such call (``torch.cuda.set_sync_debug_mode``). The mode is on for a few steps,
+once, and then as it was; the warnings are counted and not shown. A call counts as the user's when it was made by the
+user's code inside the step, directly or through torch; what Lightning or torch do by themselves is counted apart.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import sysconfig
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 
 import torch
+
+from lightning_gpuopt._measured import SyncSighting
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +30,20 @@ _ABOUT_THE_MODE = "Synchronization debug mode is a prototype feature"
 """What torch says, once in a process, to whoever sets the mode (torch/csrc/cuda/Module.cpp): here, that is not the
 user."""
 
+_LIBRARIES: Final = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_gpuopt")
+_NOT_THE_USERS: Final = (sysconfig.get_path("stdlib"), "<frozen", "<string")
+
+
+_Warning = tuple[Warning | str, type[Warning], str, int]
+"""Message, category, file and line."""
+
 
 class SyncLook:
-    """Counts synchronizing calls over a few steps.
+    """Counts synchronizing calls inside a few steps.
 
     Args:
         steps: training batches to look at.
+        inside: whether the step's own work is being issued right now.
         get_mode: reads the debug mode; torch's by default.
         set_mode: sets it.
 
@@ -37,31 +52,36 @@ class SyncLook:
         look = SyncLook(steps=3)
         look.begin()                     # between two steps
         while not look.step_done(): ...
-        look.count, look.where
+        look.sighting().where
     """
 
     def __init__(
         self,
         steps: int = 3,
-        get_mode: Callable[[], int] = torch.cuda.get_sync_debug_mode,
-        set_mode: Callable[[int | str], None] = torch.cuda.set_sync_debug_mode,
+        inside: Callable[[], bool] = lambda: True,
+        get_mode: Callable[[], int] | None = None,
+        set_mode: Callable[[int | str], None] | None = None,
     ) -> None:
         self.steps = steps
-        self.count = 0
-        self.where = ""
         self._left = steps
-        self._get_mode = get_mode
-        self._set_mode = set_mode
+        self._inside = inside
+        self._get_mode = get_mode or torch.cuda.get_sync_debug_mode
+        self._set_mode = set_mode or torch.cuda.set_sync_debug_mode
         self._mode_before: int | None = None
         self._catcher: Any = None
-        self._caught: list[warnings.WarningMessage] = []
+        self._thread = 0
+        self._places: Counter[str] = Counter()
+        self._elsewhere = 0
+        self._others: dict[tuple[str, type[Warning], str, int], _Warning] = {}
 
     def begin(self) -> None:
         """Count from now on."""
         self._mode_before = self._get_mode()
-        self._catcher = warnings.catch_warnings(record=True)
-        self._caught = self._catcher.__enter__()
+        self._thread = threading.get_ident()
+        self._catcher = warnings.catch_warnings()
+        self._catcher.__enter__()
         warnings.simplefilter("always")
+        warnings.showwarning = self._seen
         self._set_mode("warn")
 
     def step_done(self) -> bool:
@@ -79,42 +99,82 @@ class SyncLook:
         catcher, self._catcher = self._catcher, None
         if catcher is None:
             return
-        if self._mode_before is not None:
-            self._set_mode(self._mode_before)
-        catcher.__exit__(None, None, None)
-        places: Counter[str] = Counter()
-        others: dict[tuple[str, type[Warning], str, int], warnings.WarningMessage] = {}
-        for each in self._caught:
-            text = str(each.message)
-            if _WORDS in text:
-                places[f"{each.filename}:{each.lineno}"] += 1
-            elif _ABOUT_THE_MODE not in text:
-                others.setdefault((text, each.category, each.filename, each.lineno), each)
-        self._caught = []
-        self.count = places.total()
-        self.where = places.most_common(1)[0][0] if places else ""
-        _pass_on(list(others.values()))
+        try:
+            if self._mode_before is not None:
+                self._set_mode(self._mode_before)
+        finally:
+            catcher.__exit__(None, None, None)
+        _pass_on(list(self._others.values()))
+        self._others.clear()
+
+    def sighting(self) -> SyncSighting:
+        """What was seen."""
+        where = self._places.most_common(1)[0][0] if self._places else ""
+        return SyncSighting(self.steps, self._places.total(), where, self._elsewhere)
+
+    def _seen(
+        self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any, **options: Any
+    ) -> None:
+        """Stands in for ``warnings.showwarning``."""
+        text = str(message)
+        if _ABOUT_THE_MODE in text:
+            return
+        if _WORDS not in text:
+            self._others.setdefault((text, category, filename, lineno), (message, category, filename, lineno))
+        elif threading.get_ident() == self._thread and self._inside():
+            place = place_of(sys._getframe(1), filename, lineno)
+            if place is not None:
+                self._places[place] += 1
+            else:
+                self._elsewhere += 1
 
 
-def _pass_on(caught: Sequence[warnings.WarningMessage]) -> None:
+def place_of(frame: FrameType | None, filename: str, lineno: int) -> str | None:
+    """Where in the user's code a call was made: ``"training_step (model.py:12)"``.
+
+    Args:
+        frame: the innermost frame to look at.
+        filename: where the warning was attributed to; frames inside of that are torch's machinery.
+        lineno: its line.
+
+    Returns:
+        The innermost frame that is neither torch's nor Lightning's nor Python's own; None where the loops of Lightning
+        come first: then nobody's code but theirs made the call.
+    """
+    folders = _library_folders()
+    start = frame
+    while start is not None and (start.f_code.co_filename, start.f_lineno) != (filename, lineno):
+        start = start.f_back
+    each = start or frame
+    while each is not None:
+        file = each.f_code.co_filename
+        own = not file.startswith(_NOT_THE_USERS) or "site-packages" in file
+        if file.startswith(folders):
+            if f"{os.sep}loops{os.sep}" in file:
+                return None
+        elif own:
+            return f"{each.f_code.co_name} ({file}:{each.f_lineno})"
+        each = each.f_back
+    return None
+
+
+def _library_folders() -> tuple[str, ...]:
+    """Where torch, Lightning and this package lie."""
+    found = (getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)
+    return tuple(os.path.dirname(file) + os.sep for file in found if file)
+
+
+def _pass_on(caught: Sequence[_Warning]) -> None:
     """Warn again, as the modules that warned, so that the user's filters and what was shown before count as ever."""
     if not caught:
         return
     modules = {space.get("__file__"): space for each in list(sys.modules.values()) if (space := _globals_of(each))}
     strangers: dict[str, dict[str, Any]] = {}
-    for each in caught:
-        name = each.filename
-        space = modules.get(name) or strangers.setdefault(name, {"__name__": name.removesuffix(".py")})
+    for message, category, filename, lineno in caught:
+        space = modules.get(filename) or strangers.setdefault(filename, {"__name__": filename.removesuffix(".py")})
+        registry = space.setdefault("__warningregistry__", {})  # by which Python shows a warning once
         try:
-            warnings.warn_explicit(
-                each.message,
-                each.category,
-                each.filename,
-                each.lineno,
-                module=space["__name__"],
-                registry=space.setdefault("__warningregistry__", {}),  # by which Python shows a warning once
-                source=each.source,
-            )
+            warnings.warn_explicit(message, category, filename, lineno, space["__name__"], registry)
         except Exception:
             log.debug("a warning that the filters make an error came too late to be raised", exc_info=True)
 

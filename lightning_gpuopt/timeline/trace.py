@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,10 @@ class NvtxTimeline(Timeline):
         self._pop = pop
 
     def stop(self) -> None:
-        """Close the books, and the ranges still open."""
-        for _ in self._open:
-            self._pop()
+        """Stop measuring, and close the ranges still open; they belong to the thread that opened them."""
+        if self._thread == threading.get_ident():
+            for _ in self._open:
+                self._pop()
         super().stop()
 
     def _enter(self, slot: int) -> None:
@@ -96,3 +98,8 @@ class NvtxTimeline(Timeline):
         if self._open:
             self._pop()
         super()._leave()
+
+    def _become(self, slot: int) -> None:
+        super()._become(slot)
+        self._pop()
+        self._push(self.name_of(slot))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_gpuopt.timeline.phases import PhaseTimes
+from lightning_gpuopt._measured import PhaseTimes
 
 _MOST_STRETCHES: Final = 512
 

@@ -26,8 +26,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_gpuopt import StallDetector, StallError, StallReport
+from lightning_gpuopt._measured import PHASES
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA
-from lightning_gpuopt.timeline.actions import PHASES
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
 from tests.helpers import FEATURES, RecordingLogger, TinyModel, final_weights, tiny_trainer
 

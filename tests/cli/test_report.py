@@ -10,8 +10,8 @@ import pytest
 
 from lightning_gpuopt.cli import main
 from lightning_gpuopt.diagnosis.compare import compare
-from lightning_gpuopt.diagnosis.render_html import render_html
-from lightning_gpuopt.diagnosis.render_text import render_comparison, render_text
+from lightning_gpuopt.diagnosis.render.html import render_html
+from lightning_gpuopt.diagnosis.render.text import render_comparison, render_text
 from tests.diagnosis.reports import after, before
 
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_gpuopt._measured import PHASES, GpuTimes, HostActivity, LoaderFacts, PhaseTimes, WorkerTimes
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.telemetry.host import HostActivity
-from lightning_gpuopt.timeline.actions import PHASES
-from lightning_gpuopt.timeline.loader import LoaderFacts
-from lightning_gpuopt.timeline.phases import PhaseTimes
-from lightning_gpuopt.timeline.worker_clock import WorkerTimes
 
 WALL_S = 10.0
 STEPS = 100
@@ -66,3 +62,8 @@ def workers(
 
 def measurement(measured: PhaseTimes, loader: LoaderFacts = TWO_WORKERS, **more: Any) -> Measurement:
     return Measurement(measured, loader, **more)
+
+
+def gpu(steps: int = STEPS, *, compute_s: float = 8.0, idle: dict[str, float] | None = None, **more: Any) -> GpuTimes:
+    """A GPU that has done these steps; nothing was idle inside of them unless ``compute_bound_s`` allows it."""
+    return GpuTimes(steps=steps, compute_s=compute_s, idle=idle or {}, **more)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from lightning_gpuopt._measured import LoaderFacts
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.report import Finding, Proof, StallReport
-from lightning_gpuopt.timeline.loader import LoaderFacts
 
 
 def report(step_s: float | None, *, findings: list[Finding] | None = None, **loader: Any) -> StallReport:
@@ -43,6 +44,28 @@ def test_a_gain_outside_the_interval_is_not_kept() -> None:
     (proof,) = compare(report(0.1, findings=[SIX]), report(0.09, num_workers=6)).proofs
     assert proof.kept is False
     assert Proof("x", {}, None, 2.0).kept is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "proved"),
+    [
+        ({}, {}, True),
+        ({"model": "Net (5 parameters)", "python": "3.11"}, {"model": "Net (5 parameters)", "python": "3.12"}, True),
+        ({"model": "Net (5 parameters)"}, {}, True),
+        ({"model": "Net (5 parameters)"}, {"model": "Net (6 parameters)"}, False),
+        ({"device": "cpu (x86_64)"}, {"device": "cuda (NVIDIA H200)"}, False),
+        ({"accumulate_grad_batches": "1"}, {"accumulate_grad_batches": "4"}, False),
+        ({"batch_size": "32"}, {"batch_size": "64"}, False),
+        ({"precision": "32-true"}, {"precision": "bf16-mixed"}, False),
+    ],
+)
+def test_a_run_of_another_model_device_or_kind_of_step_proves_nothing(
+    before: dict[str, str], after: dict[str, str], proved: bool
+) -> None:
+    first = replace(report(0.1, findings=[SIX]), environment=before)
+    comparison = compare(first, replace(report(0.05, num_workers=6), environment=after))
+    assert bool(comparison.proofs) is proved
+    assert comparison.speedup == 2.0
 
 
 def test_without_steady_steps_there_is_nothing_to_compare() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_gpuopt._measured import LoaderFacts
+from lightning_gpuopt.diagnosis.loader_causes import data_finding
 from lightning_gpuopt.diagnosis.predict import (
+    ceiling,
     headroom,
     loader_model,
     speedup_of_workers,
     speedup_without,
 )
-from lightning_gpuopt.timeline.gpu_clock import GpuTimes
-from tests.diagnosis.numbers import IN_PROCESS, host, measurement, times, workers
+from tests.diagnosis.numbers import IN_PROCESS, gpu, host, measurement, times, workers
 
 
 def test_the_model_is_read_off_a_measurement() -> None:
@@ -68,15 +70,45 @@ def test_a_prediction_never_promises_a_loss() -> None:
 
 
 def test_taking_work_away_gains_half_to_all_of_it() -> None:
-    low, mid, high = speedup_without(measurement(times()), 2.0) or (0, 0, 0)
+    low, mid, high = speedup_without(measurement(times()).waterfall, 2.0) or (0, 0, 0)
     assert (low, mid) == pytest.approx((10 / 9, 10 / 8))
     assert high == pytest.approx(1.08 * 10 / 8)
-    assert speedup_without(measurement(times(steps=0)), 2.0) is None
+    assert speedup_without(measurement(times(steps=0)).waterfall, 2.0) is None
 
 
 def test_the_headroom_is_what_is_not_the_steps_own_work() -> None:
     waits = times(data_wait=2.0, transfer=0.5, logging=0.5, validation=4.0)
     assert headroom(measurement(waits)) == pytest.approx(0.5)
-    hidden = GpuTimes(steps=100, copy_s=0.1, gaps=100, idle_s=0.0)
+    hidden = gpu(compute_s=5.9, copy_s=0.1)
     assert headroom(measurement(waits, gpu=hidden)) == pytest.approx(0.1 / 6)
     assert headroom(measurement(times(steps=0))) is None
+
+
+def test_on_a_gpu_the_ceiling_is_its_own_step_time() -> None:
+    # 100 ms on the GPU, one worker that needs 130 ms, 20 ms to issue a step
+    one = LoaderFacts(num_workers=1, persistent_workers=True, prefetch_factor=2, pin_memory=True)
+    measured = measurement(
+        times(data_wait=7.0),
+        one,
+        gpu=gpu(77, compute_s=7.7, idle={"data_wait": 2.31}),
+        workers=workers(77, data_s=0.13),
+    )
+    assert ceiling(measured) == pytest.approx(1.3)
+    low, mid, high = speedup_of_workers(measured, 2) or (0, 0, 0)
+    assert mid == pytest.approx(1.3)
+    assert (low, high) == (pytest.approx(1.25), pytest.approx(1.3 / 0.96))
+    finding = data_finding(measured)
+    assert (finding.cause, finding.settings) == ("slow_storage", {"num_workers": 2})
+    assert finding.share == pytest.approx(0.231 / 1.001, rel=1e-3)
+    assert "more than 1.30x" in finding.advice
+    assert "NumWorkersFinder" in finding.advice
+
+
+def test_a_batch_is_taken_for_nothing_unless_the_host_waits_for_the_gpu_anyway() -> None:
+    ahead = gpu(idle={"data_wait": 2.0})
+    in_step = gpu(idle={"data_wait": 2.0}, exposed_by={"Bar.on_train_batch_end": 2.0})
+    costs = [
+        loader_model(measurement(times(data_wait=2.0), gpu=each, workers=workers(data_s=0.1))).receive_s  # type: ignore[union-attr]
+        for each in (ahead, in_step)
+    ]
+    assert costs == [(0.0, 0.0, 0.0), pytest.approx((0.0003, 0.0008005, 0.002001))]

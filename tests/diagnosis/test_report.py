@@ -8,9 +8,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from lightning_gpuopt.diagnosis.render_html import render_html
+from lightning_gpuopt._measured import PHASES
+from lightning_gpuopt.diagnosis.render.html import render_html
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, Finding, StallReport, Stretch
-from lightning_gpuopt.timeline.actions import PHASES
 from tests.diagnosis.reports import before
 
 

@@ -1,45 +1,31 @@
-"""The GPU clock, on events that are stamped as CUDA stamps them: when the stream gets there."""
+"""The GPU clock under a real timeline, on events that are stamped as CUDA stamps them: when the stream gets there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from lightning_gpuopt._measured import GpuTimes
 from lightning_gpuopt.timeline import gpu_clock
-from lightning_gpuopt.timeline.gpu_clock import GpuClock, GpuTimes
-
-
-class Stream:
-    """A host and a GPU stream, in milliseconds: the host issues, the GPU works off in order."""
-
-    def __init__(self) -> None:
-        self.host_ms = 0.0
-        self.gpu_busy_until_ms = 0.0
-        self.events_made = 0
-
-    def host(self, ms: float) -> None:
-        self.host_ms += ms
-
-    def kernel(self, ms: float) -> None:
-        self.gpu_busy_until_ms = max(self.gpu_busy_until_ms, self.host_ms) + ms
-
-    def event(self) -> FakeEvent:
-        self.events_made += 1
-        return FakeEvent(self)
+from lightning_gpuopt.timeline.gpu_clock import GpuClock
+from lightning_gpuopt.timeline.observer import StepObserver
+from lightning_gpuopt.timeline.phases import Timeline
 
 
 class FakeEvent:
     """Has record, query and elapsed_time, and no way to wait."""
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
         self.at_ms: float | None = None
 
     def record(self) -> None:
-        self.at_ms = max(self.stream.gpu_busy_until_ms, self.stream.host_ms)
+        self.at_ms = max(self.rig.busy_until_ms, self.rig.host_ms)
 
     def query(self) -> bool:
         assert self.at_ms is not None
-        return self.at_ms <= self.stream.host_ms
+        return self.at_ms <= self.rig.host_ms
 
     def elapsed_time(self, end: FakeEvent) -> float:
         assert self.query(), "CUDA refuses the time of an event that has not passed"
@@ -49,96 +35,278 @@ class FakeEvent:
         return end.at_ms - self.at_ms
 
 
-@pytest.fixture
-def stream() -> Stream:
-    return Stream()
+class Rig:
+    """A host and a GPU stream, in milliseconds: the host issues, the GPU works off in order."""
+
+    def __init__(self, *, forward: bool = False) -> None:
+        self.host_ms = 0.0
+        self.busy_until_ms = 0.0
+        self.events_made = 0
+        self.observer = StepObserver()
+        self.timeline = Timeline(
+            callback_names={"Bar": "Bar", "Ema": "Ema"},
+            observer=self.observer,
+            detailed=True,
+            clock_ns=lambda: round(self.host_ms * 1e6),
+        )
+        self.clock = GpuClock(self.event, self.timeline, forward=forward)
+        for name in (each for each in vars(StepObserver) if not each.startswith("_")):
+            if getattr(type(self.clock), name) is not getattr(StepObserver, name):
+                setattr(self.observer, name, getattr(self.clock, name))
+        self.timeline.start()
+
+    def event(self) -> FakeEvent:
+        self.events_made += 1
+        return FakeEvent(self)
+
+    def host(self, ms: float) -> None:
+        self.host_ms += ms
+
+    def kernel(self, ms: float) -> None:
+        self.busy_until_ms = max(self.busy_until_ms, self.host_ms) + ms
+
+    def sync(self) -> None:
+        self.host_ms = max(self.host_ms, self.busy_until_ms)
+
+    def does(self, action: str, *work: Callable[[], None]) -> None:
+        with self.timeline.span(action):
+            for each in work:
+                each()
+
+    def step(
+        self,
+        *,
+        fetch: float = 0.0,
+        copy: float = 0.0,
+        compute: float = 0.0,
+        issue: float = 0.0,
+        before: Callable[[], None] | None = None,
+        after_copy: Callable[[], None] | None = None,
+        hook: Callable[[], None] | None = None,
+        begin: Callable[[], None] | None = None,
+    ) -> None:
+        self.does("[_TrainingEpochLoop].train_dataloader_next", lambda: self.host(fetch))
+        if before is not None:
+            self.does("[LightningModule]Net.on_before_batch_transfer", before)
+        with self.timeline.span("[Strategy]S.batch_to_device"):
+            self.does("[LightningModule]Net.transfer_batch_to_device", lambda: self.kernel(copy))
+            if after_copy is not None:
+                self.does("[LightningModule]Net.on_after_batch_transfer", after_copy)
+        if begin is not None:
+            self.does("[Callback]Bar.on_train_batch_start", begin)
+        with self.timeline.span("run_training_batch"):
+            with self.timeline.span("[Strategy]S.training_step"):
+                self.host(issue / 2)
+                self.kernel(compute / 2)
+            self.host(issue / 2)
+            self.kernel(compute / 2)
+        if hook is not None:
+            self.does("[Callback]Bar.on_train_batch_end", hook)
+        self.clock.read()
+
+    def finish(self) -> GpuTimes:
+        self.host(1e6)
+        for _ in range(1000):
+            self.clock.read()
+        return self.clock.times()
+
+
+def some(idle: dict[str, float]) -> dict[str, float]:
+    """What is more than nothing, in milliseconds."""
+    return {name: round(seconds * 1e3, 6) for name, seconds in idle.items() if seconds > 1e-9}
 
 
 @pytest.fixture
-def clock(stream: Stream) -> GpuClock:
-    return GpuClock(stream.event)
+def rig() -> Rig:
+    return Rig()
 
 
-def step(stream: Stream, clock: GpuClock, *, wait: float, copy: float, compute: float, issue: float = 1.0) -> None:
-    stream.host(wait)
-    clock.batch_arrives()
-    stream.kernel(copy)
-    clock.batch_copied()
-    clock.compute_begins()
-    stream.host(issue)
-    stream.kernel(compute)
-    clock.compute_ends()
-    clock.read()
-
-
-def settle(stream: Stream, clock: GpuClock) -> GpuTimes:
-    stream.host(1e6)
-    clock.read(most_steps=10_000)
-    return clock.times()
-
-
-def test_a_gpu_that_waits_for_the_host_is_idle_that_long(stream: Stream, clock: GpuClock) -> None:
+def test_a_gpu_that_waits_for_the_loader_is_idle_at_the_end_of_the_fetch(rig: Rig) -> None:
     for _ in range(10):
-        step(stream, clock, wait=30, copy=0, compute=5)
-    times = settle(stream, clock)
-    # the GPU ends 5 ms after the host has issued the work, and the next batch comes 30 ms after that
-    assert times == GpuTimes(steps=10, copy_s=0.0, compute_s=pytest.approx(0.06), gaps=9, idle_s=pytest.approx(0.225))
+        rig.step(fetch=30, compute=10)
+    times = rig.finish()
+    # the GPU works for 10 ms of the 30 that a fetch takes; the first fetch is not known to be in an epoch
+    assert (times.steps, times.compute_s, times.idle_s) == (10, pytest.approx(0.1), pytest.approx(0.21))
+    assert some(times.idle) == {"data_wait": 210.0}
 
 
-def test_a_host_that_runs_ahead_leaves_no_idle_gap(stream: Stream, clock: GpuClock) -> None:
+def test_a_host_that_runs_ahead_leaves_no_idle_time(rig: Rig) -> None:
     for _ in range(10):
-        step(stream, clock, wait=10, copy=2, compute=50)
-    times = settle(stream, clock)
-    assert times.idle_s == 0.0
-    assert times.gaps == 9
+        rig.step(fetch=10, copy=2, compute=50, issue=1)
+    times = rig.finish()
+    assert some(times.idle) == {"data_wait": 10.0} or some(times.idle) == {}  # before the first step
     assert times.copy_s == pytest.approx(10 * 0.002)
-    assert times.compute_s == pytest.approx(10 * 0.05)
+    assert times.compute_s == pytest.approx(10 * 0.05, abs=0.001)
+    assert times.compute_bound_s == pytest.approx(0.0, abs=0.0011)
 
 
-def test_nothing_is_read_before_the_gpu_is_there(stream: Stream, clock: GpuClock) -> None:
-    step(stream, clock, wait=0, copy=0, compute=1000)
-    step(stream, clock, wait=0, copy=0, compute=1000)
-    assert clock.times() == GpuTimes()
-    stream.host(1500)
-    clock.read()
-    assert clock.times().steps == 1
+def test_idle_time_is_the_end_of_what_the_host_did(rig: Rig) -> None:
+    for _ in range(10):
+        rig.step(fetch=20, compute=30, before=lambda: rig.host(4), hook=lambda: rig.host(16))
+    # 40 ms of host work behind 30 ms on the GPU: the last 10 ms of it are the hook before the copy, and 6 of the fetch
+    assert some(rig.finish().idle) == {"Net.on_before_batch_transfer": 40.0, "data_wait": pytest.approx(54.0 + 20.0)}
 
 
-def test_what_interrupts_the_steps_is_no_gap(stream: Stream, clock: GpuClock) -> None:
+def test_a_wait_for_the_gpu_costs_nothing_and_is_named_as_what_exposed_the_rest(rig: Rig) -> None:
+    for _ in range(10):
+        rig.step(fetch=10, compute=50, hook=rig.sync)
+    times = rig.finish()
+    assert some(times.idle) == {"data_wait": 100.0}
+    assert some(times.exposed_by) == {"Bar.on_train_batch_end": 90.0}  # the first fetch follows nothing
+
+
+def test_a_slow_hook_is_idle_time_and_no_wait(rig: Rig) -> None:
+    for _ in range(10):
+        rig.step(compute=20, hook=lambda: rig.host(50))
+    times = rig.finish()
+    assert some(times.idle) == {"Bar.on_train_batch_end": 300.0}
+    assert times.exposed_by == {}
+
+
+def test_what_hooks_queue_is_work(rig: Rig) -> None:
+    def ema() -> None:
+        rig.host(0.1)
+        rig.kernel(10)
+
+    for _ in range(10):
+        rig.step(compute=20, hook=lambda: (rig.sync(), ema()))  # type: ignore[func-returns-value]
+    times = rig.finish()
+    assert times.queued_s == pytest.approx(0.1, rel=0.002)
+    assert times.idle_s == pytest.approx(0.001, abs=0.0002)  # until the hook's kernel is issued
+
+
+def test_work_queued_before_a_slow_fetch_is_not_taken_for_idle_time(rig: Rig) -> None:
+    for _ in range(10):
+        rig.step(fetch=5, compute=20, hook=lambda: (rig.sync(), rig.kernel(10)))  # type: ignore[func-returns-value]
+    times = rig.finish()
+    # the fetch lies behind the 10 ms of the hook's kernel, except for the first
+    assert times.idle["data_wait"] == pytest.approx(0.005)
+    assert times.idle_s == pytest.approx(0.005, abs=0.0001)
+    assert times.queued_s == pytest.approx(0.1, rel=0.002)
+
+
+def test_augmentation_on_the_gpu_is_work_and_no_copy(rig: Rig) -> None:
+    for _ in range(10):
+        rig.step(copy=1, compute=20, after_copy=lambda: rig.kernel(5), hook=rig.sync)
+    times = rig.finish()
+    assert times.copy_s == pytest.approx(0.01)
+    assert times.queued_s == pytest.approx(0.05)
+    assert times.idle_s == 0.0
+
+
+def test_a_slow_hook_after_the_copy_and_one_before_the_step_have_their_names(rig: Rig) -> None:
+    for _ in range(10):
+        rig.step(compute=5, after_copy=lambda: rig.host(8), begin=lambda: rig.host(40))
+    idle = some(rig.finish().idle)
+    # behind the 5 ms of the step before
+    assert idle == {"Net.on_after_batch_transfer": pytest.approx(8 + 9 * 3), "Bar.on_train_batch_start": 400.0}
+
+
+def test_the_inside_of_a_step_can_be_idle_only_until_all_is_issued(rig: Rig) -> None:
+    for _ in range(10):
+        rig.step(compute=4, issue=20, hook=rig.sync)
+    times = rig.finish()
+    assert times.compute_bound_s == pytest.approx(0.2)
+    assert times.compute_s == pytest.approx(0.22)  # the last two ms of each step are left when the host is done
+
+
+def test_lightnings_broadcast_is_a_wait_and_exposes_what_comes_after_it(rig: Rig) -> None:
+    broadcast = rig.timeline.timed(rig.sync, "signal_broadcast")
+    for _ in range(10):
+        broadcast()
+        rig.step(fetch=10, compute=50)
+    times = rig.finish()
+    assert some(times.idle) == {"data_wait": 100.0}
+    assert some(times.exposed_by) == {"signal_broadcast": pytest.approx(100.0)}
+    assert times.wait_s == pytest.approx(0.0)
+
+
+def test_validation_is_taken_out_and_a_slow_hook_in_it_is_not(rig: Rig) -> None:
+    def validate() -> None:
+        rig.kernel(100)
+        rig.sync()
+        rig.does("[Callback]Bar.on_validation_end", lambda: rig.host(30))
+
+    validation = rig.timeline.validating(validate)
     for _ in range(4):
-        step(stream, clock, wait=1, copy=0, compute=1)
-        clock.interrupt()
-        stream.host(500)
-    times = settle(stream, clock)
-    assert (times.steps, times.gaps, times.idle_s) == (4, 0, 0.0)
+        rig.step(compute=10, hook=rig.sync)
+        validation()
+    times = rig.finish()
+    assert times.validation_s == pytest.approx(0.4)
+    assert some(times.idle) == {"Bar.on_validation_end": 120.0}
 
 
-def test_a_batch_whose_step_never_ran_is_forgotten(stream: Stream, clock: GpuClock) -> None:
-    clock.compute_ends()
-    clock.batch_arrives()
-    stream.host(5)
-    clock.batch_arrives()
-    clock.compute_begins()
-    clock.compute_ends()
-    assert settle(stream, clock).steps == 1
-
-
-def test_events_are_used_again(stream: Stream, clock: GpuClock) -> None:
-    for _ in range(1000):
-        step(stream, clock, wait=10, copy=1, compute=1)
-    assert stream.events_made <= 13
-
-
-def test_a_host_far_ahead_gets_no_more_events_for_a_while(
-    stream: Stream, clock: GpuClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_clock, "_MOST_UNREAD_STEPS", 8)
-    for _ in range(100):
-        step(stream, clock, wait=0, copy=0, compute=1000, issue=0)
-    assert stream.events_made == 32
-    times = settle(stream, clock)
-    assert (times.steps, times.gaps) == (8, 7)
+def test_a_checkpoint_and_the_beginning_of_an_epoch_are_measured(rig: Rig) -> None:
     for _ in range(3):
-        step(stream, clock, wait=10, copy=0, compute=1)
-    later = settle(stream, clock) - times
-    assert (later.steps, later.gaps) == (3, 2)
+        with rig.timeline.span("run_training_epoch"):
+            rig.host(7)
+            rig.step(fetch=50, compute=10)
+            rig.step(compute=10, hook=rig.sync)
+            rig.does("save_checkpoint", lambda: rig.host(40))
+    idle = some(rig.finish().idle)
+    assert idle["first_fetch"] == 150.0
+    assert idle["checkpoint"] == pytest.approx(80.0, abs=41)
+    assert idle["epoch_setup"] == pytest.approx(21.0, abs=7)
+
+
+def test_the_forward_is_timed_where_it_is_asked_for() -> None:
+    rig = Rig(forward=True)
+    for _ in range(10):
+        rig.step(compute=20, hook=rig.sync)
+    times = rig.finish()
+    assert (times.steps, times.forward_s, times.compute_s) == (10, pytest.approx(0.1), pytest.approx(0.2))
+    assert Rig().clock.times().forward_s == 0.0
+
+
+def test_the_spans_of_steps_are_given_on_the_hosts_clock(rig: Rig) -> None:
+    rig.clock.spans = []
+    rig.step(compute=20, issue=2)
+    rig.step(compute=20, issue=2)
+    rig.finish()
+    first, second = rig.clock.spans
+    assert (first.begun_s, first.ended_s) == (pytest.approx(0.0), pytest.approx(0.021, abs=1e-5))
+    assert (second.issue_begun_s, second.issue_ended_s) == (pytest.approx(0.002), pytest.approx(0.004))
+    assert (second.begun_s, second.ended_s) == (pytest.approx(0.021, abs=1e-5), pytest.approx(0.041, abs=1e-5))
+
+
+def test_nothing_is_read_before_the_gpu_is_there(rig: Rig) -> None:
+    rig.step(compute=1000)
+    rig.step(compute=1000)
+    assert rig.clock.times().steps == 0
+    rig.host(1500)
+    rig.clock.read()
+    assert rig.clock.times().steps == 1
+
+
+def test_events_are_used_again(rig: Rig) -> None:
+    for _ in range(1000):
+        rig.step(fetch=10, copy=1, compute=1)
+    assert rig.events_made <= 24
+
+
+def test_a_host_far_ahead_gets_no_more_events_for_a_while(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_clock, "_MOST_UNREAD", 32)
+    for _ in range(100):
+        rig.step(compute=1000)
+    assert rig.events_made <= 33
+    times = rig.finish()
+    assert 3 <= times.steps <= 8
+    for _ in range(4):
+        rig.step(fetch=10, compute=1)
+    later = rig.finish() - times
+    assert later.steps == 4
+    assert later.idle["data_wait"] == pytest.approx(0.028, abs=0.011)
+
+
+def test_clocks_that_drift_apart_are_aligned_again(rig: Rig) -> None:
+    # a GPU whose clock is 30 ppm fast: over 1000 s that is 30 ms, more than the idle time of a step
+    class Fast(FakeEvent):
+        def elapsed_time(self, end: FakeEvent) -> float:
+            return super().elapsed_time(end) * (1 + 30e-6)
+
+    rig.event = lambda: Fast(rig)  # type: ignore[method-assign]
+    rig.clock._new_event = rig.event
+    for _ in range(1000):
+        rig.step(fetch=10, compute=990, hook=rig.sync)
+    times = rig.finish()
+    assert times.idle["data_wait"] == pytest.approx(10.0, rel=0.02)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
+import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_gpuopt.timeline.loader import LoaderFacts, facts_of, worker_pids
+from lightning_gpuopt._measured import LoaderFacts
+from lightning_gpuopt.timeline.loader import facts_of, worker_pids
 
 SAMPLES = [torch.zeros(1)] * 8
 
@@ -41,3 +46,48 @@ def test_worker_processes_are_found_behind_their_iterators() -> None:
     for pid in pids:
         os.kill(pid, 0)
     list(iterator)
+
+
+class Alike(IterableDataset[Any]):
+    """Gives the same samples in every worker."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(SAMPLES)
+
+
+class Divided(Alike):
+    """Each worker takes its share, in a function of its own."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        def share() -> Iterator[torch.Tensor]:
+            info = get_worker_info()
+            return islice(
+                super(Divided, self).__iter__(), info.id if info else 0, None, info.num_workers if info else 1
+            )
+
+        return share()
+
+
+class Shuffled(Alike):
+    """Fills a buffer from another dataset, which divides itself."""
+
+    def __init__(self) -> None:
+        self.source = Divided()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.source)
+
+
+@pytest.mark.parametrize(
+    ("loader", "duplicates"),
+    [
+        (DataLoader(SAMPLES), None),
+        (DataLoader(Alike()), True),
+        (DataLoader(Divided()), False),
+        (DataLoader(Shuffled()), False),
+        (DataLoader(Alike(), worker_init_fn=print), False),
+    ],
+)
+def test_it_is_known_whether_workers_would_bring_samples_twice(loader: Any, duplicates: bool | None) -> None:
+    assert facts_of([loader]).duplicates is duplicates
+    assert facts_of([DataLoader(Alike()), loader]).duplicates is True

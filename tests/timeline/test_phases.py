@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from lightning_gpuopt.timeline.actions import PHASES, phase_of
-from lightning_gpuopt.timeline.phases import PhaseTimes, Timeline
+from lightning_gpuopt._measured import PHASES, PhaseTimes
+from lightning_gpuopt.timeline.actions import phase_of
+from lightning_gpuopt.timeline.phases import Timeline
 
 
 class Clock:

@@ -101,3 +101,24 @@ def test_only_the_slowest_hundred_are_kept(timeline: Timeline, clock: Clock) -> 
 def test_no_steps_no_distribution(timeline: Timeline) -> None:
     times = StepClock(timeline, warmup_steps=0).times()
     assert (times.counts, times.median_s, times.outliers) == ((), None, ())
+
+
+def test_a_step_that_accumulates_is_compared_with_its_own_kind(timeline: Timeline, clock: Clock) -> None:
+    steps = StepClock(timeline, warmup_steps=0)
+
+    def one(seconds: float, *, accumulating: bool) -> None:
+        with timeline.span("[Strategy]S.training_step"):
+            clock.advance(seconds)
+        timeline.step_done()
+        steps.step_done(accumulating)
+
+    for number in range(40):
+        one(0.01 if number % 4 < 3 else 0.05, accumulating=number % 4 < 3)
+    steps.window_done()
+    for number in range(40):
+        one(0.01 if number % 4 < 3 else 0.05, accumulating=number % 4 < 3)
+    assert steps.times().outlier_count == 0
+    one(0.05, accumulating=True)
+    (outlier,) = steps.times().outliers
+    assert (outlier.step, outlier.seconds) == (80, pytest.approx(0.05))
+    assert steps.times().outlier_s == pytest.approx(0.04, rel=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import warnings
@@ -9,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import lightning
 import pytest
+import torch
 
+from lightning_gpuopt._measured import SyncSighting
 from lightning_gpuopt.timeline.syncs import SyncLook
 
 
@@ -37,30 +41,31 @@ def mode() -> Mode:
 
 
 def test_calls_are_counted_and_located(mode: Mode) -> None:
-    look = SyncLook(3, mode.get, mode.set)
+    look = SyncLook(3, lambda: True, mode.get, mode.set)
     look.begin()
     for step in range(3):
         mode.item()
         mode.item()
         assert look.step_done() is (step == 2)
-    assert look.count == 6
-    assert look.where.startswith(f"{__file__}:")
+    seen = look.sighting()
+    assert (seen.steps, seen.count, seen.elsewhere) == (3, 6, 0)
+    assert seen.where.startswith(f"test_calls_are_counted_and_located ({__file__}:")
     assert mode.value == 0
     assert look.step_done()
 
 
 def test_a_step_without_such_calls_has_none(mode: Mode) -> None:
-    look = SyncLook(1, mode.get, mode.set)
+    look = SyncLook(1, lambda: True, mode.get, mode.set)
     look.begin()
     assert look.step_done()
-    assert (look.count, look.where) == (0, "")
+    assert look.sighting() == SyncSighting(1, 0, "")
 
 
 def test_other_warnings_are_passed_on_and_the_filters_put_back(mode: Mode) -> None:
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         filters = list(warnings.filters)
-        look = SyncLook(1, mode.get, mode.set)
+        look = SyncLook(1, lambda: True, mode.get, mode.set)
         look.begin()
         mode.item()
         warnings.warn("the learning rate is odd", UserWarning, stacklevel=1)
@@ -84,7 +89,7 @@ def warn(times=1):
 
 
 def look_at(mode: Mode, call: Callable[[], object]) -> SyncLook:
-    look = SyncLook(1, mode.get, mode.set)
+    look = SyncLook(1, lambda: True, mode.get, mode.set)
     look.begin()
     call()
     assert look.step_done()
@@ -147,7 +152,7 @@ def test_filters_that_make_warnings_errors_raise_nothing_at_the_end(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         look = look_at(mode, lambda: (mode.item(), noisy.warn(2)))
-    assert (look.count, mode.value) == (1, 0)
+    assert (look.sighting().count, mode.value) == (1, 0)
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
     assert "UserWarning: the rate is odd" in caplog.text
 
@@ -165,16 +170,64 @@ def test_torchs_own_words_about_the_mode_are_not_shown(mode: Mode) -> None:
 
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        look = SyncLook(1, mode.get, set_mode)
+        look = SyncLook(1, lambda: True, mode.get, set_mode)
         look.begin()
         look.step_done()
-    assert (shown, look.count) == ([], 0)
+    assert (shown, look.sighting().count) == ([], 0)
 
 
 def test_an_early_end_puts_everything_back(mode: Mode) -> None:
-    look = SyncLook(3, mode.get, mode.set)
+    look = SyncLook(3, lambda: True, mode.get, mode.set)
     look.begin()
     mode.item()
     look.end()
     look.end()
-    assert (mode.value, look.count) == (0, 1)
+    assert (mode.value, look.sighting().count) == (0, 1)
+
+
+def test_calls_outside_of_the_step_are_not_counted(mode: Mode) -> None:
+    inside = [False]
+    look = SyncLook(1, lambda: inside[0], mode.get, mode.set)
+    look.begin()
+    mode.item()
+    inside[0] = True
+    mode.item()
+    look.step_done()
+    assert look.sighting().count == 1
+
+
+def calls_it(name: str, file: str, mode: Mode) -> Callable[[Callable[[], None]], None]:
+    """A function of a module in that file, which calls what it is given."""
+    module = ModuleType(name)
+    exec(compile("def call(function):\n    function()\n", file, "exec"), vars(module))
+    call: Callable[[Callable[[], None]], None] = module.call
+    return call
+
+
+def test_a_call_made_by_torch_for_the_user_counts_at_the_users_line(mode: Mode) -> None:
+    torch_file = str(Path(torch.__file__).parent / "nn/utils/clip_grad.py")
+    clip = calls_it("clip", torch_file, mode)
+    look = look_at(mode, lambda: clip(mode.item))
+    assert look.sighting().where.startswith(f"<lambda> ({__file__}:")
+
+
+def test_what_lightnings_loops_call_through_torch_is_nobodys_line(mode: Mode) -> None:
+    scaler = calls_it("scaler", str(Path(torch.__file__).parent / "amp/grad_scaler.py"), mode)
+    loop = calls_it("loop", str(Path(lightning.__file__).parent / "pytorch/loops/optimization/automatic.py"), mode)
+    look = look_at(mode, lambda: loop(lambda: scaler(mode.item)))
+    # the lambda that calls the scaler is this file's, as a closure of the user's would be
+    assert look.sighting().count == 1
+    nested = look_at(mode, lambda: loop(functools.partial(scaler, mode.item)))
+    assert nested.sighting() == SyncSighting(1, 0, "", 1)
+
+
+def test_the_most_frequent_place_is_named(mode: Mode) -> None:
+    def rare() -> None:
+        mode.item()
+
+    def often() -> None:
+        for _ in range(3):
+            mode.item()
+
+    seen = look_at(mode, lambda: (rare(), often())).sighting()  # type: ignore[func-returns-value]
+    assert (seen.count, seen.where.partition(" ")[0]) == (4, "often")

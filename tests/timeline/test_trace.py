@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,10 @@ def test_phases_are_ranges_in_order_and_in_balance() -> None:
             pass
     assert calls == [
         "epoch_setup",
-        "epoch_setup",
+        "first_fetch",
         "/",
+        "/",  # with the first batch the set-up is over
+        "other",
         "optimizer",
         "backward",
         "/",
@@ -68,6 +71,17 @@ def test_ranges_still_open_are_closed_at_the_end() -> None:
     with timeline.span("run_training_batch"), timeline.span("[Strategy]S.backward"):
         timeline.stop()
     assert calls == ["other", "backward", "/", "/"]
+
+
+def test_another_thread_that_ends_the_run_closes_no_ranges_of_its_own() -> None:
+    calls: list[str] = []
+    timeline = NvtxTimeline(push=calls.append, pop=lambda: calls.append("/"))
+    timeline.start()
+    timeline.span("run_training_batch").__enter__()
+    other = threading.Thread(target=timeline.stop)
+    other.start()
+    other.join()
+    assert calls == ["other"]
 
 
 def test_without_nvtx_it_says_so() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from lightning_gpuopt.diagnosis.data import data_finding
+from lightning_gpuopt.diagnosis.loader_causes import data_finding
 from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.search import Choice, Search, model_of
 from lightning_gpuopt.tuning.workers import Measured, Trial

@@ -11,16 +11,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lightning_gpuopt.diagnosis import wording
+from lightning_gpuopt.diagnosis.render import wording
 
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.compare import Comparison
-    from lightning_gpuopt.diagnosis.report import Finding, StallReport
+    from lightning_gpuopt.diagnosis.record import Finding, RunRecord
 
 _BAR_WIDTH: Final = 30
 
 
-def render_text(report: StallReport, width: int = 80) -> str:
+def render_text(report: RunRecord, width: int = 80) -> str:
     """Draw a report as plain text.
 
     Args:
@@ -81,7 +81,7 @@ def _text_of(console: Console) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
-def _headline(report: StallReport) -> str:
+def _headline(report: RunRecord) -> str:
     step = f", {report.step_s * 1e3:.1f} ms a step" if report.step_s is not None else ""
     return f"Verdict: {report.verdict}   ({report.steps} steps in {report.wall_s:.1f} s{step})"
 
@@ -96,7 +96,7 @@ def _print_finding(console: Console, count: int, finding: Finding) -> None:
         console.print(Padding(Text(f"predicted: {wording.gain(finding.predicted_speedup)}"), (0, 0, 0, 3)))
 
 
-def _phase_table(report: StallReport) -> Table:
+def _phase_table(report: RunRecord) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("where the time went")
     table.add_column("seconds", justify="right")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lightning_gpuopt.diagnosis.data import data_finding
-from lightning_gpuopt.diagnosis.report import Finding
-from lightning_gpuopt.timeline.loader import LoaderFacts
-from lightning_gpuopt.timeline.queues import QueueTimes
-from lightning_gpuopt.timeline.worker_clock import WorkerTimes
+from lightning_gpuopt._measured import LoaderFacts, QueueTimes, WorkerTimes
+from lightning_gpuopt.diagnosis.loader_causes import data_finding
+from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.diagnosis.stalls import diagnose, remarks
 from tests.diagnosis.numbers import IN_PROCESS, TWO_WORKERS, host, measurement, times, workers
 
 # 100 batches in 10 s on 2 workers: 0.2 s a batch are there for a worker that is always busy
@@ -51,7 +51,7 @@ UNPINNED = QueueTimes(fetches=100, ready=0, empty=99, waits=99, wait_s=5.0, unpi
         (workers(data_s=BUSY_S, cpu=0.9), None, None, "slow_transform"),
     ],
 )
-def test_the_narrow_place_is_named(timed: WorkerTimes, queues: Any, activity: Any, cause: str) -> None:
+def test_the_bottleneck_is_named(timed: WorkerTimes, queues: Any, activity: Any, cause: str) -> None:
     assert find(timed, queues=queues, host=activity).cause == cause
 
 
@@ -137,3 +137,60 @@ def test_the_evidence_shows_what_the_verdict_rests_on() -> None:
         "cpu_throttled_percent": 0.0,
         "io_pressure_percent": 25.0,
     }
+
+
+def test_a_slow_pin_thread_is_asked_for_before_the_transfer() -> None:
+    # costless items: collating takes longer than reading them, yet the workers are idle
+    assert find(workers(data_s=0.001, collate_s=0.002), queues=UNPINNED, host=host(0.1)).cause == "pin_memory"
+
+
+@pytest.mark.parametrize(("usable", "free", "cause"), [(2.0, 0.6, "slow_transform"), (128.0, 0.6, "cpu_saturated")])
+def test_a_free_cpu_is_relative_to_the_machines_size(usable: float, free: float, cause: str) -> None:
+    timed = workers(data_s=BUSY_S, cpu=0.9)
+    assert find(timed, queues=EVEN, host=host(0.9, usable=usable, free=free)).cause == cause
+
+
+def test_an_iterable_dataset_that_does_not_divide_itself_gets_no_more_workers() -> None:
+    twice = replace(TWO_WORKERS, duplicates=True)
+    finding = find(workers(data_s=BUSY_S, cpu=0.05), twice, queues=EVEN, host=host(0.05))
+    assert (finding.cause, finding.settings, finding.predicted_speedup) == ("slow_storage", {}, None)
+    assert "once from every worker" in finding.advice
+    in_process = find(workers(data_s=0.05), replace(IN_PROCESS, duplicates=True), host=host(None))
+    assert (in_process.cause, in_process.settings) == ("main_process_loading", {})
+    assert "get_worker_info" in in_process.advice
+    divided = find(
+        workers(data_s=BUSY_S, cpu=0.05), replace(TWO_WORKERS, duplicates=False), queues=EVEN, host=host(0.05)
+    )
+    assert divided.settings == {"num_workers": 4}
+
+
+@pytest.mark.parametrize("short", [{"memory_pressure": 0.2}, {"swapped_in_mib_s": 50.0}])
+def test_a_machine_short_of_memory_gets_no_more_workers(short: dict[str, float]) -> None:
+    finding = find(workers(data_s=BUSY_S, cpu=0.05), queues=EVEN, host=host(0.05, **short))
+    assert (finding.cause, finding.settings) == ("slow_storage", {})
+    assert "short of memory" in finding.advice
+    assert {"memory_pressure_percent", "swap_mib_per_s"} & finding.evidence.keys()
+
+
+def test_the_advice_names_what_does_it() -> None:
+    storage = find(workers(data_s=BUSY_S, cpu=0.05), queues=EVEN, host=host(0.05)).advice
+    assert "NumWorkersFinder() finds the number" in storage
+    assert "LMDBDataModule" in storage
+    assert "LMDBDataModule" in find(workers(data_s=BUSY_S, cpu=0.9), host=host(0.9, free=0.0)).advice
+
+
+@pytest.mark.parametrize(
+    ("loader", "first_s", "share"),
+    [
+        (replace(TWO_WORKERS, persistent_workers=False), 2.8, 0.3),
+        # a shuffle buffer is filled in the first fetch of every epoch
+        (replace(TWO_WORKERS, persistent_workers=False, duplicates=False), 2.8, None),
+        (replace(TWO_WORKERS, persistent_workers=False, duplicates=False), 1.5, 0.15),
+    ],
+)
+def test_filling_a_shuffle_buffer_is_no_restart(loader: LoaderFacts, first_s: float, share: float | None) -> None:
+    measured = measurement(replace(times(epoch_setup=3.0, epochs=6), first_fetch_s=first_s), loader)
+    found = {each.cause: each.share for each in diagnose(measured, 0.1)}
+    assert found.get("epoch_restart") == (pytest.approx(share) if share is not None else None)
+    if share is None:
+        assert "beginning of epochs" in " ".join(remarks(measured, 0.1))

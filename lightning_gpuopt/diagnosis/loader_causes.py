@@ -1,29 +1,34 @@
-"""Why the loader is late: which of its parts is the narrow place."""
+"""Why the loader is late: which of its parts is the bottleneck."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from lightning_gpuopt._measured import SIGNAL_BROADCAST, QueueTimes
+from lightning_gpuopt.diagnosis.causes import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.predict import loader_model, speedup_of_workers
-from lightning_gpuopt.diagnosis.report import Finding
+from lightning_gpuopt.diagnosis.predict import ceiling, loader_model, speedup_of_workers, without_data_s
+from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.diagnosis.waterfall import Waterfall
 from lightning_gpuopt.tuning.model import HEADROOM_LEFT, Interval, most_workers, prefetch_needed
 
-if TYPE_CHECKING:
-    from lightning_gpuopt.timeline.queues import QueueTimes
-
 _BUSY: Final = 0.6
-"""Workers that make batches for less than this share of their time are not the narrow place; what follows them is."""
+"""Workers that make batches for less than this share of their time are not the bottleneck; what follows them is."""
 
 _COMPUTES: Final = 0.5
 """A worker whose time is CPU time, or queueing for a CPU, for at least this share computes; below it, it is blocked."""
 
 _A_FREE_CPU: Final = 0.5
-"""So much CPU has to be left over before another worker is worth starting."""
+_FREE_SHARE: Final = 0.05
+"""So much CPU, and this share of all that may be used, has to be left over for another worker to be worth starting."""
 
 _THROTTLED: Final = 0.1
-"""A quota that stops us for this share of the time is the limit, not the number of CPUs."""
+"""A quota that stops us in this share of the scheduler's periods is the limit, not the number of CPUs."""
+
+_MEMORY_SHORT: Final = 0.1
+_SWAPPING_MIB_S: Final = 4.0
+"""Memory is short where tasks wait for it for this share of the time, or so much comes back from swap."""
 
 _UNEVEN: Final = 1.0
 """Variance over squared mean of the batches' times: from here on single batches stand out (an exponential has 1)."""
@@ -34,12 +39,12 @@ _SELDOM: Final = 0.3
 
 
 def data_finding(measurement: Measurement) -> Finding:
-    """Name the narrow place of the loader, with its evidence, the settings to change and what they will bring."""
+    """Name the bottleneck of the loader, with its evidence, the settings to change and what they will bring."""
     cause = _cause(measurement)
     settings = _settings(cause, measurement)
     return Finding(
         cause,
-        measurement.share(measurement.times.phases["data_wait"] * measurement.exposed),
+        measurement.waterfall.share(measurement.waterfall.wait("data_wait")),
         _evidence(measurement),
         _advice(cause, measurement, settings),
         settings,
@@ -53,12 +58,12 @@ def _cause(measurement: Measurement) -> str:
         return "main_process_loading"
     if workers is None or not workers.batches:
         return _cause_from_outside(measurement)
+    busy = workers.busy_s / (loader.num_workers * measurement.times.wall_s)
+    if busy < _BUSY and queues is not None and queues.unpinned_wait_s > _MOSTLY * queues.wait_s:
+        return "pin_memory"
     if workers.collate_wall_s > workers.data_wall_s:
         return "worker_transfer"
-    busy = workers.busy_s / (loader.num_workers * measurement.times.wall_s)
     if busy < _BUSY:
-        if queues is not None and queues.unpinned_wait_s > _MOSTLY * queues.wait_s:
-            return "pin_memory"
         uneven = workers.unevenness is not None and workers.unevenness >= _UNEVEN
         return "head_of_line" if uneven and not _hands_over_slowly(queues) else "worker_transfer"
     host = measurement.host
@@ -90,21 +95,21 @@ def _cpu_cause(measurement: Measurement) -> str:
     if host is not None:
         if host.throttled is not None and host.throttled >= _THROTTLED:
             return "cpu_throttled"
-        if host.free_cpus is not None and host.free_cpus < _A_FREE_CPU:
+        if host.free_cpus is not None and host.free_cpus < max(_A_FREE_CPU, _FREE_SHARE * host.usable_cpus):
             return "cpu_saturated"
     return "slow_transform"
 
 
 def _evidence(measurement: Measurement) -> dict[str, float | str]:
     times, loader, host = measurement.times, measurement.loader, measurement.host
-    workers, queues = measurement.workers, measurement.queues
+    workers, queues, waterfall = measurement.workers, measurement.queues, measurement.waterfall
     found: dict[str, float | None] = {
         "ms_per_step": times.phases["data_wait"] / times.steps * 1e3,
-        "step_ms": (times.step_s or 0.0) * 1e3,
+        "step_ms": (waterfall.step_s or 0.0) * 1e3,
         "num_workers": loader.num_workers,
     }
-    if measurement.gpu is not None and measurement.gpu.gaps:
-        found["gpu_idle_ms_per_step"] = measurement.gpu.idle_s / measurement.gpu.gaps * 1e3
+    if waterfall.on_gpu:
+        found["gpu_idle_ms_per_step"] = waterfall.wait("data_wait") / waterfall.steps * 1e3
     if workers is not None and workers.batches:
         found["dataset_ms_per_batch"] = workers.data_wall_s / workers.batches * 1e3
         found["dataset_cpu_ms_per_batch"] = workers.data_cpu_s / workers.batches * 1e3
@@ -123,7 +128,28 @@ def _evidence(measurement: Measurement) -> dict[str, float | str]:
         found["worker_queued_percent"] = _percent(host.worker_queued)
         found["cpu_throttled_percent"] = _percent(host.throttled)
         found["io_pressure_percent"] = _percent(host.io_pressure)
-    return {name: round(value, 3) for name, value in found.items() if value is not None}
+        if _memory_is_short(measurement):
+            found["memory_pressure_percent"] = _percent(host.memory_pressure)
+            found["swap_mib_per_s"] = host.swapped_in_mib_s
+    evidence: dict[str, float | str] = {name: round(value, 3) for name, value in found.items() if value is not None}
+    return evidence | exposed_by(waterfall)
+
+
+def exposed_by(waterfall: Waterfall) -> dict[str, float | str]:
+    """Which hook waited for the GPU, and so exposed what the host did after it."""
+    return {"exposed_by": hook_name(waterfall.exposed_by)} if waterfall.exposed_by else {}
+
+
+def hook_name(name: str) -> str:
+    """A hook as people know it."""
+    return "Lightning's _broadcast_sigterm_tensor" if name == SIGNAL_BROADCAST else name
+
+
+def _memory_is_short(measurement: Measurement) -> bool:
+    host = measurement.host
+    if host is None:
+        return False
+    return (host.memory_pressure or 0.0) >= _MEMORY_SHORT or (host.swapped_in_mib_s or 0.0) >= _SWAPPING_MIB_S
 
 
 def _percent(share: float | None) -> float | None:
@@ -140,8 +166,10 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
         return {"num_workers": 0}
     if cause not in ("main_process_loading", "slow_transform", "slow_storage"):
         return {}
+    if loader.duplicates or (cause == "slow_storage" and _memory_is_short(measurement)):
+        return {}
     workers = _workers_needed(cause, measurement)
-    model, now_s = loader_model(measurement), measurement.times.step_s
+    model, now_s = loader_model(measurement), measurement.waterfall.step_s
     if model is not None and now_s is not None and now_s < (1 + HEADROOM_LEFT) * model.step_s(workers)[1]:
         return {}  # a batch is made faster than it could be handed over, or the CPUs are the limit
     settings: dict[str, Any] = {"num_workers": workers}
@@ -167,20 +195,20 @@ def _workers_needed(cause: str, measurement: Measurement) -> int:
             most = min(most, now + math.ceil(host.free_cpus / cpu_share))
     if model is not None:
         return max(now + 1, model.workers_needed(max(most, now + 1)))
-    times = measurement.times
-    wait_s = times.phases["data_wait"] / times.steps
-    consumer_s = max((times.step_s or 0.0) - wait_s, 1e-6)
+    waterfall = measurement.waterfall
+    wait_s = waterfall.wait("data_wait") / waterfall.steps
+    consumer_s = without_data_s(waterfall)
     need = math.ceil(1.1 * ((wait_s + consumer_s) * now if now else wait_s) / consumer_s)
     return max(now + 1, min(need, most if cause == "slow_storage" else min(most, math.ceil(cpus))))
 
 
 def _prefetch_settings(measurement: Measurement) -> dict[str, Any]:
     """Enough batches ahead to bridge a slow one."""
-    loader, workers, times = measurement.loader, measurement.workers, measurement.times
+    loader, workers = measurement.loader, measurement.workers
     assert workers is not None
     assert workers.unevenness is not None
     mean_s = workers.busy_s / workers.batches
-    consumer_s = (times.step_s or 0.0) - times.phases["data_wait"] / times.steps
+    consumer_s = without_data_s(measurement.waterfall)
     now = loader.prefetch_factor or 2
     factor = prefetch_needed(mean_s, workers.unevenness, consumer_s, loader.num_workers or 1, now)
     return {"prefetch_factor": factor}
@@ -188,7 +216,7 @@ def _prefetch_settings(measurement: Measurement) -> dict[str, Any]:
 
 def _prediction(cause: str, measurement: Measurement, settings: dict[str, Any]) -> Interval | None:
     if settings.get("num_workers") == 0:
-        model, now_s = loader_model(measurement), measurement.times.step_s
+        model, now_s = loader_model(measurement), measurement.waterfall.step_s
         if model is None or now_s is None:
             return None
         mid = max(now_s / (model.consumer_s + model.service_s), 1.0)
@@ -203,63 +231,62 @@ def _prediction(cause: str, measurement: Measurement, settings: dict[str, Any]) 
 
 
 def _advice(cause: str, measurement: Measurement, settings: dict[str, Any]) -> str:
+    parts = [_remedy(cause, measurement, settings)]
+    if settings.get("num_workers"):
+        parts.append("NumWorkersFinder() finds the number while training runs, and sets it.")
+    most = ceiling(measurement)
+    if most is not None and measurement.waterfall.on_gpu:
+        rest_ms = without_data_s(measurement.waterfall) * 1e3
+        parts.append(
+            f"No change of the loader brings more than {most:.2f}x: the rest of a step takes {rest_ms:.3g} ms."
+        )
+    return " ".join(parts)
+
+
+def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> str:
     workers = settings.get("num_workers")
-    if cause == "main_process_loading":
-        if workers is None and measurement.loader.num_workers is None:
-            return "The loader works in the training process and is no DataLoader: let it prepare batches ahead."
-        if workers is None and _costs_more_to_hand_over(measurement):
-            return (
-                "The training process loads the data itself, and worker processes would not be faster: handing a batch "
-                "over costs as much. Make fewer, larger batches, or read a batch at once (__getitems__)."
-            )
-        if workers is None:
-            return (
-                "The training process loads the data itself, and no CPU is left for worker processes: they would not "
-                "be faster. Decode and transform less or cheaper, or give the job more CPUs."
-            )
-        return f"The training process loads the data itself. Load in worker processes: num_workers={workers}."
-    if cause in ("slow_transform", "slow_storage") and workers is None:
-        return f"The workers mostly {_DOING[cause]}, and more of them would not help: make each sample cheaper to read."
-    if cause == "slow_transform":
-        return f"The workers compute all the time and CPUs are free: num_workers={workers}."
-    if cause == "slow_storage":
+    if cause in _DOING and measurement.loader.duplicates:
         return (
-            f"The workers mostly wait for storage, not for the CPU. More of them read more at once: "
-            f"num_workers={workers}. If that is not enough, move the data to a faster disk, or into fewer, larger "
-            "files: lightning-gpuopt lmdb build makes them, and LMDBDataModule reads them."
+            f"{_DOING[cause]}, but more workers are not the remedy: this IterableDataset does not divide its samples "
+            "among them, and each sample would come once from every worker. Divide them by "
+            "torch.utils.data.get_worker_info() first, or make each sample cheaper to read."
         )
-    if cause == "head_of_line":
+    if cause == "slow_storage" and _memory_is_short(measurement):
         return (
-            "Batches are ready, but the next one in order is late: a few samples take much longer than the rest. "
-            f"Prepare more ahead (prefetch_factor={settings.get('prefetch_factor')}), or make those samples cheaper; "
-            "where order does not matter, in_order=False hands out what is ready."
+            "The workers mostly wait, and the machine is short of memory: what they read is pushed out again, or comes "
+            "back from swap. Use fewer workers or a smaller prefetch_factor, keep less in memory, or give the job "
+            "more. LMDBDataModule reads from files that all workers share."
         )
+    if cause == "main_process_loading" and workers is None:
+        return _without_workers(measurement)
+    if cause in _DOING and workers is None:
+        return f"{_DOING[cause]}, and more of them would not help: make each sample cheaper to read."
     if workers == 0:
         return (
             "A batch of these samples is made faster than a worker process can hand it over: load in the training "
             "process (num_workers=0), or make larger batches."
         )
-    return _FIXED_ADVICE[cause]
+    return CAUSES[cause].advice.format(**{"num_workers": workers, "prefetch_factor": None, **settings})
 
 
-_DOING: Final = {"slow_transform": "compute", "slow_storage": "wait for storage"}
+def _without_workers(measurement: Measurement) -> str:
+    """Advice for a training process that loads by itself, where workers are none."""
+    if measurement.loader.num_workers is None:
+        return "The loader works in the training process and is no DataLoader: let it prepare batches ahead."
+    if _costs_more_to_hand_over(measurement):
+        return (
+            "The training process loads the data itself, and worker processes would not be faster: handing a batch "
+            "over costs as much. Make fewer, larger batches, or read a batch at once (__getitems__), as LMDBDataModule "
+            "does."
+        )
+    return (
+        "The training process loads the data itself, and no CPU is left for worker processes: they would not be "
+        "faster. Decode and transform less or cheaper, or give the job more CPUs."
+    )
 
-_FIXED_ADVICE: Final = {
-    "cpu_saturated": (
-        "The workers use all the CPU there is: more of them would not help. Decode and transform less or cheaper, move "
-        "transforms to the GPU, or store the data ready to use."
-    ),
-    "cpu_throttled": (
-        "A CPU quota (cgroup) stops the workers: more of them would not help. Ask for more CPUs (Kubernetes: "
-        "resources.limits.cpu; Slurm: --cpus-per-task; Docker: --cpus), or make the transforms cheaper."
-    ),
-    "worker_transfer": (
-        "The samples are read quickly; putting them together into a batch and handing it to the training process is "
-        "what takes long. Collate tensors rather than Python objects, keep them small (uint8 instead of float32), and "
-        "leave padding and stacking to the device."
-    ),
-    "pin_memory": (
-        "Batches wait for the pin-memory thread. Give it larger and fewer tensors per batch, smaller types, or try "
-        "pin_memory=False."
-    ),
+
+_DOING: Final = {
+    "main_process_loading": "The training process loads the data itself",
+    "slow_transform": "The workers mostly compute",
+    "slow_storage": "The workers mostly wait for storage",
 }

@@ -9,17 +9,24 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from lightning_gpuopt.diagnosis import wording
-from lightning_gpuopt.diagnosis.charts import Chart, comparison_chart, phase_chart, step_time_chart, timeline_chart
+from lightning_gpuopt.diagnosis.causes import meaning_of
 from lightning_gpuopt.diagnosis.compare import Comparison, compare
-from lightning_gpuopt.diagnosis.report import Proof, StallReport
+from lightning_gpuopt.diagnosis.record import Proof, RunRecord
+from lightning_gpuopt.diagnosis.render import wording
+from lightning_gpuopt.diagnosis.render.charts import (
+    Chart,
+    comparison_chart,
+    phase_chart,
+    step_time_chart,
+    timeline_chart,
+)
 
-_PACKAGE: Final = "lightning_gpuopt.diagnosis"
+_PACKAGE: Final = "lightning_gpuopt.diagnosis.render"
 _FOLDER: Final = "page"
 _FILTERS: Final = ("arguments", "evidence", "gain", "percent", "speedup", "words")
 
 
-def render_html(report: StallReport, baseline: StallReport | None = None) -> str:
+def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
     """Draw a report as one self-contained HTML page.
 
     Whatever the report holds is escaped, in the text and in the charts; a content security policy keeps the page from
@@ -43,7 +50,7 @@ def render_html(report: StallReport, baseline: StallReport | None = None) -> str
         .get_template("page.html")
         .render(
             report=report,
-            meaning=wording.MEANINGS.get(report.verdict, ""),
+            meaning=meaning_of(report.verdict),
             comparison=comparison,
             comparison_rows=wording.comparison_rows(comparison) if comparison is not None else [],
             key_numbers=_key_numbers(report),
@@ -82,14 +89,14 @@ def _own(name: str) -> Markup:
     return Markup((files(_PACKAGE) / _FOLDER / name).read_text(encoding="utf-8"))
 
 
-def _charts(report: StallReport, comparison: Comparison | None) -> dict[str, Chart]:
+def _charts(report: RunRecord, comparison: Comparison | None) -> dict[str, Chart]:
     charts = [timeline_chart(report), step_time_chart(report), phase_chart(report)]
     if comparison is not None:
         charts.append(comparison_chart(comparison))
     return {chart.name: chart for chart in charts if chart is not None}
 
 
-def _key_numbers(report: StallReport) -> list[tuple[str, str]]:
+def _key_numbers(report: RunRecord) -> list[tuple[str, str]]:
     """What stands in the tiles; a number that is not known has none."""
     numbers = [("Steps", f"{report.steps:,}"), ("Run", wording.duration(report.wall_s))]
     if report.step_s is not None:
@@ -103,7 +110,7 @@ def _key_numbers(report: StallReport) -> list[tuple[str, str]]:
     return numbers
 
 
-def _outlier_rows(report: StallReport) -> list[tuple[str, ...]]:
+def _outlier_rows(report: RunRecord) -> list[tuple[str, ...]]:
     return [
         (
             f"{each.step:,}",
@@ -116,7 +123,7 @@ def _outlier_rows(report: StallReport) -> list[tuple[str, ...]]:
     ]
 
 
-def _proofs(report: StallReport, comparison: Comparison | None) -> list[Proof]:
+def _proofs(report: RunRecord, comparison: Comparison | None) -> list[Proof]:
     """The report's own proofs, and those against the baseline that it does not have yet."""
     more = comparison.proofs if comparison is not None else []
     return [*report.proofs, *(proof for proof in more if proof not in report.proofs)]

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_gpuopt.diagnosis import wording
+from lightning_gpuopt._measured import StepTimes
 from lightning_gpuopt.diagnosis.compare import compare
-from lightning_gpuopt.diagnosis.render_text import render_comparison, render_text
+from lightning_gpuopt.diagnosis.render import wording
+from lightning_gpuopt.diagnosis.render.text import render_comparison, render_text
 from lightning_gpuopt.diagnosis.report import Finding, StallReport
-from lightning_gpuopt.diagnosis.stalls import CAUSES
-from lightning_gpuopt.timeline.steps import StepTimes
 from tests.diagnosis.reports import after, before
 
 
@@ -143,7 +142,3 @@ def test_a_small_gain_keeps_two_digits() -> None:
     assert wording.gain((1.05, 1.13, 1.2)) == "1.13x (1.05x to 1.20x)"
     assert wording.gain((1.8, 2.1, 2.4)) == "2.1x (1.8x to 2.4x)"
     assert (wording.speedup(1.04), wording.speedup(2.04)) == ("1.04x", "2.0x")
-
-
-def test_every_verdict_has_a_sentence() -> None:
-    assert set(wording.MEANINGS) == {"compute_bound", *CAUSES}

@@ -10,31 +10,8 @@ from lightning_gpuopt.tuning.model import HEADROOM_LEFT
 
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.compare import Comparison
-    from lightning_gpuopt.diagnosis.report import Finding, Proof, StallReport
+    from lightning_gpuopt.diagnosis.record import Finding, Proof, RunRecord
     from lightning_gpuopt.tuning.model import Interval
-
-MEANINGS: Final = {
-    "compute_bound": "Nothing holds the training up: the time goes into the steps' own work.",
-    "main_process_loading": "The training process loads the data itself, and the device waits while it does.",
-    "slow_storage": "The loader's workers spend most of their time waiting for storage.",
-    "slow_transform": "The loader's workers compute all the time while CPUs are free: more workers would help.",
-    "cpu_saturated": "The loader's workers use all the CPU there is: more of them would not help.",
-    "cpu_throttled": "A CPU quota stops the process and its workers again and again.",
-    "head_of_line": "Batches are ready, but the next one in order is late.",
-    "worker_transfer": "Putting batches together and handing them to the training process takes longest.",
-    "pin_memory": "Batches wait for the thread that copies them into page-locked memory.",
-    "host_to_device": "The GPU does nothing else while batches are copied to it.",
-    "gpu_sync": "The host waits for the GPU inside the step, and the GPU for the host afterwards.",
-    "launch_bound": "The GPU finishes kernels faster than the host starts them.",
-    "callback": "A callback's own work holds the training up.",
-    "logging": "Calls of the logger hold the training up.",
-    "checkpoint": "Saving checkpoints takes much of the run.",
-    "validation": "Validation takes much of the run.",
-    "epoch_restart": "The loader's workers are started again for every epoch.",
-    "straggler": "One rank is slower than the others, and all of them wait for it.",
-    "gpu_throttled": "The GPU runs at reduced clocks, for heat or power.",
-}
-"""A sentence for each verdict."""
 
 _UNITS: Final = {"ms": "ms", "s": "s", "mib": "MiB", "mhz": "MHz", "percent": "%"}
 _NAME: Final = re.compile(rf"(?:(?P<what>\w+)_)?(?P<unit>{'|'.join(_UNITS)})(?P<per>_per_\w+)?(?P<rest>_max)?")
@@ -114,14 +91,14 @@ def proof_line(proof: Proof) -> str:
     return f"{proof.cause}: {arguments(proof.settings)}: {predicted}measured {speedup(proof.measured)}"
 
 
-def headroom_line(report: StallReport) -> str | None:
+def headroom_line(report: RunRecord) -> str | None:
     """That nothing is left to gain, where that is so: no cause was found, and next to no headroom."""
     if report.headroom is None or report.headroom >= HEADROOM_LEFT or report.findings:
         return None
     return f"Nothing is left to gain: {percent(1 - report.headroom)} of a step is its own work."
 
 
-def outlier_line(report: StallReport) -> str | None:
+def outlier_line(report: RunRecord) -> str | None:
     """How many steps stood out, the slowest of them, and where most of them lost their time."""
     times = report.step_times
     if not times.outliers:
@@ -150,18 +127,18 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _step_time(report: StallReport) -> str:
+def _step_time(report: RunRecord) -> str:
     return duration(report.step_s) if report.step_s is not None else "unknown"
 
 
-def _steps_per_second(report: StallReport) -> str:
+def _steps_per_second(report: RunRecord) -> str:
     return number(1 / report.step_s) if report.step_s else "unknown"
 
 
-def _share(report: StallReport, phase: str) -> float:
+def _share(report: RunRecord, phase: str) -> float:
     return report.phases.get(phase, 0.0) / report.wall_s if report.wall_s > 0 else 0.0
 
 
-def _phase_cell(report: StallReport, phase: str) -> str:
+def _phase_cell(report: RunRecord, phase: str) -> str:
     share = percent(_share(report, phase))
     return f"{number(report.phases.get(phase, 0.0) / report.steps * 1e3)} ms ({share})" if report.steps else share

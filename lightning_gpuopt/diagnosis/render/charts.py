@@ -10,11 +10,10 @@ from typing import Any, Final
 
 import plotly.graph_objects as go
 
-from lightning_gpuopt.diagnosis import wording
+from lightning_gpuopt._measured import PHASES, StepTimes
 from lightning_gpuopt.diagnosis.compare import Comparison
-from lightning_gpuopt.diagnosis.report import StallReport
-from lightning_gpuopt.timeline.actions import PHASES
-from lightning_gpuopt.timeline.steps import StepTimes
+from lightning_gpuopt.diagnosis.record import RunRecord
+from lightning_gpuopt.diagnosis.render import wording
 
 PHASE_COLORS: Final[Mapping[str, str]] = {
     "data_wait": "#d55e00",
@@ -64,7 +63,7 @@ def color_of(phase: str) -> str:
     return PHASE_COLORS.get(phase, _UNKNOWN_PHASE)
 
 
-def timeline_chart(report: StallReport) -> Chart | None:
+def timeline_chart(report: RunRecord) -> Chart | None:
     """Where the time went over the run, stretch by stretch, with the GPU's utilization over it where it is known."""
     stretches = [stretch for stretch in report.timeline if stretch.wall_s > 0]
     if not stretches:
@@ -103,7 +102,7 @@ def timeline_chart(report: StallReport) -> Chart | None:
     return _chart("timeline", alt, 440, figure)
 
 
-def step_time_chart(report: StallReport) -> Chart | None:
+def step_time_chart(report: RunRecord) -> Chart | None:
     """How long steps take, on a logarithmic axis, with the outliers as ticks below."""
     times = report.step_times
     if not times.counts or times.median_s is None:
@@ -160,7 +159,7 @@ def step_time_chart(report: StallReport) -> Chart | None:
     return _chart("step-times", _alt_of_steps(times), 380, figure)
 
 
-def phase_chart(report: StallReport) -> Chart | None:
+def phase_chart(report: RunRecord) -> Chart | None:
     """Seconds of the whole run by phase, the longest on top."""
     phases = sorted((item for item in report.phases.items() if item[1] > 0), key=lambda item: item[1])
     if not phases or report.wall_s <= 0:

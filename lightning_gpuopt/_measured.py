@@ -1,0 +1,411 @@
+"""What is measured of a run, as plain data: phases, queues, workers, loader settings, host and GPU.
+
+Pure: no torch, no clock, no I/O. Everything that counts from the beginning of a run is :class:`Summed`: a reading less
+an earlier one is what happened in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from typing_extensions import Self
+
+PHASES: Final = (
+    "data_wait",
+    "transfer",
+    "forward",
+    "backward",
+    "optimizer",
+    "callbacks",
+    "logging",
+    "validation",
+    "checkpoint",
+    "epoch_setup",
+    "other",
+)
+
+BETWEEN_STEPS: Final = ("validation", "checkpoint", "epoch_setup")
+"""Phases that are no part of a training step."""
+
+SIGNAL_BROADCAST: Final = "signal_broadcast"
+"""Lightning's broadcast before each step under several ranks: whether a signal told it to stop."""
+
+FIRST_FETCH: Final = "first_fetch"
+"""The first fetch of an epoch, a part of ``epoch_setup``: what the workers do until there is a batch."""
+
+STEP_HOOKS: Final = frozenset(
+    {
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "on_before_batch_transfer",
+        "on_after_batch_transfer",
+    }
+)
+"""Hooks that are called in every training step; the others lie between steps."""
+
+
+class Summed:
+    """Readings of one counter, field by field: numbers, and mappings of names to numbers."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Self) -> Self:
+        """Both stretches together."""
+        return self._combined(other, 1)
+
+    def __sub__(self, earlier: Self) -> Self:
+        """What came after ``earlier``, which is an earlier reading of the same counter."""
+        return self._combined(earlier, -1)
+
+    def _combined(self, other: Self, sign: int) -> Self:
+        names = [each.name for each in fields(self)]  # type: ignore[arg-type]
+        return type(self)(**{name: _combined(getattr(self, name), getattr(other, name), sign) for name in names})
+
+
+def _combined(first: Any, second: Any, sign: int) -> Any:
+    if isinstance(first, Mapping):
+        return {name: first.get(name, 0) + sign * second.get(name, 0) for name in {**first, **second}}
+    return first + sign * second
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes(Summed):
+    """Where the time of a stretch of training went, on the training thread.
+
+    Attributes:
+        wall_s: length of the stretch, in seconds.
+        steps: training batches finished in it.
+        phases: exclusive seconds by phase; every phase is there, and they sum to ``wall_s``.
+        callbacks: exclusive seconds by hook of a callback or of the module, ``"MyCallback.on_train_batch_end"``; they
+            sum to ``phases["callbacks"]``.
+        epochs: epochs begun in it.
+        signal_broadcast_s: seconds in the broadcast, before each step under DDP, by which Lightning agrees on whether a
+            signal told it to stop; part of ``phases["other"]``.
+        first_fetch_s: seconds of the first fetch of each epoch; part of ``phases["epoch_setup"]``.
+    """
+
+    wall_s: float
+    steps: int
+    phases: dict[str, float]
+    callbacks: dict[str, float]
+    epochs: int
+    signal_broadcast_s: float = 0.0
+    first_fetch_s: float = 0.0
+
+    @property
+    def step_s(self) -> float | None:
+        """Mean seconds per training batch, without validation, checkpoints, the set-up of epochs and their hooks."""
+        if not self.steps:
+            return None
+        aside_s = sum(self.phases[phase] for phase in BETWEEN_STEPS) + self.phases["callbacks"] - self.step_hooks_s
+        return max(self.wall_s - aside_s, 0.0) / self.steps
+
+    @property
+    def step_hooks_s(self) -> float:
+        """Seconds in those hooks of callbacks and module that are called in every step."""
+        return sum(seconds for name, seconds in self.callbacks.items() if name.rpartition(".")[2] in STEP_HOOKS)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueTimes(Summed):
+    """What was seen at the fetches of the watched loaders, the first of each epoch left out.
+
+    Attributes:
+        fetches: fetches seen.
+        ready: batches that lay ready at the beginning of a fetch, summed over the fetches.
+        empty: fetches that began with nothing ready.
+        waits: fetches that had to wait.
+        wait_s: seconds of those.
+        late_wait_s: those of them that ended with nearly all other batches ready: one late batch held up the rest.
+        unpinned_wait_s: those that began with results of workers waiting for the pin-memory thread, and none pinned.
+    """
+
+    fetches: int = 0
+    ready: int = 0
+    empty: int = 0
+    waits: int = 0
+    wait_s: float = 0.0
+    late_wait_s: float = 0.0
+    unpinned_wait_s: float = 0.0
+
+    @property
+    def mean_ready(self) -> float | None:
+        """Batches ready at the beginning of a fetch; None before the first."""
+        return self.ready / self.fetches if self.fetches else None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTimes(Summed):
+    """What all workers of the watched loaders did, summed up. Without workers it is the training process itself.
+
+    Attributes:
+        batches: batches made.
+        data_wall_s: seconds spent in dataset access (``__getitem__``, ``__getitems__``, or the iterable's ``next``).
+        data_cpu_s: CPU seconds of the worker's own thread in it; far less than wall means blocked on I/O or a lock.
+        collate_wall_s: seconds spent in ``collate_fn``.
+        collate_cpu_s: CPU seconds in it.
+        bytes: bytes of the tensors and arrays in ``sized`` of the batches.
+        sized: batches whose bytes were counted.
+        squares_s2: sum of the squares of the seconds that each batch took, for their spread.
+    """
+
+    batches: int = 0
+    data_wall_s: float = 0.0
+    data_cpu_s: float = 0.0
+    collate_wall_s: float = 0.0
+    collate_cpu_s: float = 0.0
+    bytes: int = 0
+    sized: int = 0
+    squares_s2: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which workers made batches."""
+        return self.data_wall_s + self.collate_wall_s
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds for it."""
+        return self.data_cpu_s + self.collate_cpu_s
+
+    @property
+    def batch_bytes(self) -> float | None:
+        """Mean bytes of a batch; None before one was counted."""
+        return self.bytes / self.sized if self.sized else None
+
+    @property
+    def unevenness(self) -> float | None:
+        """Variance of the seconds that a batch takes over the square of their mean: 0 is even; None before a batch."""
+        if not self.batches or not self.busy_s:
+            return None
+        mean = self.busy_s / self.batches
+        return max(self.squares_s2 / self.batches / mean**2 - 1.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderFacts:
+    """The settings of the training loaders that matter for the diagnosis.
+
+    Attributes:
+        num_workers: worker processes over all loaders; None where a loader does not say (it is no DataLoader).
+        persistent_workers: whether workers live on from epoch to epoch.
+        prefetch_factor: batches that each worker prepares ahead; None without workers.
+        pin_memory: whether batches come in page-locked memory.
+        duplicates: whether more workers would bring samples twice: a loader has an ``IterableDataset`` that does not
+            divide its samples among them. None where all datasets are map-style.
+    """
+
+    num_workers: int | None = None
+    persistent_workers: bool | None = None
+    prefetch_factor: int | None = None
+    pin_memory: bool | None = None
+    duplicates: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostActivity:
+    """What the CPUs did while the workers were watched. A figure that could not be read is None.
+
+    Attributes:
+        usable_cpus: CPUs that this process may use at once: its affinity, less what a cgroup's quota forbids.
+        seconds: worker-seconds watched: the time watched, times the workers.
+        worker_cpu: share of a worker's time spent computing, 0-1, mean over the workers.
+        worker_queued: share of a worker's time spent waiting for a CPU, 0-1.
+        free_cpus: usable CPUs that nobody used, this process, its workers and all others counted; mean.
+        process_cpus: CPUs that this process used, all its threads; mean.
+        throttled: share of the scheduler's periods in which a cgroup's quota stopped us, 0-1.
+        cpu_pressure: share of the time in which something on this machine waited for a CPU, 0-1 (``/proc/pressure``).
+        io_pressure: the same for I/O.
+        memory_pressure: the same for memory: reclaim, and pages that come back from swap.
+        swapped_in_mib_s: MiB read from swap per second, on the whole machine.
+    """
+
+    usable_cpus: float
+    seconds: float
+    worker_cpu: float | None
+    worker_queued: float | None
+    free_cpus: float | None
+    process_cpus: float | None = None
+    throttled: float | None = None
+    cpu_pressure: float | None = None
+    io_pressure: float | None = None
+    memory_pressure: float | None = None
+    swapped_in_mib_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTimes(Summed):
+    """What the GPU did in the steps whose events have been read, on its compute stream.
+
+    Attributes:
+        steps: training batches read.
+        compute_s: seconds from the beginning of a step's own work to its end.
+        compute_bound_s: seconds of those in which the GPU could have been idle at most: from the beginning of the
+            step's work until the host had issued all of it.
+        copy_s: seconds of the batches' copies to the device; no other work runs meanwhile.
+        queued_s: seconds of work that hooks outside of the step have queued (EMA, GPU augmentation).
+        forward_s: seconds of ``training_step``'s own kernels, where it was asked for.
+        wait_s: seconds in Lightning's broadcast before each step, in which ranks wait for one another.
+        validation_s: seconds from the beginning of validations to their end.
+        idle: seconds in which no kernel ran, outside of the step's own work and of copies, by what the host did in
+            exactly that time: a phase, or a hook such as ``"MyCallback.on_train_batch_end"``.
+        exposed_by: seconds of ``idle`` after a hook in which the host had waited for the GPU, by that hook.
+    """
+
+    steps: int = 0
+    compute_s: float = 0.0
+    compute_bound_s: float = 0.0
+    copy_s: float = 0.0
+    queued_s: float = 0.0
+    forward_s: float = 0.0
+    wait_s: float = 0.0
+    validation_s: float = 0.0
+    idle: dict[str, float] = field(default_factory=dict)
+    exposed_by: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def idle_s(self) -> float:
+        """All of ``idle``, in seconds."""
+        return sum(self.idle.values())
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """What NVML said of this rank's GPU. A figure that the GPU does not give is None.
+
+    Attributes:
+        utilization: time in which a kernel was resident, 0-100 %.
+        sm_activity: mean share of the multiprocessors that worked, 0-100 %; Hopper and later.
+        seconds: for how long it was read.
+        throttled_percent: time in which the clocks were reduced for heat or by the hardware's power brake, 0-100 %.
+        power_capped_percent: time in which they were reduced to stay within the power limit, 0-100 %.
+        sm_clock_mhz: mean clock of the multiprocessors.
+        sm_clock_mhz_max: highest clock that the device can have.
+    """
+
+    utilization: float | None = None
+    sm_activity: float | None = None
+    seconds: float = 0.0
+    throttled_percent: float | None = None
+    power_capped_percent: float | None = None
+    sm_clock_mhz: float | None = None
+    sm_clock_mhz_max: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SyncSighting:
+    """What a close look at a few steps saw of the host waiting for the GPU inside the step.
+
+    Attributes:
+        steps: steps looked at.
+        count: synchronizing calls made by the user's own code in them.
+        where: function, file and line of the most frequent one; empty when there was none.
+        elsewhere: synchronizing calls made by torch, Lightning and other libraries.
+    """
+
+    steps: int
+    count: int
+    where: str = ""
+    elsewhere: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepLook:
+    """What torch.profiler's activity records said of a few steps: from the beginning of their work to its end.
+
+    Attributes:
+        steps: steps looked at.
+        busy_s: seconds of a mean step in which a kernel ran; a collective that waits counts.
+        launch_idle_s: seconds of a mean step in which the GPU was idle since the host issued too slowly.
+        sync_idle_s: seconds of a mean step in which it was idle after a call in which the host had waited for it.
+        communication_s: seconds of a mean step in which collectives ran, and nothing else.
+        calls: calls of the CUDA runtime in a mean step; 0 where none were recorded, and so no waits were seen.
+    """
+
+    steps: int
+    busy_s: float
+    launch_idle_s: float
+    sync_idle_s: float
+    communication_s: float = 0.0
+    calls: float = 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds of a mean step in which the GPU was idle."""
+        return self.launch_idle_s + self.sync_idle_s
+
+
+@dataclass(frozen=True, slots=True)
+class RankWork:
+    """What one rank did in a mean step, in seconds.
+
+    Attributes:
+        rank: global rank.
+        data_wait_s: it waited for its loader; on CUDA: its GPU was idle while it did.
+        compute_s: its own work on the training thread, without backward and optimizer, in which ranks wait for one
+            another; on CUDA: its GPU's other idle time between steps, and the copy.
+        loader_s: its loader needs for a batch: the workers' time over their number; None where not measured.
+        forward_s: its GPU needs for ``training_step``; None on other devices, and where ranks wait in it for one
+            another.
+        communication_s: its GPU ran collectives and nothing else, in the close look: a slower rank waits less in them.
+            None without a look.
+    """
+
+    rank: int
+    data_wait_s: float
+    compute_s: float
+    loader_s: float | None = None
+    forward_s: float | None = None
+    communication_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """A step that took much longer than the others of its kind.
+
+    Attributes:
+        step: number of the training batch in this run, from 0.
+        at_s: when it ended, in seconds since the timeline's start.
+        seconds: how long it took, without validation, checkpoints and the set-up of epochs.
+        phase: the phase in which it lost most, against the mean of the run.
+        phase_s: seconds that it spent in that phase.
+    """
+
+    step: int
+    at_s: float
+    seconds: float
+    phase: str
+    phase_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Distribution of step times after warm-up.
+
+    Attributes:
+        edges_s: lower edges of the bins that are not empty, in seconds, and the upper edge of the last.
+        counts: steps in each bin.
+        median_s: half of the steps took less.
+        p90_s: nine tenths took less.
+        p99_s: 99 of 100 took less.
+        slowest_s: the slowest.
+        outliers: the slowest outliers, in order of time; at most 100.
+        outlier_count: how many there were in all.
+        outlier_s: seconds that all of them took more than the median of their kind.
+    """
+
+    edges_s: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    median_s: float | None = None
+    p90_s: float | None = None
+    p99_s: float | None = None
+    slowest_s: float | None = None
+    outliers: tuple[Outlier, ...] = ()
+    outlier_count: int = 0
+    outlier_s: float = 0.0

@@ -1,0 +1,152 @@
+"""What is placed in a Trainer to see where its time goes, and how it is taken away again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Final
+
+import torch
+
+from lightning_gpuopt import _lightning
+from lightning_gpuopt._lightning import Callback, LightningModule, Trainer, shadow
+from lightning_gpuopt._measured import SIGNAL_BROADCAST
+from lightning_gpuopt.timeline.observer import StepObserver
+from lightning_gpuopt.timeline.phases import Timeline
+from lightning_gpuopt.timeline.profiler import TimelineProfiler
+from lightning_gpuopt.timeline.trace import NvtxTimeline
+
+log = logging.getLogger(__name__)
+
+_LOGGER_CALLS: Final = (
+    "log_metrics",
+    "save",
+    "after_save_checkpoint",
+    "log_image",
+    "log_text",
+    "log_table",
+    "log_audio",
+    "log_video",
+)
+
+
+class Observers(StepObserver):
+    """Passes a step's events on to whoever measures there; what fails is left out from then on."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def connect(self, event: str, function: Callable[..., None], refused: Callable[[Exception], None]) -> None:
+        """Have a function called at an event.
+
+        Args:
+            event: a method of :class:`~lightning_gpuopt.timeline.observer.StepObserver`.
+            function: what to call.
+            refused: called once where it fails; it is not called again.
+        """
+
+        def safely(*arguments: Any) -> None:
+            try:
+                function(*arguments)
+            except Exception as error:
+                log.debug("a measurement failed", exc_info=True)
+                setattr(self, event, lambda *arguments: None)
+                refused(error)
+
+        setattr(self, event, safely)
+
+    def stopped(self, event: str) -> Callable[[Exception], None]:
+        """What notes that measuring stopped there."""
+        return lambda error: self.problems.append(f"Measuring at {event} stopped: {type(error).__name__}: {error}.")
+
+    def disconnect(self, events: tuple[str, ...]) -> None:
+        """Call nobody at these any more."""
+        for event in events:
+            vars(self).pop(event, None)
+
+
+class Placement:
+    """The profiler and the few shadows in one Trainer.
+
+    Args:
+        trainer: the Trainer.
+        pl_module: its module.
+
+    Attributes:
+        undo: takes away all that was placed; what else has to end with the fit may be added.
+        observers: who is called at a step's events.
+        notes: what could not be placed.
+    """
+
+    def __init__(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.undo = ExitStack()
+        self.observers = Observers()
+        self.notes: list[str] = []
+        self._trainer = trainer
+        self._pl_module = pl_module
+
+    def timeline(self, *, nvtx: bool, detailed: bool) -> Timeline:
+        """A timeline for this Trainer's callbacks; it begins when it is started.
+
+        Args:
+            nvtx: mark the phases as NVTX ranges as well.
+            detailed: for a GPU's clock.
+        """
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        return (NvtxTimeline if nvtx and self._nvtx_is_there() else Timeline)(
+            checkpoint_callbacks=[each.state_key for each in callbacks if _lightning.is_checkpoint(each)],
+            callback_names={each.state_key: type(each).__name__ for each in callbacks},
+            observer=self.observers,
+            detailed=detailed,
+        )
+
+    def place(self, timeline: Timeline) -> None:
+        """Have everything that the Trainer does pass the timeline."""
+        trainer = self._trainer
+        self._shadow(trainer, "profiler", TimelineProfiler(timeline, _lightning.profiler(trainer)))
+        validation = _lightning.validation_loop(trainer)
+        if validation is not None:
+            self._shadow(validation, "run", timeline.validating(validation.run))
+        else:
+            self.notes.append("The start of validation could not be seen: its set-up counts as other.")
+        if not self._pl_module.automatic_optimization:  # manual_backward passes the profiler by
+            self._shadow(trainer.strategy, "backward", timeline.timed(trainer.strategy.backward, "backward"))
+        broadcast = _lightning.signal_broadcast(trainer)
+        if broadcast is not None and trainer.world_size > 1:
+            owner, name = broadcast
+            self._shadow(owner, name, timeline.timed(getattr(owner, name), SIGNAL_BROADCAST))
+        for each in trainer.loggers:
+            for name in _LOGGER_CALLS:
+                function = getattr(each, name, None)
+                if callable(function):
+                    self._shadow(each, name, timeline.timed(function, "logging"))
+
+    def _nvtx_is_there(self) -> bool:
+        try:
+            torch.cuda.nvtx.range_push("lightning_gpuopt")  # type: ignore[no-untyped-call]
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            self.notes.append("No NVTX ranges: this torch is built without CUDA.")
+            return False
+        return True
+
+    def _shadow(self, owner: Any, name: str, replacement: Any) -> None:
+        try:
+            self.undo.callback(shadow(owner, name, replacement))
+        except (AttributeError, TypeError):
+            self.notes.append(f"{type(owner).__name__}.{name} could not be timed.")
+
+
+def forward_is_a_ranks_own(trainer: Trainer, pl_module: LightningModule) -> bool:
+    """Whether the forward's GPU time says how fast a rank is: no collective lies in it.
+
+    DDP's broadcast of buffers, ``SyncBatchNorm``, sharded strategies and manual optimization put one there.
+    """
+    name = type(trainer.strategy).__name__
+    if "DDP" not in name or not pl_module.automatic_optimization:
+        return False
+    options = getattr(trainer.strategy, "_ddp_kwargs", {})
+    broadcasts = options.get("broadcast_buffers", True) and any(True for _ in pl_module.buffers())
+    synced = any(isinstance(each, torch.nn.SyncBatchNorm) for each in pl_module.modules())
+    return not broadcasts and not synced

@@ -1,0 +1,137 @@
+"""The steady part of a fit: what was measured since the warm-up, made anew whenever something has changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from lightning_gpuopt._measured import GpuTimes, LoaderFacts, PhaseTimes, QueueTimes, RankWork, WorkerTimes
+from lightning_gpuopt.callbacks._device_watch import DeviceWatch
+from lightning_gpuopt.callbacks._loader_watch import LoaderWatch
+from lightning_gpuopt.callbacks._step_looks import StepLooks
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.record import Finding
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What workers, queues and the GPU have counted up to one moment."""
+
+    workers: dict[int, tuple[LoaderFacts, WorkerTimes]] = field(default_factory=dict)
+    queues: QueueTimes = QueueTimes()  # noqa: RUF009 - frozen
+    gpu: GpuTimes = GpuTimes()  # noqa: RUF009 - frozen
+
+
+class SteadyPart:
+    """Measures from its making on: the host's and NVML's figures begin anew with it.
+
+    Args:
+        loader: the watch over the training loaders.
+        device: the watch over this rank's GPU, None on other devices.
+        looks: the close looks at its steps.
+
+    Attributes:
+        findings: of the time so far; what comes after a change of the loader proves them.
+    """
+
+    def __init__(self, loader: LoaderWatch, device: DeviceWatch | None, looks: StepLooks | None) -> None:
+        self.findings: list[Finding] = []
+        self._loader = loader
+        self._device = device
+        self._looks = looks
+        self._start = self._last = self._read()
+        loader.reset_host()
+        if device is not None:
+            device.restart()
+
+    def measure(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
+        """What was measured since the beginning.
+
+        Args:
+            times: the phases since then.
+            ranks: the work of all ranks.
+        """
+        return self._since(self._start, self._read(), times, ranks)
+
+    def window(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
+        """What was measured since the last window.
+
+        Args:
+            times: the phases since then.
+            ranks: the work of all ranks.
+        """
+        now = self._read()
+        before, self._last = self._last, now
+        return self._since(before, now, times, ranks)
+
+    def gpu(self) -> GpuTimes:
+        """What the GPU did since the beginning."""
+        return self._device.times() - self._start.gpu if self._device is not None else GpuTimes()
+
+    def _read(self) -> Reading:
+        gpu = self._device.times() if self._device is not None else GpuTimes()
+        return Reading(self._loader.workers(), self._loader.queues.times(), gpu)
+
+    def _since(self, start: Reading, now: Reading, times: PhaseTimes, ranks: tuple[RankWork, ...]) -> Measurement:
+        loader, workers = _slowest_loader(start, now)
+        measured = Measurement(
+            times=times,
+            loader=loader if loader is not None else self._loader.facts,
+            host=self._loader.host(),
+            workers=workers,
+            queues=now.queues - start.queues,
+            ranks=ranks,
+        )
+        if self._device is None or self._looks is None:
+            return measured
+        return replace(
+            measured,
+            gpu=now.gpu - start.gpu,
+            gpu_refused=self._device.refused,
+            device=self._device.state(),
+            syncs=self._looks.syncs,
+            look=self._looks.look,
+            look_pending=self._looks.pending,
+        )
+
+
+def _slowest_loader(start: Reading, now: Reading) -> tuple[LoaderFacts | None, WorkerTimes | None]:
+    """Of several loaders, the one whose workers were busiest: the others wait with the loop for it."""
+    since = [
+        (facts, times - start.workers[key][1] if key in start.workers else times)
+        for key, (facts, times) in now.workers.items()
+    ]
+    if not since:
+        return None, None
+    return max(since, key=lambda each: each[1].busy_s / max(each[0].num_workers or 1, 1))
+
+
+def work_of(rank: int, measurement: Measurement | None, *, forward: bool) -> RankWork | None:
+    """A mean step of this rank, for rank 0 to compare.
+
+    Args:
+        rank: global rank.
+        measurement: of the steady part; None while there is none.
+        forward: whether the forward's GPU time is this rank's own.
+    """
+    if measurement is None or not measurement.times.steps:
+        return None
+    times, workers, gpu = measurement.times, measurement.workers, measurement.gpu
+    loader_s = None
+    if workers is not None and workers.batches:
+        loader_s = workers.busy_s / workers.batches / max(measurement.loader.num_workers or 1, 1)
+    if gpu is None:
+        own_s = sum(times.phases[phase] for phase in ("transfer", "forward", "logging")) + times.step_hooks_s
+        return RankWork(rank, times.phases["data_wait"] / times.steps, own_s / times.steps, loader_s)
+    waterfall = measurement.waterfall
+    if not gpu.steps or not waterfall.steps:
+        return None
+    data_s = waterfall.wait("data_wait")
+    other_s = waterfall.step_waits_s - waterfall.launch_s - waterfall.sync_s - data_s
+    return RankWork(
+        rank,
+        data_s / gpu.steps,
+        other_s / gpu.steps,
+        loader_s,
+        gpu.forward_s / gpu.steps if forward else None,
+        measurement.look.communication_s if measurement.look is not None else None,
+    )

@@ -1,0 +1,1 @@
+"""The report, drawn: as text, as a page, in charts."""

@@ -1,0 +1,248 @@
+"""What holds a step up beside its data: hooks, loggers, the copy to the device, the inside of the step, clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Final
+
+from lightning_gpuopt._measured import SIGNAL_BROADCAST
+from lightning_gpuopt.diagnosis.causes import CAUSES
+from lightning_gpuopt.diagnosis.loader_causes import exposed_by, hook_name
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.predict import speedup_without
+from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.diagnosis.waterfall import Waterfall, in_steps
+
+Candidate = tuple[float, Callable[[], Finding]]
+"""Share of wall time, and how the finding is made if that is enough."""
+
+_CAPPED: Final = 10.0
+"""Percent of the time for which a power cap is worth a note."""
+
+
+def per_step(seconds: float, measurement: Measurement) -> dict[str, float | str]:
+    """Evidence of something that belongs to every step."""
+    waterfall = measurement.waterfall
+    evidence: dict[str, float | str] = {
+        "ms_per_step": round(seconds / waterfall.steps * 1e3, 3),
+        "step_ms": round((waterfall.step_s or 0.0) * 1e3, 3),
+    }
+    return evidence | exposed_by(waterfall)
+
+
+def callbacks(measurement: Measurement) -> Iterator[Candidate]:
+    """Each callback, and each module or data module by its hooks."""
+    hooks_of: dict[str, dict[str, float]] = {}
+    for name, seconds in measurement.waterfall.waits.items():
+        callback, _, hook = name.rpartition(".")
+        if callback:
+            hooks_of.setdefault(callback, {})[hook] = seconds
+    for callback, hooks in hooks_of.items():
+        build = partial(_callback, measurement, callback, hooks)
+        yield measurement.waterfall.share(sum(hooks.values())), build
+
+
+def _callback(measurement: Measurement, callback: str, hooks: dict[str, float]) -> Finding:
+    waterfall = measurement.waterfall
+    slowest = max(hooks, key=lambda hook: hooks[hook])
+    every_step_s = sum(seconds for hook, seconds in hooks.items() if in_steps(f"{callback}.{hook}"))
+    all_s = sum(hooks.values())
+    where: dict[str, float | str] = {"callback": callback, "hook": slowest}
+    if every_step_s >= all_s / 2:
+        evidence = per_step(all_s, measurement) | where
+        prediction = speedup_without(waterfall, every_step_s)
+    else:
+        evidence = where | {"hooks_s": round(all_s, 3)}
+        prediction = None
+    advice = CAUSES["callback"].advice.format(callback=callback, hook=slowest)
+    if callback == "NumWorkersFinder":
+        advice = (
+            "NumWorkersFinder started workers, or tried how many are needed: it does so at the beginning, which counts "
+            "in a run as short as this. Set the num_workers that it found, and take it out."
+        )
+    return Finding("callback", waterfall.share(all_s), evidence, advice, predicted_speedup=prediction)
+
+
+def logging(measurement: Measurement) -> Iterator[Candidate]:
+    """Calls of the loggers."""
+    waterfall, seconds = measurement.waterfall, measurement.waterfall.wait("logging")
+    yield (
+        waterfall.share(seconds),
+        lambda: Finding(
+            "logging",
+            waterfall.share(seconds),
+            per_step(seconds, measurement),
+            CAUSES["logging"].advice,
+            predicted_speedup=speedup_without(waterfall, seconds),
+        ),
+    )
+
+
+def between_steps(measurement: Measurement) -> Iterator[Candidate]:
+    """Validation by its wall time; checkpoints, and workers that start again for every epoch."""
+    times, waterfall, loader = measurement.times, measurement.waterfall, measurement.loader
+    validation_s, checkpoint_s = times.phases["validation"], waterfall.wait("checkpoint")
+    yield (
+        measurement.share(validation_s),
+        lambda: Finding(
+            "validation",
+            measurement.share(validation_s),
+            {"validation_s": round(validation_s, 3)},
+            CAUSES["validation"].advice,
+        ),
+    )
+    yield (
+        waterfall.share(checkpoint_s),
+        lambda: Finding(
+            "checkpoint",
+            waterfall.share(checkpoint_s),
+            {"checkpoint_s": round(checkpoint_s, 3)},
+            CAUSES["checkpoint"].advice,
+        ),
+    )
+    if loader.num_workers and not loader.persistent_workers and times.epochs:
+        restart_s = restarts_s(measurement)
+        yield (
+            waterfall.share(restart_s),
+            lambda: Finding(
+                "epoch_restart",
+                waterfall.share(restart_s),
+                {"epoch_setup_s_per_epoch": round(restart_s / times.epochs, 3), "epochs": times.epochs},
+                CAUSES["epoch_restart"].advice,
+                {"persistent_workers": True},
+            ),
+        )
+
+
+def restarts_s(measurement: Measurement) -> float:
+    """Seconds that the start of workers costs at the beginning of epochs.
+
+    An iterable dataset may fill a shuffle buffer before its first sample, with workers that live on as well: there,
+    only what comes before the first fetch counts.
+    """
+    setup_s, times = measurement.waterfall.wait("epoch_setup"), measurement.times
+    if measurement.loader.duplicates is None or times.phases["epoch_setup"] <= 0:
+        return setup_s
+    return setup_s * max(1 - times.first_fetch_s / times.phases["epoch_setup"], 0.0)
+
+
+def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
+    """The copy of batches to the device."""
+    waterfall, pinned = measurement.waterfall, measurement.loader.pin_memory
+    seconds = waterfall.wait("transfer")
+    settings: dict[str, Any] = {}
+    evidence: dict[str, float | str] = {}
+    if not waterfall.on_gpu:  # moving a batch to where it is already costs the walk through it
+        advice = "Walking through the batch to move it takes long: make batches of few large tensors, not many objects."
+    else:
+        evidence["pin_memory"] = str(bool(pinned))
+        advice = CAUSES["host_to_device"].advice
+        if pinned:
+            advice += "send smaller types (uint8, and normalise on the GPU)."
+        else:
+            advice += "copy from page-locked memory (pin_memory=True)."
+            settings = {"pin_memory": True} if pinned is not None else {}
+    yield (
+        waterfall.share(seconds),
+        lambda: Finding(
+            "host_to_device",
+            waterfall.share(seconds),
+            per_step(seconds, measurement) | evidence,
+            advice,
+            settings,
+            speedup_without(waterfall, seconds),
+        ),
+    )
+
+
+def inside_the_step(measurement: Measurement) -> Iterator[Candidate]:
+    """The GPU's idle time inside the steps: the host waited for it, or is too slow. Nothing while a look is to come."""
+    waterfall = measurement.waterfall
+    if not waterfall.on_gpu or measurement.look_pending:
+        return
+    yield waterfall.share(waterfall.launch_s), lambda: _launch_bound(measurement, waterfall)
+    yield waterfall.share(waterfall.sync_s), lambda: _gpu_sync(measurement, waterfall)
+
+
+def _inside_evidence(seconds: float, measurement: Measurement) -> dict[str, float | str]:
+    evidence = per_step(seconds, measurement)
+    device, look = measurement.device, measurement.look
+    if device is not None and device.utilization is not None:
+        evidence["gpu_utilization_percent"] = round(device.utilization, 1)
+    if look is not None:
+        evidence["busy_ms_per_step"] = round(look.busy_s * 1e3, 3)
+    return evidence
+
+
+def _launch_bound(measurement: Measurement, waterfall: Waterfall) -> Finding:
+    return Finding(
+        "launch_bound",
+        waterfall.share(waterfall.launch_s),
+        _inside_evidence(waterfall.launch_s, measurement),
+        CAUSES["launch_bound"].advice,
+        predicted_speedup=speedup_without(waterfall, waterfall.launch_s),
+    )
+
+
+def _gpu_sync(measurement: Measurement, waterfall: Waterfall) -> Finding:
+    syncs = measurement.syncs
+    evidence = _inside_evidence(waterfall.sync_s, measurement)
+    where = "a call in the step"
+    if syncs is not None and syncs.steps:
+        where = syncs.where or where
+        evidence |= {"syncs_per_step": round(syncs.count / syncs.steps, 1), "where": where}
+    return Finding(
+        "gpu_sync",
+        waterfall.share(waterfall.sync_s),
+        evidence,
+        CAUSES["gpu_sync"].advice.format(where=where),
+        predicted_speedup=speedup_without(waterfall, waterfall.sync_s),
+    )
+
+
+def signal_broadcast(measurement: Measurement) -> Iterator[Candidate]:
+    """Lightning's broadcast before each step, off the GPU; there it waits for the step, and what it exposes counts."""
+    waterfall = measurement.waterfall
+    if waterfall.on_gpu:
+        return
+    seconds = waterfall.wait(SIGNAL_BROADCAST)
+    yield (
+        waterfall.share(seconds),
+        lambda: Finding(
+            "gpu_sync",
+            waterfall.share(seconds),
+            per_step(seconds, measurement) | {"where": hook_name(SIGNAL_BROADCAST)},
+            "Before every step Lightning broadcasts whether a signal told it to stop, and waits for the answer. No "
+            "setting switches it off; larger batches make it rarer.",
+            predicted_speedup=speedup_without(waterfall, seconds),
+        ),
+    )
+
+
+def gpu_throttled(measurement: Measurement) -> Iterator[Candidate]:
+    """Clocks that are reduced for heat or by the hardware, against the highest that the device has."""
+    device = measurement.device
+    if device is None or not device.throttled_percent or not device.sm_clock_mhz or not device.sm_clock_mhz_max:
+        return
+    share = min(max(1 - device.sm_clock_mhz / device.sm_clock_mhz_max, 0.0), device.throttled_percent / 100)
+    evidence: dict[str, float | str] = {
+        "throttled_percent": round(device.throttled_percent, 1),
+        "sm_clock_mhz": round(device.sm_clock_mhz),
+        "sm_clock_mhz_max": round(device.sm_clock_mhz_max),
+    }
+    yield share, lambda: Finding("gpu_throttled", share, evidence, CAUSES["gpu_throttled"].advice)
+
+
+def power_cap_note(measurement: Measurement) -> str | None:
+    """That the GPU stays within its power limit, which is normal for one that works hard."""
+    device = measurement.device
+    if device is None or (device.power_capped_percent or 0.0) < _CAPPED:
+        return None
+    clocks = ""
+    if device.sm_clock_mhz and device.sm_clock_mhz_max:
+        clocks = f" (mean clock {device.sm_clock_mhz:.0f} of {device.sm_clock_mhz_max:.0f} MHz)"
+    return (
+        f"For {device.power_capped_percent:.0f} % of the time the GPU kept its clocks down to stay within its power "
+        f"limit{clocks}: normal for one that works hard."
+    )

@@ -1,0 +1,209 @@
+"""What the device waited for, and for how long: one account for every share, finding, prediction and headroom.
+
+On CUDA only the time counts in which the GPU was idle, attributed to what the host did in exactly that time: a host
+that works while the GPU is busy costs nothing. On other devices the training process is the device, and its phases
+count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from lightning_gpuopt._measured import (
+    BETWEEN_STEPS,
+    FIRST_FETCH,
+    SIGNAL_BROADCAST,
+    STEP_HOOKS,
+    DeviceState,
+    GpuTimes,
+    PhaseTimes,
+    StepLook,
+    SyncSighting,
+)
+
+ENOUGH_S: Final = 5.0
+"""NVML's utilization is a mean over up to a second; over so many seconds it says something of the steps."""
+
+_COVERED: Final = 0.5
+"""A run that is shorter than that has to be covered to this share."""
+
+_OWN: Final = "StallDetector."
+"""What our own looks cost is no fault of the run's; the report says it in a note."""
+
+_SYNCS_A_STEP: Final = 0.5
+"""The user's code waits for the GPU in every second step or more often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waterfall:
+    """A stretch of a run, as its device saw it.
+
+    Attributes:
+        on_gpu: whether this is the GPU's own time; else it is the training process's.
+        wall_s: length of the stretch, in seconds.
+        steps: steps in it.
+        step_s: mean seconds of a step, without validation, checkpoints and the set-up of epochs; None without steps.
+        waits: seconds in which the device waited, by what the host did: a phase (``"transfer"``: the copy), or a hook,
+            ``"MyCallback.on_train_batch_end"``.
+        launch_s: seconds in which the GPU was idle inside the steps since the host issued too slowly.
+        sync_s: seconds in which it was idle there after the user's code had waited for it.
+        exposed_by: the hook whose wait for the GPU exposed most of ``waits``; empty where there was none.
+    """
+
+    on_gpu: bool
+    wall_s: float
+    steps: int
+    step_s: float | None
+    waits: Mapping[str, float] = field(default_factory=dict)
+    launch_s: float = 0.0
+    sync_s: float = 0.0
+    exposed_by: str = ""
+
+    def share(self, seconds: float) -> float:
+        """Seconds of this device as a share of the stretch, 0-1."""
+        return min(max(seconds / self.wall_s, 0.0), 1.0) if self.wall_s > 0 else 0.0
+
+    def wait(self, *names: str) -> float:
+        """Seconds waited for these."""
+        return sum(self.waits.get(name, 0.0) for name in names)
+
+    @property
+    def idle_s(self) -> float:
+        """All seconds in which the device waited."""
+        return sum(self.waits.values()) + self.launch_s + self.sync_s
+
+    @property
+    def step_waits_s(self) -> float:
+        """Seconds of those that lie in steps, not between them."""
+        return sum(s for name, s in self.waits.items() if in_steps(name)) + self.launch_s + self.sync_s
+
+
+def in_steps(name: str) -> bool:
+    """Whether what the host did belongs to every step: not to validation, checkpoints or the beginning of epochs."""
+    if "." in name:
+        return name.rpartition(".")[2] in STEP_HOOKS
+    return name not in (*BETWEEN_STEPS, FIRST_FETCH)
+
+
+def waterfall_of(
+    times: PhaseTimes,
+    gpu: GpuTimes | None = None,
+    device: DeviceState | None = None,
+    look: StepLook | None = None,
+    syncs: SyncSighting | None = None,
+    *,
+    gpu_refused: bool = False,
+) -> Waterfall:
+    """Account for a stretch of a run.
+
+    Args:
+        times: the training process's phases.
+        gpu: what the GPU's event clock saw; None on other devices.
+        device: what NVML said.
+        look: what a close look at the step's kernels saw.
+        syncs: what a close look for synchronizing calls saw.
+        gpu_refused: whether CUDA refused the event clock from the start.
+    """
+    if gpu is None:
+        return Waterfall(False, times.wall_s, times.steps, times.step_s, _process_waits(times))
+    if not gpu.steps:
+        if not gpu_refused:  # nothing has been read yet
+            return Waterfall(True, 0.0, 0, None)
+        # what the loader and the disk cost is known all the same
+        known = {name: times.phases[name] for name in ("data_wait", "checkpoint", "epoch_setup")}
+        return Waterfall(True, times.wall_s, times.steps, times.step_s, known)
+    gpu = replace(gpu, idle={name: seconds for name, seconds in gpu.idle.items() if not name.startswith(_OWN)})
+    waits = dict(gpu.idle)
+    waits["transfer"] = waits.get("transfer", 0.0) + gpu.copy_s
+    waits["epoch_setup"] = waits.get("epoch_setup", 0.0) + waits.pop(FIRST_FETCH, 0.0)
+    wall_s = gpu.compute_s + gpu.copy_s + gpu.queued_s + gpu.wait_s + gpu.validation_s + gpu.idle_s
+    aside_s = gpu.validation_s + sum(seconds for name, seconds in gpu.idle.items() if not in_steps(name))
+    inside_s, sync_share = _inside_the_steps(gpu, wall_s, aside_s, device, look)
+    if syncs is not None and not _the_user_waits(syncs):
+        sync_share = 0.0
+    elif sync_share is None:
+        sync_share = 1.0 if syncs is not None else 0.0
+    return Waterfall(
+        on_gpu=True,
+        wall_s=wall_s,
+        steps=gpu.steps,
+        step_s=(wall_s - aside_s) / gpu.steps,
+        waits=waits,
+        launch_s=inside_s * (1 - sync_share),
+        sync_s=inside_s * sync_share,
+        exposed_by=_exposed_by(gpu),
+    )
+
+
+def _process_waits(times: PhaseTimes) -> dict[str, float]:
+    waits = {name: times.phases[name] for name in ("data_wait", "transfer", "logging", "checkpoint", "epoch_setup")}
+    waits["other"] = times.phases["other"] - times.signal_broadcast_s
+    waits[SIGNAL_BROADCAST] = times.signal_broadcast_s
+    return waits | times.callbacks
+
+
+def _inside_the_steps(
+    gpu: GpuTimes, wall_s: float, aside_s: float, device: DeviceState | None, look: StepLook | None
+) -> tuple[float, float | None]:
+    """Seconds in which the GPU was idle inside the steps, and how much of that followed a wait of the host, 0-1.
+
+    A look gives the busy time of a mean step; its idle time is somewhat more than usual, since recording costs the host
+    time. So the lesser of two counts: what steps usually take longer than that, and the look's own share of idle time.
+    """
+    # after the host has issued all of a step, the GPU cannot be idle in it any more
+    most_s = min(gpu.compute_bound_s, gpu.compute_s)
+    if look is not None and look.steps:
+        seen_s = look.busy_s + look.idle_s
+        longer_s = max(gpu.compute_s - look.busy_s * gpu.steps, 0.0)
+        inside_s = min(longer_s, gpu.compute_s * look.idle_s / seen_s if seen_s > 0 else 0.0, most_s)
+        return inside_s, look.sync_idle_s / look.idle_s if look.calls and look.idle_s > 0 else None
+    if device is None or device.utilization is None or not covers(device, wall_s):
+        return 0.0, None
+    return min(_idle_by_utilization(gpu, wall_s, aside_s, device.utilization), most_s), None
+
+
+def _idle_by_utilization(gpu: GpuTimes, wall_s: float, aside_s: float, percent: float) -> float:
+    """Idle seconds inside the steps, if the GPU was busy for so many percent of the time.
+
+    What lies between the steps (validation, checkpoints) is taken as idle: the benefit of the doubt. NVML counts no
+    copies; they are a cause of their own.
+    """
+    between_s = sum(seconds for name, seconds in gpu.idle.items() if in_steps(name)) + gpu.copy_s
+    return max(wall_s * (1 - percent / 100) - aside_s - between_s, 0.0)
+
+
+def covers(device: DeviceState, wall_s: float) -> bool:
+    """Whether NVML was read for long enough to say something of a stretch of so many seconds."""
+    return device.seconds >= min(ENOUGH_S, _COVERED * wall_s)
+
+
+def worth_a_look(gpu: GpuTimes, device: DeviceState | None, threshold: float) -> bool:
+    """Whether NVML gives reason to look inside the step.
+
+    SM activity, where there is any, tells more than utilization, which counts any kernel however small.
+
+    Args:
+        gpu: what the event clock saw.
+        device: what NVML said.
+        threshold: share of idle time from which on it is worth while, 0-1.
+    """
+    if device is None or device.utilization is None or device.seconds < ENOUGH_S or not gpu.steps:
+        return False
+    percent = device.utilization if device.sm_activity is None else min(device.utilization, device.sm_activity)
+    wall_s = gpu.compute_s + gpu.copy_s + gpu.queued_s + gpu.wait_s + gpu.validation_s + gpu.idle_s
+    aside_s = gpu.validation_s + sum(seconds for name, seconds in gpu.idle.items() if not in_steps(name))
+    inside_s = min(_idle_by_utilization(gpu, wall_s, aside_s, percent), gpu.compute_bound_s)
+    return inside_s >= threshold * wall_s
+
+
+def _the_user_waits(syncs: SyncSighting) -> bool:
+    return syncs.steps > 0 and syncs.count >= _SYNCS_A_STEP * syncs.steps
+
+
+def _exposed_by(gpu: GpuTimes) -> str:
+    if not gpu.exposed_by:
+        return ""
+    hook = max(gpu.exposed_by, key=lambda name: gpu.exposed_by[name])
+    return hook if gpu.exposed_by[hook] >= gpu.idle_s / 2 else ""

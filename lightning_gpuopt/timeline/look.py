@@ -1,0 +1,173 @@
+"""A close look at a few steps with torch.profiler: kernels, copies and calls of the CUDA runtime, without stacks.
+
+Once in a run, after a step of warm-up, whose cost would land in the record (pytorch/kineto#328). CUPTI stays attached
+after the first use and can slow the rest of the run down (pytorch#144455): it is detached where that is safe, with CUDA
+12.6 and later (before, it crashed with CUDA graphs).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from lightning_gpuopt._measured import StepLook
+from lightning_gpuopt.timeline.activity import Activity, Span, kind_of, look_of
+
+log = logging.getLogger(__name__)
+
+_STEPS: Final = 3
+_WARMUP_STEPS: Final = 1
+_DETACH: Final = "TEARDOWN_CUPTI"
+_SAFE_TO_DETACH: Final = (12, 6)
+
+
+class CannotLookError(RuntimeError):
+    """torch.profiler cannot record what the GPU does; the text says why."""
+
+
+class ProfilerLook:
+    """Records three steps, once.
+
+    Example::
+
+        look = ProfilerLook()
+        look.begin()                            # between two steps
+        while not look.step_done(): ...         # after each step
+        look.read(spans)                        # once it is known when the GPU ran those steps
+    """
+
+    def __init__(self) -> None:
+        self._profiler: Any = None
+        self._left = _WARMUP_STEPS + _STEPS
+        self._recorded_s = (0.0, 0.0)
+
+    @property
+    def recorded_s(self) -> tuple[float, float]:
+        """When recording began and ended, in seconds of ``time.perf_counter``."""
+        return self._recorded_s
+
+    def begin(self) -> None:
+        """Start, with a step of warm-up.
+
+        Raises:
+            CannotLookError: it cannot record on this device, or another profiler is at work.
+        """
+        _refuse_what_cannot_work()
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        schedule = torch.profiler.schedule(wait=0, warmup=_WARMUP_STEPS, active=_STEPS, repeat=1)
+        try:
+            profiler = torch.profiler.profile(activities=activities, schedule=schedule)
+            profiler.start()
+        except Exception as error:  # whatever CUPTI, or another profiler that holds it, does not like
+            raise CannotLookError(f"{type(error).__name__}: {error}") from error
+        self._profiler = profiler
+
+    def step_done(self) -> bool:
+        """Count a step; True when the recording is over.
+
+        Raises:
+            CannotLookError: the profiler failed.
+        """
+        if self._profiler is None:
+            return True
+        self._left -= 1
+        last = self._left == 0
+        try:
+            with _cupti_detached() if last else contextlib.nullcontext():
+                before_s = time.perf_counter()
+                self._profiler.step()
+                if last:
+                    self._recorded_s = (self._recorded_s[0], before_s)
+                    self._profiler.stop()
+        except Exception as error:
+            self._profiler = None
+            raise CannotLookError(f"{type(error).__name__}: {error}") from error
+        if self._left == _STEPS:
+            self._recorded_s = (time.perf_counter(), 0.0)
+        return last
+
+    def read(self, spans: Sequence[Span]) -> StepLook:
+        """What was recorded.
+
+        Args:
+            spans: steps, in seconds of ``time.perf_counter``; those outside of the recording are left out.
+
+        Raises:
+            CannotLookError: there is no record of these steps: CUPTI may be in another tool's hands.
+        """
+        profiler, self._profiler = self._profiler, None
+        begin_s, end_s = self._recorded_s
+        steps = [each for each in spans if begin_s <= each.begun_s and each.ended_s <= end_s]
+        try:
+            look = look_of(_activities_of(profiler, begin_s), steps)
+        except Exception as error:
+            raise CannotLookError(f"{type(error).__name__}: {error}") from error
+        if look is None:
+            raise CannotLookError("it recorded no kernels; another tool may hold CUPTI")
+        return look
+
+    def end(self) -> None:
+        """Stop early; what was recorded is dropped."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            with _cupti_detached(), contextlib.suppress(Exception):
+                profiler.stop()
+
+
+def _refuse_what_cannot_work() -> None:
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        raise CannotLookError("another torch.profiler is recording")
+    own = torch.profiler.profile.__module__.startswith("torch.")
+    if own and torch.profiler.ProfilerActivity.CUDA not in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
+        raise CannotLookError("this torch cannot trace CUDA")
+
+
+@contextlib.contextmanager
+def _cupti_detached() -> Iterator[None]:
+    """While a profiler stops: have Kineto detach CUPTI, unless the user has decided that, or it is not safe."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    if _DETACH in os.environ or version < _SAFE_TO_DETACH:
+        yield
+        return
+    os.environ[_DETACH] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_DETACH, None)
+
+
+def _activities_of(profiler: Any, begin_s: float) -> list[Activity]:
+    """The profiler's records on the clock of ``time.perf_counter``.
+
+    Reads ``profile.profiler.kineto_results`` (torch 2.4 to 2.13), whose times are those of ``time.time_ns``. Without it
+    the public ``events()`` stand in, which count from the beginning of the recording.
+    """
+    on_device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    results = getattr(getattr(profiler, "profiler", None), "kineto_results", None)
+    if results is not None:
+        to_perf_s = time.perf_counter() - time.time_ns() / 1e9
+        raw = (
+            (each.name(), each.device_type() == on_device, each.start_ns() / 1e9 + to_perf_s, each.duration_ns() / 1e9)
+            for each in results.events()
+        )
+    else:
+        raw = (
+            (each.name, each.device_type == on_device, begin_s + each.time_range.start / 1e6, _length_s(each))
+            for each in profiler.events()
+            if not getattr(each, "is_user_annotation", False)
+        )
+    return [
+        Activity(kind, start_s, start_s + length_s)
+        for name, device, start_s, length_s in raw
+        if (kind := kind_of(name, on_device=device)) is not None
+    ]
+
+
+def _length_s(event: Any) -> float:
+    return float(event.time_range.end - event.time_range.start) / 1e6
