@@ -101,18 +101,24 @@ def loader_of(workers: int | None, steps: int) -> Any:
 
 
 class TinyModel(LightningModule):
-    """One linear layer, for a step of which most is Lightning's own. Notes when each step and the measurement begin."""
+    """One linear layer, for a step of which most is Lightning's own.
 
-    def __init__(self) -> None:
+    Attributes:
+        began_ns: when each step began.
+        threads_s: CPU seconds of the other threads at the first step after the warm-up, and at the last.
+    """
+
+    def __init__(self, steps: int) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(FEATURES, 2)
+        self.steps = steps
         self.began_ns: list[int] = []
-        self.cpu_began_s = 0.0
+        self.threads_s: list[float] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         """One step on ``[B,32]``."""
-        if batch_idx == WARMUP_STEPS:
-            self.cpu_began_s = other_threads_s()
+        if batch_idx in (WARMUP_STEPS, WARMUP_STEPS + self.steps):
+            self.threads_s.append(other_threads_s())
         self.began_ns.append(time.perf_counter_ns())
         return self.layer(batch).pow(2).mean()
 
@@ -212,9 +218,7 @@ def run_once(setup: SetUp, steps: int, folder: str) -> Run:
         default_root_dir=folder,
     )
     gc.collect()
-    model = TinyModel()
-    ended_s: list[float] = []
-    model.on_train_end = lambda: ended_s.append(other_threads_s())  # type: ignore[method-assign]
+    model = TinyModel(steps)
     trainer.fit(model, loader_of(setup.workers, WARMUP_STEPS + steps + 1))
     for callback in callbacks:
         if isinstance(callback, GpuUtilMonitor) and not callback.summary():
@@ -223,7 +227,7 @@ def run_once(setup: SetUp, steps: int, folder: str) -> Run:
     wall_s = (began_ns[-1] - began_ns[0]) / 1e9
     return Run(
         [(after - before) / 1e3 for before, after in itertools.pairwise(began_ns)],
-        100 * (ended_s[0] - model.cpu_began_s) / wall_s,
+        100 * (model.threads_s[1] - model.threads_s[0]) / wall_s,
     )
 
 
