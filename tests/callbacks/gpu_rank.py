@@ -1,0 +1,110 @@
+"""One rank of DDP runs under StallDetector on a simulated GPU, started by ``tests.helpers.run_ranks``.
+
+Prints what rank 0's report says as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_gpuopt import StallDetector
+from tests.gpu_simulator import SimulatedGpu, SimulatedModule, Step, Work, simulated_gpu
+
+RANK = int(os.environ.get("RANK", "0"))
+WARMUP_STEPS = 5
+
+
+class Samples(Dataset[torch.Tensor]):
+    """Each takes its time, as from a disk."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return torch.ones(4)
+
+
+class Bar(Callback):
+    """Reads a value from the GPU after every step, as a progress bar does."""
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self.gpu = gpu
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.gpu.item()
+
+
+def step(forward_s: float = 0.02, buckets: int = 2) -> Step:
+    return Step(
+        forward=Work(forward_s, kernels=4, host_s=0.004),
+        backward=Work(0.04, kernels=8, host_s=0.008),
+        all_reduce_s=(0.002,) * buckets,
+    )
+
+
+def cases(gpu: SimulatedGpu) -> dict[str, tuple[SimulatedModule, list[Callback]]]:
+    """What is run, by the name that a test asks for."""
+
+    def module(work: Step, sample_s: float = 0.0) -> SimulatedModule:
+        model = SimulatedModule(gpu, work)
+        model.train_dataloader = lambda: DataLoader(Samples(sample_s), batch_size=2)  # type: ignore[method-assign]
+        return model
+
+    return {
+        "healthy": (module(step()), []),
+        "bar": (module(step()), [Bar(gpu)] if RANK == 0 else []),
+        "loader": (module(step(), sample_s=0.012), []),
+        "slow_gpu": (module(step(0.05 if RANK == 1 else 0.02)), []),
+        "slow_data": (module(step(), sample_s=0.015 if RANK == 1 else 0.0), []),
+        "communication": (module(Step(Work(0.02), Work(0.02), all_reduce_s=(0.03,))), []),
+    }
+
+
+def main(name: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder, simulated_gpu(copy_s=0.001) as gpu:
+        model, callbacks = cases(gpu)[name]
+        report_dir = Path(folder)
+        detector = StallDetector(on_stall="ignore", window_size=20, warmup_steps=WARMUP_STEPS, report_dir=report_dir)
+        Trainer(
+            **gpu.trainer_arguments(),
+            max_steps=WARMUP_STEPS + 45,
+            max_epochs=-1,
+            callbacks=[detector, *callbacks],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+            default_root_dir=folder,
+        ).fit(model)
+    report = detector.report
+    return {
+        "verdict": report.verdict,
+        "findings": [[each.cause, round(each.share, 3), each.evidence] for each in report.findings],
+        "step_s": report.step_s,
+        "idle_s": report.gpu_idle_s,
+        "notes": report.notes,
+        "profiler_on": torch.autograd._profiler_enabled(),  # type: ignore[attr-defined]
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])), flush=True)
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,356 @@
+"""StallDetector on a simulated GPU: real Trainers, whose device's own ledger says what is true."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader
+
+from lightning_gpuopt import GpuUtilMonitor, NumWorkersFinder, StallDetector, StallError, StallReport
+from tests.callbacks.gpu_rank import Bar, Samples
+from tests.gpu_simulator import SimulatedGpu, SimulatedModule, Step, Work, rank_environment, simulated_gpu
+from tests.helpers import RecordingLogger, run_ranks
+from tests.nvml_simulator import Gpu, Simulator
+
+STEPS, WARMUP_STEPS = 45, 5
+STEP = Step(Work(0.01, kernels=4, host_s=0.002), Work(0.02, kernels=4, host_s=0.002))
+MANY_KERNELS = Step(Work(0.004, kernels=20, host_s=0.016), Work(0.004, kernels=20, host_s=0.016))
+
+
+@pytest.fixture
+def gpu() -> Iterator[SimulatedGpu]:
+    with simulated_gpu(copy_s=0.0005) as device:
+        yield device
+
+
+class Stretch(Callback):
+    """When the first and the last step after the warm-up ended, by the host's clock."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+class At(Callback):
+    """Calls a function in one hook."""
+
+    def __init__(self, hook: str, function: Callable[[], object]) -> None:
+        setattr(self, hook, lambda *args: function() and None)
+
+
+def fit(
+    gpu: SimulatedGpu,
+    folder: Path,
+    model: SimulatedModule,
+    *callbacks: Callback,
+    steps: int = STEPS,
+    detector: StallDetector | None = None,
+    **trainer: Any,
+) -> StallReport:
+    detector = detector or StallDetector(
+        on_stall="ignore", window_size=20, warmup_steps=WARMUP_STEPS, report_dir=folder
+    )
+    defaults: dict[str, Any] = {
+        "max_steps": steps,
+        "max_epochs": -1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "limit_val_batches": 0,
+        "default_root_dir": folder,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Trainer(**gpu.trainer_arguments(), callbacks=[*callbacks, detector], **(defaults | trainer)).fit(model)
+    return detector.report
+
+
+def module(gpu: SimulatedGpu, step: Step = STEP, *, sample_s: float | None = None, workers: int = 0) -> SimulatedModule:
+    model = SimulatedModule(gpu, step, batches=10_000)
+    if sample_s is not None:
+        loader = DataLoader(Samples(sample_s), batch_size=2, num_workers=workers, persistent_workers=workers > 0)
+        model.train_dataloader = lambda: loader  # type: ignore[method-assign]
+    return model
+
+
+def causes(report: StallReport) -> list[str]:
+    return [finding.cause for finding in report.findings]
+
+
+class TestVerdicts:
+    def test_what_the_gpu_works_through_is_no_stall(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
+        # 30 ms on the GPU; the host needs 4 to issue it, 8 to load and 8 in a hook
+        hook = At("on_train_batch_end", lambda: time.sleep(0.008))
+        report = fit(gpu, tmp_path, module(gpu, sample_s=0.004), hook)
+        assert (report.verdict, report.findings) == ("compute_bound", [])
+        assert report.step_s == pytest.approx(0.0305, rel=0.1)
+
+    def test_a_slow_loader_behind_a_bar_that_waits_for_the_gpu(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
+        report = fit(gpu, tmp_path, module(gpu, sample_s=0.03, workers=1), Bar(gpu))
+        assert causes(report) == ["slow_storage"]
+        (finding,) = report.findings
+        assert finding.settings["num_workers"] >= 2
+        # 60 ms a batch from the worker, 30 on the GPU
+        assert finding.share == pytest.approx(0.5, abs=0.08)
+        assert "No change of the loader brings more than" in finding.advice
+
+    def test_the_idle_time_is_the_ledgers(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
+        ends = Stretch()
+        report = fit(gpu, tmp_path, module(gpu, sample_s=0.025, workers=0), Bar(gpu), ends)
+        begin_s, end_s = ends.ends[WARMUP_STEPS - 1], ends.ends[-1]
+        assert report.gpu_idle_s == pytest.approx(gpu.ledger.idle_s(begin_s, end_s), rel=0.05, abs=0.001 * STEPS)
+        assert causes(report) == ["main_process_loading"]
+        assert report.findings[0].evidence["exposed_by"] == "Bar.on_train_batch_end"
+
+    def test_work_that_hooks_queue_is_the_gpus_own(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
+        class Augmented(SimulatedModule):
+            def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+                self.gpu.launch(0.006, name="augment")
+                return batch
+
+        mixup = At("on_train_batch_start", lambda: gpu.launch(0.003, name="mixup"))
+        ema = At("on_train_batch_end", lambda: gpu.launch(0.003, name="ema"))
+        report = fit(gpu, tmp_path, Augmented(gpu, STEP, batches=1000), Bar(gpu), mixup, ema)
+        assert report.findings == []
+
+    @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+    def test_a_slow_hook_is_a_callback(self, gpu: SimulatedGpu, tmp_path: Path, hook: str) -> None:
+        report = fit(gpu, tmp_path, module(gpu), At(hook, lambda: time.sleep(0.05)))
+        assert causes(report) == ["callback"]
+        assert (report.findings[0].evidence["callback"], report.findings[0].evidence["hook"]) == ("At", hook)
+
+    @pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
+    def test_a_slow_hook_of_the_batch_is_the_modules(self, gpu: SimulatedGpu, tmp_path: Path, hook: str) -> None:
+        class Net(SimulatedModule):
+            pass
+
+        def slow(self: Net, batch: Any, dataloader_idx: int) -> Any:
+            time.sleep(0.04)
+            return batch
+
+        setattr(Net, hook, slow)
+        report = fit(gpu, tmp_path, Net(gpu, STEP, batches=1000))
+        assert causes(report) == ["callback"]
+        assert (report.findings[0].evidence["callback"], report.findings[0].evidence["hook"]) == ("Net", hook)
+
+    def test_an_exposed_copy_of_pageable_memory(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
+        gpu.copy_s, gpu.pinned = 0.012, False
+        report = fit(gpu, tmp_path, module(gpu))
+        assert causes(report) == ["host_to_device"]
+        assert report.findings[0].settings == {"pin_memory": True}
+        assert report.findings[0].share == pytest.approx(12 / 42, abs=0.05)
+
+    def test_checkpoints_count_by_the_time_in_which_the_gpu_was_idle(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
+        class Save(Callback):
+            def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+                if trainer.global_step % 5 == 0:
+                    gpu.synchronize()
+                    trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+            def on_save_checkpoint(self, *args: Any) -> None:
+                time.sleep(0.12)
+
+        report = fit(gpu, tmp_path, module(gpu), Save())
+        assert "checkpoint" in causes(report) or "callback" in causes(report)
+        assert report.findings[0].share == pytest.approx(0.12 / (0.12 + 5 * 0.031), abs=0.1)
+
+
+class TestInsideTheStep:
+    """With NVML's figures following the device; a look needs 5 s of them."""
+
+    LONG = 260
+
+    @pytest.fixture
+    def watched(self, gpu: SimulatedGpu, simulator: Simulator) -> SimulatedGpu:
+        simulator.machine(Gpu(gpm={}))
+        gpu.follow_nvml(simulator)
+        return gpu
+
+    def test_a_host_that_issues_too_slowly(self, watched: SimulatedGpu, tmp_path: Path) -> None:
+        report = fit(watched, tmp_path, module(watched, MANY_KERNELS), steps=self.LONG)
+        assert causes(report) == ["launch_bound"]
+        assert report.findings[0].share == pytest.approx(24 / 33, abs=0.06)
+        assert report.findings[0].evidence["busy_ms_per_step"] == pytest.approx(8.0, rel=0.02)
+        assert any(note.startswith("torch.profiler looked at") for note in report.notes)
+
+    def test_a_line_of_the_user_that_waits(self, watched: SimulatedGpu, tmp_path: Path) -> None:
+        class Waits(SimulatedModule):
+            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+                loss = super().training_step(batch, batch_idx)
+                self.gpu.tensor(1.0).item()
+                return loss
+
+        step = Step(Work(0.012, kernels=4, host_s=0.002), Work(0.008, kernels=8, host_s=0.016))
+        report = fit(watched, tmp_path, Waits(watched, step, batches=1000), steps=self.LONG)
+        assert causes(report) == ["gpu_sync"]
+        where = report.findings[0].evidence["where"]
+        assert isinstance(where, str)
+        assert where.startswith(f"training_step ({__file__}:")
+
+    def test_a_bar_that_waits_does_not_make_launching_the_fault_of_its_line(
+        self, watched: SimulatedGpu, tmp_path: Path
+    ) -> None:
+        report = fit(watched, tmp_path, module(watched, MANY_KERNELS), Bar(watched), steps=self.LONG)
+        assert causes(report) == ["launch_bound"]
+        assert "where" not in report.findings[0].evidence
+
+    def test_a_short_run_is_judged_by_its_last_window_as_well(self, watched: SimulatedGpu, tmp_path: Path) -> None:
+        report = fit(watched, tmp_path, module(watched, MANY_KERNELS), steps=60)
+        assert causes(report) == ["launch_bound"]
+
+    @pytest.mark.parametrize("trouble", ["refuses", "blind"])
+    def test_where_the_profiler_cannot_look_nvml_stands_in(
+        self, watched: SimulatedGpu, tmp_path: Path, trouble: str
+    ) -> None:
+        setattr(watched.profiling, trouble, True)
+        report = fit(watched, tmp_path, module(watched, MANY_KERNELS), steps=self.LONG)
+        assert causes(report) == ["launch_bound"]
+        (note,) = [each for each in report.notes if "could not be looked at with torch.profiler" in each]
+        assert "stand in" in note
+
+    def test_nothing_is_told_before_the_look_is_over(self, watched: SimulatedGpu, tmp_path: Path) -> None:
+        detector = StallDetector(on_stall="raise", window_size=20, warmup_steps=WARMUP_STEPS, report_dir=tmp_path)
+        seen: list[tuple[float, list[str]]] = []
+        at = At("on_train_batch_end", lambda: seen.append((time.monotonic(), causes(detector.report))))
+        with pytest.raises(StallError, match="launch_bound"):
+            fit(watched, tmp_path, module(watched, MANY_KERNELS), at, steps=self.LONG, detector=detector)
+        told_s = next(moment for moment, each in seen if each)
+        assert told_s - seen[0][0] > 5.0
+        assert {cause for _, each in seen for cause in each} == {"launch_bound"}
+
+    def test_an_exception_in_the_middle_of_a_look_leaves_nothing_on(
+        self, watched: SimulatedGpu, tmp_path: Path
+    ) -> None:
+        def fail() -> None:
+            if torch.cuda.get_sync_debug_mode():
+                raise ZeroDivisionError
+
+        showwarning = warnings.showwarning
+        with pytest.raises(ZeroDivisionError):
+            fit(watched, tmp_path, module(watched, MANY_KERNELS), At("on_train_batch_start", fail))
+        assert torch.cuda.get_sync_debug_mode() == 0
+        assert warnings.showwarning is showwarning
+        assert not [each.name for each in threading.enumerate() if each.name.startswith("gpuopt-")]
+
+    def test_both_callbacks_read_nvml_on_one_thread(self, watched: SimulatedGpu, tmp_path: Path) -> None:
+        names: set[int] = set()
+
+        def count() -> None:
+            names.update(each.ident or 0 for each in threading.enumerate() if each.name == "gpuopt-gpu-sampler")
+
+        monitor = GpuUtilMonitor()
+        fit(watched, tmp_path, module(watched), monitor, At("on_train_batch_end", count))
+        assert len(names) == 1
+        assert monitor.summary()["gpu/0/utilization"] > 0
+
+    def test_a_power_cap_is_a_note_and_heat_a_cause(
+        self, gpu: SimulatedGpu, simulator: Simulator, tmp_path: Path
+    ) -> None:
+        software_power_cap, hardware_thermal = 0x4, 0x40
+        simulator.machine(Gpu(gpm={}, utilization=98, clock_reasons=software_power_cap, sm_clock=1200))
+        capped = fit(gpu, tmp_path, module(gpu))
+        assert causes(capped) == []
+        assert any("stay within its power limit" in note for note in capped.notes)
+        simulator.machine(Gpu(gpm={}, utilization=98, clock_reasons=hardware_thermal, sm_clock=1200))
+        hot = fit(gpu, tmp_path, module(gpu))
+        assert causes(hot) == ["gpu_throttled"]
+
+
+class TestRanks:
+    """Two processes, each with a GPU of its own, under Lightning's broadcast before every step."""
+
+    @pytest.mark.parametrize(
+        ("name", "found"),
+        [
+            ("bar", {}),
+            ("loader", {"main_process_loading": {"exposed_by": "Lightning's _broadcast_sigterm_tensor"}}),
+            ("slow_gpu", {"straggler": {"rank": 1, "kind": "compute"}}),
+            ("slow_data", {"straggler": {"rank": 1, "kind": "data"}}),
+            ("communication", {"communication": {}}),
+        ],
+    )
+    def test_what_rank_0_reports(self, name: str, found: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+        first, second = run_ranks("tests.callbacks.gpu_rank", name, 2, rank_environment(tmp_path, 2))
+        assert [cause for cause, _, _ in first["findings"]] == list(found)
+        for cause, _, evidence in first["findings"]:
+            assert found[cause].items() <= evidence.items()
+        assert not first["profiler_on"]
+        looked = [[note for note in each["notes"] if "torch.profiler looked" in note] for each in (first, second)]
+        assert [len(each) for each in looked] == [1, 1]  # the same steps on each
+
+
+class TestWhenThingsGoWrong:
+    def test_events_refused_from_the_start(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
+        gpu.refuse_events()
+        report = fit(gpu, tmp_path, module(gpu))
+        assert (report.steps, report.findings) == (STEPS, [])
+        (note,) = [each for each in report.notes if "CUDA refused an event" in each]
+        assert note.startswith("The GPU's own times end here")
+
+    def test_events_refused_in_mid_run_keep_what_was_read(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
+        later = At("on_train_epoch_start", lambda: gpu.refuse_events(after=400))
+        report = fit(gpu, tmp_path, module(gpu, sample_s=0.025), later)
+        assert causes(report) == ["main_process_loading"]
+        assert len([each for each in report.notes if "CUDA refused an event" in each]) == 1
+
+    def test_no_nvml(self, gpu: SimulatedGpu, simulator: Simulator, tmp_path: Path) -> None:
+        simulator.machine()
+        report = fit(gpu, tmp_path, module(gpu, MANY_KERNELS))
+        assert report.findings == []
+        assert any("NVML cannot be used" in note for note in report.notes)
+
+    def test_a_users_own_profiler_is_left_alone(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
+        with torch.profiler.profile() as profiler:
+            report = fit(gpu, tmp_path, module(gpu), steps=20)
+            profiler.step()
+        assert report.steps == 20
+
+    def test_manual_optimization_with_two_optimizers_and_accumulation(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
+        class Manual(SimulatedModule):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                self.automatic_optimization = False
+
+            def configure_optimizers(self) -> Any:
+                return [torch.optim.SGD(self.parameters(), lr=0.01) for _ in range(2)]
+
+            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+                loss = super().training_step(batch, batch_idx)
+                self.manual_backward(loss)
+                for optimizer in self.optimizers():  # type: ignore[union-attr]
+                    optimizer.step()
+                return loss
+
+        report = fit(gpu, tmp_path, Manual(gpu, STEP, batches=1000), Bar(gpu), steps=2 * STEPS)
+        assert (report.verdict, report.steps) == ("compute_bound", STEPS)
+        accumulated = fit(gpu, tmp_path / "two", module(gpu), Bar(gpu), accumulate_grad_batches=3, steps=20)
+        assert (accumulated.verdict, accumulated.steps) == ("compute_bound", 60)
+
+    def test_a_loader_that_a_finder_mends_begins_a_new_part(
+        self, gpu: SimulatedGpu, simulator: Simulator, tmp_path: Path
+    ) -> None:
+        simulator.machine(Gpu(gpm={}))
+        gpu.follow_nvml(simulator)
+        model = module(gpu, sample_s=0.03, workers=1)
+        report = fit(gpu, tmp_path, model, NumWorkersFinder(), Bar(gpu), steps=200)
+        assert "launch_bound" not in causes(report)
+        assert report.verdict == "compute_bound"
+
+    def test_the_windows_figures_are_the_gpus(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
+        logger = RecordingLogger()
+        fit(gpu, tmp_path, module(gpu), Bar(gpu), logger=logger, steps=65)
+        times = [metrics["step/time_s"] for _, metrics in logger.records if "step/time_s" in metrics]
+        assert times[1:] == pytest.approx([0.0305] * (len(times) - 1), rel=0.15)
+        stalls = [metrics["stall/count"] for _, metrics in logger.records if "stall/count" in metrics]
+        assert set(stalls) == {0.0}
