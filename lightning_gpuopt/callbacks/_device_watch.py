@@ -73,6 +73,7 @@ class DeviceWatch:
         while self._reads and self.clock.unread and self._seconds_now() < deadline_s:
             time.sleep(_POLL_S)
             self.read()
+        self._take_notices()
 
     def read(self) -> None:
         """Take in what the GPU has finished."""

@@ -225,9 +225,9 @@ class TestInsideTheStep:
         at = At("on_train_batch_end", lambda: seen.append((time.monotonic(), causes(detector.report))))
         with pytest.raises(StallError, match="launch_bound"):
             fit(watched, tmp_path, module(watched, MANY_KERNELS), at, steps=self.LONG, detector=detector)
-        told_s = next(moment for moment, each in seen if each)
+        told_s = next(moment for moment, each in seen if "launch_bound" in each)
         assert told_s - seen[0][0] > 5.0
-        assert {cause for _, each in seen for cause in each} == {"launch_bound"}
+        assert not any("gpu_sync" in each for _, each in seen)
 
     def test_an_exception_in_the_middle_of_a_look_leaves_nothing_on(
         self, watched: SimulatedGpu, tmp_path: Path
@@ -308,7 +308,7 @@ class TestWhenThingsGoWrong:
         simulator.machine()
         report = fit(gpu, tmp_path, module(gpu, MANY_KERNELS))
         assert report.findings == []
-        assert any("NVML cannot be used" in note for note in report.notes)
+        assert any(note.startswith("no GPU figures") for note in report.notes)
 
     def test_a_users_own_profiler_is_left_alone(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
         with torch.profiler.profile() as profiler:
