@@ -1,4 +1,7 @@
-"""Run the fault suite and print its score table: ``python -m tests.faults [--only WORDS] [--markdown FILE]``."""
+"""Run the fault suite and print its score: ``python -m tests.faults [--gpu | --cpu] [--only WORDS] [--markdown FILE]``.
+
+The GPU part first: each of its runs forks from this process, in which nothing has been trained by then.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,12 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_gpuopt import StallDetector, StallReport
+from tests.faults import gpu_score
 from tests.faults.catalogue import CONTROLS, FAULTS, WARMUP_STEPS, CannotRun, Fault
 from tests.faults.parts import quiet
+
+CPU_PART = "On the CPU: the training process waits"
+GPU_PART = "On a simulated GPU: the device waits"
 
 _PHASE_SHARE = 0.05
 _PHASE_S = 0.001
@@ -142,8 +149,10 @@ def summary(grades: list[Grade]) -> tuple[list[str], bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--gpu", action="store_true", help="only the faults on the simulated GPU")
+    parser.add_argument("--cpu", action="store_true", help="only the faults of the training process")
     parser.add_argument("--only", default="", help="only faults whose name or verdict has these words")
-    parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file; a part that is not run stays")
     parser.add_argument("--ranks-of", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -156,9 +165,29 @@ def main() -> int:
             evidence = report.findings[0].evidence if report.findings else {}
             options.answer.write_text(json.dumps({"verdict": report.verdict, "evidence": evidence}))
         return 0
+    both = options.gpu == options.cpu
+    reached = True
+    for heading, wanted, run in ((GPU_PART, options.gpu, gpu_score.score), (CPU_PART, options.cpu, score)):
+        if both or wanted:
+            lines, part_reached = run(options.only)
+            reached = reached and part_reached
+            if options.markdown:
+                write_part(options.markdown, heading, lines)
+    return 0 if reached else 1
+
+
+def score(only: str) -> tuple[list[str], bool]:
+    """Run the faults of the training process.
+
+    Args:
+        only: words that a fault's name or verdict must have.
+
+    Returns:
+        The table and the score, as Markdown, and whether every target was reached.
+    """
     grades: list[Grade] = []
     for fault in FAULTS:
-        if options.only not in f"{fault.name} {fault.verdict}":
+        if only not in f"{fault.name} {fault.verdict}":
             continue
         begin = time.perf_counter()
         each = grade(fault)
@@ -170,10 +199,28 @@ def main() -> int:
             print(f"     {each.evidence}")
         sys.stdout.flush()
     lines, reached = summary(grades)
-    print("\n".join(lines))
-    if options.markdown:
-        options.markdown.write_text("\n".join([*table(grades), "", *lines]) + "\n")
-    return 0 if reached else 1
+    print("\n".join(lines), flush=True)
+    return [*table(grades), "", *lines], reached
+
+
+def write_part(path: Path, heading: str, lines: list[str]) -> None:
+    """Write one part of the Markdown file; the other part stays as it is.
+
+    Args:
+        path: the file.
+        heading: the part's.
+        lines: its table and score.
+    """
+    parts = dict.fromkeys((CPU_PART, GPU_PART), "")
+    if path.exists():
+        for text in f"\n{path.read_text()}".split("\n## "):
+            found, _, body = text.partition("\n")
+            if found in parts:
+                parts[found] = body.strip()
+            elif body.startswith("| injected |"):  # from before there were two parts
+                parts[CPU_PART] = body.strip()
+    parts[heading] = "\n".join(lines)
+    path.write_text("\n\n".join(f"## {name}\n\n{body}" for name, body in parts.items() if body) + "\n")
 
 
 if __name__ == "__main__":
