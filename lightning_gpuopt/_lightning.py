@@ -43,6 +43,7 @@ __all__ = [
     "Trainer",
     "finished_optimizer_step",
     "is_checkpoint",
+    "is_plain_hook",
     "leave_finished_epoch",
     "logging_step",
     "processed_batches",
@@ -63,6 +64,12 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+_CALLBACK_BASES = (
+    "pytorch_lightning.core.",
+    "lightning.pytorch.callbacks.callback",
+    "pytorch_lightning.callbacks.callback",
+)
+
 _said: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -80,6 +87,19 @@ def is_checkpoint(callback: object) -> bool:
         cls.__name__ == "Checkpoint" and cls.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
         for cls in type(callback).__mro__
     )
+
+
+def is_plain_hook(owner: object, hook: str) -> bool:
+    """Whether a hook of a callback or module is Lightning's own, which does nothing.
+
+    Args:
+        owner: the callback or module.
+        hook: its name, of those that begin ``on_`` or that callbacks have.
+    """
+    if hook in vars(owner):
+        return False
+    defined = next((cls for cls in type(owner).__mro__ if hook in vars(cls)), None)
+    return defined is not None and defined.__module__.startswith(("lightning.pytorch.core.", *_CALLBACK_BASES))
 
 
 def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True, every_rank: bool = False) -> None:

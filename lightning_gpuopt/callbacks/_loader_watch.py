@@ -65,10 +65,12 @@ class LoaderWatch:
     def resized(self) -> bool:
         """Whether other workers run, or another iterator, than at the last :meth:`epoch_begins`; costs about 1 µs."""
         now = train_iterators(self._trainer)
-        return any(
-            (index < len(now) and now[index] is not iterator) or running_workers(loader, iterator) != count
-            for index, loader, iterator, count in self._running
-        )
+        for index, loader, iterator, count in self._running:
+            if index < len(now) and now[index] is not iterator:
+                return True
+            if running_workers(loader, iterator) != count:
+                return True
+        return False
 
     def reset_host(self) -> None:
         """Forget what the host did so far."""

@@ -236,8 +236,9 @@ class ObservedFit:
         assert part is not None
         if self._device is not None:
             self._windows.annotate(self._device.close_window())
-        self._post(part.measure(steady))
-        self._take_in_ranks()
+        if self._gather is not None:
+            self._post(part.measure(steady))
+            self._take_in_ranks()
         ranks = self._all_ranks()
         in_window = part.window(window.times, ranks)
         if self._looks is not None:

@@ -98,6 +98,7 @@ class Placement:
             checkpoint_callbacks=[each.state_key for each in callbacks if _lightning.is_checkpoint(each)],
             callback_names={each.state_key: type(each).__name__ for each in callbacks},
             observer=self.observers,
+            silent=self._does_nothing,
             detailed=detailed,
         )
 
@@ -121,6 +122,17 @@ class Placement:
                 function = getattr(each, name, None)
                 if callable(function):
                     self._shadow(each, name, timeline.timed(function, "logging"))
+
+    def _does_nothing(self, action: str) -> bool:
+        """Whether an action of the profiler is a hook that its callback, or the module, has not overridden."""
+        owner, _, hook = action.rpartition(".")
+        if owner.startswith("[LightningModule]"):
+            return hook.startswith("on_") and _lightning.is_plain_hook(self._pl_module, hook)
+        if not owner.startswith("[Callback]"):
+            return False
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        named = [each for each in callbacks if each.state_key == owner.removeprefix("[Callback]")]
+        return bool(named) and all(_lightning.is_plain_hook(each, hook) for each in named)
 
     def _nvtx_is_there(self) -> bool:
         try:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from lightning_gpuopt.diagnosis.record import Finding, Proof, RunRecord
 
 _SAME: Final = ("model", "device", "ranks", "strategy", "precision", "accumulate_grad_batches", "batch_size")
-"""What two runs must have in common for one to prove advice of the other."""
+"""What two runs must have in common for one to prove advice of the other; what a report does not say is in common."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,14 @@ class Comparison:
         after: the later one.
         speedup: steady steps per second, after over before; None where one of them has no steady step.
         proofs: advice of the earlier run that the later one follows.
+        differences: in what their steps are of two kinds, for example ``"model"``; then there are no proofs.
     """
 
     before: RunRecord
     after: RunRecord
     speedup: float | None
     proofs: list[Proof]
+    differences: list[str] = field(default_factory=list)
 
 
 def compare(before: RunRecord, after: RunRecord) -> Comparison:
@@ -37,24 +39,14 @@ def compare(before: RunRecord, after: RunRecord) -> Comparison:
         after: the later one.
     """
     speedup = before.step_s / after.step_s if before.step_s and after.step_s else None
-    proofs = []
-    if not differences(before, after):
-        proofs = proofs_of(before.findings, before.step_s, asdict(after.loader), after.step_s)
-    return Comparison(before, after, speedup, proofs)
-
-
-def differences(before: RunRecord, after: RunRecord) -> list[str]:
-    """In what two runs differ that makes their steps two kinds of step: then neither proves anything of the other.
-
-    Args:
-        before: the earlier report.
-        after: the later one.
-
-    Returns:
-        Names such as ``"model"``; what one of the reports does not say is no difference.
-    """
     first, second = before.environment, after.environment
-    return [name for name in _SAME if name in first and name in second and first[name] != second[name]]
+    differences: list[str] = [
+        name for name in _SAME if name in first and name in second and first[name] != second[name]
+    ]
+    proofs: list[Proof] = []
+    if not differences:
+        proofs = proofs_of(before.findings, before.step_s, asdict(after.loader), after.step_s)
+    return Comparison(before, after, speedup, proofs, differences)
 
 
 def proofs_of(

@@ -25,9 +25,11 @@ class StallReport(RunRecord):
         phases: exclusive seconds by phase, over the whole run; they sum to ``wall_s``.
         findings: the causes above the threshold, largest first.
         steps: training batches finished.
-        step_s: mean seconds per training batch after warm-up, without validation, checkpoints and the set-up of epochs;
-            None while there is no such step.
-        gpu_idle_s: seconds after warm-up in which the GPU had nothing to do between two steps; None without a GPU.
+        step_s: mean seconds per training batch after warm-up, without validation, checkpoints and the set-up of epochs,
+            on a GPU by its own clock; None while there is no such step.
+        gpu_idle_s: seconds after warm-up in which no kernel ran on the GPU: between steps, before hooks, around
+            checkpoints and epochs, while batches were copied, and inside the steps as far as was looked at; None
+            without a GPU.
         headroom: share of the steady step, 0-1, that is not the step's own work: what could be gained at most.
         loader: settings of the training loaders, as they were last.
         step_times: distribution of the steps after warm-up, and the steps that stood out.

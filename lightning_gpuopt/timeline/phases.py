@@ -203,6 +203,8 @@ class Timeline:
         checkpoint_callbacks: state keys of callbacks whose hooks are checkpointing.
         callback_names: state key to the name shown to people.
         observer: called at the events of a step.
+        silent: whether an action does nothing, such as a hook that nobody has overridden: its time stays with the
+            action around it, which costs less than to measure it.
         detailed: keep the order in which the host did things, and call the observer around long hooks as well: for a
             GPU's clock, which reads :meth:`take_host_work`.
         clock_ns: a monotonic clock, in nanoseconds.
@@ -224,6 +226,7 @@ class Timeline:
         checkpoint_callbacks: Sequence[str] = (),
         callback_names: dict[str, str] | None = None,
         observer: StepObserver | None = None,
+        silent: Callable[[str], bool] = lambda action: False,
         detailed: bool = False,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
@@ -231,6 +234,7 @@ class Timeline:
         self._checkpoint_callbacks = frozenset(checkpoint_callbacks)
         self._callback_names = callback_names or {}
         self._observer = observer or StepObserver()
+        self._silent = silent
         self._host_work: list[int] | None = [] if detailed else None
         # Nanoseconds by slot: one slot a phase, then one for each callback hook and for the signal broadcast.
         self._ns = [0] * len(PHASES)
@@ -314,6 +318,15 @@ class Timeline:
         Cheap enough for every step. It goes to the last beginning or end of an action, not to this very moment.
         """
         return self._ns.copy()
+
+    @property
+    def inside_steps_ns(self) -> int:
+        """Nanoseconds until the last beginning or end of an action, without what is no part of a step."""
+        ns = self._ns
+        aside = 0
+        for slot in self.slots_between_steps:
+            aside += ns[slot]
+        return self._last_ns - self._started_ns - aside
 
     def phases_between(self, before: list[int], after: list[int]) -> list[int]:
         """Nanoseconds by phase, in the order of :data:`PHASES`, from one snapshot to a later one."""
@@ -410,7 +423,7 @@ class Timeline:
         validating = self._spans is self._validation_spans
         phase = phase_of(action)
         span: AbstractContextManager[Any]
-        if phase is None:
+        if phase is None or self._silent(action):
             span = _NOTHING
         elif phase == "callbacks":
             span = self._host_span(self._hook_slot(action))

@@ -55,11 +55,8 @@ class StepClock:
             accumulating: it only accumulated gradients, and is compared with others that did.
         """
         timeline = self._timeline
-        after = timeline.snapshot()
-        before, self._before = self._before, after
-        # what is no part of a step, and all of it, since the timeline's start
-        aside, total = sum(map(after.__getitem__, timeline.slots_between_steps)), sum(after)
-        inside, self._inside = self._inside, total - aside
+        inside, self._inside = self._inside, timeline.inside_steps_ns
+        before, self._before = self._before, timeline.snapshot()
         if timeline.steps <= self._warmup_steps:
             return
         seconds = (self._inside - inside) / 1e9
@@ -68,7 +65,7 @@ class StepClock:
         if seconds > self._slowest_s:
             self._slowest_s = seconds
         if seconds > kind.threshold_s:
-            self._note_outlier(before, after, seconds, kind.median_s)
+            self._note_outlier(before, self._before, seconds, kind.median_s)
 
     def window_done(self) -> None:
         """Take the median of each kind of step so far as the measure of what an outlier is."""

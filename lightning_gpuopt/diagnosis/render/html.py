@@ -53,6 +53,7 @@ def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
             meaning=meaning_of(report.verdict),
             comparison=comparison,
             comparison_rows=wording.comparison_rows(comparison) if comparison is not None else [],
+            no_proof_line=wording.no_proof_line(comparison) if comparison is not None else None,
             key_numbers=_key_numbers(report),
             headroom_line=wording.headroom_line(report),
             outlier_line=wording.outlier_line(report),
@@ -104,7 +105,7 @@ def _key_numbers(report: RunRecord) -> list[tuple[str, str]]:
     if report.wall_s > 0:
         numbers.append(("Waiting for data", wording.percent(report.phases.get("data_wait", 0.0) / report.wall_s)))
         if report.gpu_idle_s is not None:
-            numbers.append(("GPU idle between steps", wording.percent(report.gpu_idle_s / report.wall_s)))
+            numbers.append(("GPU idle", wording.percent(report.gpu_idle_s / report.wall_s)))
     if report.headroom is not None:
         numbers.append(("Headroom in a step", wording.percent(report.headroom)))
     return numbers

@@ -66,8 +66,9 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
     console.print(_comparison_table(comparison))
     for proof in comparison.proofs:
         console.print(Text(wording.proof_line(proof)))
-    if not comparison.proofs:
-        console.print(Text("None of the settings advised before is in force after."))
+    unproved = wording.no_proof_line(comparison)
+    if unproved is not None:
+        console.print(Text(unproved))
     return _text_of(console)
 
 

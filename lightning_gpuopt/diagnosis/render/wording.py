@@ -111,6 +111,16 @@ def outlier_line(report: RunRecord) -> str | None:
     )
 
 
+def no_proof_line(comparison: Comparison) -> str | None:
+    """Why two runs prove nothing of one another; None where they do."""
+    if comparison.proofs:
+        return None
+    if comparison.differences:
+        names = ", ".join(name.replace("_", " ") for name in comparison.differences)
+        return f"The runs differ in {names}: what was advised before is not proved by this."
+    return "None of the settings advised before is in force after."
+
+
 def comparison_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
     """Two runs beside each other, as (what, before, after): speed, then seconds per step and share of each phase."""
     before, after = comparison.before, comparison.after

@@ -9,6 +9,7 @@ import pytest
 from lightning_gpuopt._measured import StepTimes
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.render import wording
+from lightning_gpuopt.diagnosis.render.html import render_html
 from lightning_gpuopt.diagnosis.render.text import render_comparison, render_text
 from lightning_gpuopt.diagnosis.report import Finding, StallReport
 from tests.diagnosis.reports import after, before
@@ -142,3 +143,12 @@ def test_a_small_gain_keeps_two_digits() -> None:
     assert wording.gain((1.05, 1.13, 1.2)) == "1.13x (1.05x to 1.20x)"
     assert wording.gain((1.8, 2.1, 2.4)) == "2.1x (1.8x to 2.4x)"
     assert (wording.speedup(1.04), wording.speedup(2.04)) == ("1.04x", "2.0x")
+
+
+def test_runs_that_cannot_prove_anything_say_why() -> None:
+    first = replace(before(), environment={"model": "Net (5 parameters)", "batch_size": "32"})
+    second = replace(after(), environment={"model": "Net (6 parameters)", "batch_size": "64"})
+    last = render_comparison(compare(first, second)).replace("\n", " ")
+    assert last.endswith("The runs differ in model, batch size: what was advised before is not proved by this.")
+    page = render_html(second, first)
+    assert "The runs differ in model, batch size" in page
