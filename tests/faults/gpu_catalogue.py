@@ -77,6 +77,12 @@ DATA: Final = [
         cure="settings",
     ),
     GpuFault(
+        "1 worker, waiting 124 ms for a step of 50 ms: in step with NVML's readings",
+        "slow_storage",
+        lambda scene: Parts(steps_of(0.05, 0.03), Samples(wait_s=0.124), {"num_workers": 1}),
+        steps=50,
+    ),
+    GpuFault(
         "loading in the process, 60 ms for a step of 30 ms",
         "main_process_loading",
         lambda scene: Parts(steps_of(0.03, 0.01), Samples(wait_s=0.06)),

@@ -33,6 +33,10 @@ _IDLE_S = 0.001
 _CLOSE = 0.15
 _SHARE = 0.08
 
+_TICK_S = 0.005
+_MOST_LOST_S = 0.06
+_TRIES = 3
+
 _fork = multiprocessing.get_context("fork")  # torch and Lightning are imported once
 
 
@@ -89,6 +93,7 @@ class GpuGrade:
         verdict: the report's.
         missing: what evidence or notes do not say.
         found: causes and shares of all findings.
+        extra: causes that were found and not injected.
         second: whether the second cause was named.
         gain: the prediction and what was measured.
         gain_kept: whether the measured gain lies in the predicted interval.
@@ -103,6 +108,7 @@ class GpuGrade:
     verdict: str
     missing: str = ""
     found: str = ""
+    extra: tuple[str, ...] = ()
     second: bool | None = None
     gain: str = ""
     gain_kept: bool | None = None
@@ -120,7 +126,11 @@ class GpuGrade:
     @property
     def good(self) -> bool:
         """Right in every respect that was asked for."""
-        return self.right and False not in (self.second, self.gain_kept, self.gain_close, self.idle_close)
+        return (
+            self.right
+            and not self.extra
+            and False not in (self.second, self.gain_kept, self.gain_close, self.idle_close)
+        )
 
 
 def grade(fault: GpuFault, library: Path) -> GpuGrade:
@@ -132,12 +142,12 @@ def grade(fault: GpuFault, library: Path) -> GpuGrade:
     """
     try:
         idle_before, began_s = _idle_cpu_s(), time.perf_counter()
-        answer = _answer(fault, library)
+        answer = _undisturbed(fault, library)
         idle_cpus = (_idle_cpu_s() - idle_before) / (time.perf_counter() - began_s)
         if idle_cpus < fault.needs_cpu:
             return GpuGrade(fault, "", skipped=f"others use the CPUs: only {idle_cpus:.1f} were idle")
         cured = _cured(fault, answer)
-        after = _answer(cured, library) if cured is not None else None
+        after = _undisturbed(cured, library) if cured is not None else None
     except RuntimeError as error:
         return GpuGrade(fault, "failed", text=str(error))
     findings = answer["findings"]
@@ -146,6 +156,7 @@ def grade(fault: GpuFault, library: Path) -> GpuGrade:
         answer["verdict"],
         _missing(fault, answer),
         ", ".join(f"{each['cause']} {each['share']:.2f}" for each in findings),
+        tuple(each["cause"] for each in findings if each["cause"] not in (fault.verdict, fault.second)),
         text=f"{answer['text']}\n{json.dumps(findings[:2])}",
     )
     if fault.second:
@@ -209,8 +220,17 @@ def _missing(fault: GpuFault, answer: dict[str, Any]) -> str:
 # ---- in processes of their own ----
 
 
-def _answer(fault: GpuFault, library: Path) -> dict[str, Any]:
-    """Rank 0's answer."""
+def _undisturbed(fault: GpuFault, library: Path) -> dict[str, Any]:
+    """Rank 0's answer; from another run where the machine stood still in the first: then the device did, too."""
+    for _ in range(_TRIES):
+        answer, lost_s = _answer(fault, library)
+        if lost_s <= _MOST_LOST_S:
+            break
+    return answer
+
+
+def _answer(fault: GpuFault, library: Path) -> tuple[dict[str, Any], float]:
+    """Rank 0's answer, and the longest time for which the machine let this process wait."""
     with tempfile.TemporaryDirectory() as folder:
         tmp = Path(folder)
         with socket.socket() as free:
@@ -224,19 +244,27 @@ def _answer(fault: GpuFault, library: Path) -> dict[str, Any]:
             processes.append(_fork.Process(target=_in_process, args=(fault, library, rank, tmp, environment)))
         for process in processes:
             process.start()
-        deadline_s = time.monotonic() + _TIMEOUT_S
-        for process in processes:
-            process.join(max(0.0, deadline_s - time.monotonic()))
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
+        lost_s = _wait_for(processes)
         answer = tmp / "answer.json"
         if not answer.exists():
             logs = (tmp / f"rank{rank}.log" for rank in range(fault.ranks))
             raise RuntimeError("\n".join(log.read_text()[-3000:] for log in logs if log.exists()))
         result: dict[str, Any] = json.loads(answer.read_text())
-        return result
+        return result, lost_s
+
+
+def _wait_for(processes: list[Any]) -> float:
+    """Wait until all have ended; returns by how much the longest of many short sleeps was too long."""
+    lost_s = 0.0
+    deadline_s = time.perf_counter() + _TIMEOUT_S
+    while (begin_s := time.perf_counter()) < deadline_s and any(each.is_alive() for each in processes):
+        time.sleep(_TICK_S)
+        lost_s = max(lost_s, time.perf_counter() - begin_s - _TICK_S)
+    for each in processes:
+        if each.is_alive():
+            each.kill()
+        each.join()
+    return lost_s
 
 
 def _in_process(fault: GpuFault, library: Path, rank: int, tmp: Path, environment: dict[str, str]) -> None:

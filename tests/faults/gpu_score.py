@@ -62,6 +62,8 @@ def table(grades: list[GpuGrade]) -> list[str]:
         got = f"not run: {each.skipped}" if each.skipped else each.verdict
         if each.missing:
             got += f" ({each.missing})"
+        if each.right and each.extra:
+            got += f" (and **{', '.join(each.extra)}**)"
         second = "" if each.second is None else each.fault.second if each.second else f"**not {each.fault.second}**"
         cells = (
             each.fault.name,
@@ -81,13 +83,14 @@ def summary(grades: list[GpuGrade]) -> tuple[list[str], bool]:
     healthy = [each for each in ran if each.fault.verdict == "compute_bound"]
     right = [each for each in ran if each.right]
     alarms = [each for each in healthy if each.verdict != "compute_bound"]
+    extra = [cause for each in ran if each.right for cause in each.extra]
     pairs = [each.second for each in ran if each.second is not None]
     gains = [(each.gain_kept, each.gain_close) for each in ran if each.gain_kept is not None]
     kept, close = (sum(bool(gain[which]) for gain in gains) for which in (0, 1))
     idle = [each.idle_close for each in ran if each.idle_close is not None]
     lines = [
         f"{len(right)} of {len(ran)} verdicts right, {len(alarms)} false alarms in {len(healthy)} healthy runs, "
-        f"{sum(pairs)} of {len(pairs)} second causes named.",
+        f"{sum(pairs)} of {len(pairs)} second causes named, {len(extra)} causes named that were not there.",
         f"Of {len(gains)} remedies, {kept} brought what was predicted (measured gain inside the interval), "
         f"{close} within 15 % of the expected value.",
         f"The GPU's idle time was within 5 %, or 1 ms a step, in {sum(idle)} of {len(idle)} runs.",
