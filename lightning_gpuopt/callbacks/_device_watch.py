@@ -52,6 +52,7 @@ class DeviceWatch:
         self._seconds_now = clock
         self._sampler = GpuSampler(_READINGS, choose_current(device.index or 0), interval_s=_READ_EVERY_S)
         self._stats: dict[str, Stat] = {}
+        self._highest_mhz: float | None = None
         self._since_s = clock()
         self._sampler.start()
 
@@ -110,6 +111,10 @@ class DeviceWatch:
         def mean(reading: str) -> float | None:
             return stats[reading].mean if reading in stats else None
 
+        # drivers that do not tell the device's highest clock: the highest of the run
+        highest = next((stats[name].high for name in ("sm_clock_max_mhz", "sm_clock_mhz") if name in stats), None)
+        if highest is not None:
+            self._highest_mhz = max(highest, self._highest_mhz or 0.0)
         return DeviceState(
             utilization=mean("utilization"),
             sm_activity=mean("sm_activity"),
@@ -117,7 +122,7 @@ class DeviceWatch:
             throttled_percent=mean("slowed_percent"),
             power_capped_percent=mean("power_capped_percent"),
             sm_clock_mhz=mean("sm_clock_mhz"),
-            sm_clock_mhz_max=stats["sm_clock_max_mhz"].high if "sm_clock_max_mhz" in stats else None,
+            sm_clock_mhz_max=self._highest_mhz,
         )
 
     def close(self) -> None:

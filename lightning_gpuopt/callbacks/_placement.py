@@ -31,6 +31,10 @@ _LOGGER_CALLS: Final = (
 )
 
 
+_SHARDED: Final = ("FSDP", "DeepSpeed", "ModelParallel")
+"""Strategies whose forward gathers parameters."""
+
+
 class Observers(StepObserver):
     """Passes a step's events on to whoever measures there; what fails is left out from then on."""
 
@@ -155,10 +159,9 @@ def forward_is_a_ranks_own(trainer: Trainer, pl_module: LightningModule) -> bool
 
     DDP's broadcast of buffers, ``SyncBatchNorm``, sharded strategies and manual optimization put one there.
     """
-    name = type(trainer.strategy).__name__
-    if "DDP" not in name or not pl_module.automatic_optimization:
+    kinds = " ".join(cls.__name__ for cls in type(trainer.strategy).__mro__)
+    if any(name in kinds for name in _SHARDED) or not pl_module.automatic_optimization:
         return False
     options = getattr(trainer.strategy, "_ddp_kwargs", {})
     broadcasts = options.get("broadcast_buffers", True) and any(True for _ in pl_module.buffers())
-    synced = any(isinstance(each, torch.nn.SyncBatchNorm) for each in pl_module.modules())
-    return not broadcasts and not synced
+    return not broadcasts and not any(isinstance(each, torch.nn.SyncBatchNorm) for each in pl_module.modules())

@@ -15,6 +15,9 @@ class StepObserver:
     def fetch_ends(self, wait_s: float) -> None:
         """The batch is there, after so many seconds."""
 
+    def batch_begins(self) -> None:
+        """The strategy is about to bring the batch to the device."""
+
     def batch_arrives(self) -> None:
         """The batch is about to be copied to the device."""
 

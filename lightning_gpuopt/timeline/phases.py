@@ -145,6 +145,10 @@ class _BatchSpan(_Span):
 
     __slots__ = ()
 
+    def __enter__(self) -> None:
+        self.timeline._enter(self.slot)
+        self.timeline._observer.batch_begins()
+
     def __exit__(self, *exception: object) -> None:
         self.timeline._leave()
         self.timeline._observer.batch_ready()

@@ -249,6 +249,17 @@ def test_a_checkpoint_and_the_beginning_of_an_epoch_are_measured(rig: Rig) -> No
     assert idle["epoch_setup"] == pytest.approx(21.0, abs=7)
 
 
+def test_a_strategy_that_copies_without_the_hook_has_its_copy_all_the_same(rig: Rig) -> None:
+    for _ in range(10):
+        rig.does("[_TrainingEpochLoop].train_dataloader_next")
+        rig.does("[Strategy]S.batch_to_device", lambda: rig.kernel(5))
+        rig.does("run_training_batch", lambda: rig.kernel(20))
+        rig.clock.read()
+    times = rig.finish()
+    assert (times.copy_s, times.compute_s) == (pytest.approx(0.05), pytest.approx(0.2))
+    assert times.queued_s == pytest.approx(0.0)
+
+
 def test_the_forward_is_timed_where_it_is_asked_for() -> None:
     rig = Rig(forward=True)
     for _ in range(10):
