@@ -37,12 +37,14 @@ OnStall = Literal["warn", "raise", "ignore"]
 class StallDetector(Callback):
     """Say where the time of a training run goes, what holds it up, what to change, and what that will bring.
 
-    The time between ``on_train_start`` and ``on_train_end`` is booked to phases: ``data_wait``, ``transfer``,
+    The time between ``on_train_start`` and ``on_train_end`` is attributed to phases: ``data_wait``, ``transfer``,
     ``forward``, ``backward``, ``optimizer``, ``callbacks``, ``logging``, ``validation``, ``checkpoint``,
     ``epoch_setup`` (starting workers, the first batch of an epoch) and ``other``. The seconds are exclusive and sum to
-    wall time. Data wait is taken apart by what is timed inside the loader's workers, at its queues, and on the host. On
-    a CUDA device the GPU's own idle time is measured, from CUDA events that are read later: a host that waits while the
-    GPU still works is no stall.
+    wall time. Data wait is taken apart by what is timed inside the loader's workers, at its queues, and on the host.
+
+    On a CUDA device only the time counts in which the GPU was idle, measured with CUDA events that are read later,
+    without a synchronize: a host that works or waits while the GPU is busy is no stall. The inside of the step is looked
+    at once, over three steps, with torch.profiler, where NVML's figures give reason to, or where several ranks train.
 
     Every ``window_size`` batches it logs ``step/time_s`` (mean seconds per batch, without validation, checkpoints and
     the set-up of epochs), ``step/{phase}_percent`` (share of the window's wall time, 0-100) and ``stall/count`` (causes

@@ -37,10 +37,10 @@ class _Both:
 
 
 class TimelineProfiler(Profiler):
-    """Books each action to a :class:`Timeline`, then does what the user's own profiler does.
+    """Attributes each action to a :class:`Timeline`, then does what the user's own profiler does.
 
     Args:
-        timeline: where the time is booked.
+        timeline: where the time goes.
         inner: the profiler that was in the Trainer; it sees every call that it would have seen without us.
     """
 
