@@ -1,7 +1,7 @@
 """The one door to Lightning: every import of it, and every private attribute of it that we touch.
 
 Each function that reads a private attribute names the version it was read from and what happens when it is gone: the
-feature stands aside and says so, training goes on.
+feature disables itself and says so, training goes on.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ def report_of(
     """
     findings = diagnose(measured, threshold) if measured is not None else []
     waterfall = measured.waterfall if measured is not None else None
+    read = measured is not None and measured.gpu is not None and measured.gpu.steps > 0
     return StallReport(
         verdict=verdict_of(findings),
         wall_s=times.wall_s,
@@ -40,7 +41,7 @@ def report_of(
         findings=findings,
         steps=times.steps,
         step_s=waterfall.step_s if waterfall is not None else None,
-        gpu_idle_s=waterfall.idle_s if waterfall is not None and waterfall.on_gpu else None,
+        gpu_idle_s=waterfall.idle_s if waterfall is not None and read else None,
         headroom=headroom(measured) if measured is not None else None,
         timeline=[
             Stretch(each.start_s, each.times.wall_s, each.times.steps, each.times.phases, each.gpu_utilization)

@@ -22,7 +22,7 @@ class Guarded(Protocol):
 
 
 class Guard:
-    """Around what a callback does in a hook: an exception in it is told once, and the callback stands aside."""
+    """Around what a callback does in a hook: an exception in it is told once, and the callback disables itself."""
 
     __slots__ = ("_callback", "_trainer")
 
@@ -44,6 +44,6 @@ class Guard:
         say_once(
             self._trainer,
             f"{name}-failed",
-            f"{name} stands aside, training goes on: {type(error).__name__}: {error}",
+            f"{name} disables itself, training goes on: {type(error).__name__}: {error}",
         )
         return True

@@ -481,7 +481,7 @@ def test_an_error_of_ours_does_not_end_training(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(LivePolicy, "decide", fail)
     model = Model(loader())
-    with pytest.warns(UserWarning, match="NumWorkersFinder stands aside, training goes on: ZeroDivisionError: ours"):
+    with pytest.warns(UserWarning, match="NumWorkersFinder disables itself, training goes on: ZeroDivisionError: ours"):
         fit(tmp_path, model, NumWorkersFinder())
     assert len(model.batches) == 160
 

@@ -486,10 +486,10 @@ class TestAsBefore:
         trainer = self.trainer(tmp_path, StallDetector(**FAST), max_steps=40)
         before = snapshot(trainer)
         with pytest.warns(
-            UserWarning, match="stands aside, training goes on: ArithmeticError: a bug of ours"
+            UserWarning, match="disables itself, training goes on: ArithmeticError: a bug of ours"
         ) as caught:
             trainer.fit(Model())
-        assert len([each for each in caught if "stands aside" in str(each.message)]) == 1
+        assert len([each for each in caught if "disables itself" in str(each.message)]) == 1
         assert trainer.global_step == 40
         assert snapshot(trainer)[0] is before[0]
         assert snapshot(trainer)[2:] == before[2:]
@@ -502,7 +502,7 @@ class TestAsBefore:
                 if detector._trace is not None:
                     monkeypatch.setattr(detector._run, "step_done", lambda: 1 / 0)
 
-        with pytest.warns(UserWarning, match="stands aside"):
+        with pytest.warns(UserWarning, match="disables itself"):
             run(tmp_path, Model(), Sleeper("on_train_batch_end", 0.01), Break(), detector=detector)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             pass  # refused while another one records

@@ -294,7 +294,7 @@ class TestWhenThingsGoWrong:
     def test_events_refused_from_the_start(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
         gpu.refuse_events()
         report = fit(gpu, tmp_path, module(gpu))
-        assert (report.steps, report.findings) == (STEPS, [])
+        assert (report.steps, report.findings, report.gpu_idle_s) == (STEPS, [], None)
         (note,) = [each for each in report.notes if "CUDA refused an event" in each]
         assert note.startswith("The GPU's own times end here")
 
