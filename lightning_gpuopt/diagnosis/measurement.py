@@ -56,7 +56,3 @@ class Measurement:
     def waterfall(self) -> Waterfall:
         """What the device waited for: the GPU where its clock was read, else the training process."""
         return waterfall_of(self.times, self.gpu, self.device, self.look, self.syncs, gpu_refused=self.gpu_refused)
-
-    def share(self, seconds: float) -> float:
-        """Seconds of the training process as a share of this stretch's wall time, 0-1."""
-        return min(max(seconds / self.times.wall_s, 0.0), 1.0) if self.times.wall_s > 0 else 0.0

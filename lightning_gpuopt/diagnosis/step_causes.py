@@ -82,12 +82,12 @@ def logging(measurement: Measurement) -> Iterator[Candidate]:
 def between_steps(measurement: Measurement) -> Iterator[Candidate]:
     """Validation by its wall time; checkpoints, and workers that start again for every epoch."""
     times, waterfall, loader = measurement.times, measurement.waterfall, measurement.loader
-    validation_s, checkpoint_s = times.phases["validation"], waterfall.wait("checkpoint")
+    validation_s, checkpoint_s = waterfall.validation_s, waterfall.wait("checkpoint")
     yield (
-        measurement.share(validation_s),
+        waterfall.share(validation_s),
         lambda: Finding(
             "validation",
-            measurement.share(validation_s),
+            waterfall.share(validation_s),
             {"validation_s": round(validation_s, 3)},
             CAUSES["validation"].advice,
         ),

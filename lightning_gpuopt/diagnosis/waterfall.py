@@ -45,6 +45,7 @@ class Waterfall:
         wall_s: length of the stretch, in seconds.
         steps: steps in it.
         step_s: mean seconds of a step, without validation, checkpoints and the set-up of epochs; None without steps.
+        validation_s: wall time of validations on this device, in seconds: from the end of what was queued before.
         waits: seconds in which the device waited, by what the host did: a phase (``"transfer"``: the copy), or a hook,
             ``"MyCallback.on_train_batch_end"``.
         launch_s: seconds in which the GPU was idle inside the steps since the host issued too slowly.
@@ -56,6 +57,7 @@ class Waterfall:
     wall_s: float
     steps: int
     step_s: float | None
+    validation_s: float = 0.0
     waits: Mapping[str, float] = field(default_factory=dict)
     launch_s: float = 0.0
     sync_s: float = 0.0
@@ -107,13 +109,14 @@ def waterfall_of(
         gpu_refused: whether CUDA refused the event clock from the start.
     """
     if gpu is None:
-        return Waterfall(False, times.wall_s, times.steps, times.step_s, _process_waits(times))
+        own_s = times.phases["validation"]
+        return Waterfall(False, times.wall_s, times.steps, times.step_s, own_s, _process_waits(times))
     if not gpu.steps:
         if not gpu_refused:  # nothing has been read yet
             return Waterfall(True, 0.0, 0, None)
         # what the loader and the disk cost is known all the same
         known = {name: times.phases[name] for name in ("data_wait", "checkpoint", "epoch_setup")}
-        return Waterfall(True, times.wall_s, times.steps, times.step_s, known)
+        return Waterfall(True, times.wall_s, times.steps, times.step_s, times.phases["validation"], known)
     gpu = replace(gpu, idle={name: seconds for name, seconds in gpu.idle.items() if not name.startswith(_OWN)})
     waits = dict(gpu.idle)
     waits["transfer"] = waits.get("transfer", 0.0) + gpu.copy_s
@@ -130,6 +133,7 @@ def waterfall_of(
         wall_s=wall_s,
         steps=gpu.steps,
         step_s=(wall_s - aside_s) / gpu.steps,
+        validation_s=gpu.validation_s,
         waits=waits,
         launch_s=inside_s * (1 - sync_share),
         sync_s=inside_s * sync_share,

@@ -187,8 +187,10 @@ class TestGpu:
         findings = find(times(checkpoint=4, epoch_setup=3, epochs=5), loader=loader, gpu=gpu(compute_s=6.5, idle=idle))
         assert [(each.cause, each.share) for each in findings] == [("checkpoint", 0.2), ("epoch_restart", 0.15)]
 
-    def test_validation_counts_by_its_wall_time(self) -> None:
-        (finding,) = find(times(validation=3), gpu=gpu(compute_s=7.0, validation_s=1.0))
+    def test_validation_counts_by_its_wall_time_on_the_gpu(self) -> None:
+        # the host waits in it for the training steps that were queued before
+        assert find(times(validation=3), gpu=gpu(compute_s=9.5, validation_s=0.5)) == []
+        (finding,) = find(times(validation=0.1), gpu=gpu(compute_s=7.0, validation_s=3.0))
         assert (finding.cause, finding.share) == ("validation", 0.3)
 
     def test_before_a_step_was_read_nothing_is_said(self) -> None:
