@@ -43,8 +43,9 @@ class StallDetector(Callback):
     wall time. Data wait is taken apart by what is timed inside the loader's workers, at its queues, and on the host.
 
     On a CUDA device only the time counts in which the GPU was idle, measured with CUDA events that are read later,
-    without a synchronize: a host that works or waits while the GPU is busy is no stall. The inside of the step is looked
-    at once, over three steps, with torch.profiler, where NVML's figures give reason to, or where several ranks train.
+    without a synchronize: a host that works or waits while the GPU is busy is no stall. The inside of the step is
+    looked at once, over three steps, with torch.profiler, where NVML's figures give reason to, or where several ranks
+    train.
 
     Every ``window_size`` batches it logs ``step/time_s`` (mean seconds per batch, without validation, checkpoints and
     the set-up of epochs), ``step/{phase}_percent`` (share of the window's wall time, 0-100) and ``stall/count`` (causes

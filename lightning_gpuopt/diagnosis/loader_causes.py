@@ -197,7 +197,7 @@ def _workers_needed(cause: str, measurement: Measurement) -> int:
         return max(now + 1, model.workers_needed(max(most, now + 1)))
     waterfall = measurement.waterfall
     wait_s = waterfall.wait("data_wait") / waterfall.steps
-    consumer_s = without_data_s(waterfall)
+    consumer_s = without_data_s(measurement)
     need = math.ceil(1.1 * ((wait_s + consumer_s) * now if now else wait_s) / consumer_s)
     return max(now + 1, min(need, most if cause == "slow_storage" else min(most, math.ceil(cpus))))
 
@@ -208,7 +208,7 @@ def _prefetch_settings(measurement: Measurement) -> dict[str, Any]:
     assert workers is not None
     assert workers.unevenness is not None
     mean_s = workers.busy_s / workers.batches
-    consumer_s = without_data_s(measurement.waterfall)
+    consumer_s = without_data_s(measurement)
     now = loader.prefetch_factor or 2
     factor = prefetch_needed(mean_s, workers.unevenness, consumer_s, loader.num_workers or 1, now)
     return {"prefetch_factor": factor}
@@ -236,7 +236,7 @@ def _advice(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
         parts.append("NumWorkersFinder() finds the number while training runs, and sets it.")
     most = ceiling(measurement)
     if most is not None and measurement.waterfall.on_gpu:
-        rest_ms = without_data_s(measurement.waterfall) * 1e3
+        rest_ms = without_data_s(measurement) * 1e3
         parts.append(
             f"No change of the loader brings more than {most:.2f}x: the rest of a step takes {rest_ms:.3g} ms."
         )

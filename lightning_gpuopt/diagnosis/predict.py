@@ -6,7 +6,6 @@ import math
 
 from lightning_gpuopt._measured import HostActivity
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.waterfall import Waterfall
 from lightning_gpuopt.tuning.model import LEAST_SPREAD, Interval, LoaderModel, receive_cost
 
 
@@ -34,7 +33,7 @@ def loader_model(measurement: Measurement) -> LoaderModel | None:
         service_s=service_s,
         cpu_s=cpu_s,
         receive_s=(0.0, 0.0, 0.0) if hidden else receive_cost(workers.batch_bytes or 0.0),
-        consumer_s=without_data_s(waterfall),
+        consumer_s=without_data_s(measurement),
         consumer_cpu_s=consumer_cpu_s,
         cpus=cpus,
         spread=_spread(measurement),
@@ -42,15 +41,35 @@ def loader_model(measurement: Measurement) -> LoaderModel | None:
     )
 
 
-def without_data_s(waterfall: Waterfall) -> float:
+def step_without_s(measurement: Measurement, idle_s: float, host_s: float) -> float:
+    """Seconds of a mean step without something that the host does in every step.
+
+    What the device waited for it is gone. Where the host never waits for the GPU, more may be: if what is left of its
+    step is shorter than the GPU's, it runs ahead, and hides the rest as well.
+
+    Args:
+        measurement: of the run as it is.
+        idle_s: seconds of the stretch for which the device waited for it.
+        host_s: seconds of the stretch that it takes the training process.
+    """
+    times, waterfall = measurement.times, measurement.waterfall
+    steps = max(waterfall.steps, 1)
+    left_s = (waterfall.step_s or 0.0) - idle_s / steps
+    in_step = bool(waterfall.exposed_by) or times.signal_broadcast_s > 0
+    if waterfall.work_s > 0 and not in_step and times.step_s is not None:
+        left_s = min(left_s, max(waterfall.work_s / steps, times.step_s - host_s / times.steps))
+    return max(left_s, 1e-6)
+
+
+def without_data_s(measurement: Measurement) -> float:
     """Seconds of a mean step that never waits for data."""
-    return max((waterfall.step_s or 0.0) - waterfall.wait("data_wait") / max(waterfall.steps, 1), 1e-6)
+    return step_without_s(measurement, measurement.waterfall.wait("data_wait"), measurement.times.phases["data_wait"])
 
 
 def ceiling(measurement: Measurement) -> float | None:
     """What any change of the loader brings at the very most, as steps per second over now; None without steps."""
     step_s = measurement.waterfall.step_s
-    return max(step_s / without_data_s(measurement.waterfall), 1.0) if step_s else None
+    return max(step_s / without_data_s(measurement), 1.0) if step_s else None
 
 
 def _cpus(host: HostActivity, worker_cpus: float) -> Interval:
@@ -84,21 +103,22 @@ def speedup_of_workers(measurement: Measurement, workers: int) -> Interval | Non
     return _ordered(now_s / worst_s, now_s / expected_s, now_s / best_s)
 
 
-def speedup_without(waterfall: Waterfall, seconds: float) -> Interval | None:
+def speedup_without(measurement: Measurement, seconds: float, host_s: float = 0.0) -> Interval | None:
     """Steady steps per second without these seconds, over now: (low, mid, high).
 
     Args:
-        waterfall: of the run as it is.
+        measurement: of the run as it is.
         seconds: of the device's waits in its steps, what the advice takes away. Half of it is the low end.
+        host_s: seconds of the training process that the advice takes away.
     """
+    waterfall = measurement.waterfall
     if waterfall.step_s is None or not waterfall.steps:
         return None
-    per_step_s = seconds / waterfall.steps
-    left_s = max(waterfall.step_s - per_step_s, 1e-6)
+    left_s = step_without_s(measurement, seconds, host_s) if host_s else waterfall.step_s - seconds / waterfall.steps
+    left_s = max(left_s, 1e-6)
+    half_s = (waterfall.step_s + left_s) / 2
     return _ordered(
-        waterfall.step_s / (left_s + per_step_s / 2),
-        waterfall.step_s / left_s,
-        (1 + LEAST_SPREAD) * waterfall.step_s / left_s,
+        waterfall.step_s / half_s, waterfall.step_s / left_s, (1 + LEAST_SPREAD) * waterfall.step_s / left_s
     )
 
 

@@ -47,7 +47,7 @@ def straggler(measurement: Measurement) -> Iterator[Candidate]:
                 "ms_per_step_elsewhere": round(others_s * 1e3, 3),
             },
             CAUSES["straggler"].advice.format(rank=slowest.rank) + _LOOK_AT[kind],
-            predicted_speedup=speedup_without(waterfall, seconds),
+            predicted_speedup=speedup_without(measurement, seconds),
         ),
     )
 
@@ -66,7 +66,7 @@ def communication(measurement: Measurement) -> Iterator[Candidate]:
             waterfall.share(seconds),
             per_step(seconds, measurement),
             CAUSES["communication"].advice,
-            predicted_speedup=speedup_without(waterfall, seconds),
+            predicted_speedup=speedup_without(measurement, seconds),
         ),
     )
 

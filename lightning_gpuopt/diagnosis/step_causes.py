@@ -51,7 +51,8 @@ def _callback(measurement: Measurement, callback: str, hooks: dict[str, float]) 
     where: dict[str, float | str] = {"callback": callback, "hook": slowest}
     if every_step_s >= all_s / 2:
         evidence = per_step(all_s, measurement) | where
-        prediction = speedup_without(waterfall, every_step_s)
+        host_s = sum(s for name, s in measurement.times.callbacks.items() if name.rpartition(".")[0] == callback)
+        prediction = speedup_without(measurement, every_step_s, host_s)
     else:
         evidence = where | {"hooks_s": round(all_s, 3)}
         prediction = None
@@ -74,7 +75,7 @@ def logging(measurement: Measurement) -> Iterator[Candidate]:
             waterfall.share(seconds),
             per_step(seconds, measurement),
             CAUSES["logging"].advice,
-            predicted_speedup=speedup_without(waterfall, seconds),
+            predicted_speedup=speedup_without(measurement, seconds, measurement.times.phases["logging"]),
         ),
     )
 
@@ -151,7 +152,7 @@ def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
             per_step(seconds, measurement) | evidence,
             advice,
             settings,
-            speedup_without(waterfall, seconds),
+            speedup_without(measurement, seconds),
         ),
     )
 
@@ -181,7 +182,7 @@ def _launch_bound(measurement: Measurement, waterfall: Waterfall) -> Finding:
         waterfall.share(waterfall.launch_s),
         _inside_evidence(waterfall.launch_s, measurement),
         CAUSES["launch_bound"].advice,
-        predicted_speedup=speedup_without(waterfall, waterfall.launch_s),
+        predicted_speedup=speedup_without(measurement, waterfall.launch_s),
     )
 
 
@@ -197,7 +198,7 @@ def _gpu_sync(measurement: Measurement, waterfall: Waterfall) -> Finding:
         waterfall.share(waterfall.sync_s),
         evidence,
         CAUSES["gpu_sync"].advice.format(where=where),
-        predicted_speedup=speedup_without(waterfall, waterfall.sync_s),
+        predicted_speedup=speedup_without(measurement, waterfall.sync_s),
     )
 
 
@@ -215,7 +216,7 @@ def signal_broadcast(measurement: Measurement) -> Iterator[Candidate]:
             per_step(seconds, measurement) | {"where": hook_name(SIGNAL_BROADCAST)},
             "Before every step Lightning broadcasts whether a signal told it to stop, and waits for the answer. No "
             "setting switches it off; larger batches make it rarer.",
-            predicted_speedup=speedup_without(waterfall, seconds),
+            predicted_speedup=speedup_without(measurement, seconds),
         ),
     )
 

@@ -46,6 +46,7 @@ class Waterfall:
         steps: steps in it.
         step_s: mean seconds of a step, without validation, checkpoints and the set-up of epochs; None without steps.
         validation_s: wall time of validations on this device, in seconds: from the end of what was queued before.
+        work_s: seconds in which the GPU ran steps, copies and what hooks had queued; 0 on other devices.
         waits: seconds in which the device waited, by what the host did: a phase (``"transfer"``: the copy), or a hook,
             ``"MyCallback.on_train_batch_end"``.
         launch_s: seconds in which the GPU was idle inside the steps since the host issued too slowly.
@@ -58,6 +59,7 @@ class Waterfall:
     steps: int
     step_s: float | None
     validation_s: float = 0.0
+    work_s: float = 0.0
     waits: Mapping[str, float] = field(default_factory=dict)
     launch_s: float = 0.0
     sync_s: float = 0.0
@@ -110,13 +112,13 @@ def waterfall_of(
     """
     if gpu is None:
         own_s = times.phases["validation"]
-        return Waterfall(False, times.wall_s, times.steps, times.step_s, own_s, _process_waits(times))
+        return Waterfall(False, times.wall_s, times.steps, times.step_s, own_s, 0.0, _process_waits(times))
     if not gpu.steps:
         if not gpu_refused:  # nothing has been read yet
             return Waterfall(True, 0.0, 0, None)
         # what the loader and the disk cost is known all the same
         known = {name: times.phases[name] for name in ("data_wait", "checkpoint", "epoch_setup")}
-        return Waterfall(True, times.wall_s, times.steps, times.step_s, times.phases["validation"], known)
+        return Waterfall(True, times.wall_s, times.steps, times.step_s, times.phases["validation"], 0.0, known)
     gpu = replace(gpu, idle={name: seconds for name, seconds in gpu.idle.items() if not name.startswith(_OWN)})
     waits = dict(gpu.idle)
     waits["transfer"] = waits.get("transfer", 0.0) + gpu.copy_s
@@ -134,6 +136,7 @@ def waterfall_of(
         steps=gpu.steps,
         step_s=(wall_s - aside_s) / gpu.steps,
         validation_s=gpu.validation_s,
+        work_s=gpu.compute_s + gpu.copy_s + gpu.queued_s,
         waits=waits,
         launch_s=inside_s * (1 - sync_share),
         sync_s=inside_s * sync_share,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_gpuopt._measured import LoaderFacts
@@ -12,6 +14,7 @@ from lightning_gpuopt.diagnosis.predict import (
     loader_model,
     speedup_of_workers,
     speedup_without,
+    without_data_s,
 )
 from tests.diagnosis.numbers import IN_PROCESS, gpu, host, measurement, times, workers
 
@@ -70,10 +73,10 @@ def test_a_prediction_never_promises_a_loss() -> None:
 
 
 def test_taking_work_away_gains_half_to_all_of_it() -> None:
-    low, mid, high = speedup_without(measurement(times()).waterfall, 2.0) or (0, 0, 0)
+    low, mid, high = speedup_without(measurement(times()), 2.0) or (0, 0, 0)
     assert (low, mid) == pytest.approx((10 / 9, 10 / 8))
     assert high == pytest.approx(1.08 * 10 / 8)
-    assert speedup_without(measurement(times(steps=0)).waterfall, 2.0) is None
+    assert speedup_without(measurement(times(steps=0)), 2.0) is None
 
 
 def test_the_headroom_is_what_is_not_the_steps_own_work() -> None:
@@ -112,3 +115,23 @@ def test_a_batch_is_taken_for_nothing_unless_the_host_waits_for_the_gpu_anyway()
         for each in (ahead, in_step)
     ]
     assert costs == [(0.0, 0.0, 0.0), pytest.approx((0.0003, 0.0008005, 0.002001))]
+
+
+def test_a_host_that_is_freed_runs_ahead_and_hides_the_rest() -> None:
+    # 30 ms on the GPU; the host loads for 41 ms, sits in a hook for 15 and issues for 4
+    host_times = times(data_wait=4.1, callbacks={"Slow.on_train_batch_start": 1.5})
+    measured = measurement(
+        replace(host_times, wall_s=6.0),
+        gpu=gpu(compute_s=3.0, idle={"data_wait": 1.5, "Slow.on_train_batch_start": 1.5}),
+    )
+    assert without_data_s(measured) == pytest.approx(0.03)
+    assert ceiling(measured) == pytest.approx(2.0)
+    # without the hook the host still needs 45 ms
+    _, mid, _ = speedup_without(measured, 1.5, 1.5) or (0, 0, 0)
+    assert mid == pytest.approx(60 / 45)
+
+
+def test_a_host_that_waits_at_every_step_hides_nothing_more() -> None:
+    host_times = replace(times(data_wait=4.1, broadcast_s=0.5, other=0.5), wall_s=6.0)
+    measured = measurement(host_times, gpu=gpu(compute_s=3.0, idle={"data_wait": 1.5, "logging": 1.5}))
+    assert without_data_s(measured) == pytest.approx(0.045)
