@@ -29,6 +29,9 @@ ENOUGH_S: Final = 5.0
 _COVERED: Final = 0.5
 """A run that is shorter than that has to be covered to this share."""
 
+_SURE: Final = 0.12
+"""Without a look, less idle time than this share lies within the error of a few of NVML's readings."""
+
 _OWN: Final = "StallDetector."
 """What our own looks cost is no fault of the run's; the report says it in a note."""
 
@@ -168,7 +171,8 @@ def _inside_the_steps(
         return inside_s, look.sync_idle_s / look.idle_s if look.calls and look.idle_s > 0 else None
     if device is None or device.utilization is None or not covers(device, wall_s):
         return 0.0, None
-    return min(_idle_by_utilization(gpu, wall_s, aside_s, device.utilization), most_s), None
+    inside_s = min(_idle_by_utilization(gpu, wall_s, aside_s, device.utilization), most_s)
+    return (inside_s if inside_s >= _SURE * wall_s else 0.0), None
 
 
 def _idle_by_utilization(gpu: GpuTimes, wall_s: float, aside_s: float, percent: float) -> float:

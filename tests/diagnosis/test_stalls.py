@@ -271,6 +271,15 @@ class TestInsideTheStep:
         assert find(times(), gpu=measured, device=DeviceState(utilization=50.0, seconds=1.9)) == []
         assert len(find(times(), gpu=measured, device=DeviceState(utilization=50.0, seconds=2.0))) == 1
 
+    @pytest.mark.parametrize(("utilization", "found"), [(84.0, False), (82.0, True)])
+    def test_nvml_alone_has_to_be_sure(self, utilization: float, found: bool) -> None:
+        # 16 or 18 % idle, of which 5 lie between the steps
+        device = DeviceState(utilization=utilization, seconds=10.0)
+        findings = find(times(), gpu=self.IDLE, device=device)
+        assert bool(findings) is found
+        waterfall = measurement(times(), gpu=self.IDLE, device=device).waterfall
+        assert (waterfall.launch_s > 0) is found
+
     def test_without_nvml_nothing_is_said(self) -> None:
         assert find(times(), gpu=self.IDLE, device=DeviceState()) == []
 
