@@ -185,7 +185,7 @@ class ObservedFit:
         if self._device is not None and self._looks is not None:
             self._device.read()
             if self._steady is not None:
-                self._looks.step_done(timeline.steps - self._options.warmup_steps, self._steady.gpu())
+                self._looks.step_done(timeline.steps - self._options.warmup_steps, self._steady.gpu)
         return self._windows.due(timeline.steps)
 
     def _kind_of_step(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Final
 
 from lightning_gpuopt._measured import GpuTimes, StepLook, SyncSighting
@@ -64,24 +65,24 @@ class StepLooks:
         """Whether torch.profiler is at work for us."""
         return self._profiler_look is not None and not self._reading
 
-    def step_done(self, steps: int, since_warm: GpuTimes) -> None:
+    def step_done(self, steps: int, since_warm: Callable[[], GpuTimes]) -> None:
         """A step has ended.
 
         Args:
             steps: steps since the end of the warm-up; the same on every rank.
-            since_warm: what the GPU did in them.
+            since_warm: gives what the GPU did in them.
         """
         if self._sync_look is not None:
             if self._sync_look.step_done():
                 self.syncs = self._sync_look.sighting()
                 self._sync_look = None
         elif self.syncs is None and steps >= _SETTLED_STEPS:
-            if self._together or (steps == _SETTLED_STEPS and self._may_idle(since_warm)):
+            if self._together or (steps == _SETTLED_STEPS and self._may_idle(since_warm())):
                 self._begin_sync_look()
         elif self._profiler_look is not None:
             self._advance_profiler()
         elif self.look is None and not self._profiler_failed and self._due(steps):
-            self._step_s_before = _step_s(since_warm)
+            self._step_s_before = _step_s(since_warm())
             self._begin_profiler()
 
     def window_done(self, since_warm: GpuTimes, step_s: float | None) -> None:
