@@ -1,0 +1,226 @@
+"""The event clock and both callbacks on a real GPU, for ``benchmarks/gpu.py``."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpu_parts import Busy, Load, Samples, new_detector, quiet_trainer
+from lightning.pytorch import Callback, LightningModule
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_gpuopt import GpuUtilMonitor, NumWorkersFinder
+from tests.gpu.clock_rig import HOOK, ClockRig
+
+IDLE_GAP_TOLERANCE = 0.05
+
+
+def event_clock() -> dict[str, Any]:
+    """The idle gap that the event clock sees, against a host sleep put there on purpose."""
+    load = Load()
+    work = load.times_for(5.0)
+    result: dict[str, Any] = {"injected": {}, "checks": {}}
+    for sleep_ms in (2.0, 5.0, 20.0, 50.0):
+        rig = ClockRig()
+        slept: list[float] = []
+
+        def sleep(sleep_ms: float = sleep_ms, slept: list[float] = slept) -> None:
+            torch.cuda.synchronize()  # the benchmark's own, so that the sleep is the whole gap
+            begin = time.perf_counter()
+            time.sleep(sleep_ms / 1e3)
+            slept.append(time.perf_counter() - begin)
+
+        for _ in range(40):
+            rig.step(lambda: load.run(work), hook=sleep)
+        times = rig.finish(40)
+        truth_ms = statistics.mean(slept[:-1]) * 1e3
+        seen_ms = times.idle_s / (times.steps - 1) * 1e3
+        hook_ms = times.idle.get(HOOK, 0.0) / (times.steps - 1) * 1e3
+        result["injected"][str(sleep_ms)] = {
+            "slept_ms": truth_ms,
+            "idle_gap_ms": seen_ms,
+            "attributed_to_the_hook_ms": hook_ms,
+            "relative_error": seen_ms / truth_ms - 1,
+        }
+        if sleep_ms >= 5.0:
+            for what, ms in (("idle gap", seen_ms), ("idle time attributed to the hook", hook_ms)):
+                claim = f"{what} of {sleep_ms:.0f} ms within {IDLE_GAP_TOLERANCE:.0%}"
+                result["checks"][claim] = abs(ms / truth_ms - 1) <= IDLE_GAP_TOLERANCE
+    rig = ClockRig()
+    for _ in range(100):
+        rig.step(lambda: load.run(work), fetch=lambda: time.sleep(0.001))
+    times = rig.finish(100)
+    idle_ms = times.idle_s / (times.steps - 1) * 1e3
+    result["host_ahead"] = {"idle_ms_per_step": idle_ms, "steps": times.steps}
+    # before the first step's work there is nothing to run ahead of
+    result["checks"]["a host that runs ahead leaves less than 0.1 ms idle a step"] = idle_ms < 0.1
+    return result
+
+
+class Stopwatch(Callback):
+    """Time from step to step, and CUDA's refusal of any synchronize while training runs."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if len(self.times) == 5:
+            torch.cuda.set_sync_debug_mode("error")
+        self.times.append(time.perf_counter())
+
+    def on_train_end(self, *args: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    def on_exception(self, *args: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    def step_s(self) -> list[float]:
+        return [b - a for a, b in zip(self.times[10:], self.times[11:], strict=False)]
+
+
+def timed_fit(load: Load, ms: float, steps: int, callbacks: list[Callback]) -> tuple[list[float], str | None]:
+    """Step times of a run in which CUDA refuses to synchronize, and its words if something tried."""
+    watch = Stopwatch()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = quiet_trainer(folder, [watch, *callbacks], max_steps=steps, log_every_n_steps=50)
+        try:
+            trainer.fit(Busy(load, load.times_for(ms)), DataLoader(Samples(steps)))
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            return watch.step_s(), str(error).splitlines()[0]
+    torch.cuda.synchronize()
+    return watch.step_s(), None
+
+
+CONFIGURATIONS: dict[str, Callable[[], list[Callback]]] = {
+    "none": list,
+    "empty": lambda: [Callback()],
+    "monitor": lambda: [GpuUtilMonitor()],
+    "detector": lambda: [new_detector()],
+    "both": lambda: [GpuUtilMonitor(), new_detector()],
+}
+
+
+def overhead() -> dict[str, Any]:
+    """Step times with the callbacks against an empty one, with CUDA refusing any synchronize."""
+    load = Load()
+    result: dict[str, Any] = {"median_step_ms": {}, "checks": {}}
+    for ms, steps, rounds in ((5.0, 400, 4), (50.0, 120, 2)):
+        samples: dict[str, list[float]] = {name: [] for name in CONFIGURATIONS}
+        for turn in range(rounds):
+            names = list(CONFIGURATIONS)
+            for name in names if turn % 2 == 0 else reversed(names):
+                times, refused = timed_fit(load, ms, steps, CONFIGURATIONS[name]())
+                samples[name] += times
+                claim = f"no synchronize with {name} at {ms:.0f} ms"
+                result["checks"][claim] = result["checks"].get(claim, True) and refused is None
+                if refused is not None:
+                    result.setdefault("refused", {})[claim] = refused
+        medians = {name: statistics.median(times) * 1e3 for name, times in samples.items() if times}
+        result["median_step_ms"][str(ms)] = medians
+        if "empty" in medians and "both" in medians:
+            slower = medians["both"] / medians["empty"] - 1
+            result["checks"][f"both callbacks cost less than 1 % of a step of {ms:.0f} ms"] = slower < 0.01
+    return result
+
+
+def detector_idle() -> dict[str, Any]:
+    """StallDetector on a real run whose loader sleeps: its GPU idle time against what was put there."""
+    load = Load()
+    result: dict[str, Any] = {"runs": {}, "checks": {}}
+    for sleep_ms, compute_ms in ((0.0, 10.0), (20.0, 10.0), (40.0, 10.0), (5.0, 40.0)):
+        steps = 100
+        detector = new_detector(warmup_steps=10)
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = quiet_trainer(folder, [detector], max_steps=steps)
+            trainer.fit(Busy(load, load.times_for(compute_ms)), DataLoader(Samples(steps, sleep_ms / 1e3)))
+        report = detector.report
+        idle_ms = (report.gpu_idle_s or 0.0) / (steps - 10) * 1e3
+        name = f"loader {sleep_ms:.0f} ms, compute {compute_ms:.0f} ms"
+        result["runs"][name] = {
+            "verdict": report.verdict,
+            "gpu_idle_ms_per_step": idle_ms,
+            "step_ms": (report.step_s or 0.0) * 1e3,
+            "phases": report.phases,
+        }
+        stalls = sleep_ms > compute_ms
+        expected = "main_process_loading" if stalls else "compute_bound"
+        result["checks"][f"{name}: {expected}"] = report.verdict == expected
+    return result
+
+
+class OneRow(Busy):
+    """Uses a little of a large batch."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch.flatten()[:8], batch_idx)
+
+
+class LargeSamples(Samples):
+    """Samples of 64 MiB, in ordinary memory."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.sample = torch.zeros(16, 2**20)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.sample
+
+
+def causes() -> dict[str, Any]:
+    """StallDetector's verdict on a healthy run and on large copies; section ``stalls`` has the other causes."""
+    load = Load()
+    result: dict[str, Any] = {"runs": {}, "checks": {}}
+    runs: dict[str, tuple[LightningModule, Dataset[torch.Tensor]]] = {
+        "compute_bound": (Busy(load, load.times_for(10.0)), Samples(120)),
+        "host_to_device": (OneRow(load, load.times_for(5.0)), LargeSamples(120)),
+    }
+    for expected, (model, data) in runs.items():
+        detector = new_detector(warmup_steps=10, window_size=25)
+        with tempfile.TemporaryDirectory() as folder:
+            # handed over as it is: collating would copy the large samples on the host first
+            trainer = quiet_trainer(folder, [detector], max_steps=120)
+            trainer.fit(model, DataLoader(data, batch_size=None))
+        report = detector.report
+        result["runs"][expected] = {
+            "verdict": report.verdict,
+            "findings": {finding.cause: finding.share for finding in report.findings},
+            "evidence": report.findings[0].evidence if report.findings else {},
+            "notes": report.notes,
+            "step_ms": (report.step_s or 0.0) * 1e3,
+        }
+        result["checks"][f"verdict {expected}"] = report.verdict == expected
+    return result
+
+
+def workers() -> dict[str, Any]:
+    """NumWorkersFinder beside a GPU that works behind the training loop: workers are added where they help."""
+    load = Load()
+    result: dict[str, Any] = {"runs": {}, "checks": {}}
+    for name, ms in (("fast", 5.0), ("slow", 40.0)):
+        finder, watch = NumWorkersFinder(), Stopwatch()
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = quiet_trainer(folder, [finder, watch], max_steps=160)
+            data = DataLoader(Samples(200, sleep_s=0.02), batch_size=None, num_workers=1, pin_memory=True)
+            trainer.fit(Busy(load, load.times_for(ms)), data)
+        step_ms = statistics.median(watch.step_s()[60:]) * 1e3
+        result["runs"][name] = {
+            "gpu_ms": ms,
+            "step_ms": step_ms,
+            "num_workers": finder.optimal_num_workers,
+            "limited_by": finder.choices[0].limited_by,
+            "trials": [(each.num_workers, each.batches_per_s, each.data_wait_s) for each in finder.trials],
+        }
+    fast, slow = result["runs"]["fast"], result["runs"]["slow"]
+    result["checks"]["a fast GPU gets more workers, and waits no more"] = (
+        fast["num_workers"] > 1 and fast["step_ms"] <= 1.25 * fast["gpu_ms"]
+    )
+    result["checks"]["a GPU that is the bottleneck keeps its one worker"] = slow["num_workers"] == 1
+    return result
