@@ -54,6 +54,7 @@ class Waterfall:
             ``"MyCallback.on_train_batch_end"``.
         launch_s: seconds in which the GPU was idle inside the steps since the host issued too slowly.
         sync_s: seconds in which it was idle there after the user's code had waited for it.
+        unsure_s: seconds in which it seems to have been idle there, within the error of NVML's readings.
         exposed_by: the hook whose wait for the GPU exposed most of ``waits``; empty where there was none.
     """
 
@@ -66,6 +67,7 @@ class Waterfall:
     waits: Mapping[str, float] = field(default_factory=dict)
     launch_s: float = 0.0
     sync_s: float = 0.0
+    unsure_s: float = 0.0
     exposed_by: str = ""
 
     def share(self, seconds: float) -> float:
@@ -79,7 +81,7 @@ class Waterfall:
     @property
     def idle_s(self) -> float:
         """All seconds in which the device waited."""
-        return sum(self.waits.values()) + self.launch_s + self.sync_s
+        return sum(self.waits.values()) + self.launch_s + self.sync_s + self.unsure_s
 
     @property
     def step_waits_s(self) -> float:
@@ -129,6 +131,9 @@ def waterfall_of(
     wall_s = gpu.compute_s + gpu.copy_s + gpu.queued_s + gpu.wait_s + gpu.validation_s + gpu.idle_s
     aside_s = gpu.validation_s + sum(seconds for name, seconds in gpu.idle.items() if not in_steps(name))
     inside_s, sync_share = _inside_the_steps(gpu, wall_s, aside_s, device, look)
+    unsure_s = 0.0
+    if look is None and inside_s < _SURE * wall_s:
+        unsure_s, inside_s = inside_s, 0.0
     if syncs is not None and not _the_user_waits(syncs):
         sync_share = 0.0
     elif sync_share is None:
@@ -143,6 +148,7 @@ def waterfall_of(
         waits=waits,
         launch_s=inside_s * (1 - sync_share),
         sync_s=inside_s * sync_share,
+        unsure_s=unsure_s,
         exposed_by=_exposed_by(gpu),
     )
 
@@ -172,7 +178,7 @@ def _inside_the_steps(
     if device is None or device.utilization is None or not covers(device, wall_s):
         return 0.0, None
     inside_s = min(_idle_by_utilization(gpu, wall_s, aside_s, device.utilization), most_s)
-    return (inside_s if inside_s >= _SURE * wall_s else 0.0), None
+    return inside_s, None
 
 
 def _idle_by_utilization(gpu: GpuTimes, wall_s: float, aside_s: float, percent: float) -> float:

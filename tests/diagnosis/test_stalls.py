@@ -279,6 +279,7 @@ class TestInsideTheStep:
         assert bool(findings) is found
         waterfall = measurement(times(), gpu=self.IDLE, device=device).waterfall
         assert (waterfall.launch_s > 0) is found
+        assert waterfall.idle_s == pytest.approx(10 - utilization / 10)
 
     def test_without_nvml_nothing_is_said(self) -> None:
         assert find(times(), gpu=self.IDLE, device=DeviceState()) == []
