@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from lightning_gpuopt._measured import GpuTimes
 from tests.gpu.clock_rig import HOOK, ClockRig
 from tests.gpu.kernels import milliseconds
 
@@ -29,13 +28,23 @@ def strict(kernel: Callable[[float], None]) -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def per_step_ms(times: GpuTimes, name: str) -> float:
-    return times.idle.get(name, 0.0) / (times.steps - 1) * 1e3
+class Sleep:
+    """Sleeps, and notes for how long it really was."""
+
+    def __init__(self, seconds: float, first: Callable[[], object] = lambda: None) -> None:
+        self.seconds, self.first = seconds, first
+        self.slept_s = 0.0
+
+    def __call__(self) -> None:
+        self.first()
+        begin_s = time.perf_counter()
+        time.sleep(self.seconds)
+        self.slept_s += time.perf_counter() - begin_s
 
 
-def nearly(ms: float) -> object:
-    """Within 5 %, or a millisecond."""
-    return pytest.approx(ms, rel=0.05, abs=1.0)
+def nearly(seconds: float) -> object:
+    """Within 5 %, or a millisecond a step."""
+    return pytest.approx(seconds, rel=0.05, abs=1e-3 * STEPS)
 
 
 @pytest.mark.usefixtures("strict")
@@ -52,27 +61,23 @@ def test_it_reads_every_step_without_a_synchronize() -> None:
 
 
 def test_a_sleep_behind_a_drained_gpu_is_idle_time_of_the_hook(kernel: Callable[[float], None]) -> None:
-    def hook() -> None:
-        torch.cuda.synchronize()
-        time.sleep(0.02)
-
-    rig = ClockRig()
+    rig, hook = ClockRig(), Sleep(0.02, torch.cuda.synchronize)
     for _ in range(STEPS):
         rig.step(lambda: kernel(10), hook=hook)
     times = rig.finish(STEPS)
-    assert per_step_ms(times, HOOK) == nearly(20)
-    assert times.idle_s / (STEPS - 1) * 1e3 == nearly(20)
-    assert times.compute_s / STEPS * 1e3 == nearly(10)
+    assert times.idle[HOOK] == nearly(hook.slept_s)
+    assert times.idle_s == nearly(hook.slept_s)
+    assert times.compute_s == nearly(0.01 * STEPS)
 
 
 @pytest.mark.usefixtures("strict")
 def test_a_sleep_in_the_fetch_costs_what_the_gpu_does_not_hide(kernel: Callable[[float], None]) -> None:
-    rig = ClockRig()
+    rig, fetch = ClockRig(), Sleep(0.03)
     for _ in range(STEPS):
-        rig.step(lambda: kernel(10), fetch=lambda: time.sleep(0.03))
+        rig.step(lambda: kernel(10), fetch=fetch)
     times = rig.finish(STEPS)
-    assert per_step_ms(times, "data_wait") == nearly(20)
-    assert per_step_ms(times, HOOK) < 1
+    assert times.idle["data_wait"] == nearly(fetch.slept_s - 0.01 * (STEPS - 1))
+    assert times.idle.get(HOOK, 0.0) < 1e-3 * STEPS
 
 
 @pytest.mark.usefixtures("strict")
@@ -81,14 +86,14 @@ def test_work_that_a_hook_queues_is_work(kernel: Callable[[float], None]) -> Non
     for _ in range(STEPS):
         rig.step(lambda: kernel(10), after_copy=lambda: kernel(4), hook=lambda: kernel(2))
     times = rig.finish(STEPS)
-    assert times.queued_s / STEPS * 1e3 == nearly(6)
-    assert times.idle_s / STEPS * 1e3 < 1
+    assert times.queued_s == nearly(0.006 * STEPS)
+    assert times.idle_s < 1e-3 * STEPS
 
 
 @pytest.mark.usefixtures("strict")
 def test_a_host_that_runs_ahead_leaves_no_idle_time(kernel: Callable[[float], None]) -> None:
-    rig = ClockRig()
+    rig, sleep = ClockRig(), Sleep(0.003)
     for _ in range(STEPS):
-        rig.step(lambda: kernel(10), fetch=lambda: time.sleep(0.003), hook=lambda: time.sleep(0.003))
+        rig.step(lambda: kernel(10), fetch=sleep, hook=sleep)
     times = rig.finish(STEPS)
-    assert times.idle_s / STEPS * 1e3 < 0.3
+    assert times.idle_s < 0.3e-3 * STEPS
