@@ -27,7 +27,6 @@ from lightning_gpuopt.timeline.steps import StepClock
 from lightning_gpuopt.timeline.windows import Windows
 
 _GPU_EVENTS: Final = (
-    "batch_begins",
     "batch_arrives",
     "batch_copied",
     "batch_ready",

@@ -103,7 +103,6 @@ class GpuClock(StepObserver):
         self._unread: deque[tuple[int, Event, int, list[int]]] = deque()
         self._doing = _HOST
         self._validating = False
-        self._copies_in_hook = self._copied_in_hook = False
         self._paused = False
         # The event read last, when the host recorded it, and when the GPU passed it since the first one.
         self._last: Event | None = None
@@ -119,15 +118,8 @@ class GpuClock(StepObserver):
         self._idle: dict[int | str, float] = {}
         self._exposed_by: dict[int | str, float] = {}
 
-    def batch_begins(self) -> None:
-        """The strategy takes the batch; where the hook that copies was not seen before, this is the copy."""
-        self._copies_in_hook, self._copied_in_hook = self._copied_in_hook, False
-        if not self._copies_in_hook:
-            self._turn(_COPY)
-
     def batch_arrives(self) -> None:
         """The batch is about to be copied to the device."""
-        self._copied_in_hook = True
         self._turn(_COPY)
 
     def batch_copied(self) -> None:
@@ -135,7 +127,7 @@ class GpuClock(StepObserver):
         self._turn(_HOST)
 
     def batch_ready(self) -> None:
-        """The hook after the copy is over."""
+        """The strategy has the batch on the device; called where more than the copy lay in that."""
         self._turn(_HOST)
 
     def compute_begins(self) -> None:

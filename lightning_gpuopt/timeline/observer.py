@@ -15,9 +15,6 @@ class StepObserver:
     def fetch_ends(self, wait_s: float) -> None:
         """The batch is there, after so many seconds."""
 
-    def batch_begins(self) -> None:
-        """The strategy is about to bring the batch to the device."""
-
     def batch_arrives(self) -> None:
         """The batch is about to be copied to the device."""
 
@@ -25,7 +22,7 @@ class StepObserver:
         """The copy has been issued."""
 
     def batch_ready(self) -> None:
-        """The hook after the copy is over."""
+        """The strategy has the batch on the device; called where more than the copy lay in that."""
 
     def compute_begins(self) -> None:
         """The step's own work is about to be issued."""

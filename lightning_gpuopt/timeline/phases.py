@@ -76,6 +76,16 @@ class _HostSpan(_Span):
         self.long = long
 
 
+class _BatchHookSpan(_HostSpan):
+    """A hook around the copy of a batch, which may queue work however short it is."""
+
+    __slots__ = ()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self.timeline._batch_hook_ran = True
+
+
 class _FetchSpan(_Span):
     """The fetch of a batch; the first of an epoch also waits for workers to start, so it counts as set-up."""
 
@@ -141,17 +151,41 @@ class _ObservedSpan(_Span):
 
 
 class _BatchSpan(_Span):
-    """All that is done to a batch before the step: the hooks around the copy, and the copy."""
+    """All that brings a batch to the device. Where the hook that copies was not seen, the whole counts as the copy."""
+
+    __slots__ = ("copies",)
+
+    def __enter__(self) -> None:
+        timeline = self.timeline
+        timeline._enter(self.slot)
+        self.copies = not timeline._copied_by_hook
+        timeline._copied_by_hook = timeline._batch_hook_ran = False
+        if self.copies:
+            timeline._observer.batch_arrives()
+
+    def __exit__(self, *exception: object) -> None:
+        timeline = self.timeline
+        timeline._leave()
+        if not timeline._copied_by_hook:
+            if self.copies:
+                timeline._observer.batch_copied()
+        elif timeline._batch_hook_ran:
+            timeline._observer.batch_ready()
+
+
+class _TransferSpan(_Span):
+    """The hook that copies a batch to the device."""
 
     __slots__ = ()
 
     def __enter__(self) -> None:
         self.timeline._enter(self.slot)
-        self.timeline._observer.batch_begins()
+        self.timeline._copied_by_hook = True
+        self.timeline._observer.batch_arrives()
 
     def __exit__(self, *exception: object) -> None:
         self.timeline._leave()
-        self.timeline._observer.batch_ready()
+        self.timeline._observer.batch_copied()
 
 
 class _ValidationSpan(_Span):
@@ -244,6 +278,7 @@ class Timeline:
         self._ns = [0] * len(PHASES)
         self._hooks: dict[int, str] = {}
         self._batch_hooks: dict[int, str] = {}
+        self._copied_by_hook = self._batch_hook_ran = False
         self.slots_between_steps = [_SLOTS[phase] for phase in BETWEEN_STEPS]
         self._broadcast_slot = self._new_slot()
         self._first_fetch_slot = self._new_slot()
@@ -454,9 +489,9 @@ class Timeline:
         if action.endswith(".batch_to_device"):
             return _BatchSpan(self, slot)
         if action.endswith(".transfer_batch_to_device"):
-            return _ObservedSpan(self, slot, "batch_arrives", "batch_copied")
+            return _TransferSpan(self, slot)
         if action.endswith(_BATCH_HOOKS):
-            return _HostSpan(self, self._batch_hook_slot(action))
+            return _BatchHookSpan(self, self._batch_hook_slot(action))
         if action.startswith("[Strategy]") and action.endswith(".training_step"):
             return _ObservedSpan(self, slot, "forward_begins", "forward_ends")
         return _Span(self, slot)
