@@ -28,13 +28,13 @@ _READS: Final = 24
 _DRIFT: Final = 50e-6
 """The host's clock and the GPU's part by no more than this, in seconds per second."""
 
-_LAG_S: Final = 5e-5
+_LAG_NS: Final = 50_000
 """A stamp that lags behind its recording by no more is that of an event on a drained stream."""
 
-_WAITED_S: Final = 1e-3
+_WAITED_NS: Final = 1_000_000
 """A host that stood still in a hook for so long until the GPU was done has waited for it ..."""
 
-_RETURN_S: Final = 3e-4
+_RETURN_NS: Final = 300_000
 """... if it returned so soon after that ..."""
 
 _RETURN_SHARE: Final = 0.05
@@ -104,17 +104,17 @@ class GpuClock(StepObserver):
         self._doing = _HOST
         self._validating = False
         self._paused = False
-        # The event read last, when the host recorded it, and when the GPU passed it since the first one.
+        # The event read last, when the host recorded it, and how long after the first one the GPU passed it.
         self._last: Event | None = None
-        self._recorded_s = 0.0
-        self._passed_s = 0.0
-        self._offset_s = 0.0
-        self._step_began_s = (0.0, 0.0)
+        self._recorded_ns = 0
+        self._passed_ns = 0.0
+        self._offset_ns = 0.0
+        self._step_began_ns = (0.0, 0)
         self._drained_by: int | str | None = None
         self._steps = 0
-        self._lengths_s = [0.0] * 7
-        self._compute_bound_s = 0.0
-        self._queued_s = 0.0
+        self._lengths_ns = [0.0] * 7
+        self._compute_bound_ns = 0.0
+        self._queued_ns = 0.0
         self._idle: dict[int | str, float] = {}
         self._exposed_by: dict[int | str, float] = {}
 
@@ -197,79 +197,84 @@ class GpuClock(StepObserver):
             most: at most so many.
         """
         unread = self._unread
-        for _ in range(most):
-            if not unread:
-                if self._paused:  # what came after the last one is not known
-                    self._paused = False
-                    self._last = None
-                return
-            kind, event, host_ns, work = unread[0]
-            if not event.query():
-                return
-            unread.popleft()
-            self._take(kind, event, host_ns / 1e9, work)
+        if unread and unread[-1][1].query():  # a drained stream has passed them all
+            for _ in range(min(most, len(unread))):
+                self._take(*unread.popleft())
+        else:
+            for _ in range(min(most, len(unread))):
+                if not unread[0][1].query():
+                    return
+                self._take(*unread.popleft())
+        if self._paused and not unread:  # what came after the last one is not known
+            self._paused = False
+            self._last = None
 
-    def _take(self, kind: int, event: Event, recorded_s: float, work: list[int]) -> None:
+    def _take(self, kind: int, event: Event, recorded_ns: int, work: list[int]) -> None:
         """Add what lies between the event before and this one.
 
         Args:
             kind: what it is.
             event: the event at its end.
-            recorded_s: when the host recorded that.
+            recorded_ns: when the host recorded that.
             work: what the host did in between.
         """
         last, self._last = self._last, event
-        began_s, self._recorded_s = self._recorded_s, recorded_s
+        began_ns, self._recorded_ns = self._recorded_ns, recorded_ns
         if last is None:
-            self._offset_s = self._passed_s - recorded_s
+            self._offset_ns = self._passed_ns - recorded_ns
             return
-        length_s = last.elapsed_time(event) / 1e3
+        length_ns = last.elapsed_time(event) * 1e6
         self._free.append(last)
-        drained_s = self._passed_s - self._offset_s  # when the GPU passed the event before, by the host's clock
-        self._passed_s += length_s
-        self._offset_s = min(self._passed_s - recorded_s, self._offset_s + _DRIFT * length_s)
-        self._lengths_s[kind] += length_s
-        idle_s = max(min(length_s, recorded_s - drained_s), 0.0)
+        passed_ns, offset_ns = self._passed_ns, self._offset_ns
+        drained_ns = passed_ns - offset_ns  # when the GPU passed the event before, by the host's clock
+        self._passed_ns = passed_ns = passed_ns + length_ns
+        self._offset_ns = min(passed_ns - recorded_ns, offset_ns + _DRIFT * length_ns)
+        self._lengths_ns[kind] += length_ns
+        idle_ns = max(min(length_ns, recorded_ns - drained_ns), 0.0)
         if kind == _HOST:
-            self._queued_s += length_s - idle_s
-            if began_s + _LAG_S < drained_s:  # it still had work: where did the host stand when that was done?
-                self._drained_by = self._waited_for(drained_s, began_s, work)
-            self._attribute(idle_s, began_s, work)
+            self._queued_ns += length_ns - idle_ns
+            if began_ns + _LAG_NS < drained_ns:  # it still had work: where did the host stand when that was done?
+                self._drained_by = self._waited_for(drained_ns, began_ns, work)
+            if idle_ns:
+                self._attribute(idle_ns, began_ns, work)
         elif kind == _BROADCAST:
             self._drained_by = SIGNAL_BROADCAST
         elif kind in (_STEP, _STEP_PART, _FORWARD):
-            self._compute_bound_s += idle_s
+            self._compute_bound_ns += idle_ns
             self._drained_by = None
             if kind == _STEP:
                 self._steps += 1
                 if self.spans is not None:
-                    begun_s, issue_begun_s = self._step_began_s
-                    self.spans.append(Span(begun_s, self.read_to_s, issue_begun_s, recorded_s))
+                    begun_ns, issue_begun_ns = self._step_began_ns
+                    self.spans.append(Span(begun_ns / 1e9, self.read_to_s, issue_begun_ns / 1e9, recorded_ns / 1e9))
             return
-        self._step_began_s = (self.read_to_s, recorded_s)
+        self._step_began_ns = (passed_ns - self._offset_ns, recorded_ns)
 
-    def _attribute(self, idle_s: float, began_s: float, work: Sequence[int]) -> None:
+    def _attribute(self, idle_ns: float, began_ns: int, work: Sequence[int]) -> None:
         """Hand idle time out backwards over what the host did, each at most as long as it took."""
-        left_s = idle_s
+        left_ns = idle_ns
+        idle, drained_by = self._idle, self._drained_by
         for index in range(len(work) - 2, -1, -2):
-            if left_s <= 0:
+            slot = work[index]
+            taken_ns = work[index + 1] - (work[index - 1] if index else began_ns)
+            if taken_ns > left_ns:
+                taken_ns = left_ns  # type: ignore[assignment]
+            left_ns -= taken_ns
+            idle[slot] = idle.get(slot, 0.0) + taken_ns
+            if drained_by is not None and slot != drained_by:
+                self._exposed_by[drained_by] = self._exposed_by.get(drained_by, 0.0) + taken_ns
+            if left_ns <= 0:
                 return
-            slot, ended_s = work[index], work[index + 1] / 1e9
-            taken_s = min(ended_s - (work[index - 1] / 1e9 if index else began_s), left_s)
-            left_s -= taken_s
-            self._idle[slot] = self._idle.get(slot, 0.0) + taken_s
-            if self._drained_by is not None and slot != self._drained_by:
-                self._exposed_by[self._drained_by] = self._exposed_by.get(self._drained_by, 0.0) + taken_s
 
-    def _waited_for(self, drained_s: float, began_s: float, work: Sequence[int]) -> int | None:
+    def _waited_for(self, drained_ns: float, began_ns: int, work: Sequence[int]) -> int | None:
         """The hook that waited for the GPU: the host returned from it as soon as the GPU was done."""
         for index in range(0, len(work), 2):
-            slot, ended_s = work[index], work[index + 1] / 1e9
-            if ended_s + _LAG_S >= drained_s:
-                waited_s = drained_s - began_s
-                at_once = ended_s - drained_s <= max(_RETURN_S, _RETURN_SHARE * waited_s)
-                return slot if at_once and waited_s >= _WAITED_S and "." in self._host.name_of(slot) else None
-            began_s = ended_s
+            slot, ended_ns = work[index], work[index + 1]
+            if ended_ns + _LAG_NS >= drained_ns:
+                waited_ns = drained_ns - began_ns
+                at_once = ended_ns - drained_ns <= max(_RETURN_NS, _RETURN_SHARE * waited_ns)
+                return slot if at_once and waited_ns >= _WAITED_NS and "." in self._host.name_of(slot) else None
+            began_ns = ended_ns
         return None
 
     @property
@@ -285,17 +290,17 @@ class GpuClock(StepObserver):
     @property
     def read_to_s(self) -> float:
         """When the GPU passed the event that was read last, in seconds of the host's clock."""
-        return self._passed_s - self._offset_s
+        return (self._passed_ns - self._offset_ns) / 1e9
 
     def times(self) -> GpuTimes:
         """What has been read so far."""
-        lengths_s = self._lengths_s
+        lengths_s = [length / 1e9 for length in self._lengths_ns]
         return GpuTimes(
             steps=self._steps,
             compute_s=lengths_s[_STEP] + lengths_s[_STEP_PART] + lengths_s[_FORWARD],
-            compute_bound_s=self._compute_bound_s,
+            compute_bound_s=self._compute_bound_ns / 1e9,
             copy_s=lengths_s[_COPY],
-            queued_s=self._queued_s,
+            queued_s=self._queued_ns / 1e9,
             forward_s=lengths_s[_FORWARD],
             wait_s=lengths_s[_BROADCAST],
             validation_s=lengths_s[_VALIDATION],
@@ -303,9 +308,9 @@ class GpuClock(StepObserver):
             exposed_by=self._named(self._exposed_by),
         )
 
-    def _named(self, seconds: dict[int | str, float]) -> dict[str, float]:
+    def _named(self, nanoseconds: dict[int | str, float]) -> dict[str, float]:
         named: dict[str, float] = {}
-        for slot, value in seconds.items():
+        for slot, value in nanoseconds.items():
             name = slot if isinstance(slot, str) else self._host.name_of(slot)
-            named[name] = named.get(name, 0.0) + value
+            named[name] = named.get(name, 0.0) + value / 1e9
         return named

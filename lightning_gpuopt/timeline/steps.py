@@ -95,6 +95,10 @@ class StepClock:
         )
 
     def _note_outlier(self, before: list[int], after: list[int], seconds: float, median_s: float) -> None:
+        self._outlier_count += 1
+        self._outlier_s += seconds - median_s
+        if len(self._outliers) == _MOST_OUTLIERS and seconds <= self._outliers[0][0]:
+            return  # slower ones are kept
         timeline = self._timeline
         phases = timeline.phases_between(before, after)
         means = [ns / timeline.steps for ns in timeline.phases_between([], after)]
@@ -102,8 +106,6 @@ class StepClock:
         worst = max(within, key=lambda index: phases[index] - means[index])
         step = timeline.steps - 1
         outlier = Outlier(step, sum(after) / 1e9, seconds, PHASES[worst], phases[worst] / 1e9)
-        self._outlier_count += 1
-        self._outlier_s += seconds - median_s
         entry = (seconds, step, outlier)
         if len(self._outliers) < _MOST_OUTLIERS:
             heapq.heappush(self._outliers, entry)
