@@ -326,6 +326,7 @@ class StepLook:
         sync_idle_s: seconds of a mean step in which it was idle after a call in which the host had waited for it.
         communication_s: seconds of a mean step in which collectives ran, and nothing else.
         calls: calls of the CUDA runtime in a mean step; 0 where none were recorded, and so no waits were seen.
+        forward_collectives: whether a collective ran in the forward: ``sync_dist=True`` puts one there.
     """
 
     steps: int
@@ -334,6 +335,7 @@ class StepLook:
     sync_idle_s: float
     communication_s: float = 0.0
     calls: float = 0.0
+    forward_collectives: bool = False
 
     @property
     def idle_s(self) -> float:

@@ -56,24 +56,25 @@ class DeviceWatch:
         self._since_s = clock()
         self._sampler.start()
 
-    @property
-    def refused(self) -> bool:
-        """Whether CUDA has refused the clock before anything was read."""
-        return not self._reads and not self.clock.times().steps
-
     def refuse(self, error: Exception) -> None:
         """CUDA does not take the clock's events any more, for example while a graph is captured."""
         if self._reads:
             self._reads = False
             self.notes.append(f"The GPU's own times end here: CUDA refused an event ({error}).")
 
-    def catch_up(self) -> None:
-        """Training has ended: take in what the GPU has still to do, as long as that takes no more than a moment."""
+    def catch_up(self, after_reading: Callable[[], None] = lambda: None) -> None:
+        """Training has ended: take in what the GPU has still to do, as long as that takes no more than a moment.
+
+        Args:
+            after_reading: called after each reading.
+        """
         deadline_s = self._seconds_now() + _CATCH_UP_S
         self.read()
+        after_reading()
         while self._reads and self.clock.unread and self._seconds_now() < deadline_s:
             time.sleep(_POLL_S)
             self.read()
+            after_reading()
         self._take_notices()
 
     def read(self) -> None:

@@ -6,6 +6,7 @@ import platform
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_gpuopt import _lightning
 from lightning_gpuopt._lightning import LightningModule, Trainer
@@ -86,7 +87,12 @@ def environment_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, st
         "ranks": str(trainer.world_size),
         "strategy": type(trainer.strategy).__name__,
         "precision": str(trainer.precision),
-        "model": f"{type(pl_module).__name__} ({sum(each.numel() for each in pl_module.parameters())} parameters)",
+        "model": f"{type(pl_module).__name__} ({_parameters(pl_module)} parameters)",
         "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
         "batch_size": ", ".join(str(getattr(each, "batch_size", None)) for each in _lightning.train_loaders(trainer)),
     }
+
+
+def _parameters(pl_module: LightningModule) -> int:
+    """Their number, without those of lazy modules that have no size yet."""
+    return sum(each.numel() for each in pl_module.parameters() if not isinstance(each, UninitializedParameter))

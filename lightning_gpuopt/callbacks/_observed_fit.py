@@ -117,7 +117,7 @@ class ObservedFit:
         self.loader.start()
         self.started = True
         if self._warmed_up:
-            self._steady = SteadyPart(self.loader, self._device, self._looks)
+            self._steady = SteadyPart(self.loader, self._device, self._looks, self.timeline.steps)
         self.timeline.start()
 
     def _watch_gpu(self) -> None:
@@ -125,12 +125,14 @@ class ObservedFit:
         self._own_forward = several and forward_is_a_ranks_own(self._trainer, self._pl_module)
         device = DeviceWatch(self._trainer.strategy.root_device, self.timeline, forward=self._own_forward)
         self._device = device
-        self._looks = StepLooks(device, self._options.threshold, several_ranks=several)
+        rhythm = self._trainer.accumulate_grad_batches
+        self._looks = StepLooks(device, self._options.threshold, several_ranks=several, rhythm=rhythm)
         self._placed.undo.callback(device.close)
         self._placed.undo.callback(self._looks.finish)
 
         def refused(error: Exception) -> None:
             self._placed.observers.disconnect(_GPU_EVENTS)
+            self.timeline.forget_host_work()
             device.refuse(error)
 
         for event in _GPU_EVENTS:
@@ -152,7 +154,7 @@ class ObservedFit:
         """Freeze the figures, and take in what the other ranks have to say."""
         self.timeline.stop()
         if self._device is not None:
-            self._device.catch_up()
+            self._device.catch_up(self._steady.step_done if self._steady is not None else lambda: None)
         if self._looks is not None:
             self._looks.finish()
         if self._gather is not None:
@@ -184,7 +186,9 @@ class ObservedFit:
         if self._device is not None and self._looks is not None:
             self._device.read()
             if self._steady is not None:
-                self._looks.step_done(timeline.steps - self._options.warmup_steps, self._steady.gpu)
+                self._steady.step_done()
+            gpu = self._steady.gpu if self._steady is not None else None
+            self._looks.step_done(timeline.steps - self._options.warmup_steps, gpu)
         return self._windows.due(timeline.steps)
 
     def _kind_of_step(self) -> bool:
@@ -230,7 +234,7 @@ class ObservedFit:
                 self._post(None)  # for each window of the other ranks one of ours
             if steady is not None:
                 self._warmed_up = True
-                self._steady = SteadyPart(self.loader, self._device, self._looks)
+                self._steady = SteadyPart(self.loader, self._device, self._looks, self.timeline.steps)
             return None
         part = self._steady
         assert part is not None

@@ -28,20 +28,34 @@ class SteadyPart:
         loader: the watch over the training loaders.
         device: the watch over this rank's GPU, None on other devices.
         looks: the close looks at its steps.
+        steps: steps that the host has done: the GPU may have some of them before it, which are no part of this.
 
     Attributes:
         findings: of the time so far; what comes after a change of the loader proves them.
     """
 
-    def __init__(self, loader: LoaderWatch, device: DeviceWatch | None, looks: StepLooks | None) -> None:
+    def __init__(self, loader: LoaderWatch, device: DeviceWatch | None, looks: StepLooks | None, steps: int) -> None:
         self.findings: list[Finding] = []
+        self._steps = steps
+        self._gpu_is_here = device is None
         self._loader = loader
         self._device = device
         self._looks = looks
+        self._start = Reading()
         self._start = self._last = self._read()
         loader.reset_host()
         if device is not None:
             device.restart()
+            self.step_done()
+
+    def step_done(self) -> None:
+        """A step has ended; once the GPU has done those before this part, its times begin to count."""
+        if self._gpu_is_here or self._device is None:
+            return
+        if self._device.clock.steps >= self._steps or not self._device.clock.unread:
+            self._gpu_is_here = True
+            self._start = replace(self._start, gpu=self._device.times())
+            self._last = replace(self._last, gpu=self._start.gpu)
 
     def measure(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
         """What was measured since the beginning.
@@ -65,10 +79,10 @@ class SteadyPart:
 
     def gpu(self) -> GpuTimes:
         """What the GPU did since the beginning."""
-        return self._device.times() - self._start.gpu if self._device is not None else GpuTimes()
+        return self._read().gpu - self._start.gpu
 
     def _read(self) -> Reading:
-        gpu = self._device.times() if self._device is not None else GpuTimes()
+        gpu = self._device.times() if self._device is not None and self._gpu_is_here else self._start.gpu
         return Reading(self._loader.workers(), self._loader.queues.times(), gpu)
 
     def _since(self, start: Reading, now: Reading, times: PhaseTimes, ranks: tuple[RankWork, ...]) -> Measurement:
@@ -86,7 +100,6 @@ class SteadyPart:
         return replace(
             measured,
             gpu=now.gpu - start.gpu,
-            gpu_refused=self._device.refused,
             device=self._device.state(),
             syncs=self._looks.syncs,
             look=self._looks.look,
@@ -126,6 +139,7 @@ def work_of(rank: int, measurement: Measurement | None, *, forward: bool) -> Ran
     if not gpu.steps or not waterfall.steps:
         return None
     data_s = waterfall.wait("data_wait")
+    forward = forward and not (measurement.look is not None and measurement.look.forward_collectives)
     other_s = waterfall.step_waits_s - waterfall.launch_s - waterfall.sync_s - data_s
     return RankWork(
         rank,

@@ -9,7 +9,7 @@ from typing import Final
 
 from lightning_gpuopt._measured import GpuTimes, StepLook, SyncSighting
 from lightning_gpuopt.callbacks._device_watch import DeviceWatch
-from lightning_gpuopt.diagnosis.waterfall import worth_a_look
+from lightning_gpuopt.diagnosis.waterfall import in_steps, worth_a_look
 from lightning_gpuopt.timeline.look import CannotLookError, ProfilerLook
 from lightning_gpuopt.timeline.syncs import SyncLook
 
@@ -36,15 +36,17 @@ class StepLooks:
         device: the device's watch.
         threshold: share of idle time that is worth a look, 0-1.
         several_ranks: whether ranks look together.
+        rhythm: batches after which steps repeat themselves.
     """
 
-    def __init__(self, device: DeviceWatch, threshold: float, *, several_ranks: bool) -> None:
+    def __init__(self, device: DeviceWatch, threshold: float, *, several_ranks: bool, rhythm: int = 1) -> None:
         self.syncs: SyncSighting | None = None
         self.look: StepLook | None = None
         self.notes: list[str] = []
         self._device = device
         self._threshold = threshold
         self._together = several_ranks
+        self._rhythm = rhythm
         self._over = False
         self._sync_look: SyncLook | None = None
         self._profiler_look: ProfilerLook | None = None
@@ -65,22 +67,24 @@ class StepLooks:
         """Whether torch.profiler is at work for us."""
         return self._profiler_look is not None and not self._reading
 
-    def step_done(self, steps: int, since_warm: Callable[[], GpuTimes]) -> None:
+    def step_done(self, steps: int, since_warm: Callable[[], GpuTimes] | None) -> None:
         """A step has ended.
 
         Args:
             steps: steps since the end of the warm-up; the same on every rank.
-            since_warm: gives what the GPU did in them.
+            since_warm: gives what the GPU did in them; None while a warm-up goes on, in which no look begins.
         """
         if self._sync_look is not None:
             if self._sync_look.step_done():
                 self.syncs = self._sync_look.sighting()
                 self._sync_look = None
+        elif self._profiler_look is not None:
+            self._advance_profiler()
+        elif since_warm is None:
+            return
         elif self.syncs is None and steps >= _SETTLED_STEPS:
             if self._together or (steps == _SETTLED_STEPS and self._may_idle(since_warm())):
                 self._begin_sync_look()
-        elif self._profiler_look is not None:
-            self._advance_profiler()
         elif self.look is None and not self._profiler_failed and self._due(steps):
             self._step_s_before = _step_s(since_warm())
             self._begin_profiler()
@@ -126,6 +130,10 @@ class StepLooks:
     def _begin_sync_look(self) -> None:
         look = SyncLook(inside=lambda: self._device.clock.in_step)
         try:
+            if look.is_taken:
+                self.notes.append("Synchronizing calls were not looked for: the program uses torch's debug mode.")
+                self.syncs = SyncSighting(0, 0)
+                return
             look.begin()
         except Exception as error:  # a torch that does not know the mode
             log.debug("no look for synchronizing calls", exc_info=True)
@@ -136,7 +144,7 @@ class StepLooks:
         self._sync_look = look
 
     def _begin_profiler(self) -> None:
-        look, begin_s = ProfilerLook(), time.perf_counter()
+        look, begin_s = ProfilerLook(self._rhythm), time.perf_counter()
         try:
             look.begin()
         except CannotLookError as error:
@@ -177,7 +185,9 @@ class StepLooks:
         self._profiler_look = None
         self._profiler_failed = True
         self._device.clock.spans = None
-        seen = " NVML's utilization and a look for synchronizing calls stand in." if not self._together else ""
+        seen = " NVML's utilization and a look for synchronizing calls stand in."
+        if self._together:
+            seen += " Exposed communication, and ranks that wait in it for one another, were not seen."
         self.notes.append(f"The step's kernels could not be looked at with torch.profiler: {error}.{seen}")
 
     def _tell_cost(self, after_s: float | None) -> None:
@@ -195,4 +205,5 @@ def _step_s(gpu: GpuTimes) -> float | None:
     """Mean seconds of a step on the GPU."""
     if not gpu.steps:
         return None
-    return (gpu.compute_s + gpu.copy_s + gpu.queued_s + gpu.wait_s + gpu.idle_s) / gpu.steps
+    idle_s = sum(seconds for name, seconds in gpu.idle.items() if in_steps(name))
+    return (gpu.compute_s + gpu.copy_s + gpu.queued_s + gpu.wait_s + idle_s) / gpu.steps

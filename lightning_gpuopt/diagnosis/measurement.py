@@ -29,7 +29,6 @@ class Measurement:
         loader: settings of the training loaders.
         host: what workers and CPUs did; None where not measured.
         gpu: what the GPU's event clock saw; None without a GPU.
-        gpu_refused: whether CUDA refused that clock from the start.
         workers: what was timed inside the workers, or inside the training process where it loads by itself.
         queues: what was seen of the loader's queues.
         device: what NVML said.
@@ -43,7 +42,6 @@ class Measurement:
     loader: LoaderFacts
     host: HostActivity | None = None
     gpu: GpuTimes | None = None
-    gpu_refused: bool = False
     workers: WorkerTimes | None = None
     queues: QueueTimes | None = None
     device: DeviceState | None = None
@@ -55,4 +53,4 @@ class Measurement:
     @cached_property
     def waterfall(self) -> Waterfall:
         """What the device waited for: the GPU where its clock was read, else the training process."""
-        return waterfall_of(self.times, self.gpu, self.device, self.look, self.syncs, gpu_refused=self.gpu_refused)
+        return waterfall_of(self.times, self.gpu, self.device, self.look, self.syncs)

@@ -95,6 +95,9 @@ def _least_waiting(ranks: tuple[RankWork, ...], waits: dict[int, float]) -> _Exc
     slowest = min(ranks, key=lambda rank: waits[rank.rank])
     others = [rank for rank in ranks if rank is not slowest]
     excess_s = statistics.median(waits[rank.rank] for rank in others) - waits[slowest.rank]
+    # what its own idle time explains is found there, with its right kind
+    before_s = slowest.data_wait_s + slowest.compute_s
+    excess_s -= max(before_s - statistics.median(rank.data_wait_s + rank.compute_s for rank in others), 0.0)
     return "compute", slowest, excess_s, statistics.median(rank.compute_s for rank in others)
 
 

@@ -102,8 +102,6 @@ def waterfall_of(
     device: DeviceState | None = None,
     look: StepLook | None = None,
     syncs: SyncSighting | None = None,
-    *,
-    gpu_refused: bool = False,
 ) -> Waterfall:
     """Account for a stretch of a run.
 
@@ -113,17 +111,12 @@ def waterfall_of(
         device: what NVML said.
         look: what a close look at the step's kernels saw.
         syncs: what a close look for synchronizing calls saw.
-        gpu_refused: whether CUDA refused the event clock from the start.
     """
     if gpu is None:
         own_s = times.phases["validation"]
         return Waterfall(False, times.wall_s, times.steps, times.step_s, own_s, 0.0, _process_waits(times))
-    if not gpu.steps:
-        if not gpu_refused:  # nothing has been read yet
-            return Waterfall(True, 0.0, 0, None)
-        # what the loader and the disk cost is known all the same
-        known = {name: times.phases[name] for name in ("data_wait", "checkpoint", "epoch_setup")}
-        return Waterfall(True, times.wall_s, times.steps, times.step_s, times.phases["validation"], 0.0, known)
+    if not gpu.steps:  # nothing was read yet, or CUDA refuses: the host's own time says nothing about cost
+        return Waterfall(True, 0.0, 0, None)
     gpu = replace(gpu, idle={name: seconds for name, seconds in gpu.idle.items() if not name.startswith(_OWN)})
     waits = dict(gpu.idle)
     waits["transfer"] = waits.get("transfer", 0.0) + gpu.copy_s

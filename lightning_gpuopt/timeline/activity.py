@@ -22,12 +22,14 @@ class Span:
         ended_s: the GPU ended it.
         issue_begun_s: the host began to issue it.
         issue_ended_s: the host had issued all of it.
+        forward_s: when the GPU began and ended the forward's work; None where that was not timed.
     """
 
     begun_s: float
     ended_s: float
     issue_begun_s: float
     issue_ended_s: float
+    forward_s: _Interval | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def kind_of(name: str, *, on_device: bool) -> str | None:
             return None
         if "nccl" in name.lower():
             return COLLECTIVE
-        return COPY if name.startswith("Memcpy") else KERNEL
+        return COPY if name.startswith(("Memcpy HtoD", "Memcpy DtoH")) else KERNEL  # a copy on the device is its work
     if not name.startswith(("cuda", "hip", "cu")):
         return None
     # A copy from the device to pageable memory is asynchronous by its name only, and is followed by a wait of its own.
@@ -84,6 +86,7 @@ def look_of(activities: Iterable[Activity], steps: Sequence[Span]) -> StepLook |
         by_kind.setdefault(each.kind, []).append((each.start_s, each.end_s))
     compute = _Union(by_kind.get(KERNEL, []))
     busy = _Union([*by_kind.get(KERNEL, []), *by_kind.get(COLLECTIVE, [])])
+    collectives = _Union(by_kind.get(COLLECTIVE, []))
     waits = _Union(by_kind.get(WAIT, []))
     calls = sorted(start for kind in (CALL, WAIT) for start, _ in by_kind.get(kind, []))
     count = len(steps)
@@ -102,6 +105,7 @@ def look_of(activities: Iterable[Activity], steps: Sequence[Span]) -> StepLook |
         communication_s=(busy_s - sum(compute.covered_s(each.begun_s, each.ended_s) for each in steps)) / count,
         calls=sum(bisect_right(calls, each.issue_ended_s) - bisect_left(calls, each.issue_begun_s) for each in steps)
         / count,
+        forward_collectives=any(each.forward_s and collectives.covered_s(*each.forward_s) > 0 for each in steps),
     )
 
 

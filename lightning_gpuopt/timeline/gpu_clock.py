@@ -25,8 +25,8 @@ _MOST_UNREAD: Final = 8192
 _READS: Final = 24
 """Events read at one call: more than a step has, so that a backlog is worked off little by little."""
 
-_DRIFT: Final = 50e-6
-"""The host's clock and the GPU's part by no more than this, in seconds per second."""
+_DRIFT: Final = 500e-6
+"""The host's clock and the GPU's part by no more than this, in seconds per second: NTP slews a clock by so much."""
 
 _LAG_NS: Final = 50_000
 """A stamp that lags behind its recording by no more is that of an event on a drained stream."""
@@ -110,6 +110,7 @@ class GpuClock(StepObserver):
         self._passed_ns = 0.0
         self._offset_ns = 0.0
         self._step_began_ns = (0.0, 0)
+        self._forward_s: tuple[float, float] | None = None
         self._drained_by: int | str | None = None
         self._steps = 0
         self._lengths_ns = [0.0] * 7
@@ -176,6 +177,8 @@ class GpuClock(StepObserver):
         """It is over."""
         if self._doing == _HOST:
             self._turn(_VALIDATION if self._validating else _HOST)
+            if self._validating:  # a long one must not fill the memory
+                self.read()
 
     def _turn(self, doing: int) -> None:
         """Record an event: from here on the GPU does something else."""
@@ -197,14 +200,10 @@ class GpuClock(StepObserver):
             most: at most so many.
         """
         unread = self._unread
-        if unread and unread[-1][1].query():  # a drained stream has passed them all
-            for _ in range(min(most, len(unread))):
-                self._take(*unread.popleft())
-        else:
-            for _ in range(min(most, len(unread))):
-                if not unread[0][1].query():
-                    return
-                self._take(*unread.popleft())
+        for _ in range(min(most, len(unread))):
+            if not unread[0][1].query():  # each one: the program may have changed streams
+                return
+            self._take(*unread.popleft())
         if self._paused and not unread:  # what came after the last one is not known
             self._paused = False
             self._last = None
@@ -242,11 +241,14 @@ class GpuClock(StepObserver):
         elif kind in (_STEP, _STEP_PART, _FORWARD):
             self._compute_bound_ns += idle_ns
             self._drained_by = None
+            if kind == _FORWARD:
+                self._forward_s = (drained_ns / 1e9, self.read_to_s)
             if kind == _STEP:
                 self._steps += 1
                 if self.spans is not None:
                     begun_ns, issue_begun_ns = self._step_began_ns
-                    self.spans.append(Span(begun_ns / 1e9, self.read_to_s, issue_begun_ns / 1e9, recorded_ns / 1e9))
+                    host_s = (issue_begun_ns / 1e9, recorded_ns / 1e9)
+                    self.spans.append(Span(begun_ns / 1e9, self.read_to_s, *host_s, self._forward_s))
             return
         self._step_began_ns = (passed_ns - self._offset_ns, recorded_ns)
 
@@ -281,6 +283,11 @@ class GpuClock(StepObserver):
     def in_step(self) -> bool:
         """Whether the host is issuing a step's own work right now."""
         return self._doing in (_STEP, _FORWARD)
+
+    @property
+    def steps(self) -> int:
+        """Steps read."""
+        return self._steps
 
     @property
     def unread(self) -> int:

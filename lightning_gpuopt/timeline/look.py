@@ -8,9 +8,11 @@ after the first use and can slow the rest of the run down (pytorch#144455): it i
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -22,9 +24,14 @@ from lightning_gpuopt.timeline.activity import Activity, Span, kind_of, look_of
 log = logging.getLogger(__name__)
 
 _STEPS: Final = 3
+_MOST_STEPS: Final = 16
 _WARMUP_STEPS: Final = 1
 _DETACH: Final = "TEARDOWN_CUPTI"
 _SAFE_TO_DETACH: Final = (12, 6)
+
+
+OURS: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+"""Profilers that this package has made; they may lie around for a while when they are done."""
 
 
 class CannotLookError(RuntimeError):
@@ -32,7 +39,11 @@ class CannotLookError(RuntimeError):
 
 
 class ProfilerLook:
-    """Records three steps, once.
+    """Records a few steps, once.
+
+    Args:
+        rhythm: batches after which steps repeat themselves: with accumulated gradients, so many; at least three are
+            recorded, and at most 16.
 
     Example::
 
@@ -42,9 +53,10 @@ class ProfilerLook:
         look.read(spans)                        # once it is known when the GPU ran those steps
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rhythm: int = 1) -> None:
         self._profiler: Any = None
-        self._left = _WARMUP_STEPS + _STEPS
+        self._steps = min(max(_STEPS, rhythm), _MOST_STEPS)
+        self._left = _WARMUP_STEPS + self._steps
         self._recorded_s = (0.0, 0.0)
 
     @property
@@ -58,11 +70,15 @@ class ProfilerLook:
         Raises:
             CannotLookError: it cannot record on this device, or another profiler is at work.
         """
-        _refuse_what_cannot_work()
+        refuse_beside_another()
+        own = torch.profiler.profile.__module__.startswith("torch.")  # else it is a stand-in, which decides for itself
+        if own and torch.profiler.ProfilerActivity.CUDA not in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
+            raise CannotLookError("this torch cannot trace CUDA")
         activities = [torch.profiler.ProfilerActivity.CUDA]
-        schedule = torch.profiler.schedule(wait=0, warmup=_WARMUP_STEPS, active=_STEPS, repeat=1)
+        schedule = torch.profiler.schedule(wait=0, warmup=_WARMUP_STEPS, active=self._steps, repeat=1)
         try:
             profiler = torch.profiler.profile(activities=activities, schedule=schedule)
+            OURS.add(profiler)
             profiler.start()
         except Exception as error:  # whatever CUPTI, or another profiler that holds it, does not like
             raise CannotLookError(f"{type(error).__name__}: {error}") from error
@@ -80,15 +96,14 @@ class ProfilerLook:
         last = self._left == 0
         try:
             with _cupti_detached() if last else contextlib.nullcontext():
-                before_s = time.perf_counter()
                 self._profiler.step()
-                if last:
-                    self._recorded_s = (self._recorded_s[0], before_s)
+                if last:  # to stop recording waits for the GPU, which so has finished these steps
+                    self._recorded_s = (self._recorded_s[0], time.perf_counter())
                     self._profiler.stop()
         except Exception as error:
             self._profiler = None
             raise CannotLookError(f"{type(error).__name__}: {error}") from error
-        if self._left == _STEPS:
+        if self._left == self._steps:
             self._recorded_s = (time.perf_counter(), 0.0)
         return last
 
@@ -104,6 +119,8 @@ class ProfilerLook:
         profiler, self._profiler = self._profiler, None
         begin_s, end_s = self._recorded_s
         steps = [each for each in spans if begin_s <= each.begun_s and each.ended_s <= end_s]
+        if not steps:
+            raise CannotLookError("the GPU ran none of the recorded steps meanwhile: the host is too far ahead of it")
         try:
             look = look_of(_activities_of(profiler, begin_s), steps)
         except Exception as error:
@@ -120,12 +137,19 @@ class ProfilerLook:
                 profiler.stop()
 
 
-def _refuse_what_cannot_work() -> None:
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        raise CannotLookError("another torch.profiler is recording")
-    own = torch.profiler.profile.__module__.startswith("torch.")
-    if own and torch.profiler.ProfilerActivity.CUDA not in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
-        raise CannotLookError("this torch cannot trace CUDA")
+def refuse_beside_another() -> None:
+    """Refuse to record where the program has a profiler of its own.
+
+    One that is between two of its recordings is not enabled, and its next one would fail for ours.
+
+    Raises:
+        CannotLookError: it has one.
+    """
+    kind = torch.profiler.profile
+    if torch.autograd._profiler_enabled() or any(  # type: ignore[attr-defined]
+        isinstance(kind, type) and issubclass(type(each), kind) and each not in OURS for each in gc.get_objects()
+    ):
+        raise CannotLookError("the program has a torch.profiler of its own")
 
 
 @contextlib.contextmanager

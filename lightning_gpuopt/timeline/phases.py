@@ -396,6 +396,10 @@ class Timeline:
         """When the last action began or ended, by the timeline's clock."""
         return self._last_ns
 
+    def forget_host_work(self) -> None:
+        """Keep the order of what the host does no longer: nobody will take it."""
+        self._host_work = None
+
     def take_host_work(self) -> list[int]:
         """What the host has done since the last call, in its order: slot, when it ended, slot, when it ended ...
 

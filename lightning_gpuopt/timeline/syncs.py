@@ -74,6 +74,11 @@ class SyncLook:
         self._elsewhere = 0
         self._others: dict[tuple[str, type[Warning], str, int], _Warning] = {}
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether the program uses the debug mode itself."""
+        return self._get_mode() != 0
+
     def begin(self) -> None:
         """Count from now on."""
         self._mode_before = self._get_mode()

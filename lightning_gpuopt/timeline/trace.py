@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_gpuopt.timeline.look import OURS, refuse_beside_another
 from lightning_gpuopt.timeline.phases import Timeline
 
 
@@ -35,12 +36,14 @@ class TraceCapture:
         """Record from now on.
 
         Raises:
-            RuntimeError: another profiler is recording.
+            RuntimeError: the program has a profiler of its own.
         """
+        refuse_beside_another()
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         profiler = torch.profiler.profile(activities=activities, with_stack=True)
+        OURS.add(profiler)
         profiler.start()
         self._profiler = profiler
 

@@ -65,7 +65,20 @@ def cases(gpu: SimulatedGpu) -> dict[str, tuple[SimulatedModule, list[Callback]]
         model.train_dataloader = lambda: DataLoader(Samples(sample_s), batch_size=2)  # type: ignore[method-assign]
         return model
 
+    class Gathers(SimulatedModule):
+        """A small collective in the forward, as ``sync_dist=True`` puts there."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.gpu.all_reduce(0.0005)
+            self.gpu.wait_all_reduce()
+            return super().training_step(batch, batch_idx)
+
+    gathers = Gathers(gpu, step())
+    seconds = 0.015 if RANK == 1 else 0.0
+    gathers.train_dataloader = lambda: DataLoader(Samples(seconds), batch_size=2)  # type: ignore[method-assign]
     return {
+        "gathers_slow_data": (gathers, []),
+        "gathers_slow_gpu": (Gathers(gpu, step(0.05 if RANK == 1 else 0.02), batches=1000), []),
         "healthy": (module(step()), []),
         "bar": (module(step()), [Bar(gpu)] if RANK == 0 else []),
         "loader": (module(step(), sample_s=0.012), []),

@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,8 @@ class TestRanks:
             ("loader", {"main_process_loading": {"exposed_by": "Lightning's _broadcast_sigterm_tensor"}}),
             ("slow_gpu", {"straggler": {"rank": 1, "kind": "compute"}}),
             ("slow_data", {"straggler": {"rank": 1, "kind": "data"}}),
+            ("gathers_slow_gpu", {"straggler": {"rank": 1, "kind": "compute"}}),
+            ("gathers_slow_data", {"straggler": {"rank": 1, "kind": "data"}}),
             ("communication", {"communication": {}}),
         ],
     )
@@ -309,6 +312,60 @@ class TestWhenThingsGoWrong:
         report = fit(gpu, tmp_path, module(gpu, MANY_KERNELS))
         assert report.findings == []
         assert any(note.startswith("no GPU figures") for note in report.notes)
+
+    def test_without_the_gpus_times_the_hosts_prove_nothing(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
+        gpu.refuse_events()
+        report = fit(gpu, tmp_path, module(gpu, sample_s=0.008))  # 16 of 30 ms, behind the GPU
+        assert (report.verdict, report.findings) == ("compute_bound", [])
+
+    def test_a_warm_up_that_the_gpu_has_still_to_do_is_no_part_of_the_rest(
+        self, gpu: SimulatedGpu, tmp_path: Path
+    ) -> None:
+        gpu.pinned = True  # nothing makes the host wait: it is done long before the GPU
+
+        class Compiles(SimulatedModule):
+            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+                if batch_idx == 0:
+                    self.gpu.launch(1.0)
+                return super().training_step(batch, batch_idx)
+
+        report = fit(gpu, tmp_path, Compiles(gpu, STEP, batches=1000))
+        assert report.step_s == pytest.approx(0.0305, rel=0.05)
+
+    def test_a_users_profiler_between_two_recordings_is_left_alone(
+        self, gpu: SimulatedGpu, simulator: Simulator, tmp_path: Path
+    ) -> None:
+        simulator.machine(Gpu(gpm={}))
+        gpu.follow_nvml(simulator)
+        schedule = torch.profiler.schedule(wait=100, warmup=1, active=1)
+        profiler = torch.profiler.profile(schedule=schedule)
+        profiler.start()
+        at = At("on_train_batch_end", profiler.step)
+        report = fit(gpu, tmp_path, module(gpu, MANY_KERNELS), at, steps=230)
+        profiler.stop()
+        assert (report.steps, report.verdict) == (230, "launch_bound")
+        assert any("a torch.profiler of its own" in note for note in report.notes)
+
+    def test_a_loader_that_changes_in_a_look_does_not_leave_it_on(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
+        modes: list[int] = []
+        change = At("on_train_batch_start", lambda: modes.append(torch.cuda.get_sync_debug_mode()))
+        model = module(gpu, sample_s=0.0, workers=1)
+        detector = StallDetector(on_stall="ignore", window_size=20, warmup_steps=5, report_dir=tmp_path)
+
+        class Changes(Callback):
+            def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+                if torch.cuda.get_sync_debug_mode() and trainer.global_step < 40:
+                    detector._run.loader.facts = replace(detector._run.loader.facts, num_workers=9)  # type: ignore[union-attr]
+                    detector._run._epoch_seen = -1  # type: ignore[union-attr]
+
+        fit(gpu, tmp_path, model, Bar(gpu), change, Changes(), detector=detector, steps=60)
+        assert sum(mode != 0 for mode in modes) in (0, 3)
+
+    def test_lazy_parameters_have_no_number_yet(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
+        model = module(gpu)
+        model.lazy = torch.nn.LazyLinear(3)
+        report = fit(gpu, tmp_path, model, steps=8)
+        assert (report.steps, report.environment["model"]) == (8, "SimulatedModule (5 parameters)")
 
     def test_a_users_own_profiler_is_left_alone(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
         with torch.profiler.profile() as profiler:

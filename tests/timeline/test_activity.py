@@ -15,6 +15,7 @@ from lightning_gpuopt.timeline.activity import CALL, COLLECTIVE, COPY, KERNEL, W
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", True, COLLECTIVE),
         ("Memcpy HtoD (Pinned -> Device)", True, COPY),
         ("Memset (Device)", True, KERNEL),
+        ("Memcpy DtoD (Device -> Device)", True, KERNEL),
         ("ProfilerStep#3", True, None),
         ("cudaLaunchKernel", False, CALL),
         ("cudaMemcpyAsync", False, CALL),
@@ -67,6 +68,14 @@ def test_a_collective_that_waits_is_busy_and_exposed_where_nothing_else_runs() -
         pytest.approx(0),
         pytest.approx(0.02),
     )
+
+
+@pytest.mark.parametrize(("at", "found"), [((0.01, 0.012), True), ((0.03, 0.05), False)])
+def test_a_collective_in_the_forward_is_seen(at: tuple[float, float], found: bool) -> None:
+    records = [*kernels((0.0, 0.06)), Activity(COLLECTIVE, *at)]
+    look = look_of(records, [Span(0.0, 0.06, 0.0, 0.01, (0.0, 0.02))])
+    assert look is not None
+    assert look.forward_collectives is found
 
 
 def test_copies_alone_are_idle_time() -> None:

@@ -171,8 +171,8 @@ def test_what_hooks_queue_is_work(rig: Rig) -> None:
     for _ in range(10):
         rig.step(compute=20, hook=lambda: (rig.sync(), ema()))  # type: ignore[func-returns-value]
     times = rig.finish()
-    assert times.queued_s == pytest.approx(0.1, rel=0.002)
-    assert times.idle_s == pytest.approx(0.001, abs=0.0002)  # until the hook's kernel is issued
+    assert times.queued_s == pytest.approx(0.1, rel=0.01)
+    assert times.idle_s == pytest.approx(0.001, abs=0.001)  # until the hook's kernel is issued
 
 
 def test_work_queued_before_a_slow_fetch_is_not_taken_for_idle_time(rig: Rig) -> None:
@@ -181,8 +181,8 @@ def test_work_queued_before_a_slow_fetch_is_not_taken_for_idle_time(rig: Rig) ->
     times = rig.finish()
     # the fetch lies behind the 10 ms of the hook's kernel, except for the first
     assert times.idle["data_wait"] == pytest.approx(0.005)
-    assert times.idle_s == pytest.approx(0.005, abs=0.0001)
-    assert times.queued_s == pytest.approx(0.1, rel=0.002)
+    assert times.idle_s == pytest.approx(0.005, abs=0.001)
+    assert times.queued_s == pytest.approx(0.1, rel=0.01)
 
 
 def test_augmentation_on_the_gpu_is_work_and_no_copy(rig: Rig) -> None:
@@ -275,9 +275,9 @@ def test_the_spans_of_steps_are_given_on_the_hosts_clock(rig: Rig) -> None:
     rig.step(compute=20, issue=2)
     rig.finish()
     first, second = rig.clock.spans
-    assert (first.begun_s, first.ended_s) == (pytest.approx(0.0), pytest.approx(0.021, abs=1e-5))
+    assert (first.begun_s, first.ended_s) == (pytest.approx(0.0), pytest.approx(0.021, abs=5e-5))
     assert (second.issue_begun_s, second.issue_ended_s) == (pytest.approx(0.002), pytest.approx(0.004))
-    assert (second.begun_s, second.ended_s) == (pytest.approx(0.021, abs=1e-5), pytest.approx(0.041, abs=1e-5))
+    assert (second.begun_s, second.ended_s) == (pytest.approx(0.021, abs=5e-5), pytest.approx(0.041, abs=5e-5))
 
 
 def test_nothing_is_read_before_the_gpu_is_there(rig: Rig) -> None:
@@ -309,11 +309,12 @@ def test_a_host_far_ahead_gets_no_more_events_for_a_while(rig: Rig, monkeypatch:
     assert later.idle["data_wait"] == pytest.approx(0.028, abs=0.011)
 
 
-def test_clocks_that_drift_apart_are_aligned_again(rig: Rig) -> None:
-    # a GPU whose clock is 30 ppm fast: over 1000 s that is 30 ms, more than the idle time of a step
+@pytest.mark.parametrize("ppm", [30, -30, 300, -300])
+def test_clocks_that_drift_apart_are_aligned_again(rig: Rig, ppm: int) -> None:
+    # over 1000 s 300 ppm are 300 ms, far more than the idle time of a step
     class Fast(FakeEvent):
         def elapsed_time(self, end: FakeEvent) -> float:
-            return super().elapsed_time(end) * (1 + 30e-6)
+            return super().elapsed_time(end) * (1 + ppm * 1e-6)
 
     rig.event = lambda: Fast(rig)  # type: ignore[method-assign]
     rig.clock._new_event = rig.event

@@ -147,6 +147,35 @@ def test_where_many_fetches_wait_each_is_looked_at() -> None:
     assert (times.fetches, times.ready, times.empty, times.waits) == (800, 800, 400, 200)
 
 
+def test_a_wait_without_a_look_is_not_said_to_be_for_pinning() -> None:
+    class Queue:
+        asked = 0
+
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def qsize(self) -> int:
+            Queue.asked += 1
+            return self.size
+
+    class Pinning:
+        _data_queue, _worker_result_queue = Queue(0), Queue(3)
+        _task_info: ClassVar[dict[int, Any]] = {}
+        _rcvd_idx = 0
+
+    probe = QueueProbe()
+    probe.watch([Pinning()])
+    for _ in range(200):
+        asked = Queue.asked
+        probe.before_fetch()
+        if Queue.asked == asked:
+            probe.after_fetch(2.0)
+            break
+        probe.after_fetch(0.0)
+    times = probe.times()
+    assert (times.waits, times.wait_s, times.unpinned_wait_s) == (1, 2.0, 0.0)
+
+
 @pytest.mark.parametrize(
     "iterator", [iter([1]), iter(DataLoader(Data(), batch_size=None)), object()], ids=["list", "no-workers", "object"]
 )
