@@ -36,11 +36,24 @@ def usable_cpus(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/
         cgroup_root: where the cgroup file systems (v2, or v1's ``cpu`` controller) are mounted.
         proc: where procfs is mounted.
     """
+    return min(float(_allowed_cpus()), quota_cpus(cgroup_root, proc))
+
+
+def _allowed_cpus() -> int:
+    """CPUs that this process may run on, whatever its quota."""
     try:
-        count = float(len(os.sched_getaffinity(0)))
+        return len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # not Linux
-        count = float(os.cpu_count() or 1)
-    return min(count, quota_cpus(cgroup_root, proc))
+        return os.cpu_count() or 1
+
+
+def _sharers(local_ranks: int) -> int:
+    """Ranks that share the CPUs this process may run on.
+
+    All local ones where these are the whole machine. Where they are a part of it, a launcher has pinned the ranks, and
+    each has its own.
+    """
+    return local_ranks if _allowed_cpus() >= (os.cpu_count() or 1) else 1
 
 
 def quota_cpus(cgroup_root: Path, proc: Path) -> float:
@@ -195,7 +208,8 @@ class HostWatch:
 
     Args:
         interval_s: seconds between readings; more where a reading is dear, see :func:`wait_after`.
-        local_ranks: processes of this run on this machine, among which free CPUs and a quota are shared.
+        local_ranks: processes of this run on this machine. They share a quota; and the CPUs, idle ones as well, unless
+            this process may run on a part of the machine only: then its CPUs are taken to be its own.
         proc: where procfs is mounted.
         cgroup_root: where the cgroup file systems are mounted.
         clock: a monotonic clock, in seconds.
@@ -221,12 +235,12 @@ class HostWatch:
         local_ranks: int = 1,
     ) -> None:
         self._interval_s = interval_s
-        self._local_ranks = local_ranks
         self._proc = str(proc)
         self._clock = clock
         self._cpu_clock = cpu_clock
-        self._usable_cpus = usable_cpus(cgroup_root, proc)
-        self._quota_cpus = quota_cpus(cgroup_root, proc)
+        self._sharers = _sharers(local_ranks)
+        self._quota_cpus = quota_cpus(cgroup_root, proc) / local_ranks
+        self._usable_cpus = min(max(_allowed_cpus() / self._sharers, 1.0), self._quota_cpus)
         self._cpu_stats = [f"{group}/cpu.stat" for group in cgroups("cpu", cgroup_root, proc)]
         self._sources: dict[str, Callable[[], float | None]] = {
             "idle": lambda: _idle_s(f"{proc}/stat"),
@@ -275,7 +289,11 @@ class HostWatch:
             self._rates.clear()
 
     def activity(self) -> HostActivity:
-        """What has been read since the last :meth:`reset`."""
+        """What has been read since the last :meth:`reset`.
+
+        ``usable_cpus`` and ``free_cpus`` are this rank's share, see ``local_ranks``. The share of the machine's CPUs is
+        at least one; that of a quota can be less.
+        """
         with self._lock:
             seconds = self._worker_s
             rates = {name: rate.total / rate.span_s for name, rate in self._rates.items() if rate.span_s}
@@ -294,12 +312,11 @@ class HostWatch:
             )
 
     def _free_cpus(self, rates: dict[str, float]) -> float | None:
-        """This rank's share of what the machine has idle, as far as its share of the quota leaves room for it."""
+        """This rank's share of what its CPUs have idle, as far as its share of the quota leaves room for it."""
         if "idle" not in rates:
             return None
         own = rates["process"] + rates.get("workers", 0.0)
-        idle, quota = rates["idle"] / self._local_ranks, self._quota_cpus / self._local_ranks
-        return min(idle, self._usable_cpus, max(quota - own, 0.0))
+        return min(rates["idle"] / self._sharers, self._usable_cpus, max(self._quota_cpus - own, 0.0))
 
     def read(self) -> None:
         """Take one reading."""

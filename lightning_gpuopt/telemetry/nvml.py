@@ -1,4 +1,6 @@
-"""NVML: the session, the devices it lists, and a reader for each device. The only user of pynvml.
+"""NVML: the session, the devices it lists, and a reader for each device.
+
+Only this module and ``telemetry.nvml_sources``, which knows what to ask for each reading, use pynvml.
 
 Everything here blocks as long as the driver likes, so it belongs on a thread of its own (``telemetry.sampler``).
 """
@@ -7,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import pynvml
 
+from lightning_gpuopt.telemetry.nvml_sources import Failed, Handles, Source, Value, make_source, ways_to_read
 from lightning_gpuopt.telemetry.visible import NvmlDevice, NvmlIndex
 
 __all__ = [
@@ -27,31 +30,8 @@ __all__ = [
     "nothing",
 ]
 
-_MIB = 1024 * 1024
-_GPM_INTERVAL_S = 0.095
-"""NVML wants 100 ms between GPM samples; the rest is for a thread that wakes a little early against the last time."""
-
-_SILENT_BUFFER_S = 2.0
-"""A utilization buffer without an entry for so long does not work; the drivers write one every 1/6 s or so."""
-
 _UNDECIDED_S = 3.0
 """How long the list of a device's absent metrics waits for the slower ones to show what they can do."""
-
-_HEAT_OR_BRAKE = (
-    pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
-    | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
-    | pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
-)
-_REASONS: Mapping[str, int] = {
-    "throttled_percent": pynvml.nvmlClocksThrottleReasonSwPowerCap | _HEAT_OR_BRAKE,
-    "slowed_percent": pynvml.nvmlClocksThrottleReasonHwSlowdown | _HEAT_OR_BRAKE,
-    "power_capped_percent": pynvml.nvmlClocksThrottleReasonSwPowerCap,
-}
-"""Readings that are 100 while NVML gives one of these reasons for a lower clock, and 0 else.
-
-``slowed_percent`` and ``power_capped_percent`` are for the diagnosis only, which tells a GPU that is too hot, or that
-the hardware slows down, from one that works within its power limit as it is meant to.
-"""
 
 _LOST = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
 _NEVER = (
@@ -95,53 +75,6 @@ class Notice:
     text: str
 
 
-@dataclass(frozen=True)
-class Value:
-    """One value of a reading.
-
-    Attributes:
-        reading: which series it belongs to (``keys.Metric.reading``), in that metric's unit.
-        value: finite.
-        weight: in a mean: 1 for a point reading, seconds for what covers a span.
-    """
-
-    reading: str
-    value: float
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class _Failed:
-    """One reading of several failed, the others did not.
-
-    Attributes:
-        reading: which one.
-        code: NVML's.
-        reason: in words, where NVML's own do not help.
-    """
-
-    reading: str
-    code: int
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class _Handles:
-    """What NVML wants to be asked with.
-
-    Attributes:
-        own: of the GPU or the MIG instance.
-        physical: of the GPU itself.
-        gpu_instance: the instance's id within its GPU, None for a whole GPU.
-        architecture: ``NVML_DEVICE_ARCH_*``.
-    """
-
-    own: Any
-    physical: Any
-    gpu_instance: int | None
-    architecture: int
-
-
 class NvmlSession:
     """NVML, initialised until :meth:`close`.
 
@@ -150,7 +83,7 @@ class NvmlSession:
     """
 
     def __init__(self) -> None:
-        self._handles: dict[str, _Handles] = {}
+        self._handles: dict[str, Handles] = {}
         self._listed: list[NvmlDevice] | None = None
         try:
             pynvml.nvmlInit()
@@ -212,12 +145,12 @@ class NvmlSession:
         bus_id = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
         architecture = _or_zero(lambda: ask(pynvml.nvmlDeviceGetArchitecture, gpu))
         listed = [NvmlDevice(ask(pynvml.nvmlDeviceGetUUID, gpu), index, name, bus_id)]
-        self._handles[listed[0].uuid] = _Handles(gpu, gpu, None, architecture)
+        self._handles[listed[0].uuid] = Handles(gpu, gpu, None, architecture)
         for slot in range(_or_zero(lambda: ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu))):
             try:
                 instance = ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu, slot)
                 uuid = ask(pynvml.nvmlDeviceGetUUID, instance)
-                handles = _Handles(instance, gpu, ask(pynvml.nvmlDeviceGetGpuInstanceId, instance), architecture)
+                handles = Handles(instance, gpu, ask(pynvml.nvmlDeviceGetGpuInstanceId, instance), architecture)
             except pynvml.NVMLError:
                 continue
             listed.append(NvmlDevice(uuid, index, name, bus_id, slot))
@@ -233,7 +166,7 @@ class DeviceReader:
         handles: NVML's.
         readings: the series wanted.
         clock: seconds, monotonic.
-        interval_s: how often :meth:`read` is called. What changes slowly is asked less often, see ``_Source``.
+        interval_s: how often :meth:`read` is called. What changes slowly is asked less often, see ``Source``.
         between_calls: called before each NVML call; may raise :class:`StopReading`.
 
     Attributes:
@@ -243,7 +176,7 @@ class DeviceReader:
     def __init__(
         self,
         device: NvmlDevice,
-        handles: _Handles,
+        handles: Handles,
         readings: Iterable[str],
         clock: Callable[[], float],
         interval_s: float = 0.0,
@@ -256,10 +189,10 @@ class DeviceReader:
         self._interval_s = interval_s
         self._between_calls = between_calls
         self._begun_s = clock()
-        self._ways = {reading: list(_ways_to_read(reading, handles)) for reading in sorted(readings)}
+        self._ways = {reading: list(ways_to_read(reading, handles)) for reading in sorted(readings)}
         self._undecided = set(self._ways)
         self._absent: dict[str, str] = {}
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[str, Source] = {}
         for reading in self._ways:
             self._hand_on(reading, "not told of a MIG instance")
 
@@ -284,13 +217,13 @@ class DeviceReader:
             self.tell_absent()
         return values
 
-    def _read_source(self, name: str, source: _Source, now_s: float) -> None:
+    def _read_source(self, name: str, source: Source, now_s: float) -> None:
         values: list[Value] = []
         source.values = []
         try:
             self._between_calls()
             for item in source.read():
-                if isinstance(item, _Failed):
+                if isinstance(item, Failed):
                     self._on_error(name, [item.reading], item.code, item.reason)
                 elif math.isfinite(item.value):
                     self._undecided.discard(item.reading)
@@ -332,7 +265,7 @@ class DeviceReader:
             return
         name = self._ways[reading].pop(0)
         if name not in self._sources:
-            self._sources[name] = _make_source(name, self._handles, self._clock, self._between_calls)
+            self._sources[name] = make_source(name, self._handles, self._clock, self._between_calls)
         self._sources[name].readings.add(reading)
 
     def _on_error(self, name: str, readings: list[str], code: int, reason: str = "") -> None:
@@ -350,325 +283,6 @@ class DeviceReader:
         if not source.readings:
             source.close()
             del self._sources[name]
-
-
-def _ways_to_read(reading: str, handles: _Handles) -> tuple[str, ...]:
-    """The sources that may know a reading, best first."""
-    if reading in ("utilization", "memory_utilization") and handles.gpu_instance is not None:
-        return ()
-    if reading == "utilization" and handles.architecture < pynvml.NVML_DEVICE_ARCH_HOPPER:
-        return ("buffer", "rates")
-    return _WAYS.get(reading, (reading,))
-
-
-_WAYS = {
-    "utilization": ("rates",),
-    "memory_utilization": ("rates",),
-    "sm_activity": ("gpm",),
-    "tensor_activity": ("gpm",),
-    "dram_activity": ("gpm",),
-    "sm_occupancy": ("gpm",),
-    "memory_used_mib": ("memory",),
-    "memory_percent": ("memory",),
-    "pcie_rx_mib_s": ("gpm", "pcie_rx_mib_s"),
-    "pcie_tx_mib_s": ("gpm", "pcie_tx_mib_s"),
-    "nvlink_rx_mib_s": ("gpm", "nvlink"),
-    "nvlink_tx_mib_s": ("gpm", "nvlink"),
-    "nvdec_utilization": ("gpm", "nvdec_utilization"),
-    "nvjpg_utilization": ("gpm", "nvjpg_utilization"),
-    **dict.fromkeys(_REASONS, ("reasons",)),
-}
-
-
-def _pcie_mib_s(handles: _Handles, counter: int) -> float:
-    return float(pynvml.nvmlDeviceGetPcieThroughput(handles.own, counter)) / 1024
-
-
-_POINTS: Mapping[str, Callable[[_Handles], float]] = {
-    "power_w": lambda h: pynvml.nvmlDeviceGetPowerUsage(h.own) / 1000,
-    "power_limit_w": lambda h: pynvml.nvmlDeviceGetEnforcedPowerLimit(h.own) / 1000,
-    "temperature_c": lambda h: pynvml.nvmlDeviceGetTemperature(h.physical, pynvml.NVML_TEMPERATURE_GPU),
-    "sm_clock_mhz": lambda h: pynvml.nvmlDeviceGetClockInfo(h.physical, pynvml.NVML_CLOCK_SM),
-    "mem_clock_mhz": lambda h: pynvml.nvmlDeviceGetClockInfo(h.physical, pynvml.NVML_CLOCK_MEM),
-    "pcie_rx_mib_s": lambda h: _pcie_mib_s(h, pynvml.NVML_PCIE_UTIL_RX_BYTES),
-    "pcie_tx_mib_s": lambda h: _pcie_mib_s(h, pynvml.NVML_PCIE_UTIL_TX_BYTES),
-    "nvdec_utilization": lambda h: pynvml.nvmlDeviceGetDecoderUtilization(h.own)[0],
-    "nvjpg_utilization": lambda h: pynvml.nvmlDeviceGetJpgUtilization(h.own)[0],
-}
-"""Readings that are one call for one number."""
-
-
-class _Source:
-    """One NVML call, or a few that belong together, and the readings that are taken from it.
-
-    Each call makes the training thread give up the interpreter's lock for a moment, which is most of what monitoring
-    costs. So only utilization is asked at every reading. Means over a span lose nothing when the span is longer, and
-    for all else, which changes slowly, the last value stands until it is asked again.
-
-    Attributes:
-        least_pause_s: how far readings may be apart.
-        covers_span: its values are of the time since its last reading, and must not be given twice.
-        readings: what it is asked for.
-        values: of the last reading.
-        due_s: when it is to be read again.
-    """
-
-    least_pause_s = 0.5
-    covers_span = False
-
-    def __init__(self, handles: _Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
-        self.readings: set[str] = set()
-        self.values: list[Value] = []
-        self.due_s = -math.inf
-        self._handles = handles
-        self._clock = clock
-        self._between_calls = between_calls
-
-    def pause_after(self, interval_s: float) -> float:
-        """Seconds from a reading to the next: at most five intervals, less what one may come early."""
-        return min(self.least_pause_s, 5 * interval_s) - interval_s / 2
-
-    def read(self) -> Iterator[Value | _Failed]:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        pass
-
-
-class _Point(_Source):
-    def read(self) -> Iterator[Value | _Failed]:
-        for reading in self.readings:
-            yield Value(reading, float(_POINTS[reading](self._handles)))
-
-
-class _Rates(_Source):
-    least_pause_s = 0.0
-
-    def read(self) -> Iterator[Value | _Failed]:
-        rates = pynvml.nvmlDeviceGetUtilizationRates(self._handles.own)
-        both = (Value("utilization", float(rates.gpu)), Value("memory_utilization", float(rates.memory)))
-        return (value for value in both if value.reading in self.readings)
-
-
-class _Reasons(_Source):
-    def read(self) -> Iterator[Value | _Failed]:
-        try:
-            reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handles.physical)
-        except pynvml.NVMLError_FunctionNotFound:  # drivers before 535
-            reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handles.physical)
-        return (Value(reading, 100.0 if reasons & _REASONS[reading] else 0.0) for reading in self.readings)
-
-
-class _MaxClock(_Source):
-    """The highest clock that the device can have: asked once, since it does not change."""
-
-    def __init__(self, handles: _Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
-        super().__init__(handles, clock, between_calls)
-        self._mhz: float | None = None
-
-    def read(self) -> Iterator[Value | _Failed]:
-        if self._mhz is None:
-            self._mhz = float(pynvml.nvmlDeviceGetMaxClockInfo(self._handles.physical, pynvml.NVML_CLOCK_SM))
-        yield Value("sm_clock_max_mhz", self._mhz)
-
-
-class _Memory(_Source):
-    def read(self) -> Iterator[Value | _Failed]:
-        try:
-            memory = pynvml.nvmlDeviceGetMemoryInfo(self._handles.own, version=pynvml.nvmlMemory_v2)
-        except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported):
-            memory = pynvml.nvmlDeviceGetMemoryInfo(self._handles.own)
-        both = {
-            "memory_used_mib": memory.used / _MIB,
-            "memory_percent": 100.0 * memory.used / (memory.total or math.nan),
-        }
-        return (Value(reading, both[reading]) for reading in self.readings)
-
-
-class _Buffer(_Source):
-    """Utilization from the buffer that the driver fills by itself: finer than point readings, and nothing is missed."""
-
-    least_pause_s = 0.2
-    covers_span = True
-
-    def __init__(self, handles: _Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
-        super().__init__(handles, clock, between_calls)
-        self._last_us = 0
-        self._heard_s = clock()
-
-    def read(self) -> Iterator[Value | _Failed]:
-        try:
-            kind, entries = pynvml.nvmlDeviceGetSamples(
-                self._handles.own, pynvml.NVML_GPU_UTILIZATION_SAMPLES, self._last_us
-            )
-        except pynvml.NVMLError_NotFound:
-            if self._clock() - self._heard_s > _SILENT_BUFFER_S:
-                yield _Failed("utilization", pynvml.NVML_ERROR_NOT_SUPPORTED)
-            return
-        except pynvml.NVMLError_InsufficientSize:  # an entry came between pynvml's two calls: the next drain has it
-            return
-        self._heard_s = self._clock()
-        first, self._last_us = not self._last_us, max(entry.timeStamp for entry in entries)
-        if not first:  # the first drain brings what was before us
-            for entry in entries:
-                yield Value("utilization", _of_union(entry.sampleValue, kind))
-
-
-class _Ecc(_Source):
-    def __init__(self, handles: _Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
-        super().__init__(handles, clock, between_calls)
-        self._at_start: int | None = None
-
-    def read(self) -> Iterator[Value | _Failed]:
-        count = pynvml.nvmlDeviceGetTotalEccErrors(
-            self._handles.own, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-        )
-        if self._at_start is None:
-            self._at_start = count
-        yield Value("ecc_uncorrected", float(count - self._at_start))
-
-
-class _NvLink(_Source):
-    """NVLink traffic before Hopper, from what each link's counters (KiB) gained since the last look."""
-
-    least_pause_s = 0.2
-    covers_span = True
-
-    _FIELDS: Mapping[str, int] = {
-        "nvlink_rx_mib_s": pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
-        "nvlink_tx_mib_s": pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
-    }
-
-    def __init__(self, handles: _Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
-        super().__init__(handles, clock, between_calls)
-        self._links: int | None = None
-        self._before: dict[str, tuple[float, int]] = {}
-
-    def read(self) -> Iterator[Value | _Failed]:
-        if self._links is None:
-            answer = pynvml.nvmlDeviceGetFieldValues(self._handles.own, [pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT])[0]
-            pynvml._nvmlCheckReturn(answer.nvmlReturn)
-            self._links = int(_of_union(answer.value, answer.valueType))
-        for reading in sorted(self.readings):
-            self._between_calls()
-            yield from self._read_one(reading, self._links)
-
-    def _read_one(self, reading: str, links: int) -> Iterator[Value | _Failed]:
-        answers = pynvml.nvmlDeviceGetFieldValues(
-            self._handles.own, [(self._FIELDS[reading], link) for link in range(links)]
-        )
-        now_s = self._clock()
-        good = [_of_union(answer.value, answer.valueType) for answer in answers if not answer.nvmlReturn]
-        if not good:
-            yield _Failed(reading, answers[0].nvmlReturn if links else pynvml.NVML_ERROR_NOT_SUPPORTED)
-            return
-        kib = int(sum(good))
-        then_s, kib_then = self._before.get(reading, (now_s, kib))
-        self._before[reading] = (now_s, kib)
-        if now_s > then_s and kib >= kib_then:  # else the counters were reset
-            yield Value(reading, (kib - kib_then) / 1024 / (now_s - then_s), now_s - then_s)
-
-
-class _Gpm(_Source):
-    """GPU performance monitoring (Hopper and later): means over back-to-back windows, so that no time goes unseen."""
-
-    least_pause_s = 0.2
-    covers_span = True
-
-    _METRICS: Mapping[str, tuple[int, ...]] = {
-        "sm_activity": (pynvml.NVML_GPM_METRIC_SM_UTIL,),
-        "sm_occupancy": (pynvml.NVML_GPM_METRIC_SM_OCCUPANCY,),
-        "tensor_activity": (pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,),
-        "dram_activity": (pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL,),
-        "pcie_rx_mib_s": (pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC,),
-        "pcie_tx_mib_s": (pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC,),
-        "nvlink_rx_mib_s": (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC,),
-        "nvlink_tx_mib_s": (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC,),
-        "nvdec_utilization": tuple(range(pynvml.NVML_GPM_METRIC_NVDEC_0_UTIL, pynvml.NVML_GPM_METRIC_NVDEC_7_UTIL + 1)),
-        "nvjpg_utilization": tuple(range(pynvml.NVML_GPM_METRIC_NVJPG_0_UTIL, pynvml.NVML_GPM_METRIC_NVJPG_7_UTIL + 1)),
-    }
-    """Of several engines the mean over those that the chip has."""
-
-    def __init__(self, handles: _Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
-        super().__init__(handles, clock, between_calls)
-        self._query = pynvml.c_nvmlGpmMetricsGet_t()
-        self._query.version = pynvml.NVML_GPM_METRICS_GET_VERSION
-        self._samples: list[Any] = []
-        self._taken_s: float | None = None
-
-    def read(self) -> Iterator[Value | _Failed]:
-        if self._taken_s is None:
-            if not pynvml.nvmlGpmQueryDeviceSupport(self._handles.physical).isSupportedDevice:
-                reason = "NVML GPM needs Hopper or later"
-                yield from (_Failed(r, pynvml.NVML_ERROR_NOT_SUPPORTED, reason) for r in sorted(self.readings))
-                return
-            while len(self._samples) < 2:
-                self._between_calls()
-                self._samples.append(pynvml.nvmlGpmSampleAlloc())
-            self._between_calls()
-            self._taken_s = self._take_sample(self._samples[0])
-            return
-        if self._clock() - self._taken_s < _GPM_INTERVAL_S:
-            return
-        before, now = self._samples
-        taken_s = self._take_sample(now)
-        length_s, self._taken_s = taken_s - self._taken_s, taken_s
-        self._samples = [now, before]
-        self._between_calls()
-        results = self._compute(before, now)
-        for reading in sorted(self.readings):
-            answers = [results[metric] for metric in self._METRICS[reading]]
-            good = [value for code, value in answers if code == pynvml.NVML_SUCCESS and math.isfinite(value)]
-            if good:
-                yield Value(reading, sum(good) / len(good), length_s)
-            elif answers[0][0] != pynvml.NVML_SUCCESS:
-                yield _Failed(reading, answers[0][0])
-
-    def _take_sample(self, sample: Any) -> float:
-        taken_s = self._clock()
-        if self._handles.gpu_instance is None:
-            pynvml.nvmlGpmSampleGet(self._handles.physical, sample)
-        else:
-            pynvml.nvmlGpmMigSampleGet(self._handles.physical, self._handles.gpu_instance, sample)
-        return taken_s
-
-    def _compute(self, before: Any, now: Any) -> dict[int, tuple[int, float]]:
-        """What each metric says of the span between two samples: (nvmlReturn, value)."""
-        ids = [metric for reading in self.readings for metric in self._METRICS[reading]]
-        query = self._query
-        query.numMetrics, query.sample1, query.sample2 = len(ids), before, now
-        for i, metric in enumerate(ids):
-            query.metrics[i].metricId = metric
-        pynvml.nvmlGpmMetricsGet(query)
-        return {
-            query.metrics[i].metricId: (query.metrics[i].nvmlReturn, query.metrics[i].value) for i in range(len(ids))
-        }
-
-    def close(self) -> None:
-        while self._samples:
-            with suppress(pynvml.NVMLError):
-                pynvml.nvmlGpmSampleFree(self._samples.pop())
-
-
-def _make_source(
-    name: str, handles: _Handles, clock: Callable[[], float], between_calls: Callable[[], None]
-) -> _Source:
-    kinds: dict[str, type[_Source]] = {
-        "rates": _Rates,
-        "buffer": _Buffer,
-        "memory": _Memory,
-        "gpm": _Gpm,
-        "nvlink": _NvLink,
-        "ecc_uncorrected": _Ecc,
-        "reasons": _Reasons,
-        "sm_clock_max_mhz": _MaxClock,
-    }
-    return kinds.get(name, _Point)(handles, clock, between_calls)
-
-
-def _of_union(value: Any, kind: int) -> float:
-    """The member of an ``nvmlValue_t`` that its type names."""
-    return float(getattr(value, ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")[kind]))
 
 
 def _or_zero(ask: Callable[[], int]) -> int:

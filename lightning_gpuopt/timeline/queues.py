@@ -71,6 +71,7 @@ class QueueProbe:
             task = iterator._task_info.get(iterator._rcvd_idx)
             self._awaited[number] = task[0] if task else None
         self._passed += 1
+        self._unpinned = False  # of the look before, if this fetch gets none
         if self._skip:
             self._skip -= 1
             return
@@ -79,7 +80,6 @@ class QueueProbe:
     def _look(self) -> None:
         stands_for = self._skipped + 1
         ready = 0
-        self._unpinned = False
         for iterator in self._iterators:
             waiting = iterator._data_queue.qsize()
             ready += waiting

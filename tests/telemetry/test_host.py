@@ -229,6 +229,8 @@ class TestFreeCpus:
 
     @pytest.fixture
     def free(self, proc: Proc, monkeypatch: pytest.MonkeyPatch) -> Callable[..., float | None]:
+        monkeypatch.setattr(os, "cpu_count", lambda: len(CPUS))
+
         def measure(idle: float, process: float = 0.0, workers: float = 0.0, local_ranks: int = 1) -> float | None:
             process_s = itertools.count(5.0, 10 * process)
             monkeypatch.setattr(time, "process_time", lambda: next(process_s))
@@ -268,11 +270,70 @@ class TestFreeCpus:
     def test_local_ranks_share_what_is_idle(self, free: Callable[..., float | None]) -> None:
         assert free(idle=1.0, process=0.8, workers=1.0, local_ranks=4) == pytest.approx(0.25)
 
+    def test_pinned_ranks_have_what_is_idle_on_their_own_cpus(
+        self, free: Callable[..., float | None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "cpu_count", lambda: 4 * len(CPUS))
+        assert free(idle=0.75, local_ranks=4) == pytest.approx(0.75)
+
     def test_local_ranks_share_a_quota_and_not_what_each_uses(
         self, proc: Proc, free: Callable[..., float | None]
     ) -> None:
         self.quota(proc, "200000 100000\n")
         assert free(idle=1.0, process=0.4, workers=0.4, local_ranks=2) == pytest.approx(0.2)
+
+
+class TestUsableCpusOfARank:
+    @pytest.fixture
+    def usable(self, proc: Proc, monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
+        def measure(allowed: int, machine: int, local_ranks: int) -> float:
+            monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(allowed)))
+            monkeypatch.setattr(os, "cpu_count", lambda: machine)
+            return watch_of(proc, local_ranks).activity().usable_cpus
+
+        write(proc.root / "self/cgroup", "0::/\n")
+        return measure
+
+    def test_ranks_that_may_run_anywhere_share_the_machine(self, usable: Callable[..., float]) -> None:
+        assert usable(allowed=128, machine=128, local_ranks=8) == 16.0
+
+    def test_one_rank_has_it_all(self, usable: Callable[..., float]) -> None:
+        assert usable(allowed=128, machine=128, local_ranks=1) == 128.0
+
+    def test_a_share_is_at_least_one(self, usable: Callable[..., float]) -> None:
+        assert usable(allowed=4, machine=4, local_ranks=8) == 1.0
+
+    def test_pinned_ranks_have_their_own(self, usable: Callable[..., float]) -> None:
+        assert usable(allowed=16, machine=128, local_ranks=8) == 16.0
+
+    @pytest.mark.parametrize("allowed", [128, 16], ids=["anywhere", "pinned"])
+    @pytest.mark.parametrize(("quota", "share"), [(24, 3.0), (4, 0.5), (1024, 16.0)])
+    def test_a_quota_is_shared(
+        self, proc: Proc, usable: Callable[..., float], allowed: int, quota: int, share: float
+    ) -> None:
+        write(proc.root / "cgroup/cpu.max", f"{quota * 100_000} 100000\n")
+        assert usable(allowed=allowed, machine=128, local_ranks=8) == share
+
+    def test_without_an_affinity_it_is_a_share_of_the_machine(
+        self, usable: Callable[..., float], proc: Proc, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delattr(os, "sched_getaffinity")
+        monkeypatch.setattr(os, "cpu_count", lambda: 8)
+        assert watch_of(proc, local_ranks=2).activity().usable_cpus == 4.0
+
+
+def test_idle_cpus_of_many_ranks_are_compared_with_a_ranks_share(proc: Proc, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(128)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    watch = watch_of(proc, local_ranks=8)
+    for idle_s in (0, 10):
+        ticks = idle_s * os.sysconf("SC_CLK_TCK")
+        cpus = [f"cpu{index} 1 1 1 {ticks if index < 40 else 0} 0 0 0 0 0 0" for index in range(128)]
+        write(proc.root / "stat", "\n".join(["cpu  1 1 1 0 0 0 0 0 0 0", *cpus, "intr 1"]) + "\n")
+        watch.read()
+        proc.now_s += 10
+    activity = watch.activity()
+    assert (activity.free_cpus, activity.usable_cpus) == (pytest.approx(5.0), 16.0)
 
 
 def test_a_worker_whose_thread_ends_is_still_read(proc: Proc, watch: HostWatch) -> None:
