@@ -213,11 +213,13 @@ class HostActivity:
     """What the CPUs did while the workers were watched. A figure that could not be read is None.
 
     Attributes:
-        usable_cpus: CPUs that this process may use at once: its affinity, less what a cgroup's quota forbids.
+        usable_cpus: CPUs that this process may use at once, its share where several ranks run on this machine: its
+            affinity, less what a cgroup's quota forbids.
         seconds: worker-seconds watched: the time watched, times the workers.
         worker_cpu: share of a worker's time spent computing, 0-1, mean over the workers.
         worker_queued: share of a worker's time spent waiting for a CPU, 0-1.
-        free_cpus: usable CPUs that nobody used, this process, its workers and all others counted; mean.
+        free_cpus: usable CPUs that nobody used, this process, its workers and all others counted; mean, and this rank's
+            share.
         process_cpus: CPUs that this process used, all its threads; mean.
         throttled: share of the scheduler's periods in which a cgroup's quota stopped us, 0-1.
         cpu_pressure: share of the time in which something on this machine waited for a CPU, 0-1 (``/proc/pressure``).
