@@ -36,7 +36,6 @@ class SteadyPart:
 
     def __init__(self, loader: LoaderWatch, device: DeviceWatch | None, looks: StepLooks | None, steps: int) -> None:
         self.findings: list[Finding] = []
-        self._steps = steps
         self._gpu_is_here = device is None
         self._loader = loader
         self._device = device
@@ -46,16 +45,18 @@ class SteadyPart:
         loader.reset_host()
         if device is not None:
             device.restart()
+            device.clock.take_snapshot(steps)
             self.step_done()
 
     def step_done(self) -> None:
         """A step has ended; once the GPU has done those before this part, its times begin to count."""
         if self._gpu_is_here or self._device is None:
             return
-        if self._device.clock.steps >= self._steps or not self._device.clock.unread:
+        snapshot = self._device.clock.snapshot
+        if snapshot is not None:
             self._gpu_is_here = True
-            self._start = replace(self._start, gpu=self._device.times())
-            self._last = replace(self._last, gpu=self._start.gpu)
+            self._start = replace(self._start, gpu=snapshot)
+            self._last = replace(self._last, gpu=snapshot)
 
     def measure(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
         """What was measured since the beginning.

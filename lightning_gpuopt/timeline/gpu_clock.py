@@ -84,6 +84,7 @@ class GpuClock(StepObserver):
 
     Attributes:
         spans: while it is a list, each step's own work, in seconds of the host's clock.
+        snapshot: the times after so many steps as :meth:`take_snapshot` was given; None until the GPU is there.
 
     Example::
 
@@ -96,6 +97,8 @@ class GpuClock(StepObserver):
 
     def __init__(self, new_event: Callable[[], Event], host: HostWork, *, forward: bool = False) -> None:
         self.spans: list[Span] | None = None
+        self.snapshot: GpuTimes | None = None
+        self._snapshot_after: int | None = None
         self._new_event = new_event
         self._host = host
         self._with_forward = forward
@@ -207,6 +210,8 @@ class GpuClock(StepObserver):
         if self._paused and not unread:  # what came after the last one is not known
             self._paused = False
             self._last = None
+            if self._snapshot_after is not None and self.snapshot is None:
+                self.snapshot = self.times()
 
     def _take(self, kind: int, event: Event, recorded_ns: int, work: list[int]) -> None:
         """Add what lies between the event before and this one.
@@ -245,6 +250,8 @@ class GpuClock(StepObserver):
                 self._forward_s = (drained_ns / 1e9, self.read_to_s)
             if kind == _STEP:
                 self._steps += 1
+                if self._steps == self._snapshot_after:
+                    self.snapshot = self.times()
                 if self.spans is not None:
                     begun_ns, issue_begun_ns = self._step_began_ns
                     host_s = (issue_begun_ns / 1e9, recorded_ns / 1e9)
@@ -284,10 +291,14 @@ class GpuClock(StepObserver):
         """Whether the host is issuing a step's own work right now."""
         return self._doing in (_STEP, _FORWARD)
 
-    @property
-    def steps(self) -> int:
-        """Steps read."""
-        return self._steps
+    def take_snapshot(self, steps: int) -> None:
+        """Keep the times of the moment at which the GPU has finished so many steps; now, if it has already.
+
+        Args:
+            steps: since the beginning of the run.
+        """
+        self._snapshot_after = steps
+        self.snapshot = self.times() if self._steps >= steps else None
 
     @property
     def unread(self) -> int:

@@ -289,6 +289,18 @@ def test_nothing_is_read_before_the_gpu_is_there(rig: Rig) -> None:
     assert rig.clock.times().steps == 1
 
 
+def test_a_snapshot_is_of_the_end_of_a_step_however_late_it_is_read(rig: Rig) -> None:
+    rig.clock.take_snapshot(2)
+    for _ in range(4):
+        rig.step(fetch=10, compute=30)
+    assert rig.clock.snapshot is None
+    rig.finish()
+    assert rig.clock.snapshot is not None
+    assert (rig.clock.snapshot.steps, rig.clock.snapshot.compute_s) == (2, pytest.approx(0.06))
+    rig.clock.take_snapshot(3)
+    assert rig.clock.snapshot.steps == 4  # it has done them already
+
+
 def test_events_are_used_again(rig: Rig) -> None:
     for _ in range(1000):
         rig.step(fetch=10, copy=1, compute=1)
