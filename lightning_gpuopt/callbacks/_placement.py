@@ -50,15 +50,24 @@ class Observers(StepObserver):
             refused: called once where it fails; it is not called again.
         """
 
-        def safely(*arguments: Any) -> None:
-            try:
-                function(*arguments)
-            except Exception as error:
-                log.debug("a measurement failed", exc_info=True)
-                setattr(self, event, lambda *arguments: None)
-                refused(error)
+        def fail(error: Exception) -> None:
+            log.debug("a measurement failed", exc_info=True)
+            setattr(self, event, lambda *arguments: None)
+            refused(error)
 
-        setattr(self, event, safely)
+        def safely() -> None:
+            try:
+                function()
+            except Exception as error:
+                fail(error)
+
+        def safely_with(value: Any) -> None:
+            try:
+                function(value)
+            except Exception as error:
+                fail(error)
+
+        setattr(self, event, safely_with if event == "fetch_ends" else safely)
 
     def stopped(self, event: str) -> Callable[[Exception], None]:
         """What notes that measuring stopped there."""

@@ -232,9 +232,14 @@ class GpuClock(StepObserver):
         passed_ns, offset_ns = self._passed_ns, self._offset_ns
         drained_ns = passed_ns - offset_ns  # when the GPU passed the event before, by the host's clock
         self._passed_ns = passed_ns = passed_ns + length_ns
-        self._offset_ns = min(passed_ns - recorded_ns, offset_ns + _DRIFT * length_ns)
+        lag_ns, offset_ns = passed_ns - recorded_ns, offset_ns + _DRIFT * length_ns
+        self._offset_ns = lag_ns if lag_ns < offset_ns else offset_ns
         self._lengths_ns[kind] += length_ns
-        idle_ns = max(min(length_ns, recorded_ns - drained_ns), 0.0)
+        idle_ns = recorded_ns - drained_ns
+        if idle_ns > length_ns:
+            idle_ns = length_ns
+        elif idle_ns < 0:
+            idle_ns = 0.0
         if kind == _HOST:
             self._queued_ns += length_ns - idle_ns
             if began_ns + _LAG_NS < drained_ns:  # it still had work: where did the host stand when that was done?
@@ -243,7 +248,7 @@ class GpuClock(StepObserver):
                 self._attribute(idle_ns, began_ns, work)
         elif kind == _BROADCAST:
             self._drained_by = SIGNAL_BROADCAST
-        elif kind in (_STEP, _STEP_PART, _FORWARD):
+        elif kind == _STEP or kind in (_STEP_PART, _FORWARD):
             self._compute_bound_ns += idle_ns
             self._drained_by = None
             if kind == _FORWARD:
