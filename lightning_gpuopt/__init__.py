@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_gpuopt._version import __version__
 
 if TYPE_CHECKING:
+    from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
     from lightning_gpuopt.callbacks.gpu_util_monitor import GpuUtilMonitor
     from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
     from lightning_gpuopt.callbacks.stall_detector import StallDetector
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
 
 __all__ = [
+    "CudaPrefetcher",
     "Finding",
     "GpuUtilMonitor",
     "LMDBDataModule",
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CudaPrefetcher": "lightning_gpuopt.callbacks.cuda_prefetcher",
     "Finding": "lightning_gpuopt.diagnosis.report",
     "GpuUtilMonitor": "lightning_gpuopt.callbacks.gpu_util_monitor",
     "LMDBDataModule": "lightning_gpuopt.datamodules.lmdb",

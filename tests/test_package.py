@@ -12,6 +12,7 @@ import lightning_gpuopt
 
 def test_the_public_names_are_these() -> None:
     assert lightning_gpuopt.__all__ == [
+        "CudaPrefetcher",
         "Finding",
         "GpuUtilMonitor",
         "LMDBDataModule",

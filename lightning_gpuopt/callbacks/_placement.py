@@ -12,6 +12,7 @@ import torch
 from lightning_gpuopt import _lightning
 from lightning_gpuopt._lightning import Callback, LightningModule, Trainer, shadow
 from lightning_gpuopt._measured import SIGNAL_BROADCAST
+from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
 from lightning_gpuopt.timeline.observer import StepObserver
 from lightning_gpuopt.timeline.phases import Timeline
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
@@ -109,6 +110,7 @@ class Placement:
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         return (NvtxTimeline if nvtx and self._nvtx_is_there() else Timeline)(
             checkpoint_callbacks=[each.state_key for each in callbacks if _lightning.is_checkpoint(each)],
+            transfer_callbacks=[each.state_key for each in callbacks if isinstance(each, CudaPrefetcher)],
             callback_names={each.state_key: type(each).__name__ for each in callbacks},
             observer=self.observers,
             silent=self._does_nothing,

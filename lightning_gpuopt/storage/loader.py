@@ -25,7 +25,12 @@ class ElasticLoader(DataLoader[Any]):
     """A DataLoader that shows its `ElasticSampler` as its sampler.
 
     With a `batch_sampler`, torch's own puts a meaningless sequential sampler there, which Lightning would replace.
+
+    Attributes:
+        draws_random_state: Whether the training process's random state may change when it takes a batch.
     """
+
+    draws_random_state = True
 
     @property
     def sampler(self) -> Any:
@@ -86,7 +91,7 @@ def make_loader(
             as_it_is,
         )
     workers = workers_if_needed if num_workers is None else num_workers
-    return ElasticLoader(
+    loader = ElasticLoader(
         source,
         batch_sampler=ElasticBatchSampler(sampler, sampler.batch_size, sampler.drop_last),
         collate_fn=collate_fn,
@@ -95,6 +100,8 @@ def make_loader(
         persistent_workers=bool(workers) if persistent_workers is None else persistent_workers and bool(workers),
         prefetch_factor=prefetch_factor if workers else None,
     )
+    loader.draws_random_state = not isinstance(source, Gather)
+    return loader
 
 
 def unwrap(dataset: Any) -> tuple[LMDBDataset | None, np.ndarray[Any, Any] | None]:

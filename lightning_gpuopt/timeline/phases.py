@@ -14,7 +14,7 @@ from functools import update_wrapper
 from typing import Any, Final
 
 from lightning_gpuopt._measured import BETWEEN_STEPS, FIRST_FETCH, PHASES, SIGNAL_BROADCAST, STEP_HOOKS, PhaseTimes
-from lightning_gpuopt.timeline.actions import phase_of
+from lightning_gpuopt.timeline.actions import COPY_AHEAD, WAIT_FOR_COPY, phase_of
 from lightning_gpuopt.timeline.observer import StepObserver
 
 _SLOTS: Final = {phase: slot for slot, phase in enumerate(PHASES)}
@@ -173,8 +173,24 @@ class _BatchSpan(_Span):
             timeline._observer.batch_ready()
 
 
+class _CopyAheadSpan(_Span):
+    """A copy on a stream of its own: inside it nothing concerns the stream that the observer watches."""
+
+    __slots__ = ("outer",)
+
+    def __enter__(self) -> None:
+        timeline = self.timeline
+        timeline._enter(self.slot)
+        self.outer = timeline._spans
+        timeline._spans = timeline._copy_ahead_spans
+
+    def __exit__(self, *exception: object) -> None:
+        self.timeline._spans = self.outer
+        self.timeline._leave()
+
+
 class _TransferSpan(_Span):
-    """The hook that copies a batch to the device."""
+    """What the device's own stream waits for while a batch is copied to it."""
 
     __slots__ = ()
 
@@ -239,6 +255,7 @@ class Timeline:
 
     Args:
         checkpoint_callbacks: state keys of callbacks whose hooks are checkpointing.
+        transfer_callbacks: state keys of callbacks whose hooks bring batches to the device.
         callback_names: state key to the name shown to people.
         observer: called at the events of a step.
         silent: whether an action does nothing, such as a hook that nobody has overridden: its time stays with the
@@ -262,6 +279,7 @@ class Timeline:
         self,
         *,
         checkpoint_callbacks: Sequence[str] = (),
+        transfer_callbacks: Sequence[str] = (),
         callback_names: dict[str, str] | None = None,
         observer: StepObserver | None = None,
         silent: Callable[[str], bool] = lambda action: False,
@@ -269,7 +287,8 @@ class Timeline:
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self._clock_ns = clock_ns
-        self._checkpoint_callbacks = frozenset(checkpoint_callbacks)
+        self._phase_of_callback = dict.fromkeys(transfer_callbacks, "transfer")
+        self._phase_of_callback |= dict.fromkeys(checkpoint_callbacks, "checkpoint")
         self._callback_names = callback_names or {}
         self._observer = observer or StepObserver()
         self._silent = silent
@@ -285,6 +304,7 @@ class Timeline:
         self.slots_between_steps.append(self._first_fetch_slot)
         self._training_spans: dict[str, AbstractContextManager[Any]] = {}
         self._validation_spans: dict[str, AbstractContextManager[Any]] = {}
+        self._copy_ahead_spans: dict[str, AbstractContextManager[Any]] = {}
         self._spans = self._training_spans
         self._current = _EPOCH_SETUP
         self._open: list[int] = []
@@ -465,15 +485,22 @@ class Timeline:
     def _make_span(self, action: str) -> AbstractContextManager[Any]:
         validating = self._spans is self._validation_spans
         phase = phase_of(action)
+        if phase == "callbacks" and action.startswith("[Callback]"):
+            key = action.partition("]")[2].rpartition(".")[0]
+            phase = self._phase_of_callback.get(key, phase)
         span: AbstractContextManager[Any]
         if phase is None or self._silent(action):
             span = _NOTHING
+        elif self._spans is self._copy_ahead_spans:
+            span = _Span(self, _SLOTS[phase])
         elif phase == "callbacks":
             span = self._host_span(self._hook_slot(action))
         elif phase == "checkpoint":
             span = self._host_span(_SLOTS[phase])
         elif validating:
             span = _Span(self, _VALIDATION)
+        elif action == COPY_AHEAD:
+            span = _CopyAheadSpan(self, _TRANSFER)
         elif action == "run_training_epoch":
             span = _EpochSpan(self, _OTHER)
         elif phase == "data_wait":
@@ -492,7 +519,7 @@ class Timeline:
             return _ObservedSpan(self, slot, "compute_begins", "compute_ends")
         if action.endswith(".batch_to_device"):
             return _BatchSpan(self, slot)
-        if action.endswith(".transfer_batch_to_device"):
+        if action == WAIT_FOR_COPY or action.endswith(".transfer_batch_to_device"):
             return _TransferSpan(self, slot)
         if action.endswith(_BATCH_HOOKS):
             return _BatchHookSpan(self, self._batch_hook_slot(action))
@@ -512,8 +539,6 @@ class Timeline:
 
     def _hook_slot(self, action: str) -> int:
         key, _, hook = action.partition("]")[2].rpartition(".")
-        if action.startswith("[Callback]") and key in self._checkpoint_callbacks:
-            return _SLOTS["checkpoint"]
         if len(self._ns) >= _MOST_ACTIONS:
             return _CALLBACKS
         slot = self._new_slot()

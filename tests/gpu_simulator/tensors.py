@@ -11,11 +11,26 @@ from tests.gpu_simulator.patches import Patches
 if TYPE_CHECKING:
     from tests.gpu_simulator.gpu import SimulatedGpu
 
-_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "zeros")
+_FACTORIES = (
+    "arange",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "zeros",
+)
 _PINNED = "_gpu_simulator_pinned"
 
 _installed: SimulatedGpu | None = None
 _plain_to = torch.Tensor.to
+_plain_empty_like = torch.empty_like
 
 
 def installed() -> SimulatedGpu | None:
@@ -130,6 +145,8 @@ def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     moved = _plain_to(self.as_subclass(torch.Tensor) if here else self, *args, **kwargs)
     if there and not here and not isinstance(self, torch.nn.Parameter):
         _installed.copy_in(self, non_blocking)
+        if moved is self:
+            moved = _plain_empty_like(self, pin_memory=False).copy_(self)
         return moved.as_subclass(DeviceTensor)
     if here and not there:
         _installed.copy_out(moved, non_blocking)
@@ -156,10 +173,13 @@ def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
 
 def _factory(make: Any) -> Any:
     def maker(*args: Any, **kwargs: Any) -> Any:
+        pinned = kwargs.pop("pin_memory", False)
         if "device" not in kwargs or not is_cuda(kwargs["device"]):
-            return make(*args, **kwargs)
+            made = make(*args, **kwargs)
+            if pinned:
+                setattr(made, _PINNED, True)
+            return made
         kwargs["device"] = "cpu"
-        kwargs.pop("pin_memory", None)
         return make(*args, **kwargs).as_subclass(DeviceTensor)
 
     return maker

@@ -1,0 +1,282 @@
+"""``CudaPrefetcher``: the copy of the next batch hidden behind the current step."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from lightning_gpuopt import _lightning_loops as loops
+from lightning_gpuopt._arguments import refuse, whole_number
+from lightning_gpuopt._lightning import (
+    STEP_OUTPUT,
+    Callback,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    say_once,
+)
+from lightning_gpuopt.callbacks._guard import Guard
+from lightning_gpuopt.callbacks._prefetched_run import PrefetchedRun
+from lightning_gpuopt.prefetch.ring import count_holders
+from lightning_gpuopt.prefetch.stream import CopyTimes
+
+
+class CudaPrefetcher(Callback):
+    """Copy the next batch to the GPU while the current one is trained on.
+
+    Lightning copies each batch on the stream of the computation, just before its step: the GPU computes nothing
+    meanwhile. This callback fetches the next batch as soon as the loader has it, and copies it on a stream of its own,
+    into memory that is used in turn. A step of S seconds with a copy of C then takes max(S, C) instead of S + C.
+
+    Weights, logged values and hooks are the same bit for bit. ``on_after_batch_transfer`` (augmentation on the GPU)
+    stays on the stream of the computation. Where workers make the batches, they are looked ahead of; a loader that
+    makes them in the training process (``num_workers=0``) is not, unless it declares ``draws_random_state = False``.
+    Batches of workers are brought to page-locked memory by the loader's own ``pin_memory``.
+
+    It disables itself, with one line that says why: on a CPU; where ``on_before_batch_transfer`` is overridden; for
+    steps that take ``dataloader_iter``; for batches that come on the device already; for a strategy that moves batches
+    in its own way; for a Lightning that fetches batches in another way.
+
+    Args:
+        depth: batches that are copied ahead. More than one only evens out batches of different sizes.
+        enabled: ``"auto"``: where the Trainer's device is CUDA. True: on a CPU as well, to try it out. False: never.
+
+    Raises:
+        ValueError: an argument is out of range.
+        MisconfigurationException: two CudaPrefetchers in one Trainer.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+        from lightning_gpuopt import CudaPrefetcher
+
+        prefetcher = CudaPrefetcher()
+        trainer = Trainer(callbacks=[prefetcher])
+        trainer.fit(model, train_dataloader)
+        print(prefetcher.stats)
+    """
+
+    def __init__(self, depth: int = 1, enabled: bool | Literal["auto"] = "auto") -> None:
+        self.depth = whole_number("depth", depth, "a number of batches", least=1)
+        if enabled != "auto" and not isinstance(enabled, bool):
+            refuse("enabled", "'auto', True or False", enabled, wrong_type=True)
+        self.enabled: bool | Literal["auto"] = enabled
+        self._run: PrefetchedRun | None = None
+        self._counts = _counts_of(None)
+        self._times: CopyTimes | None = None
+        self._states: Any = None
+
+    @property
+    def stats(self) -> dict[str, int | float]:
+        """What has been done since the last ``setup``, in all loops.
+
+        Returns:
+            ``staged`` and ``direct``: batches that were copied on the side stream, and as without this callback;
+            ``copied_bytes``: bytes of the staged ones, ``pageable_bytes`` those of them that were not in page-locked
+            memory; ``copy_s``: seconds of their copies; ``exposed_wait_s``: seconds for which the computation waited
+            for them. Copies that the GPU has not finished yet are not in the seconds.
+        """
+        counts = self._counts if self._run is None else _counts_of(self._run)
+        times = self._times
+        if times is None:
+            return {**counts, "copy_s": 0.0, "exposed_wait_s": 0.0}
+        times.read()
+        return {**counts, "copy_s": times.copy_s, "exposed_wait_s": times.exposed_s}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find out whether the Trainer can do with it, and wait for its loops."""
+        if any(isinstance(each, CudaPrefetcher) and each is not self for each in trainer.callbacks):  # type: ignore[attr-defined]
+            raise MisconfigurationException(
+                "Two CudaPrefetchers are in this Trainer. Expected one: depth says how far it looks ahead. Take one "
+                "away."
+            )
+        self._leave()
+        self._counts, self._times, self._states = _counts_of(None), None, None
+        if self.enabled is False:
+            return
+        with Guard(self, trainer):
+            reason = self._why_not(trainer, pl_module)
+            if reason is None:
+                self._run = PrefetchedRun(trainer, pl_module, self.depth)
+                self._times = self._run.times
+            else:
+                say_once(trainer, "prefetcher-disabled", f"CudaPrefetcher disables itself: {reason}.", warn=False)
+
+    def _why_not(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
+        device = trainer.strategy.root_device.type
+        if self.enabled == "auto" and device != "cuda":
+            return f"the Trainer's device is {device}, where no copy can be hidden"
+        if count_holders is None:
+            return "this torch does not say who uses a tensor's memory"
+        missing = loops.missing_names(trainer, pl_module)
+        if missing is not None:
+            return f"this Lightning has no {missing}"
+        return loops.why_batches_move_otherwise(trainer, pl_module)
+
+    # ---- training ----
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stand in front of the loop's fetcher; after a resume in the middle of an epoch, no other hook comes first."""
+        self._enter("fit", trainer)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The same, where the loaders are new."""
+        self._enter("fit", trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Look ahead before the step, if the next batch is there."""
+        if self._run is not None:
+            self._look_ahead(trainer)
+
+    @override
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Look ahead if the next batch is there by now."""
+        if self._run is not None:
+            self._look_ahead(trainer)
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Look ahead if the next batch is there by now."""
+        if self._run is not None:
+            self._look_ahead(trainer)
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look ahead if the next batch is there by now."""
+        if self._run is not None:
+            self._look_ahead(trainer)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Look ahead if the next batch is there by now."""
+        if self._run is not None:
+            self._look_ahead(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        """The step's work is issued: look ahead, and wait for the next batch if it is not there."""
+        if self._run is not None:
+            with Guard(self, trainer):
+                self._run.step_done()
+                self._run.look_ahead("fit", step_done=True)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let go of what was fetched ahead in vain."""
+        if self._run is not None:
+            with Guard(self, trainer):
+                self._run.epoch_ends()
+
+    def _look_ahead(self, trainer: Trainer) -> None:
+        assert self._run is not None
+        with Guard(self, trainer):
+            self._run.look_ahead("fit")
+
+    # ---- evaluation ----
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stand in front of the loop's fetcher, which is a new one each time."""
+        self._enter(_evaluation(trainer), trainer)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Look ahead before the step, if the next batch is there."""
+        self._evaluate(trainer, step_done=False)
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Look ahead."""
+        self._evaluate(trainer, step_done=True)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give back what only validation needed."""
+        self._evaluated(trainer)
+
+    on_test_start = on_validation_start
+    on_test_batch_start = on_validation_batch_start
+    on_test_batch_end = on_validation_batch_end
+    on_test_end = on_validation_end
+    on_predict_start = on_validation_start
+    on_predict_batch_start = on_validation_batch_start
+    on_predict_batch_end = on_validation_batch_end
+    on_predict_end = on_validation_end
+
+    def _enter(self, loop: str, trainer: Trainer) -> None:
+        if self._run is not None:
+            with Guard(self, trainer):
+                self._run.enter(loop)
+
+    def _evaluate(self, trainer: Trainer, *, step_done: bool) -> None:
+        if self._run is not None:
+            with Guard(self, trainer):
+                self._run.look_ahead(_evaluation(trainer), step_done=step_done)
+
+    def _evaluated(self, trainer: Trainer) -> None:
+        if self._run is not None:
+            with Guard(self, trainer):
+                self._run.leave(_evaluation(trainer))
+
+    # ---- checkpoints, and the end ----
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Write the loaders' positions as they were before anything was fetched ahead."""
+        states = self._states if self._run is None else self._run.states
+        if states is not None:
+            loops.put_loader_states(checkpoint, states)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the Trainer as it was; Lightning calls no ``teardown`` then, but may still save a checkpoint."""
+        self._leave()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the Trainer as it was."""
+        self._leave()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is under way: what is copied or sent to another process is a prefetcher at rest."""
+        bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
+        state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
+        counts = self._counts if self._run is None else _counts_of(self._run)
+        return {**state, "_run": None, "_times": None, "_states": None, "_counts": counts}
+
+    def _leave(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            self._states = run.states
+            run.undo()
+            self._counts = _counts_of(run)
+
+    def _passes(self, error: Exception) -> bool:
+        return str(error).startswith("DataLoader worker (pid")  # torch's handler of signals speaks up anywhere
+
+
+def _evaluation(trainer: Trainer) -> str:
+    """The evaluating loop that runs now."""
+    function = trainer.state.fn
+    return "fit-validate" if function == "fit" else str(getattr(function, "value", function))
+
+
+def _counts_of(run: PrefetchedRun | None) -> dict[str, int]:
+    return {name: getattr(run, name, 0) for name in ("staged", "direct", "copied_bytes", "pageable_bytes")}

@@ -1,0 +1,314 @@
+"""Lightning's data fetcher, a few batches ahead: what is fetched and staged early, and handed out in its turn."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any, Final, Protocol
+
+from lightning_gpuopt._lightning_loops import StockFetcher
+from lightning_gpuopt._torch_loader import WorkerBatches, has_workers
+from lightning_gpuopt.prefetch.randomness import RandomStates
+from lightning_gpuopt.prefetch.transfer import Staged
+
+_END: Final = StopIteration()
+NOTHING_YET: Final = "nothing was fetched yet"
+_DRAWS: Final = "its fetches draw random numbers"
+
+
+class Stage(Protocol):
+    """What brings batches to the device."""
+
+    def stage(self, batch: Any, dataloader_idx: int) -> Ready | None:
+        """Begin to move a batch; None: it goes the direct way."""
+
+    def advance(self, ready: Ready) -> None:
+        """Go on with one that could not be issued at once."""
+
+    def drop(self, ready: Ready) -> None:
+        """Its turn will not come."""
+
+    def hand_out(self, batch: Any, ready: Ready | None) -> None:
+        """Training is about to get a batch."""
+
+
+class Ready:
+    """A batch that is on its way.
+
+    Attributes:
+        converted: what ``precision_plugin.convert_input`` made of the batch.
+        staged: on its way to the device; None where that failed with ``error``.
+        error: what the user's own code raised; training meets it when the batch's turn has come.
+    """
+
+    __slots__ = ("converted", "error", "staged")
+
+    def __init__(self, converted: Any, staged: Staged | None, error: Exception | None = None) -> None:
+        self.converted, self.staged, self.error = converted, staged, error
+
+
+class Entry:
+    """A batch that was fetched and not handed out yet.
+
+    Attributes:
+        item: batch, batch index, index of its loader; None where fetching failed.
+        error: what fetching raised; :data:`_END` at the end.
+        states: positions of the loaders before it was fetched, for a checkpoint; None where they have none.
+        ready: the batch on its way to the device.
+        asks: workers to be asked for more when its turn has come.
+        drew: the random states before and after it was fetched, where fetching has changed them.
+    """
+
+    __slots__ = ("asks", "drew", "error", "item", "ready", "states", "tried")
+
+    def __init__(self, item: Any = None, error: BaseException | None = None) -> None:
+        self.item, self.error = item, error
+        self.states: Any = None
+        self.ready: Ready | None = None
+        self.tried = False
+        self.asks: list[tuple[WorkerBatches, int]] = []
+        self.drew: tuple[RandomStates, RandomStates] | None = None
+
+
+class LookAheadFetcher:
+    """Stands in front of a data fetcher of Lightning's, and does for its loop what that did.
+
+    Looks ahead only in loaders whose next batch can be taken without a trace in this process: made by workers, or by a
+    loader that declares ``draws_random_state = False``. Of others it takes each batch in its turn.
+
+    Args:
+        stock: Lightning's fetcher.
+        depth: batches to be staged ahead.
+        stage: brings them to the device.
+        goes_on: whether the batch that comes so many after the current one will be used; told whether the current
+            one's optimizer step is over.
+        drew: told that fetching ahead of a loader has drawn random numbers after all; called with the loaders.
+        drawing: loaders of which that is known.
+
+    Attributes:
+        done: the batch handed out last was the last one.
+        fetched: batches handed out in this epoch.
+        left_alone: why nothing is looked ahead; None where it is.
+    """
+
+    def __init__(
+        self,
+        stock: StockFetcher,
+        depth: int,
+        stage: Stage,
+        goes_on: Callable[[int, bool], bool],
+        drew: Callable[[list[Any]], None],
+        drawing: Collection[Any] = (),
+    ) -> None:
+        self._stock = stock
+        self._depth = depth
+        self._stage = stage
+        self._goes_on = goes_on
+        self._drew = drew
+        self._drawing = drawing
+        inner = stock.fetcher
+        self.done: bool = inner.done
+        self.fetched: int = inner.fetched
+        self._start_profiler: Callable[[], None] = inner._start_profiler
+        self._stop_profiler: Callable[[], None] = inner._stop_profiler
+        self._ahead: deque[Entry] = deque()
+        self.is_active = True
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """An epoch begins."""
+        self._kept_states: Any = None
+        self._ahead.extend(Entry(item) for item in self._stock.take_batches())
+        self._length = self._stock.length
+        self._watched: list[Any] = []
+        self._workers: list[WorkerBatches] = []
+        self._checks_randomness = False
+        self.left_alone: str | None = NOTHING_YET
+        self._stateful = self._stock.is_stateful
+
+    # ---- what Lightning's loops call ----
+
+    def __iter__(self) -> LookAheadFetcher:
+        self.end_epoch()
+        inner = self._stock.fetcher
+        inner._start_profiler, inner._stop_profiler = self._start_profiler, self._stop_profiler
+        iter(self._stock)
+        self.done, self.fetched = inner.done, inner.fetched
+        self._take_over()
+        if self._length is None:  # only so is it known which batch is the last
+            self._ahead.append(self._fetch(ahead=False))
+        return self
+
+    def __next__(self) -> Any:
+        if self._ahead:
+            entry = self._ahead.popleft()
+            self._its_turn(entry)
+        elif self.done:
+            raise StopIteration
+        else:
+            entry = self._fetch(ahead=False)
+        if entry.error is not None:
+            self.done |= entry.error is _END
+            raise StopIteration if entry.error is _END else entry.error
+        self.fetched += 1
+        if self._length is not None:
+            self.done = self.fetched >= self._length
+        else:
+            if not self._ahead:
+                self._ahead.append(self._fetch(ahead=False))
+            self.done = self._ahead[0].error is _END
+        self._watch_iterators()
+        if self.is_active and self.left_alone is None and not entry.tried:
+            self._begin(entry)
+        self._stage.hand_out(entry.item[0], entry.ready)
+        return entry.item
+
+    def reset(self) -> None:
+        """Forget where in the epoch it was."""
+        self.end_epoch()
+        self._stock.fetcher.reset()
+        self.fetched, self.done = 0, self._stock.fetcher.done
+
+    def teardown(self) -> None:
+        """The loop has ended."""
+        self.end_epoch()
+        self._stock.teardown()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_stock":
+            raise AttributeError(name)
+        return getattr(self._stock.fetcher, name)
+
+    # ---- looking ahead ----
+
+    def look_ahead(self, *, step_done: bool) -> None:
+        """Fetch and stage what comes next.
+
+        Args:
+            step_done: the current batch's work is issued, and its optimizer step over: wait for the next batch, if it
+                is not there yet.
+        """
+        if not self.is_active or self.left_alone is not None:
+            return
+        for number in range(1, self._depth + 1):
+            if number > len(self._ahead) and not self._fetch_one(number, step_done):
+                return
+            entry = self._ahead[number - 1]
+            if entry.error is not None:
+                return
+            if entry.ready is not None:
+                self._stage.advance(entry.ready)
+            elif entry.tried or not self._goes_on(number, step_done):
+                return
+            else:
+                self._begin(entry)
+
+    def _fetch_one(self, number: int, step_done: bool) -> bool:
+        """Fetch one more batch ahead; whether that was possible."""
+        if self._length is not None and self.fetched + number > self._length:
+            return False
+        if self._ahead and self._ahead[-1].error is not None:
+            return False
+        if self._stock.next_restarts_a_loader or not self._goes_on(number, step_done):
+            return False
+        for each in self._workers:
+            if not each.is_next_asked_for or not (step_done or each.is_next_ready):
+                return False
+        self._ahead.append(self._fetch(ahead=True))
+        return True
+
+    def _fetch(self, *, ahead: bool) -> Entry:
+        """Fetch a batch. In its turn, what goes wrong is raised; ahead of it, that waits in the entry.
+
+        Raises:
+            Exception: the dataset's, the sampler's or the loader's own.
+        """
+        entry = Entry()
+        in_turn = not ahead and self._length is not None
+        if self._stateful and not in_turn:
+            entry.states = self._stock.states()
+        before = RandomStates() if ahead and self._checks_randomness else None
+        if ahead:
+            for each in self._workers:
+                each.take_ahead()
+        self._start_profiler()
+        try:
+            entry.item = next(self._stock)
+        except StopIteration:
+            entry.error = _END
+        except Exception as error:
+            if in_turn:
+                raise
+            entry.error = error
+        finally:
+            self._stop_profiler()
+            if ahead:
+                entry.asks = [(each, each.taken()) for each in self._workers]
+        if before is not None and (after := RandomStates()) != before:
+            before.restore()
+            entry.drew = before, after
+            self.left_alone = _DRAWS
+            self._drew(self._stock.loaders)
+        return entry
+
+    def _its_turn(self, entry: Entry) -> None:
+        """Do what fetching it would have done now."""
+        for workers, times in entry.asks:
+            workers.ask_for_more(times)
+        if entry.drew is not None:
+            before, after = entry.drew
+            if RandomStates() == before:
+                after.restore()
+
+    def _begin(self, entry: Entry) -> None:
+        entry.tried = True
+        entry.ready = self._stage.stage(entry.item[0], entry.item[2])
+
+    def _watch_iterators(self) -> None:
+        """See whether the loaders can be looked ahead of."""
+        iterators = self._stock.iterators
+        if len(iterators) == len(self._watched) and all(a is b for a, b in zip(iterators, self._watched, strict=True)):
+            return
+        self._watched = iterators
+        self._workers = []
+        self._checks_randomness = False
+        self.left_alone = None if iterators else "its loader has no iterator"
+        for loader, iterator in zip(self._stock.loaders, iterators, strict=False):
+            if has_workers(iterator):
+                self._workers.append(WorkerBatches(iterator))
+            elif getattr(loader, "draws_random_state", True):
+                self.left_alone = f"{type(loader).__name__} makes its batches in the training process"
+            elif any(loader is each for each in self._drawing):
+                self.left_alone = _DRAWS
+            else:
+                self._checks_randomness = True
+
+    # ---- its end ----
+
+    @property
+    def stock(self) -> Any:
+        """Lightning's own fetcher."""
+        return self._stock.fetcher
+
+    @property
+    def states(self) -> Any:
+        """The loaders' positions as if nothing had been fetched ahead; None where they are so anyway."""
+        return self._ahead[0].states if self._ahead else self._kept_states
+
+    def go_direct(self) -> None:
+        """Look ahead no more; what was fetched is still handed out, in its turn."""
+        self.is_active = False
+        for entry in self._ahead:
+            ready, entry.ready, entry.tried = entry.ready, None, True
+            if ready is not None:
+                self._stage.drop(ready)
+
+    def end_epoch(self) -> None:
+        """Let go of what was fetched ahead, and of the iterators: their workers end with the last reference to them."""
+        self._kept_states = self.states
+        self._watched, self._workers = [], []
+        self.left_alone = NOTHING_YET
+        while self._ahead:
+            entry = self._ahead.popleft()
+            if entry.ready is not None:
+                self._stage.drop(entry.ready)

@@ -1,0 +1,219 @@
+"""Where batches go on the device: a few sets of tensors, used in turn.
+
+The memory is allocated on the compute stream, so that it belongs to that stream's pool, and filled on the side stream.
+A set is used again when nobody holds its tensors any more; the side stream then waits, on the device, for the work that
+was queued until then. The host asks the device nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from lightning_gpuopt.prefetch.packing import Layout
+from lightning_gpuopt.prefetch.stream import Streams
+
+count_holders: Final[Callable[[int], int] | None] = getattr(torch._C, "_storage_Use_Count", None)
+"""How many tensors share a storage (torch 2.4 to 2.13); without it, nothing can be used again."""
+
+
+class Destination:
+    """Memory for one tensor of a batch.
+
+    Args:
+        like: a tensor on the host; the memory gets its shape, strides and dtype.
+        device: where the memory is.
+    """
+
+    __slots__ = ("_alone", "_base", "_layout", "_storage", "_storage_key")
+
+    def __init__(self, like: torch.Tensor, device: torch.device) -> None:
+        # Inside inference mode it would be a tensor that training cannot write to.
+        with torch.inference_mode(False):
+            self._keep(torch.empty_like(like, device=device, pin_memory=False))
+        self._layout = _layout(like)
+
+    def _keep(self, base: torch.Tensor) -> None:
+        self._base = base
+        self._storage = base.untyped_storage()
+        self._storage_key = self._storage._cdata
+        assert count_holders is not None
+        self._alone = count_holders(self._storage_key)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody still has what :meth:`tensor` gave, or a view of it."""
+        assert count_holders is not None
+        return count_holders(self._storage_key) > self._alone
+
+    def fits(self, source: torch.Tensor) -> bool:
+        """Whether a tensor can go here; the memory takes on its shape."""
+        dtype, shape, stride = self._layout
+        if source.shape == shape and source.dtype is dtype and source.stride() == stride:
+            return True
+        if source.nbytes > self._storage.nbytes():
+            return False
+        wanted = torch.empty_like(source, device="meta")
+        with torch.inference_mode(False):
+            empty = torch.empty(0, dtype=source.dtype, device=self._base.device)
+            self._keep(empty.set_(self._storage, 0, wanted.shape, wanted.stride()))
+        self._layout = _layout(source)
+        return True
+
+    def tensor(self) -> torch.Tensor:
+        """The memory as a tensor of its own: with another version counter than all that were here before."""
+        return self._base.data
+
+
+class Slab:
+    """Memory for all tensors of a batch in one piece.
+
+    Args:
+        layout: where they lie.
+        device: where the memory is.
+    """
+
+    __slots__ = ("_alone", "_storage", "_storage_key", "_views", "layout", "memory")
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        with torch.inference_mode(False):
+            self.memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+            self._views = layout.views(self.memory)
+        self._storage = self.memory.untyped_storage()
+        self._storage_key = self._storage._cdata
+        assert count_holders is not None
+        self._alone = count_holders(self._storage_key)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody still has one of the tensors."""
+        assert count_holders is not None
+        return count_holders(self._storage_key) > self._alone
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The batch's tensors in the slab, each with a version counter of its own."""
+        return [view.data for view in self._views]
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+class DestinationSet:
+    """The memory of one batch.
+
+    Args:
+        streams: the device's streams.
+        device: the device.
+    """
+
+    def __init__(self, streams: Streams, device: torch.device) -> None:
+        self._streams = streams
+        self._device = device
+        self._tensors: list[Destination] = []
+        self._idle: list[bool] = []
+        self._slab: Slab | None = None
+        self._slab_idle = False
+        self._free = streams.new_event()
+        self._begun = False
+        self.in_use = False
+        """Staged, or given to training; from :meth:`Ring.acquire` until :meth:`rest`."""
+
+    def rest(self) -> None:
+        """Its batch was used. What nobody holds any more may be written to after what is queued now."""
+        self.in_use = False
+        self._begun = True
+        self._streams.record(self._free)
+        self._idle = [not each.is_held for each in self._tensors]
+        self._slab_idle = self._slab is not None and not self._slab.is_held
+
+    def destinations(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors on the device for a batch; the side stream may write to them when this returns.
+
+        Args:
+            sources: the batch's tensors on the host.
+        """
+        later = not self._begun
+        self._begun = True
+        given: list[torch.Tensor] = []
+        for number, source in enumerate(sources):
+            if number == len(self._tensors):
+                self._tensors.append(Destination(source, self._device))
+                self._idle.append(False)
+            here = self._tensors[number]
+            if here.is_held or not here.fits(source):
+                # Somebody keeps the old batch, which is theirs now, or this one is larger.
+                here = self._tensors[number] = Destination(source, self._device)
+                later = True
+            elif not self._idle[number]:
+                later = True  # dropped, or allocated, since the set was put to rest
+            given.append(here.tensor())
+        self._let_side_write(later=later)
+        return given
+
+    def slab(self, layout: Layout) -> tuple[Slab, bool]:
+        """Memory in one piece for a batch; the side stream may write to it when this returns.
+
+        Returns:
+            It, and whether somebody keeps a tensor of the batch that was in it, and with it the whole piece.
+        """
+        slab, kept = self._slab, self._slab is not None and self._slab.is_held
+        later = not self._begun or not self._slab_idle
+        self._begun = True
+        if slab is None or kept or slab.layout is not layout:
+            slab = self._slab = Slab(layout, self._device)
+            later = True
+        self._let_side_write(later=later)
+        return slab, kept
+
+    def _let_side_write(self, *, later: bool) -> None:
+        """The side stream goes on when the compute stream has done what used this memory before.
+
+        Args:
+            later: that may have been queued after the set was put to rest.
+        """
+        if later:
+            self._streams.record(self._free)
+        self._streams.side_waits(self._free)
+
+
+class Ring:
+    """The sets.
+
+    Args:
+        streams: the device's streams.
+        device: the device.
+        size: sets for a loop that looks ahead; more while a second loop does, inside the first.
+    """
+
+    def __init__(self, streams: Streams, device: torch.device, size: int) -> None:
+        self._streams = streams
+        self._device = device
+        self._size = size
+        self._sets: list[DestinationSet] = []
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def acquire(self) -> DestinationSet:
+        """A set for one more batch: the one that has rested longest; a new one where all are in use."""
+        chosen = next((each for each in self._sets if not each.in_use), None)
+        if chosen is None or (len(self._sets) < self._size):
+            chosen = DestinationSet(self._streams, self._device)
+        else:
+            self._sets.remove(chosen)
+        self._sets.append(chosen)  # the order is that of use
+        chosen.in_use = True
+        return chosen
+
+    def trim(self) -> None:
+        """Give back what only the inner of two loops needed."""
+        spare = [each for each in self._sets if not each.in_use][: max(len(self._sets) - self._size, 0)]
+        self._sets = [each for each in self._sets if each not in spare]
+
+    def clear(self) -> None:
+        """Give back everything that is not in use."""
+        self._sets.clear()

@@ -1,0 +1,165 @@
+"""The compute stream, and a side stream for copies; on a device without streams, nothing of either."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, NamedTuple
+
+import torch
+from typing_extensions import override
+
+_MOST_UNREAD: Final = 256
+"""Copies whose times were not read yet; beyond that the oldest are forgotten."""
+
+
+class NoEvent:
+    """Stands for a point in a stream that does not exist: it has always been passed."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+        return True
+
+    def elapsed_time(self, end: NoEvent) -> float:
+        """Milliseconds to ``end``."""
+        return 0.0
+
+
+class Streams:
+    """A device without streams: what is issued is done."""
+
+    _NO_EVENT: Final = NoEvent()
+
+    def on_side(self) -> AbstractContextManager[Any]:
+        """While it is open, the device is given work on the side stream."""
+        return nullcontext()
+
+    def new_event(self, *, timing: bool = False) -> Any:
+        """An event that was not recorded yet.
+
+        Args:
+            timing: :meth:`CopyTimes` will ask for its time.
+        """
+        return self._NO_EVENT
+
+    def record(self, event: Any) -> None:
+        """Put an event after all that the current stream was given."""
+
+    def side_waits(self, event: Any) -> None:
+        """What the side stream is given from now on begins after the event."""
+
+    def compute_waits(self, event: Any) -> None:
+        """What the compute stream is given from now on begins after the event."""
+
+    def keep_for_compute(self, tensor: torch.Tensor) -> None:
+        """Memory allocated on the side stream is not to be used again before the compute stream is done with it."""
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being recorded: nothing else may be issued."""
+        return False
+
+
+class CudaStreams(Streams):
+    """One side stream for the whole run; the compute stream is whichever is current.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @override
+    def on_side(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._side)
+
+    @override
+    def new_event(self, *, timing: bool = False) -> Any:
+        return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+
+    @override
+    def record(self, event: Any) -> None:
+        event.record(torch.cuda.current_stream(self._device))
+
+    @override
+    def side_waits(self, event: Any) -> None:
+        self._side.wait_event(event)
+
+    @override
+    def compute_waits(self, event: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    @override
+    def keep_for_compute(self, tensor: torch.Tensor) -> None:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+
+    @property
+    @override
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+def streams_of(device: torch.device) -> Streams:
+    """The streams of a device."""
+    return CudaStreams(device) if device.type == "cuda" else Streams()
+
+
+class CopyEvents(NamedTuple):
+    """The events of one copy.
+
+    Attributes:
+        begins: on the side stream, before it.
+        ends: on the side stream, after it.
+        wait_begins: on the compute stream, before that waits for the copy.
+        wait_ends: on the compute stream, when it has waited.
+    """
+
+    begins: Any
+    ends: Any
+    wait_begins: Any
+    wait_ends: Any
+
+
+class CopyTimes:
+    """How long copies took, and how long the compute stream stood still for them: read later, without waiting.
+
+    Args:
+        streams: where the events are recorded.
+
+    Attributes:
+        copy_s: seconds of the copies, on the side stream.
+        exposed_s: seconds for which the compute stream waited for them.
+        copies: copies of which these are the times.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._free: list[CopyEvents] = []
+        self._unread: deque[CopyEvents] = deque()
+        self.copy_s = self.exposed_s = 0.0
+        self.copies = 0
+
+    def events(self) -> CopyEvents:
+        """Events for one more copy."""
+        if self._free:
+            return self._free.pop()
+        return CopyEvents(*(self._streams.new_event(timing=True) for _ in range(4)))
+
+    def used(self, events: CopyEvents) -> None:
+        """All four were recorded."""
+        self._unread.append(events)
+        if len(self._unread) > _MOST_UNREAD:
+            self._unread.popleft()
+
+    def read(self) -> None:
+        """Take in the copies that are done, the oldest first."""
+        unread = self._unread
+        while unread and unread[0].wait_ends.query():
+            events = unread.popleft()
+            self.copy_s += events.begins.elapsed_time(events.ends) / 1e3
+            self.exposed_s += events.wait_begins.elapsed_time(events.wait_ends) / 1e3
+            self.copies += 1
+            self._free.append(events)

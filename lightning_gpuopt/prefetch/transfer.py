@@ -1,0 +1,394 @@
+"""A batch's way to the device on the side stream: tensor by tensor, in one packed copy, or by a ``to`` of its own."""
+
+from __future__ import annotations
+
+import operator
+import time
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from lightning_gpuopt.prefetch.packing import HostSlabs, Layout
+from lightning_gpuopt.prefetch.ring import DestinationSet, Ring
+from lightning_gpuopt.prefetch.stream import CopyEvents, CopyTimes, Streams
+
+_MANY: Final = 8
+"""From so many tensors on it is tried whether one packed copy is faster."""
+
+_TRIALS: Final = 4
+"""Batches on which each of two ways is timed; the first is a warm-up."""
+
+_DEPTH: Final = 4
+"""Levels of a custom batch's attributes in which tensors are looked for."""
+
+
+class Movable(ABC):  # noqa: B024
+    """What Lightning moves to the device: anything with a method ``to``."""
+
+    @classmethod
+    def __subclasshook__(cls, subclass: type) -> Any:
+        return callable(getattr(subclass, "to", None)) if cls is Movable else NotImplemented
+
+
+_MOVABLE: Final = (torch.Tensor, Movable)
+"""Tensors first: they are found without asking the class."""
+
+_DTYPES: Final = frozenset(
+    value for value in vars(torch).values() if isinstance(value, torch.dtype) and not value.is_complex
+) - {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+"""Of tensors that have nothing beside their memory, shape and strides."""
+
+
+class Faster:
+    """Which of two ways costs the training thread less: each is timed on a few batches, then the faster one stays.
+
+    Args:
+        first: the plain way.
+        second: the other.
+    """
+
+    def __init__(self, first: str, second: str) -> None:
+        self._seconds: dict[str, list[float]] = {first: [], second: []}
+        self._chosen: str | None = None
+
+    @property
+    def way(self) -> str:
+        """The way to go now."""
+        if self._chosen is not None:
+            return self._chosen
+        return min(self._seconds, key=lambda way: len(self._seconds[way]))
+
+    def took(self, way: str, seconds: float) -> None:
+        """A batch has gone this way.
+
+        Args:
+            way: one of the two.
+            seconds: of the training thread's time.
+        """
+        if self._chosen is not None:
+            return
+        self._seconds[way].append(seconds)
+        if all(len(times) >= _TRIALS for times in self._seconds.values()):
+            self._chosen = min(self._seconds, key=lambda way: min(self._seconds[way][1:]))
+
+    def settle(self, way: str) -> None:
+        """Go this way from now on."""
+        self._chosen = way
+
+
+class Staged:
+    """A batch that is on its way.
+
+    Attributes:
+        moved: the batch on the device; to be used after :meth:`Mover.deliver`.
+        nbytes: bytes copied.
+        pageable_bytes: those of them that were not in page-locked memory.
+    """
+
+    __slots__ = (
+        "at",
+        "events",
+        "host_s",
+        "moved",
+        "nbytes",
+        "pageable_bytes",
+        "pinning",
+        "slab_copied",
+        "sources",
+        "targets",
+        "way",
+    )
+
+    def __init__(self, events: CopyEvents) -> None:
+        self.events = events
+        self.moved: Any = None
+        self.nbytes = self.pageable_bytes = 0
+        self.at: DestinationSet | None = None
+        self.sources: list[torch.Tensor] = []
+        self.targets: list[torch.Tensor] = []
+        self.pinning: Future[None] | None = None
+        self.slab_copied: Any = None
+        self.way: tuple[Faster, str] | None = None
+        self.host_s = 0.0
+
+
+class Mover:
+    """Moves batches to one device, ahead of their turn.
+
+    Args:
+        streams: the device's streams.
+        device: the device.
+        depth: batches that are staged ahead.
+        own_transfer: the user's way to move a batch, ``(batch, device, dataloader_idx)``; None: Lightning's.
+
+    Attributes:
+        streams: the device's streams.
+        times: how long the copies took.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        device: torch.device,
+        depth: int,
+        own_transfer: Callable[[Any, Any, int], Any] | None = None,
+    ) -> None:
+        self.streams = streams
+        self._device = device
+        self._on_cuda = device.type == "cuda"
+        self._own_transfer = own_transfer
+        self._ring = Ring(streams, device, depth + 1)
+        self._delivered: list[DestinationSet] = []
+        self._thread: ThreadPoolExecutor | None = None
+        self._packing = Faster("each", "packed")
+        self._pinning = Faster("plain", "thread")
+        self._slabs = HostSlabs(streams, pinned=self._on_cuda)
+        self._layout: Layout | None = None
+        self._opaque = False
+        self._reached = streams.new_event()
+        self.times = CopyTimes(streams)
+
+    def stage(self, batch: Any, dataloader_idx: int) -> Staged:
+        """Begin to move a batch.
+
+        Raises:
+            Exception: what the user's own transfer, or a batch's own ``to``, raises; torch's, for want of memory.
+        """
+        began_s = time.perf_counter()
+        staged = Staged(self.times.events())
+        if self._opaque:  # side-stream memory that is free again may be in use by what the compute stream holds now
+            self.streams.record(self._reached)
+            self.streams.side_waits(self._reached)
+        if self._own_transfer is not None:
+            self._transfer(batch, dataloader_idx, staged)
+        else:
+            self._stage_leaves(batch, staged)
+        staged.host_s += time.perf_counter() - began_s
+        return staged
+
+    def advance(self, staged: Staged, *, wait: bool = False) -> None:
+        """Issue the copy of a batch whose tensors were first to be brought to page-locked memory.
+
+        Args:
+            staged: the batch.
+            wait: wait for that; else nothing happens before it is done.
+        """
+        pinning = staged.pinning
+        if pinning is None or not (wait or pinning.done()):
+            return
+        began_s = time.perf_counter()
+        staged.pinning = None
+        pinning.result()
+        self._issue(staged)
+        staged.host_s += time.perf_counter() - began_s
+
+    def deliver(self, staged: Staged) -> Any:
+        """The batch's turn has come: the compute stream waits for its copy.
+
+        Returns:
+            The batch on the device.
+        """
+        self.advance(staged, wait=True)
+        events = staged.events
+        self.streams.record(events.wait_begins)
+        self.streams.compute_waits(events.ends)
+        self.streams.record(events.wait_ends)
+        self.times.used(events)
+        self.times.read()
+        if staged.way is not None:
+            staged.way[0].took(staged.way[1], staged.host_s)
+        if staged.at is not None:
+            self._delivered.append(staged.at)
+        staged.sources, staged.targets = [], []
+        return staged.moved
+
+    def drop(self, staged: Staged) -> None:
+        """The batch's turn will not come; its memory goes back when the copy is done."""
+        if staged.pinning is not None:
+            staged.pinning.cancel()
+        else:
+            self.streams.compute_waits(staged.events.ends)
+        if staged.at is not None:
+            self._delivered.append(staged.at)
+
+    def rest(self) -> None:
+        """The steps of all delivered batches have been issued."""
+        for each in self._delivered:
+            each.rest()
+        self._delivered.clear()
+
+    def trim(self) -> None:
+        """A loop inside another has ended."""
+        self._ring.trim()
+
+    def free(self) -> None:
+        """Give the memory back that no batch is in."""
+        self._ring.clear()
+        self._delivered.clear()
+
+    def close(self) -> None:
+        """Leave no thread behind."""
+        self.free()
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None
+
+    def _transfer(self, batch: Any, dataloader_idx: int, staged: Staged) -> None:
+        """Call the user's own transfer, as it is, on the side stream."""
+        assert self._own_transfer is not None
+        with self.streams.on_side():
+            self.streams.record(staged.events.begins)
+            staged.moved = self._own_transfer(batch, self._device, dataloader_idx)
+            self.streams.record(staged.events.ends)
+        tensors = list(tensors_in(staged.moved))
+        self._opaque = not tensors
+        for each in tensors:
+            self.streams.keep_for_compute(each)
+            staged.nbytes += each.nbytes
+
+    # ---- Lightning's way: leaf by leaf ----
+
+    def _stage_leaves(self, batch: Any, staged: Staged) -> None:
+        sources, plain = staged.sources, []
+
+        def see(leaf: Any) -> Any:
+            if _is_plain(leaf) and (self._on_cuda or _is_dense(leaf)):
+                sources.append(leaf)
+                plain.append(True)
+            else:
+                plain.append(False)
+            return leaf
+
+        apply_to_collection(batch, _MOVABLE, see)
+        tensors: Iterator[torch.Tensor] = iter(())
+        if sources:
+            staged.at = self._ring.acquire()
+            tensors = iter(self._destinations(sources, staged, staged.at))
+        if len(sources) == len(plain):
+            staged.moved = apply_to_collection(batch, _MOVABLE, lambda leaf: next(tensors))
+        else:
+            left = iter(plain)
+            with self.streams.on_side():
+                staged.moved = apply_to_collection(
+                    batch, _MOVABLE, lambda leaf: next(tensors) if next(left) else self._as_it_is(leaf, staged)
+                )
+        if staged.pinning is None:
+            self._issue(staged)
+
+    def _as_it_is(self, leaf: Any, staged: Staged) -> Any:
+        """Move what is no plain tensor as Lightning does; the side stream is current."""
+        if isinstance(leaf, torch.Tensor):
+            moved: Any = leaf.to(self._device, non_blocking=self._on_cuda)
+        else:
+            moved = leaf.to(self._device)
+            moved = leaf if moved is None else moved
+        tensors = list(tensors_in(moved))
+        self._opaque |= not tensors
+        for each in tensors:
+            self.streams.keep_for_compute(each)
+            staged.nbytes += each.nbytes
+        return moved
+
+    def _issue(self, staged: Staged) -> None:
+        """Copy what is to be copied."""
+        with self.streams.on_side():
+            self.streams.record(staged.events.begins)
+            for target, source in zip(staged.targets, staged.sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            self.streams.record(staged.events.ends)
+            if staged.slab_copied is not None:
+                self.streams.record(staged.slab_copied)
+
+    def _destinations(self, sources: list[torch.Tensor], staged: Staged, at: DestinationSet) -> list[torch.Tensor]:
+        """The batch's tensors on the device; ``staged`` then has what is to be copied where."""
+        staged.nbytes = sum([each.nbytes for each in sources])
+        # One stands for all: they come from one loader.
+        pageable = self._on_cuda and not max(sources, key=_nbytes).is_pinned()
+        staged.pageable_bytes = staged.nbytes if pageable else 0
+        if len(sources) >= _MANY and all(map(torch.Tensor.is_contiguous, sources)):
+            way = self._packing.way
+            staged.way = (self._packing, way)
+            if way == "packed":
+                return self._pack(sources, staged, at)
+        staged.targets = given = at.destinations(sources)
+        if pageable and staged.way is None:
+            way = self._pinning.way
+            staged.way = (self._pinning, way)
+            if way == "thread":
+                self._pin(staged)
+        return list(given)
+
+    def _pack(self, sources: list[torch.Tensor], staged: Staged, at: DestinationSet) -> list[torch.Tensor]:
+        if self._layout is None or self._layout.key != Layout.key_of(sources):
+            self._layout = Layout(sources)
+        slab, kept = at.slab(self._layout)
+        if kept:  # with one small tensor the user would keep all of them
+            self._packing.settle("each")
+        packed, copied = self._slabs.fill(self._layout, sources)
+        staged.sources, staged.targets, staged.slab_copied = [packed], [slab.memory], copied
+        return slab.tensors()
+
+    def _pin(self, staged: Staged) -> None:
+        """Bring the tensors to page-locked memory, on a thread; that itself makes no CUDA call."""
+        pageable = staged.sources
+        staged.sources = pinned = [torch.empty_like(each, pin_memory=True) for each in pageable]
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpuopt-pin")
+
+        def copy() -> None:
+            with torch.inference_mode(False), torch.no_grad():
+                for target, source in zip(pinned, pageable, strict=True):
+                    target.copy_(source)
+
+        staged.pinning = self._thread.submit(copy)
+
+
+def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+    """The tensors of a batch: in its collections, and in the attributes of objects in it.
+
+    Args:
+        value: the batch.
+        depth: levels of objects that are looked into.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and not isinstance(value, (str, bytes, int, float, type)) and value is not None:
+        if isinstance(value, Mapping):
+            inner: Any = value.values()
+        elif isinstance(value, (list, tuple, set)):
+            inner = value
+        else:
+            slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
+            inner = [getattr(value, name, None) for name in slots] + list(getattr(value, "__dict__", {}).values())
+        for each in inner:
+            yield from tensors_in(each, depth - 1)
+
+
+def is_on(batch: Any, device: torch.device) -> bool:
+    """Whether a batch has tensors, and all of them are on the device already."""
+    tensors = list(tensors_in(batch))
+    return bool(tensors) and all(each.device == device for each in tensors)
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether a leaf is an ordinary tensor of the host's, which may go into memory of ours."""
+    return (
+        type(leaf) is torch.Tensor
+        and leaf.is_cpu
+        and leaf.dtype in _DTYPES
+        and leaf.layout is torch.strided
+        and not leaf.requires_grad
+        and not leaf.is_neg()
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a copy has the same strides. One to a GPU has others where not; on a CPU Lightning copies nothing."""
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+_nbytes: Final = operator.attrgetter("nbytes")
