@@ -278,6 +278,21 @@ class GpuTimes(Summed):
 
 
 @dataclass(frozen=True, slots=True)
+class AheadCopies(Summed):
+    """The copies of batches that were made ahead of their turn, on a stream of their own.
+
+    Attributes:
+        copies: batches.
+        copy_s: seconds of their copies.
+        exposed_s: seconds for which the computation waited for them.
+    """
+
+    copies: int = 0
+    copy_s: float = 0.0
+    exposed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceState:
     """What NVML said of this rank's GPU. A figure that the GPU does not give is None.
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from lightning_gpuopt import _lightning
 from lightning_gpuopt._lightning import LightningModule, Trainer
-from lightning_gpuopt._measured import PhaseTimes, RankWork
+from lightning_gpuopt._measured import AheadCopies, PhaseTimes, RankWork
 from lightning_gpuopt._ranks import RankGather
 from lightning_gpuopt.callbacks._device_watch import DeviceWatch
 from lightning_gpuopt.callbacks._fit_report import environment_of, notes_of, report_of
@@ -17,6 +17,7 @@ from lightning_gpuopt.callbacks._loader_watch import LoaderWatch
 from lightning_gpuopt.callbacks._placement import Placement, forward_is_a_ranks_own
 from lightning_gpuopt.callbacks._steady_part import SteadyPart, work_of
 from lightning_gpuopt.callbacks._step_looks import StepLooks
+from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
 from lightning_gpuopt.diagnosis.compare import proofs_of
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding, Proof
@@ -117,8 +118,17 @@ class ObservedFit:
         self.loader.start()
         self.started = True
         if self._warmed_up:
-            self._steady = SteadyPart(self.loader, self._device, self._looks, self.timeline.steps)
+            self._steady = self._new_part()
         self.timeline.start()
+
+    def _new_part(self) -> SteadyPart:
+        """The steady part begins, or begins anew."""
+        return SteadyPart(self.loader, self._device, self._looks, self.timeline.steps, self._copies_ahead)
+
+    def _copies_ahead(self) -> AheadCopies | None:
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        prefetchers = [each for each in callbacks if isinstance(each, CudaPrefetcher)]
+        return prefetchers[0].copies_ahead() if prefetchers else None
 
     def _watch_gpu(self) -> None:
         several = self._trainer.world_size > 1
@@ -234,7 +244,7 @@ class ObservedFit:
                 self._post(None)  # for each window of the other ranks one of ours
             if steady is not None:
                 self._warmed_up = True
-                self._steady = SteadyPart(self.loader, self._device, self._looks, self.timeline.steps)
+                self._steady = self._new_part()
             return None
         part = self._steady
         assert part is not None

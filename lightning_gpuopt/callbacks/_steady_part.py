@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from lightning_gpuopt._measured import GpuTimes, LoaderFacts, PhaseTimes, QueueTimes, RankWork, WorkerTimes
+from lightning_gpuopt._measured import (
+    AheadCopies,
+    GpuTimes,
+    LoaderFacts,
+    PhaseTimes,
+    QueueTimes,
+    RankWork,
+    WorkerTimes,
+)
 from lightning_gpuopt.callbacks._device_watch import DeviceWatch
 from lightning_gpuopt.callbacks._loader_watch import LoaderWatch
 from lightning_gpuopt.callbacks._step_looks import StepLooks
@@ -14,11 +23,12 @@ from lightning_gpuopt.diagnosis.record import Finding
 
 @dataclass(frozen=True)
 class Reading:
-    """What workers, queues and the GPU have counted up to one moment."""
+    """What workers, queues, the GPU and CudaPrefetcher have counted up to one moment."""
 
     workers: dict[int, tuple[LoaderFacts, WorkerTimes]] = field(default_factory=dict)
     queues: QueueTimes = QueueTimes()  # noqa: RUF009 - frozen
     gpu: GpuTimes = GpuTimes()  # noqa: RUF009 - frozen
+    ahead: AheadCopies | None = None
 
 
 class SteadyPart:
@@ -29,17 +39,26 @@ class SteadyPart:
         device: the watch over this rank's GPU, None on other devices.
         looks: the close looks at its steps.
         steps: steps that the host has done: the GPU may have some of them before it, which are no part of this.
+        ahead: reads the copies that were made ahead; gives None where there are none.
 
     Attributes:
         findings: of the time so far; what comes after a change of the loader proves them.
     """
 
-    def __init__(self, loader: LoaderWatch, device: DeviceWatch | None, looks: StepLooks | None, steps: int) -> None:
+    def __init__(
+        self,
+        loader: LoaderWatch,
+        device: DeviceWatch | None,
+        looks: StepLooks | None,
+        steps: int,
+        ahead: Callable[[], AheadCopies | None],
+    ) -> None:
         self.findings: list[Finding] = []
         self._gpu_is_here = device is None
         self._loader = loader
         self._device = device
         self._looks = looks
+        self._ahead = ahead
         self._start = Reading()
         self._start = self._last = self._read()
         loader.reset_host()
@@ -84,7 +103,7 @@ class SteadyPart:
 
     def _read(self) -> Reading:
         gpu = self._device.times() if self._device is not None and self._gpu_is_here else self._start.gpu
-        return Reading(self._loader.workers(), self._loader.queues.times(), gpu)
+        return Reading(self._loader.workers(), self._loader.queues.times(), gpu, self._ahead())
 
     def _since(self, start: Reading, now: Reading, times: PhaseTimes, ranks: tuple[RankWork, ...]) -> Measurement:
         loader, workers = _slowest_loader(start, now)
@@ -95,6 +114,7 @@ class SteadyPart:
             workers=workers,
             queues=now.queues - start.queues,
             ranks=ranks,
+            ahead=now.ahead - start.ahead if now.ahead is not None and start.ahead is not None else now.ahead,
         )
         if self._device is None or self._looks is None:
             return measured

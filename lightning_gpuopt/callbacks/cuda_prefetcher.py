@@ -16,6 +16,7 @@ from lightning_gpuopt._lightning import (
     Trainer,
     say_once,
 )
+from lightning_gpuopt._measured import AheadCopies
 from lightning_gpuopt.callbacks._guard import Guard
 from lightning_gpuopt.callbacks._prefetched_run import PrefetchedRun
 from lightning_gpuopt.prefetch.ring import count_holders
@@ -83,6 +84,14 @@ class CudaPrefetcher(Callback):
             return {**counts, "copy_s": 0.0, "exposed_wait_s": 0.0}
         times.read()
         return {**counts, "copy_s": times.copy_s, "exposed_wait_s": times.exposed_s}
+
+    def copies_ahead(self) -> AheadCopies | None:
+        """The copies so far that the GPU has finished, for StallDetector; None where nothing is copied ahead."""
+        run, times = self._run, self._times
+        if run is None or times is None or not run.staged:
+            return None
+        times.read()
+        return AheadCopies(times.copies, times.copy_s, times.exposed_s)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

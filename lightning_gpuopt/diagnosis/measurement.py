@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_gpuopt._measured import (
+    AheadCopies,
     DeviceState,
     GpuTimes,
     HostActivity,
@@ -36,6 +37,7 @@ class Measurement:
         look: what a close look at the step's kernels saw; None where there was no look.
         look_pending: whether such a look is still to come: until then nothing is said of the inside of the step.
         ranks: the work of all ranks; empty on one.
+        ahead: the copies that CudaPrefetcher made ahead; None without it.
     """
 
     times: PhaseTimes
@@ -49,6 +51,7 @@ class Measurement:
     look: StepLook | None = None
     look_pending: bool = False
     ranks: tuple[RankWork, ...] = ()
+    ahead: AheadCopies | None = None
 
     @cached_property
     def waterfall(self) -> Waterfall:

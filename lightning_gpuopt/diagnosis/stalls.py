@@ -63,8 +63,8 @@ def remarks(measurement: Measurement, threshold: float) -> list[str]:
             f"{others:.0%} of the time lies between the actions that Lightning tells of: its own work around each "
             "step, and what the program does outside of hooks."
         )
-    capped = step_causes.power_cap_note(measurement)
-    return [*notes, capped] if capped is not None else notes
+    known = (step_causes.copies_ahead_note(measurement), step_causes.power_cap_note(measurement))
+    return notes + [note for note in known if note is not None]
 
 
 def _causes(measurement: Measurement, threshold: float) -> Iterator[Candidate]:

@@ -235,7 +235,7 @@ class LookAheadFetcher:
         try:
             entry.item = next(self._stock)
         except StopIteration:
-            entry.error = _END
+            entry.error, entry.states = _END, None  # a loader that knows that its epoch is over begins a new one
         except Exception as error:
             if in_turn:
                 raise

@@ -44,13 +44,25 @@ class Engine:
 class Operation:
     """Something in a stream's queue."""
 
-    __slots__ = ("correlation", "engine", "issued_s", "kind", "mark", "name", "number", "ranks", "seconds", "thread")
+    __slots__ = (
+        "address",
+        "correlation",
+        "engine",
+        "issued_s",
+        "kind",
+        "mark",
+        "name",
+        "number",
+        "ranks",
+        "seconds",
+        "thread",
+    )
 
     def __init__(self, kind: int, issued_s: float, seconds: float = 0.0, mark: Mark | None = None) -> None:
         self.kind, self.issued_s, self.seconds, self.mark = kind, issued_s, seconds, mark
         self.name = ""
         self.engine: Engine | None = None
-        self.correlation = self.thread = self.number = 0
+        self.correlation = self.thread = self.number = self.address = 0
         self.ranks: tuple[int, ...] = ()
 
 
@@ -147,7 +159,13 @@ class Device:
             self.launch(gpu_s_each, stream, name)
 
     def copy(
-        self, seconds: float, direction: Direction = "h2d", stream: Queue | None = None, *, pinned: bool = True
+        self,
+        seconds: float,
+        direction: Direction = "h2d",
+        stream: Queue | None = None,
+        *,
+        pinned: bool = True,
+        address: int = 0,
     ) -> None:
         """Queue a copy; one of pageable memory blocks the host until it is done."""
         stream = stream or self.current
@@ -155,7 +173,7 @@ class Device:
         begin_s = self.clock()
         operation = Operation(_WORK, begin_s, seconds)
         operation.name = f"Memcpy HtoD ({host} -> Device)" if direction == "h2d" else f"Memcpy DtoH (Device -> {host})"
-        operation.engine = self._copy[direction]
+        operation.engine, operation.address = self._copy[direction], address
         if self.tracer is not None:
             self._traced(operation, "", begin_s)
         self._push(stream, operation)
@@ -368,7 +386,16 @@ class Device:
         if operation.engine is not None:
             operation.engine.free_s = end_s
             kind = "kernel" if operation.engine is self._compute else "copy"
-        activity = Activity(operation.name, queue.number, start_s, end_s, kind, operation.correlation, operation.thread)
+        activity = Activity(
+            operation.name,
+            queue.number,
+            start_s,
+            end_s,
+            kind,
+            operation.correlation,
+            operation.thread,
+            operation.address,
+        )
         self.ledger.add(activity)
         if self.tracer is not None:
             self.tracer.activity(activity)

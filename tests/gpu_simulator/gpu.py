@@ -100,8 +100,8 @@ class SimulatedGpu(Device):
 
     # ---- copies ----
 
-    def copy_in(self, source: torch.Tensor, non_blocking: bool) -> None:
-        """Copy a host tensor to the device."""
+    def copy_in(self, source: torch.Tensor, non_blocking: bool, address: int = 0) -> None:
+        """Copy a host tensor to the device; ``address``: into memory that was there before."""
         pinned = tensors.is_pinned(source) if self.pinned is None else self.pinned
         if not non_blocking:
             self.synchronizing_call()
@@ -109,7 +109,7 @@ class SimulatedGpu(Device):
         if seconds is None:
             seconds = source.nbytes / (self.bandwidth if pinned else self.pageable_bandwidth)
         if seconds > 0:
-            self.copy(seconds, "h2d", pinned=pinned)
+            self.copy(seconds, "h2d", pinned=pinned, address=address)
         if pinned and not non_blocking:
             self.wait_for(self.record(), "copy")
 

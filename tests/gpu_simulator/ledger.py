@@ -24,6 +24,8 @@ class Activity(NamedTuple):
     kind: Kind
     correlation: int
     thread: int
+    address: int = 0
+    """Of a copy to the device: where it writes; 0: somewhere of its own."""
 
 
 class Wait(NamedTuple):

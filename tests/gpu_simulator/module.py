@@ -100,7 +100,8 @@ class SimulatedModule(LightningModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         arguments = {"batch_size": 2, **self.loader}
+        dataset = arguments.pop("dataset", None)
         samples = torch.ones(self.batches * arguments["batch_size"], _FEATURES)
-        return DataLoader(TensorDataset(samples), **arguments)
+        return DataLoader(dataset or TensorDataset(samples), **arguments)
 
     val_dataloader = train_dataloader

@@ -87,7 +87,7 @@ class DeviceTensor(torch.Tensor):
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> Any:
         if _installed is not None and not isinstance(source, DeviceTensor):
-            _installed.copy_in(source, non_blocking)
+            _installed.copy_in(source, non_blocking, self.data_ptr())
         return super().copy_(source)
 
     def record_stream(self, stream: Any) -> None:
