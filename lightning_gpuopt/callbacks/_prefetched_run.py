@@ -49,6 +49,7 @@ class PrefetchedRun:
         direct: batches that came as without us.
         copied_bytes: bytes of those that were staged.
         pageable_bytes: those of them that were not in page-locked memory.
+        is_done: nothing is left to look ahead for until the next batch is handed out.
     """
 
     def __init__(self, trainer: Trainer, pl_module: LightningModule, depth: int) -> None:
@@ -65,6 +66,9 @@ class PrefetchedRun:
         self._expected: tuple[Any, Ready] | None = None
         self._drawing: list[Any] = []
         self._is_off = False
+        self._has_seen_a_batch = False
+        self._told: set[str] = set()
+        self.is_done = True
         self._optimizer_steps: float | None = None
         self._steps_before = 0
         self._undo = ExitStack()
@@ -98,6 +102,7 @@ class PrefetchedRun:
             self.disable(reason)
             return
         goes_on = self._goes_on if name == "fit" else lambda number, step_done: True
+        self._steps_before = self._trainer.global_step
         fetcher = LookAheadFetcher(loops.StockFetcher(stock), self._depth, self, goes_on, self._drew, self._drawing)
         self._fetchers[name] = fetcher
         loops.set_fetcher(loop, fetcher)
@@ -124,13 +129,16 @@ class PrefetchedRun:
             name: the loop.
             step_done: the current batch's work is issued.
         """
+        if self.is_done:
+            return
         fetcher = self._fetchers.get(name)
         if fetcher is None:
-            return
-        if fetcher.left_alone is not None:
+            self.is_done = True
+        elif fetcher.left_alone is not None:
             self._say_why_direct(fetcher)
+            self.is_done = True
         elif not self._streams.is_capturing:
-            fetcher.look_ahead(step_done=step_done)
+            self.is_done = fetcher.look_ahead(step_done=step_done)
 
     def step_done(self) -> None:
         """A training batch's optimizer step is over."""
@@ -156,9 +164,10 @@ class PrefetchedRun:
         """Begin to move a batch; None: it goes the direct way."""
         if self._is_off:
             return None
-        if self._on_cuda and is_on(batch, self._device):
+        if self._on_cuda and not self._has_seen_a_batch and is_on(batch, self._device):
             self.disable("its batches come on the device already")
             return None
+        self._has_seen_a_batch = True
         converted = batch
         try:
             with profiler(self._trainer).profile(COPY_AHEAD):
@@ -170,10 +179,9 @@ class PrefetchedRun:
         except Exception as error:
             return Ready(converted, None, error)
 
-    def advance(self, ready: Ready) -> None:
-        """Go on with a batch that could not be issued at once."""
-        if ready.staged is not None:
-            self._mover.advance(ready.staged)
+    def advance(self, ready: Ready) -> bool:
+        """Go on with a batch that could not be issued at once; whether it is issued."""
+        return ready.staged is None or self._mover.advance(ready.staged)
 
     def drop(self, ready: Ready) -> None:
         """A batch will not be used."""
@@ -182,6 +190,7 @@ class PrefetchedRun:
 
     def hand_out(self, batch: Any, ready: Ready | None) -> None:
         """Training is about to get a batch."""
+        self.is_done = False
         self._mover.rest()
         self._expected = (batch, ready) if ready is not None else None
         if ready is None:
@@ -261,11 +270,13 @@ class PrefetchedRun:
         )
 
     def _say_why_direct(self, fetcher: LookAheadFetcher) -> None:
-        if fetcher.left_alone not in (None, NOTHING_YET):
+        reason = fetcher.left_alone
+        if reason is not None and reason != NOTHING_YET and reason not in self._told:
+            self._told.add(reason)
             say_once(
                 self._trainer,
-                f"prefetcher-{fetcher.left_alone}",
-                f"CudaPrefetcher does not look ahead: {fetcher.left_alone}. With num_workers=1 or more it would.",
+                f"prefetcher-{reason}",
+                f"CudaPrefetcher does not look ahead: {reason}. With num_workers=1 or more it would.",
                 warn=False,
             )
 

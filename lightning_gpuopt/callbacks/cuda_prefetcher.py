@@ -139,31 +139,31 @@ class CudaPrefetcher(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look ahead before the step, if the next batch is there."""
-        if self._run is not None:
+        if self._run is not None and not self._run.is_done:
             self._look_ahead(trainer)
 
     @override
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Look ahead if the next batch is there by now."""
-        if self._run is not None:
+        if self._run is not None and not self._run.is_done:
             self._look_ahead(trainer)
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Look ahead if the next batch is there by now."""
-        if self._run is not None:
+        if self._run is not None and not self._run.is_done:
             self._look_ahead(trainer)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look ahead if the next batch is there by now."""
-        if self._run is not None:
+        if self._run is not None and not self._run.is_done:
             self._look_ahead(trainer)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Look ahead if the next batch is there by now."""
-        if self._run is not None:
+        if self._run is not None and not self._run.is_done:
             self._look_ahead(trainer)
 
     @override

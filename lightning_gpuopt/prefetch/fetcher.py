@@ -13,6 +13,8 @@ from lightning_gpuopt.prefetch.transfer import Staged
 
 _END: Final = StopIteration()
 NOTHING_YET: Final = "nothing was fetched yet"
+_ALL_CHECKED: Final = 64
+_ONE_CHECKED: Final = 8
 _DRAWS: Final = "its fetches draw random numbers"
 
 
@@ -22,8 +24,8 @@ class Stage(Protocol):
     def stage(self, batch: Any, dataloader_idx: int) -> Ready | None:
         """Begin to move a batch; None: it goes the direct way."""
 
-    def advance(self, ready: Ready) -> None:
-        """Go on with one that could not be issued at once."""
+    def advance(self, ready: Ready) -> bool:
+        """Go on with one that could not be issued at once; whether it is issued."""
 
     def drop(self, ready: Ready) -> None:
         """Its turn will not come."""
@@ -113,6 +115,7 @@ class LookAheadFetcher:
         self._stop_profiler: Callable[[], None] = inner._stop_profiler
         self._ahead: deque[Entry] = deque()
         self.is_active = True
+        self._checked = 0
         self._take_over()
 
     def _take_over(self) -> None:
@@ -181,34 +184,43 @@ class LookAheadFetcher:
 
     # ---- looking ahead ----
 
-    def look_ahead(self, *, step_done: bool) -> None:
+    def look_ahead(self, *, step_done: bool) -> bool:
         """Fetch and stage what comes next.
 
         Args:
             step_done: the current batch's work is issued, and its optimizer step over: wait for the next batch, if it
                 is not there yet.
+
+        Returns:
+            Whether nothing is left to do before the next batch is handed out.
         """
         if not self.is_active or self.left_alone is not None:
-            return
+            return True
+        is_done = True
         for number in range(1, self._depth + 1):
-            if number > len(self._ahead) and not self._fetch_one(number, step_done):
-                return
+            if number > len(self._ahead):
+                if self._ends_before(number):
+                    break
+                if not self._fetch_one(number, step_done):
+                    return False
             entry = self._ahead[number - 1]
             if entry.error is not None:
-                return
-            if entry.ready is not None:
-                self._stage.advance(entry.ready)
-            elif entry.tried or not self._goes_on(number, step_done):
-                return
-            else:
+                break
+            if not entry.tried:
+                if not self._goes_on(number, step_done):
+                    return False
                 self._begin(entry)
+            if entry.ready is not None:
+                is_done &= self._stage.advance(entry.ready)
+        return is_done
+
+    def _ends_before(self, number: int) -> bool:
+        if self._length is not None and self.fetched + number > self._length:
+            return True
+        return bool(self._ahead) and self._ahead[-1].error is not None
 
     def _fetch_one(self, number: int, step_done: bool) -> bool:
         """Fetch one more batch ahead; whether that was possible."""
-        if self._length is not None and self.fetched + number > self._length:
-            return False
-        if self._ahead and self._ahead[-1].error is not None:
-            return False
         if self._stock.next_restarts_a_loader or not self._goes_on(number, step_done):
             return False
         for each in self._workers:
@@ -227,7 +239,7 @@ class LookAheadFetcher:
         in_turn = not ahead and self._length is not None
         if self._stateful and not in_turn:
             entry.states = self._stock.states()
-        before = RandomStates() if ahead and self._checks_randomness else None
+        before = RandomStates() if ahead and self._is_to_be_checked() else None
         if ahead:
             for each in self._workers:
                 each.take_ahead()
@@ -250,6 +262,13 @@ class LookAheadFetcher:
             self.left_alone = _DRAWS
             self._drew(self._stock.loaders)
         return entry
+
+    def _is_to_be_checked(self) -> bool:
+        """Whether to see that a loader that says so draws no random numbers: at first always, then now and then."""
+        if not self._checks_randomness:
+            return False
+        self._checked += 1
+        return self._checked <= _ALL_CHECKED or self._checked % _ONE_CHECKED == 0
 
     def _its_turn(self, entry: Entry) -> None:
         """Do what fetching it would have done now."""

@@ -170,21 +170,27 @@ class Mover:
         staged.host_s += time.perf_counter() - began_s
         return staged
 
-    def advance(self, staged: Staged, *, wait: bool = False) -> None:
+    def advance(self, staged: Staged, *, wait: bool = False) -> bool:
         """Issue the copy of a batch whose tensors were first to be brought to page-locked memory.
 
         Args:
             staged: the batch.
             wait: wait for that; else nothing happens before it is done.
+
+        Returns:
+            Whether its copy is issued.
         """
         pinning = staged.pinning
-        if pinning is None or not (wait or pinning.done()):
-            return
+        if pinning is None:
+            return True
+        if not wait and not pinning.done():
+            return False
         began_s = time.perf_counter()
         staged.pinning = None
         pinning.result()
         self._issue(staged)
         staged.host_s += time.perf_counter() - began_s
+        return True
 
     def deliver(self, staged: Staged) -> Any:
         """The batch's turn has come: the compute stream waits for its copy.

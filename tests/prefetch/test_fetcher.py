@@ -1,0 +1,267 @@
+"""When LookAheadFetcher fetches and stages, with a loader that is ready when a test says so."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_gpuopt._torch_loader import WorkerBatches, has_workers
+from lightning_gpuopt.prefetch.fetcher import LookAheadFetcher, Ready
+
+
+class Iterator:
+    """As torch's iterator over workers: batches come into a queue, and for each that goes one more is asked for."""
+
+    def __init__(self, batches: int | None, *, dataset_kind: int = 0, asked_ahead: int = 4) -> None:
+        self.batches = batches
+        self._dataset_kind = dataset_kind
+        self._data_queue: queue.Queue[Any] = queue.Queue()
+        self._task_info: dict[int, Any] = {}
+        self._rcvd_idx = self._send_idx = self._tasks_outstanding = 0
+        self.asked: list[int] = []
+        for _ in range(asked_ahead):
+            self._try_put_index()
+
+    def arrive(self, index: int) -> None:
+        self._data_queue.put((index, f"batch {index}"))
+
+    def _try_put_index(self) -> None:
+        if self._send_idx == self.batches:
+            return
+        self._task_info[self._send_idx] = (0,)
+        self.asked.append(self._send_idx)
+        self._send_idx += 1
+        self._tasks_outstanding += 1
+
+    def _next_data(self) -> Any:
+        if self._rcvd_idx >= self._send_idx:
+            raise StopIteration
+        while len(self._task_info[self._rcvd_idx]) < 2:
+            index, data = self._data_queue.get_nowait()  # a fetch that would wait fails the test
+            self._task_info[index] += (data,)
+        data = self._task_info.pop(self._rcvd_idx)[1]
+        self._rcvd_idx += 1
+        self._try_put_index()
+        if isinstance(data, Exception):
+            raise data
+        return data
+
+    __next__ = _next_data
+
+
+class Stock:
+    """As ``_lightning_loops.StockFetcher`` over one loader."""
+
+    next_restarts_a_loader = False
+    is_stateful = True
+
+    def __init__(self, iterator: Any, length: int | None, loader: Any = None) -> None:
+        self.iterators, self.loaders, self.length = [iterator], [loader], length
+        self.fetcher = SimpleNamespace(
+            done=False, fetched=0, _start_profiler=lambda: None, _stop_profiler=lambda: None, teardown=lambda: None
+        )
+        self.number = 0
+
+    def take_batches(self) -> list[Any]:
+        return []
+
+    def states(self) -> Any:
+        return [f"state {self.number}"]
+
+    def __next__(self) -> Any:
+        batch = next(self.iterators[0])
+        self.number += 1
+        return batch, self.number - 1, 0
+
+
+class Stage:
+    """Notes what is staged, handed out and dropped."""
+
+    def __init__(self) -> None:
+        self.staged: list[Any] = []
+        self.handed_out: list[Any] = []
+        self.dropped: list[Any] = []
+
+    def stage(self, batch: Any, dataloader_idx: int) -> Ready:
+        self.staged.append(batch)
+        return Ready(batch, None)
+
+    def advance(self, ready: Ready) -> bool:
+        return True
+
+    def drop(self, ready: Ready) -> None:
+        self.dropped.append(ready.converted)
+
+    def hand_out(self, batch: Any, ready: Ready | None) -> None:
+        self.handed_out.append(batch)
+
+
+class Rig:
+    def __init__(self, length: int | None = 6, depth: int = 1, **iterator: Any) -> None:
+        self.iterator = Iterator(length, **iterator)
+        self.stage = Stage()
+        self.last = 99
+        self.fetcher = LookAheadFetcher(
+            Stock(self.iterator, length),  # type: ignore[arg-type]
+            depth,
+            self.stage,  # type: ignore[arg-type]
+            lambda number, step_done: self.fetcher.fetched + number <= self.last,
+            lambda loaders: None,
+        )
+
+    def step(self) -> Any:
+        return next(self.fetcher)[0]
+
+
+def test_a_batch_that_is_there_is_staged_before_the_step() -> None:
+    rig = Rig()
+    rig.iterator.arrive(0)
+    rig.iterator.arrive(1)
+    assert rig.step() == "batch 0"
+    assert rig.fetcher.look_ahead(step_done=False) is True
+    assert rig.stage.staged == ["batch 0", "batch 1"]
+    assert rig.fetcher.fetched == 1
+
+
+def test_one_that_is_not_is_asked_for_again_and_waited_for_when_the_work_is_issued() -> None:
+    rig = Rig()
+    rig.iterator.arrive(0)
+    rig.step()
+    assert rig.fetcher.look_ahead(step_done=False) is False
+    rig.iterator.arrive(2)  # another worker was faster
+    assert rig.fetcher.look_ahead(step_done=False) is False
+    assert rig.fetcher.look_ahead(step_done=True) is True
+    with pytest.raises(queue.Empty):  # it has waited: here that is an error
+        rig.step()
+
+
+def test_workers_are_asked_for_more_when_the_turn_of_a_batch_has_come() -> None:
+    rig = Rig()
+    rig.iterator.arrive(0)
+    rig.iterator.arrive(1)
+    rig.step()
+    assert rig.iterator.asked == [0, 1, 2, 3, 4]
+    rig.fetcher.look_ahead(step_done=False)
+    assert rig.iterator.asked == [0, 1, 2, 3, 4]
+    rig.step()
+    assert rig.iterator.asked == [0, 1, 2, 3, 4, 5]
+    assert "_try_put_index" not in vars(rig.iterator)
+
+
+def test_those_of_an_iterable_dataset_at_once() -> None:
+    rig = Rig(dataset_kind=1)
+    rig.iterator.arrive(0)
+    rig.iterator.arrive(1)
+    rig.step()
+    rig.fetcher.look_ahead(step_done=False)
+    assert rig.iterator.asked == [0, 1, 2, 3, 4, 5]
+
+
+def test_nothing_is_taken_that_no_worker_was_asked_for() -> None:
+    """It would look like the end of the loader."""
+    rig = Rig(depth=3, asked_ahead=1)
+    for index in range(3):
+        rig.iterator.arrive(index)
+    rig.step()
+    assert rig.fetcher.look_ahead(step_done=True) is False
+    assert rig.stage.staged == ["batch 0", "batch 1"]
+    assert rig.step() == "batch 1"
+
+
+def test_the_end_is_foreseen() -> None:
+    rig = Rig(length=3, depth=2)
+    for index in range(3):
+        rig.iterator.arrive(index)
+    rig.last = 2
+    rig.step()
+    assert rig.fetcher.look_ahead(step_done=True) is False
+    assert rig.stage.staged == ["batch 0", "batch 1"]
+    rig.last = 3
+    rig.step()
+    assert rig.fetcher.look_ahead(step_done=True) is True
+    assert rig.fetcher.done is False
+    rig.step()
+    assert rig.fetcher.done is True
+    with pytest.raises(StopIteration):
+        rig.step()
+
+
+def test_without_a_length_the_last_batch_is_known_by_the_fetch_after_it() -> None:
+    rig = Rig(length=None)
+    rig.iterator.batches = 3
+    rig.iterator._send_idx = 0
+    rig.iterator.asked.clear()
+    rig.iterator._task_info.clear()
+    for index in range(3):
+        rig.iterator._try_put_index()
+        rig.iterator.arrive(index)
+    done = []
+    for _ in range(3):
+        rig.step()
+        done.append(rig.fetcher.done)
+        rig.fetcher.look_ahead(step_done=False)
+    assert done == [False, False, True]
+    assert rig.stage.staged == ["batch 0", "batch 1", "batch 2"]
+    with pytest.raises(StopIteration):
+        rig.step()
+
+
+def test_what_the_dataset_raises_waits_for_its_turn() -> None:
+    rig = Rig(depth=2)
+    rig.iterator.arrive(0)
+    rig.iterator._data_queue.put((1, OSError("disk error")))
+    rig.step()
+    assert rig.fetcher.look_ahead(step_done=True) is True
+    assert rig.stage.staged == ["batch 0"]
+    with pytest.raises(OSError, match="disk error"):
+        rig.step()
+
+
+def test_the_state_for_a_checkpoint_is_that_before_the_first_batch_ahead() -> None:
+    rig = Rig(depth=2)
+    for index in range(4):
+        rig.iterator.arrive(index)
+    rig.step()
+    assert rig.fetcher.states is None
+    rig.fetcher.look_ahead(step_done=False)
+    assert rig.fetcher.states == ["state 1"]
+    rig.step()
+    assert rig.fetcher.states == ["state 2"]
+    rig.fetcher.end_epoch()
+    assert rig.fetcher.states == ["state 2"]
+    assert rig.stage.dropped == ["batch 2"]
+
+
+def test_when_it_has_to_stop_what_was_fetched_is_still_handed_out() -> None:
+    rig = Rig(depth=2)
+    for index in range(4):
+        rig.iterator.arrive(index)
+    rig.step()
+    rig.fetcher.look_ahead(step_done=False)
+    rig.fetcher.go_direct()
+    assert rig.stage.dropped == ["batch 1", "batch 2"]
+    assert [rig.step() for _ in range(3)] == ["batch 1", "batch 2", "batch 3"]
+    assert rig.stage.staged == ["batch 0", "batch 1", "batch 2"]
+    assert rig.iterator.asked == [0, 1, 2, 3, 4, 5]
+
+
+def test_batches_that_came_out_of_order_are_taken_in_as_torch_does() -> None:
+    iterator = Iterator(6)
+    received = deque([(1, "b"), (0, "a")])
+    iterator._data_queue = SimpleNamespace(  # type: ignore[assignment]
+        qsize=lambda: len(received), get_nowait=lambda: received.popleft()
+    )
+    workers = WorkerBatches(iterator)
+    assert workers.is_next_ready
+    assert iterator._task_info[0] == (0, "a")
+    assert iterator._task_info[1] == (0, "b")
+    assert iterator._tasks_outstanding == 2
+
+
+def test_an_iterator_of_another_kind_has_no_workers() -> None:
+    assert has_workers(Iterator(3))
+    assert not has_workers(iter([1]))

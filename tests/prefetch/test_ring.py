@@ -1,0 +1,183 @@
+"""Memory that is used in turn, on the CPU, where the numbers tell who was written over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_gpuopt.prefetch.packing import ALIGNMENT, Layout
+from lightning_gpuopt.prefetch.ring import Ring
+from lightning_gpuopt.prefetch.stream import NoEvent, Streams
+from lightning_gpuopt.prefetch.transfer import Faster, Mover, tensors_in
+
+CPU = torch.device("cpu")
+
+
+class Recorded(Streams):
+    """Notes when the side stream is made to wait, and whether for something newer than the set's rest."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def new_event(self, *, timing: bool = False) -> Any:
+        return NoEvent()
+
+    def record(self, event: Any) -> None:
+        self.calls.append("record")
+
+    def side_waits(self, event: Any) -> None:
+        self.calls.append("side waits")
+
+    def compute_waits(self, event: Any) -> None:
+        self.calls.append("compute waits")
+
+
+def use(ring: Ring, source: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    place = ring.acquire()
+    (target,) = place.destinations([source])
+    target.copy_(source)
+    return place, target
+
+
+def test_sets_are_used_in_turn() -> None:
+    ring = Ring(Streams(), CPU, 2)
+    addresses = []
+    for number in range(6):
+        place, tensor = use(ring, torch.full((3,), float(number)))
+        addresses.append(tensor.data_ptr())
+        del tensor
+        place.rest()
+    assert len(ring) == 2
+    assert addresses == [*addresses[:2]] * 3
+
+
+@pytest.mark.parametrize("keep", [lambda x: x, lambda x: x[1:], lambda x: x.view(-1), lambda x: [x.t()]])
+def test_what_somebody_holds_is_not_written_to(keep: Any) -> None:
+    ring = Ring(Streams(), CPU, 1)
+    place, tensor = use(ring, torch.zeros(2, 2))
+    kept = keep(tensor)
+    del tensor
+    place.rest()
+    _, other = use(ring, torch.ones(2, 2))
+    assert all(float(each.sum()) == 0.0 for each in tensors_in([kept]))
+    assert float(other.sum()) == 4.0
+
+
+def test_what_autograd_holds_is_not_written_to() -> None:
+    ring = Ring(Streams(), CPU, 1)
+    place, tensor = use(ring, torch.ones(2, 2))
+    weight = torch.ones(2, 2, requires_grad=True)
+    loss = (tensor @ weight).sum()
+    del tensor
+    place.rest()
+    use(ring, torch.zeros(2, 2))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_the_side_stream_waits_for_the_rest_and_for_no_more() -> None:
+    streams = Recorded()
+    ring = Ring(streams, CPU, 1)
+    place, tensor = use(ring, torch.zeros(3))
+    assert streams.calls == ["record", "side waits"]  # new memory may still be in use by what was queued
+    streams.calls.clear()
+    del tensor
+    place.rest()
+    assert streams.calls == ["record"]
+    streams.calls.clear()
+    place, tensor = use(ring, torch.zeros(3))
+    assert streams.calls == ["side waits"]
+    streams.calls.clear()
+    place.rest()  # somebody still holds it ...
+    del tensor  # ... and drops it in the step
+    use(ring, torch.zeros(3))
+    assert streams.calls == ["record", "record", "side waits"]
+
+
+def test_smaller_batches_fit_and_larger_ones_get_new_memory() -> None:
+    ring = Ring(Streams(), CPU, 1)
+    addresses = []
+    for source in (torch.zeros(4, 2), torch.ones(3, 2), torch.ones(8, dtype=torch.uint8), torch.zeros(5, 2)):
+        place, tensor = use(ring, source)
+        assert torch.equal(tensor, source)
+        assert (tensor.dtype, tensor.stride()) == (source.dtype, source.stride())
+        assert tensor._base is None
+        addresses.append(tensor.data_ptr())
+        del tensor
+        place.rest()
+    assert addresses[0] == addresses[1] == addresses[2] != addresses[3]
+
+
+def test_memory_formats_stay() -> None:
+    source = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    _, tensor = use(Ring(Streams(), CPU, 1), source)
+    assert tensor.stride() == source.stride()
+    assert torch.equal(tensor, source)
+
+
+def test_each_batch_has_a_version_counter_of_its_own() -> None:
+    ring = Ring(Streams(), CPU, 1)
+    place, tensor = use(ring, torch.zeros(3))
+    version = tensor._version
+    del tensor
+    place.rest()
+    _, tensor = use(ring, torch.zeros(3))
+    assert tensor._version == version
+
+
+def test_a_loop_inside_another_gets_more_and_gives_it_back() -> None:
+    ring = Ring(Streams(), CPU, 2)
+    outer = [use(ring, torch.zeros(3)) for _ in range(2)]
+    inner, _ = use(ring, torch.zeros(3))
+    assert len(ring) == 3
+    inner.rest()
+    ring.trim()
+    assert len(ring) == 2
+    assert all(place.in_use for place, _ in outer)
+
+
+def test_memory_from_inference_mode_can_be_trained_on() -> None:
+    ring = Ring(Streams(), CPU, 1)
+    with torch.inference_mode():
+        place, tensor = use(ring, torch.ones(3))
+        del tensor
+    place.rest()
+    _, tensor = use(ring, torch.ones(3))
+    assert not tensor.is_inference()
+
+
+def test_a_packed_batch_is_aligned_as_tensors_of_their_own() -> None:
+    tensors = [torch.ones(3), torch.zeros((), dtype=torch.int64), torch.ones(2, 5, dtype=torch.bool), torch.ones(0)]
+    layout = Layout(tensors)
+    memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    views = layout.views(memory)
+    assert [(each.dtype, each.shape) for each in views] == [(each.dtype, each.shape) for each in tensors]
+    assert [(each.data_ptr() - memory.data_ptr()) % ALIGNMENT for each in views if each.numel()] == [0, 0, 0]
+    assert layout.nbytes == 4 * ALIGNMENT
+
+
+def test_one_small_tensor_kept_does_not_keep_all_the_others_twice() -> None:
+    mover = Mover(Streams(), CPU, 1)
+    mover._packing.settle("packed")
+    kept = []
+    batch = {str(index): torch.full((4,), float(index)) for index in range(20)}
+    for _ in range(6):
+        moved = mover.deliver(mover.stage(batch, 0))
+        assert {name: each.tolist() for name, each in moved.items()} == {k: v.tolist() for k, v in batch.items()}
+        kept.append(moved["3"])
+        del moved
+        mover.rest()
+    assert mover._packing.way == "each"
+    assert len({each.untyped_storage().data_ptr() for each in kept if each.untyped_storage().nbytes() > 64}) == 3
+
+
+def test_the_faster_of_two_ways_stays() -> None:
+    faster = Faster("plain", "other")
+    ways = []
+    for _ in range(10):
+        ways.append(faster.way)
+        faster.took(faster.way, {"plain": 2.0, "other": 1.0}[faster.way])
+    assert ways == ["plain", "other"] * 4 + ["other"] * 2
