@@ -1,5 +1,7 @@
 """The one door to Lightning: every import of it, and every private attribute of it that we touch.
 
+What concerns its loops' fetchers and the way of batches to the device is next door, in ``_lightning_loops``.
+
 Each function that reads a private attribute names the version it was read from and what happens when it is gone: the
 feature disables itself and says so, training goes on.
 """

@@ -9,6 +9,8 @@ from __future__ import annotations
 import queue
 from typing import Any, Final
 
+from torch.utils.data import DataLoader, default_collate
+
 _ATTRIBUTES: Final = ("_data_queue", "_dataset_kind", "_rcvd_idx", "_send_idx", "_task_info", "_tasks_outstanding")
 _MAP: Final = 0
 """``_DatasetKind.Map``."""
@@ -108,3 +110,21 @@ def has_workers(iterator: Any) -> bool:
         and callable(getattr(type(iterator), "_next_data", None))
         and hasattr(iterator, "__dict__")
     )
+
+
+def may_pin(loader: Any) -> bool:
+    """Whether a loader's own pin-memory thread can be switched on and batches stay of the types that they have.
+
+    Where workers make the batches. In torch 2.4 that thread makes lists of tuples; ``default_collate`` gives
+    none. Without ``torch.utils.data._utils.pin_memory`` (torch 2.4 to 2.13): no.
+    """
+    if not isinstance(loader, DataLoader) or loader.pin_memory or not loader.num_workers:
+        return False
+    if loader.collate_fn is default_collate:
+        return True
+    try:
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return type(pin_memory(("",))) is tuple  # type: ignore[no-untyped-call]
+    except Exception:
+        return False

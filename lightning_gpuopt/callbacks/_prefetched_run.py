@@ -9,10 +9,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_gpuopt import _lightning_loops as loops
 from lightning_gpuopt._lightning import LightningModule, Trainer, profiler, say_once, shadow
+from lightning_gpuopt._torch_loader import may_pin
 from lightning_gpuopt.callbacks._loader_watch import Seam
 from lightning_gpuopt.prefetch.fetcher import NOTHING_YET, LookAheadFetcher, Ready
 from lightning_gpuopt.prefetch.stream import CopyTimes, streams_of
@@ -222,7 +222,7 @@ class PrefetchedRun:
 
     def _pin(self, loader: Any) -> None:
         """Have a loader's own thread bring batches to page-locked memory."""
-        if not isinstance(loader, DataLoader) or loader.pin_memory or not loader.num_workers:
+        if not may_pin(loader):
             return
         reloads = self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         if getattr(loader, "_iterator", None) is not None or (loader.persistent_workers and reloads):

@@ -140,6 +140,7 @@ def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
     else:
         evidence["pin_memory"] = str(bool(pinned))
         advice = CAUSES["host_to_device"].advice
+        with_workers = " (num_workers=1 or more)" if measurement.loader.num_workers == 0 else ""
         if ahead is not None and ahead.copies:
             advice = (
                 "The GPU waits for the copy of batches, though CudaPrefetcher begins it a step ahead: the copy takes "
@@ -148,15 +149,15 @@ def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
             evidence |= _per_copy(ahead)
         elif pinned:
             advice += (
-                "CudaPrefetcher() among the Trainer's callbacks copies the next batch during the step. Smaller types "
-                "(uint8, normalised on the GPU) make the copy itself shorter."
+                f"CudaPrefetcher() among the Trainer's callbacks copies the next batch during the step{with_workers}. "
+                "Smaller types (uint8, normalised on the GPU) make the copy itself shorter."
             )
             # A copy can be hidden behind the rest of the step, no more: (S + C) / max(S, C).
             gained_s = max(min(seconds, (waterfall.step_s or 0.0) * waterfall.steps - seconds), 0.0)
         else:
             advice += (
                 "CudaPrefetcher() among the Trainer's callbacks copies the next batch during the step, from "
-                "page-locked memory. Without it, pin_memory=True makes the copy shorter."
+                f"page-locked memory{with_workers}. Without it, pin_memory=True makes the copy shorter."
             )
             settings = {"pin_memory": True} if pinned is not None else {}
     yield (

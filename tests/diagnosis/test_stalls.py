@@ -8,6 +8,7 @@ import pytest
 
 from lightning_gpuopt._measured import (
     PHASES,
+    AheadCopies,
     DeviceState,
     GpuTimes,
     HostActivity,
@@ -328,7 +329,27 @@ class TestHostToDevice:
         pinned = LoaderFacts(num_workers=2, persistent_workers=True, prefetch_factor=2, pin_memory=True)
         (finding,) = find(times(), loader=pinned, gpu=gpu(50, compute_s=8.0, copy_s=2.0))
         assert finding.settings == {}
+        assert "CudaPrefetcher() among the Trainer's callbacks" in finding.advice
         assert "uint8" in finding.advice
+        assert finding.predicted_speedup == pytest.approx((10 / 9, 10 / 8, 1.08 * 10 / 8))
+
+    def test_a_copy_that_takes_longer_than_the_rest_of_the_step_can_be_hidden_in_part(self) -> None:
+        pinned = LoaderFacts(num_workers=2, persistent_workers=True, prefetch_factor=2, pin_memory=True)
+        (finding,) = find(times(), loader=pinned, gpu=gpu(50, compute_s=3.0, copy_s=7.0))
+        assert finding.predicted_speedup is not None
+        assert finding.predicted_speedup[1] == pytest.approx(10 / 7)
+
+    def test_copied_ahead_already_the_copy_is_too_long(self) -> None:
+        ahead = AheadCopies(copies=50, copy_s=5.0, exposed_s=2.0)
+        (finding,) = find(times(), gpu=gpu(50, compute_s=8.0, copy_s=2.0), ahead=ahead)
+        assert "takes longer than the step" in finding.advice
+        assert (finding.evidence["copy_ms"], finding.evidence["exposed_copy_ms"]) == (100.0, 40.0)
+        assert finding.settings == {}
+
+    def test_without_workers_it_says_what_looking_ahead_needs(self) -> None:
+        alone = LoaderFacts(num_workers=0, persistent_workers=False, pin_memory=True)
+        (finding,) = find(times(), loader=alone, gpu=gpu(50, compute_s=8.0, copy_s=2.0))
+        assert "(num_workers=1 or more)" in finding.advice
 
     def test_without_a_gpu_it_is_the_walk_through_the_batch(self) -> None:
         (finding,) = find(times(transfer=3.0))

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_gpuopt import CudaPrefetcher
 from tests.faults.gpu_healthy import HEALTHY, SMALL_BUCKETS, validates, with_bar
 from tests.faults.gpu_parts import (
     Augments,
@@ -178,7 +179,14 @@ INSIDE: Final = [
         evidence={"pin_memory": "False"},
         cure="settings",
     ),
-    GpuFault("a copy of pinned memory, 20 %", "host_to_device", lambda scene: Parts(_STEP), gpu={"copy_s": 0.018}),
+    GpuFault(
+        "a copy of pinned memory, 20 %",
+        "host_to_device",
+        lambda scene: Parts(_STEP, Samples(floats=_MIB // 8), {"num_workers": 1}),
+        gpu={"copy_s": None, "bandwidth": _MIB / 0.018},
+        evidence={"pin_memory": "True"},
+        cure=lambda scene: Parts(_STEP, Samples(floats=_MIB // 8), {"num_workers": 1}, callbacks=[CudaPrefetcher()]),
+    ),
     GpuFault("many small kernels", "launch_bound", lambda scene: Parts(_MANY_KERNELS), steps=140),
     GpuFault("many small kernels, a short run", "launch_bound", lambda scene: Parts(_MANY_KERNELS), steps=55),
     GpuFault(
