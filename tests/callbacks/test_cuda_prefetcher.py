@@ -12,8 +12,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
-from lightning_gpuopt import CudaPrefetcher
-from tests.callbacks.prefetch_setups import SETUPS, leaves, plain, setup_of
+from lightning_gpuopt import CudaPrefetcher, NumWorkersFinder, StallDetector
+from tests.callbacks.prefetch_setups import SETUPS, Model, leaves, loader, plain, setup_of
 from tests.gpu_simulator import simulated_gpu
 from tests.helpers import RecordingLogger
 
@@ -96,3 +96,21 @@ def test_nothing_else_changes(name: str, where: str, tmp_path: Path) -> None:
         assert stats["staged"] + stats["direct"] == batches
     else:
         assert stats["staged"] == 0
+
+
+@pytest.mark.parametrize("prefetcher_is_first", [True, False])
+def test_beside_the_other_callbacks(prefetcher_is_first: bool, tmp_path: Path) -> None:
+    """A finder that changes the workers, and a detector that wraps the loader: the samples and weights stay."""
+
+    def train(*prefetchers: CudaPrefetcher) -> tuple[Any, Any]:
+        seed_everything(7, verbose=False)
+        model = Model()
+        beside = [NumWorkersFinder(max_num_workers=3), StallDetector(on_stall="ignore", report_dir=tmp_path)]
+        callbacks = [*prefetchers, *beside] if prefetcher_is_first else [*beside, *prefetchers]
+        trainer = Trainer(**QUIET, accelerator="cpu", max_epochs=2, logger=False, callbacks=callbacks)
+        trainer.fit(model, loader(number=400, shuffle=True, num_workers=1), loader(num_workers=1))
+        return described(model.seen), [each.tolist() for each in model.parameters()]
+
+    prefetcher = CudaPrefetcher(enabled=True)
+    assert train() == train(prefetcher)
+    assert prefetcher.stats["direct"] == 0
