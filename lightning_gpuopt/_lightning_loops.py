@@ -122,8 +122,13 @@ class StockFetcher:
 
     @property
     def iterators(self) -> list[Any]:
-        """The running iterators."""
-        return list(getattr(self.fetcher.combined_loader._iterator, "iterators", ()))
+        """The running iterators, in a list that is Lightning's."""
+        return getattr(self.fetcher.combined_loader._iterator, "iterators", [])
+
+    @property
+    def has_one_loader(self) -> bool:
+        """Whether no fetch makes a new iterator."""
+        return len(self.fetcher.combined_loader.flattened) == 1
 
     @property
     def next_restarts_a_loader(self) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from lightning_gpuopt import _lightning_loops as loops
-from lightning_gpuopt._lightning import LightningModule, Trainer, profiler, say_once, shadow
+from lightning_gpuopt._lightning import LightningModule, PassThroughProfiler, Trainer, profiler, say_once, shadow
 from lightning_gpuopt._torch_loader import may_pin
 from lightning_gpuopt.callbacks._loader_watch import Seam
 from lightning_gpuopt.prefetch.fetcher import NOTHING_YET, LookAheadFetcher, Ready
@@ -21,6 +21,8 @@ from lightning_gpuopt.timeline.actions import COPY_AHEAD, WAIT_FOR_COPY
 from lightning_gpuopt.timeline.phases import itself
 
 log = logging.getLogger(__name__)
+
+_NOTHING = nullcontext()
 
 
 class InFront:
@@ -71,6 +73,8 @@ class PrefetchedRun:
         self.is_done = True
         self._optimizer_steps: float | None = None
         self._steps_before = 0
+        self._is_manual = False
+        self._far_from_the_end = 0.0
         self._undo = ExitStack()
         strategy = trainer.strategy
         self._convert = strategy.precision_plugin.convert_input
@@ -103,6 +107,11 @@ class PrefetchedRun:
             return
         goes_on = self._goes_on if name == "fit" else lambda number, step_done: True
         self._steps_before = self._trainer.global_step
+        self._is_manual = not self._pl_module.automatic_optimization and self._trainer.max_steps >= 0
+        self._far_from_the_end = 0.0
+        if not self._is_manual:  # a batch takes one optimizer step at most
+            left = self._trainer.max_steps - self._steps_before if self._trainer.max_steps >= 0 else float("inf")
+            self._far_from_the_end = left
         fetcher = LookAheadFetcher(loops.StockFetcher(stock), self._depth, self, goes_on, self._drew, self._drawing)
         self._fetchers[name] = fetcher
         loops.set_fetcher(loop, fetcher)
@@ -142,7 +151,7 @@ class PrefetchedRun:
 
     def step_done(self) -> None:
         """A training batch's optimizer step is over."""
-        if self._trainer.max_steps >= 0 and not self._pl_module.automatic_optimization:
+        if self._is_manual:
             now = self._trainer.global_step
             self._optimizer_steps = max(self._optimizer_steps or 0, now - self._steps_before)
             self._steps_before = now
@@ -150,6 +159,8 @@ class PrefetchedRun:
     def _goes_on(self, number: int, step_done: bool) -> bool:
         if self._trainer.should_stop:
             return False
+        if number < self._far_from_the_end:
+            return True
         return loops.is_before_max_steps(self._trainer, number, self._optimizer_steps, step_done=step_done)
 
     @property
@@ -170,7 +181,7 @@ class PrefetchedRun:
         self._has_seen_a_batch = True
         converted = batch
         try:
-            with profiler(self._trainer).profile(COPY_AHEAD):
+            with self._profile(COPY_AHEAD):
                 converted = self._convert(batch)
                 return Ready(converted, self._mover.stage(converted, dataloader_idx))
         except torch.OutOfMemoryError as error:
@@ -191,10 +202,15 @@ class PrefetchedRun:
     def hand_out(self, batch: Any, ready: Ready | None) -> None:
         """Training is about to get a batch."""
         self.is_done = False
+        self._far_from_the_end -= 1
         self._mover.rest()
         self._expected = (batch, ready) if ready is not None else None
         if ready is None:
             self.direct += 1
+
+    def _profile(self, action: str) -> AbstractContextManager[Any]:
+        now = profiler(self._trainer)
+        return _NOTHING if type(now) is PassThroughProfiler else now.profile(action)
 
     # ---- in the place of Lightning's ----
 
@@ -212,7 +228,7 @@ class PrefetchedRun:
         if ready.staged is None:
             assert ready.error is not None
             raise ready.error
-        with profiler(self._trainer).profile(WAIT_FOR_COPY):
+        with self._profile(WAIT_FOR_COPY):
             moved = self._mover.deliver(ready.staged)
         self.staged += 1
         self.copied_bytes += ready.staged.nbytes

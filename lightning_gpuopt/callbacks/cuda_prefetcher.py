@@ -67,6 +67,7 @@ class CudaPrefetcher(Callback):
         self._counts = _counts_of(None)
         self._times: CopyTimes | None = None
         self._states: Any = None
+        self._guard: Guard
 
     @property
     def stats(self) -> dict[str, int | float]:
@@ -105,7 +106,8 @@ class CudaPrefetcher(Callback):
         self._counts, self._times, self._states = _counts_of(None), None, None
         if self.enabled is False:
             return
-        with Guard(self, trainer):
+        self._guard = Guard(self, trainer)
+        with self._guard:
             reason = self._why_not(trainer, pl_module)
             if reason is None:
                 self._run = PrefetchedRun(trainer, pl_module, self.depth)
@@ -172,7 +174,7 @@ class CudaPrefetcher(Callback):
     ) -> None:
         """The step's work is issued: look ahead, and wait for the next batch if it is not there."""
         if self._run is not None:
-            with Guard(self, trainer):
+            with self._guard:
                 self._run.step_done()
                 self._run.look_ahead("fit", step_done=True)
 
@@ -180,12 +182,12 @@ class CudaPrefetcher(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let go of what was fetched ahead in vain."""
         if self._run is not None:
-            with Guard(self, trainer):
+            with self._guard:
                 self._run.epoch_ends()
 
     def _look_ahead(self, trainer: Trainer) -> None:
         assert self._run is not None
-        with Guard(self, trainer):
+        with self._guard:
             self._run.look_ahead("fit")
 
     # ---- evaluation ----
@@ -231,17 +233,17 @@ class CudaPrefetcher(Callback):
 
     def _enter(self, loop: str, trainer: Trainer) -> None:
         if self._run is not None:
-            with Guard(self, trainer):
+            with self._guard:
                 self._run.enter(loop)
 
     def _evaluate(self, trainer: Trainer, *, step_done: bool) -> None:
         if self._run is not None:
-            with Guard(self, trainer):
+            with self._guard:
                 self._run.look_ahead(_evaluation(trainer), step_done=step_done)
 
     def _evaluated(self, trainer: Trainer) -> None:
         if self._run is not None:
-            with Guard(self, trainer):
+            with self._guard:
                 self._run.leave(_evaluation(trainer))
 
     # ---- checkpoints, and the end ----
@@ -268,7 +270,7 @@ class CudaPrefetcher(Callback):
         bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
         state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
         counts = self._counts if self._run is None else _counts_of(self._run)
-        return {**state, "_run": None, "_times": None, "_states": None, "_counts": counts}
+        return {**state, "_run": None, "_times": None, "_states": None, "_guard": None, "_counts": counts}
 
     def _leave(self) -> None:
         run, self._run = self._run, None

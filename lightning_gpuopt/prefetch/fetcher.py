@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, Final, Protocol
@@ -128,6 +129,7 @@ class LookAheadFetcher:
         self._checks_randomness = False
         self.left_alone: str | None = NOTHING_YET
         self._stateful = self._stock.is_stateful
+        self._may_restart = not self._stock.has_one_loader
 
     # ---- what Lightning's loops call ----
 
@@ -221,7 +223,7 @@ class LookAheadFetcher:
 
     def _fetch_one(self, number: int, step_done: bool) -> bool:
         """Fetch one more batch ahead; whether that was possible."""
-        if self._stock.next_restarts_a_loader or not self._goes_on(number, step_done):
+        if (self._may_restart and self._stock.next_restarts_a_loader) or not self._goes_on(number, step_done):
             return False
         for each in self._workers:
             if not each.is_next_asked_for or not (step_done or each.is_next_ready):
@@ -286,9 +288,9 @@ class LookAheadFetcher:
     def _watch_iterators(self) -> None:
         """See whether the loaders can be looked ahead of."""
         iterators = self._stock.iterators
-        if len(iterators) == len(self._watched) and all(a is b for a, b in zip(iterators, self._watched, strict=True)):
+        if len(iterators) == len(self._watched) and all(map(operator.is_, iterators, self._watched)):
             return
-        self._watched = iterators
+        self._watched = list(iterators)
         self._workers = []
         self._checks_randomness = False
         self.left_alone = None if iterators else "its loader has no iterator"

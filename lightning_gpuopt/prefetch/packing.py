@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -13,6 +14,9 @@ ALIGNMENT: Final = 512
 """Bytes; as torch's allocator aligns a tensor on its own: kernels, and their rounding, may depend on it."""
 
 _MOST_SLABS: Final = 4
+
+_dtype: Final = operator.attrgetter("dtype")
+_shape: Final = operator.attrgetter("shape")
 
 
 class Layout:
@@ -37,7 +41,7 @@ class Layout:
     @staticmethod
     def key_of(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """What two batches of one layout have in common."""
-        return [each.dtype for each in tensors], [each.shape for each in tensors]
+        return list(map(_dtype, tensors)), list(map(_shape, tensors))
 
     def views(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in a slab, uint8 ``[nbytes]``."""

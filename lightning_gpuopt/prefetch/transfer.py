@@ -259,6 +259,18 @@ class Mover:
     # ---- Lightning's way: leaf by leaf ----
 
     def _stage_leaves(self, batch: Any, staged: Staged) -> None:
+        flat = _tensors_of_flat(batch)
+        if flat is not None and (self._on_cuda or all(map(_is_dense, flat))):
+            staged.sources = flat
+            staged.at = self._ring.acquire()
+            tensors = self._destinations(flat, staged, staged.at)
+            staged.moved = dict(zip(batch, tensors, strict=True)) if type(batch) is dict else type(batch)(tensors)
+        else:
+            self._stage_any(batch, staged)
+        if staged.pinning is None:
+            self._issue(staged)
+
+    def _stage_any(self, batch: Any, staged: Staged) -> None:
         sources, plain = staged.sources, []
 
         def see(leaf: Any) -> Any:
@@ -282,8 +294,6 @@ class Mover:
                 staged.moved = apply_to_collection(
                     batch, _MOVABLE, lambda leaf: next(tensors) if next(left) else self._as_it_is(leaf, staged)
                 )
-        if staged.pinning is None:
-            self._issue(staged)
 
     def _as_it_is(self, leaf: Any, staged: Staged) -> Any:
         """Move what is no plain tensor as Lightning does; the side stream is current."""
@@ -311,7 +321,7 @@ class Mover:
 
     def _destinations(self, sources: list[torch.Tensor], staged: Staged, at: DestinationSet) -> list[torch.Tensor]:
         """The batch's tensors on the device; ``staged`` then has what is to be copied where."""
-        staged.nbytes = sum([each.nbytes for each in sources])
+        staged.nbytes = sum(map(_nbytes, sources))
         # One stands for all: they come from one loader.
         pageable = self._on_cuda and not max(sources, key=_nbytes).is_pinned()
         staged.pageable_bytes = staged.nbytes if pageable else 0
@@ -380,6 +390,26 @@ def is_on(batch: Any, device: torch.device) -> bool:
     return bool(tensors) and all(each.device == device for each in tensors)
 
 
+def _tensors_of_flat(batch: Any) -> list[torch.Tensor] | None:
+    """The tensors of a dict, list or tuple that holds nothing but plain ones, which needs no walk; None for another."""
+    if type(batch) is dict:
+        tensors = list(batch.values())
+    elif type(batch) in (list, tuple):
+        tensors = list(batch)
+    else:
+        return None
+    if set(map(type, tensors)) != {torch.Tensor}:
+        return None
+    plain = (
+        all(map(_is_cpu, tensors))
+        and _DTYPES.issuperset(map(_dtype, tensors))
+        and set(map(_layout, tensors)) == {torch.strided}
+        and not any(map(_requires_grad, tensors))
+        and not any(map(torch.Tensor.is_neg, tensors))
+    )
+    return tensors if plain else None
+
+
 def _is_plain(leaf: Any) -> bool:
     """Whether a leaf is an ordinary tensor of the host's, which may go into memory of ours."""
     return (
@@ -398,3 +428,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 _nbytes: Final = operator.attrgetter("nbytes")
+_is_cpu: Final = operator.attrgetter("is_cpu")
+_dtype: Final = operator.attrgetter("dtype")
+_layout: Final = operator.attrgetter("layout")
+_requires_grad: Final = operator.attrgetter("requires_grad")

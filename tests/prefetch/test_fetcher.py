@@ -57,7 +57,7 @@ class Stock:
     """As ``_lightning_loops.StockFetcher`` over one loader."""
 
     next_restarts_a_loader = False
-    is_stateful = True
+    is_stateful = has_one_loader = True
 
     def __init__(self, iterator: Any, length: int | None, loader: Any = None) -> None:
         self.iterators, self.loaders, self.length = [iterator], [loader], length
