@@ -12,12 +12,13 @@ Sections:
 - ``stalls``: StallDetector against known truth. Idle time, verdicts and predicted gains under sleeps of known length,
   in plain steps and under a progress bar, mixed precision, torch.compile, augmentation on the GPU and accumulated
   gradients; launch-bound steps, and a line that waits for the GPU, as the looks inside the step see them.
+- ``prefetch``: the share of the copies that CudaPrefetcher hides, and its host time; ``benchmarks/prefetch.py``.
 
 Each section writes its figures into ``benchmarks/results/gpu-<name>.json`` as it ends, with a verdict for each claim; a
-section whose package is missing is skipped with a word. All of them take about 15 minutes.
+section whose package is missing is skipped with a word. All of them take about 20 minutes.
 
-``--simulated`` runs section ``stalls`` on the tests' simulated GPU, to try the benchmark out where there is no GPU.
-Nothing is written then.
+``--simulated`` runs section ``stalls``, or ``prefetch`` if ``--sections`` names it, on the tests' simulated GPU, to try
+the benchmark out where there is no GPU. Nothing is written then.
 
 Exit code 1 if a claim does not hold.
 """
@@ -68,6 +69,12 @@ def stalls(*, simulated: bool, quick: bool) -> dict[str, Any]:
     return gpu_stalls.stalls(simulated=simulated, quick=quick)
 
 
+def prefetch(*, simulated: bool, quick: bool) -> dict[str, Any]:
+    import gpu_prefetch
+
+    return gpu_prefetch.prefetch(simulated=simulated, quick=quick)
+
+
 def sections(*, simulated: bool, quick: bool) -> dict[str, Callable[[], dict[str, Any]]]:
     return {
         "telemetry": telemetry,
@@ -75,6 +82,7 @@ def sections(*, simulated: bool, quick: bool) -> dict[str, Callable[[], dict[str
         **{name: partial(on_callbacks, name) for name in ("event_clock", "detector_idle", "causes", "overhead")},
         "workers": partial(on_callbacks, "workers"),
         "stalls": partial(stalls, simulated=simulated, quick=quick),
+        "prefetch": partial(prefetch, simulated=simulated, quick=quick),
     }
 
 
@@ -136,15 +144,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check every claim about GPUs on this machine's GPU.")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the result")
     parser.add_argument("--sections", "--only", nargs="+", choices=names, help="sections to run (default: all)")
-    parser.add_argument("--quick", action="store_true", help="section stalls: fewer set-ups, shorter runs")
-    parser.add_argument("--simulated", action="store_true", help="section stalls on a simulated GPU; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="stalls, prefetch: fewer set-ups, shorter runs")
+    parser.add_argument("--simulated", action="store_true", help="stalls, prefetch: a simulated GPU; writes nothing")
     arguments = parser.parse_args()
     made = sections(simulated=arguments.simulated, quick=arguments.quick)
     if arguments.simulated:
-        if arguments.sections not in (None, ["stalls"]):
-            parser.error("--simulated: expected --sections stalls, the only one that a simulated GPU has")
+        chosen = arguments.sections or ["stalls"]
+        if not {"stalls", "prefetch"}.issuperset(chosen):
+            parser.error("--simulated: expected --sections stalls or prefetch, the only ones that a simulated GPU has")
         print("simulated: these figures are of a simulated GPU, and say nothing of a real one", flush=True)
-        return 1 if print_outcome("stalls (simulated)", measured(made["stalls"])) else 0
+        return 1 if sum(print_outcome(f"{section} (simulated)", measured(made[section])) for section in chosen) else 0
     if not torch.cuda.is_available():
         print("benchmarks/gpu.py: expected a CUDA GPU and a CUDA build of torch, found none", file=sys.stderr)
         return 2
