@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from torch.utils.data import DataLoader, default_collate
 
-_ATTRIBUTES: Final = ("_data_queue", "_dataset_kind", "_rcvd_idx", "_send_idx", "_task_info", "_tasks_outstanding")
+_ATTRIBUTES: Final = ("_data_queue", "_dataset_kind", "_persistent_workers", "_rcvd_idx", "_send_idx", "_task_info")
 _MAP: Final = 0
 """``_DatasetKind.Map``."""
 
@@ -38,41 +38,40 @@ class WorkerBatches:
         self._asked += 1
 
     @property
-    def is_next_asked_for(self) -> bool:
-        """Whether a worker was asked for the next batch; else taking it would end the iterator."""
-        return not self._indexed or self.iterator._rcvd_idx < self.iterator._send_idx
+    def may_be_taken_ahead(self) -> bool:
+        """Whether a worker was asked for the next batch; else taking it would end the iterator.
+
+        Not where workers over an iterable dataset live on: one batch more would have been drawn if the epoch is left.
+        """
+        if not self._indexed:
+            return not self.iterator._persistent_workers
+        return bool(self.iterator._rcvd_idx < self.iterator._send_idx)
 
     @property
     def is_next_ready(self) -> bool:
         """Whether the next batch can be taken without waiting for a worker."""
         iterator = self.iterator
-        info = iterator._task_info.get(iterator._rcvd_idx)
-        if info is not None and len(info) == 2:
+        awaited = iterator._rcvd_idx
+        info = iterator._task_info.get(awaited)
+        if info is None:
+            return False
+        if len(info) == 2:
             return True
         received = iterator._data_queue
-        try:
-            if isinstance(received, queue.Queue):  # behind the pin-memory thread
-                if not getattr(iterator, "_in_order", True):
-                    return received.qsize() > 0
-                awaited = iterator._rcvd_idx
+        if isinstance(received, queue.Queue):  # behind the pin-memory thread
+            if getattr(iterator, "_in_order", True):
                 return any(item[0] == awaited for item in tuple(received.queue))
-            if not self._indexed or not getattr(iterator, "_in_order", True):
-                return bool(received.qsize() > 0)
-            return self._receive()
-        except (NotImplementedError, OSError):  # macOS has no qsize
+            return bool(received.qsize())
+        try:
+            waiting: int = received.qsize()
+        except (NotImplementedError, OSError):  # macOS has none
             return False
-
-    def _receive(self) -> bool:
-        """Take in what has come, as torch does for a batch that is not the next one; whether the next one is there."""
-        iterator = self.iterator
-        while iterator._data_queue.qsize() > 0:
-            try:
-                index, data = iterator._data_queue.get_nowait()
-            except queue.Empty:
-                break
-            iterator._tasks_outstanding -= 1
-            iterator._task_info[index] += (data,)
-        return len(iterator._task_info.get(iterator._rcvd_idx, ())) == 2
+        if not waiting or not getattr(iterator, "_in_order", True):
+            return bool(waiting)
+        # More than the other workers can have sent: then it is among them, since each worker sends in order.
+        worker = info[0]
+        others = sum(len(each) == 1 and each[0] != worker for each in iterator._task_info.values())
+        return bool(waiting > others)
 
     def take_ahead(self) -> None:
         """From here on, until :meth:`taken`, what is taken is taken ahead of its turn."""

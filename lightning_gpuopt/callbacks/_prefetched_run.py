@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 
@@ -15,8 +15,9 @@ from lightning_gpuopt._lightning import LightningModule, PassThroughProfiler, Tr
 from lightning_gpuopt._torch_loader import may_pin
 from lightning_gpuopt.callbacks._loader_watch import Seam
 from lightning_gpuopt.prefetch.fetcher import NOTHING_YET, LookAheadFetcher, Ready
+from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.prefetch.stream import CopyTimes, streams_of
-from lightning_gpuopt.prefetch.transfer import Mover, is_on
+from lightning_gpuopt.prefetch.transfer import Mover, UsersError, is_on
 from lightning_gpuopt.timeline.actions import COPY_AHEAD, WAIT_FOR_COPY
 from lightning_gpuopt.timeline.phases import itself
 
@@ -66,7 +67,8 @@ class PrefetchedRun:
         # Only the loops keep them: a loop that is given new loaders has let go of the old ones before those start.
         self._fetchers: WeakValueDictionary[str, LookAheadFetcher] = WeakValueDictionary()
         self._expected: tuple[Any, Ready] | None = None
-        self._drawing: list[Any] = []
+        self._drawing: WeakSet[Any] = WeakSet()
+        self._is_ahead = False
         self._is_off = False
         self._has_seen_a_batch = False
         self._told: set[str] = set()
@@ -147,7 +149,11 @@ class PrefetchedRun:
             self._say_why_direct(fetcher)
             self.is_done = True
         elif not self._streams.is_capturing:
-            self.is_done = fetcher.look_ahead(step_done=step_done)
+            self._is_ahead = True
+            try:
+                self.is_done = fetcher.look_ahead(step_done=step_done)
+            finally:
+                self._is_ahead = False
 
     def step_done(self) -> None:
         """A training batch's optimizer step is over."""
@@ -179,16 +185,30 @@ class PrefetchedRun:
             self.disable("its batches come on the device already")
             return None
         self._has_seen_a_batch = True
-        converted = batch
-        try:
-            with self._profile(COPY_AHEAD):
+        with self._profile(COPY_AHEAD):
+            try:
                 converted = self._convert(batch)
-                return Ready(converted, self._mover.stage(converted, dataloader_idx))
-        except torch.OutOfMemoryError as error:
-            self._out_of_memory(error)
-            return None
-        except Exception as error:
-            return Ready(converted, None, error)
+            except Exception as error:
+                return Ready(batch, None, error)
+            before = RandomStates(self._device) if self._mover.has_own_ways else None
+            try:
+                staged = self._mover.stage(converted, dataloader_idx)
+            except UsersError as error:
+                return Ready(converted, None, error.cause)
+            except torch.OutOfMemoryError as error:
+                self._out_of_memory(error)
+                return None
+            except Exception as error:
+                log.debug("a batch could not be staged", exc_info=True)
+                self.disable(f"a batch could not be copied ahead ({type(error).__name__}: {error})", warn=True)
+                return None
+        if before is not None and before != RandomStates(self._device):
+            self.disable("moving a batch draws random numbers")
+            if self._is_ahead:  # it is to draw them in its turn
+                before.restore()
+                self._mover.drop(staged)
+                return None
+        return Ready(converted, staged)
 
     def advance(self, ready: Ready) -> bool:
         """Go on with a batch that could not be issued at once; whether it is issued."""
@@ -229,7 +249,7 @@ class PrefetchedRun:
             assert ready.error is not None
             raise ready.error
         with self._profile(WAIT_FOR_COPY):
-            moved = self._mover.deliver(ready.staged)
+            moved = self._mover.deliver(ready.staged, training=self._trainer.training)
         self.staged += 1
         self.copied_bytes += ready.staged.nbytes
         self.pageable_bytes += ready.staged.pageable_bytes
@@ -244,16 +264,18 @@ class PrefetchedRun:
         if getattr(loader, "_iterator", None) is not None or (loader.persistent_workers and reloads):
             return  # https://github.com/pytorch/pytorch/issues/91252
         loader.pin_memory = True
+        pinned = ref(loader)  # one that is reloaded must be let go
 
         def as_before() -> None:
-            loader.pin_memory = False
+            if (still_there := pinned()) is not None:
+                still_there.pin_memory = False
 
         self._undo.callback(as_before)
 
     # ---- what goes wrong, and the end ----
 
-    def disable(self, reason: str) -> None:
-        """Do nothing from now on, and say why, once."""
+    def disable(self, reason: str, *, warn: bool = False) -> None:
+        """Do nothing from now on, and report why, once."""
         self._is_off = True
         for fetcher in list(self._fetchers.values()):
             fetcher.go_direct()
@@ -262,7 +284,7 @@ class PrefetchedRun:
             self._trainer,
             "prefetcher-disabled",
             f"CudaPrefetcher disables itself: {reason}. Batches are copied as without it.",
-            warn=False,
+            warn=warn,
         )
 
     def _out_of_memory(self, error: Exception) -> None:
@@ -276,7 +298,7 @@ class PrefetchedRun:
         )
 
     def _drew(self, loaders: list[Any]) -> None:
-        self._drawing += loaders
+        self._drawing.update(loaders)
         names = ", ".join(sorted({type(each).__name__ for each in loaders}))
         say_once(
             self._trainer,
@@ -292,7 +314,7 @@ class PrefetchedRun:
             say_once(
                 self._trainer,
                 f"prefetcher-{reason}",
-                f"CudaPrefetcher does not look ahead: {reason}. With num_workers=1 or more it would.",
+                f"CudaPrefetcher does not look ahead: {reason}.",
                 warn=False,
             )
 
@@ -313,6 +335,7 @@ class PrefetchedRun:
                 loops.set_fetcher(loop, fetcher.stock)
             try:
                 fetcher.go_direct()
+                fetcher.drop_staged()
             except Exception:  # a device that has failed refuses everything
                 log.debug("batches ahead could not be dropped", exc_info=True)
         self._fetchers.clear()

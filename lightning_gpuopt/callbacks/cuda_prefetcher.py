@@ -35,9 +35,10 @@ class CudaPrefetcher(Callback):
     makes them in the training process (``num_workers=0``) is not, unless it declares ``draws_random_state = False``.
     Batches of workers are brought to page-locked memory by the loader's own ``pin_memory``.
 
-    It disables itself, with one line that says why: on a CPU; where ``on_before_batch_transfer`` is overridden; for
-    steps that take ``dataloader_iter``; for batches that come on the device already; for a strategy that moves batches
-    in its own way; for a Lightning that fetches batches in another way.
+    It disables itself, with one line that gives the reason: on a CPU; where ``on_before_batch_transfer`` is overridden;
+    where moving a batch draws random numbers; for steps that take ``dataloader_iter``; for batches that come on the
+    device already; for a strategy that moves batches in its own way; for a Lightning that fetches batches in another
+    way.
 
     Args:
         depth: batches that are copied ahead. More than one only evens out batches of different sizes.
@@ -67,7 +68,7 @@ class CudaPrefetcher(Callback):
         self._counts = _counts_of(None)
         self._times: CopyTimes | None = None
         self._states: Any = None
-        self._guard: Guard
+        self._guard: Any = None
 
     @property
     def stats(self) -> dict[str, int | float]:
@@ -84,15 +85,16 @@ class CudaPrefetcher(Callback):
         if times is None:
             return {**counts, "copy_s": 0.0, "exposed_wait_s": 0.0}
         times.read()
-        return {**counts, "copy_s": times.copy_s, "exposed_wait_s": times.exposed_s}
+        copies = times.sums(training=True) + times.sums(training=False)
+        return {**counts, "copy_s": copies.copy_s, "exposed_wait_s": copies.exposed_s}
 
     def copies_ahead(self) -> AheadCopies | None:
-        """The copies so far that the GPU has finished, for StallDetector; None where nothing is copied ahead."""
-        run, times = self._run, self._times
-        if run is None or times is None or not run.staged:
+        """The training batches' copies that the GPU has finished, for StallDetector; None where none are made ahead."""
+        if self._run is None or self._times is None:
             return None
-        times.read()
-        return AheadCopies(times.copies, times.copy_s, times.exposed_s)
+        self._times.read()
+        copies = self._times.sums(training=True)
+        return copies if copies.copies else None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -106,13 +108,14 @@ class CudaPrefetcher(Callback):
         self._counts, self._times, self._states = _counts_of(None), None, None
         if self.enabled is False:
             return
-        self._guard = Guard(self, trainer)
-        with self._guard:
+        self._guard = guard = Guard(self, trainer)
+        with guard:
             reason = self._why_not(trainer, pl_module)
             if reason is None:
                 self._run = PrefetchedRun(trainer, pl_module, self.depth)
                 self._times = self._run.times
             else:
+                self._guard = None
                 say_once(trainer, "prefetcher-disabled", f"CudaPrefetcher disables itself: {reason}.", warn=False)
 
     def _why_not(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
@@ -146,26 +149,26 @@ class CudaPrefetcher(Callback):
 
     @override
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Look ahead if the next batch is there by now."""
-        if self._run is not None and not self._run.is_done:
+        """Look ahead if the next batch is there by now; in manual optimization this lies inside ``training_step``."""
+        if self._run is not None and not self._run.is_done and pl_module.automatic_optimization:
             self._look_ahead(trainer)
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Look ahead if the next batch is there by now."""
-        if self._run is not None and not self._run.is_done:
+        if self._run is not None and not self._run.is_done and pl_module.automatic_optimization:
             self._look_ahead(trainer)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look ahead if the next batch is there by now."""
-        if self._run is not None and not self._run.is_done:
+        if self._run is not None and not self._run.is_done and pl_module.automatic_optimization:
             self._look_ahead(trainer)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Look ahead if the next batch is there by now."""
-        if self._run is not None and not self._run.is_done:
+        if self._run is not None and not self._run.is_done and pl_module.automatic_optimization:
             self._look_ahead(trainer)
 
     @override
@@ -274,6 +277,7 @@ class CudaPrefetcher(Callback):
 
     def _leave(self) -> None:
         run, self._run = self._run, None
+        self._guard = None
         if run is not None:
             self._states = run.states
             run.undo()

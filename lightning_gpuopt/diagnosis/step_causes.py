@@ -142,9 +142,13 @@ def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
         advice = CAUSES["host_to_device"].advice
         with_workers = " (num_workers=1 or more)" if measurement.loader.num_workers == 0 else ""
         if ahead is not None and ahead.copies:
-            advice = (
-                "The GPU waits for the copy of batches, though CudaPrefetcher begins it a step ahead: the copy takes "
-                "longer than the step. Send smaller types (uint8, and normalise on the GPU)."
+            work_s = max((waterfall.step_s or 0.0) - seconds / max(waterfall.steps, 1), 0.0)
+            too_long = ahead.copy_s / ahead.copies >= work_s
+            advice = "The GPU waits for the copy of batches, though CudaPrefetcher begins it as soon as it can: "
+            advice += (
+                "the copy takes longer than the rest of the step. Send smaller types (uint8, and normalise on the GPU)."
+                if too_long
+                else "the loader has them too late, or batches differ in size (depth=2 evens that out)."
             )
             evidence |= _per_copy(ahead)
         elif pinned:

@@ -226,7 +226,7 @@ class LookAheadFetcher:
         if (self._may_restart and self._stock.next_restarts_a_loader) or not self._goes_on(number, step_done):
             return False
         for each in self._workers:
-            if not each.is_next_asked_for or not (step_done or each.is_next_ready):
+            if not each.may_be_taken_ahead or not (step_done or each.is_next_ready):
                 return False
         self._ahead.append(self._fetch(ahead=True))
         return True
@@ -242,11 +242,11 @@ class LookAheadFetcher:
         if self._stateful and not in_turn:
             entry.states = self._stock.states()
         before = RandomStates() if ahead and self._is_to_be_checked() else None
-        if ahead:
-            for each in self._workers:
-                each.take_ahead()
         self._start_profiler()
         try:
+            if ahead:
+                for each in self._workers:
+                    each.take_ahead()
             entry.item = next(self._stock)
         except StopIteration:
             entry.error, entry.states = _END, None  # a loader that knows that its epoch is over begins a new one
@@ -298,7 +298,9 @@ class LookAheadFetcher:
             if has_workers(iterator):
                 self._workers.append(WorkerBatches(iterator))
             elif getattr(loader, "draws_random_state", True):
-                self.left_alone = f"{type(loader).__name__} makes its batches in the training process"
+                kind = type(loader).__name__
+                hint = "; with num_workers=1 or more it would" if getattr(loader, "num_workers", None) == 0 else ""
+                self.left_alone = f"{kind} makes its batches in the training process{hint}"
             elif any(loader is each for each in self._drawing):
                 self.left_alone = _DRAWS
             else:
@@ -317,8 +319,11 @@ class LookAheadFetcher:
         return self._ahead[0].states if self._ahead else self._kept_states
 
     def go_direct(self) -> None:
-        """Look ahead no more; what was fetched is still handed out, in its turn."""
+        """Look ahead no more; what was fetched, and what is on its way, is still handed out in its turn."""
         self.is_active = False
+
+    def drop_staged(self) -> None:
+        """The batches that were fetched ahead go to the device in Lightning's own way."""
         for entry in self._ahead:
             ready, entry.ready, entry.tried = entry.ready, None, True
             if ready is not None:

@@ -63,6 +63,10 @@ class HostSlabs:
         self._slabs: list[tuple[torch.Tensor, list[torch.Tensor], Any]] = []
         self._layout: Layout | None = None
 
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._slabs = []
+
     def fill(self, layout: Layout, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """Pack a batch.
 
@@ -75,7 +79,7 @@ class HostSlabs:
         if slab is None:
             # torch's own pool of page-locked memory waits for copies that are under way.
             with torch.inference_mode(False):
-                slab = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+                slab = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
                 views, copied = layout.views(slab), self._streams.new_event()
             if len(self._slabs) < _MOST_SLABS:
                 self._slabs.append((slab, views, copied))

@@ -14,12 +14,17 @@ _MT19937_BYTES: Final = 624 * 4 + 4
 
 
 class RandomStates:
-    """The global random states of torch (on the host), numpy and Python, as they are now; reading them takes 15 µs."""
+    """The global random states of torch, numpy and Python, as they are now; reading them takes 15 µs.
 
-    __slots__ = ("_numpy", "_python", "_torch")
+    Args:
+        device: with this CUDA device's own; None: the host's only.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_cuda", "_numpy", "_python", "_torch")
+
+    def __init__(self, device: torch.device | None = None) -> None:
         self._torch = torch.get_rng_state()
+        self._cuda = _generator_of(device)
         self._numpy = _numpy_state()
         self._python = random.getstate()
 
@@ -28,6 +33,7 @@ class RandomStates:
             return NotImplemented
         return (
             torch.equal(self._torch, other._torch)
+            and (self._cuda is None or other._cuda is None or torch.equal(self._cuda[1], other._cuda[1]))
             and self._python == other._python
             and _same(self._numpy, other._numpy)
         )
@@ -37,12 +43,23 @@ class RandomStates:
     def restore(self) -> None:
         """Have these states again."""
         torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            self._cuda[0].set_state(self._cuda[1])
         random.setstate(self._python)
         if isinstance(self._numpy, bytes):
             generator = _numpy_generator()
             ctypes.memmove(generator.ctypes.state_address, self._numpy, _MT19937_BYTES)
         else:
             np.random.set_state(self._numpy)
+
+
+def _generator_of(device: torch.device | None) -> tuple[torch.Generator, torch.Tensor] | None:
+    """A CUDA device's generator and its state, which the host keeps."""
+    generators = torch.cuda.default_generators
+    if device is None or device.type != "cuda" or (device.index or 0) >= len(generators):
+        return None
+    generator = generators[device.index or 0]
+    return generator, generator.get_state()
 
 
 def _numpy_state() -> Any:

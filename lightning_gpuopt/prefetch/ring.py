@@ -51,10 +51,10 @@ class Destination:
     def fits(self, source: torch.Tensor) -> bool:
         """Whether a tensor can go here; the memory takes on its shape."""
         dtype, shape, stride = self._layout
+        if source.nbytes > self._storage.nbytes():  # also where a user has freed it
+            return False
         if source.shape == shape and source.dtype is dtype and source.stride() == stride:
             return True
-        if source.nbytes > self._storage.nbytes():
-            return False
         wanted = torch.empty_like(source, device="meta")
         with torch.inference_mode(False):
             empty = torch.empty(0, dtype=source.dtype, device=self._base.device)
@@ -86,6 +86,11 @@ class Slab:
         self._storage_key = self._storage._cdata
         assert count_holders is not None
         self._alone = count_holders(self._storage_key)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nobody has freed it."""
+        return self._storage.nbytes() >= self.layout.nbytes
 
     @property
     def is_held(self) -> bool:
@@ -163,11 +168,18 @@ class DestinationSet:
         slab, kept = self._slab, self._slab is not None and self._slab.is_held
         later = not self._begun or not self._slab_idle
         self._begun = True
-        if slab is None or kept or slab.layout is not layout:
+        if slab is None or kept or slab.layout is not layout or not slab.is_whole:
             slab = self._slab = Slab(layout, self._device)
             later = True
         self._let_side_write(later=later)
         return slab, kept
+
+    def keep_only(self, *, slab: bool) -> None:
+        """Give the memory back that is of no use any more: the slab, or the tensors' own."""
+        if slab:
+            self._tensors, self._idle = [], []
+        else:
+            self._slab = None
 
     def _let_side_write(self, *, later: bool) -> None:
         """The side stream goes on when the compute stream has done what used this memory before.

@@ -9,6 +9,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from typing_extensions import override
 
+from lightning_gpuopt._measured import AheadCopies
+
 _MOST_UNREAD: Final = 256
 """Copies whose times were not read yet; beyond that the oldest are forgotten."""
 
@@ -129,18 +131,14 @@ class CopyTimes:
     Args:
         streams: where the events are recorded.
 
-    Attributes:
-        copy_s: seconds of the copies, on the side stream.
-        exposed_s: seconds for which the compute stream waited for them.
-        copies: copies of which these are the times.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._free: list[CopyEvents] = []
-        self._unread: deque[CopyEvents] = deque()
-        self.copy_s = self.exposed_s = 0.0
-        self.copies = 0
+        self._unread: deque[tuple[CopyEvents, bool]] = deque()
+        # copies, and seconds of them and of the waits for them: of the training loop's batches, and of all others
+        self._sums: dict[bool, list[float]] = {True: [0, 0.0, 0.0], False: [0, 0.0, 0.0]}
 
     def events(self) -> CopyEvents:
         """Events for one more copy."""
@@ -148,18 +146,28 @@ class CopyTimes:
             return self._free.pop()
         return CopyEvents(*(self._streams.new_event(timing=True) for _ in range(4)))
 
-    def used(self, events: CopyEvents) -> None:
+    def used(self, events: CopyEvents, *, training: bool) -> None:
         """All four were recorded."""
-        self._unread.append(events)
+        self._unread.append((events, training))
         if len(self._unread) > _MOST_UNREAD:
             self._unread.popleft()
 
     def read(self) -> None:
         """Take in the copies that are done, the oldest first."""
         unread = self._unread
-        while unread and unread[0].wait_ends.query():
-            events = unread.popleft()
-            self.copy_s += events.begins.elapsed_time(events.ends) / 1e3
-            self.exposed_s += events.wait_begins.elapsed_time(events.wait_ends) / 1e3
-            self.copies += 1
+        while unread and unread[0][0].wait_ends.query():
+            events, training = unread.popleft()
+            sums = self._sums[training]
+            sums[0] += 1
+            sums[1] += events.begins.elapsed_time(events.ends) / 1e3
+            sums[2] += events.wait_begins.elapsed_time(events.wait_ends) / 1e3
             self._free.append(events)
+
+    def sums(self, *, training: bool) -> AheadCopies:
+        """What has been read.
+
+        Args:
+            training: of the training loop's batches; else of all others.
+        """
+        copies, copy_s, exposed_s = self._sums[training]
+        return AheadCopies(int(copies), copy_s, exposed_s)

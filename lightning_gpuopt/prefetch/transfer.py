@@ -5,10 +5,12 @@ from __future__ import annotations
 import operator
 import time
 from abc import ABC
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
+import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
@@ -19,11 +21,14 @@ from lightning_gpuopt.prefetch.stream import CopyEvents, CopyTimes, Streams
 _MANY: Final = 8
 """From so many tensors on it is tried whether one packed copy is faster."""
 
+_SMALL_BYTES: Final = 64 << 10
+"""A tensor's mean size up to which that may be so: in the microseconds that a copy costs the host it packs so much."""
+
 _TRIALS: Final = 4
 """Batches on which each of two ways is timed; the first is a warm-up."""
 
 _DEPTH: Final = 4
-"""Levels of a custom batch's attributes in which tensors are looked for."""
+"""Levels of objects within objects in which tensors are looked for."""
 
 
 class Movable(ABC):  # noqa: B024
@@ -75,9 +80,26 @@ class Faster:
         if all(len(times) >= _TRIALS for times in self._seconds.values()):
             self._chosen = min(self._seconds, key=lambda way: min(self._seconds[way][1:]))
 
-    def settle(self, way: str) -> None:
+    def choose(self, way: str) -> None:
         """Go this way from now on."""
         self._chosen = way
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the trials are over."""
+        return self._chosen is not None
+
+
+class UsersError(Exception):
+    """Around what the user's own code has raised, which is to end training as it would have.
+
+    Args:
+        cause: what it raised.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 class Staged:
@@ -92,6 +114,7 @@ class Staged:
     __slots__ = (
         "at",
         "events",
+        "has_begun",
         "host_s",
         "moved",
         "nbytes",
@@ -112,6 +135,7 @@ class Staged:
         self.targets: list[torch.Tensor] = []
         self.pinning: Future[None] | None = None
         self.slab_copied: Any = None
+        self.has_begun = False
         self.way: tuple[Faster, str] | None = None
         self.host_s = 0.0
 
@@ -148,7 +172,7 @@ class Mover:
         self._pinning = Faster("plain", "thread")
         self._slabs = HostSlabs(streams, pinned=self._on_cuda)
         self._layout: Layout | None = None
-        self._opaque = False
+        self._opaque = self._has_moved_others = False
         self._reached = streams.new_event()
         self.times = CopyTimes(streams)
 
@@ -156,17 +180,24 @@ class Mover:
         """Begin to move a batch.
 
         Raises:
-            Exception: what the user's own transfer, or a batch's own ``to``, raises; torch's, for want of memory.
+            UsersError: the user's own transfer, or a batch's own ``to``, has raised its cause.
+            Exception: torch's, for example for want of memory.
         """
         began_s = time.perf_counter()
         staged = Staged(self.times.events())
         if self._opaque:  # side-stream memory that is free again may be in use by what the compute stream holds now
             self.streams.record(self._reached)
             self.streams.side_waits(self._reached)
-        if self._own_transfer is not None:
-            self._transfer(batch, dataloader_idx, staged)
-        else:
-            self._stage_leaves(batch, staged)
+        try:
+            if self._own_transfer is not None:
+                self._transfer(batch, dataloader_idx, staged)
+            else:
+                self._stage_leaves(batch, staged)
+        except BaseException:
+            with self.streams.on_side():
+                self.streams.record(staged.events.ends)
+            self.drop(staged)
+            raise
         staged.host_s += time.perf_counter() - began_s
         return staged
 
@@ -192,8 +223,12 @@ class Mover:
         staged.host_s += time.perf_counter() - began_s
         return True
 
-    def deliver(self, staged: Staged) -> Any:
+    def deliver(self, staged: Staged, *, training: bool = True) -> Any:
         """The batch's turn has come: the compute stream waits for its copy.
+
+        Args:
+            staged: the batch.
+            training: it is the training loop's.
 
         Returns:
             The batch on the device.
@@ -203,7 +238,7 @@ class Mover:
         self.streams.record(events.wait_begins)
         self.streams.compute_waits(events.ends)
         self.streams.record(events.wait_ends)
-        self.times.used(events)
+        self.times.used(events, training=training)
         self.times.read()
         if staged.way is not None:
             staged.way[0].took(staged.way[1], staged.host_s)
@@ -211,6 +246,11 @@ class Mover:
             self._delivered.append(staged.at)
         staged.sources, staged.targets = [], []
         return staged.moved
+
+    @property
+    def has_own_ways(self) -> bool:
+        """Whether moving a batch runs the user's code: an own transfer, or a ``to`` of something in the last batch."""
+        return self._own_transfer is not None or self._has_moved_others
 
     def drop(self, staged: Staged) -> None:
         """The batch's turn will not come; its memory goes back when the copy is done."""
@@ -248,11 +288,19 @@ class Mover:
         assert self._own_transfer is not None
         with self.streams.on_side():
             self.streams.record(staged.events.begins)
-            staged.moved = self._own_transfer(batch, self._device, dataloader_idx)
+            try:
+                staged.moved = self._own_transfer(batch, self._device, dataloader_idx)
+            except Exception as error:
+                raise UsersError(error) from error
             self.streams.record(staged.events.ends)
-        tensors = list(tensors_in(staged.moved))
-        self._opaque = not tensors
-        for each in tensors:
+        self._opaque = False
+        self._protect([staged.moved], staged)
+
+    def _protect(self, moved: list[Any], staged: Staged) -> None:
+        """See that the memory of what was moved in its own way outlives its use; the compute stream is current."""
+        found = Found(moved)
+        self._opaque |= not found.is_all
+        for each in found.tensors:
             self.streams.keep_for_compute(each)
             staged.nbytes += each.nbytes
 
@@ -289,30 +337,36 @@ class Mover:
         if len(sources) == len(plain):
             staged.moved = apply_to_collection(batch, _MOVABLE, lambda leaf: next(tensors))
         else:
-            left = iter(plain)
-            with self.streams.on_side():
-                staged.moved = apply_to_collection(
-                    batch, _MOVABLE, lambda leaf: next(tensors) if next(left) else self._as_it_is(leaf, staged)
-                )
+            left, others = iter(plain), []
 
-    def _as_it_is(self, leaf: Any, staged: Staged) -> Any:
+            def place(leaf: Any) -> Any:
+                if next(left):
+                    return next(tensors)
+                others.append(self._as_it_is(leaf))
+                return others[-1]
+
+            with self.streams.on_side():
+                self.streams.record(staged.events.begins)
+                staged.has_begun = True
+                staged.moved = apply_to_collection(batch, _MOVABLE, place)
+            self._opaque, self._has_moved_others = False, True
+            self._protect(others, staged)
+
+    def _as_it_is(self, leaf: Any) -> Any:
         """Move what is no plain tensor as Lightning does; the side stream is current."""
-        if isinstance(leaf, torch.Tensor):
-            moved: Any = leaf.to(self._device, non_blocking=self._on_cuda)
-        else:
+        try:
+            if isinstance(leaf, torch.Tensor):
+                return leaf.to(self._device, non_blocking=self._on_cuda)
             moved = leaf.to(self._device)
-            moved = leaf if moved is None else moved
-        tensors = list(tensors_in(moved))
-        self._opaque |= not tensors
-        for each in tensors:
-            self.streams.keep_for_compute(each)
-            staged.nbytes += each.nbytes
-        return moved
+        except Exception as error:
+            raise UsersError(error) from error
+        return leaf if moved is None else moved
 
     def _issue(self, staged: Staged) -> None:
         """Copy what is to be copied."""
         with self.streams.on_side():
-            self.streams.record(staged.events.begins)
+            if not staged.has_begun:
+                self.streams.record(staged.events.begins)
             for target, source in zip(staged.targets, staged.sources, strict=True):
                 target.copy_(source, non_blocking=True)
             self.streams.record(staged.events.ends)
@@ -325,9 +379,17 @@ class Mover:
         # One stands for all: they come from one loader.
         pageable = self._on_cuda and not max(sources, key=_nbytes).is_pinned()
         staged.pageable_bytes = staged.nbytes if pageable else 0
-        if len(sources) >= _MANY and all(map(torch.Tensor.is_contiguous, sources)):
+        if (
+            len(sources) >= _MANY
+            and staged.nbytes <= _SMALL_BYTES * len(sources)
+            and all(map(torch.Tensor.is_contiguous, sources))
+        ):
             way = self._packing.way
             staged.way = (self._packing, way)
+            if self._packing.is_chosen:
+                at.keep_only(slab=way == "packed")
+                if way == "each":
+                    self._slabs.clear()
             if way == "packed":
                 return self._pack(sources, staged, at)
         staged.targets = given = at.destinations(sources)
@@ -343,7 +405,7 @@ class Mover:
             self._layout = Layout(sources)
         slab, kept = at.slab(self._layout)
         if kept:  # with one small tensor the user would keep all of them
-            self._packing.settle("each")
+            self._packing.choose("each")
         packed, copied = self._slabs.fill(self._layout, sources)
         staged.sources, staged.targets, staged.slab_copied = [packed], [slab.memory], copied
         return slab.tensors()
@@ -363,30 +425,50 @@ class Mover:
         staged.pinning = self._thread.submit(copy)
 
 
-def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+class Found:
     """The tensors of a batch: in its collections, and in the attributes of objects in it.
 
     Args:
         value: the batch.
-        depth: levels of objects that are looked into.
+
+    Attributes:
+        tensors: those with memory of their own.
+        is_all: whether there can be no others: nothing was met that could hide some.
     """
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and not isinstance(value, (str, bytes, int, float, type)) and value is not None:
-        if isinstance(value, Mapping):
-            inner: Any = value.values()
-        elif isinstance(value, (list, tuple, set)):
-            inner = value
+
+    def __init__(self, value: Any) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.is_all = True
+        self._look(value, _DEPTH)
+
+    def _look(self, value: Any, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided and not value.is_nested:
+                self.tensors.append(value)
+            else:
+                self.is_all = False
+        elif value is None or isinstance(value, (str, bytes, int, float, complex, type, np.ndarray, torch.dtype)):
+            pass
+        elif isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
+            for each in value.values() if isinstance(value, Mapping) else value:
+                self._look(each, depth)
+        elif depth:
+            self._look_into(value, depth - 1)
         else:
-            slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
-            inner = [getattr(value, name, None) for name in slots] + list(getattr(value, "__dict__", {}).values())
-        for each in inner:
-            yield from tensors_in(each, depth - 1)
+            self.is_all = False
+
+    def _look_into(self, value: Any, depth: int) -> None:
+        before = len(self.tensors)
+        slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if hasattr(value, name)]
+        for each in [*(getattr(value, name) for name in slots), *getattr(value, "__dict__", {}).values()]:
+            self._look(each, depth)
+        if len(self.tensors) == before and callable(getattr(value, "to", None)):
+            self.is_all = False  # it moves something that it does not show
 
 
 def is_on(batch: Any, device: torch.device) -> bool:
     """Whether a batch has tensors, and all of them are on the device already."""
-    tensors = list(tensors_in(batch))
+    tensors = Found(batch).tensors
     return bool(tensors) and all(each.device == device for each in tensors)
 
 

@@ -82,7 +82,7 @@ class Model(LightningModule):
 def leaves(batch: Any) -> list[torch.Tensor]:
     """The tensors of a batch of these set-ups, in order."""
     if isinstance(batch, torch.Tensor):
-        return [batch]
+        return [batch.to_dense() if batch.is_sparse else batch]
     if isinstance(batch, dict):
         batch = list(batch.values())
     if isinstance(batch, (Own, Pair)):
@@ -144,6 +144,27 @@ def as_own(items: Any) -> Any:
 
 def nested(items: Any) -> Any:
     return {"a": (stack(items), [stack(items) + 1, "text"]), "b": {"c": torch.tensor(len(items))}}
+
+
+def with_sparse(items: Any) -> Any:
+    return stack(items), torch.eye(FEATURES).to_sparse()
+
+
+class Hides:
+    """Moves a tensor that nobody can find."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value = lambda: value
+
+    def to(self, device: Any) -> Hides:
+        return Hides(self._value().to(device))
+
+    def __reduce__(self) -> Any:
+        return Hides, (self._value(),)
+
+
+def with_hidden(items: Any) -> Any:
+    return [stack(items), Hides(stack(items))]
 
 
 def of_many(items: Any) -> Any:
@@ -217,6 +238,42 @@ def fit(module: LightningModule | None = None, train: Any = None, val: Any = Non
 class Transfers(Model):
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         return [each.to(device) * 2 for each in leaves(batch)]
+
+
+class TransfersAndDraws(Model):
+    """Its own transfer adds noise."""
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return [each.to(device) + torch.rand(1) for each in leaves(batch)]
+
+
+class DrawsLater(Model):
+    """The same, from the fourth batch on."""
+
+    calls = 0
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        self.calls += 1
+        noise = torch.rand(1) if self.calls > 3 else torch.zeros(1)
+        return [each.to(device) + noise for each in leaves(batch)]
+
+
+class ManualUnderAutocast(Model):
+    """The hooks of its optimizer step lie inside ``training_step``, where autocast is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        x = leaves(batch)[0]
+        return [(x @ torch.ones(FEATURES, FEATURES)).to(device)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
 
 
 class Augments(Model):
@@ -364,6 +421,11 @@ SETUPS: dict[str, Callable[[Path], Setup]] = {
     "changing-shapes": lambda folder: fit(train=loader(of_changing_shape)),
     "memory-formats": lambda folder: fit(train=loader(out_of_order)),
     "own-transfer": lambda folder: fit(Transfers()),
+    "transfer-draws": lambda folder: fit(TransfersAndDraws()),
+    "transfer-draws-later": lambda folder: fit(DrawsLater(), depth=2),
+    "manual-autocast": lambda folder: fit(ManualUnderAutocast(), trainer={"precision": "bf16-mixed"}),
+    "sparse": lambda folder: fit(train=loader(with_sparse)),
+    "hidden": lambda folder: fit(train=loader(with_hidden)),
     "after-transfer": lambda folder: fit(Augments()),
     "before-transfer": lambda folder: fit(Before(), staged=False),
     "dataloader-iter": lambda folder: fit(IteratesItself(), staged=False),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -245,7 +247,80 @@ class TestRandomness:
         assert prefetcher.stats["direct"] > 0
 
 
+class Own:
+    """Moves itself."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def to(self, device: Any) -> Own:
+        return Own(self.value.to(device))
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.value
+
+
 class TestMemory:
+    @pytest.mark.parametrize("own_transfer", [False, True])
+    def test_what_brings_memory_of_its_own_is_kept_for_the_compute_stream(
+        self, gpu: SimulatedGpu, own_transfer: bool
+    ) -> None:
+        model = Model(gpu)
+        if own_transfer:
+            model.transfer_batch_to_device = lambda batch, device, index: batch.to(device)  # type: ignore[method-assign]
+        batches = [Own(torch.ones(2, 4)) for _ in range(STEPS)]
+
+        class Given(Declared):
+            def __iter__(self) -> Iterator[Any]:
+                yield from batches
+
+        model.train_dataloader = lambda: Given(STEPS)  # type: ignore[method-assign]
+        fit(gpu, model, CudaPrefetcher())
+        assert gpu.recorded_streams == [gpu.default.number] * STEPS
+
+    def test_a_loader_that_is_reloaded_is_let_go(self, gpu: SimulatedGpu) -> None:
+        alive: list[int] = []
+        datasets: list[Any] = []
+
+        class Reloads(Model):
+            def train_dataloader(self) -> Any:
+                dataset = Slow(0.0)
+                datasets.append(weakref.ref(dataset))
+                return DataLoader(dataset, batch_size=32, num_workers=1)
+
+            def on_train_epoch_end(self) -> None:
+                gc.collect()
+                alive.append(sum(each() is not None for each in datasets))
+
+        fit(
+            gpu, Reloads(gpu, Step()), CudaPrefetcher(), max_steps=-1, max_epochs=3, reload_dataloaders_every_n_epochs=1
+        )
+        assert alive == [1, 1, 1]
+
+    def test_a_batch_that_is_on_its_way_when_memory_ends_is_moved_once(
+        self, gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from lightning_gpuopt.prefetch.transfer import Mover
+
+        plain, calls, moved = Mover.stage, [0], [0]
+
+        def stage(self: Any, *args: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == 6:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return plain(self, *args)
+
+        def move(batch: Any, device: Any, index: int) -> Any:
+            moved[0] += 1
+            return [each.to(device) for each in batch]
+
+        monkeypatch.setattr(Mover, "stage", stage)
+        model = Model(gpu, Step())
+        model.transfer_batch_to_device = move  # type: ignore[method-assign]
+        with pytest.warns(UserWarning, match="no memory left"):
+            fit(gpu, model, CudaPrefetcher(depth=2))
+        assert (len(model.addresses), moved[0]) == (STEPS, STEPS)
+
     def test_without_room_batches_are_copied_in_their_turn(
         self, gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -315,6 +390,6 @@ class TestWithStallDetector:
         fit(gpu, model, CudaPrefetcher(), detector, max_steps=50)
         (finding,) = detector.report.findings
         assert finding.cause == "host_to_device"
-        assert "takes longer than the step" in finding.advice
+        assert "takes longer than the rest of the step" in finding.advice
         assert finding.evidence["copy_ms"] == pytest.approx(10, abs=0.5)
         assert finding.evidence["exposed_copy_ms"] == pytest.approx(6, abs=1.0)

@@ -342,9 +342,12 @@ class TestHostToDevice:
     def test_copied_ahead_already_the_copy_is_too_long(self) -> None:
         ahead = AheadCopies(copies=50, copy_s=5.0, exposed_s=2.0)
         (finding,) = find(times(), gpu=gpu(50, compute_s=8.0, copy_s=2.0), ahead=ahead)
-        assert "takes longer than the step" in finding.advice
+        assert "too late" in finding.advice
         assert (finding.evidence["copy_ms"], finding.evidence["exposed_copy_ms"]) == (100.0, 40.0)
         assert finding.settings == {}
+        longer = AheadCopies(copies=50, copy_s=9.0, exposed_s=2.0)
+        (finding,) = find(times(), gpu=gpu(50, compute_s=8.0, copy_s=2.0), ahead=longer)
+        assert "takes longer than the rest of the step" in finding.advice
 
     def test_without_workers_it_says_what_looking_ahead_needs(self) -> None:
         alone = LoaderFacts(num_workers=0, persistent_workers=False, pin_memory=True)

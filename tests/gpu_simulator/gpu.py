@@ -37,6 +37,7 @@ class SimulatedGpu(Device):
         memory: what ``torch.cuda.memory_stats()`` says.
         profiling: how ``torch.profiler`` behaves.
         index: this rank's device.
+        recorded_streams: streams for which ``record_stream`` was called on a tensor.
     """
 
     def __init__(self, clock: Clock | None = None, joins: exchange.Exchange | None = None, **kwargs: Any) -> None:
@@ -61,6 +62,7 @@ class SimulatedGpu(Device):
         self.index = int(os.environ.get("LOCAL_RANK", "0"))
         self.device_count = max(self.exchange.world_size, self.index + 1)
         self.unfinished: list[Any] = []
+        self.recorded_streams: list[int] = []
         self._batch = threading.local()
         self._undo = ExitStack()
         self._epoch_ns = time.time_ns() - round(self.clock() * 1e9)
@@ -107,7 +109,8 @@ class SimulatedGpu(Device):
             self.synchronizing_call()
         seconds = self._batch_share()
         if seconds is None:
-            seconds = source.nbytes / (self.bandwidth if pinned else self.pageable_bandwidth)
+            nbytes = source.numel() * source.element_size()
+            seconds = nbytes / (self.bandwidth if pinned else self.pageable_bandwidth)
         if seconds > 0:
             self.copy(seconds, "h2d", pinned=pinned, address=address)
         if pinned and not non_blocking:

@@ -91,7 +91,9 @@ class DeviceTensor(torch.Tensor):
         return super().copy_(source)
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing: the numbers' memory is the host's."""
+        """Noted on the device; nothing else: the numbers' memory is the host's."""
+        if _installed is not None:
+            _installed.recorded_streams.append(stream.queue.number)
 
     def __float__(self) -> float:
         _read()

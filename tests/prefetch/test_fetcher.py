@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +20,7 @@ class Iterator:
         self._dataset_kind = dataset_kind
         self._data_queue: queue.Queue[Any] = queue.Queue()
         self._task_info: dict[int, Any] = {}
+        self._persistent_workers = False
         self._rcvd_idx = self._send_idx = self._tasks_outstanding = 0
         self.asked: list[int] = []
         for _ in range(asked_ahead):
@@ -243,23 +243,35 @@ def test_when_it_has_to_stop_what_was_fetched_is_still_handed_out() -> None:
     rig.step()
     rig.fetcher.look_ahead(step_done=False)
     rig.fetcher.go_direct()
+    assert rig.stage.dropped == []
+    rig.fetcher.drop_staged()
     assert rig.stage.dropped == ["batch 1", "batch 2"]
     assert [rig.step() for _ in range(3)] == ["batch 1", "batch 2", "batch 3"]
     assert rig.stage.staged == ["batch 0", "batch 1", "batch 2"]
     assert rig.iterator.asked == [0, 1, 2, 3, 4, 5]
 
 
-def test_batches_that_came_out_of_order_are_taken_in_as_torch_does() -> None:
+def test_without_a_pin_memory_thread_it_is_counted_whether_the_next_batch_must_be_there() -> None:
     iterator = Iterator(6)
-    received = deque([(1, "b"), (0, "a")])
-    iterator._data_queue = SimpleNamespace(  # type: ignore[assignment]
-        qsize=lambda: len(received), get_nowait=lambda: received.popleft()
-    )
+    for index in range(4):
+        iterator._task_info[index] = (index % 2,)  # two workers, two batches each
+    arrived = [0]
+    iterator._data_queue = SimpleNamespace(qsize=lambda: arrived[0])  # type: ignore[assignment]
     workers = WorkerBatches(iterator)
-    assert workers.is_next_ready
-    assert iterator._task_info[0] == (0, "a")
-    assert iterator._task_info[1] == (0, "b")
-    assert iterator._tasks_outstanding == 2
+    ready = []
+    for arrived[0] in range(5):
+        ready.append(workers.is_next_ready)
+    assert ready == [False, False, False, True, True]  # two may be the other worker's
+
+
+def test_workers_that_live_on_over_an_iterable_dataset_are_asked_for_nothing_ahead() -> None:
+    rig = Rig(dataset_kind=1)
+    rig.iterator._persistent_workers = True
+    rig.iterator.arrive(0)
+    rig.iterator.arrive(1)
+    rig.step()
+    assert rig.fetcher.look_ahead(step_done=True) is False
+    assert rig.stage.staged == ["batch 0"]
 
 
 def test_an_iterator_of_another_kind_has_no_workers() -> None:

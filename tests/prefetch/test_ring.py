@@ -10,7 +10,7 @@ import torch
 from lightning_gpuopt.prefetch.packing import ALIGNMENT, Layout
 from lightning_gpuopt.prefetch.ring import Ring
 from lightning_gpuopt.prefetch.stream import NoEvent, Streams
-from lightning_gpuopt.prefetch.transfer import Faster, Mover, tensors_in
+from lightning_gpuopt.prefetch.transfer import Faster, Found, Mover
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ def test_what_somebody_holds_is_not_written_to(keep: Any) -> None:
     del tensor
     place.rest()
     _, other = use(ring, torch.ones(2, 2))
-    assert all(float(each.sum()) == 0.0 for each in tensors_in([kept]))
+    assert all(float(each.sum()) == 0.0 for each in Found([kept]).tensors)
     assert float(other.sum()) == 4.0
 
 
@@ -161,7 +161,7 @@ def test_a_packed_batch_is_aligned_as_tensors_of_their_own() -> None:
 
 def test_one_small_tensor_kept_does_not_keep_all_the_others_twice() -> None:
     mover = Mover(Streams(), CPU, 1)
-    mover._packing.settle("packed")
+    mover._packing.choose("packed")
     kept = []
     batch = {str(index): torch.full((4,), float(index)) for index in range(20)}
     for _ in range(6):
