@@ -94,6 +94,7 @@ class _Queued:
     """Behaves as torch's iterator over workers and a pin-memory thread that are always ahead."""
 
     _dataset_kind = 0
+    _persistent_workers = False
     _tasks_outstanding = 0
 
     def __init__(self, length: int) -> None:

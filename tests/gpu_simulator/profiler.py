@@ -78,7 +78,7 @@ class Tracer:
 
     def activity(self, activity: Activity) -> None:
         """The device has begun something; what was launched before CUPTI was there has no number, and is not seen."""
-        name, stream, start_s, end_s, kind, correlation, thread = activity
+        name, stream, start_s, end_s, kind, correlation, thread, _ = activity
         if correlation and not self._blind:
             self.records.append(_Record(name, _CATEGORY[kind], start_s, end_s, stream, thread, correlation))
 
