@@ -8,6 +8,7 @@ was queued until then. The host asks the device nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -61,6 +62,10 @@ class Destination:
             self._keep(empty.set_(self._storage, 0, wanted.shape, wanted.stride()))
         self._layout = _layout(source)
         return True
+
+    def another(self) -> Destination:
+        """New memory of the same shape."""
+        return Destination(self._base, self._base.device)
 
     def tensor(self) -> torch.Tensor:
         """The memory as a tensor of its own: with another version counter than all that were here before."""
@@ -131,6 +136,10 @@ class DestinationSet:
         """Its batch was used. What nobody holds any more may be written to after what is queued now."""
         self.in_use = False
         self._begun = True
+        for number, each in enumerate(self._tensors):
+            if each.is_held:  # it is somebody's now; allocated here, new memory is free when the next step begins
+                with suppress(torch.OutOfMemoryError):
+                    self._tensors[number] = each.another()
         self._streams.record(self._free)
         self._idle = [not each.is_held for each in self._tensors]
         self._slab_idle = self._slab is not None and not self._slab.is_held

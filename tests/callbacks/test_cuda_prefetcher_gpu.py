@@ -159,6 +159,17 @@ class TestTheCopy:
         assert model.addresses.count(model.addresses[3]) == 2  # batches 1 and 3, and none after that
         assert len({each.address for each in copies(gpu)}) == 3
 
+    def test_is_hidden_where_all_batches_are_kept_and_each_comes_during_the_step(self, gpu: SimulatedGpu) -> None:
+        class Keeps(Model):
+            def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+                self.kept = [*getattr(self, "kept", []), batch]
+
+        model = Keeps(gpu, Step(Work(0.02), Work(0.03)), dataset=Slow(0.02), num_workers=1, prefetch_factor=1)
+        fit(gpu, model, CudaPrefetcher())
+        made = copies(gpu)
+        began_late = [n for n in range(2, STEPS) if made[n].start_s >= kernels(gpu, n - 1)[-1].end_s]
+        assert len(began_late) < STEPS / 2  # all of them, when a copy waits for the step before it
+
     def test_is_hidden_even_where_the_batch_comes_during_the_step(self, gpu: SimulatedGpu) -> None:
         """The step's work is issued, the next batch comes, then a hook of the module waits for the GPU."""
 
