@@ -13,11 +13,11 @@ import torch
 from lightning_gpuopt import _lightning_loops as loops
 from lightning_gpuopt._lightning import LightningModule, PassThroughProfiler, Trainer, profiler, say_once, shadow
 from lightning_gpuopt._torch_loader import may_pin
-from lightning_gpuopt.callbacks._loader_watch import Seam
 from lightning_gpuopt.prefetch.fetcher import NOTHING_YET, LookAheadFetcher, Ready
+from lightning_gpuopt.prefetch.leaves import is_on
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.prefetch.stream import CopyTimes, streams_of
-from lightning_gpuopt.prefetch.transfer import Mover, UsersError, is_on
+from lightning_gpuopt.prefetch.transfer import Mover, UsersError
 from lightning_gpuopt.timeline.actions import COPY_AHEAD, WAIT_FOR_COPY
 from lightning_gpuopt.timeline.phases import itself
 
@@ -84,7 +84,8 @@ class PrefetchedRun:
         self._place(strategy.precision_plugin, "convert_input", InFront(self._convert, self._convert_input))
         self._place(strategy, "batch_to_device", InFront(self._to_device, self._batch_to_device))
         if self._on_cuda:
-            self._place(strategy, "process_dataloader", Seam(strategy.process_dataloader, self._pin))
+            self._process = strategy.process_dataloader
+            self._place(strategy, "process_dataloader", InFront(self._process, self._process_dataloader))
 
     def _place(self, owner: Any, name: str, replacement: Any) -> None:
         self._undo.callback(shadow(owner, name, replacement))
@@ -255,6 +256,11 @@ class PrefetchedRun:
         self.pageable_bytes += ready.staged.pageable_bytes
         del ready, expected  # the hook may give back other tensors: these are free then
         return loops.after_transfer(self._pl_module, moved, dataloader_idx)
+
+    def _process_dataloader(self, dataloader: Any) -> Any:
+        processed = self._process(dataloader)
+        self._pin(processed)
+        return processed
 
     def _pin(self, loader: Any) -> None:
         """Have a loader's own thread bring batches to page-locked memory."""

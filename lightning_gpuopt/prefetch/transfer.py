@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import operator
 import time
-from abc import ABC
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from lightning_gpuopt.prefetch.leaves import MOVABLE, Found, is_dense, is_plain, tensors_of_flat
 from lightning_gpuopt.prefetch.packing import HostSlabs, Layout
 from lightning_gpuopt.prefetch.ring import DestinationSet, Ring
 from lightning_gpuopt.prefetch.stream import CopyEvents, CopyTimes, Streams
@@ -27,25 +25,7 @@ _SMALL_BYTES: Final = 64 << 10
 _TRIALS: Final = 4
 """Batches on which each of two ways is timed; the first is a warm-up."""
 
-_DEPTH: Final = 4
-"""Levels of objects within objects in which tensors are looked for."""
-
-
-class Movable(ABC):  # noqa: B024
-    """What Lightning moves to the device: anything with a method ``to``."""
-
-    @classmethod
-    def __subclasshook__(cls, subclass: type) -> Any:
-        return callable(getattr(subclass, "to", None)) if cls is Movable else NotImplemented
-
-
-_MOVABLE: Final = (torch.Tensor, Movable)
-"""Tensors first: they are found without asking the class."""
-
-_DTYPES: Final = frozenset(
-    value for value in vars(torch).values() if isinstance(value, torch.dtype) and not value.is_complex
-) - {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-"""Of tensors that have nothing beside their memory, shape and strides."""
+_nbytes: Final = operator.attrgetter("nbytes")
 
 
 class Faster:
@@ -307,8 +287,8 @@ class Mover:
     # ---- Lightning's way: leaf by leaf ----
 
     def _stage_leaves(self, batch: Any, staged: Staged) -> None:
-        flat = _tensors_of_flat(batch)
-        if flat is not None and (self._on_cuda or all(map(_is_dense, flat))):
+        flat = tensors_of_flat(batch)
+        if flat is not None and (self._on_cuda or all(map(is_dense, flat))):
             staged.sources = flat
             staged.at = self._ring.acquire()
             tensors = self._destinations(flat, staged, staged.at)
@@ -322,20 +302,20 @@ class Mover:
         sources, plain = staged.sources, []
 
         def see(leaf: Any) -> Any:
-            if _is_plain(leaf) and (self._on_cuda or _is_dense(leaf)):
+            if is_plain(leaf) and (self._on_cuda or is_dense(leaf)):
                 sources.append(leaf)
                 plain.append(True)
             else:
                 plain.append(False)
             return leaf
 
-        apply_to_collection(batch, _MOVABLE, see)
+        apply_to_collection(batch, MOVABLE, see)
         tensors: Iterator[torch.Tensor] = iter(())
         if sources:
             staged.at = self._ring.acquire()
             tensors = iter(self._destinations(sources, staged, staged.at))
         if len(sources) == len(plain):
-            staged.moved = apply_to_collection(batch, _MOVABLE, lambda leaf: next(tensors))
+            staged.moved = apply_to_collection(batch, MOVABLE, lambda leaf: next(tensors))
         else:
             left, others = iter(plain), []
 
@@ -348,7 +328,7 @@ class Mover:
             with self.streams.on_side():
                 self.streams.record(staged.events.begins)
                 staged.has_begun = True
-                staged.moved = apply_to_collection(batch, _MOVABLE, place)
+                staged.moved = apply_to_collection(batch, MOVABLE, place)
             self._opaque, self._has_moved_others = False, True
             self._protect(others, staged)
 
@@ -423,94 +403,3 @@ class Mover:
                     target.copy_(source)
 
         staged.pinning = self._thread.submit(copy)
-
-
-class Found:
-    """The tensors of a batch: in its collections, and in the attributes of objects in it.
-
-    Args:
-        value: the batch.
-
-    Attributes:
-        tensors: those with memory of their own.
-        is_all: whether there can be no others: nothing was met that could hide some.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.is_all = True
-        self._look(value, _DEPTH)
-
-    def _look(self, value: Any, depth: int) -> None:
-        if isinstance(value, torch.Tensor):
-            if value.layout is torch.strided and not value.is_nested:
-                self.tensors.append(value)
-            else:
-                self.is_all = False
-        elif value is None or isinstance(value, (str, bytes, int, float, complex, type, np.ndarray, torch.dtype)):
-            pass
-        elif isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
-            for each in value.values() if isinstance(value, Mapping) else value:
-                self._look(each, depth)
-        elif depth:
-            self._look_into(value, depth - 1)
-        else:
-            self.is_all = False
-
-    def _look_into(self, value: Any, depth: int) -> None:
-        before = len(self.tensors)
-        slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if hasattr(value, name)]
-        for each in [*(getattr(value, name) for name in slots), *getattr(value, "__dict__", {}).values()]:
-            self._look(each, depth)
-        if len(self.tensors) == before and callable(getattr(value, "to", None)):
-            self.is_all = False  # it moves something that it does not show
-
-
-def is_on(batch: Any, device: torch.device) -> bool:
-    """Whether a batch has tensors, and all of them are on the device already."""
-    tensors = Found(batch).tensors
-    return bool(tensors) and all(each.device == device for each in tensors)
-
-
-def _tensors_of_flat(batch: Any) -> list[torch.Tensor] | None:
-    """The tensors of a dict, list or tuple that holds nothing but plain ones, which needs no walk; None for another."""
-    if type(batch) is dict:
-        tensors = list(batch.values())
-    elif type(batch) in (list, tuple):
-        tensors = list(batch)
-    else:
-        return None
-    if set(map(type, tensors)) != {torch.Tensor}:
-        return None
-    plain = (
-        all(map(_is_cpu, tensors))
-        and _DTYPES.issuperset(map(_dtype, tensors))
-        and set(map(_layout, tensors)) == {torch.strided}
-        and not any(map(_requires_grad, tensors))
-        and not any(map(torch.Tensor.is_neg, tensors))
-    )
-    return tensors if plain else None
-
-
-def _is_plain(leaf: Any) -> bool:
-    """Whether a leaf is an ordinary tensor of the host's, which may go into memory of ours."""
-    return (
-        type(leaf) is torch.Tensor
-        and leaf.is_cpu
-        and leaf.dtype in _DTYPES
-        and leaf.layout is torch.strided
-        and not leaf.requires_grad
-        and not leaf.is_neg()
-    )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a copy has the same strides. One to a GPU has others where not; on a CPU Lightning copies nothing."""
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-_nbytes: Final = operator.attrgetter("nbytes")
-_is_cpu: Final = operator.attrgetter("is_cpu")
-_dtype: Final = operator.attrgetter("dtype")
-_layout: Final = operator.attrgetter("layout")
-_requires_grad: Final = operator.attrgetter("requires_grad")

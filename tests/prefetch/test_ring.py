@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_gpuopt.prefetch.leaves import Found
 from lightning_gpuopt.prefetch.packing import ALIGNMENT, Layout
 from lightning_gpuopt.prefetch.ring import Ring
 from lightning_gpuopt.prefetch.stream import NoEvent, Streams
-from lightning_gpuopt.prefetch.transfer import Faster, Found, Mover
+from lightning_gpuopt.prefetch.transfer import Faster, Mover
 
 CPU = torch.device("cpu")
 
