@@ -49,7 +49,7 @@ import storage_peers as peers
 from storage_peers import BATCH, CROP, WORKERS, Peer
 
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
-from lightning_gpuopt.storage.build import build_lmdb
+from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.writer import LMDBWriter
 
@@ -332,7 +332,7 @@ def jpeg(work: Path, scale: float, count: int) -> dict[str, Any]:
 
 
 def _our_crop(data: bytes) -> torch.Tensor:
-    from lightning_gpuopt.storage.images import random_resized_crop
+    from lightning_gpuopt.images.decode import random_resized_crop
 
     return random_resized_crop(data, CROP, np.random.default_rng(random.getrandbits(64)))
 
@@ -385,7 +385,7 @@ def build(work: Path, scale: float, count: int) -> dict[str, Any]:
 BUILDER = """
 import sys
 import numpy as np
-from lightning_gpuopt.storage.build import build_lmdb
+from lightning_gpuopt.storage.build.build import build_lmdb
 class Generated:
     def __init__(self, n): self.n = n
     def __len__(self): return self.n

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
     from lightning_gpuopt.diagnosis.report import Finding, StallReport
     from lightning_gpuopt.diagnosis.stalls import StallError
-    from lightning_gpuopt.storage.build import build_lmdb
+    from lightning_gpuopt.storage.build.build import build_lmdb
     from lightning_gpuopt.storage.format import LMDBInfo
     from lightning_gpuopt.storage.reader import LMDBDataset
     from lightning_gpuopt.storage.writer import LMDBWriter
@@ -58,7 +58,7 @@ _HOMES = {
     "StallError": "lightning_gpuopt.diagnosis.stalls",
     "StallReport": "lightning_gpuopt.diagnosis.report",
     "Trial": "lightning_gpuopt.tuning.workers",
-    "build_lmdb": "lightning_gpuopt.storage.build",
+    "build_lmdb": "lightning_gpuopt.storage.build.build",
     "find_num_workers": "lightning_gpuopt.tuning.find",
 }
 

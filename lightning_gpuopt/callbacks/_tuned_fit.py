@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_gpuopt._lightning import Trainer, say_once, shadow, silence_worker_hint, train_loaders
 from lightning_gpuopt.callbacks._loader_watch import Seam
 from lightning_gpuopt.callbacks._tuned_loader import Choice, Options, Place, TunedLoader
+from lightning_gpuopt.loading.loader import ElasticLoader
 from lightning_gpuopt.storage.gather import Gather
-from lightning_gpuopt.storage.loader import ElasticLoader
 from lightning_gpuopt.timeline.phases import itself
 from lightning_gpuopt.tuning.find import check
 

@@ -106,7 +106,7 @@ def _as_switches(text: str) -> str:
 
 def _build(options: Namespace) -> int:
     part = _part(options.part)
-    from lightning_gpuopt.storage.build import build_lmdb
+    from lightning_gpuopt.storage.build.build import build_lmdb
 
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -148,7 +148,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *args: Any, *
 
 
 def _verify(options: Namespace) -> int:
-    from lightning_gpuopt.storage.build_progress import BuildProgress
+    from lightning_gpuopt.storage.build.progress import BuildProgress
     from lightning_gpuopt.storage.format import Manifest
     from lightning_gpuopt.storage.verify import verify
 

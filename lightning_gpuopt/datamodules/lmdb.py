@@ -15,12 +15,12 @@ from typing_extensions import override
 from lightning_gpuopt import _lightning
 from lightning_gpuopt._arguments import choice, flag, real_number, refuse, whole_number
 from lightning_gpuopt._lightning import LightningDataModule, MisconfigurationException, Trainer, rank_zero_warn
+from lightning_gpuopt.images.normalize import Normalize
+from lightning_gpuopt.loading.loader import ElasticLoader, make_loader, unwrap
+from lightning_gpuopt.loading.order import Order
+from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.storage.gather import plan
-from lightning_gpuopt.storage.loader import ElasticLoader, make_loader, unwrap
-from lightning_gpuopt.storage.normalize import Normalize
-from lightning_gpuopt.storage.order import Order
 from lightning_gpuopt.storage.reader import LMDBDataset
-from lightning_gpuopt.storage.sampler import ElasticSampler
 from lightning_gpuopt.telemetry.host import usable_cpus
 
 Source: TypeAlias = str | os.PathLike[str] | Dataset[Any]

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_gpuopt.loading.order import Indices
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.format import TABLE_HEAD_BYTES, Manifest, table_bytes
-from lightning_gpuopt.storage.order import Indices
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.region import Region
 

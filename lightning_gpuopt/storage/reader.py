@@ -14,10 +14,10 @@ from typing import Any, Final, Literal, NoReturn
 from torch.utils.data import Dataset
 
 from lightning_gpuopt._arguments import choice, flag, refuse
+from lightning_gpuopt.images.decode import decode_pil, decode_tensor
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest
-from lightning_gpuopt.storage.images import decode_pil, decode_tensor
 from lightning_gpuopt.storage.shard import ShardMap, open_shard
 
 _DECODERS: Final[dict[str, codec.ImageDecoder | None]] = {"pil": decode_pil, "tensor": decode_tensor, "raw": None}

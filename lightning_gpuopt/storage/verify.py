@@ -14,10 +14,10 @@ from typing import Final
 import xxhash
 
 from lightning_gpuopt._arguments import whole_number
+from lightning_gpuopt.images.decode import decode_pil
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.format import SKIPPED, Manifest, Shard
-from lightning_gpuopt.storage.images import decode_pil
 from lightning_gpuopt.storage.shard import digest_of, open_shard
 
 MAX_LISTED: Final = 100

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from lightning_gpuopt._arguments import flag, refuse, whole_number
 from lightning_gpuopt.storage import codec
+from lightning_gpuopt.storage.build.staging import Staging
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest, Shard
 from lightning_gpuopt.storage.shard import MAP_SIZE_STEP, ShardWriter
-from lightning_gpuopt.storage.staging import Staging
 
 SHARD_BYTES: Final = 8 << 30
 _LEAST_STEP: Final = 1 << 16

@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_gpuopt._arguments import refuse
-from lightning_gpuopt.storage.order import mix, permute
+from lightning_gpuopt.loading.order import mix, permute
 
 _DRAWN_AT_ONCE = 256
 

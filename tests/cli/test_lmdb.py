@@ -14,7 +14,7 @@ import pytest
 
 from lightning_gpuopt.cli import main
 from lightning_gpuopt.cli.lmdb import _as_switches, in_words
-from lightning_gpuopt.storage.build import build_lmdb
+from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.reader import LMDBDataset
 from tests.storage.source_files import image_file, stored, write_folder
 
@@ -60,7 +60,7 @@ def test_every_switch_reaches_the_build(monkeypatch: pytest.MonkeyPatch, capsys:
         given.append((args, options))
         return build_lmdb([1], "other", progress=False, overwrite=True)
 
-    monkeypatch.setattr("lightning_gpuopt.storage.build.build_lmdb", instead)
+    monkeypatch.setattr("lightning_gpuopt.storage.build.build.build_lmdb", instead)
     switches = "--num-proc 3 --part 1/4 --resume --overwrite --strict --allow-pickle --image-size 64 --image-quality 80"
     assert run(f"build SRC DST {switches} --no-progress") == 0
     assert run("build SRC DST") == 0

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_gpuopt.storage import build, build_shard, shard, staging
-from lightning_gpuopt.storage.build import build_lmdb
+from lightning_gpuopt.storage import shard
+from lightning_gpuopt.storage.build import build, fill, staging
+from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.codec import EncodedImage
 
 NUM_SAMPLES = 2500  # in three shards of 834
@@ -54,7 +55,7 @@ def _stop_at(what: str, when: int) -> None:
         Numbers.__getitem__ = read  # type: ignore[method-assign]
         return
     owners: dict[str, list[Any]] = {
-        "write_durably": [shard, staging, build_shard],
+        "write_durably": [shard, staging, fill],
         "sync_directory": [shard, staging, build],
         "rename": [os],
         "replace": [os],

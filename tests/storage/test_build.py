@@ -15,16 +15,15 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from lightning_gpuopt.images.checks import BadImage, check_image
 from lightning_gpuopt.storage import codec
-from lightning_gpuopt.storage.build import SHARD_BYTES, build_lmdb, plan_shards
-from lightning_gpuopt.storage.build_progress import BuildProgress
+from lightning_gpuopt.storage.build.build import SHARD_BYTES, build_lmdb, plan_shards
+from lightning_gpuopt.storage.build.progress import BuildProgress
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.shard import ShardWriter
-from lightning_gpuopt.storage.sources import BadImage
-from lightning_gpuopt.storage.sources.checks import check_image
 from lightning_gpuopt.storage.sources.datasets import DatasetSource
 from tests.helpers import Clock
 from tests.storage.building import Numbers
@@ -64,7 +63,7 @@ def test_processes_parts_and_shards_change_nothing(tmp_path: Path, monkeypatch: 
         build(Numbers(), tmp_path / "parts", resume=True)
     assert kept(tmp_path / "one") == kept(tmp_path / "three") == kept(tmp_path / "parts")
     assert [shard.num_samples for shard in Manifest.load(tmp_path / "one").shards] == [832, 833, 830]
-    monkeypatch.setattr("lightning_gpuopt.storage.build._SHARE_SAMPLES", 100)
+    monkeypatch.setattr("lightning_gpuopt.storage.build.build._SHARE_SAMPLES", 100)
     with pytest.warns(UserWarning, match="samples are left out"):
         assert build(Numbers(), tmp_path / "more").num_shards == 16
     assert repr(stored(tmp_path / "more")) == repr(stored(tmp_path / "one"))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gpuopt.storage import staging
-from lightning_gpuopt.storage.build import build_lmdb
+from lightning_gpuopt.storage.build import staging
+from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.errors import StorageError
 from tests.helpers import wait_for
 from tests.storage.building import BROKEN, NUM_SAMPLES, Build, Numbers

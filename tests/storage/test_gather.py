@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, default_collate, random_split
 
+from lightning_gpuopt.loading.loader import make_loader
+from lightning_gpuopt.loading.order import Order
+from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.gather import Gather, plan
-from lightning_gpuopt.storage.loader import make_loader
-from lightning_gpuopt.storage.order import Order
 from lightning_gpuopt.storage.reader import LMDBDataset
-from lightning_gpuopt.storage.sampler import ElasticSampler
 from lightning_gpuopt.storage.writer import LMDBWriter
 
 

@@ -20,11 +20,12 @@ import torch
 from PIL import Image
 from torch.utils.data import IterableDataset, TensorDataset
 
-from lightning_gpuopt.storage.build import build_lmdb
+from lightning_gpuopt.images.checks import BadImage
+from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.reader import LMDBDataset
-from lightning_gpuopt.storage.sources import BadImage, open_source
+from lightning_gpuopt.storage.sources import open_source
 from lightning_gpuopt.storage.sources.base import Source, expand
 from tests.storage.source_files import image_file, npy, same, samples, write_folder, write_pickled, write_tar
 

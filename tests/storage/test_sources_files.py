@@ -14,11 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lightning_gpuopt.storage.build import build_lmdb
+from lightning_gpuopt.images.checks import BadImage
+from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
-from lightning_gpuopt.storage.sources import BadImage, open_source
 from lightning_gpuopt.storage.sources import hdf5 as hdf5_module
+from lightning_gpuopt.storage.sources import open_source
 from tests.storage.source_files import image_file, npy, same, samples, write_pickled
 
 # --- arrays ------------------------------------------------------------------------------------------------------

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt.storage import codec
-from lightning_gpuopt.storage import staging as staging_module
+from lightning_gpuopt.storage.build import staging as staging_module
+from lightning_gpuopt.storage.build.staging import Staging
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import Manifest, Shard, replaced_directory, staging_directory
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.shard import ShardWriter
-from lightning_gpuopt.storage.staging import Staging
 from tests.storage.parts import run_python, run_until
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import MANIFEST, foreign_lmdb
-from lightning_gpuopt.storage.sources.base import BadImage, Source, expand
+from lightning_gpuopt.storage.sources.base import Source, expand
 
-__all__ = ["BadImage", "Source", "open_source"]
+__all__ = ["Source", "open_source"]
 
 
 def open_source(source: Any, *, allow_pickle: bool = False) -> Source:

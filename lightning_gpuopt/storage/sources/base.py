@@ -17,10 +17,6 @@ T = TypeVar("T")
 PART_BYTES: Final = 8 << 20  # how much of a source is held in memory at a time, about
 
 
-class BadImage(Exception):
-    """An image of a source cannot be decoded; the text is the reason."""
-
-
 class Source(ABC):
     """Samples in a fixed order, read by index: in one process, or in several at a time after a fork or a pickle.
 

@@ -7,8 +7,9 @@ import warnings
 from array import array
 from typing import Any, Final
 
+from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.storage.codec import EncodedImage
-from lightning_gpuopt.storage.sources.base import BadImage, Source, Strings
+from lightning_gpuopt.storage.sources.base import Source, Strings
 
 EXTENSIONS: Final = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _SIZES: Final = 512  # files looked at to know about how large they all are

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from lightning_gpuopt.images.checks import BadImage, looks_like_image
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
-from lightning_gpuopt.storage.sources.base import PART_BYTES, BadImage, PerProcess, Source, digest, missing_extra
-from lightning_gpuopt.storage.sources.checks import looks_like_image
+from lightning_gpuopt.storage.sources.base import PART_BYTES, PerProcess, Source, digest, missing_extra
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -15,7 +15,7 @@ import lmdb
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.format import LMDB_MAGIC
 from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest
-from lightning_gpuopt.storage.sources.checks import find_images
+from lightning_gpuopt.storage.sources.prepare import find_images
 
 # mdb.c of LMDB 0.9, MDB_meta: after a page header of 16 bytes magic, version, address and size of the map, then twice
 # what is known of a table (48 bytes, the first begins with the page size), last page, last transaction.

@@ -14,14 +14,14 @@ from typing import Any, Final
 
 from lightning_gpuopt._arguments import refuse, whole_number
 from lightning_gpuopt._version import __version__
-from lightning_gpuopt.storage.build_pool import build_shards
-from lightning_gpuopt.storage.build_progress import BuildProgress
-from lightning_gpuopt.storage.build_shard import Job, Skipped, skip_file, skipped_samples
+from lightning_gpuopt.storage.build.pool import build_shards
+from lightning_gpuopt.storage.build.progress import BuildProgress
+from lightning_gpuopt.storage.build.fill import Job, Skipped, skip_file, skipped_samples
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import SKIPPED, LMDBInfo, Manifest, Shard
 from lightning_gpuopt.storage.shard import sync_directory
 from lightning_gpuopt.storage.sources import Source, open_source
-from lightning_gpuopt.storage.staging import Staging
+from lightning_gpuopt.storage.build.staging import Staging
 
 SHARD_BYTES: Final = 256 << 20
 _MOST_SHARDS: Final = 256

@@ -8,8 +8,8 @@ import torch
 from PIL import Image, ImageOps
 from skimage import data as pictures
 
-from lightning_gpuopt.storage import images
-from lightning_gpuopt.storage.images import (
+from lightning_gpuopt.images import decode as images
+from lightning_gpuopt.images.decode import (
     decode_pil,
     decode_tensor,
     jpeg_orientation,

@@ -7,12 +7,12 @@ import torch
 from PIL import Image
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from lightning_gpuopt.images.decode import random_resized_crop, resize_and_center_crop
+from lightning_gpuopt.loading.loader import Cropped, collate_images, make_loader
+from lightning_gpuopt.loading.order import Order, mix
+from lightning_gpuopt.loading.sampler import BatchIndices, ElasticSampler
 from lightning_gpuopt.storage.codec import EncodedImage
-from lightning_gpuopt.storage.images import random_resized_crop, resize_and_center_crop
-from lightning_gpuopt.storage.loader import Cropped, collate_images, make_loader
-from lightning_gpuopt.storage.order import Order, mix
 from lightning_gpuopt.storage.reader import LMDBDataset
-from lightning_gpuopt.storage.sampler import BatchIndices, ElasticSampler
 from lightning_gpuopt.storage.writer import LMDBWriter
 
 

@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
+from lightning_gpuopt.images.decode import random_resized_crop, resize_and_center_crop
+from lightning_gpuopt.loading.order import mix
+from lightning_gpuopt.loading.sampler import BatchIndices, ElasticBatchSampler, ElasticSampler
 from lightning_gpuopt.storage.gather import Gather, plan
-from lightning_gpuopt.storage.images import random_resized_crop, resize_and_center_crop
-from lightning_gpuopt.storage.order import mix
 from lightning_gpuopt.storage.reader import LMDBDataset
-from lightning_gpuopt.storage.sampler import BatchIndices, ElasticBatchSampler, ElasticSampler
 
 GATHER_BYTES = 8 << 20
 """Up to this size a batch is copied in the training process (about a millisecond): less than what it costs to take

@@ -13,8 +13,9 @@ from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import shard_name
 from lightning_gpuopt.storage.shard import ShardWriter, write_durably
-from lightning_gpuopt.storage.sources import BadImage, Source
-from lightning_gpuopt.storage.sources.checks import prepare
+from lightning_gpuopt.images.checks import BadImage
+from lightning_gpuopt.storage.sources import Source
+from lightning_gpuopt.storage.sources.prepare import prepare
 
 REPORT_INTERVAL_S: Final = 0.2
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from lightning_gpuopt.storage.order import Order
+from lightning_gpuopt.loading.order import Order
 
 _BLOCK_BATCHES = 64  # batches whose indices are worked out at a time
 

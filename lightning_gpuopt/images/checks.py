@@ -9,13 +9,13 @@ from typing import Any, Final
 import simplejpeg
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from lightning_gpuopt.storage import codec
-from lightning_gpuopt.storage.codec import EncodedImage
-from lightning_gpuopt.storage.sources.base import BadImage
-
 _JPEG: Final = b"\xff\xd8\xff"
 _END_OF_IMAGE: Final = b"\xff\xd9"
 _MAGIC: Final = (_JPEG, b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*")
+
+
+class BadImage(Exception):
+    """An image of a source cannot be decoded; the text is the reason."""
 
 
 def looks_like_image(data: bytes) -> bool:
@@ -47,7 +47,7 @@ def check_image(data: bytes) -> None:
         else:
             if data[-2:] == _END_OF_IMAGE and _within_limit(width, height):
                 return
-    with _PILErrors(data), Image.open(io.BytesIO(data)) as image:
+    with PILErrors(data), Image.open(io.BytesIO(data)) as image:
         if image.format == "PNG":
             image.verify()
         else:
@@ -68,7 +68,7 @@ def shrink_image(data: bytes, size: int, quality: int) -> bytes:
     Raises:
         BadImage: It cannot be decoded.
     """
-    with _PILErrors(data), Image.open(io.BytesIO(data)) as opened:
+    with PILErrors(data), Image.open(io.BytesIO(data)) as opened:
         if min(opened.size) <= size:
             opened.load()
             return data
@@ -88,51 +88,7 @@ def _shrunk(image: Image.Image, size: int, quality: int) -> bytes:
     return out.getvalue()
 
 
-def prepare(sample: Any, image_size: int | None, quality: int) -> Any:
-    """A sample with its images checked, and made smaller where they should be.
-
-    Raises:
-        BadImage: One cannot be decoded.
-    """
-    kind = type(sample)
-    if kind is EncodedImage:
-        if image_size is not None:
-            return EncodedImage(shrink_image(sample, image_size, quality))
-        check_image(sample)
-        return sample
-    if kind is tuple:
-        return tuple([prepare(value, image_size, quality) for value in sample])
-    if kind is list:
-        return [prepare(value, image_size, quality) for value in sample]
-    if kind is dict:
-        return {key: _prepare_entry(key, value, image_size, quality) for key, value in sample.items()}
-    if isinstance(sample, Image.Image):
-        with _PILErrors(b""):
-            data = codec.image_bytes(sample)
-        return prepare(EncodedImage(data), image_size, quality)
-    return sample
-
-
-def _prepare_entry(key: Any, value: Any, image_size: int | None, quality: int) -> Any:
-    try:
-        return prepare(value, image_size, quality)
-    except BadImage as error:
-        raise BadImage(f"{key}: {error}") from None
-
-
-def find_images(value: Any) -> Any:
-    """The same value, with every bytes object in it that begins as an image file does as an `EncodedImage`."""
-    kind = type(value)
-    if kind is tuple:
-        return tuple([find_images(v) for v in value])
-    if kind is list:
-        return [find_images(v) for v in value]
-    if kind is dict:
-        return {k: find_images(v) for k, v in value.items()}
-    return EncodedImage(value) if kind is bytes and looks_like_image(value) else value
-
-
-class _PILErrors:
+class PILErrors:
     """Turns PIL's many errors into `BadImage`, and keeps its warnings to itself."""
 
     def __init__(self, data: bytes) -> None:

@@ -3,8 +3,8 @@ import pickle
 import pytest
 from torch.utils.data import DistributedSampler, SequentialSampler
 
-from lightning_gpuopt.storage.order import Order
-from lightning_gpuopt.storage.sampler import BatchIndices, ElasticBatchSampler, ElasticSampler, step_size
+from lightning_gpuopt.loading.order import Order
+from lightning_gpuopt.loading.sampler import BatchIndices, ElasticBatchSampler, ElasticSampler, step_size
 
 SHAPES = [(n, world, batch) for n in (1, 2, 7, 8, 9, 16, 31, 33, 47) for world in (1, 2, 3, 4) for batch in (1, 2, 5)]
 

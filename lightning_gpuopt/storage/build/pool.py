@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Final
 
-from lightning_gpuopt.storage.build_shard import Job, Report, build_shard, fill_shard, finish_shard
+from lightning_gpuopt.storage.build.fill import Job, Report, build_shard, fill_shard, finish_shard
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import shard_name
 

@@ -3,7 +3,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from lightning_gpuopt.storage.order import Order, permute
+from lightning_gpuopt.loading.order import Order, permute
 
 LARGE = (1 << 16) + 1  # beyond what is shuffled by a table
 
