@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_gpuopt.callbacks.gpu_util_monitor import GpuUtilMonitor
     from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
     from lightning_gpuopt.callbacks.stall_detector import StallDetector
+    from lightning_gpuopt.datamodules.image_folder import ImageFolderDataModule
     from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
     from lightning_gpuopt.diagnosis.report import Finding, StallReport
     from lightning_gpuopt.diagnosis.stalls import StallError
@@ -29,6 +30,7 @@ __all__ = [
     "CudaPrefetcher",
     "Finding",
     "GpuUtilMonitor",
+    "ImageFolderDataModule",
     "LMDBDataModule",
     "LMDBDataset",
     "LMDBInfo",
@@ -48,6 +50,7 @@ _HOMES = {
     "CudaPrefetcher": "lightning_gpuopt.callbacks.cuda_prefetcher",
     "Finding": "lightning_gpuopt.diagnosis.report",
     "GpuUtilMonitor": "lightning_gpuopt.callbacks.gpu_util_monitor",
+    "ImageFolderDataModule": "lightning_gpuopt.datamodules.image_folder",
     "LMDBDataModule": "lightning_gpuopt.datamodules.lmdb",
     "LMDBDataset": "lightning_gpuopt.storage.reader",
     "LMDBInfo": "lightning_gpuopt.storage.format",

@@ -57,6 +57,7 @@ __all__ = [
     "set_train_batches",
     "shadow",
     "signal_broadcast",
+    "silence_both_hooks",
     "silence_worker_hint",
     "train_iterators",
     "train_loaders",
@@ -230,7 +231,20 @@ def silence_worker_hint(loaders: str = r"\w+_dataloader") -> Callable[[], None]:
     Returns:
         The undo.
     """
-    warnings.filterwarnings("ignore", message=rf"The '{loaders}' does not have many workers")
+    return _ignore(rf"The '{loaders}' does not have many workers")
+
+
+def silence_both_hooks(hook: str) -> Callable[[], None]:
+    """Do not let Lightning say that a DataModule's hook displaces the LightningModule's, where ours calls that one.
+
+    Returns:
+        The undo.
+    """
+    return _ignore(f"You have overridden `{hook}` in both")
+
+
+def _ignore(message: str) -> Callable[[], None]:
+    warnings.filterwarnings("ignore", message=message)
     ours = warnings.filters[0]
 
     def undo() -> None:

@@ -209,6 +209,45 @@ class LoaderFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageSamples:
+    """The image files behind the training loader. What was not measured is None.
+
+    Attributes:
+        own: whether a dataset of this package reads them: an image folder's or an LMDB's.
+        in_lmdb: whether they are stored in an LMDB of this package.
+        fast: whether the fast decoder reads them already.
+        crop_size: side in pixels of the square RGB images in a batch; None where a batch holds none.
+        batch_size: images in a batch.
+        small_size: shorter side in pixels of the images behind ``small_decode_s``.
+        read_s: seconds to read a file, from the page cache or from storage.
+        pil_decode_s: seconds in which PIL decodes an image.
+        pil_crop_s: seconds in which PIL crops and resizes it.
+        pil_float_s: seconds in which that becomes a float32 tensor.
+        fast_decode_s: seconds in which the fast decoder decodes, crops and resizes it; the tensor is uint8.
+        small_decode_s: the same, from the image as it is once made smaller.
+        file_bytes: mean bytes of a file.
+        width: median pixels.
+        height: median pixels.
+    """
+
+    own: bool = False
+    in_lmdb: bool = False
+    fast: bool = False
+    crop_size: int | None = None
+    batch_size: int | None = None
+    small_size: int | None = None
+    read_s: float | None = None
+    pil_decode_s: float | None = None
+    pil_crop_s: float | None = None
+    pil_float_s: float | None = None
+    fast_decode_s: float | None = None
+    small_decode_s: float | None = None
+    file_bytes: float | None = None
+    width: int | None = None
+    height: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class HostActivity:
     """What the CPUs did while the workers were watched. A figure that could not be read is None.
 

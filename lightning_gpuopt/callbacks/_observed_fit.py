@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lightning_gpuopt import _lightning
 from lightning_gpuopt._lightning import LightningModule, Trainer
-from lightning_gpuopt._measured import AheadCopies, PhaseTimes, RankWork
+from lightning_gpuopt._measured import AheadCopies, ImageSamples, PhaseTimes, RankWork
 from lightning_gpuopt._ranks import RankGather
 from lightning_gpuopt.callbacks._device_watch import DeviceWatch
 from lightning_gpuopt.callbacks._fit_report import environment_of, notes_of, report_of
+from lightning_gpuopt.callbacks._image_samples import describe, images_in, measure
 from lightning_gpuopt.callbacks._loader_watch import LoaderWatch
 from lightning_gpuopt.callbacks._placement import Placement, forward_is_a_ranks_own
 from lightning_gpuopt.callbacks._steady_part import SteadyPart, work_of
@@ -23,9 +25,12 @@ from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding, Proof
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.diagnosis.stalls import count_stalls, diagnose
+from lightning_gpuopt.diagnosis.storage_step import STORAGE_CAUSES
 from lightning_gpuopt.timeline.hang import HangWatch, write_state
 from lightning_gpuopt.timeline.steps import StepClock
 from lightning_gpuopt.timeline.windows import Windows
+
+log = logging.getLogger(__name__)
 
 _GPU_EVENTS: Final = (
     "batch_arrives",
@@ -95,6 +100,9 @@ class ObservedFit:
         self._device: DeviceWatch | None = None
         self._looks: StepLooks | None = None
         self._own_forward = False
+        self._batch_seen = False
+        self._images_in_batch: tuple[int, int] | None = None
+        self._images: ImageSamples | None = None
 
     def start(self) -> None:
         """Place the profiler and the few shadows, and begin to measure; called in ``on_train_start``."""
@@ -123,12 +131,46 @@ class ObservedFit:
 
     def _new_part(self) -> SteadyPart:
         """The steady part begins, or begins anew."""
-        return SteadyPart(self.loader, self._device, self._looks, self.timeline.steps, self._copies_ahead)
+        return SteadyPart(
+            self.loader, self._device, self._looks, self.timeline.steps, self._copies_ahead, lambda: self._images
+        )
 
     def _copies_ahead(self) -> AheadCopies | None:
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         prefetchers = [each for each in callbacks if isinstance(each, CudaPrefetcher)]
         return prefetchers[0].copies_ahead() if prefetchers else None
+
+    def see_batch(self, batch: Any) -> None:
+        """Look at the first batch: which images are in it, and whether the dataset reads them from files."""
+        if self._batch_seen:
+            return
+        self._batch_seen = True
+        self._look_at_images(describe, batch)
+
+    def measure_images(self) -> None:
+        """Measure what the training loader's images cost, where that decides the advice; at most about half a second.
+
+        Called when training has ended.
+        """
+        measured = self._measured()
+        if measured is None:
+            return
+        findings = diagnose(measured, self._options.threshold)
+        if any(finding.cause in STORAGE_CAUSES for finding in findings):
+            self._look_at_images(measure)
+
+    def _look_at_images(
+        self, look: Callable[[Any, tuple[int, int] | None], ImageSamples | None], batch: Any = None
+    ) -> None:
+        loaders = _lightning.train_loaders(self._trainer)
+        if len(loaders) != 1:  # of several, which one is late differs from window to window
+            return
+        try:
+            if batch is not None:
+                self._images_in_batch = images_in(batch)
+            self._images = look(getattr(loaders[0], "dataset", None), self._images_in_batch)
+        except Exception:  # whatever a dataset or batch of somebody's own does not like about it
+            log.debug("the images of a dataset could not be looked at", exc_info=True)
 
     def _watch_gpu(self) -> None:
         several = self._trainer.world_size > 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from lightning_gpuopt._measured import (
     AheadCopies,
     GpuTimes,
+    ImageSamples,
     LoaderFacts,
     PhaseTimes,
     QueueTimes,
@@ -40,6 +41,7 @@ class SteadyPart:
         looks: the close looks at its steps.
         steps: steps that the host has done: the GPU may have some of them before it, which are no part of this.
         ahead: reads the copies that were made ahead; gives None where there are none.
+        images: gives what is known of the images behind the loader.
 
     Attributes:
         findings: of the time so far; what comes after a change of the loader proves them.
@@ -52,6 +54,7 @@ class SteadyPart:
         looks: StepLooks | None,
         steps: int,
         ahead: Callable[[], AheadCopies | None],
+        images: Callable[[], ImageSamples | None],
     ) -> None:
         self.findings: list[Finding] = []
         self._gpu_is_here = device is None
@@ -59,6 +62,7 @@ class SteadyPart:
         self._device = device
         self._looks = looks
         self._ahead = ahead
+        self._images = images
         self._start = Reading()
         self._start = self._last = self._read()
         loader.reset_host()
@@ -115,6 +119,7 @@ class SteadyPart:
             queues=now.queues - start.queues,
             ranks=ranks,
             ahead=now.ahead - start.ahead if now.ahead is not None and start.ahead is not None else now.ahead,
+            images=self._images(),
         )
         if self._device is None or self._looks is None:
             return measured

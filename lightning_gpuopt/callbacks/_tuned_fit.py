@@ -14,7 +14,6 @@ from lightning_gpuopt._lightning import Trainer, say_once, shadow, silence_worke
 from lightning_gpuopt.callbacks._loader_watch import Seam
 from lightning_gpuopt.callbacks._tuned_loader import Choice, Options, Place, TunedLoader
 from lightning_gpuopt.loading.loader import ElasticLoader
-from lightning_gpuopt.storage.gather import Gather
 from lightning_gpuopt.timeline.phases import itself
 from lightning_gpuopt.tuning.find import check
 
@@ -173,7 +172,7 @@ class TunedFit:
             return f"a {type(loader).__name__} alone: it resumes from a state that holds for its num_workers only"
         if loader._iterator is not None:
             return "a loader alone whose persistent workers run already"
-        if loader.num_workers == 0 and isinstance(loader.dataset, Gather):
+        if loader.num_workers == 0 and getattr(loader.dataset, "gathers_batches", False):
             return "a loader alone that gathers its batches faster without workers"
         if loader.num_workers == 0 and (self._options.mode == "live" or self._options.step_time_s is None):
             return (

@@ -54,6 +54,10 @@ class StallDetector(Callback):
     that lies there from an earlier run is what the new one is compared with: where its advice was followed, the new
     report shows the predicted gain beside the measured one.
 
+    Where loading is a cause and the dataset reads image files, up to 16 of them are read and decoded when ``fit`` has
+    ended, on rank 0 and in about half a second: the advice names the step of storing or decoding that helps, and by how
+    much.
+
     Weights, batches, their order and random state are as without it. Rank 0 speaks, of its own time, and of other ranks
     that hold everybody up. Under ``strategy="ddp_spawn"`` the report is in ``report_dir``, not in this process.
 
@@ -168,6 +172,7 @@ class StallDetector(Callback):
         if run is None or not run.started:
             return
         with Guard(self, trainer):
+            run.see_batch(batch)
             if run.step_done():
                 self._close_window(trainer, run)
             elif self._trace is not None:
@@ -244,6 +249,8 @@ class StallDetector(Callback):
         try:
             with Guard(self, trainer):
                 run.stop()
+                if tell and trainer.is_global_zero:
+                    run.measure_images()
                 self._report = self._with_proofs(run.report())
                 run.log_rest(trainer)
         finally:

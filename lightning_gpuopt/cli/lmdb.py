@@ -1,17 +1,20 @@
-"""``lightning-gpuopt lmdb``: build a dataset, verify one, and say what one holds."""
+"""``lightning-gpuopt lmdb``: build a dataset, verify one, and print what one holds."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import PositiveInt, restricted_number_type
+from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
 from lightning_gpuopt.cli._parser import Parser, UsageError
 
@@ -48,17 +51,19 @@ def _add_build(parser: ArgumentParser) -> None:
         metavar="SRC",
         type=str,
         help="a folder of images with class subfolders, WebDataset tars (a file, a folder, a pattern), .h5, .hdf5, "
-        ".npy, .npz, .parquet, a dataset of this package, or (--allow-pickle) an LMDB of pickled values",
+        ".npy, .npz, .parquet, an LMDB of files or (--allow-pickle) of pickled values, a dataset of this package",
     )
     add("path", metavar="DST", type=str, help="the dataset's directory")
     add("--num-proc", type=PositiveInt, default=1, help="processes, a shard each")
     add("--part", type=str, metavar="I/N", help="do part I (from 0) of N; then once without it and with --resume")
-    add("--resume", action="store_true", help="go on with a build that was interrupted")
+    add("--resume", action="store_true", help="go on with a build that was interrupted, if it is not finished")
     add("--overwrite", action="store_true", help="replace the dataset that is there")
     add("--strict", action="store_true", help="stop at the first image that cannot be decoded")
     add("--allow-pickle", action="store_true", help="unpickle, which runs code that the source's author chose")
     add("--image-size", type=PositiveInt, help="bring the shorter side of larger images down to as many pixels")
     add("--image-quality", type=JPEGQuality, default=90, help="JPEG quality of images that are made smaller")
+    add("--check", type=Literal["header", "decode"], default="header", help="how images are checked")
+    add("--shuffle-seed", type=NonNegativeInt, help="store the samples in the random order of this seed")
     add("--no-progress", action="store_true", help="show no progress")
 
 
@@ -80,7 +85,7 @@ def run(options: Namespace) -> int:
     """Do what the action is.
 
     Returns:
-        The exit code: 0, or 1 where ``verify`` found a problem, or 130 where ``build`` was interrupted.
+        The exit code: 0, or 1 where ``verify`` or ``info`` found a problem, or 130 where ``build`` was interrupted.
 
     Raises:
         UsageError: a path is not there, or there already, or an argument does not fit.
@@ -108,7 +113,7 @@ def _build(options: Namespace) -> int:
     part = _part(options.part)
     from lightning_gpuopt.storage.build.build import build_lmdb
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _notes_printed():
         warnings.showwarning = _show_warning
         warnings.simplefilter("always", UserWarning)
         try:
@@ -124,6 +129,8 @@ def _build(options: Namespace) -> int:
                 allow_pickle=options.allow_pickle,
                 image_size=options.image_size,
                 image_quality=options.image_quality,
+                check=options.check,
+                shuffle_seed=options.shuffle_seed,
             )
         except KeyboardInterrupt:
             print("interrupted; --resume goes on", file=sys.stderr)
@@ -147,6 +154,20 @@ def _show_warning(message: Warning | str, category: type[Warning], *args: Any, *
     print(f"warning: {message}", file=sys.stderr)
 
 
+@contextmanager
+def _notes_printed() -> Iterator[None]:
+    """Print what the build logs: that there is nothing to do."""
+    logger = logging.getLogger("lightning_gpuopt.storage.build")
+    handler, level = logging.StreamHandler(sys.stdout), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def _verify(options: Namespace) -> int:
     from lightning_gpuopt.storage.build.progress import BuildProgress
     from lightning_gpuopt.storage.format import Manifest
@@ -166,10 +187,14 @@ def _verify(options: Namespace) -> int:
 
 def _info(options: Namespace) -> int:
     from lightning_gpuopt.storage.format import Manifest
+    from lightning_gpuopt.storage.verify import wrong_files
 
     manifest = Manifest.load(Path(options.path))
     print(json.dumps(_facts(manifest), indent=2) if options.json else _describe(options.path, manifest))
-    return 0
+    wrong = wrong_files(Path(options.path), manifest)
+    for text in wrong:
+        print(f"error: {text}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
@@ -205,7 +230,8 @@ def _describe(path: str, manifest: Manifest) -> str:
     if manifest.num_skipped:
         lines.append(("skipped", f"{manifest.num_skipped:,} (listed in {SKIPPED})"))
     if manifest.source:
-        how = [f"{name.replace('_', ' ')} {value}" for name, value in manifest.source.items() if value is not None]
+        told = {name: value for name, value in manifest.source.items() if value is not None and name != "plan"}
+        how = [f"{name.replace('_', ' ')} {value}" for name, value in told.items()]
         lines.append(("built from", ", ".join(how)))
     return "\n".join([path, *(f"  {name:<10}  {text}" for name, text in lines)])
 

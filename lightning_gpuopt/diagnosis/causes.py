@@ -40,8 +40,7 @@ _ALL: Final = (
         "slow_storage",
         "The loader's workers spend most of their time waiting for storage.",
         "The workers mostly wait for storage, not for the CPU. More of them read more at once: "
-        "num_workers={num_workers}. If that is not enough, move the data to a faster disk, or into fewer, larger "
-        "files: lightning-gpuopt lmdb build makes them, and LMDBDataModule reads them.",
+        "num_workers={num_workers}.",
     ),
     Cause(
         "slow_transform",
@@ -51,9 +50,8 @@ _ALL: Final = (
     Cause(
         "cpu_saturated",
         "The loader's workers use all the CPU there is: more of them would not help.",
-        "The workers use all the CPU there is: more of them would not help. Decode and transform less or cheaper, move "
-        "transforms to the GPU, or store the data ready to use: LMDBDataModule(crop_size=..., normalize=...) decodes "
-        "only what is cropped, and normalises on the device.",
+        "The workers use all the CPU there is: more of them would not help. Decode and transform less or cheaper, or "
+        "move transforms to the GPU.",
     ),
     Cause(
         "cpu_throttled",

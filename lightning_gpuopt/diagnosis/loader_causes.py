@@ -10,6 +10,7 @@ from lightning_gpuopt.diagnosis.causes import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import ceiling, loader_model, speedup_of_workers, without_data_s
 from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.diagnosis.storage_step import storage_step
 from lightning_gpuopt.diagnosis.waterfall import Waterfall
 from lightning_gpuopt.tuning.model import HEADROOM_LEFT, Interval, most_workers, prefetch_needed
 
@@ -42,11 +43,12 @@ def data_finding(measurement: Measurement) -> Finding:
     """Name the bottleneck of the loader, with its evidence, the settings to change and what they will bring."""
     cause = _cause(measurement)
     settings = _settings(cause, measurement)
+    step = storage_step(cause, measurement)
     return Finding(
         cause,
         measurement.waterfall.share(measurement.waterfall.wait("data_wait")),
-        _evidence(measurement),
-        _advice(cause, measurement, settings),
+        _evidence(measurement) | step.evidence,
+        _advice(cause, measurement, settings, step.advice),
         settings,
         _prediction(cause, measurement, settings),
     )
@@ -230,10 +232,12 @@ def _prediction(cause: str, measurement: Measurement, settings: dict[str, Any]) 
     return None
 
 
-def _advice(cause: str, measurement: Measurement, settings: dict[str, Any]) -> str:
+def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], storage: str) -> str:
     parts = [_remedy(cause, measurement, settings)]
     if settings.get("num_workers"):
         parts.append("NumWorkersFinder() finds the number while training runs, and sets it.")
+    if storage and not (cause == "slow_storage" and _memory_is_short(measurement)):
+        parts.append(storage)
     most = ceiling(measurement)
     if most is not None and measurement.waterfall.on_gpu:
         rest_ms = without_data_s(measurement) * 1e3

@@ -10,6 +10,7 @@ from lightning_gpuopt._measured import (
     DeviceState,
     GpuTimes,
     HostActivity,
+    ImageSamples,
     LoaderFacts,
     PhaseTimes,
     QueueTimes,
@@ -38,6 +39,7 @@ class Measurement:
         look_pending: whether such a look is still to come: until then nothing is said of the inside of the step.
         ranks: the work of all ranks; empty on one.
         ahead: the copies that CudaPrefetcher made ahead; None without it.
+        images: the image files behind the training loader; None where none are known.
     """
 
     times: PhaseTimes
@@ -52,6 +54,7 @@ class Measurement:
     look_pending: bool = False
     ranks: tuple[RankWork, ...] = ()
     ahead: AheadCopies | None = None
+    images: ImageSamples | None = None
 
     @cached_property
     def waterfall(self) -> Waterfall:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from lightning_gpuopt._measured import HostActivity
 from lightning_gpuopt.diagnosis.measurement import Measurement
@@ -101,6 +102,28 @@ def speedup_of_workers(measurement: Measurement, workers: int) -> Interval | Non
         return None
     best_s, expected_s, worst_s = model.step_s(workers)
     return _ordered(now_s / worst_s, now_s / expected_s, now_s / best_s)
+
+
+def speedup_of_cheaper_batches(measurement: Measurement, saved_s: float, saved_cpu_s: float) -> Interval | None:
+    """Steady steps per second with batches that cost less to make, over now: (low, mid, high).
+
+    Args:
+        measurement: of the run as it is.
+        saved_s: seconds less for a batch, in the worker or in the training process that makes it.
+        saved_cpu_s: CPU seconds in them.
+    """
+    model, waterfall = loader_model(measurement), measurement.waterfall
+    if model is None or waterfall.step_s is None:
+        return None
+    if not measurement.loader.num_workers:
+        host_s = measurement.times.phases["data_wait"]
+        # the first batch of an epoch is fetched before its steps begin, and is no part of them
+        share = min(host_s / (model.service_s * measurement.times.steps), 1.0)
+        return speedup_without(measurement, min(share * saved_s * waterfall.steps, waterfall.wait("data_wait")))
+    service_s, cpu_s = max(model.service_s - saved_s, 0.0), max(model.cpu_s - saved_cpu_s, 0.0)
+    cheaper = replace(model, service_s=service_s, cpu_s=min(cpu_s, service_s))
+    best_s, expected_s, worst_s = cheaper.step_s(measurement.loader.num_workers)
+    return _ordered(waterfall.step_s / worst_s, waterfall.step_s / expected_s, waterfall.step_s / best_s)
 
 
 def speedup_without(measurement: Measurement, seconds: float, host_s: float = 0.0) -> Interval | None:

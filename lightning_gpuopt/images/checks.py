@@ -54,6 +54,23 @@ def check_image(data: bytes) -> None:
             image.load()
 
 
+def decode_in_full(data: bytes) -> None:
+    """Decode an image file, which costs several times as much as `check_image` and finds damage within a JPEG as well.
+
+    Raises:
+        BadImage: It cannot be decoded; what PIL makes do with, readers do too.
+    """
+    if data[:3] == _JPEG:
+        try:
+            simplejpeg.decode_jpeg(data, fastdct=True, fastupsample=True, strict=True)
+        except ValueError:
+            pass  # PIL decides, as it does where images are read
+        else:
+            return
+    with PILErrors(data), Image.open(io.BytesIO(data)) as image:
+        image.load()
+
+
 def _within_limit(width: int, height: int) -> bool:
     limit = Image.MAX_IMAGE_PIXELS  # PIL refuses images of more than twice as many
     return limit is None or width * height <= 2 * limit
@@ -81,11 +98,33 @@ def shrink_image(data: bytes, size: int, quality: int) -> bytes:
 def _shrunk(image: Image.Image, size: int, quality: int) -> bytes:
     image.load()
     image = ImageOps.exif_transpose(image).convert("RGB")
-    short, long = sorted(image.size)
-    target = (size, int(size * long / short)) if image.width <= image.height else (int(size * long / short), size)
     out = io.BytesIO()
-    image.resize(target, Image.Resampling.BILINEAR).save(out, "JPEG", quality=quality)
+    image.resize(shrunk_size(image.size, size), Image.Resampling.BILINEAR).save(out, "JPEG", quality=quality)
     return out.getvalue()
+
+
+def shrunk_size(full: tuple[int, int], size: int) -> tuple[int, int]:
+    """Width and height of an image whose shorter side is brought to `size` pixels, the longer one floored."""
+    short, long = sorted(full)
+    longer = int(size * long / short)
+    return (size, longer) if full[0] <= full[1] else (longer, size)
+
+
+def bad_image(error: BaseException) -> BadImage | None:
+    """An error that a Dataset raised as a `BadImage`, if it is one of those that PIL has for images; else None."""
+    decoding = isinstance(error, OSError) and error.errno is None  # such as "image file is truncated"
+    known = (UnidentifiedImageError, Image.DecompressionBombError, FileNotFoundError)
+    if not (decoding or isinstance(error, known) or (isinstance(error, SyntaxError) and _raised_by_pil(error))):
+        return None
+    return BadImage(" ".join(str(error).split()) or type(error).__name__)
+
+
+def _raised_by_pil(error: BaseException) -> bool:
+    """PIL has SyntaxError for some broken files; a Dataset's own, from an import or eval, is another matter."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("PIL.")
 
 
 class PILErrors:

@@ -1,22 +1,20 @@
-"""DataLoaders over stored datasets: the elastic order, and batches made in one go where the records allow."""
+"""DataLoaders over any map-style dataset: the elastic order, and batches made in one go where the dataset can."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_gpuopt.images.decode import random_resized_crop, resize_and_center_crop
-from lightning_gpuopt.loading.order import mix
-from lightning_gpuopt.loading.sampler import BatchIndices, ElasticBatchSampler, ElasticSampler
-from lightning_gpuopt.storage.gather import Gather, plan
-from lightning_gpuopt.storage.reader import LMDBDataset
+from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
+from lightning_gpuopt.loading.collate import MemoryFormat, as_it_is, collate_contiguous, collate_images
+from lightning_gpuopt.loading.datasets import gathered, with_decoder
+from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
+from lightning_gpuopt.loading.samples import EpochSamples, SkippedSamples
 
-GATHER_BYTES = 8 << 20
+GATHER_BYTES: Final = 8 << 20
 """Up to this size a batch is copied in the training process (about a millisecond): less than what it costs to take
 one from a worker process."""
 
@@ -56,8 +54,10 @@ def make_loader(
     dataset: Dataset[Any],
     sampler: ElasticSampler,
     *,
-    crop_size: int | None = None,
-    train: bool = False,
+    crops: RandomCrops | CenterCrops | None = None,
+    skipped: SkippedSamples | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    memory_format: MemoryFormat = "channels_last",
     num_workers: int | None = None,
     workers_if_needed: int = 0,
     pin_memory: bool = False,
@@ -67,133 +67,49 @@ def make_loader(
     """A loader for a dataset in an elastic order.
 
     Args:
-        dataset: An `LMDBDataset`, a (nested) ``Subset`` of one, or any other map-style dataset.
+        dataset: Any map-style dataset; what it may offer is in `lightning_gpuopt.loading.datasets`.
         sampler: Which samples this rank gets; its order counts the dataset's samples.
-        crop_size: Side in pixels of square crops, for image datasets read with ``decode="tensor"``.
-        train: Random crops; else in the middle.
+        crops: What decodes and crops the images of a dataset that lets others decode them.
+        skipped: Notes the samples that cannot be read and are left out; None: they are errors.
+        collate_fn: Makes a batch of samples; None: torch's way.
+        memory_format: Of images that this package decodes; others are collated as they come.
         num_workers: Worker processes; None: none where batches are gathered faster without, else `workers_if_needed`.
         workers_if_needed: See `num_workers`.
         pin_memory: Batches in page-locked memory.
         persistent_workers: Keep the workers between epochs; None: where there are workers.
         prefetch_factor: Batches each worker makes ahead.
+
+    Raises:
+        TypeError: There are `crops`, and the dataset lets nobody else decode its images.
     """
-    stored, indices = unwrap(dataset)
-    collate_fn: Callable[[Any], Any] = collate_images
-    source: Any = dataset
-    if stored is not None and crop_size is not None:
-        source = Cropped(stored, indices, crop_size, seed=sampler.seed, train=train)
-    elif stored is not None and (layout := plan(stored)) is not None:
-        small = layout.record_bytes * sampler.batch_size <= GATHER_BYTES
-        if num_workers is None and small:
+    batch_sampler = ElasticBatchSampler(sampler, sampler.batch_size, sampler.drop_last)
+    source: Any = None
+    if crops is None and skipped is None and collate_fn is None:
+        source = gathered(dataset, pin_memory and torch.cuda.is_available())
+    if source is not None:
+        if num_workers is None and source.record_bytes * sampler.batch_size <= GATHER_BYTES:
             num_workers = 0
-        source, collate_fn = (
-            Gather(stored, indices, pin_memory and num_workers == 0 and torch.cuda.is_available()),
-            as_it_is,
-        )
+        if num_workers != 0:
+            source.pin_memory = False  # a worker's batch is page-locked by the loader's own thread
+        elif hasattr(source, "announce"):
+            batch_sampler.announce = source.announce
+        collate_fn = as_it_is
+    elif crops is not None or skipped is not None or with_decoder(dataset, None) is not None:
+        source = EpochSamples(dataset, crops, seed=sampler.seed, skipped=skipped)
+    else:
+        source = dataset  # it may have a way of its own to give a batch's samples
+    gathers = collate_fn is as_it_is
+    if collate_fn is None:
+        collate_fn = collate_images if memory_format == "channels_last" else collate_contiguous
     workers = workers_if_needed if num_workers is None else num_workers
     loader = ElasticLoader(
         source,
-        batch_sampler=ElasticBatchSampler(sampler, sampler.batch_size, sampler.drop_last),
+        batch_sampler=batch_sampler,
         collate_fn=collate_fn,
         num_workers=workers,
         pin_memory=pin_memory,
         persistent_workers=bool(workers) if persistent_workers is None else persistent_workers and bool(workers),
         prefetch_factor=prefetch_factor if workers else None,
     )
-    loader.draws_random_state = not isinstance(source, Gather)
+    loader.draws_random_state = not gathers
     return loader
-
-
-def unwrap(dataset: Any) -> tuple[LMDBDataset | None, np.ndarray[Any, Any] | None]:
-    """The stored dataset under nested subsets, and the indices that they leave of it (None: all)."""
-    indices: np.ndarray[Any, Any] | None = None
-    while type(dataset) is Subset:
-        here = _positions(dataset)
-        indices = here if indices is None else here[indices]
-        dataset = dataset.dataset
-    return (dataset, indices) if type(dataset) is LMDBDataset else (None, None)
-
-
-def _positions(subset: Subset[Any]) -> np.ndarray[Any, Any]:
-    given = np.asarray(subset.indices)
-    size = len(subset.dataset)  # type: ignore[arg-type]
-    if given.size and not np.issubdtype(given.dtype, np.integer):
-        raise TypeError(
-            f"a Subset's indices must be whole numbers; got {given.dtype} (of a mask: np.flatnonzero(mask))"
-        )
-    here = given.astype(np.int64)
-    here[here < 0] += size
-    if here.size and not 0 <= here.min() <= here.max() < size:
-        raise IndexError(
-            f"a Subset's indices must lie in a dataset of {size} samples; got {given.min()}..{given.max()}"
-        )
-    return here
-
-
-class Cropped(Dataset[Any]):
-    """Stored images as uint8 tensors ``[3, size, size]``: random-resized crops, or resized and cut from the middle.
-
-    A random crop depends on the seed, the epoch and the sample only: the same on any number of workers and ranks, and
-    after a resume.
-
-    Args:
-        dataset: Where the images come from.
-        indices: Those of its samples that count, in this order; None: all.
-        size: Side in pixels.
-        seed: Seed of the crops.
-        train: Random crops.
-    """
-
-    def __init__(
-        self, dataset: LMDBDataset, indices: np.ndarray[Any, Any] | None, size: int, *, seed: int = 0, train: bool
-    ) -> None:
-        self.dataset = dataset
-        self.indices = indices
-        self.size = size
-        self.seed = seed
-        self.train = train
-
-    def __len__(self) -> int:
-        return len(self.dataset) if self.indices is None else len(self.indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """The samples of a batch."""
-        epoch = indices.epoch if isinstance(indices, BatchIndices) else 0
-        stored = indices if self.indices is None else self.indices[np.asarray(indices)].tolist()
-        return [self._read(at, epoch) for at in self.dataset.ahead(stored)]
-
-    def _read(self, at: int, epoch: int) -> Any:
-        if not self.train:
-            return self.dataset.transformed(self.dataset.read(at, lambda data: resize_and_center_crop(data, self.size)))
-        # Two images in one sample get the same crop, as a stereo pair or a mask would want it.
-        key = mix(self.seed, epoch, at)
-        sample = self.dataset.read(
-            at, lambda data: random_resized_crop(data, self.size, np.random.Generator(np.random.Philox(key=key)))
-        )
-        return self.dataset.transformed(sample)
-
-
-def as_it_is(batch: Any) -> Any:
-    """The `collate_fn` for datasets that give whole batches."""
-    return batch
-
-
-def collate_images(samples: list[Any]) -> Any:
-    """Torch's ``default_collate``, except that images in channels-last memory stay so: a third of the time."""
-    return collate(samples, collate_fn_map=_COLLATE)
-
-
-def _stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    first = batch[0]
-    stack = default_collate_fn_map[torch.Tensor]
-    if first.dim() == 3 and first.stride(0) == 1 < first.size(0) and all(t.stride(0) == 1 for t in batch):
-        images: torch.Tensor = stack([t.permute(1, 2, 0) for t in batch], collate_fn_map=collate_fn_map)
-        return images.permute(0, 3, 1, 2)
-    stacked: torch.Tensor = stack(batch, collate_fn_map=collate_fn_map)
-    return stacked
-
-
-_COLLATE = {**default_collate_fn_map, torch.Tensor: _stack}

@@ -95,9 +95,11 @@ class Order:
         seed: Seed of all epochs.
         shuffle: Random; else as they lie.
         window: Samples among which the shuffle mixes. Neighbours are then read together: an epoch goes through
-            windows, each made of 64 runs of neighbouring samples from random places. None: over all samples.
+            windows, each made of runs of neighbouring samples from random places. None: over all samples.
         weights: Relative weight of each sample, shape ``[num_samples]``: an epoch is then `num_samples` draws with
             replacement.
+        run: Samples that a run of neighbours has at most; None: 1/64 of a window. Shorter ones mix better where
+            neighbours are alike, as the classes of a folder are.
     """
 
     def __init__(
@@ -107,11 +109,14 @@ class Order:
         shuffle: bool = True,
         window: int | None = None,
         weights: np.ndarray[Any, Any] | Sequence[float] | None = None,
+        run: int | None = None,
     ) -> None:
         self.num_samples = num_samples
         self.seed = seed
         self.shuffle = shuffle
         self.window = None if window is None or window >= num_samples else window
+        chunk = max(1, (self.window or 1) // _CHUNKS_PER_WINDOW)
+        self.run = chunk if run is None else min(chunk, max(1, run))
         self._cumulated = None if weights is None else _cumulate(weights, num_samples)
 
     @property
@@ -144,7 +149,7 @@ class Order:
         return self._at_windowed(positions, key, self.window)
 
     def _at_windowed(self, positions: Indices, key: int, window: int) -> Indices:
-        n, chunk = self.num_samples, max(1, window // _CHUNKS_PER_WINDOW)
+        n, chunk = self.num_samples, self.run
         place = np.empty_like(positions)
         groups = positions // window
         for group in np.unique(groups).tolist():

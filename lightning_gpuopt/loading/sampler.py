@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,16 +34,21 @@ def num_steps(left: int, world_size: int, batch_size: int, drop_last: bool) -> i
 
 
 class BatchIndices(list[int]):
-    """A batch's indices, with the epoch that they belong to (for randomness that depends on nothing else)."""
+    """A batch's indices, with their epoch and their places in it: randomness that depends on these is elastic too.
 
-    epoch: int
+    Args:
+        indices: Of the samples.
+        epoch: Which epoch they belong to.
+        first: Position in the epoch of the first; the others follow it.
+    """
 
-    def __init__(self, indices: Iterable[int], epoch: int) -> None:
+    def __init__(self, indices: Iterable[int], epoch: int, first: int = 0) -> None:
         super().__init__(indices)
         self.epoch = epoch
+        self.first = first
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BatchIndices, (list(self), self.epoch)
+        return BatchIndices, (list(self), self.epoch, self.first)
 
 
 class ElasticSampler(DistributedSampler[int]):
@@ -155,7 +161,7 @@ class ElasticSampler(DistributedSampler[int]):
             indices = self.order.at(epoch, positions).tolist()
             at = 0
             for start, stop in slices:
-                yield BatchIndices(indices[at : at + stop - start], epoch)
+                yield BatchIndices(indices[at : at + stop - start], epoch, start)
                 at += stop - start
 
     def __iter__(self) -> Iterator[int]:
@@ -163,21 +169,51 @@ class ElasticSampler(DistributedSampler[int]):
             yield from batch
 
     def __len__(self) -> int:
-        return sum(len(batch) for batch in self.batches())
+        """This rank's samples from where the epoch begins to its end."""
+        consumed, steps = self._begin(self.epoch)
+        n, world, rank = self.order.num_samples, self.num_replicas, self.rank
+        sure = max(0, self.num_batches() - steps - 2)  # all steps but the last two are full
+        count, consumed = sure * self.batch_size, consumed + sure * world * self.batch_size
+        while take := step_size(n - consumed, world, self.batch_size, self.drop_last):
+            count += take * (rank + 1) // world - take * rank // world if take >= world else 1
+            consumed += take
+        return count
 
 
 class ElasticBatchSampler(BatchSampler):
     """Batches of an `ElasticSampler`; of another sampler, as torch's BatchSampler makes them.
 
     Lightning puts a plain sequential sampler in for ``overfit_batches``.
+
+    Attributes:
+        announce: Called with each batch's indices, `ahead` batches before that batch is given out; None: nobody is.
+        ahead: See `announce`.
     """
 
+    announce: Callable[[Sequence[int]], None] | None = None
+    ahead = 2
+
     def __iter__(self) -> Iterator[list[int]]:
+        batches = self._batches()
+        if self.announce is None:
+            yield from batches
+            return
+        waiting: deque[list[int]] = deque()
+        for batch in batches:
+            self.announce(batch)
+            waiting.append(batch)
+            if len(waiting) > self.ahead:
+                yield waiting.popleft()
+        yield from waiting
+
+    def _batches(self) -> Iterator[list[int]]:
         if isinstance(self.sampler, ElasticSampler):
             yield from self.sampler.batches()
-        else:
-            for batch in super().__iter__():
-                yield BatchIndices(batch, 0)
+            return
+        first = 0
+        for batch in super().__iter__():
+            yield BatchIndices(batch, 0, first)
+            first += len(batch)
 
     def __len__(self) -> int:
         return self.sampler.num_batches() if isinstance(self.sampler, ElasticSampler) else super().__len__()

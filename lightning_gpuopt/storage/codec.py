@@ -11,39 +11,50 @@ import io
 import math
 import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import islice
 from operator import itemgetter
 from typing import Any, Final
 
 import msgpack
 import numpy as np
 import torch
-import xxhash
 from numpy.lib import format as npy_format
 from PIL import Image
 
 from lightning_gpuopt.storage.errors import DamagedError
-
-MAX_VALUE_BYTES: Final = 0xFFFFFFFF  # LMDB's limit for a value
-STAMP_BYTES: Final = 16
-_SHARD_BITS: Final = 40
-_STAMP_HEAD: Final = b"\xc4\x10"  # msgpack: 16 bytes follow
+from lightning_gpuopt.storage.value import buffers, bytes_at, head_fields, pack, parse, sample_number
 
 Source = bytes | mmap.mmap
-ImageDecoder = Callable[[memoryview], Any]
+ImageDecoder = Callable[..., Any]
 _Leaf = Callable[[Any, int, int], Any]
+_Mode = str | None
+"""In place of a leaf's reader, for image files: the mode that an image is read in, None for photographs."""
 _Assemble = Callable[[list[Any]], Any]
 
 _INT = struct.Struct("<q")
 _FLOAT = struct.Struct("<d")
-_BIG_LENGTH = struct.Struct(">I")
-# Array head, stamp (its head, checksum, sample id), first byte and length of the structure.
-_HEAD = struct.Struct(">BHQQBB")
 
 
 class EncodedImage(bytes):
-    """The bytes of an image file (JPEG, PNG, WebP, ...), stored as they are and decoded when read."""
+    """The bytes of an image file (JPEG, PNG, WebP, ...), stored as they are and decoded when read.
+
+    Attributes:
+        mode: None: a photograph, which is read as upright RGB whatever its mode. Else PIL's mode of an image whose
+            values count (a mask, a depth map), which is read exactly as it was written.
+    """
+
+    mode: str | None
+
+    def __new__(cls, data: bytes | bytearray | memoryview, mode: str | None = None) -> EncodedImage:
+        """Mark bytes as an image file."""
+        self = super().__new__(cls, data)
+        self.mode = mode
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EncodedImage, (bytes(self), self.mode)
 
 
 class Encoded:
@@ -62,45 +73,7 @@ class Encoded:
             shard: Number of the shard.
             index: Index of the sample within the shard.
         """
-        body = [sample_id(shard, index), _bytes_head(len(self.structure)), self.structure]
-        for buffer in self.buffers:
-            body += (_bytes_head(len(buffer)), buffer)
-        state = xxhash.xxh3_64()
-        for piece in body:
-            state.update(piece)
-        return b"".join((_array_head(2 + len(self.buffers)), _STAMP_HEAD, state.digest(), *body))
-
-
-def _array_head(length: int) -> bytes:
-    head: bytes = msgpack.Packer().pack_array_header(length)
-    return head
-
-
-def _bytes_head(length: int) -> bytes:
-    """What msgpack puts before that many bytes."""
-    if length < 1 << 8:
-        return b"\xc4" + length.to_bytes(1, "big")
-    if length < 1 << 16:
-        return b"\xc5" + length.to_bytes(2, "big")
-    if length < 1 << 32:
-        return b"\xc6" + length.to_bytes(4, "big")
-    raise TypeError(f"the sample has {length} bytes in one piece; LMDB stores at most {MAX_VALUE_BYTES} a sample")
-
-
-def head_bytes(length: int) -> int:
-    """Length of what msgpack puts before that many bytes."""
-    return len(_bytes_head(length))
-
-
-def sample_number(shard: Any, index: Any) -> Any:
-    """The number that names a sample within its dataset; of integers, or of integer tensors element by element."""
-    return (shard << _SHARD_BITS) | index
-
-
-def sample_id(shard: int, index: int) -> bytes:
-    """A sample's number as it is stored: eight bytes, big endian."""
-    number: int = sample_number(shard, index)
-    return number.to_bytes(8, "big")
+        return pack(self.structure, self.buffers, sample_number(shard, index))
 
 
 # --- writing -----------------------------------------------------------------------------------------------------
@@ -145,7 +118,7 @@ def _describe(value: Any, buffers: list[bytes], where: str) -> list[Any]:
 
 def _leaf(value: Any, where: str) -> tuple[list[Any], bytes]:
     if isinstance(value, EncodedImage):
-        return ["image"], bytes(value)
+        return _image(value.mode), bytes(value)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return ["bytes"], bytes(value)
     if isinstance(value, bool):
@@ -165,12 +138,16 @@ def _leaf(value: Any, where: str) -> tuple[list[Any], bytes]:
     if isinstance(value, torch.Tensor):
         return ["tensor", _tensor_dtype(value, where), list(value.shape)], tensor_bytes(value)
     if isinstance(value, Image.Image):
-        return ["image"], image_bytes(value)
+        return _image(None if value.mode == "RGB" else value.mode), image_bytes(value)
     raise TypeError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}; expected bytes, int, float, bool, str, "
         "None, a numpy array, a tensor, a PIL image, or a tuple, list or dict of these. "
         "Convert it first: nothing is pickled"
     )
+
+
+def _image(mode: str | None) -> list[Any]:
+    return ["image"] if mode is None else ["image", mode]
 
 
 def _numpy_descr(dtype: np.dtype[Any], where: str) -> Any:
@@ -196,23 +173,36 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def image_bytes(image: Image.Image) -> bytes:
-    """A PIL image as an image file: the file it was opened from if it is untouched, else lossless.
+    """A PIL image as an image file: the file that it was opened from, if it is untouched and the only image in there.
 
-    PNG, or TIFF for the modes that PNG does not have.
+    Else it is written without loss: as PNG, or as TIFF in the modes that PNG does not have.
     """
     source = getattr(image, "fp", None)
-    if source is not None and getattr(image, "tile", None) and image.format is not None:  # opened, not yet decoded
+    opened = source is not None and getattr(image, "tile", None) and image.format is not None  # and not yet decoded
+    if source is not None and opened and _is_whole_file(image):
         position = source.tell()
         source.seek(0)
         data: bytes = source.read()
         source.seek(position)
         return data
     out = io.BytesIO()
-    if image.mode in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA"):
-        image.save(out, "PNG", compress_level=1)
-    else:
+    if image.mode in _TIFF_MODES:
         image.save(out, "TIFF", compression="tiff_deflate")
+    else:
+        if image.mode not in _PNG_MODES:  # its bands as they are; the reader knows the mode
+            image = Image.frombytes(_CARRIERS[len(image.getbands())], image.size, image.tobytes())
+        image.save(out, "PNG", compress_level=1)
     return out.getvalue()
+
+
+_PNG_MODES: Final = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
+_TIFF_MODES: Final = ("I", "F", "I;16B", "CMYK", "LAB", "PA")
+_CARRIERS: Final = {2: "LA", 3: "RGB", 4: "RGBA"}
+
+
+def _is_whole_file(image: Image.Image) -> bool:
+    """Whether a reader of the image's file gets this image: the first of a photograph and its previews, or the only."""
+    return getattr(image, "n_frames", 1) == 1 or (image.format == "MPO" and image.tell() == 0)
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
@@ -228,33 +218,20 @@ def read(source: Source, start: int, stop: int, number: int, image: ImageDecoder
         start: Where the value begins.
         stop: Where it ends.
         number: The sample's number, which its stamp must bear.
-        image: What makes an image of an image file; None: its bytes.
+        image: What makes an image of an image file: called with the file, and with its mode too where it is to come
+            back exactly as it was written. None: the bytes of the file.
 
     Raises:
         DamagedError: The value is not what was written.
         Exception: What `image`, or a leaf that is not what its structure says, raises.
     """
-    at = start
-    try:
-        array, stamp, _, found, kind, length = _HEAD.unpack_from(source, at)
-        if array == 0xDC:  # 16 parts or more
-            array = 0x90 + (source[at + 1] << 8 | source[at + 2])
-            at += 2
-            _, stamp, _, found, kind, length = _HEAD.unpack_from(source, at)
-    except (struct.error, IndexError):
-        raise DamagedError("its value is cut off") from None
-    if stamp != 0xC410:
-        raise DamagedError("its value does not begin with a stamp")
+    num_buffers, _, found, _, at, end = head_fields(source, start)
     if found != number:
         raise DamagedError("another sample lies in its place")
-    at += _HEAD.size
-    if kind != 0xC4:
-        at -= 2
-        length, at = bytes_at(source, at)
-    leaves, assemble = _layout(source[at : at + length])
-    if array != 0x92 + len(leaves):
-        raise DamagedError(f"{array - 0x92} buffers; its structure tells of {len(leaves)}")
-    at += length
+    leaves, assemble = _layout(source[at:end])
+    if num_buffers != len(leaves):
+        raise DamagedError(f"{num_buffers} buffers; its structure tells of {len(leaves)}")
+    at = end
     values = []
     try:
         for leaf in leaves:
@@ -264,37 +241,74 @@ def read(source: Source, start: int, stop: int, number: int, image: ImageDecoder
             else:
                 length, at = bytes_at(source, at)
             end = at + length
-            if leaf is not None:
+            if leaf is None:
+                values.append(source[at:end] if image is None else image(memoryview(source)[at:end]))
+            elif not isinstance(leaf, str):
                 values.append(leaf(source, at, end))
             elif image is None:
                 values.append(source[at:end])
             else:
-                values.append(image(memoryview(source)[at:end]))
+                values.append(image(memoryview(source)[at:end], leaf))
             at = end
-    except IndexError:
+    except (IndexError, struct.error):
         raise DamagedError("its value is cut off") from None
     if at != stop:
         raise DamagedError(f"its parts end {abs(stop - at)} bytes {'before' if at < stop else 'after'} its end")
     return assemble(values)
 
 
-def bytes_at(source: Source | memoryview, at: int) -> tuple[int, int]:
-    """Length and begin of the msgpack bytes whose head is at `at`."""
-    kind = source[at]
-    if kind == 0xC4:
-        return source[at + 1], at + 2
-    if kind == 0xC5:
-        return source[at + 1] << 8 | source[at + 2], at + 3
-    if kind == 0xC6:
-        return _BIG_LENGTH.unpack_from(source, at + 1)[0], at + 5
-    raise DamagedError(f"byte {kind:#04x} where the head of a buffer should be")
+def part(source: Source, start: int, number: int, key: int | str) -> Any:
+    """One part of a sample that is a tuple, list or dict; nothing else of it is read, images least of all.
+
+    Args:
+        source: What holds the sample's value.
+        start: Where the value begins.
+        number: The sample's number.
+        key: Index of the part, or its key; images are given as the bytes of their files.
+
+    Raises:
+        DamagedError: The value is not what was written.
+        LookupError: There is no such part.
+        TypeError: The sample has no parts.
+    """
+    head = parse(source, start)
+    if head.number != number:
+        raise DamagedError("another sample lies in its place")
+    leaves, assemble, first = _part_layout(source[head.structure : head.buffers], key)
+    spans = islice(buffers(source, head), first, first + len(leaves))
+    return assemble(
+        [
+            leaf(source, at, end) if callable(leaf) else source[at:end]
+            for leaf, (at, end) in zip(leaves, spans, strict=True)
+        ]
+    )
 
 
 @lru_cache(maxsize=4096)
-def _layout(structure: bytes) -> tuple[list[_Leaf | None], _Assemble]:
-    """What reads each buffer (None: an image), and what makes the sample of their values."""
+def _part_layout(structure: bytes, key: int | str) -> tuple[list[_Leaf | _Mode], _Assemble, int]:
+    """As `_layout`, of one part; and the number of its first buffer."""
+    root = tree(structure)
+    kind, *rest = root
+    if kind not in ("tuple", "list", "dict"):
+        raise TypeError(f"the sample is no tuple, list or dict: it has no part {key!r}")
+    children = rest[-1]
     try:
-        leaves: list[_Leaf | None] = []
+        at = rest[0].index(key) if kind == "dict" else range(len(children))[key]  # type: ignore[index]
+    except (ValueError, IndexError, TypeError):
+        there = f"the keys {rest[0]}" if kind == "dict" else f"{len(children)} parts"
+        raise LookupError(f"the sample has no part {key!r}; it has {there}") from None
+    before: list[_Leaf | _Mode] = []
+    for child in children[:at]:
+        _compile(child, before)
+    leaves: list[_Leaf | _Mode] = []
+    return leaves, _compile(children[at], leaves), len(before)
+
+
+@lru_cache(maxsize=4096)
+def _layout(structure: bytes) -> tuple[list[_Leaf | _Mode], _Assemble]:
+    """What reads each buffer, and what makes the sample of their values."""
+    try:
+        leaves: list[_Leaf | _Mode] = []
         root = msgpack.unpackb(structure)
         assemble = _compile(root, leaves)
         if root[0] in ("tuple", "list") and all(child[0] not in _NESTED for child in root[1]):
@@ -306,61 +320,28 @@ def _layout(structure: bytes) -> tuple[list[_Leaf | None], _Assemble]:
     return leaves, assemble
 
 
+def exact_images(structure: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[int | str, ...]]:
+    """Where in a structure's tree images lie whose mode is kept, by indices and keys from the outside in."""
+    kind, *rest = structure
+    if kind == "image" and rest:
+        yield path
+    elif kind in ("tuple", "list", "dict"):
+        for key, child in zip(rest[0] if kind == "dict" else range(len(rest[-1])), rest[-1], strict=True):
+            yield from exact_images(child, (*path, key))
+
+
+def structure_of(value: Source | memoryview) -> Any:
+    """The structure of a stored value, as a tree."""
+    head = parse(value)
+    return tree(bytes(value[head.structure : head.buffers]))
+
+
 def tree(structure: bytes) -> Any:
     """A structure as a tree: ``[kind, ...]`` with such trees within."""
     return msgpack.unpackb(structure)
 
 
-def split(value: bytes | memoryview) -> list[bytes]:
-    """A stored value's parts: stamp, structure, buffers.
-
-    Raises:
-        DamagedError: It is not what `Encoded.value` writes.
-    """
-    try:
-        parts = msgpack.unpackb(value)
-    except Exception as err:
-        raise DamagedError(f"not a msgpack value ({type(err).__name__}: {err})") from None
-    if type(parts) is not list or len(parts) < 2 or any(type(part) is not bytes for part in parts):
-        raise DamagedError("not a list of a stamp, a structure and buffers")
-    if len(parts[0]) != STAMP_BYTES:
-        raise DamagedError(f"a stamp of {len(parts[0])} bytes; expected {STAMP_BYTES}")
-    return parts
-
-
-def body_offset(value: bytes | memoryview) -> int:
-    """Where a value's content begins: after the array head and the stamp."""
-    return (1 if value[0] < 0xA0 else 3 if value[0] == 0xDC else 5) + len(_STAMP_HEAD) + STAMP_BYTES
-
-
-def check(value: bytes | memoryview, place: bytes) -> bytes:
-    """Compare a value with its own checksum: XXH3-64 of the sample's id and content, 8 bytes, big endian.
-
-    Args:
-        value: The stored value.
-        place: The sample's id.
-
-    Returns:
-        The checksum.
-
-    Raises:
-        DamagedError: It differs, or the value is another sample's.
-    """
-    value = memoryview(value)
-    if len(value) < 1 + len(_STAMP_HEAD) + STAMP_BYTES:
-        raise DamagedError("its value is cut off")
-    start = body_offset(value)
-    stamp = bytes(value[start - STAMP_BYTES : start])
-    if bytes(value[start - STAMP_BYTES - len(_STAMP_HEAD) : start - STAMP_BYTES]) != _STAMP_HEAD:
-        raise DamagedError("its value does not begin with a stamp")
-    if stamp[8:] != place:
-        raise DamagedError("another sample lies in its place")
-    if xxhash.xxh3_64_digest(value[start - 8 :]) != stamp[:8]:
-        raise DamagedError("its checksum does not match its content")
-    return stamp[:8]
-
-
-def _compile(tree: Any, leaves: list[_Leaf | None]) -> _Assemble:
+def _compile(tree: Any, leaves: list[_Leaf | _Mode]) -> _Assemble:
     """What makes the sample of `tree` from the values of all leaves; the leaves of `tree` are appended."""
     kind, *rest = tree
     if kind in ("tuple", "list", "dict"):
@@ -376,7 +357,10 @@ def _compile(tree: Any, leaves: list[_Leaf | None]) -> _Assemble:
     if kind == "none":
         return lambda values: None
     at = len(leaves)
-    leaves.append(None if kind == "image" else _PLAIN[kind] if kind in _PLAIN else _array_reader(kind, rest))
+    if kind == "image":
+        leaves.append(rest[0] if rest else None)
+    else:
+        leaves.append(_PLAIN[kind] if kind in _PLAIN else _array_reader(kind, rest))
     return itemgetter(at)
 
 

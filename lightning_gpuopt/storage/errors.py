@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_gpuopt.images.errors import CorruptSampleError
+
 
 class StorageError(RuntimeError):
     """A dataset on disk cannot be read or written.
@@ -11,5 +13,5 @@ class StorageError(RuntimeError):
     """
 
 
-class DamagedError(StorageError):
+class DamagedError(StorageError, CorruptSampleError):
     """Bytes on disk are not those that were written: a flipped bit, a truncated or foreign file."""

@@ -1,4 +1,4 @@
-"""What a dataset looks like on disk: names, the manifest, the record table. docs/lmdb-format.md tells it in words."""
+"""What a dataset looks like on disk: names, the manifest, the record table. docs/lmdb-format.md describes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import struct
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import xxhash
 
@@ -20,7 +20,10 @@ SKIPPED: Final = "skipped.csv"
 CHECKSUM: Final = "xxh3_64"
 TABLE_MAGIC: Final = b"LGOTAB1\n"
 
-_BLANK: Final = b"----------------"  # stands for the manifest's digest while that is computed
+# The manifest's digest is computed with a blank in its own place. The line break and the two spaces make this the
+# top level's entry: line breaks within strings are escaped, and whatever is nested is indented further.
+_DIGEST: Final = '\n  "digest": "{}"'
+_BLANK: Final = _DIGEST.format("-" * 16)
 TABLE_HEAD = struct.Struct("<8sQQ8s")  # magic, samples, size of the LMDB file, the shard's digest
 TABLE_HEAD_BYTES: Final = TABLE_HEAD.size
 KEY = struct.Struct(">Q")
@@ -34,6 +37,14 @@ def table_bytes(num_samples: int) -> int:
 def shard_name(number: int) -> str:
     """The stem of a shard's files."""
     return f"shard-{number:05d}"
+
+
+def file_digest(stream: BinaryIO) -> str:
+    """XXH3-64 of a file, in hexadecimal."""
+    digest = xxhash.xxh3_64()
+    while piece := stream.read(4 << 20):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def key(index: int) -> bytes:
@@ -173,14 +184,14 @@ class Manifest:
                     "record_bytes": self.record_bytes,
                     "source": self.source,
                     "skipped_digest": self.skipped_digest,
-                    "digest": _BLANK.decode(),
+                    "digest": "-" * 16,
                     "shards": [{"name": s.name, **asdict(s)} for s in self.shards],
                 },
                 indent=2,
             )
             + "\n"
         )
-        return text.replace(_BLANK.decode(), xxhash.xxh3_64_hexdigest(text.encode()), 1)
+        return text.replace(_BLANK, _DIGEST.format(xxhash.xxh3_64_hexdigest(text.encode())))
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
@@ -210,7 +221,8 @@ class Manifest:
             if raw["checksum"] != CHECKSUM:
                 raise StorageError(f"{path}: checksums are {raw['checksum']!r}; this version knows {CHECKSUM!r}")
             shards = tuple(Shard.from_json(entry) for entry in raw["shards"])
-            if xxhash.xxh3_64_hexdigest(text.replace(raw["digest"].encode(), _BLANK, 1)) != raw["digest"]:
+            blanked = text.replace(_DIGEST.format(raw["digest"]).encode(), _BLANK.encode())
+            if xxhash.xxh3_64_hexdigest(blanked) != raw["digest"]:
                 raise ValueError("its digest does not match its text")
             classes = None if raw["classes"] is None else tuple(raw["classes"])
             manifest = cls(shards, classes, raw["num_skipped"], raw["source"], raw["skipped_digest"])

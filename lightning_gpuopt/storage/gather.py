@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
-from lightning_gpuopt.loading.order import Indices
+from lightning_gpuopt.loading.datasets import Indices
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError
-from lightning_gpuopt.storage.format import TABLE_HEAD_BYTES, Manifest, table_bytes
-from lightning_gpuopt.storage.reader import LMDBDataset
-from lightning_gpuopt.storage.region import Region
+from lightning_gpuopt.storage.format import TABLE_HEAD_BYTES, table_bytes
+from lightning_gpuopt.storage.region import Region, blocks_read
+from lightning_gpuopt.storage.value import buffers, parse, sample_number
+
+if TYPE_CHECKING:
+    from lightning_gpuopt.storage.reader import LMDBDataset
 
 Columns = Sequence[torch.Tensor]
-_ID_BYTES = 8
+
+_KEPT: Final = 1 << 20
+"""The places of so many records are kept, 17 bytes each: looking them up takes a sixth of a small batch's time."""
 
 
 class GatherPlan:
@@ -27,25 +34,25 @@ class GatherPlan:
     """
 
     def __init__(self, record: bytes) -> None:
-        self._record = record
-        _, structure, *buffers = codec.split(record)
+        self.record = record
         self.record_bytes = len(record)
-        self.assemble, columns = _columns(codec.tree(structure), 0)
-        at = len(record)
-        places = []
-        for buffer in reversed(buffers):  # a buffer ends where the next one's head begins
-            at -= len(buffer)
-            places.append(at)
-            at -= codec.head_bytes(len(buffer))
-        self.columns = [(start, *column) for start, column in zip(reversed(places), columns, strict=True)]
+        self.head = parse(record)
+        self.assemble, columns = _columns(codec.tree(record[self.head.structure : self.head.buffers]), 0)
+        places = [start for start, _ in buffers(record, self.head)]
+        self.columns = [(start, *column) for start, column in zip(places, columns, strict=True)]
         # What every record begins with: array head, stamp, structure, head of the first buffer.
-        self.stamp_end = codec.body_offset(record)
-        self.prefix = np.frombuffer(record[: self.columns[0][0]], np.uint8)
-        self.checksum = self.prefix[self.stamp_end - codec.STAMP_BYTES : self.stamp_end - _ID_BYTES]
-        self.id = self.prefix[self.stamp_end - _ID_BYTES : self.stamp_end]
+        self.prefix = np.frombuffer(record[: places[0]], np.uint8)
+        self.checksum = slice(self.head.content - 8, self.head.content)
+        self.number = slice(self.head.content, self.head.content + 8)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GatherPlan, (self._record,)
+        return GatherPlan, (self.record,)
+
+    def fits(self, other: GatherPlan) -> bool:
+        """Whether records of both make up one batch."""
+        same = self.record_bytes == other.record_bytes and len(self.prefix) == len(other.prefix)
+        structure = slice(self.head.structure, self.head.buffers)
+        return same and self.record[structure] == other.record[structure]
 
 
 def _columns(tree: Any, at: int) -> tuple[Callable[[Columns], Any], list[tuple[torch.dtype, tuple[int, ...]]]]:
@@ -87,6 +94,14 @@ def _column(kind: str, rest: list[Any]) -> tuple[torch.dtype, tuple[int, ...]]:
     raise TypeError(kind)
 
 
+def gather(datasets: Sequence[LMDBDataset], indices: Indices | None = None, pin_memory: bool = False) -> Gather | None:
+    """A `Gather` over datasets; None where their records are not equal arrays and numbers."""
+    try:
+        return Gather(datasets, indices, pin_memory)
+    except TypeError:
+        return None
+
+
 def plan(dataset: LMDBDataset) -> GatherPlan | None:
     """How to gather a dataset's batches; None where its records are not equal arrays and numbers.
 
@@ -107,31 +122,47 @@ class Gather:
     """A dataset whose batches are gathered. For a DataLoader with `batch_sampler` and `collate_fn=as_it_is`.
 
     Args:
-        dataset: Where the samples come from; `plan` must have one for it.
-        indices: Those of its samples that count, in this order; None: all.
+        datasets: Where the samples come from, counted through; `plan` must have one for each, and they must fit.
+        indices: Those of their samples that count, in this order; None: all.
         pin_memory: Put batches into page-locked memory (torch's allocator keeps and reuses it).
     """
 
+    gathers_batches = True
+
     def __init__(
-        self, dataset: LMDBDataset, indices: np.ndarray[Any, Any] | None = None, pin_memory: bool = False
+        self, datasets: Sequence[LMDBDataset], indices: Indices | None = None, pin_memory: bool = False
     ) -> None:
-        found = plan(dataset)
-        if found is None:
-            raise TypeError(f"{dataset.path}: its records are not equal arrays and numbers")
-        self.dataset = dataset
+        plans = [plan(dataset) for dataset in datasets]
+        first = plans[0]
+        for dataset, found in zip(datasets, plans, strict=True):
+            if first is None or found is None or not first.fits(found):
+                raise TypeError(f"{dataset.path}: its records are not equal arrays and numbers")
+        assert first is not None
+        self.datasets = list(datasets)
         self.indices = indices
         self.pin_memory = pin_memory
-        self._plan = found
-        self._source: _Source | None = None
+        self._starts = [0, *accumulate(len(dataset) for dataset in datasets)]
+        self._plan = first
+        self._files: _Files | None = None
+        self._from_disk = self._asked = False  # whether batches come from the disk; the reading ahead asked it for some
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_source": None}
+        return {**self.__dict__, "_files": None}
 
     def __len__(self) -> int:
-        return len(self.dataset) if self.indices is None else len(self.indices)
+        return self._starts[-1] if self.indices is None else len(self.indices)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a stored sample."""
+        return self._plan.record_bytes
 
     def __getitem__(self, index: int) -> Any:
-        return self.dataset[index if self.indices is None else int(self.indices[index])]
+        return self._sample(index if self.indices is None else int(self.indices[index]))
+
+    def _sample(self, number: int) -> Any:
+        at = bisect_right(self._starts, number) - 1
+        return self.datasets[at][number - self._starts[at]]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """A batch: what ``default_collate`` would make of these samples.
@@ -140,76 +171,110 @@ class Gather:
             DamagedError: A record is not what was written.
             IndexError: An index is out of range.
         """
-        wanted = np.asarray(indices, dtype=np.int64)
-        if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
-            raise IndexError(
-                f"{self.dataset.path}: a sample of {min(indices)}..{max(indices)} is not in it; it has {len(self)}"
-            )
-        if self.indices is not None:
-            wanted = self.indices[wanted]
-        if self._source is None:
-            self._source = _Source(self.dataset)
-        starts = self._source.locate(wanted, self._plan)
+        wanted = self._stored(indices)
+        before = blocks_read()
+        starts = self._locate(wanted)
         columns = []
         for start, dtype, shape in self._plan.columns:
             column = torch.empty((len(wanted), *shape), dtype=dtype, pin_memory=self.pin_memory)
             if column.numel():
                 flat = column.view(len(wanted), -1).view(torch.uint8)
-                self._source.region.rows(starts + start, flat.size(1), flat)
+                self._opened.region.rows(starts + start, flat.size(1), flat)
             columns.append(column)
+        self._from_disk = self._asked or blocks_read() != before
         return self._plan.assemble(columns)
 
+    def announce(self, indices: Sequence[int]) -> None:
+        """Have the kernel begin to read a batch that is gathered soon, where the last one came from the disk.
 
-class _Source:
-    """A dataset's files in one region, and where each record lies in it."""
+        Else this process, which trains, would wait for each page in turn.
+        """
+        if not self._from_disk:
+            return
+        before = blocks_read()
+        self._opened.read_ahead(self._stored(indices), self._plan.record_bytes)
+        self._asked = blocks_read() != before
 
-    def __init__(self, dataset: LMDBDataset) -> None:
-        self.dataset = dataset
-        manifest: Manifest = dataset.manifest
-        shards = [shard for shard in manifest.shards if shard.num_samples]
+    @property
+    def _opened(self) -> _Files:
+        if self._files is None:
+            self._files = _Files(self.datasets)
+        return self._files
+
+    def _stored(self, indices: Sequence[int]) -> Indices:
+        wanted = np.asarray(indices, dtype=np.int64)
+        if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
+            raise IndexError(
+                f"{self.datasets[0].path}: a sample of {min(indices)}..{max(indices)} is not in it; it has {len(self)}"
+            )
+        return wanted if self.indices is None else self.indices[wanted]
+
+    def _locate(self, wanted: Indices) -> torch.Tensor:
+        """Where these records begin in the region, int64 ``[B]``; each is looked at as a single read would.
+
+        Raises:
+            DamagedError: One of them is not what was written.
+        """
+        files, plan = self._opened, self._plan
+        starts, numbers, good = files.places(wanted, plan.record_bytes)
+        if good.all():
+            heads = files.rows(starts, len(plan.prefix))
+            # The checksums are not compared here, as they are not where samples are read one by one.
+            heads[:, plan.checksum] = plan.prefix[plan.checksum]
+            good = np.ascontiguousarray(heads[:, plan.number]).view(">i8")[:, 0] == numbers
+            heads[:, plan.number] = plan.prefix[plan.number]
+            good &= (heads == plan.prefix).all(1)
+            if good.all():
+                return torch.from_numpy(starts)
+        bad = int(wanted[~good][0])
+        self._sample(bad)  # says what is wrong with it
+        at = bisect_right(self._starts, bad) - 1
+        raise DamagedError(
+            f"{self.datasets[at].path}: sample {bad - self._starts[at]}: not the record that was written; build it "
+            "again"
+        )
+
+
+class _Files:
+    """The files of datasets in one region, and where each record lies in it."""
+
+    def __init__(self, datasets: Sequence[LMDBDataset]) -> None:
+        shards = [(each, shard) for each in datasets for shard in each.manifest.shards if shard.num_samples]
         files = []
-        for shard in shards:
+        for dataset, shard in shards:
             path = dataset.path / f"{shard.name}.mdb"
             files += [(path, shard.file_bytes), (path.with_suffix(".tab"), table_bytes(shard.num_samples))]
         self.region = Region(files)
         # numpy where there is arithmetic on a batch's worth of numbers: a tenth of what torch takes to get going.
-        counts = np.array([shard.num_samples for shard in shards], dtype=np.int64)
-        self._firsts = np.cumsum(counts) - counts
+        counts = np.array([shard.num_samples for _, shard in shards], dtype=np.int64)
+        self._firsts, self._counts = np.cumsum(counts) - counts, counts
+        self._kept: tuple[Indices, Indices, np.ndarray[Any, Any]] | None = None
         self._data, self._tables = self.region.starts[0::2], self.region.starts[1::2] + TABLE_HEAD_BYTES
-        self._sizes = np.array([shard.file_bytes for shard in shards], dtype=np.int64)
-        self._numbers = np.array([shard.number for shard in shards], dtype=np.int64)
-        digests = self._rows(self.region.starts[1::2] + TABLE_HEAD_BYTES - 8, 8)
-        for shard, digest in zip(shards, digests, strict=True):
+        self._sizes = np.array([shard.file_bytes for _, shard in shards], dtype=np.int64)
+        self._numbers = np.array([shard.number for _, shard in shards], dtype=np.int64)
+        digests = self.rows(self.region.starts[1::2] + TABLE_HEAD_BYTES - 8, 8)
+        for (dataset, shard), digest in zip(shards, digests, strict=True):
             if digest.tobytes().hex() != shard.digest:
                 raise DamagedError(
                     f"{dataset.path}: {shard.name} is not the one that the manifest tells of; if the dataset was built "
                     "anew meanwhile, open it again, else copy it again"
                 )
 
-    def locate(self, wanted: Indices, plan: GatherPlan) -> torch.Tensor:
-        """Where these records begin in the region, int64 ``[B]``; each is looked at as a single read would.
-
-        Raises:
-            DamagedError: One of them is not what was written.
-        """
+    def places(
+        self, wanted: Indices, record_bytes: int
+    ) -> tuple[Indices, Indices, np.ndarray[Any, np.dtype[np.bool_]]]:
+        """Where records begin in the region, their samples' numbers, and which of them lie in their file."""
         shards = self._firsts.searchsorted(wanted, side="right") - 1
         within = wanted - self._firsts[shards]
-        offsets = self._rows(self._tables[shards] + 8 * within, 8).view(np.int64)[:, 0]
-        good = (offsets >= 0) & (offsets <= self._sizes[shards] - plan.record_bytes)
-        if good.all():
-            starts: Indices = self._data[shards] + offsets
-            heads = self._rows(starts, len(plan.prefix))
-            # The checksums are not compared here, as they are not where samples are read one by one.
-            heads[:, plan.stamp_end - codec.STAMP_BYTES : plan.stamp_end - _ID_BYTES] = plan.checksum
-            ids = heads[:, plan.stamp_end - _ID_BYTES : plan.stamp_end]
-            good = np.ascontiguousarray(ids).view(">i8")[:, 0] == codec.sample_number(self._numbers[shards], within)
-            ids[:] = plan.id
-            good &= (heads == plan.prefix).all(1)
-            if good.all():
-                return torch.from_numpy(starts)
-        bad = int(wanted[~good][0])
-        self.dataset[bad]  # says what is wrong with it
-        raise DamagedError(f"{self.dataset.path}: sample {bad}: not the record that was written; build it again")
+        offsets = self.rows(self._tables[shards] + 8 * within, 8).view(np.int64)[:, 0]
+        good = (offsets >= 0) & (offsets <= self._sizes[shards] - record_bytes)
+        return self._data[shards] + offsets, sample_number(self._numbers[shards], within), good
 
-    def _rows(self, starts: Indices, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def rows(self, starts: Indices, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Bytes from the region, uint8 ``[B, num_bytes]``."""
         return self.region.rows(torch.from_numpy(starts), num_bytes).numpy()
+
+    def read_ahead(self, wanted: Indices, record_bytes: int) -> None:
+        """Have the kernel begin to read records, without waiting for them."""
+        starts, _, good = self.places(wanted, record_bytes)
+        self.region.will_need(starts[good], record_bytes)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import resource
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from operator import index as as_index
 from pathlib import Path
@@ -15,13 +15,17 @@ from torch.utils.data import Dataset
 
 from lightning_gpuopt._arguments import choice, flag, refuse
 from lightning_gpuopt.images.decode import decode_pil, decode_tensor
+from lightning_gpuopt.loading.transforms import name_sample, transformed
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError
-from lightning_gpuopt.storage.format import LMDBInfo, Manifest
+from lightning_gpuopt.storage.format import LMDBInfo, Manifest, Shard
+from lightning_gpuopt.storage.gather import Gather, gather
+from lightning_gpuopt.storage.region import blocks_read
 from lightning_gpuopt.storage.shard import ShardMap, open_shard
 
 _DECODERS: Final[dict[str, codec.ImageDecoder | None]] = {"pil": decode_pil, "tensor": decode_tensor, "raw": None}
-_AHEAD: Final = 256  # samples asked for at once: enough for any disk's queue, little enough to stay in memory
+_TARGETS: Final = ("label", "cls", "target", "labels", "targets")
+_AHEAD: Final = 4096  # samples asked for at once, at most: they must stay in memory until they are read
 
 
 class LMDBDataset(Dataset[Any]):
@@ -32,11 +36,12 @@ class LMDBDataset(Dataset[Any]):
 
     Args:
         path: The dataset's directory.
-        transform: Applied to the first of a sample's two parts, or to the whole sample where it is no tuple or list of
-            two.
+        transform: Applied to the image of (image, label), and to the whole of any other sample: (image, mask),
+            (image, {"boxes": ...}), dicts.
         target_transform: Applied to the second of a sample's two parts.
         decode: What becomes of images: ``"pil"`` RGB images, ``"tensor"`` uint8 tensors ``[3, H, W]``, both upright,
-            or ``"raw"`` the bytes of the image file. Other values come back as they were written.
+            or ``"raw"`` the bytes of the image file. Images that were written in another mode than RGB (masks, depth)
+            come back in it: as PIL images, or ``[C, H, W]`` in their own dtype. So do other values.
         verify_checksum: Compare every sample that is read with its checksum.
 
     Raises:
@@ -70,10 +75,11 @@ class LMDBDataset(Dataset[Any]):
         self.starts = [0, *accumulate(shard.num_samples for shard in self.manifest.shards)][:-1]
         self._num_samples = self.manifest.num_samples
         self._shards: list[ShardMap | None] = [None] * len(self.manifest.shards)
-        self._from_disk = False
+        self._decoder = _DECODERS[decode]
+        self._blocks = 0  # that had been read from the disk before the last batch
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shards": [None] * len(self._shards), "_from_disk": False}
+        return {**self.__dict__, "_shards": [None] * len(self._shards), "_blocks": 0}
 
     def __len__(self) -> int:
         return self._num_samples
@@ -92,8 +98,81 @@ class LMDBDataset(Dataset[Any]):
         """What the dataset holds."""
         return self.manifest.info
 
+    @property
+    def class_to_idx(self) -> dict[str, int]:
+        """The label of each class; empty where there are no classes."""
+        return {name: label for label, name in enumerate(self.manifest.classes or ())}
+
+    @property
+    def targets(self) -> list[Any]:
+        """The label of each sample, without reading images: the second part, or the entry called label, cls or target.
+
+        Raises:
+            AttributeError: The samples have neither.
+        """
+        try:
+            return self.column(self._target_key())
+        except (LookupError, TypeError) as err:
+            raise AttributeError(f"{self.path}: there are no targets: {err}") from None
+
+    def _target_key(self) -> int | str:
+        structure = codec.structure_of(self.value(0))
+        if structure[0] != "dict":
+            return 1
+        found = [name for name in _TARGETS if name in structure[1]]
+        if not found:
+            raise LookupError(f"no key is one of {', '.join(_TARGETS)}; column(key) gives any of {structure[1]}")
+        return found[0]
+
+    @cached_property
+    def exact_images(self) -> set[tuple[int | str, ...]]:
+        """Where in a sample images lie that are read exactly as they were written, as the first sample has them.
+
+        By indices and keys, from the outside in.
+        """
+        return set(codec.exact_images(codec.structure_of(self.value(0)))) if len(self) else set()
+
+    def column(self, key: int | str) -> list[Any]:
+        """One part of every sample, without reading the others.
+
+        Args:
+            key: Index of the part in tuples and lists, or its key in dicts. Images are given as their files' bytes.
+
+        Returns:
+            As many values as there are samples, in their order.
+
+        Raises:
+            LookupError: A sample has no such part.
+            TypeError: A sample has no parts.
+            DamagedError: A sample is not what was written.
+        """
+        values: list[Any] = []
+        for at, shard in enumerate(self.manifest.shards):
+            if shard.num_samples:
+                values += self._column(at, shard, key)
+        return values
+
+    def _column(self, at: int, shard: Shard, key: int | str) -> list[Any]:
+        opened = self.shard(at)
+        values = []
+        for within in range(shard.num_samples):
+            try:
+                values.append(opened.part(within, key))
+            except DamagedError as err:
+                self._refuse(at, within, err)
+            except (LookupError, TypeError) as err:
+                raise type(err)(f"{self.path}: sample {self.starts[at] + within}: {err}") from None
+        return values
+
     def __getitem__(self, index: int) -> Any:
-        return self.transformed(self.read(index, _DECODERS[self.decode]))
+        sample = self.read(index, self._decoder)
+        if self.transform is None and self.target_transform is None:
+            return sample
+        try:
+            return self.transformed(sample)
+        except Exception as err:
+            name_sample(err, self.sample_name(index))
+            raise
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """The samples of a batch.
@@ -102,24 +181,57 @@ class LMDBDataset(Dataset[Any]):
             IndexError: An index is out of range.
             DamagedError: A sample is not what was written.
         """
-        image, read = _DECODERS[self.decode], self.read
-        if self.transform is None and self.target_transform is None:
-            return [read(index, image) for index in self.ahead(indices)]
-        return [self.transformed(read(index, image)) for index in self.ahead(indices)]
+        image, read = self._decoder, self.read
+        self.read_ahead(indices)
+        if self._plain:
+            return [read(index, image) for index in indices]
+        return [self[index] for index in indices]
 
-    def ahead(self, indices: Sequence[int]) -> Iterator[int]:
-        """The indices of a batch, whose samples the disk is asked for all at once where they are not in memory.
+    def with_decoder(self, decoder: codec.ImageDecoder | None) -> LMDBDataset:
+        """A copy for a loader: its images go through `decoder` (None: its own), and checksums are compared."""
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        copied._shards = list(self._shards)
+        copied.verify_checksum = True
+        if decoder is not None:
+            copied._decoder = decoder
+        return copied
 
-        That keeps the disk's queue full. It is not done where the last batch was in memory: it would cost a third of
-        what reading small samples costs.
+    def gather(self, datasets: Sequence[LMDBDataset], indices: Any, pin_memory: bool) -> Gather | None:
+        """What takes whole batches from datasets of this kind, where their records are equal arrays and numbers."""
+        if type(self).__getitem__ is not LMDBDataset.__getitem__ or (
+            type(self).__getitems__ is not LMDBDataset.__getitems__
+        ):
+            return None  # a subclass that makes something else of its samples
+        return gather(datasets, indices, pin_memory)
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Have the kernel begin to read a batch's samples, where the last batch was not in memory.
+
+        That keeps the disk's queue full. It is not done where the samples are in memory: it would cost a third of what
+        reading small ones costs.
         """
-        before = _blocks_read()
-        for start in range(0, len(indices), _AHEAD):
-            some = indices[start : start + _AHEAD]
-            if self._from_disk:
-                self.prefetch(some)
-            yield from some
-        self._from_disk = _blocks_read() != before
+        blocks = blocks_read()
+        from_disk, self._blocks = blocks != self._blocks, blocks
+        if not from_disk:
+            return
+        for index in indices[:_AHEAD]:
+            at, within = self._locate(index)
+            self.shard(at).will_need(within)
+
+    def sample_name(self, index: int) -> str:
+        """The dataset and the index."""
+        return f"{self.path}: sample {index}"
+
+    def image_file(self, index: int) -> bytes | None:
+        """The first image file of a sample; None where there is none."""
+        found: list[bytes] = []
+
+        def keep(data: memoryview, mode: str | None = None) -> None:
+            found.append(bytes(data))
+
+        self.read(index, keep)
+        return found[0] if found else None
 
     def read(self, index: int, image: codec.ImageDecoder | None) -> Any:
         """A sample before the transforms.
@@ -133,7 +245,11 @@ class LMDBDataset(Dataset[Any]):
             IndexError: The index is out of range.
             DamagedError: The sample is not what was written.
         """
-        at, within = self._locate(index)
+        if type(index) is int and 0 <= index < self._num_samples:  # as _locate does, without the call
+            at = bisect_right(self.starts, index) - 1
+            within = index - self.starts[at]
+        else:
+            at, within = self._locate(index)
         try:
             shard = self._shards[at] or self._open(at)
             if self.verify_checksum:
@@ -165,12 +281,6 @@ class LMDBDataset(Dataset[Any]):
         """
         return self._shards[at] or self._open(at)
 
-    def prefetch(self, indices: Sequence[int]) -> None:
-        """Have the kernel begin to read samples from the disk, without waiting for them."""
-        for index in indices:
-            at, within = self._locate(index)
-            self.shard(at).will_need(within)
-
     def _open(self, at: int) -> ShardMap:
         _keep_heap()
         shard = self._shards[at] = open_shard(self.path, self.manifest.shards[at])
@@ -196,20 +306,27 @@ class LMDBDataset(Dataset[Any]):
         Raises:
             ValueError: There is a `target_transform`, but no second part that it could be applied to.
         """
-        transform, target_transform = self.transform, self.target_transform
-        if type(sample) in (tuple, list) and len(sample) == 2:
-            first, second = sample
-            if transform is not None:
-                first = transform(first)
-            if target_transform is not None:
-                second = target_transform(second)
-            return (first, second) if type(sample) is tuple else [first, second]
-        if target_transform is not None:
-            raise ValueError(
-                f"{self.path}: target_transform wants samples of two parts, but they are "
-                f"{type(sample).__name__}s; do it in transform, which gets the whole sample"
-            )
-        return sample if transform is None else transform(sample)
+        if self.transform is None and self.target_transform is None:
+            return sample
+        return transformed(sample, self.transform, self.target_transform, str(self.path), rich=self._rich)
+
+    @property
+    def _plain(self) -> bool:
+        """Whether a sample is what was stored, as far as a subclass and the transforms go."""
+        own = type(self).__getitem__ is LMDBDataset.__getitem__
+        return own and self.transform is None and self.target_transform is None
+
+    @cached_property
+    def _rich(self) -> bool:
+        """Whether the second of two parts is an image, which bytes do not show."""
+        structure = self.manifest.structure
+        return (
+            self.decode == "raw"
+            and structure is not None
+            and structure[0] in ("tuple", "list")
+            and len(structure[1]) == 2
+            and structure[1][1][0] == "image"
+        )
 
     def _refuse(self, at: int, within: int, err: Exception) -> NoReturn:
         """Raise what went wrong with a sample, with its name.
@@ -230,12 +347,6 @@ class LMDBDataset(Dataset[Any]):
                 "all such samples"
             )
         raise DamagedError(f"{self.path}: sample {self.starts[at] + within} ({shard.name}): {what}") from err
-
-
-def _blocks_read() -> int:
-    """Blocks and pages that this thread has had to wait for, or has asked for, from a disk."""
-    usage = resource.getrusage(resource.RUSAGE_THREAD)
-    return usage.ru_inblock + usage.ru_majflt
 
 
 def _keep_heap() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Region:
@@ -43,6 +45,7 @@ class Region:
         spans = [-(-size // page) * page for _, size in files]
         self._bytes = max(page, sum(spans))
         base = _map(None, self._bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        self._base = base
         weakref.finalize(self, _libc.munmap, base, self._bytes).atexit = False
         self.starts = np.concatenate([[0], np.cumsum(spans[:-1])]).astype(np.int64) if spans else np.zeros(0, np.int64)
         for (path, size), start in zip(files, self.starts.tolist(), strict=True):
@@ -68,6 +71,23 @@ class Region:
         if out is None:
             return torch.index_select(windows, 0, starts)
         return torch.index_select(windows, 0, starts, out=out)
+
+    def will_need(self, starts: np.ndarray[Any, np.dtype[np.int64]], num_bytes: int) -> None:
+        """Have the kernel begin to read stretches from the disk, without waiting for them.
+
+        Args:
+            starts: Where each begins, in bytes from the region's begin: int64 ``[B]``.
+            num_bytes: Length of each.
+        """
+        first = starts & -mmap.PAGESIZE
+        for start, length in zip((self._base + first).tolist(), (starts - first + num_bytes).tolist(), strict=True):
+            _libc.madvise(start, length, mmap.MADV_WILLNEED)
+
+
+def blocks_read() -> int:
+    """Blocks and pages that this thread has had to wait for, or has asked for, from a disk."""
+    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    return usage.ru_inblock + usage.ru_majflt
 
 
 def _read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -6,19 +6,22 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
+import numpy as np
 import xxhash
 
 from lightning_gpuopt._arguments import whole_number
 from lightning_gpuopt.images.decode import decode_pil
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
-from lightning_gpuopt.storage.format import SKIPPED, Manifest, Shard
-from lightning_gpuopt.storage.shard import digest_of, open_shard
+from lightning_gpuopt.storage.format import SKIPPED, TABLE_HEAD_BYTES, Manifest, Shard, file_digest
+from lightning_gpuopt.storage.shard import check_file, check_table, open_file
+from lightning_gpuopt.storage.value import check, sample_number
 
 MAX_LISTED: Final = 100
 _SAMPLES_A_TASK: Final = 1024
@@ -67,7 +70,7 @@ def verify(
 ) -> VerifyReport:
     """Compare every byte of a dataset with the checksums that were taken when it was written.
 
-    Nothing is mapped or walked: files are read, so a damaged one or a sick disk gives a problem in the report.
+    Files are read, neither mapped nor walked: a damaged one, or a disk that fails, gives a problem in the report.
 
     Args:
         path: The dataset's directory.
@@ -131,57 +134,138 @@ def _skipped(directory: Path, manifest: Manifest) -> Iterator[Problem]:
         return
     try:
         with path.open("rb") as stream:
-            if digest_of(stream) != manifest.skipped_digest:
+            if file_digest(stream) != manifest.skipped_digest:
                 yield None, f"{path}: it is not what was written"
     except OSError as err:
         yield None, f"{path}: {err.strerror}"
 
 
+def wrong_files(directory: Path, manifest: Manifest) -> list[str]:
+    """What can be seen without reading the samples: files that are missing, or not as long as they were.
+
+    Args:
+        directory: The dataset.
+        manifest: Its manifest.
+
+    Returns:
+        A line for each such file.
+    """
+    found = []
+    for shard in manifest.shards:
+        try:
+            with _Files(directory, shard):
+                pass
+        except (StorageError, OSError) as err:
+            found.append(str(err))
+    if manifest.skipped_digest is not None and not (directory / SKIPPED).exists():
+        found.append(f"{directory / SKIPPED}: this file is missing")
+    return found
+
+
+class _Files:
+    """A shard's two files, opened and not mapped: a page that the disk fails to give would end the process.
+
+    Raises:
+        DamagedError: One is missing, or not the one that the manifest tells of.
+        OSError: One cannot be read.
+    """
+
+    def __init__(self, directory: Path, shard: Shard) -> None:
+        self.path = directory / f"{shard.name}.mdb"
+        self.table = directory / f"{shard.name}.tab"
+        self._num_samples = shard.num_samples
+        self._stack = ExitStack()
+        try:
+            self._data = self._open(self.path)
+            check_file(self.path, self._data.fileno(), shard)
+            self._places = self._open(self.table)
+            check_table(self.table, self._places.fileno(), shard)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _open(self, path: Path) -> BinaryIO:
+        return self._stack.enter_context(open(open_file(path), "rb"))
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def places(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Offset and length of these samples' values."""
+        self._places.seek(TABLE_HEAD_BYTES + 8 * start)
+        offsets = self._places.read(8 * (stop - start))
+        self._places.seek(TABLE_HEAD_BYTES + 8 * self._num_samples + 4 * start)
+        lengths = self._places.read(4 * (stop - start))
+        places = zip(np.frombuffer(offsets, "<u8").tolist(), np.frombuffer(lengths, "<u4").tolist(), strict=True)
+        return list(places)
+
+    def value(self, offset: int, length: int) -> bytes:
+        """A stored value."""
+        self._data.seek(offset)
+        return self._data.read(length)
+
+
 def _check(task: _Task) -> tuple[int, list[Problem]]:
     """Samples that were checked, and what is wrong."""
-    path = task.directory / f"{task.shard.name}.mdb"
     try:
-        shard = open_shard(task.directory, task.shard)
+        files = _Files(task.directory, task.shard)
     except (StorageError, OSError) as err:
-        # Said once, and not again for each stretch of samples.
+        # Reported once, and not again for each stretch of samples.
         return 0, [] if task.stop is not None else [(None, str(err))]
-    if task.stop is None:
-        return 0, list(_check_files(path, task.shard))
-    problems: list[Problem] = []
-    with path.open("rb", buffering=0) as stream:
-        for index in range(task.start, task.stop):
-            try:
-                start, length = int(shard.offsets[index]), int(shard.lengths[index])
-                if start + length > task.shard.file_bytes:
-                    raise DamagedError("the record table says that it ends behind the file's end")
-                value = os.pread(stream.fileno(), length, start)
-                codec.check(value, codec.sample_id(task.shard.number, index))
-                if task.decode:
-                    number = codec.sample_number(task.shard.number, index)
-                    codec.read(value, 0, len(value), number, decode_pil)
-            except DamagedError as err:
-                problems.append((task.first + index, f"{path}: {err}"))
-            except OSError as err:
-                what = "cannot be decoded" if err.errno is None else "cannot be read"
-                problems.append((task.first + index, f"{path}: it {what}: {err}"))
-            except Exception as err:
-                problems.append((task.first + index, f"{path}: it cannot be decoded ({type(err).__name__}: {err})"))
-    return task.stop - task.start, problems
+    with files:
+        if task.stop is None:
+            return 0, list(_check_files(files, task.shard))
+        try:
+            places = files.places(task.start, task.stop)
+        except (OSError, ValueError) as err:
+            first, last = task.first + task.start, task.first + task.stop - 1
+            return 0, [(None, f"{files.table}: the places of samples {first} to {last} cannot be read: {err}")]
+        problems: list[Problem] = []
+        for index, (offset, length) in enumerate(places, task.start):
+            wrong = _check_sample(files, task, index, offset, length)
+            if wrong is not None:
+                problems.append((task.first + index, f"{files.path}: {wrong}"))
+        return task.stop - task.start, problems
 
 
-def _check_files(path: Path, shard: Shard) -> Iterator[Problem]:
+def _check_sample(files: _Files, task: _Task, index: int, offset: int, length: int) -> str | None:
+    """What is wrong with a sample."""
+    if offset + length > task.shard.file_bytes:
+        return "the record table says that it ends behind the file's end"
+    try:
+        value = files.value(offset, length)
+    except OSError as err:
+        return f"it cannot be read: {err}"
+    number = sample_number(task.shard.number, index)
+    try:
+        check(value, number)
+        if task.decode:
+            codec.read(value, 0, len(value), number, decode_pil)
+    except DamagedError as err:
+        return str(err)
+    except Exception as err:
+        return f"it cannot be decoded ({type(err).__name__}: {err})"
+    return None
+
+
+def _check_files(files: _Files, shard: Shard) -> Iterator[Problem]:
     """What is wrong with a shard's files as wholes."""
     try:
-        with path.open("rb") as stream:
-            if digest_of(stream) != shard.file_digest:
+        with files.path.open("rb") as stream:
+            if file_digest(stream) != shard.file_digest:
                 yield (
                     None,
-                    f"{path}: it is not the file that was written (where all its samples are fine, the damage is in "
-                    "LMDB's own pages: LMDBDataset does without these, other readers do not)",
+                    f"{files.path}: it is not the file that was written (where all its samples are fine, the damage is "
+                    "in LMDB's own pages: LMDBDataset does without these, other readers do not)",
                 )
-        table = path.with_suffix(".tab")
-        data = table.read_bytes()
-        if xxhash.xxh3_64_digest(data[:-8]) != data[-8:]:
-            yield None, f"{table}: its checksum does not match its content"
     except OSError as err:
-        yield None, f"{path}: {err}"
+        yield None, f"{files.path}: it cannot be read: {err}"
+    try:
+        data = files.table.read_bytes()
+        if xxhash.xxh3_64_digest(data[:-8]) != data[-8:]:
+            yield None, f"{files.table}: its checksum does not match its content"
+    except OSError as err:
+        yield None, f"{files.table}: it cannot be read: {err}"

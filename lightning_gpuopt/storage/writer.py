@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
 from lightning_gpuopt._arguments import flag, refuse, whole_number
 from lightning_gpuopt.storage import codec
+from lightning_gpuopt.storage.build.plan import Plan, difference
 from lightning_gpuopt.storage.build.staging import Staging
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest, Shard
-from lightning_gpuopt.storage.shard import MAP_SIZE_STEP, ShardWriter
+from lightning_gpuopt.storage.shard_writer import MAP_SIZE_STEP, ShardWriter
 
 SHARD_BYTES: Final = 8 << 30
 _LEAST_STEP: Final = 1 << 16
@@ -33,13 +35,15 @@ class LMDBWriter:
         samples_per_shard: Samples in each LMDB file; None: a new one when 8 GiB are full.
         map_size_step: Bytes by which LMDB's memory map grows.
         overwrite: Replace a dataset at `path`, when the new one is closed; throw an unfinished one away.
-        resume: Go on with an unfinished dataset: write the samples from number ``len(writer)`` on.
+        resume: Go on with an unfinished dataset: write the samples from number ``len(writer)`` on. Where it is
+            finished already, there is nothing left to write, and `close` gives what it holds.
 
     Attributes:
         classes: Names of the classes, index by label; may be set until the writer is closed.
 
     Raises:
-        FileExistsError: There is something at `path`, or an unfinished dataset beside it.
+        FileExistsError: There is something at `path`, or an unfinished dataset beside it, or with `resume` a finished
+            dataset that was begun with other arguments.
         StorageError: Another process writes it, or the unfinished one was begun with other arguments.
 
     Example::
@@ -67,20 +71,25 @@ class LMDBWriter:
         self._classes: tuple[str, ...] | None = None
         overwrite, resume = flag("overwrite", overwrite), flag("resume", resume)
         plan = {"built_by": "LMDBWriter", "samples_per_shard": samples_per_shard}
-        self._plan = plan
-        self._staging: Staging | None = Staging(path, overwrite=overwrite, resume=resume, plan=plan)
-        self.path = self._staging.path
+        self.path = Path(os.path.realpath(path))
         self._finished: list[Shard] = []
         self._shard: ShardWriter | None = None
+        self._staging: Staging | None = None
         self._info: LMDBInfo | None = None
         self._pid = os.getpid()
+        manifest = _finished_dataset(self.path, plan) if resume and not overwrite else None
+        self._was_finished = manifest is not None
+        if manifest is not None:
+            self._finished, self._classes, self._info = list(manifest.shards), manifest.classes, manifest.info
+            return
+        self._staging = Staging(path, overwrite=overwrite, resume=resume, plan=plan)
         try:
-            self._take_up(self._staging)
+            self._find_committed(self._staging)
         except BaseException:
             self._release()
             raise
 
-    def _take_up(self, staging: Staging) -> None:
+    def _find_committed(self, staging: Staging) -> None:
         """Find where an earlier writer stopped."""
         finished = staging.finished()
         while len(self._finished) in finished:
@@ -88,7 +97,7 @@ class LMDBWriter:
         number = len(self._finished)
         if staging.has_shard(number):
             self._shard = ShardWriter(staging.directory, number, durable=True, resume=True, map_size_step=self._step)
-            self._cut()
+            self._finish_if_full()
 
     def __enter__(self) -> LMDBWriter:
         return self
@@ -107,7 +116,9 @@ class LMDBWriter:
         return self._before() + (0 if self._shard is None else self._shard.committed)
 
     def __repr__(self) -> str:
-        state = "closed" if self._staging is None else f"{len(self)} samples safe of {self.num_samples}"
+        state = f"{len(self)} samples safe of {self.num_samples}"
+        if self._staging is None:
+            state = "finished" if self._was_finished else "closed"
         return f"LMDBWriter({str(self.path)!r}, {state})"
 
     def __bool__(self) -> bool:
@@ -130,7 +141,13 @@ class LMDBWriter:
     def classes(self, names: Sequence[str] | None) -> None:
         if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
             refuse("classes", "a list of names, or None", names, wrong_type=True)
-        self._classes = None if names is None else tuple(names)
+        given = None if names is None else tuple(names)
+        if self._was_finished and given != self._classes:
+            raise ValueError(
+                f"{self.path}: it is finished, with the classes {self._classes}; give overwrite=True without "
+                "resume=True to write it anew"
+            )
+        self._classes = given
 
     def write(self, sample: Any) -> None:
         """Append a sample.
@@ -144,7 +161,7 @@ class LMDBWriter:
             StorageError: It is larger than what LMDB stores.
             OSError: The disk is full; what was committed is safe, and what was not is kept for the next commit, this
                 sample included.
-            ValueError: The writer is closed.
+            ValueError: The writer is closed, or the dataset was finished before.
         """
         staging = self._open()
         try:
@@ -154,7 +171,7 @@ class LMDBWriter:
         if self._shard is None:
             self._shard = ShardWriter(staging.directory, len(self._finished), durable=True, map_size_step=self._step)
         self._shard.add(encoded)
-        self._cut()
+        self._finish_if_full()
 
     def flush(self) -> None:
         """Commit what was written so far: afterwards it is safe.
@@ -163,6 +180,8 @@ class LMDBWriter:
             OSError: The disk is full.
             ValueError: The writer is closed.
         """
+        if self._was_finished:
+            return
         self._open()
         if self._shard is not None:
             self._shard.commit()
@@ -188,7 +207,7 @@ class LMDBWriter:
                 raise ValueError(
                     f"{self.path}: no samples were written, so there is no dataset; write some, then close"
                 )
-            manifest = Manifest(tuple(self._finished), self._classes, source=self._plan)
+            manifest = Manifest(tuple(self._finished), self._classes, source=staging.plan)
             staging.publish(manifest)
         except BaseException as err:
             if self._staging is not None:
@@ -209,6 +228,11 @@ class LMDBWriter:
             self._release()
 
     def _open(self) -> Staging:
+        if self._was_finished:
+            raise ValueError(
+                f"{self.path}: it is finished, with {len(self)} samples; give overwrite=True without resume=True to "
+                "write it anew, or another path"
+            )
         if self._staging is None:
             raise ValueError(
                 f"{self.path}: this LMDBWriter is closed; open another, with another path or overwrite=True"
@@ -223,8 +247,7 @@ class LMDBWriter:
     def _before(self) -> int:
         return sum(shard.num_samples for shard in self._finished)
 
-    def _cut(self) -> None:
-        """Finish the shard if it is full."""
+    def _finish_if_full(self) -> None:
         shard = self._shard
         if shard is None or not shard.num_samples:
             return
@@ -257,3 +280,21 @@ class LMDBWriter:
         if self._staging is not None:
             self._staging.close()
             self._staging = None
+
+
+def _finished_dataset(path: Path, plan: Plan) -> Manifest | None:
+    """The finished dataset at a path, if there is one.
+
+    Raises:
+        FileExistsError: It was begun with other arguments, or not by this writer.
+    """
+    try:
+        manifest = Manifest.load(path)
+    except (FileNotFoundError, StorageError):  # nothing, or nothing of use
+        return None
+    if manifest.source == plan:
+        return manifest
+    raise FileExistsError(
+        f"{path}: the dataset there was written differently ({difference(manifest.source, plan)}); give overwrite=True "
+        "to replace it, or another path"
+    )

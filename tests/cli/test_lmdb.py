@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -62,12 +63,13 @@ def test_every_switch_reaches_the_build(monkeypatch: pytest.MonkeyPatch, capsys:
 
     monkeypatch.setattr("lightning_gpuopt.storage.build.build.build_lmdb", instead)
     switches = "--num-proc 3 --part 1/4 --resume --overwrite --strict --allow-pickle --image-size 64 --image-quality 80"
+    switches += " --check decode --shuffle-seed 0"
     assert run(f"build SRC DST {switches} --no-progress") == 0
     assert run("build SRC DST") == 0
     plain = {"num_proc": 1, "part": None, "progress": True, "resume": False, "overwrite": False, "strict": False}
-    plain |= {"allow_pickle": False, "image_size": None, "image_quality": 90}
+    plain |= {"allow_pickle": False, "image_size": None, "image_quality": 90, "check": "header", "shuffle_seed": None}
     every = {"num_proc": 3, "part": (1, 4), "progress": False, "resume": True, "overwrite": True, "strict": True}
-    every |= {"allow_pickle": True, "image_size": 64, "image_quality": 80}
+    every |= {"allow_pickle": True, "image_size": 64, "image_quality": 80, "check": "decode", "shuffle_seed": 0}
     assert given == [(("SRC", "DST"), every), (("SRC", "DST"), plain)]
     assert capsys.readouterr().out.splitlines()[0].startswith("DST: part 1/4: 1 samples, ")
 
@@ -84,7 +86,7 @@ def test_parts_are_joined_by_a_last_call(folder: dict[str, bytes]) -> None:
     ("arguments", "complaint"),
     [
         ("build nowhere out", "nowhere: there is no such file or folder; give the path of a source"),
-        ("build empty out", "empty: not a source that is known; expected class subfolders"),
+        ("build empty out", "empty: expected class subfolders"),
         ("build images images/out", "images/out: it lies in the source"),
         ("build images full", "full: it exists already; give --overwrite to replace it"),
         ("build images full --overwrite", "full: it holds 'mine.txt', which is no part of a lightning-gpuopt dataset"),
@@ -115,7 +117,7 @@ def test_a_pickled_lmdb_needs_its_switch(capsys: pytest.CaptureFixture[str]) -> 
     import lmdb
 
     with lmdb.open("old", map_size=1 << 20) as env, env.begin(write=True) as transaction:
-        transaction.put(b"0", b"raw")
+        transaction.put(b"0", pickle.dumps("raw"))
     assert run("build old out") == 1
     assert "--allow-pickle" in capsys.readouterr().err
     assert run("build old out --allow-pickle") == 0
@@ -200,3 +202,45 @@ def test_the_image_size_is_that_of_the_result() -> None:
     Path("images/b/00000.jpg").write_bytes(image_file(9, size=(64, 48)))
     assert run("build images out --image-size 24") == 0
     assert LMDBDataset("out")[3][0].size == (32, 24)
+
+
+def test_resume_of_a_finished_build_is_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("build images out") == 0
+    line = capsys.readouterr().out
+    for switches in ("--resume", "--resume --no-progress", "--resume --overwrite"):
+        assert run(f"build images out {switches}") == 0
+        assert capsys.readouterr() == (f"out: finished already, nothing to do\n{line}", "")
+    assert run("build images out --resume --part 0/2") == 0
+    assert capsys.readouterr().out.startswith("out: finished already, nothing to do\n")
+    assert run("build images out --resume --image-size 8") == 2
+    error = capsys.readouterr().err
+    assert "was built from something else (image_size was null, now 8" in error
+    assert "give --overwrite to replace it" in error
+
+
+@pytest.mark.parametrize("switch", ["", " --json"])
+def test_info_of_a_dataset_with_damaged_files_names_them(capsys: pytest.CaptureFixture[str], switch: str) -> None:
+    Path("images/a/00001.jpg").write_bytes(b"")
+    run("build images out")
+    capsys.readouterr()
+
+    def refused(file: str, text: str) -> None:
+        assert run("info out" + switch) == 1
+        out, err = capsys.readouterr()
+        assert "samples" in out
+        assert err.startswith(f"error: out/{file}: {text}")
+        assert err.count("\n") == 1
+
+    Path("out/skipped.csv").rename("skipped.csv")
+    refused("skipped.csv", "this file is missing")
+    Path("skipped.csv").rename("out/skipped.csv")
+    shard, table = Path("out/shard-00000.mdb"), Path("out/shard-00000.tab")
+    data = table.read_bytes()
+    table.write_bytes(data[:-1])
+    refused(table.name, f"{len(data) - 1} bytes long; expected {len(data)}")
+    table.unlink()
+    refused(table.name, "the shard's record table is missing")
+    os.truncate(shard, 4096)
+    refused(shard.name, "4096 bytes long; the manifest tells of")
+    shard.unlink()
+    refused(shard.name, "this shard is missing")

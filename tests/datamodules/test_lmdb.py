@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from PIL import Image
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, random_split
 
+from lightning_gpuopt.datamodules import elastic
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
@@ -193,7 +194,8 @@ def test_normalisation_leaves_everything_else_alone() -> None:
     assert normalize is not None
     image = torch.tensor([[[[0, 255]]]], dtype=torch.uint8)
     batch = {"image": image, "mask": image.long(), "more": [(image, "name"), torch.zeros(2, 3, dtype=torch.uint8)]}
-    done = normalize(batch)
+    done, found = normalize(batch)
+    assert found == 2
     for got in (done["image"], done["more"][0][0]):
         torch.testing.assert_close(got, torch.tensor([[[[-2.0, 2.0]]]]))
     assert done["mask"] is batch["mask"]
@@ -241,9 +243,7 @@ def _height(image: Image.Image) -> int:
 
 
 def test_auto_chooses_workers_and_memory_by_the_machine(images: Path, data: Path, monkeypatch: Any) -> None:
-    from lightning_gpuopt.datamodules import lmdb
-
-    monkeypatch.setattr(lmdb, "usable_cpus", lambda: 7.5)
+    monkeypatch.setattr(elastic, "usable_cpus", lambda: 7.5)
     decoding = LMDBDataModule(images, decode="tensor", crop_size=8)
     decoding.setup("fit")
     loader = decoding.train_dataloader()
@@ -292,8 +292,8 @@ def test_arguments_that_do_not_go_together_are_refused(data: Path) -> None:
 
 
 def test_crops_of_other_datasets_are_refused(images: Path, tmp_path: Path) -> None:
-    both = ConcatDataset([LMDBDataset(images, decode="tensor")] * 2)
-    with pytest.raises(MisconfigurationException, match="ConcatDataset"):
+    both = ConcatDataset([LMDBDataset(images), TensorDataset(torch.zeros(3, 1))])
+    with pytest.raises(MisconfigurationException, match=r"crop_size=8 .*got a ConcatDataset"):
         tiny_trainer(tmp_path).fit(Sees(), LMDBDataModule(both, decode="tensor", crop_size=8))
 
 

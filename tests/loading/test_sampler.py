@@ -1,5 +1,6 @@
 import pickle
 
+import numpy as np
 import pytest
 from torch.utils.data import DistributedSampler, SequentialSampler
 
@@ -128,3 +129,51 @@ def test_batches_of_another_sampler_are_as_usual() -> None:
     batches = ElasticBatchSampler(SequentialSampler(range(5)), 2, drop_last=False)  # type: ignore[arg-type]
     assert list(batches) == [[0, 1], [2, 3], [4]]
     assert len(batches) == 3
+
+
+def test_the_length_of_a_rank_is_counted_without_iterating() -> None:
+    for n in (*range(1, 40), 97):
+        for world in (1, 2, 3, 5):
+            for batch in (1, 2, 4, 7):
+                for drop_last in (False, True):
+                    for rank in range(world):
+                        sampler = ElasticSampler(Order(n), batch, rank=rank, world_size=world, drop_last=drop_last)
+                        assert len(sampler) == len(list(sampler)), (n, world, batch, drop_last, rank)
+    resumed = ElasticSampler(Order(50), 4, world_size=2)
+    resumed.resume(3, 16, 2)
+    assert len(resumed) == len(list(resumed)) == 17
+    assert len(ElasticSampler(Order(10**15), 4, rank=1, world_size=3)) == 10**15 // 3
+
+
+def test_batches_know_their_positions() -> None:
+    order = Order(23, seed=1)
+    for rank in range(2):
+        sampler = ElasticSampler(order, 4, rank=rank, world_size=2)
+        for batch in ElasticBatchSampler(sampler, 4, False):
+            assert isinstance(batch, BatchIndices)
+            positions = np.arange(batch.first, batch.first + len(batch))
+            assert order.at(0, positions).tolist() == batch
+
+
+def test_batches_are_announced_before_they_are_given_out() -> None:
+    batches = ElasticBatchSampler(ElasticSampler(Order(20, shuffle=False), 4), 4, False)
+    announced: list[int] = []
+    batches.announce = lambda indices: announced.append(indices[0])
+    seen = []
+    for batch in batches:
+        seen.append(batch[0])
+        assert announced == [0, 4, 8, 12, 16][: len(seen) + 2]
+    assert seen == [0, 4, 8, 12, 16]
+
+
+def test_short_runs_mix_classes_in_a_window() -> None:
+    """A folder's order: 1,000 classes of 1,300 images one after the other."""
+    n, window = 1_300_000, 16_384
+
+    def classes(order: Order) -> int:
+        return len(set((order.at(0, np.arange(window)) // 1300).tolist()))
+
+    assert classes(Order(n, window=window)) < 150
+    short = Order(n, window=window, run=10)
+    assert classes(short) > 750
+    assert sorted(Order(1000, window=100, run=7).at(2, np.arange(1000)).tolist()) == list(range(1000))

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_gpuopt.storage import shard
-from lightning_gpuopt.storage.build import build, fill, staging
+from lightning_gpuopt.storage import durable
 from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.codec import EncodedImage
 
@@ -54,22 +53,16 @@ def _stop_at(what: str, when: int) -> None:
 
         Numbers.__getitem__ = read  # type: ignore[method-assign]
         return
-    owners: dict[str, list[Any]] = {
-        "write_durably": [shard, staging, fill],
-        "sync_directory": [shard, staging, build],
-        "rename": [os],
-        "replace": [os],
-    }
+    owner = durable if what == "write" else os
     calls = iter(range(when))
-    function = getattr(owners[what][0], what)
+    function = getattr(owner, what)
 
     def called(*args: Any) -> Any:
         if next(calls, None) is None:
             _stop()
         return function(*args)
 
-    for owner in owners[what]:
-        setattr(owner, what, called)
+    setattr(owner, what, called)
 
 
 class Build:

@@ -10,20 +10,20 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
 
 from lightning_gpuopt.images.checks import BadImage, check_image
-from lightning_gpuopt.storage import codec
-from lightning_gpuopt.storage.build.build import SHARD_BYTES, build_lmdb, plan_shards
+from lightning_gpuopt.storage import shard_writer
+from lightning_gpuopt.storage.build.build import build_lmdb
+from lightning_gpuopt.storage.build.plan import SHARD_BYTES, plan_shards
 from lightning_gpuopt.storage.build.progress import BuildProgress
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest
 from lightning_gpuopt.storage.reader import LMDBDataset
-from lightning_gpuopt.storage.shard import ShardWriter
+from lightning_gpuopt.storage.shard_writer import ShardWriter
 from lightning_gpuopt.storage.sources.datasets import DatasetSource
 from tests.helpers import Clock
 from tests.storage.building import Numbers
@@ -48,6 +48,7 @@ def test_a_folder_becomes_a_dataset(tmp_path: Path) -> None:
         "image_size": None,
         "image_quality": None,
         "built_with": Manifest.load(tmp_path / "out").source["built_with"],
+        "plan": Manifest.load(tmp_path / "out").source["plan"],
     }
 
 
@@ -63,7 +64,7 @@ def test_processes_parts_and_shards_change_nothing(tmp_path: Path, monkeypatch: 
         build(Numbers(), tmp_path / "parts", resume=True)
     assert kept(tmp_path / "one") == kept(tmp_path / "three") == kept(tmp_path / "parts")
     assert [shard.num_samples for shard in Manifest.load(tmp_path / "one").shards] == [832, 833, 830]
-    monkeypatch.setattr("lightning_gpuopt.storage.build.build._SHARE_SAMPLES", 100)
+    monkeypatch.setattr("lightning_gpuopt.storage.build.plan._SHARE_SAMPLES", 100)
     with pytest.warns(UserWarning, match="samples are left out"):
         assert build(Numbers(), tmp_path / "more").num_shards == 16
     assert repr(stored(tmp_path / "more")) == repr(stored(tmp_path / "one"))
@@ -231,17 +232,17 @@ def test_an_error_in_a_worker_tells_where_it_came_from(tmp_path: Path, monkeypat
 
 
 def test_reading_a_shard_back_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_gpuopt.storage.shard._READ_BACK_BYTES", 1 << 20)
-    monkeypatch.setattr("lightning_gpuopt.storage.shard.COMMIT_BYTES", 1 << 20)
+    monkeypatch.setattr("lightning_gpuopt.storage.shard_writer._READ_BACK_BYTES", 1 << 20)
+    monkeypatch.setattr("lightning_gpuopt.storage.shard_writer.COMMIT_BYTES", 1 << 20)
     samples = [bytes([index]) * (1 << 18) for index in range(200)]  # 50 MiB
     seen: list[int] = []
-    check = codec.check
+    check = shard_writer.check
 
     def watched(*args: Any) -> bytes:
         seen.append(_file_mib())
         return check(*args)
 
-    monkeypatch.setattr(codec, "check", watched)
+    monkeypatch.setattr(shard_writer, "check", watched)
     before = _file_mib()
     build(samples, tmp_path / "out")
     assert len(seen) == 200
@@ -254,59 +255,6 @@ def _file_mib() -> int:
     """MiB of mapped files in this process's memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("RssFile"))) // 1024
-
-
-# --- image_size --------------------------------------------------------------------------------------------------
-
-
-def sizes(path: Path) -> list[tuple[str | None, tuple[int, int]]]:
-    opened = [Image.open(io.BytesIO(data)) for data in stored(path)]
-    return [(image.format, image.size) for image in opened]
-
-
-def test_larger_images_are_brought_down(tmp_path: Path) -> None:
-    kinds = [("JPEG", (100, 51)), ("PNG", (57, 100)), ("JPEG", (400, 1000)), ("PNG", (300, 20)), ("JPEG", (25, 25))]
-    images = [EncodedImage(image_file(i, kind, size)) for i, (kind, size) in enumerate(kinds)]
-    build(images, tmp_path / "out", image_size=25)
-    small = [("JPEG", (49, 25)), ("JPEG", (25, 43)), ("JPEG", (25, 62)), ("PNG", (300, 20)), ("JPEG", (25, 25))]
-    assert sizes(tmp_path / "out") == small
-    assert stored(tmp_path / "out")[3:] == images[3:]
-
-
-def test_a_smaller_image_is_upright_and_looks_the_same(tmp_path: Path) -> None:
-    ramp = np.tile(np.linspace(0, 255, 64)[None, :, None], (32, 1, 3)).astype(np.uint8)  # dark left, bright right
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned clockwise: dark at the top
-    out = io.BytesIO()
-    Image.fromarray(ramp).save(out, "JPEG", exif=exif, quality=95)
-    build([EncodedImage(out.getvalue())], tmp_path / "out", image_size=16, image_quality=95)
-    image = Image.open(io.BytesIO(stored(tmp_path / "out")[0]))
-    assert (image.size, image.getexif().get(0x0112, 1)) == ((16, 32), 1)
-    means = np.asarray(image).mean(axis=(1, 2))
-    assert np.abs(means - np.linspace(0, 255, 32)).max() < 6
-    assert np.all(np.diff(means) > 0)
-
-
-def test_the_quality_is_that_of_what_is_made_smaller(tmp_path: Path) -> None:
-    images = [EncodedImage(image_file(0, size=(200, 200)))]
-    sizes = []
-    for quality in (20, 90):
-        build(images, tmp_path / "out", image_size=100, image_quality=quality, overwrite=True)
-        sizes.append(len(stored(tmp_path / "out")[0]))
-    assert sizes[0] * 2 < sizes[1]
-
-
-def test_a_broken_image_is_left_out_where_images_are_made_smaller(tmp_path: Path) -> None:
-    images = [EncodedImage(image_file(0, size=(64, 64))[:-500]), EncodedImage(image_file(1, size=(64, 64)))]
-    with pytest.warns(UserWarning, match="1 of 2 samples are left out"):
-        build(images, tmp_path / "out", image_size=32)
-
-
-def test_pil_images_and_images_in_dicts_are_made_smaller_too(tmp_path: Path) -> None:
-    samples = [{"a": [Image.new("RGBA", (64, 32), "red")], "b": 1}]
-    build(samples, tmp_path / "out", image_size=16)
-    sample = LMDBDataset(tmp_path / "out")[0]
-    assert (sample["a"][0].size, sample["b"]) == ((32, 16), 1)
 
 
 # --- what is there already ---------------------------------------------------------------------------------------
@@ -330,7 +278,7 @@ def test_a_dataset_that_is_there_stays_unless_it_may_be_replaced(tmp_path: Path)
 def test_a_dataset_can_be_rebuilt_from_itself(tmp_path: Path) -> None:
     build([EncodedImage(image_file(0, size=(64, 64))), EncodedImage(image_file(1, size=(64, 64)))], tmp_path / "out")
     build(tmp_path / "out", tmp_path / "out", overwrite=True, image_size=32)
-    assert sizes(tmp_path / "out") == [("JPEG", (32, 32))] * 2
+    assert [image.size for image in LMDBDataset(tmp_path / "out")] == [(32, 32)] * 2
 
 
 def test_a_changed_source_is_refused(tmp_path: Path) -> None:

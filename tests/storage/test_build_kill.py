@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gpuopt.storage.build import staging
+from lightning_gpuopt.storage.build import lock
 from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.errors import StorageError
 from tests.helpers import wait_for
@@ -39,13 +39,13 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         "read 833",
         "read 834",
         "read 2499",
-        "write_durably 0",
-        "write_durably 1",
-        "write_durably 2",
-        "write_durably 3",
-        "write_durably 6",
-        "write_durably 9",
-        "write_durably 10",
+        "write 0",
+        "write 1",
+        "write 2",
+        "write 3",
+        "write 6",
+        "write 9",
+        "write 10",
         "replace 1",
         "replace 3",
         "rename 0",
@@ -143,7 +143,7 @@ def _ignores_ctrl_c(pid: int) -> bool:
 
 
 def test_two_builds_at_once_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(lock, "_PATIENCE_S", 0.0)
     path = tmp_path / "out"
     with Build(path, stop="read 900") as running:
         assert running.stopped()

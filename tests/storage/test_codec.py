@@ -12,7 +12,9 @@ import xxhash
 from PIL import Image
 
 from lightning_gpuopt.storage import codec
+from lightning_gpuopt.storage import value as value_module
 from lightning_gpuopt.storage.errors import DamagedError
+from lightning_gpuopt.storage.value import check, parse, sample_number
 
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.bool]
 DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
@@ -22,7 +24,7 @@ DTYPES += [torch.complex64, torch.complex128]
 def round_trip(sample: Any, image: Any = None) -> Any:
     value = codec.encode(sample).value(3, 7)
     source = b"before" + value + b"after"
-    return codec.read(source, 6, 6 + len(value), codec.sample_number(3, 7), image)
+    return codec.read(source, 6, 6 + len(value), sample_number(3, 7), image)
 
 
 @pytest.mark.parametrize(
@@ -177,11 +179,14 @@ def test_a_value_is_a_msgpack_array_whose_stamp_covers_its_place_and_content(par
     assert buffers == [b"x" * 300] * parts
     assert msgpack.unpackb(structure) == ["list", [["bytes"]] * parts]
     assert stamp[8:] == ((1 << 40) + 2).to_bytes(8, "big")
-    assert stamp[:8] == xxhash.xxh3_64_digest(value[codec.body_offset(value) - 8 :])
-    assert codec.check(value, codec.sample_id(1, 2)) == stamp[:8]
-    assert codec.split(value) == [stamp, structure, *buffers]
+    head = parse(b"before" + value, 6)
+    assert stamp[:8] == xxhash.xxh3_64_digest(value[head.content - 6 :])
+    assert check(value, sample_number(1, 2)) == stamp[:8]
+    assert (head.num_buffers, head.number) == (parts, (1 << 40) + 2)
+    assert value[head.structure - 6 : head.buffers - 6] == structure
+    assert [value[start:stop] for start, stop in value_module.buffers(value, parse(value))] == buffers
     with pytest.raises(DamagedError, match="another sample"):
-        codec.check(value, codec.sample_id(1, 3))
+        check(value, sample_number(1, 3))
 
 
 def test_every_flipped_bit_is_found() -> None:
@@ -196,7 +201,7 @@ def test_every_flipped_bit_is_found() -> None:
 
 
 def _check_and_read(value: bytes, number: int) -> None:
-    codec.check(value, codec.sample_id(0, number))
+    check(value, sample_number(0, number))
     codec.read(value, 0, len(value), number, None)
 
 
@@ -206,7 +211,7 @@ def test_random_bytes_are_refused() -> None:
         with pytest.raises(DamagedError):
             codec.read(generator.randbytes(length), 0, length, 9, None)
         with pytest.raises(DamagedError):
-            codec.split(generator.randbytes(length))
+            check(generator.randbytes(length), 9)
 
 
 def test_a_value_that_is_longer_or_shorter_than_its_parts_is_refused() -> None:

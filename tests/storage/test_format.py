@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from lightning_gpuopt.storage.codec import encode
+from lightning_gpuopt.storage.errors import DamagedError
+from lightning_gpuopt.storage.format import Manifest
 from lightning_gpuopt.storage.writer import LMDBWriter
 from tests.storage.parts import REPOSITORY, flip, write_numbered
 
@@ -46,3 +50,26 @@ def test_the_documented_bytes_are_those_of_the_value() -> None:
         assert value[at : at + len(shown)] == shown, line
         at = value.index(b"\xc4\x05hello") if "..." in line[:50] else at + len(shown)
     assert at == len(value)
+
+
+def test_a_class_may_be_named_as_the_digest_is_blanked(tmp_path: Path) -> None:
+    names = ("-" * 16, '\n  "digest": "' + "-" * 16 + '"', "cat")
+    with LMDBWriter(tmp_path / "d") as writer:
+        writer.write(1)
+        writer.classes = names
+    manifest = Manifest.load(tmp_path / "d")
+    assert manifest.classes == names
+    assert json.loads((tmp_path / "d/manifest.json").read_text())["digest"] != "-" * 16
+
+
+def test_a_manifest_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    """Its digest went to the first place that was blank."""
+    write_numbered(tmp_path / "d", 3)
+    path = tmp_path / "d/manifest.json"
+    raw = {**json.loads(path.read_text()), "digest": "-" * 16}
+    text = json.dumps(raw, indent=2) + "\n"
+    path.write_text(text.replace("-" * 16, xxhash.xxh3_64_hexdigest(text.encode()), 1))
+    assert Manifest.load(tmp_path / "d").num_samples == 3
+    path.write_text(path.read_text().replace('"num_skipped": 0', '"num_skipped": 1'))
+    with pytest.raises(DamagedError, match="its digest does not match"):
+        Manifest.load(tmp_path / "d")

@@ -11,10 +11,12 @@ from torch.utils.data import DataLoader, Subset, default_collate, random_split
 from lightning_gpuopt.loading.loader import make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
+from lightning_gpuopt.storage import gather as gather_module
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.gather import Gather, plan
 from lightning_gpuopt.storage.reader import LMDBDataset
+from lightning_gpuopt.storage.region import Region
 from lightning_gpuopt.storage.writer import LMDBWriter
 
 
@@ -23,6 +25,10 @@ def stored(path: Path, sample: Callable[[int], Any], num_samples: int = 50, shar
         for index in range(num_samples):
             writer.write(sample(index))
     return LMDBDataset(path)
+
+
+def whole(dataset: LMDBDataset) -> Gather:
+    return Gather([dataset])
 
 
 def same(one: Any, other: Any) -> bool:
@@ -53,13 +59,13 @@ EQUAL_RECORDS: list[Callable[[int], Any]] = [
 def test_a_gathered_batch_is_what_default_collate_makes(tmp_path: Path, sample: Callable[[int], Any]) -> None:
     dataset = stored(tmp_path / "data", sample)
     wanted = [49, 0, 20, 19, 3, 3, 40]
-    gathered = Gather(dataset).__getitems__(wanted)
+    gathered = whole(dataset).__getitems__(wanted)
     assert same(gathered, default_collate([dataset[i] for i in wanted]))
 
 
 def test_gathered_tensors_may_be_written_to(tmp_path: Path) -> None:
     dataset = stored(tmp_path / "data", lambda i: np.full(3, i, np.float32))
-    gather = Gather(dataset)
+    gather = whole(dataset)
     gather.__getitems__([1, 2]).add_(5)
     assert gather.__getitems__([1, 2]).tolist() == [[1, 1, 1], [2, 2, 2]]
 
@@ -81,7 +87,7 @@ def test_other_records_are_not_gathered(tmp_path: Path, sample: Callable[[int], 
     dataset = stored(tmp_path / "data", sample)
     assert plan(dataset) is None
     with pytest.raises(TypeError, match="not equal arrays and numbers"):
-        Gather(dataset)
+        whole(dataset)
 
 
 def test_transforms_and_checksums_want_single_samples(tmp_path: Path) -> None:
@@ -129,7 +135,7 @@ def test_small_records_need_no_workers_and_large_ones_do(tmp_path: Path) -> None
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_it_works_in_workers_of_every_kind(tmp_path: Path, context: str) -> None:
     dataset = stored(tmp_path / "data", lambda i: (np.full(2, i), i))
-    gather = Gather(dataset)
+    gather = whole(dataset)
     gather.__getitems__([0])
     loader = DataLoader(gather, batch_size=20, num_workers=1, collate_fn=_same, multiprocessing_context=context)
     assert [labels.tolist() for _, labels in loader] == [list(range(20)), list(range(20, 40)), list(range(40, 50))]
@@ -140,14 +146,14 @@ def _same(batch: Any) -> Any:
 
 
 def test_a_pickle_leaves_the_maps_out(tmp_path: Path) -> None:
-    gather = Gather(stored(tmp_path / "data", lambda i: i))
+    gather = whole(stored(tmp_path / "data", lambda i: i))
     gather.__getitems__([0])
     assert pickle.loads(pickle.dumps(gather)).__getitems__([7]).tolist() == [7]
 
 
 @pytest.mark.parametrize("indices", [[0, 50], [-1]])
 def test_indices_out_of_range_are_refused(tmp_path: Path, indices: list[int]) -> None:
-    gather = Gather(stored(tmp_path / "data", lambda i: i))
+    gather = whole(stored(tmp_path / "data", lambda i: i))
     with pytest.raises(IndexError, match="50"):
         gather.__getitems__(indices)
 
@@ -164,7 +170,7 @@ def test_a_record_that_is_another_is_refused(tmp_path: Path) -> None:
     dataset = stored(tmp_path / "data", lambda i: (np.full(2000, i, np.uint8), i))
     start = dataset.value(33).obj.find(bytes(dataset.value(33)))  # type: ignore[attr-defined]
     flip(tmp_path / "data" / "shard-00001.mdb", start + 4 + 15)  # its number, behind array head, bytes head, checksum
-    gather = Gather(dataset)
+    gather = whole(dataset)
     assert gather.__getitems__([32, 34])[1].tolist() == [32, 34]
     with pytest.raises(DamagedError, match="sample 33"):
         gather.__getitems__([32, 33, 34])
@@ -173,7 +179,7 @@ def test_a_record_that_is_another_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("byte", [0, 2, 5, 7])
 def test_a_record_table_that_lies_gives_no_other_sample(tmp_path: Path, byte: int) -> None:
     dataset = stored(tmp_path / "data", lambda i: (np.full(2000, i, np.uint8), i))
-    gather = Gather(dataset)
+    gather = whole(dataset)
     flip(tmp_path / "data" / "shard-00000.tab", 32 + 8 * 5 + byte)
     assert gather.__getitems__([4, 6])[1].tolist() == [4, 6]
     with pytest.raises(DamagedError, match="sample 5"):
@@ -182,10 +188,9 @@ def test_a_record_table_that_lies_gives_no_other_sample(tmp_path: Path, byte: in
 
 def test_missing_and_truncated_files_are_named(tmp_path: Path) -> None:
     dataset = stored(tmp_path / "data", lambda i: i)
-    gather = Gather(dataset)
+    gather = whole(dataset)
     table = tmp_path / "data" / "shard-00001.tab"
-    whole = table.read_bytes()
-    table.write_bytes(whole[:-1])
+    table.write_bytes(table.read_bytes()[:-1])
     with pytest.raises(DamagedError, match=r"shard-00001\.tab: \d+ bytes long; expected"):
         gather.__getitems__([0])
     table.unlink()
@@ -194,8 +199,37 @@ def test_missing_and_truncated_files_are_named(tmp_path: Path) -> None:
 
 
 def test_a_dataset_that_was_built_anew_meanwhile_is_not_mixed_in(tmp_path: Path) -> None:
-    gather = Gather(stored(tmp_path / "data", lambda i: (np.full(20, i, np.uint8), i)))
+    gather = whole(stored(tmp_path / "data", lambda i: (np.full(20, i, np.uint8), i)))
     (tmp_path / "data").rename(tmp_path / "old")
     stored(tmp_path / "data", lambda i: (np.full(20, 255 - i, np.uint8), i))  # of the same sizes
     with pytest.raises(DamagedError, match="shard-00000 is not the one that the manifest tells of"):
         gather.__getitems__([0])
+
+
+def test_batches_to_come_are_asked_for_only_while_they_come_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = whole(stored(tmp_path / "data", lambda i: np.full(3000, i, np.uint8)))
+    blocks = iter([0, 8] + [8, 16] + [16, 16] + [16, 16] + [16, 16])
+    asked: list[int] = []
+    monkeypatch.setattr(gather_module, "blocks_read", lambda: next(blocks))
+    monkeypatch.setattr(Region, "will_need", lambda self, starts, num_bytes: asked.append(len(starts)))
+    gather.announce([7])
+    assert not asked  # nothing is known yet
+    gather.__getitems__([0, 1])  # from the disk
+    gather.announce([2, 3, 4])  # asks it for more
+    assert asked == [3]
+    gather.__getitems__([2, 3, 4])  # in memory, thanks to that
+    gather.announce([5, 6])  # finds that nothing is left to ask for
+    assert asked == [3, 2]
+    gather.__getitems__([5, 6])
+    gather.announce([8])
+    assert asked == [3, 2]
+
+
+def test_the_pages_of_batches_to_come_are_read(tmp_path: Path) -> None:
+    gather = whole(stored(tmp_path / "data", lambda i: (np.full(5000, i % 251, np.uint8), i), num_samples=200))
+    gather.__getitems__([0])
+    gather._from_disk = True
+    gather.announce(list(range(200)))
+    assert gather.__getitems__([199, 3])[1].tolist() == [199, 3]

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import lmdb
@@ -6,7 +7,7 @@ import pytest
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.format import key
-from lightning_gpuopt.storage.shard import ShardWriter
+from lightning_gpuopt.storage.shard_writer import ShardWriter
 
 
 def foreign(path: Path, last: int) -> None:
@@ -32,3 +33,27 @@ def test_a_gap_in_the_keys_is_found_when_the_shard_is_read_back(tmp_path: Path) 
         writer.finish()
     writer.close()
     assert not (tmp_path / "shard-00000.json").exists()
+
+
+def test_a_shard_begun_anew_is_not_finished(tmp_path: Path) -> None:
+    """Whatever of an earlier shard of this number stayed could count as the new one's."""
+    writer = ShardWriter(tmp_path, 0)
+    writer.add(codec.encode(1))
+    writer.finish()
+    assert len(os.listdir(tmp_path)) == 3
+    writer = ShardWriter(tmp_path, 0)
+    assert os.listdir(tmp_path) == ["shard-00000.mdb"]
+    writer.close()
+    writer = ShardWriter(tmp_path, 0, resume=True)
+    assert writer.committed == 0
+    writer.close()
+
+
+def test_the_summary_of_an_earlier_shard_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = ShardWriter(tmp_path, 0)
+    writer.add(codec.encode(1))
+    writer.finish()
+    removed: list[str] = []
+    monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: removed.append(self.suffix))
+    ShardWriter(tmp_path, 0).close()
+    assert removed == [".json", ".tab", ".mdb"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import multiprocessing
+import os
 import shutil
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-from PIL import Image
-from torch.utils.data import IterableDataset, TensorDataset
 
 from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
-from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.sources import open_source
 from lightning_gpuopt.storage.sources.base import Source, expand
+from tests.storage.parts import mapped_shards, open_descriptors
 from tests.storage.source_files import image_file, npy, same, samples, write_folder, write_pickled, write_tar
 
 # --- image folders -----------------------------------------------------------------------------------------------
@@ -90,7 +87,7 @@ def test_a_link_that_leads_nowhere_is_a_bad_image(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_no_source_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not a source that is known; expected class subfolders"):
+    with pytest.raises(ValueError, match="expected class subfolders"):
         open_source(tmp_path)
     (tmp_path / "a").mkdir()
     with pytest.raises(ValueError, match="there is no image in it"):
@@ -232,67 +229,6 @@ def test_folders_and_tars_together_are_a_question(tmp_path: Path) -> None:
         open_source(tmp_path)
 
 
-# --- Datasets ----------------------------------------------------------------------------------------------------
-
-
-class Squares:
-    classes = ("even", "odd")
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> tuple[int, str]:
-        if index == 3:
-            raise KeyError("lost")
-        return index * index, "x"
-
-
-def test_a_dataset_s_samples_come_as_they_are() -> None:
-    source = open_source(Squares())
-    assert ([source.read(i) for i in range(3)], source.classes) == ([(0, "x"), (1, "x"), (4, "x")], ("even", "odd"))
-    with pytest.raises(RuntimeError, match=r"source: Squares\[3\] raised KeyError: 'lost'") as caught:
-        source.read(3)
-    assert isinstance(caught.value.__cause__, KeyError)
-    tensors = TensorDataset(torch.arange(4), torch.ones(4, 2))
-    assert torch.equal(open_source(tensors).read(2)[1], torch.ones(2))
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter([1])
-
-
-def test_what_is_no_dataset_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"expected a path or a map-style Dataset .* got a Stream"):
-        open_source(Stream())
-    with pytest.raises(ValueError, match="source: the list has no samples"):
-        open_source([])
-
-
-def test_one_of_our_own_datasets_is_built_again_with_its_images(tmp_path: Path) -> None:
-    files = write_folder(tmp_path / "images", {"a": 2, "b": 1})
-    build_lmdb(tmp_path / "images", tmp_path / "one", progress=False)
-    expected = [(data, int(path[0] == "b")) for path, data in files.items()]
-    for given in (tmp_path / "one", LMDBDataset(tmp_path / "one")):
-        source = open_source(given)
-        assert (samples(source), source.classes, source.kind) == (expected, ("a", "b"), "lightning-gpuopt")
-        assert type(source.read(0)[0]) is EncodedImage
-    changed = open_source(LMDBDataset(tmp_path / "one", transform=lambda image: image.size))
-    assert changed.read(2) == ((24, 16), 1)
-
-
-def test_damage_in_one_of_our_own_datasets_is_found_when_it_is_built_again(tmp_path: Path) -> None:
-    write_folder(tmp_path / "images", {"a": 3})
-    build_lmdb(tmp_path / "images", tmp_path / "one", progress=False)
-    shard = tmp_path / "one/shard-00000.mdb"
-    data = bytearray(shard.read_bytes())
-    where = data.index((tmp_path / "images/a/00001.jpg").read_bytes())
-    data[where + 300] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(DamagedError, match=r"one: sample 1 \(shard-00000\): .*checksum"):
-        samples(open_source(tmp_path / "one"))
-
-
 # --- all of them -------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +258,7 @@ def _all_kinds(root: Path) -> dict[str, Any]:
     write_pickled(root / "pickled", {b"%d" % i: i for i in range(3)})
     build_lmdb(root / "x.npy", root / "own", progress=False)
     names = ("folder", "x.tar", "x.npy", "x.npz", "x.h5", "x.parquet", "pickled", "own")
-    return {name: root / name for name in names} | {"dataset": Squares()}
+    return {name: root / name for name in names} | {"dataset": [(0, "x"), (1, "x"), (4, "x")]}
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -350,9 +286,37 @@ def test_a_fingerprint_is_the_source_s_and_not_the_place_s(tmp_path: Path) -> No
     assert open_source(tmp_path / "there/folder").fingerprint() != before
 
 
-def test_pil_images_of_a_dataset_may_be_what_was_opened(tmp_path: Path) -> None:
-    """An image that was opened and not touched is stored as the file that it is."""
-    data = image_file(3)
-    (tmp_path / "x.jpg").write_bytes(data)
-    build_lmdb([Image.open(tmp_path / "x.jpg")], tmp_path / "out", progress=False)
-    assert LMDBDataset(tmp_path / "out", decode="raw")[0] == data
+@pytest.mark.parametrize("name", ["folder", "x.tar", "x.npy", "x.npz", "x.h5", "x.parquet", "own", "dataset"])
+def test_no_file_stays_open_after_a_build(tmp_path: Path, name: str) -> None:
+    given = _all_kinds(tmp_path)[name]
+    build_lmdb(given, tmp_path / "warm", progress=False)
+    before, maps = open_descriptors(), mapped_shards()
+    build_lmdb(given, tmp_path / "out", progress=False)
+    assert (open_descriptors(), mapped_shards()) == (before, maps)
+
+
+def test_tars_are_closed_after_a_build_that_failed_and_few_are_open_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tar in range(40):
+        write_tar(tmp_path / f"{tar:02d}.tar", {f"{tar}{i}.cls": str(tar).encode() for i in range(2)})
+    source = open_source(tmp_path)
+    before = open_descriptors()
+    for index in (0, 1, *range(2, 30, 2)):  # of 15 tars
+        source.read(index)
+    used_again = source.read(0)
+    source.read(40)
+    source.read(50)  # the second tar is given up for it, not the first
+    assert open_descriptors() == before + 16
+    opened: list[str] = []
+    whole = os.open
+    monkeypatch.setattr(os, "open", lambda path, *flags: opened.append(path) or whole(path, *flags))
+    assert source.read(0) == used_again
+    assert opened == []
+    monkeypatch.undo()
+    source.close()
+    assert open_descriptors() == before
+    write_tar(tmp_path / "99.tar", {"x.cls": b"no number"})
+    with pytest.raises(ValueError, match="cannot be read as its name says"):
+        build_lmdb(tmp_path, tmp_path / "out", progress=False)
+    assert open_descriptors() == before

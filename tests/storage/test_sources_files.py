@@ -18,6 +18,7 @@ from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
+from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.sources import hdf5 as hdf5_module
 from lightning_gpuopt.storage.sources import open_source
 from tests.storage.source_files import image_file, npy, same, samples, write_pickled
@@ -79,7 +80,7 @@ def test_a_damaged_compressed_npz_is_named(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[5000:5100] = bytes(100)
     path.write_bytes(data)
-    with pytest.raises(DamagedError, match=r"x\.npz: arr_0\.npy (cannot be read|ends in the midst)"):
+    with pytest.raises(DamagedError, match=r"x\.npz: arr_0 cannot be read"):
         samples(open_source(path))
     path.write_bytes(data[:3000])
     with pytest.raises(DamagedError, match=r"x\.npz: not a whole \.npz"):
@@ -273,3 +274,59 @@ def test_a_damaged_lmdb_does_not_kill_the_build(tmp_path: Path) -> None:
     with pytest.raises((StorageError, ValueError), match=f"{tmp_path}/x: "):
         build_lmdb(tmp_path / "x", tmp_path / "out", allow_pickle=True, progress=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_lmdb_of_files_needs_no_pickle(tmp_path: Path) -> None:
+    jpeg = image_file(0)
+    values = {b"%d" % index: jpeg if index % 2 else b"text %d" % index for index in range(12)}
+    # Pickled, but the last.
+    meta = {b"__len__": 12, b"__keys__": [b"5"], b"__classes__": ["a"], b"num-samples": b"12"}
+    write_pickled(tmp_path / "x", {**values, **meta})
+    source = open_source(tmp_path / "x")
+    assert samples(source) == list(values.values())
+    assert [type(sample) for sample in samples(source)[:2]] == [bytes, EncodedImage]
+    assert (source.kind, source.classes, source.name(10)) == ("lmdb", None, "key b'10'")
+    source.close()
+    build_lmdb(tmp_path / "x", tmp_path / "out", progress=False)
+    assert list(LMDBDataset(tmp_path / "out", decode="raw")) == list(values.values())
+    write_pickled(tmp_path / "short", {b"0": b"x", b"__len__": b"2"})
+    with pytest.raises(DamagedError, match="short: __len__ says 2, but there are 1 samples"):
+        open_source(tmp_path / "short")
+
+
+def test_a_pickle_within_an_lmdb_of_files_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pickled(tmp_path / "x", {b"0": b"plain", b"1": (1, 2), b"__keys__": [b"1", b"0"]})
+    monkeypatch.setattr("pickle.loads", None)
+    source = open_source(tmp_path / "x")
+    assert source.read(0) == b"plain"
+    with pytest.raises(StorageError, match=r"x: key b'1' is pickled; .* only with allow_pickle=True"):
+        source.read(1)
+
+
+def test_empty_parquet_files_and_row_groups_are_passed_over(tmp_path: Path) -> None:
+    schema = pa.schema([("image", pa.binary()), ("x", pa.int64())])
+    empty = schema.empty_table()
+    two = pa.table({"image": [image_file(0), image_file(1)], "x": [0, 1]}, schema)
+    for name, tables in (("0", [empty]), ("1", [empty, two, empty, two]), ("2", [empty]), ("3", [two])):
+        with pq.ParquetWriter(tmp_path / f"{name}.parquet", schema) as writer:
+            for table in tables:
+                writer.write_table(table)
+    assert pq.ParquetFile(tmp_path / "1.parquet").metadata.row_group(0).num_rows == 0
+    assert pq.ParquetFile(tmp_path / "0.parquet").metadata.num_rows == 0
+    for paths in ([0, 1, 2, 3], [1, 3]):
+        source = open_source([tmp_path / f"{number}.parquet" for number in paths])
+        assert [row["x"] for row in samples(source)] == [0, 1] * 3
+        assert type(source.read(0)["image"]) is EncodedImage
+
+
+def test_an_npz_is_loaded_once_in_each_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez(tmp_path / "x.npz", a=np.arange(100), b=np.arange(100) * 2)
+    source = open_source(tmp_path / "x.npz")
+    loaded: list[Any] = []
+    load = np.load
+    monkeypatch.setattr(np, "load", lambda *args, **kwargs: loaded.append(args) or load(*args, **kwargs))
+    assert [row["b"] for row in samples(source)] == list(range(0, 200, 2))
+    assert len(loaded) == 1
+    source.close()
+    assert source.read(3) == {"a": 3, "b": 6}
+    assert len(loaded) == 2

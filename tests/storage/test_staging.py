@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt.storage import codec
-from lightning_gpuopt.storage.build import staging as staging_module
+from lightning_gpuopt.storage.build import lock
 from lightning_gpuopt.storage.build.staging import Staging
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import Manifest, Shard, replaced_directory, staging_directory
 from lightning_gpuopt.storage.reader import LMDBDataset
-from lightning_gpuopt.storage.shard import ShardWriter
+from lightning_gpuopt.storage.shard_writer import ShardWriter
 from tests.storage.parts import run_python, run_until
 
 
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_module, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(lock, "_PATIENCE_S", 0.0)
 
 
 def begin(path: Path, value: int = 0, **kwargs: Any) -> Staging:
@@ -197,16 +197,26 @@ def test_parts_build_side_by_side_and_are_joined(tmp_path: Path) -> None:
     assert list(LMDBDataset(path)) == [0, 1, 2]
 
 
-def test_parts_throw_a_build_with_another_plan_away_only_when_alone(tmp_path: Path) -> None:
+def test_a_part_never_throws_a_build_with_another_plan_away(tmp_path: Path) -> None:
     path = tmp_path / "dataset"
     part = begin(path, 1, part=(0, 2))
-    add_shard(part)
-    with pytest.raises(StorageError, match="other parts are at work on a build that was begun differently"):
-        begin(path, 2, part=(1, 2), overwrite=True)
+    shard = add_shard(part)
     part.close()
-    with begin(path, 2, part=(1, 2), overwrite=True) as staging:
-        assert staging.finished() == {}
-        begin(path, 2, part=(0, 2)).close()
+    for options in ({"overwrite": True}, {"resume": True}, {}):
+        with pytest.raises(StorageError, match=r"begun differently \(value was 1, now 2\); start all parts"):
+            begin(path, 2, part=(1, 2), **options)
+    with begin(path, 1, resume=True) as staging:
+        assert staging.finished() == {0: shard}
+
+
+def test_a_recovered_dataset_is_refused_as_any_other(tmp_path: Path) -> None:
+    """The crash left the old dataset under its other name only."""
+    path = tmp_path / "dataset"
+    build(path, 1)
+    os.rename(path, replaced_directory(path))
+    with pytest.raises(FileExistsError, match="it exists already"):
+        begin(path, 2)
+    assert LMDBDataset(path)[0] == 1
 
 
 def test_discard_leaves_nothing(tmp_path: Path) -> None:
@@ -250,7 +260,7 @@ def test_a_kill_while_a_dataset_is_replaced_loses_nothing(tmp_path: Path, rename
         assert LMDBDataset(path)[0] == (1 if renames == 0 else 2)
     if renames < 2:
         with begin(path, 2, overwrite=True, resume=True) as staging:
-            assert LMDBDataset(path)[0] == 1  # healed before anything else
+            assert LMDBDataset(path)[0] == 1  # recovered before anything else
             staging.publish(Manifest(tuple(staging.finished().values())))
     else:
         with pytest.raises(FileExistsError):

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import errno
 import io
+import mmap
+import os
 import random
 import shutil
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from lightning_gpuopt.storage import verify as verify_module
 from lightning_gpuopt.storage.build.staging import Staging
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import StorageError
@@ -132,3 +137,55 @@ def test_a_thousand_problems_are_counted_and_a_hundred_listed(tmp_path: Path) ->
     report = verify(tmp_path / "d", decode=True)
     assert (report.num_samples, report.num_problems, len(report.problems)) == (1000, 1000, MAX_LISTED)
     assert [index for index, _ in report.problems] == list(range(MAX_LISTED))
+
+
+@pytest.mark.parametrize("name", ["shard-00001.mdb", "shard-00001.tab"])
+def test_a_disk_that_fails_is_a_problem_in_the_report(path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is mapped: a page that the disk does not give would end the process by SIGBUS."""
+    monkeypatch.setattr(mmap, "mmap", None)
+    (path / name).rename(path / "elsewhere")
+    (path / name).symlink_to(path / "elsewhere")
+    whole = open
+
+    def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
+        stream = whole(file, *args, **kwargs)
+        failing = isinstance(file, int) and os.path.samestat(os.fstat(file), os.stat(path / name))
+        return Failing(stream) if failing else stream
+
+    monkeypatch.setattr(verify_module, "open", opened, raising=False)
+    report = verify(path)
+    assert not report.ok
+    texts = [text for _, text in report.problems]
+    assert all(text.startswith(f"{path}/shard-00001.") and "Input/output error" in text for text in texts)
+    indices = [index for index, _ in report.problems]
+    assert indices == (list(range(10, 20)) if name.endswith("mdb") else [None])
+
+
+class Failing:
+    """A file that can be opened, and not be read."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> Failing:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stream.close()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def seek(self, at: int) -> None:
+        pass
+
+    def read(self, size: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_table_of_very_many_samples_is_not_mapped_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LMDBWriter(tmp_path / "d") as writer:
+        for index in range(90_000):
+            writer.write(index)
+    monkeypatch.setattr(mmap, "mmap", None)
+    assert verify(tmp_path / "d") == VerifyReport(90_000, 0, ())

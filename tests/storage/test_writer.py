@@ -15,8 +15,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from lightning_gpuopt.storage import shard as shard_module
+from lightning_gpuopt.storage import shard_writer
 from lightning_gpuopt.storage import writer as writer_module
+from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest, staging_directory
 from lightning_gpuopt.storage.reader import LMDBDataset
@@ -90,7 +91,7 @@ def test_len_counts_what_is_safe(tmp_path: Path) -> None:
         assert (len(writer), writer.num_samples, bool(writer)) == (0, 2, True)
         writer.flush()
         assert len(writer) == 2
-        writer.write(b"x" * shard_module.COMMIT_BYTES)
+        writer.write(b"x" * shard_writer.COMMIT_BYTES)
         assert len(writer) == 3
 
 
@@ -188,10 +189,10 @@ def test_a_name_is_no_list_of_classes(tmp_path: Path) -> None:
 WRITE = """
 import sys
 from pathlib import Path
-from lightning_gpuopt.storage import shard
+from lightning_gpuopt.storage import shard_writer
 from lightning_gpuopt.storage.writer import LMDBWriter
 from tests.storage.parts import numbered
-shard.COMMIT_SAMPLES = 5
+shard_writer.COMMIT_SAMPLES = 5
 path, count, points = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 def tell(name, call):
@@ -206,9 +207,9 @@ def tell(name, call):
 
 if points == "yes":
     import os
-    shard.ShardWriter.commit = tell("commit", shard.ShardWriter.commit)
-    shard.ShardWriter._write_table = tell("table", shard.ShardWriter._write_table)
-    shard.ShardWriter.finish = tell("finish", shard.ShardWriter.finish)
+    shard_writer.ShardWriter.commit = tell("commit", shard_writer.ShardWriter.commit)
+    shard_writer.ShardWriter._write_table = tell("table", shard_writer.ShardWriter._write_table)
+    shard_writer.ShardWriter.finish = tell("finish", shard_writer.ShardWriter.finish)
     os.rename = tell("rename", os.rename)
     os.replace = tell("replace", os.replace)
     os.fsync = tell("fsync", os.fsync)
@@ -333,3 +334,33 @@ def _close_and_tell(writer: LMDBWriter, path: Path) -> None:
         writer.close()
     except RuntimeError as error:
         path.write_text(str(error))
+
+
+def test_a_finished_dataset_has_nothing_left_to_write(tmp_path: Path) -> None:
+    path = write_numbered(tmp_path / "dataset", 5, samples_per_shard=2)
+    before = (path / "manifest.json").stat()
+    with LMDBWriter(path, samples_per_shard=2, resume=True) as writer:
+        assert (len(writer), writer.num_samples) == (5, 5)
+        writer.flush()
+        with pytest.raises(ValueError, match="dataset: it is finished, with 5 samples; give overwrite=True without"):
+            writer.write(1)
+        with pytest.raises(ValueError, match="it is finished, with the classes None"):
+            writer.classes = ["cat"]
+        writer.classes = None
+    assert writer.close() == LMDBDataset(path).info
+    writer.abort()
+    assert (path / "manifest.json").stat() == before
+    assert os.listdir(tmp_path) == ["dataset"]
+    assert_numbered(path, 5)
+    write_numbered(path, 5, samples_per_shard=2, resume=True)
+
+
+def test_a_finished_dataset_of_other_making_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = write_numbered(tmp_path / "dataset", 5, samples_per_shard=2)
+    with pytest.raises(FileExistsError, match=r"was written differently \(samples_per_shard was 2, now 3\)"):
+        LMDBWriter(path, samples_per_shard=3, resume=True)
+    build_lmdb([1, 2], tmp_path / "built", progress=False)
+    with pytest.raises(FileExistsError, match=r'was written differently \(kind was "dataset", now null'):
+        LMDBWriter(tmp_path / "built", resume=True)
+    write_numbered(path, 3, resume=True, overwrite=True)
+    assert_numbered(path, 3)

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import errno
-import math
+import logging
 import os
 import warnings
 from collections.abc import Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from lightning_gpuopt._arguments import refuse, whole_number
+import torch
+
+from lightning_gpuopt._arguments import choice, refuse, whole_number
 from lightning_gpuopt._version import __version__
+from lightning_gpuopt.storage import durable
+from lightning_gpuopt.storage.build.fill import Job, Skipped, skip_file, skipped_samples
+from lightning_gpuopt.storage.build.plan import Plan, as_json, difference, plan_shards, read_plan
 from lightning_gpuopt.storage.build.pool import build_shards
 from lightning_gpuopt.storage.build.progress import BuildProgress
-from lightning_gpuopt.storage.build.fill import Job, Skipped, skip_file, skipped_samples
-from lightning_gpuopt.storage.errors import StorageError
-from lightning_gpuopt.storage.format import SKIPPED, LMDBInfo, Manifest, Shard
-from lightning_gpuopt.storage.shard import sync_directory
-from lightning_gpuopt.storage.sources import Source, open_source
 from lightning_gpuopt.storage.build.staging import Staging
+from lightning_gpuopt.storage.errors import StorageError
+from lightning_gpuopt.storage.format import SKIPPED, LMDBInfo, Manifest, Shard, staging_directory
+from lightning_gpuopt.storage.sources import Source, open_source
+from lightning_gpuopt.storage.sources.prepare import ImageOptions
 
-SHARD_BYTES: Final = 256 << 20
-_MOST_SHARDS: Final = 256
-# At least this many shards where the samples suffice, so that processes and machines have something to share.
-_SHARDS_TO_SHARE: Final = 16
-_SHARE_SAMPLES: Final = 1024
-_UNKNOWN_SIZE_SAMPLES: Final = 1 << 16
+_log = logging.getLogger(__name__)
+
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -45,36 +46,52 @@ def build_lmdb(
     allow_pickle: bool = False,
     image_size: int | None = None,
     image_quality: int = 90,
+    check: Literal["header", "decode"] = "header",
+    shuffle_seed: int | None = None,
 ) -> LMDBInfo:
     """Build a dataset at `path` from any source; it is there when it is whole, and not before.
 
-    The order is the source's. The result is the same whatever `num_proc` and `part` are, and whether or not it was
-    interrupted. Images are stored as they came, unless `image_size` asks for smaller ones.
+    The order is the source's, unless `shuffle_seed` is given. The result is the same whatever `num_proc` and `part`
+    are, and whether or not it was interrupted. Images are stored as they came, unless `image_size` asks for smaller
+    ones.
+
+    Where a Dataset draws random numbers from Python, numpy or torch, these are seeded for each shard by
+    ``torch.initial_seed()``, so that no two processes draw the same and the result does not depend on `num_proc`.
 
     Args:
         source: A folder with a subfolder of images for each class; one or several WebDataset ``*.tar`` (a path, a
-            folder, a pattern such as ``"train-{0000..0146}.tar"``, a list); an HDF5, ``.npy``, ``.npz`` or Parquet
-            file; a map-style Dataset; a dataset of this package; with `allow_pickle` an LMDB of pickled values.
+            folder, a pattern such as ``"train-{0000..0146}.tar"``, a list); an HDF5, ``.npy``, ``.npz`` (which must
+            fit in memory) or Parquet file; an LMDB of files, or with `allow_pickle` one of pickled values; a map-style
+            Dataset; a dataset of this package. Of a Dataset like torchvision's ``ImageFolder``, without transforms,
+            the image files themselves are stored.
         path: Where the dataset is to be, a directory.
         num_proc: How many processes build, a shard each.
         part: ``(i, n)``: do the i-th (from 0) of n parts of the work, here or on another machine that sees the same
             file system. When all are done, the same call without `part` and with ``resume=True`` joins them.
         progress: Show how far it is on stderr: a bar in a terminal, else a line every ten seconds.
-        resume: Go on with a build that was interrupted, if there is one.
+        resume: Go on with a build that was interrupted, if there is one. Where it is finished already, nothing is
+            done.
         overwrite: Replace the dataset at `path`, which stays until the new one is whole.
         strict: Stop at the first image that cannot be decoded. Otherwise such images are left out, counted, and listed
-            in ``skipped.csv`` with their index, name and the reason.
+            in ``skipped.csv`` with their index in the source, name and the reason.
         allow_pickle: Unpickle the values of an LMDB, which runs whatever code its author wished.
         image_size: Bring the shorter side of larger images down to as many pixels. They become JPEG, whatever they
-            were, with the EXIF orientation applied.
+            were, with the EXIF orientation applied. PIL images of another mode than RGB (masks, depth maps) are
+            resized with nearest neighbour and stay lossless.
         image_quality: The JPEG quality (1 to 95) of images that are made smaller.
+        check: How images are checked: ``"header"`` looks at the header and the end of a JPEG and at the checksums of a
+            PNG, and decodes others; ``"decode"`` decodes every image in full, which takes several times as long.
+        shuffle_seed: Store the samples in the random order of this seed (0 or more), so that neighbours are of
+            different classes, as a later ``shuffle_window`` needs. None: in the source's order. HDF5 and Parquet are
+            slow to read at random: build them in order, then build the shuffled dataset from that one.
 
     Returns:
-        What the dataset holds; with `part`, what this part of it does.
+        What the dataset holds; with `part`, what this part of it does, unless it is finished.
 
     Raises:
         FileNotFoundError: There is no such source.
-        FileExistsError: There is something at `path`, or an unfinished build beside it.
+        FileExistsError: There is something at `path`, or an unfinished build beside it, or with `resume` a dataset that
+            was built from something else.
         ValueError: An argument is wrong, or the source is empty.
         TypeError: A sample of the source is of a type that cannot be stored.
         StorageError: The source is damaged or all its images are broken, another process builds there, a process of the
@@ -85,33 +102,85 @@ def build_lmdb(
 
         build_lmdb("imagenet/train", "imagenet-train", num_proc=16)
     """
-    _check_arguments(num_proc, part, image_size, image_quality)
+    _check_arguments(num_proc, part, image_size, image_quality, shuffle_seed)
+    choice("check", check, ("header", "decode"))
     opened = open_source(source, allow_pickle=allow_pickle)
-    _refuse_inside(opened, path)
-    samples_per_shard = plan_shards(len(opened), opened.num_bytes)
-    plan = {f"source {name}": value for name, value in opened.fingerprint().items()}
-    plan |= {"samples_per_shard": samples_per_shard, "image_size": image_size}
-    if image_size is not None:
-        plan["image_quality"] = image_quality
-    with Staging(path, overwrite=overwrite, resume=resume, plan=plan, part=part) as staging:
-        job = Job(opened, staging.directory, samples_per_shard, strict, image_size, image_quality)
-        try:
-            return _run(job, staging, part, num_proc, progress)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"{path}: interrupted; run the build again with resume=True to go on") from None
-        except OSError as error:
-            if error.errno not in _NO_SPACE or "resume=True" in str(error):
-                raise
-            what = f"{error.strerror}; make room, and run the build again with resume=True"
-            raise OSError(error.errno, what, str(path)) from error
+    with contextlib.closing(opened):
+        _refuse_inside(opened, path)
+        images = ImageOptions(image_size, image_quality, check == "decode")
+        directory = staging_directory(path)
+        samples_per_shard = plan_shards(len(opened), opened.num_bytes)
+        job = Job(opened, directory, samples_per_shard, strict, images, shuffle_seed, torch.initial_seed())
+        plan = _plan(job)
+        if resume and (manifest := _finished(Path(path), plan, overwrite)) and not (strict and manifest.num_skipped):
+            _log.info("%s: finished already, nothing to do", path)
+            return manifest.info
+        with Staging(path, overwrite=overwrite, resume=resume, plan=plan, part=part) as staging:
+            return _build(job, staging, part, num_proc, progress)
 
 
-def _check_arguments(num_proc: Any, part: Any, image_size: Any, image_quality: Any) -> None:
+def _build(job: Job, staging: Staging, part: tuple[int, int] | None, num_proc: int, progress: bool) -> LMDBInfo:
+    path = staging.path
+    try:
+        return _run(job, staging, part, num_proc, progress)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{path}: interrupted; run the build again with resume=True to go on") from None
+    except OSError as error:
+        if error.errno not in _NO_SPACE or "resume=True" in str(error):
+            raise
+        what = f"{error.strerror}; make room, and run the build again with resume=True"
+        raise OSError(error.errno, what, str(path)) from error
+
+
+def _plan(job: Job) -> Plan:
+    """What every run of this build must have in common."""
+    plan = {f"source {name}": value for name, value in job.source.fingerprint().items()}
+    plan |= {"samples_per_shard": job.samples_per_shard, "image_size": job.images.size}
+    if job.images.size is not None:
+        plan["image_quality"] = job.images.quality
+    if job.images.decode:
+        plan["check"] = "decode"
+    if job.shuffle_seed is not None:
+        plan["shuffle_seed"] = job.shuffle_seed
+    return plan
+
+
+def _finished(path: Path, plan: Plan, overwrite: bool) -> Manifest | None:
+    """The dataset at `path`, if it is what the plan would build, and no unfinished build is to replace it.
+
+    Raises:
+        FileExistsError: It was built from something else, and may not be replaced.
+    """
+    if overwrite and read_plan(staging_directory(path)) is not None:
+        return None
+    try:
+        manifest = Manifest.load(path)
+    except (FileNotFoundError, StorageError):  # nothing, or nothing of use
+        return None
+    how = manifest.source
+    then = how.get("plan")
+    if then is None:  # of a release that did not keep it
+        then = {"source kind": how.get("kind"), "source num_samples": how.get("num_samples")}
+        then |= {name: how.get(name) for name in ("image_size", "image_quality")}
+        plan = {name: plan.get(name) for name in then}
+    if then == (plan := as_json(plan)):
+        return manifest
+    if overwrite:
+        return None
+    raise FileExistsError(
+        f"{path}: the dataset there was built from something else ({difference(then, plan)}); give overwrite=True to "
+        "replace it, or another path"
+    )
+
+
+def _check_arguments(num_proc: Any, part: Any, image_size: Any, image_quality: Any, shuffle_seed: Any) -> None:
     whole_number("num_proc", num_proc, "a number of processes", least=1)
     if image_size is not None:
         whole_number("image_size", image_size, "a number of pixels", least=1, or_none=True)
     if whole_number("image_quality", image_quality, "a JPEG quality up to 95", least=1) > 95:
         refuse("image_quality", "a JPEG quality from 1 to 95", image_quality)
+    if shuffle_seed is not None:
+        whole_number("shuffle_seed", shuffle_seed, "a seed", least=0, or_none=True)
     if part is None:
         return
     whole = isinstance(part, Sequence) and len(part) == 2 and all(isinstance(number, Integral) for number in part)
@@ -125,29 +194,16 @@ def _refuse_inside(source: Source, path: str | os.PathLike[str]) -> None:
         raise ValueError(f"{os.fspath(path)}: it lies in the source, {source.path}; give a path outside of it")
 
 
-def plan_shards(num_samples: int, num_bytes: int | None) -> int:
-    """How many samples of the source make up a shard. A matter of the source alone, so that every run cuts alike.
-
-    Args:
-        num_samples: Samples of the source.
-        num_bytes: About how many bytes they are; None where that is not known.
-    """
-    to_share = min(_SHARDS_TO_SHARE, math.ceil(num_samples / _SHARE_SAMPLES))
-    for_size = math.ceil(num_samples / _UNKNOWN_SIZE_SAMPLES if num_bytes is None else num_bytes / SHARD_BYTES)
-    num_shards = min(max(to_share, for_size, 1), _MOST_SHARDS, num_samples)
-    return math.ceil(num_samples / num_shards)
-
-
 def _run(job: Job, staging: Staging, part: tuple[int, int] | None, num_proc: int, progress: bool) -> LMDBInfo:
     i, n = part or (0, 1)
-    wanted = range(i, math.ceil(len(job.source) / job.samples_per_shard), n)
+    wanted = range(i, job.num_shards, n)
     finished = staging.finished()
-    # strict: what an earlier run left out is looked at again; it may have been mended.
+    # strict: what an earlier run left out is looked at again; it may have been repaired.
     again = {number for number in wanted if job.strict and skip_file(staging.directory, number).exists()}
     missing = [number for number in wanted if number not in finished or number in again]
     if missing:
-        total = sum(len(job.samples(number)) for number in wanted)
-        done = total - sum(len(job.samples(number)) for number in missing)
+        total = sum(map(job.num_samples, wanted))
+        done = total - sum(map(job.num_samples, missing))
         with BuildProgress(total, done, enabled=progress) as shown:
             build_shards(job, missing, num_proc, str(staging.path), shown.add)
         finished = staging.finished()
@@ -170,16 +226,17 @@ def _publish(job: Job, staging: Staging, shards: tuple[Shard, ...]) -> LMDBInfo:
         "kind": source.kind,
         "path": source.path,
         "num_samples": len(source),
-        "image_size": job.image_size,
-        "image_quality": None if job.image_size is None else job.image_quality,
+        "image_size": job.images.size,
+        "image_quality": None if job.images.size is None else job.images.quality,
         "built_with": f"lightning-gpuopt {__version__}",
+        "plan": staging.plan,
     }
     staging.publish(Manifest(shards, source.classes, num_skipped, how))
     if first is not None:
         warnings.warn(
             f"{staging.path}: {num_skipped} of {len(source)} samples are left out, their images cannot be decoded "
             f"(the first: {first.name}: {first.reason}); {staging.path / SKIPPED} lists them",
-            stacklevel=4,  # build_lmdb's caller
+            stacklevel=5,  # build_lmdb's caller
         )
     return _info(shards, num_skipped, source.classes)
 
@@ -193,7 +250,7 @@ def _write_skipped(directory: Path, numbers: list[int]) -> tuple[int, Skipped | 
     with beside.open("w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
         rows = csv.writer(stream)
         rows.writerow(("index", "name", "reason"))
-        for row in skipped_samples(directory, numbers):
+        for row in sorted(skipped_samples(directory, numbers), key=lambda row: row.index):
             first = first or row
             count += 1
             rows.writerow((row.index, row.name, row.reason))
@@ -201,7 +258,7 @@ def _write_skipped(directory: Path, numbers: list[int]) -> tuple[int, Skipped | 
         os.fsync(stream.fileno())
     if count:
         os.replace(beside, file)
-        sync_directory(directory)
+        durable.sync_directory(directory)
     else:
         beside.unlink()
     return count, first

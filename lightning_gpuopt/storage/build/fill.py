@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lightning_gpuopt.storage import codec
+import numpy as np
+
+from lightning_gpuopt.images.checks import BadImage
+from lightning_gpuopt.loading.order import mix, permute
+from lightning_gpuopt.storage import codec, durable
+from lightning_gpuopt.storage.build.randomness import seed_all
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import shard_name
-from lightning_gpuopt.storage.shard import ShardWriter, write_durably
-from lightning_gpuopt.images.checks import BadImage
+from lightning_gpuopt.storage.shard_writer import ShardWriter
 from lightning_gpuopt.storage.sources import Source
-from lightning_gpuopt.storage.sources.prepare import prepare
+from lightning_gpuopt.storage.sources.prepare import ImageOptions, prepare
 
 REPORT_INTERVAL_S: Final = 0.2
 
@@ -31,19 +35,38 @@ class Job:
         directory: Where the shards are written.
         samples_per_shard: Samples of the source in a shard, those that are skipped included.
         strict: A broken image is an error.
-        image_size: Pixels that the shorter side of larger images is brought down to; None: as they are.
-        image_quality: JPEG quality of images that are made smaller.
+        images: What is done to images.
+        shuffle_seed: The samples are stored in the random order of that seed; None: in the source's.
+        seed: Seed of the random numbers that a Dataset draws; each shard has its own, derived from it.
     """
 
     source: Source
     directory: Path
     samples_per_shard: int
     strict: bool
-    image_size: int | None
-    image_quality: int
+    images: ImageOptions
+    shuffle_seed: int | None
+    seed: int
 
-    def samples(self, shard: int) -> range:
+    @property
+    def num_shards(self) -> int:
+        """Shards of the whole dataset."""
+        return -(-len(self.source) // self.samples_per_shard)
+
+    def num_samples(self, shard: int) -> int:
+        """Samples of the source in a shard."""
+        return len(self._positions(shard))
+
+    def samples(self, shard: int) -> list[int] | range:
         """The indices in the source of a shard's samples."""
+        positions = self._positions(shard)
+        if self.shuffle_seed is None:
+            return positions
+        chosen = np.arange(positions.start, positions.stop, dtype=np.int64)
+        indices: list[int] = permute(chosen, len(self.source), mix(self.shuffle_seed)).tolist()
+        return indices
+
+    def _positions(self, shard: int) -> range:
         first = shard * self.samples_per_shard
         return range(first, min(first + self.samples_per_shard, len(self.source)))
 
@@ -82,7 +105,7 @@ def build_shard(job: Job, number: int, report: Report) -> None:
 
 
 def fill_shard(job: Job, number: int, report: Report, clock: Callable[[], float] = time.perf_counter) -> Filled:
-    """Write the samples of a shard.
+    """Write the samples of a shard. The process's random numbers are seeded for it.
 
     Args:
         job: What to build.
@@ -95,11 +118,13 @@ def fill_shard(job: Job, number: int, report: Report, clock: Callable[[], float]
         TypeError: A sample is of a type that cannot be stored.
         OSError: The disk is full.
     """
-    skip_file(job.directory, number).unlink(missing_ok=True)
     skipped: list[Skipped] = []
     reported_at, samples, reported_bytes = clock(), 0, 0
     writer = ShardWriter(job.directory, number)
+    # After the writer has removed an earlier shard of this number: finished shards keep their list.
+    skip_file(job.directory, number).unlink(missing_ok=True)
     try:
+        seed_all(mix(job.seed, number))
         for index in job.samples(number):
             try:
                 writer.add(_encode(job, index))
@@ -126,14 +151,14 @@ def finish_shard(job: Job, filled: Filled) -> None:
     try:
         if filled.skipped:  # first: a shard that is finished is not built again
             rows = [[row.index, row.name, row.reason] for row in filled.skipped]
-            write_durably(skip_file(job.directory, filled.writer.number), json.dumps(rows).encode())
+            durable.write(skip_file(job.directory, filled.writer.number), json.dumps(rows).encode())
         filled.writer.finish()
     finally:
         filled.writer.close()
 
 
 def _encode(job: Job, index: int) -> codec.Encoded:
-    sample = prepare(job.source.read(index), job.image_size, job.image_quality)
+    sample = prepare(job.source.read(index), job.images)
     try:
         return codec.encode(sample)
     except TypeError as error:
@@ -144,8 +169,8 @@ def _skip(job: Job, index: int, error: BadImage) -> Skipped:
     name = job.source.name(index)
     if job.strict:
         raise StorageError(
-            f"{job.source.path}: {name}: cannot be decoded ({error}); mend it, then go on with resume=True, or without "
-            "strict=True to leave such images out"
+            f"{job.source.path}: {name}: cannot be decoded ({error}); repair it, then go on with resume=True, or "
+            "without strict=True to leave such images out"
         ) from None
     return Skipped(index, name, str(error))
 

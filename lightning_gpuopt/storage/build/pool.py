@@ -16,6 +16,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Final
 
+import torch
+
+from lightning_gpuopt.storage.build import randomness
 from lightning_gpuopt.storage.build.fill import Job, Report, build_shard, fill_shard, finish_shard
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import shard_name
@@ -37,7 +40,8 @@ def build_shards(job: Job, numbers: Sequence[int], num_proc: int, path: str, rep
         StorageError: A process died, or none may be started here.
     """
     if num_proc == 1 and not job.source.isolated:
-        _build_here(job, numbers, report)
+        with randomness.unchanged():
+            _build_here(job, numbers, report)
         return
     if multiprocessing.current_process().daemon:
         raise StorageError(
@@ -114,7 +118,7 @@ def _listen(worker: _Worker, numbers: list[int], path: str, report: Report) -> N
 def _death(worker: _Worker, path: str) -> StorageError:
     worker.process.join()
     code = worker.process.exitcode or 0
-    how = f"ended with exit code {code}, what it said is above"
+    how = f"ended with exit code {code}, what it printed is above"
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
@@ -134,7 +138,7 @@ def _workers(job: Job, number: int) -> Iterator[list[_Worker]]:
         for _ in range(number):
             ours, theirs = multiprocessing.Pipe()
             process = multiprocessing.Process(target=_work, args=(job, theirs), daemon=True)
-            with _ctrl_c_held_back():  # until the worker has set its own mind on it
+            with _ctrl_c_held_back():  # until the worker ignores it
                 process.start()
             theirs.close()
             workers.append(_Worker(process, ours))
@@ -162,6 +166,7 @@ def _work(job: Job, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to us as well; the build ends us
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, name="gpuopt-watch", daemon=True).start()
+    torch.set_num_threads(1)  # as in a DataLoader's workers: the processes share the cores
     try:
         while (number := pipe.recv()) is not None:
             build_shard(job, number, lambda samples, size: pipe.send(("progress", samples, size)))

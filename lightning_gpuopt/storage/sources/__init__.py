@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import MANIFEST, foreign_lmdb
 from lightning_gpuopt.storage.sources.base import Source, expand
 
@@ -18,7 +17,7 @@ def open_source(source: Any, *, allow_pickle: bool = False) -> Source:
 
     Args:
         source: A path, a pattern or a list of paths, or a map-style Dataset.
-        allow_pickle: An LMDB of pickled values may be unpickled, which runs whatever code its author wished.
+        allow_pickle: Pickled values of an LMDB may be unpickled, which runs whatever code its author wished.
 
     Raises:
         FileNotFoundError: There is nothing at the path.
@@ -29,30 +28,18 @@ def open_source(source: Any, *, allow_pickle: bool = False) -> Source:
         return _from_path(os.fspath(source), allow_pickle)
     if isinstance(source, (list, tuple)) and source and all(isinstance(s, (str, os.PathLike)) for s in source):
         return _from_files([path for s in source for path in expand(os.fspath(s))], repr(source))
-    return _from_dataset(source)
+    from lightning_gpuopt.storage.sources.datasets import from_dataset
 
-
-def _from_dataset(dataset: Any) -> Source:
-    from lightning_gpuopt.storage.sources.datasets import DatasetSource, OwnSource
-
-    path = _own_path(dataset)
-    return DatasetSource(dataset) if path is None else OwnSource(path)
-
-
-def _own_path(dataset: Any) -> str | None:
-    """Where the stored samples of one of our datasets lie, if they come out of it as they are."""
-    from lightning_gpuopt.storage.reader import LMDBDataset
-
-    if type(dataset) is not LMDBDataset or dataset.transform is not None or dataset.target_transform is not None:
-        return None
-    return str(dataset.path)
+    return from_dataset(source)
 
 
 def _from_path(path: str, allow_pickle: bool) -> Source:
     if not os.path.lexists(path):
         return _from_files(expand(path), path)
     if foreign_lmdb(Path(path)) is not None:
-        return _from_pickled(path, allow_pickle)
+        from lightning_gpuopt.storage.sources.pickled import ForeignSource
+
+        return ForeignSource(path, allow_pickle)
     if not os.path.isdir(path):
         return _from_files([path], path)
     names = sorted(os.listdir(path))
@@ -60,11 +47,12 @@ def _from_path(path: str, allow_pickle: bool) -> Source:
         from lightning_gpuopt.storage.sources.datasets import OwnSource
 
         return OwnSource(path)
-    from lightning_gpuopt.storage.sources.folder import FolderSource, has_class_folders
+    from lightning_gpuopt.images.files import class_names
+    from lightning_gpuopt.storage.sources.folder import FolderSource
 
     for extension in (".tar", ".parquet"):
         files = [os.path.join(path, n) for n in names if n.lower().endswith(extension) and not n.startswith(".")]
-        if files and extension == ".tar" and has_class_folders(path):
+        if files and extension == ".tar" and class_names(path)[0]:
             raise ValueError(
                 f"{path}: both folders and *.tar files are in it; give {os.path.join(path, '*.tar')} for the tars, or "
                 "move them away for the folders"
@@ -72,17 +60,6 @@ def _from_path(path: str, allow_pickle: bool) -> Source:
         if files:
             return _from_files(files, path)
     return FolderSource(path)
-
-
-def _from_pickled(path: str, allow_pickle: bool) -> Source:
-    from lightning_gpuopt.storage.sources.pickled import PickledSource
-
-    if not allow_pickle:
-        raise StorageError(
-            f"{path}: an LMDB whose values are taken to be pickled; unpickling runs code that its author chose, so it "
-            "is done only with allow_pickle=True: give that if you trust where it came from"
-        )
-    return PickledSource(path)
 
 
 def _from_files(paths: list[str], given: str) -> Source:

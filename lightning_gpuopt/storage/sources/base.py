@@ -6,7 +6,6 @@ import glob
 import os
 import re
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Generic, TypeVar
 
@@ -54,6 +53,9 @@ class Source(ABC):
     def fingerprint(self) -> dict[str, Any]:
         """Plain JSON that differs where the source differs, and not where the same source lies elsewhere."""
 
+    def close(self) -> None:  # noqa: B027
+        """Close the files that this process has open; they are opened again when they are needed."""
+
 
 class PerProcess(Generic[T]):
     """Something opened at its first use in each process; neither a fork nor a pickle takes it along."""
@@ -69,36 +71,13 @@ class PerProcess(Generic[T]):
             self._value, self._pid = self._opener(), os.getpid()
         return self._value
 
-    def forget(self) -> None:
-        """Let it go; it is opened again when it is wanted."""
-        self._value = None
+    def forget(self) -> T | None:
+        """Give it up, to be closed by the caller; it is opened again when it is needed. None: it is not open here."""
+        value, self._value = self._value, None
+        return value if self._pid == os.getpid() else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_opener": self._opener, "_pid": 0, "_value": None}
-
-
-class Strings:
-    """Many strings in little memory: a list of a million paths would be copied by every process of a build."""
-
-    def __init__(self) -> None:
-        self._blob = bytearray()
-        self._ends: array[int] = array("Q")
-
-    def append(self, text: str) -> None:
-        """Add one."""
-        self._blob += os.fsencode(text)
-        self._ends.append(len(self._blob))
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, index: int) -> str:
-        start = self._ends[index - 1] if index else 0
-        return os.fsdecode(bytes(self._blob[start : self._ends[index]]))
-
-    def digest(self) -> str:
-        """A hash of them all."""
-        return digest([bytes(self._blob), self._ends.tobytes()])
 
 
 def digest(parts: Iterable[bytes]) -> str:

@@ -1,16 +1,62 @@
-"""Map-style Datasets, and datasets that this package wrote."""
+"""Map-style Datasets, those of image files among them, and datasets that this package wrote."""
 
 from __future__ import annotations
 
+import os
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
+from PIL import Image, ImageOps
+from torch.utils.data import Subset
+
+from lightning_gpuopt.images.checks import BadImage, bad_image
+from lightning_gpuopt.images.files import Strings
 from lightning_gpuopt.storage import codec
+from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.format import Manifest
 from lightning_gpuopt.storage.shard import ShardMap, locate, open_shard
 from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest
+
+_MAPPED_SHARDS: Final = 64
+_SIZES: Final = 512  # files looked at to know about how large they all are
+
+
+def from_dataset(dataset: Any) -> Source:
+    """The source for a map-style Dataset: its image files or stored samples where it gives these unchanged.
+
+    Raises:
+        TypeError: It has no length.
+        ValueError: There is nothing in it.
+    """
+    if type(dataset) is Subset:
+        source = from_dataset(dataset.dataset)
+        if not isinstance(source, DatasetSource) and len(dataset):
+            return SubsetSource(source, [int(index) for index in dataset.indices])
+        return DatasetSource(dataset)
+    path = _own_path(dataset)
+    if path is not None:
+        return OwnSource(path)
+    return FilesSource(dataset) if _gives_files(dataset) else DatasetSource(dataset)
+
+
+def _own_path(dataset: Any) -> str | None:
+    """Where the stored samples of one of our datasets lie, if they come out of it as they are."""
+    from lightning_gpuopt.storage.reader import LMDBDataset
+
+    if type(dataset) is not LMDBDataset or dataset.transform is not None or dataset.target_transform is not None:
+        return None
+    return str(dataset.path)
+
+
+def _classes(dataset: Any) -> tuple[str, ...] | None:
+    classes = getattr(dataset, "classes", None)
+    if isinstance(classes, Sequence) and not isinstance(classes, str) and all(type(c) is str for c in classes):
+        return tuple(classes)
+    return None
 
 
 class DatasetSource(Source):
@@ -30,9 +76,7 @@ class DatasetSource(Source):
             ) from None
         if not self._length:
             raise ValueError(f"source: the {self.path} has no samples")
-        classes = getattr(dataset, "classes", None)
-        if isinstance(classes, Sequence) and not isinstance(classes, str) and all(type(c) is str for c in classes):
-            self.classes = tuple(classes)
+        self.classes = _classes(dataset)
 
     def __len__(self) -> int:
         return self._length
@@ -46,14 +90,130 @@ class DatasetSource(Source):
         try:
             return self._dataset[index]
         except Exception as error:
+            if (bad := bad_image(error)) is not None:
+                raise bad from error
             raise RuntimeError(
-                f"source: {self.name(index)} raised {type(error).__name__}: {error}; mend the Dataset, then go on with "
-                "resume=True"
+                f"source: {self.name(index)} raised {type(error).__name__}: {error}; repair the Dataset, then go on "
+                "with resume=True"
             ) from error
 
     def fingerprint(self) -> dict[str, Any]:
         """Type and length; nobody can look inside."""
         return {"kind": self.kind, "num_samples": len(self), "type": self.path}
+
+
+class FilesSource(Source):
+    """The image files of a dataset like torchvision's ImageFolder, which gives (image, label) of each."""
+
+    kind = "image files"
+
+    def __init__(self, dataset: Any) -> None:
+        self.path = type(dataset).__qualname__
+        self.classes = _classes(dataset)
+        self._files = Strings()
+        for path, _ in dataset.samples:
+            self._files.append(os.fspath(path))
+        self._labels = np.array([label for _, label in dataset.samples], np.int64)
+        looked_at = range(0, len(self), max(1, len(self) // _SIZES))
+        sampled_bytes = sum(os.path.getsize(f) for i in looked_at if os.path.exists(f := self._files[i]))
+        self.num_bytes = sampled_bytes * len(self) // len(looked_at)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def name(self, index: int) -> str:
+        """The file."""
+        return self._files[index]
+
+    def read(self, index: int) -> tuple[EncodedImage, int]:
+        """The image file and its label."""
+        try:
+            return EncodedImage(Path(self._files[index]).read_bytes()), int(self._labels[index])
+        except FileNotFoundError:
+            raise BadImage("there is no such file") from None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Names of the files, folders above their own left out, and the labels."""
+        tails = (os.fsencode(os.sep.join(self._files[i].split(os.sep)[-2:])) + b"\0" for i in range(len(self)))
+        labels = digest([self._labels.tobytes()])
+        return {"kind": self.kind, "num_samples": len(self), "names": digest(tails), "labels": labels}
+
+
+def _gives_files(dataset: Any) -> bool:
+    """Whether a dataset looks like torchvision's ImageFolder, and its samples are the images in its files.
+
+    The first, the middle and the last sample are compared; of those that cannot be decoded nothing can be told.
+    """
+    samples = getattr(dataset, "samples", None)
+    changed = any(getattr(dataset, name, None) is not None for name in ("transform", "target_transform", "transforms"))
+    if changed or not isinstance(samples, list) or not samples or not hasattr(dataset, "__len__"):
+        return False
+    if len(dataset) != len(samples) or not all(_is_file_and_label(sample) for sample in samples):
+        return False
+    compared = [_same_image(dataset, index) for index in sorted({0, len(samples) // 2, len(samples) - 1})]
+    return True in compared and False not in compared
+
+
+def _is_file_and_label(sample: Any) -> bool:
+    return (
+        isinstance(sample, (tuple, list))
+        and len(sample) == 2
+        and isinstance(sample[0], (str, os.PathLike))
+        and type(sample[1]) is int
+    )
+
+
+def _same_image(dataset: Any, index: int) -> bool | None:
+    """Whether a sample is its file's image and label; None where it cannot be decoded."""
+    path, label = dataset.samples[index]
+    try:
+        sample = dataset[index]
+        with Image.open(path) as opened:
+            upright = ImageOps.exif_transpose(opened).convert("RGB")
+            plain = opened.convert("RGB")
+    except Exception as error:
+        return None if bad_image(error) is not None else False
+    if type(sample) is not tuple or len(sample) != 2 or type(sample[1]) is not int or sample[1] != label:
+        return False
+    image = sample[0]
+    if not isinstance(image, Image.Image) or image.mode != "RGB":
+        return False
+    return any(image.size == other.size and image.tobytes() == other.tobytes() for other in (plain, upright))
+
+
+class SubsetSource(Source):
+    """Some samples of another source, in a given order."""
+
+    def __init__(self, source: Source, indices: list[int]) -> None:
+        self._source = source
+        # As in a Dataset's own list, negative indices count from the end.
+        self._indices = np.arange(len(source), dtype=np.int64)[indices]
+        self.kind, self.path, self.classes = source.kind, source.path, source.classes
+        if source.num_bytes is not None:
+            self.num_bytes = source.num_bytes * len(self) // len(source)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def name(self, index: int) -> str:
+        """What the whole source calls it."""
+        return self._source.name(int(self._indices[index]))
+
+    def read(self, index: int) -> Any:
+        """The sample of the whole source."""
+        return self._source.read(int(self._indices[index]))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The whole source's, and which samples."""
+        return {
+            **self._source.fingerprint(),
+            "num_samples": len(self),
+            "subset": digest([self._indices.tobytes()]),
+        }
+
+    def close(self) -> None:
+        """Close the whole source."""
+        self._source.close()
 
 
 class OwnSource(Source):
@@ -71,7 +231,7 @@ class OwnSource(Source):
         for shard in self._manifest.shards:
             self._starts.append(total)
             total += shard.num_samples
-        self._maps: PerProcess[dict[int, ShardMap]] = PerProcess(dict)
+        self._maps: PerProcess[OrderedDict[int, ShardMap]] = PerProcess(OrderedDict)
         self.classes = self._manifest.classes
         self.num_bytes = self._manifest.num_bytes
 
@@ -85,18 +245,28 @@ class OwnSource(Source):
     def read(self, index: int) -> Any:
         """The sample as it was written."""
         at, within = locate(self._starts, index)
-        shard = self._manifest.shards[at]
+        try:
+            shard = self._shard(at)
+            shard.check(within)
+            return shard.read(within, codec.EncodedImage)
+        except DamagedError as error:
+            name = self._manifest.shards[at].name
+            raise DamagedError(
+                f"{self.path}: sample {index} ({name}): {error}; copy it again, or build it from its own source"
+            ) from None
+
+    def _shard(self, at: int) -> ShardMap:
         maps = self._maps.get()
         if at not in maps:
-            maps.clear()  # read in order: the last one is done with
-            maps[at] = open_shard(Path(self.path), shard)
-        try:
-            maps[at].check(within)
-            return maps[at].read(within, codec.EncodedImage)
-        except DamagedError as error:
-            raise DamagedError(
-                f"{self.path}: sample {index} ({shard.name}): {error}; copy it again, or build it from its own source"
-            ) from None
+            if len(maps) == _MAPPED_SHARDS:
+                maps.popitem(last=False)
+            maps[at] = open_shard(Path(self.path), self._manifest.shards[at])
+        maps.move_to_end(at)
+        return maps[at]
+
+    def close(self) -> None:
+        """Give up the maps of the shards."""
+        self._maps.forget()
 
     def fingerprint(self) -> dict[str, Any]:
         """Its manifest."""

@@ -108,6 +108,11 @@ class HDF5Source(Source):
             raise DamagedError(f"{self.path}: row {index} cannot be read ({error}); copy it again") from None
         return rows if len(rows) > 1 else next(iter(rows.values()))
 
+    def close(self) -> None:
+        """Close the file."""
+        if (file := self._file.forget()) is not None:
+            file.close()
+
     def fingerprint(self) -> dict[str, Any]:
         """Shapes, dtypes and the file's size."""
         return {

@@ -45,6 +45,8 @@ class ParquetSource(Source):
                 raise ValueError(f"{path}: other columns than {paths[0]}; build a dataset of each")
             for group in range(file.metadata.num_row_groups):
                 about = file.metadata.row_group(group)
+                if not about.num_rows:
+                    continue
                 self._group_starts.append(self._length)
                 self._groups.append((number, group))
                 self._length += about.num_rows
@@ -80,7 +82,7 @@ class ParquetSource(Source):
         import pyarrow as pa
 
         found: dict[str, Convert] = {}
-        probe = next(self.batches(0, 0))
+        probe = next(self.batches(*self._groups[0]))
         for field in schema:
             kind = field.type
             if pa.types.is_struct(kind) and {kind.field(i).name for i in range(kind.num_fields)} == {"bytes", "path"}:
@@ -95,10 +97,8 @@ class ParquetSource(Source):
 
     def batches(self, file: int, group: int) -> Iterator[pa.RecordBatch]:
         """The rows of a row group, some at a time."""
-        rows: Iterator[pa.RecordBatch] = self._open(file).iter_batches(
-            batch_size=self._batch_rows, row_groups=[group], use_threads=False
-        )
-        return rows
+        with self._open(file) as opened:
+            yield from opened.iter_batches(batch_size=self._batch_rows, row_groups=[group], use_threads=False)
 
     def locate(self, index: int) -> tuple[int, int, int, int]:
         """A row's file, row group, the group's number among all, and the row within it."""
@@ -128,6 +128,10 @@ class ParquetSource(Source):
             except BadImage as error:
                 raise BadImage(f"{name}: {error}") from None
         return sample
+
+    def close(self) -> None:
+        """Close the file that is being read."""
+        self._reader.forget()
 
     def fingerprint(self) -> dict[str, Any]:
         """Columns, row groups and the files' sizes."""

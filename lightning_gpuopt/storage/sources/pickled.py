@@ -1,4 +1,4 @@
-"""LMDB files of pickled values, as many training scripts have made them."""
+"""LMDB files of other makers: values that are files (JPEG, ...) or, as many training scripts write them, pickled."""
 
 from __future__ import annotations
 
@@ -22,20 +22,27 @@ from lightning_gpuopt.storage.sources.prepare import find_images
 _META: Final = struct.Struct("<16xII16xI44x48xQQ")
 
 
-class PickledSource(Source):
+_PICKLE: Final = b"\x80"  # what every pickle since protocol 2 begins with
+
+
+class ForeignSource(Source):
     """Values in the order of ``__keys__``, or of their keys: by number where they are numbers, else by their bytes.
+
+    Without `allow_pickle` nothing is unpickled: values are taken as they are, and what the keys between double
+    underscores say is used only where it is not pickled.
 
     LMDB walks its trees without looking where it treads, and a damaged file can kill the process. So the build reads
     it in child processes only.
     """
 
-    kind = "pickled lmdb"
     isolated = True
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, allow_pickle: bool) -> None:
         self.path = path
+        self.kind = "pickled lmdb" if allow_pickle else "lmdb"
+        self._allow_pickle = allow_pickle
         _refuse_truncated(path)
-        self._blob, ends, self.classes, self.num_bytes = _in_child(path)
+        self._blob, ends, self.classes, self.num_bytes = _in_child(path, allow_pickle)
         self._ends = ends
         self._env: PerProcess[Any] = PerProcess(self._open)
         if not len(self):
@@ -63,8 +70,10 @@ class PickledSource(Source):
             raise DamagedError(f"{self.path}: {self.name(index)} cannot be read ({error}); copy it again") from None
         if data is None:
             raise DamagedError(f"{self.path}: {self.name(index)} is listed, but not there; copy it again")
-        if not data.startswith(b"\x80"):  # what every pickle since protocol 2 begins with
+        if not data.startswith(_PICKLE):
             return find_images(bytes(data))
+        if not self._allow_pickle:
+            raise _pickled(self.path, self.name(index))
         try:
             return find_images(pickle.loads(data))
         except Exception as error:
@@ -72,6 +81,11 @@ class PickledSource(Source):
                 f"{self.path}: {self.name(index)} cannot be unpickled ({type(error).__name__}: {error}); what it was "
                 "pickled with must be importable, otherwise give a Dataset that reads it"
             ) from None
+
+    def close(self) -> None:
+        """Close the LMDB."""
+        if (env := self._env.forget()) is not None:
+            env.close()
 
     def fingerprint(self) -> dict[str, Any]:
         """The keys and the bytes of all values."""
@@ -96,9 +110,9 @@ def open_readonly(path: str) -> Any:
 _Index = tuple[bytes, "array[int]", "tuple[str, ...] | None", int]
 
 
-def _in_child(path: str) -> _Index:
+def _in_child(path: str, allow_pickle: bool) -> _Index:
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.Process(target=_send_index, args=(path, sender), daemon=True)
+    child = multiprocessing.Process(target=_send_index, args=(path, allow_pickle, sender), daemon=True)
     child.start()
     sender.close()
     try:
@@ -114,15 +128,15 @@ def _in_child(path: str) -> _Index:
     return result
 
 
-def _send_index(path: str, sender: Connection) -> None:
+def _send_index(path: str, allow_pickle: bool, sender: Connection) -> None:
     try:
-        sender.send(_index(path))
+        sender.send(_index(path, allow_pickle))
     except Exception as error:
         known = isinstance(error, (StorageError, OSError, ValueError))
         sender.send(error if known else StorageError(f"{path}: {type(error).__name__}: {error}"))
 
 
-def _index(path: str) -> _Index:
+def _index(path: str, allow_pickle: bool) -> _Index:
     keys: list[bytes] = []
     meta: dict[bytes, Any] = {}
     num_bytes = 0
@@ -130,8 +144,10 @@ def _index(path: str) -> _Index:
         for stored, value in cursor:
             key = bytes(stored)
             if key.startswith(b"__") and key.endswith(b"__"):
-                meta[key] = _unpickle(bytes(value))
+                meta[key] = _meta_value(bytes(value), allow_pickle)
             elif key not in (b"length", b"num-samples", b"num_samples"):
+                if not (keys or allow_pickle) and bytes(value[:1]) == _PICKLE:  # before anything is built
+                    raise _pickled(path, f"key {key!r}")
                 keys.append(key)
                 num_bytes += len(value)
     listed = meta.get(b"__keys__")
@@ -161,11 +177,21 @@ def _class_names(value: Any) -> tuple[str, ...] | None:
     return None
 
 
-def _unpickle(data: bytes) -> Any:
+def _meta_value(data: bytes, allow_pickle: bool) -> Any:
+    """A number in plain text, what is pickled where that is allowed, or None: the keys have to do then."""
+    if data.isdigit():
+        return int(data)
     try:
-        return pickle.loads(data)
-    except Exception:  # a number in plain text, or what another library wrote; then the keys have to do
-        return int(data) if data.isdigit() else None
+        return pickle.loads(data) if allow_pickle else None
+    except Exception:  # another library's
+        return None
+
+
+def _pickled(path: str, name: str) -> StorageError:
+    return StorageError(
+        f"{path}: {name} is pickled; unpickling runs code that its author chose, so it is done only with "
+        "allow_pickle=True: give that if you trust where it came from"
+    )
 
 
 def _file(path: str) -> str:

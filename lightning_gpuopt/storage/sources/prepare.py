@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
 
-from lightning_gpuopt.images.checks import BadImage, PILErrors, check_image, looks_like_image, shrink_image
+from lightning_gpuopt.images.checks import (
+    BadImage,
+    PILErrors,
+    check_image,
+    decode_in_full,
+    looks_like_image,
+    shrink_image,
+    shrunk_size,
+)
+from lightning_gpuopt.images.decode import decode_pil
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.codec import EncodedImage
 
 
-def prepare(sample: Any, image_size: int | None, quality: int) -> Any:
+@dataclass(frozen=True)
+class ImageOptions:
+    """What is done to images before they are stored.
+
+    Attributes:
+        size: Pixels that the shorter side of larger images is brought down to; None: they stay as they are.
+        quality: JPEG quality (1 to 95) of photographs that are made smaller.
+        decode: Decode every image in full to see whether it is whole.
+    """
+
+    size: int | None = None
+    quality: int = 90
+    decode: bool = False
+
+
+def prepare(sample: Any, options: ImageOptions) -> Any:
     """A sample with its images checked, and made smaller where they should be.
 
     Raises:
@@ -19,28 +44,42 @@ def prepare(sample: Any, image_size: int | None, quality: int) -> Any:
     """
     kind = type(sample)
     if kind is EncodedImage:
-        if image_size is not None:
-            return EncodedImage(shrink_image(sample, image_size, quality))
-        check_image(sample)
-        return sample
+        return _prepare_image(sample, options)
     if kind is tuple:
-        return tuple([prepare(value, image_size, quality) for value in sample])
+        return tuple([prepare(value, options) for value in sample])
     if kind is list:
-        return [prepare(value, image_size, quality) for value in sample]
+        return [prepare(value, options) for value in sample]
     if kind is dict:
-        return {key: _prepare_entry(key, value, image_size, quality) for key, value in sample.items()}
+        return {key: _prepare_entry(key, value, options) for key, value in sample.items()}
     if isinstance(sample, Image.Image):
         with PILErrors(b""):
             data = codec.image_bytes(sample)
-        return prepare(EncodedImage(data), image_size, quality)
+        return _prepare_image(EncodedImage(data, None if sample.mode == "RGB" else sample.mode), options)
     return sample
 
 
-def _prepare_entry(key: Any, value: Any, image_size: int | None, quality: int) -> Any:
+def _prepare_entry(key: Any, value: Any, options: ImageOptions) -> Any:
     try:
-        return prepare(value, image_size, quality)
+        return prepare(value, options)
     except BadImage as error:
         raise BadImage(f"{key}: {error}") from None
+
+
+def _prepare_image(image: EncodedImage, options: ImageOptions) -> EncodedImage:
+    if options.size is None:
+        check_image(image)
+        if options.decode:
+            decode_in_full(image)
+        return image
+    if image.mode is None:
+        return EncodedImage(shrink_image(image, options.size, options.quality))
+    with PILErrors(image):
+        decoded = decode_pil(image, image.mode)
+        if min(decoded.size) <= options.size:
+            return image
+        # Nearest neighbour: between two classes of a mask, or two depths, there is no mean.
+        smaller = decoded.resize(shrunk_size(decoded.size, options.size), Image.Resampling.NEAREST)
+        return EncodedImage(codec.image_bytes(smaller), image.mode)
 
 
 def find_images(value: Any) -> Any:

@@ -17,9 +17,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from lightning_gpuopt.images.files import Strings
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
-from lightning_gpuopt.storage.sources.base import PerProcess, Source, Strings, digest
+from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest
 
 _MEMBER: Final = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)")
 _BLOCK: Final = 512
@@ -132,9 +133,10 @@ class TarSource(Source):
         files = self._files.get()
         handle = files.get(tar)
         if handle is None:
-            if len(files) == _OPEN_FILES:
+            if len(files) == _OPEN_FILES:  # the least recently used one is closed
                 os.close(files.popitem(last=False)[1])
             handle = files[tar] = os.open(self._paths[tar], os.O_RDONLY | os.O_CLOEXEC)
+        files.move_to_end(tar)
         data = os.pread(handle, size, offset)
         while len(data) < size:  # one call gives at most 2 GiB
             more = os.pread(handle, size - len(data), offset + len(data))
@@ -142,6 +144,11 @@ class TarSource(Source):
                 raise _not_whole(self._paths[tar], f"it ends at byte {offset + len(data)}, in the midst of a member")
             data += more
         return data
+
+    def close(self) -> None:
+        """Close the tars."""
+        for handle in (self._files.forget() or {}).values():
+            os.close(handle)
 
     def fingerprint(self) -> dict[str, Any]:
         """Names of tars and keys, and where everything lies."""

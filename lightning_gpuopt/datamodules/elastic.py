@@ -1,0 +1,534 @@
+"""The base of the DataModules: any map-style dataset, shuffled, sharded, cropped and resumed to the sample."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from lightning_gpuopt import _lightning
+from lightning_gpuopt._arguments import choice, flag, real_number, refuse, whole_number
+from lightning_gpuopt._lightning import LightningDataModule, MisconfigurationException, Trainer, rank_zero_warn
+from lightning_gpuopt.images.crop import RATIO, SCALE, CenterCrops, RandomCrops
+from lightning_gpuopt.images.normalize import Normalize
+from lightning_gpuopt.loading.datasets import balanced_weights, exact_images, mean_bytes, targets_of
+from lightning_gpuopt.loading.loader import ElasticLoader, make_loader
+from lightning_gpuopt.loading.order import Order
+from lightning_gpuopt.loading.sampler import ElasticSampler
+from lightning_gpuopt.loading.samples import SkippedSamples
+from lightning_gpuopt.telemetry.host import usable_cpus
+
+Source: TypeAlias = str | os.PathLike[str] | Dataset[Any]
+
+RUN_BYTES: Final = 1 << 20
+"""With `shuffle_window`, so much of a dataset is read in one go: enough for a disk to be near its best."""
+
+STAGES: Final = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+
+
+class ElasticDataModule(LightningDataModule):
+    """Loaders over any map-style datasets; a subclass says what a path stands for.
+
+    Every sample of an epoch goes to exactly one rank, in an order that is a function of the seed and the epoch. A
+    checkpoint taken in the middle of an epoch holds how many samples the step has had, so that a resumed run goes on
+    with the next one, on any number of ranks and workers.
+
+    Args:
+        train: A path, or any map-style dataset.
+        val: As `train`, or a list of them, one loader each.
+        test: As `val`.
+        predict: As `val`.
+        batch_size: Samples per batch and rank.
+        num_workers: Worker processes per loader. ``"auto"``: one for each CPU that this rank may use; none where the
+            records are small arrays, which are gathered faster without.
+        train_transform: Applied to the samples of `train`, where that is a path: to the image of (image, label), and
+            to the whole of richer samples, such as (image, mask) or (image, {"boxes": ...}).
+        eval_transform: As `train_transform`, for the other stages.
+        decode: What images become, where a path is given: ``"pil"``, ``"tensor"`` (uint8 ``[3, H, W]``) or ``"raw"``.
+        shuffle: Shuffle `train` anew each epoch.
+        shuffle_window: Shuffle among so many samples at a time, which are made of runs of neighbours of about a MiB:
+            reads become sequential. For datasets larger than RAM.
+        seed: Seed of the orders and crops.
+        drop_last: Leave out what does not make a full batch on every rank, in training.
+        pin_memory: Batches in page-locked memory. ``"auto"``: where the Trainer's device is CUDA.
+        persistent_workers: Keep workers between epochs. ``"auto"``: where there are workers, but for several
+            evaluation loaders of one stage, whose workers would all stay.
+        prefetch_factor: Batches that each worker makes ahead.
+        normalize: ``(mean, std)`` per channel on the 0-1 scale. uint8 images ``[B, C, H, W]`` of a batch travel as they
+            are, and become floating point in the Trainer's precision, scaled to 0-1 and normalised, on the device.
+            Images that were stored in a mode of their own (masks, depth) stay as they are. The LightningModule's
+            ``on_after_batch_transfer`` comes after it.
+        crop_size: With ``decode="tensor"``: square crops of this side, random-resized in training, from the middle
+            in evaluation, as uint8. Masks and depth maps of a sample get the same area, by nearest neighbour.
+        collate_fn: Makes a batch of a list of samples; None: torch's ``default_collate``.
+        target_transform: Applied to the second of a sample's two parts, where paths are given, in all stages.
+        memory_format: Of the image batches of ``decode="tensor"``: ``"channels_last"`` costs a third of the time and
+            is what convolutions on tensor cores want; ``"contiguous"``. Images of datasets that decode by themselves
+            are batched as they come.
+        flip: Mirror one random crop in two, left to right.
+        scale: Smallest and largest share of an image's area that a random crop has.
+        ratio: Smallest and largest width over height of a random crop before it is resized.
+        interpolation: How photographs are resized; with antialiasing but for ``"nearest"``.
+        weights: Relative weight of each sample of `train`, the path of a ``.npy`` file of them, or ``"balanced"``
+            (every class equally often, by the dataset's targets): an epoch is then as many draws with replacement.
+        on_corrupt: What becomes of a sample that cannot be read: ``"raise"`` an error that names it, or ``"skip"``:
+            its batch is smaller, and it is counted (`num_skipped`) and listed in ``gpuopt/skipped-*.csv`` below the
+            Trainer's log directory.
+
+    Raises:
+        ValueError: An argument is out of its range.
+        MisconfigurationException: Arguments that do not go together.
+    """
+
+    def __init__(
+        self,
+        train: Source | None = None,
+        val: Source | list[Source] | None = None,
+        test: Source | list[Source] | None = None,
+        predict: Source | list[Source] | None = None,
+        batch_size: int = 32,
+        num_workers: int | Literal["auto"] = "auto",
+        train_transform: Callable[[Any], Any] | None = None,
+        eval_transform: Callable[[Any], Any] | None = None,
+        decode: Literal["pil", "tensor", "raw"] = "pil",
+        shuffle: bool = True,
+        shuffle_window: int | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        pin_memory: bool | Literal["auto"] = "auto",
+        persistent_workers: bool | Literal["auto"] = "auto",
+        prefetch_factor: int = 2,
+        normalize: tuple[Sequence[float], Sequence[float]] | None = None,
+        crop_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        target_transform: Callable[[Any], Any] | None = None,
+        memory_format: Literal["channels_last", "contiguous"] = "channels_last",
+        flip: bool = True,
+        scale: tuple[float, float] = SCALE,
+        ratio: tuple[float, float] = RATIO,
+        interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear",
+        weights: Sequence[float] | str | os.PathLike[str] | None = None,
+        on_corrupt: Literal["raise", "skip"] = "raise",
+    ) -> None:
+        super().__init__()
+        self._sources: dict[str, Any] = {"train": train, "val": val, "test": test, "predict": predict}
+        self.batch_size = whole_number("batch_size", batch_size, "samples per batch and rank", least=1)
+        self.num_workers = (
+            num_workers if num_workers == "auto" else whole_number("num_workers", num_workers, "processes", least=0)
+        )
+        self.train_transform = _function("train_transform", train_transform)
+        self.eval_transform = _function("eval_transform", eval_transform)
+        self.target_transform = _function("target_transform", target_transform)
+        self.collate_fn = _function("collate_fn", collate_fn)
+        self.decode = choice("decode", decode, ("pil", "tensor", "raw"))
+        self.shuffle = flag("shuffle", shuffle)
+        self.shuffle_window = (
+            None
+            if shuffle_window is None
+            else whole_number("shuffle_window", shuffle_window, "samples", least=1, or_none=True)
+        )
+        self.seed = whole_number("seed", seed, "a whole number", least=0)
+        self.drop_last = flag("drop_last", drop_last)
+        self.pin_memory = pin_memory if pin_memory == "auto" else flag("pin_memory", pin_memory)
+        self.persistent_workers = (
+            persistent_workers if persistent_workers == "auto" else flag("persistent_workers", persistent_workers)
+        )
+        self.prefetch_factor = whole_number("prefetch_factor", prefetch_factor, "batches", least=1)
+        self.normalize = None if normalize is None else _normalize(normalize)
+        self.crop_size = (
+            None if crop_size is None else whole_number("crop_size", crop_size, "pixels", least=1, or_none=True)
+        )
+        self.memory_format = choice("memory_format", memory_format, ("channels_last", "contiguous"))
+        self.flip = flag("flip", flip)
+        self.scale = _range("scale", scale, "shares of an image's area", at_most=1.0)
+        self.ratio = _range("ratio", ratio, "widths over heights")
+        self.interpolation = choice("interpolation", interpolation, ("bilinear", "bicubic", "nearest"))
+        self.weights = weights
+        self.on_corrupt = choice("on_corrupt", on_corrupt, ("raise", "skip"))
+        if val is None and type(self).val_dataloader is ElasticDataModule.val_dataloader:
+            # As if there were no such hook: Lightning then leaves validation out.
+            self.val_dataloader = partial(LightningDataModule.val_dataloader, self)  # type: ignore[method-assign]
+        self._check_together()
+        self._datasets: dict[str, list[Any]] = {}
+        self._skipped: dict[str, SkippedSamples] = {}
+        self._told_skipped = 0
+        self._exact: set[tuple[int | str, ...]] = set()
+        self._dtype: tuple[Any, torch.dtype] | None = None
+        self._sampler: ElasticSampler | None = None
+        self._sampler_of: Trainer | None = None
+        self._resume: dict[str, Any] | None = None
+        self._resume_of: Trainer | None = None
+        self.allow_zero_length_dataloader_with_multiple_devices = False
+
+    def _check_together(self) -> None:
+        if self.crop_size is not None and self.decode != "tensor":
+            raise MisconfigurationException(
+                f"crop_size={self.crop_size} works on tensors: give decode='tensor' with it (got "
+                f"decode={self.decode!r})"
+            )
+        if isinstance(self._sources["train"], (list, tuple)):
+            raise MisconfigurationException(
+                "train is one dataset, got a list: put them together with torch.utils.data.ConcatDataset"
+            )
+        for name in self._sources:
+            argument = "train_transform" if name == "train" else "eval_transform"
+            if getattr(self, argument) is not None and any(not is_path(each) for each in self._given(name)):
+                raise MisconfigurationException(
+                    f"{name} is a dataset and brings its own transform; give the dataset's path, or leave out "
+                    f"{argument}"
+                )
+        given = [each for name in self._sources for each in self._given(name)]
+        if self.target_transform is not None and given and not any(map(is_path, given)):
+            raise MisconfigurationException(
+                "target_transform is for paths, and only datasets were given, which bring their own: give paths, or "
+                "leave out target_transform"
+            )
+
+    def _given(self, name: str) -> list[Any]:
+        source = self._sources[name]
+        if source is None:
+            return []
+        return list(source) if isinstance(source, (list, tuple)) else [source]
+
+    def _open_path(self, path: str | os.PathLike[str], name: str, transform: Callable[[Any], Any] | None) -> Any:
+        """The dataset at a path.
+
+        Args:
+            path: Where it is.
+            name: ``train``, ``val``, ``test`` or ``predict``.
+            transform: Of its samples.
+        """
+        raise NotImplementedError
+
+    # --- datasets ------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        """Open the stage's datasets.
+
+        Raises:
+            FileNotFoundError: A path is not there.
+            StorageError: It is not a dataset of ours, or damaged.
+            ValueError: There is nothing in it.
+        """
+        for name in STAGES.get(str(stage), tuple(self._sources)):
+            self._open(name)
+        if type(self).on_after_batch_transfer is ElasticDataModule.on_after_batch_transfer:
+            _lightning.silence_both_hooks("on_after_batch_transfer")  # ours calls the LightningModule's
+
+    def _open(self, name: str) -> list[Any]:
+        if name not in self._datasets:
+            transform = self.train_transform if name == "train" else self.eval_transform
+            self._datasets[name] = [
+                self._open_path(source, name, transform) if is_path(source) else source for source in self._given(name)
+            ]
+            for dataset in self._datasets[name]:
+                self._exact |= exact_images(dataset)
+        return self._datasets[name]
+
+    # --- loaders -------------------------------------------------------------------------------------------------
+
+    @override
+    def train_dataloader(self) -> ElasticLoader:
+        """The training loader: shuffled, this rank's share."""
+        dataset = self._needed("train")[0]
+        mean = mean_bytes(dataset) if self.shuffle_window is not None else None
+        run = None if mean is None else max(1, RUN_BYTES // mean)
+        order = Order(len(dataset), self.seed, self.shuffle, self.shuffle_window, self._weights(dataset), run)
+        sampler = self._make_sampler(order, drop_last=self.drop_last)
+        trainer, before = self.trainer, self._sampler
+        self._continue(sampler)
+        if trainer is not None:
+            if trainer.current_epoch > sampler.epoch:
+                sampler.set_epoch(trainer.current_epoch)
+            if before is not None and self._sampler_of is trainer:  # reloaded: until the next batch, this counts
+                sampler.iterated_epoch = before.iterated_epoch
+            sampler.epoch_now = lambda: trainer.current_epoch
+        sampler.on_epoch = self._epoch_begins
+        self._sampler, self._sampler_of = sampler, trainer
+        return self._loader("train", dataset, sampler)
+
+    @override
+    def val_dataloader(self) -> Any:
+        """The validation loader, or a list of them; in the order stored."""
+        return self._eval_loaders("val")
+
+    @override
+    def test_dataloader(self) -> Any:
+        """As `val_dataloader`."""
+        return self._eval_loaders("test")
+
+    @override
+    def predict_dataloader(self) -> Any:
+        """As `val_dataloader`."""
+        return self._eval_loaders("predict")
+
+    def _eval_loaders(self, name: str) -> Any:
+        loaders = [
+            self._loader(name, dataset, self._make_sampler(Order(len(dataset), shuffle=False)))
+            for dataset in self._needed(name)
+        ]
+        return loaders if isinstance(self._sources[name], (list, tuple)) else loaders[0]
+
+    def _needed(self, name: str) -> list[Any]:
+        if self._sources[name] is None:
+            raise MisconfigurationException(
+                f"{type(self).__name__} was made without {name}=: give it the path of a dataset, or a dataset"
+            )
+        return self._open(name)
+
+    def _make_sampler(self, order: Order, drop_last: bool = False) -> ElasticSampler:
+        rank, world_size = self._ranks
+        return ElasticSampler(order, self.batch_size, rank=rank, world_size=world_size, drop_last=drop_last)
+
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        if self.trainer is not None:
+            # Not the world's rank and size: under tensor parallelism several ranks read the same.
+            given = self.trainer.distributed_sampler_kwargs
+            return (0, 1) if given is None else (int(given["rank"]), int(given["num_replicas"]))
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return 0, 1
+
+    def _loader(self, name: str, dataset: Any, sampler: ElasticSampler) -> ElasticLoader:
+        if sampler.padding:
+            rank_zero_warn(
+                f"{len(dataset)} samples in batches of {self.batch_size} on {sampler.num_replicas} ranks: "
+                f"{sampler.padding} of them go to more than one rank, so that all have as many batches"
+            )
+        persistent: bool | None = None
+        if self.persistent_workers != "auto":
+            persistent = self.persistent_workers
+        elif name != "train" and len(self._datasets[name]) > 1:
+            persistent = False
+        try:
+            loader = make_loader(
+                dataset,
+                sampler,
+                crops=self._crops(name),
+                skipped=self._skip_list(name) if self.on_corrupt == "skip" else None,
+                collate_fn=self.collate_fn,
+                memory_format=self.memory_format,
+                num_workers=None if self.num_workers == "auto" else self.num_workers,
+                workers_if_needed=self._auto_workers,
+                pin_memory=self._on_cuda if self.pin_memory == "auto" else self.pin_memory,
+                persistent_workers=persistent,
+                prefetch_factor=self.prefetch_factor,
+            )
+        except TypeError as error:
+            if self.crop_size is None or "with_decoder" not in str(error):
+                raise
+            raise MisconfigurationException(
+                f"crop_size={self.crop_size} is for paths, and datasets that let others decode their images "
+                f"(LMDBDatasets, Subsets and ConcatDatasets of them, a dataset with a method with_decoder); got a "
+                f"{type(dataset).__name__}: crop in its transform"
+            ) from None
+        if self.num_workers == "auto" and loader.num_workers == 0:
+            _lightning.silence_worker_hint()
+        return loader
+
+    def _crops(self, name: str) -> RandomCrops | CenterCrops | None:
+        if self.crop_size is None:
+            return None
+        if name == "train":
+            return RandomCrops(self.crop_size, self.scale, self.ratio, self.interpolation, self.flip)
+        return CenterCrops(self.crop_size, interpolation=self.interpolation)
+
+    @property
+    def _auto_workers(self) -> int:
+        trainer = self.trainer
+        local_ranks = 1 if trainer is None else max(1, trainer.num_devices)
+        return max(1, int(usable_cpus() / local_ranks))
+
+    @property
+    def _on_cuda(self) -> bool:
+        if self.trainer is None:
+            return torch.cuda.is_available()
+        return self.trainer.strategy.root_device.type == "cuda"
+
+    # --- batches -------------------------------------------------------------------------------------------------
+
+    @override
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Normalise where `normalize` asks for it; then the LightningModule's hook of that name has its turn."""
+        trainer = self.trainer
+        if self.normalize is not None:
+            batch, found = self.normalize(batch, self._float_dtype(), self._exact)
+            if not found and trainer is not None:
+                _lightning.say_once(
+                    trainer,
+                    "nothing-to-normalize",
+                    f"normalize= finds nothing to normalise: expected uint8 images [B, {len(self.normalize.mean)}, H, "
+                    f"W], got {_contents(batch)}. Give decode='tensor' or crop_size=, let the transform give uint8, or "
+                    "leave normalize out",
+                )
+        module = None if trainer is None else trainer.lightning_module
+        return batch if module is None else module.on_after_batch_transfer(batch, dataloader_idx)
+
+    def _float_dtype(self) -> torch.dtype:
+        """What the Trainer's precision makes of float32 inputs."""
+        if self.trainer is None:
+            return torch.float32
+        plugin = self.trainer.precision_plugin
+        if self._dtype is None or self._dtype[0] is not plugin:
+            self._dtype = plugin, plugin.convert_input(torch.empty(0)).dtype
+        return self._dtype[1]
+
+    # --- samples left out ----------------------------------------------------------------------------------------
+
+    @property
+    def num_skipped(self) -> int:
+        """Samples that were left out because they could not be read, in all processes, with ``on_corrupt="skip"``."""
+        return sum(len(each.read()) for each in self._skipped.values())
+
+    def _skip_list(self, name: str) -> SkippedSamples:
+        if name not in self._skipped:
+            root = "." if self.trainer is None else self.trainer.log_dir or self.trainer.default_root_dir
+            self._skipped[name] = SkippedSamples(Path(root, "gpuopt", f"skipped-{name}.csv"))
+            if self.trainer is None or self.trainer.is_global_zero:
+                self._skipped[name].clear()
+        return self._skipped[name]
+
+    def _tell_skipped(self) -> None:
+        """Warn where more samples were left out than the last time."""
+        found = {each.path: each.read() for each in self._skipped.values()}
+        count = sum(len(each) for each in found.values())
+        if count > self._told_skipped:
+            self._told_skipped = count
+            path, (first, *_) = next((path, list(names)) for path, names in found.items() if names)
+            rank_zero_warn(
+                f"{count} samples cannot be read and were left out of their batches (the first: {first}); "
+                f"{path.parent}/skipped-*.csv lists them"
+            )
+
+    # --- resume --------------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is: plain numbers.
+
+        Returns:
+            ``seed``, ``epoch``, ``consumed`` (samples of this epoch that the steps of all ranks have had), ``batches``
+            (the steps that took them); and what makes the order: ``num_samples``, ``shuffle``, ``shuffle_window``,
+            ``weighted``.
+        """
+        sampler, trainer = self._sampler, self.trainer
+        if sampler is None or trainer is None:
+            return dict(self._resume or {})
+        done = _lightning.processed_batches(trainer)
+        return {
+            "seed": self.seed,
+            "epoch": sampler.iterated_epoch,
+            "consumed": sampler.consumed_after(done, sampler.iterated_epoch),
+            "batches": done,
+            "num_samples": sampler.order.num_samples,
+            "shuffle": self.shuffle,
+            "shuffle_window": self.shuffle_window,
+            "weighted": sampler.order.weighted,
+            **({} if self.shuffle_window is None else {"run": sampler.order.run}),
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a checkpoint left off; the next training loader begins there."""
+        if self.trainer is not None and self.trainer.state.fn != "fit":
+            return  # test, validate and predict read checkpoints, too
+        self._resume, self._resume_of = dict(state_dict), self.trainer
+
+    @override
+    def teardown(self, stage: str | None = None) -> None:
+        """Forget where a checkpoint left off; another fit begins at the beginning."""
+        self._tell_skipped()
+        if stage == "fit":
+            self._resume = None
+
+    def _continue(self, sampler: ElasticSampler) -> None:
+        state = self._resume
+        if not state or self._resume_of not in (None, self.trainer):  # of a fit that came to nothing
+            self._resume = None
+            return
+        self._resume_of = self.trainer
+        changed = [
+            f"{name} was {state.get(name)!r} and is {now!r}"
+            for name, now in (
+                ("num_samples", sampler.order.num_samples),
+                ("seed", self.seed),
+                ("shuffle", self.shuffle),
+                ("shuffle_window", self.shuffle_window),
+                ("weighted", sampler.order.weighted),
+                ("run", None if self.shuffle_window is None else sampler.order.run),
+            )
+            if state.get(name) != now
+        ]
+        if changed:
+            rank_zero_warn(
+                f"{type(self).__name__}: the checkpoint was made with other data or another order "
+                f"({'; '.join(changed)}): the epoch goes on after as many samples, but some may come twice and others "
+                "not at all"
+            )
+        consumed = min(int(state["consumed"]), sampler.order.num_samples)
+        sampler.resume(int(state["epoch"]), consumed, int(state["batches"]))
+
+    def _weights(self, dataset: Any) -> Any:
+        if isinstance(self.weights, str) and self.weights == "balanced":
+            return balanced_weights(targets_of(dataset))
+        if isinstance(self.weights, (str, os.PathLike)):
+            return np.load(self.weights, allow_pickle=False)
+        return self.weights
+
+    def _epoch_begins(self, num_batches: int) -> None:
+        self._tell_skipped()
+        if self.trainer is not None:
+            if self._resume and self._sampler is not None and self._sampler.epoch != self._resume["epoch"]:
+                _lightning.leave_finished_epoch(self.trainer)
+            _lightning.set_train_batches(self.trainer, num_batches)
+
+
+def _function(name: str, value: Any) -> Any:
+    if value is not None and not callable(value):
+        refuse(name, "a function, or None", value, wrong_type=True)
+    return value
+
+
+def _range(name: str, given: Any, what: str, at_most: float | None = None) -> tuple[float, float]:
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        refuse(name, f"two {what}, the smaller first", given)
+    low, high = (real_number(name, each, what, above=0, at_most=at_most) for each in given)
+    if low > high:
+        refuse(name, f"two {what}, the smaller first", given)
+    return low, high
+
+
+def _contents(batch: Any) -> str:
+    """The tensors of a batch, in words."""
+    found: list[str] = []
+    torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda t: found.append(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"), batch
+    )
+    return ", ".join(found[:4]) + ", ..." * (len(found) > 4) or "no tensor"
+
+
+def is_path(source: Any) -> bool:
+    """Whether a source is a path, and no dataset."""
+    return isinstance(source, (str, os.PathLike))
+
+
+def _normalize(given: Any) -> Normalize:
+    try:
+        mean, std = given
+        mean, std = [float(m) for m in mean], [float(s) for s in std]
+    except (TypeError, ValueError):
+        refuse("normalize", "(mean, std), each a number per channel", given)
+    for value in std:
+        real_number("normalize", value, "standard deviations", above=0)
+    if len(mean) != len(std) or not mean:
+        refuse("normalize", "a mean and a standard deviation for each channel", given)
+    return Normalize(mean, std)

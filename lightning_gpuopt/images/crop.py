@@ -1,0 +1,238 @@
+"""Square crops while an image is decoded: random-resized for training, from the middle for evaluation.
+
+Photographs are resized with antialiasing. Images whose values count (masks, depth maps) get the same area, by nearest
+neighbour.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from lightning_gpuopt.images.decode import (
+    Pixels,
+    channels_first,
+    decode,
+    exact_pixels,
+    exact_tensor,
+    size_of,
+)
+
+Interpolation = Literal["bilinear", "bicubic", "nearest"]
+
+SCALE: Final = (0.08, 1.0)
+RATIO: Final = (3 / 4, 4 / 3)
+_SWAPPED: Final = 5  # EXIF orientations from here on swap height and width
+
+
+class Area(NamedTuple):
+    """A rectangle of an image of `of_height` by `of_width` pixels, and whether it is mirrored left to right."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+    of_height: int
+    of_width: int
+    mirrored: bool
+
+    def within(self, height: int, width: int) -> Area:
+        """The same part of an image of another size, such as a mask of half the resolution."""
+        if (height, width) == (self.of_height, self.of_width):
+            return self
+        down, across = height / self.of_height, width / self.of_width
+        top, left = min(round(self.top * down), height - 1), min(round(self.left * across), width - 1)
+        high = min(max(1, round(self.height * down)), height - top)
+        wide = min(max(1, round(self.width * across)), width - left)
+        return Area(top, left, high, wide, height, width, self.mirrored)
+
+
+def draw_area(
+    height: int,
+    width: int,
+    generator: np.random.Generator,
+    scale: tuple[float, float] = SCALE,
+    ratio: tuple[float, float] = RATIO,
+    flip: bool = False,
+) -> Area:
+    """A random area, as torchvision's ``RandomResizedCrop`` draws them.
+
+    The method is that of Szegedy et al. 2015 (Going Deeper with Convolutions, section 6).
+
+    Args:
+        height: Of the image, upright, in pixels.
+        width: Of the image.
+        generator: Where the randomness comes from.
+        scale: Smallest and largest share of the image's area.
+        ratio: Smallest and largest width over height.
+        flip: Mirror one in two.
+    """
+    mirrored = flip and bool(generator.random() < 0.5)
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    for _ in range(10):
+        area = height * width * generator.uniform(*scale)
+        aspect = math.exp(generator.uniform(low, high))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            top, left = int(generator.integers(height - h + 1)), int(generator.integers(width - w + 1))
+            return Area(top, left, h, w, height, width, mirrored)
+    # No luck: the middle, as far as the aspect ratio allows.
+    w, h = width, height
+    if width / height < ratio[0]:
+        h = min(height, max(1, round(width / ratio[0])))
+    elif width / height > ratio[1]:
+        w = min(width, max(1, round(height * ratio[1])))
+    return Area((height - h) // 2, (width - w) // 2, h, w, height, width, mirrored)
+
+
+class RandomCrops:
+    """An image decoder that gives uint8 tensors ``[3, size, size]`` of random areas; one area for a whole sample.
+
+    Call `begin` before each sample. Safe between threads.
+
+    Args:
+        size: Side in pixels.
+        scale: Smallest and largest share of the image's area.
+        ratio: Smallest and largest width over height.
+        interpolation: How photographs are resized; with antialiasing but for ``"nearest"``.
+        flip: Mirror one in two.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        scale: tuple[float, float] = SCALE,
+        ratio: tuple[float, float] = RATIO,
+        interpolation: Interpolation = "bilinear",
+        flip: bool = False,
+    ) -> None:
+        self.size = size
+        self.scale = scale
+        self.ratio = ratio
+        self.interpolation = interpolation
+        self.flip = flip
+        self._sample = threading.local()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RandomCrops, (self.size, self.scale, self.ratio, self.interpolation, self.flip)
+
+    def begin(self, key: int) -> None:
+        """Start a sample.
+
+        Args:
+            key: Decides the sample's area, 64 bits.
+        """
+        self._sample.key, self._sample.area = key, None
+
+    def __call__(self, data: bytes | memoryview, mode: str | None = None) -> torch.Tensor:
+        """Decode an image file; as `decode_tensor`."""
+        if mode is not None:
+            pixels = exact_pixels(data, mode)
+            return _nearest(pixels, self._area(*pixels.shape[:2]), self.size)
+        height, width, orientation = size_of(data)
+        if orientation >= _SWAPPED:
+            height, width = width, height
+        return crop(data, self._area(height, width), orientation, self.size, self.interpolation)
+
+    def _area(self, height: int, width: int) -> Area:
+        """The sample's area; its first image decides."""
+        area: Area | None = self._sample.area
+        if area is None:
+            generator = np.random.Generator(np.random.Philox(key=self._sample.key))
+            area = self._sample.area = draw_area(height, width, generator, self.scale, self.ratio, self.flip)
+        return area.within(height, width)
+
+
+class CenterCrops:
+    """An image decoder that gives the middle of an image as uint8 tensors ``[3, size, size]``.
+
+    Args:
+        size: Side in pixels.
+        resize: Length of the shorter side before the crop; None: 8/7 of `size` (256 for 224).
+        interpolation: How photographs are resized; with antialiasing but for ``"nearest"``.
+    """
+
+    def __init__(self, size: int, resize: int | None = None, interpolation: Interpolation = "bilinear") -> None:
+        self.size = size
+        self.resize = round(size * 8 / 7) if resize is None else resize
+        self.interpolation = interpolation
+
+    def begin(self, key: int) -> None:
+        """Nothing: all samples are cropped alike."""
+
+    def __call__(self, data: bytes | memoryview, mode: str | None = None) -> torch.Tensor:
+        """Decode an image file; as `decode_tensor`."""
+        # In full: evaluation should not depend on how an image was made smaller as it was decoded.
+        pixels = decode(data, 0, 0) if mode is None else exact_pixels(data, mode)
+        height, width = pixels.shape[:2]
+        short, size = self.resize, self.size
+        # The longer side is floored, as torchvision does.
+        high, wide = (short, short * width // height) if height <= width else (short * height // width, short)
+        top, left = round((high - size) / 2), round((wide - size) / 2)
+        if mode is not None:
+            rows = _centers(top, size, height / high, height)
+            return exact_tensor(pixels[np.ix_(rows, _centers(left, size, width / wide, width))])
+        return _resize(pixels, high, wide, self.interpolation)[:, top : top + size, left : left + size]
+
+
+def crop(
+    data: bytes | memoryview, area: Area, orientation: int, size: int, interpolation: Interpolation = "bilinear"
+) -> torch.Tensor:
+    """Decode an area of a photograph and resize it to a square.
+
+    Args:
+        data: The image file.
+        area: Which part of the upright image.
+        orientation: The image's EXIF orientation.
+        size: Side of the result in pixels.
+        interpolation: How it is resized.
+
+    Returns:
+        uint8 tensor ``[3, size, size]``.
+
+    Raises:
+        OSError: As `decode_pil`.
+    """
+    upright = area.of_height, area.of_width
+    height, width = upright[::-1] if orientation >= _SWAPPED else upright  # as stored
+    # libjpeg-turbo halves and quarters as it decodes; other factors are slower than decoding in full.
+    least = max(size / area.height, size / area.width)
+    last_row = area.top + area.height if orientation == 1 else height
+    pixels = decode(data, math.ceil(height * least), math.ceil(width * least), orientation, last_row)
+    down_x = pixels.shape[1] / upright[1]
+    down_y = down_x if orientation == 1 else pixels.shape[0] / upright[0]  # there may be fewer rows than in the image
+    top, left = int(area.top * down_y), int(area.left * down_x)
+    rows = slice(top, max(top + 1, round((area.top + area.height) * down_y)))
+    columns = slice(left, max(left + 1, round((area.left + area.width) * down_x)))
+    cropped = _resize(pixels[rows, columns], size, size, interpolation)
+    return torch.flip(cropped, [-1]) if area.mirrored else cropped
+
+
+def _resize(pixels: Pixels, high: int, wide: int, interpolation: Interpolation) -> torch.Tensor:
+    if pixels.shape[:2] == (high, wide):
+        return channels_first(pixels)
+    # torch resizes uint8 with vector instructions and fixed-point weights, as Pillow-SIMD does; by far the quickest in
+    # channels-last memory that says so in every stride.
+    batch = torch.from_numpy(np.require(pixels, requirements=["C", "W"])).view(1, *pixels.shape).permute(0, 3, 1, 2)
+    if interpolation == "nearest":
+        return torch.nn.functional.interpolate(batch, size=(high, wide), mode="nearest-exact")[0]
+    return torch.nn.functional.interpolate(
+        batch, size=(high, wide), mode=interpolation, antialias=True, align_corners=False
+    )[0]
+
+
+def _nearest(pixels: Pixels, area: Area, size: int) -> torch.Tensor:
+    """An area of an image whose values count, each pixel one of its own: ``[C, size, size]``."""
+    rows = area.top + _centers(0, size, area.height / size, area.height)
+    columns = area.left + _centers(0, size, area.width / size, area.width)
+    return exact_tensor(pixels[np.ix_(rows, columns[::-1] if area.mirrored else columns)])
+
+
+def _centers(first: int, count: int, step: float, length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Nearest pixels to the centres of `count` new ones, each `step` old ones wide; at most `length` - 1."""
+    centers = (np.arange(first, first + count) + 0.5) * step
+    return np.clip(centers.astype(np.int64), 0, length - 1)

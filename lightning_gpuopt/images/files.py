@@ -1,0 +1,343 @@
+"""The image files of a folder: found once, in torchvision's order, and kept where there are very many."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+import warnings
+from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+EXTENSIONS: Final = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+CACHE_FROM: Final = 20_000
+"""From so many files on the list of them is kept: below, listing them again takes a moment only."""
+_CACHE_VERSION: Final = 1
+_RECENT_NS: Final = 2_000_000_000
+"""A folder changed so shortly before it was listed may change again without a new time of change."""
+_THREADS: Final = 8  # a network file system answers several at a time
+_SIZES: Final = 512  # files looked at to know about how large they all are
+
+log = logging.getLogger(__name__)
+
+
+class Strings:
+    """Many strings in little memory: a list of a million paths would be copied by every worker process."""
+
+    def __init__(self, blob: bytes = b"", ends: array[int] | None = None) -> None:
+        self._blob = bytearray(blob)
+        self._ends: array[int] = array("Q") if ends is None else ends
+
+    def append(self, text: str) -> None:
+        """Add one."""
+        self._blob += os.fsencode(text)
+        self._ends.append(len(self._blob))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> str:
+        start = self._ends[index - 1] if index else 0
+        return os.fsdecode(bytes(self._blob[start : self._ends[index]]))
+
+    def parts(self) -> tuple[bytes, bytes]:
+        """All of them as bytes, and where each ends: uint64, in this machine's byte order."""
+        return bytes(self._blob), self._ends.tobytes()
+
+    def digest(self) -> str:
+        """A hash of them all."""
+        state = xxhash.xxh3_64()
+        for part in self.parts():
+            state.update(part)
+        return state.hexdigest()
+
+
+class ImageFiles:
+    """The image files below a folder; hidden files and folders are left out.
+
+    Attributes:
+        path: The folder.
+        classes: Names of the class subfolders, index by label; None where images lie in the folder itself.
+        folders: The folders that hold images, relative to `path`.
+        num_bytes: About how many bytes all files have.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        classes: tuple[str, ...] | None,
+        folders: list[str],
+        labels: array[int],
+        folder_of: array[int],
+        names: Strings,
+    ) -> None:
+        self.path = path
+        self.classes = classes
+        self.folders = folders
+        self._labels = labels  # by folder
+        self._folder_of = folder_of
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def name(self, index: int) -> str:
+        """A file's path within the folder."""
+        return os.path.join(self.folders[self._folder_of[index]], self._names[index])
+
+    def label(self, index: int) -> int:
+        """A file's class."""
+        return self._labels[self._folder_of[index]]
+
+    def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The classes of all files, int64."""
+        of_folder = np.frombuffer(self._labels, np.uint32)
+        return of_folder[np.frombuffer(self._folder_of, np.uint32)].astype(np.int64)
+
+    def read(self, index: int) -> bytes:
+        """A file's content."""
+        with open(os.path.join(self.path, self.name(index)), "rb", buffering=0) as stream:
+            return stream.read()
+
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes all files have: from the sizes of some of them, the same ones each time."""
+        looked_at = range(0, len(self), max(1, len(self) // _SIZES))
+        sampled = sum(_size(os.path.join(self.path, self.name(index))) for index in looked_at)
+        return sampled * len(self) // len(looked_at)
+
+    def digest(self) -> str:
+        """A hash of the names of all files."""
+        folders = Strings()
+        for folder in self.folders:
+            folders.append(folder)
+        return self._names.digest() + folders.digest()
+
+
+def find_images(path: str | os.PathLike[str], *, need_classes: bool = True, progress: bool = False) -> ImageFiles:
+    """Find the image files of a folder; from a list that is kept, where no folder has changed since.
+
+    Args:
+        path: A folder with a subfolder of images for each class.
+        need_classes: Images must lie in class subfolders; else where some lie in the folder itself, all images below
+            it are taken, without classes.
+        progress: Show on stderr how many have been found, where it takes more than a second.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        NotADirectoryError: It is a file.
+        ValueError: No image is where it should be.
+    """
+    folder = os.path.abspath(os.fspath(path))
+    if not os.path.exists(folder):
+        raise FileNotFoundError(f"{os.fspath(path)}: there is no such folder; give the path of a folder of images")
+    if not os.path.isdir(folder):
+        raise NotADirectoryError(f"{os.fspath(path)}: expected a folder of images, got a file")
+    top, loose = class_names(folder)
+    labelled = need_classes or not loose
+    if labelled and not top:
+        raise ValueError(_no_classes(os.fspath(path), loose))
+    if labelled and loose:
+        warnings.warn(
+            f"{path}: {len(loose)} images beside the class subfolders ({_some(loose)}) have no class and are left out",
+            stacklevel=2,
+        )
+    cache = _cache_file(folder, labelled)
+    found = _from_cache(cache, folder)
+    if found is None:
+        found = _list(folder, top if labelled else None, cache, progress)
+    if not len(found):
+        raise ValueError(
+            f"{path}: there is no image in it; expected files that end in {', '.join(EXTENSIONS)}"
+            + " in class subfolders" * labelled
+        )
+    return found
+
+
+def class_names(path: str) -> tuple[list[str], list[str]]:
+    """Names of a folder's subfolders, and of the images that lie beside them."""
+    names: list[str] = []
+    loose: list[str] = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                names.append(entry.name)
+            elif entry.name.lower().endswith(EXTENSIONS):
+                loose.append(entry.name)
+    return sorted(names), sorted(loose)
+
+
+# --- listing -----------------------------------------------------------------------------------------------------
+
+_Listed = list[tuple[str, int, list[str]]]
+"""Folders, their time of change in ns, and the images in each, in torchvision's order."""
+
+
+def _list(folder: str, classes: list[str] | None, cache: Path, progress: bool) -> ImageFiles:
+    with _Counter(folder, progress) as count, ThreadPoolExecutor(_THREADS, thread_name_prefix="gpuopt-list") as pool:
+        tops = [folder] if classes is None else [os.path.join(folder, name) for name in classes]
+        listed = list(pool.map(lambda top: _walk(top, count), tops))
+    folders: list[str] = []
+    labels, folder_of, names = array("I"), array("I"), Strings()
+    watched = {folder: os.stat(folder).st_mtime_ns}
+    empty = []
+    for label, found in enumerate(listed):
+        watched |= {each: changed for each, changed, _ in found}
+        holding = [(each, images) for each, _, images in found if images]
+        if not holding and classes is not None:
+            empty.append(classes[label])
+        for each, images in holding:
+            folders.append(os.path.relpath(each, folder))
+            labels.append(label)
+            folder_of.extend([len(folders) - 1] * len(images))
+            for image in images:
+                names.append(image)
+    if empty and len(names) and classes is not None:
+        warnings.warn(
+            f"{folder}: no image in {len(empty)} of {len(classes)} class subfolders ({_some(empty)}); "
+            "they keep their labels",
+            stacklevel=3,
+        )
+    files = ImageFiles(folder, None if classes is None else tuple(classes), folders, labels, folder_of, names)
+    if len(files) >= CACHE_FROM and not empty and max(watched.values()) < time.time_ns() - _RECENT_NS:
+        _keep(cache, files, watched)
+    return files
+
+
+def _walk(top: str, count: Callable[[int], None]) -> _Listed:
+    found: _Listed = []
+    folders = [top]
+    while folders:
+        folder = folders.pop()
+        changed = os.stat(folder).st_mtime_ns  # first: what comes while it is listed makes it newer
+        images: list[str] = []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    _refuse_loop(entry)
+                    folders.append(entry.path)
+                elif entry.name.lower().endswith(EXTENSIONS):
+                    images.append(entry.name)
+        count(len(images))
+        found.append((folder, changed, sorted(images)))
+    return sorted(found)
+
+
+def _refuse_loop(entry: os.DirEntry[str]) -> None:
+    if entry.is_symlink():
+        here, there = os.path.realpath(os.path.dirname(entry.path)), os.path.realpath(entry.path)
+        if here == there or here.startswith(there + os.sep):
+            raise ValueError(f"{entry.path}: a link to a folder above it; remove it")
+
+
+class _Counter:
+    """Shows how many files have been found, in a terminal, from the first second on."""
+
+    def __init__(self, folder: str, enabled: bool) -> None:
+        console = Console(stderr=True)
+        self._started = time.monotonic()
+        self._found = 0
+        self._task: Any = None
+        self._shown = enabled and console.is_terminal
+        self._progress = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
+        )
+        self._folder = folder
+
+    def __enter__(self) -> Callable[[int], None]:
+        return self._count
+
+    def __exit__(self, *exc: object) -> None:
+        if self._task is not None:
+            self._progress.stop()
+
+    def _count(self, images: int) -> None:
+        self._found += images
+        if not self._shown or time.monotonic() - self._started < 1:
+            return
+        if self._task is None:
+            self._task = self._progress.add_task("")
+            self._progress.start()
+        self._progress.update(self._task, description=f"listing {self._folder}: {self._found:,} images")
+
+
+# --- the list that is kept ---------------------------------------------------------------------------------------
+
+
+def _cache_file(folder: str, labelled: bool) -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    key = hashlib.sha256(json.dumps([_CACHE_VERSION, os.path.realpath(folder), labelled]).encode()).hexdigest()[:32]
+    return Path(root, "lightning-gpuopt", "image-files", f"{key}.npz")
+
+
+def _from_cache(cache: Path, folder: str) -> ImageFiles | None:
+    try:
+        with np.load(cache, allow_pickle=False) as kept:
+            about = json.loads(kept["about"].tobytes())
+            if any(os.stat(each).st_mtime_ns != changed for each, changed in about["watched"].items()):
+                return None
+            arrays = {name: array(code) for name, code in (("labels", "I"), ("folder_of", "I"), ("ends", "Q"))}
+            for name, values in arrays.items():
+                values.frombytes(kept[name].tobytes())
+            names = Strings(kept["names"].tobytes(), arrays["ends"])
+        classes = None if about["classes"] is None else tuple(about["classes"])
+        return ImageFiles(folder, classes, about["folders"], arrays["labels"], arrays["folder_of"], names)
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # a list that cannot be read is made anew
+        log.debug("the list of files in %s is left aside: %s", cache, error)
+        return None
+
+
+def _keep(cache: Path, files: ImageFiles, watched: dict[str, int]) -> None:
+    about = {"classes": files.classes, "folders": files.folders, "watched": watched}
+    names, ends = files._names.parts()
+    arrays = {"about": json.dumps(about).encode(), "names": names, "ends": ends}
+    arrays |= {"labels": files._labels.tobytes(), "folder_of": files._folder_of.tobytes()}
+    temporary: str | None = None
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache.parent, suffix=".part", delete=False) as stream:
+            temporary = stream.name
+            parts: dict[str, Any] = {name: np.frombuffer(data, np.uint8) for name, data in arrays.items()}
+            np.savez(stream, **parts)
+        os.replace(temporary, cache)
+    except (OSError, ValueError) as error:
+        log.debug("the list of files cannot be kept in %s: %s", cache, error)
+        if temporary is not None and os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def _no_classes(path: str, loose: list[str]) -> str:
+    if loose:
+        return (
+            f"{path}: {len(loose)} images, but no class subfolders; expected PATH/<class>/<image>: move them into a "
+            "subfolder, or give a Dataset"
+        )
+    return f"{path}: expected class subfolders with images in them, found none"
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,91 @@
+"""What the headers of a JPEG file tell: size, orientation, how it is coded; and decoding only its upper rows."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import simplejpeg
+
+MAGIC: Final = b"\xff\xd8\xff"
+ORIENTATION: Final = 0x0112
+"""EXIF's tag."""
+
+_FRAME_SIZE = struct.Struct(">HH")  # height and width, behind marker, length and precision
+_LEFT_OVER: Final = re.compile("extraneous bytes before marker 0xd[0-79]")
+_ROWS_MORE: Final = 16  # the row of blocks below a crop, which smooths the chroma of the last rows
+
+
+def decode_upper(
+    data: bytes | memoryview, frame: int, rows: int, min_height: int, min_width: int
+) -> np.ndarray[Any, Any]:
+    """The upper rows of a baseline JPEG: the decoder is told that the image is no higher, and stops there.
+
+    Decoding takes time in proportion to its rows, of which random crops leave out a fifth on average.
+    """
+    height, width = _FRAME_SIZE.unpack_from(data, frame + 5)
+    rows = min(height, rows + _ROWS_MORE)
+    upper = bytearray(data)
+    _FRAME_SIZE.pack_into(upper, frame + 5, rows, width)
+    least = {"min_height": math.ceil(min_height * rows / height), "min_width": min_width, "min_factor": 2}
+    high, wide, _, _ = simplejpeg.decode_jpeg_header(upper, **least)
+    pixels = np.empty((high, wide, 3), np.uint8)
+    try:
+        simplejpeg.decode_jpeg(upper, buffer=pixels, **least)
+    except ValueError as err:
+        # The rows that were not asked for are left over, before a restart marker or the end of the image (T.81, table
+        # B.1); nothing else may be wrong.
+        if rows == height or not _LEFT_OVER.search(str(err)):
+            raise
+    return pixels
+
+
+def orientation_of(data: bytes | memoryview) -> int:
+    """The EXIF orientation (1-8) of a JPEG file; 1 where there is none.
+
+    Reads the segments before the frame header only (JPEG: ITU-T T.81, annex B; EXIF 2.3, section 4.5).
+    """
+    for marker, at, length in _segments(data):
+        if marker == 0xE1 and bytes(data[at + 4 : at + 10]) == b"Exif\0\0":
+            return _tiff_orientation(bytes(data[at + 10 : at + 2 + length]))
+    return 1
+
+
+def baseline_frame(data: bytes | memoryview) -> int | None:
+    """Where the frame header of a JPEG file is, if it is coded row by row (baseline or extended sequential Huffman)."""
+    for marker, at, _ in _segments(data):
+        if marker in (0xC0, 0xC1):
+            return at
+    return None
+
+
+def _segments(data: bytes | memoryview) -> Iterator[tuple[int, int, int]]:
+    """Marker, place and length of a JPEG file's segments up to its frame header."""
+    at, size = 2, len(data)
+    while at + 4 <= size and data[at] == 0xFF:
+        marker, length = data[at + 1], data[at + 2] << 8 | data[at + 3]
+        yield marker, at, length
+        if marker == 0xDA or 0xC0 <= marker <= 0xC3:
+            return
+        at += 2 + length
+
+
+def _tiff_orientation(tiff: bytes) -> int:
+    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
+    if order is None:
+        return 1
+    try:
+        (start,) = struct.unpack_from(order + "I", tiff, 4)
+        (count,) = struct.unpack_from(order + "H", tiff, start)
+        for entry in range(start + 2, start + 2 + 12 * count, 12):
+            tag, kind, _ = struct.unpack_from(order + "HHI", tiff, entry)
+            if tag == ORIENTATION and kind == 3:
+                (value,) = struct.unpack_from(order + "H", tiff, entry + 8)
+                return int(value) if 1 <= value <= 8 else 1
+    except struct.error:
+        pass
+    return 1

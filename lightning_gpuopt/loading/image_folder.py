@@ -1,0 +1,140 @@
+"""A folder of image files as a map-style dataset, read as it is."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from torch.utils.data import Dataset
+
+from lightning_gpuopt._arguments import choice
+from lightning_gpuopt.images.decode import decode_pil, decode_tensor
+from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image
+from lightning_gpuopt.images.files import find_images
+from lightning_gpuopt.loading.datasets import Decoder
+from lightning_gpuopt.loading.transforms import Transform, name_sample, transformed
+
+_DECODERS: Final[dict[str, Decoder]] = {
+    "pil": decode_pil,
+    "tensor": decode_tensor,
+    "raw": bytes,
+}
+
+
+class ImageFolder(Dataset[Any]):
+    """The image files of a folder: samples are ``(image, label)``, or images alone where there are no class folders.
+
+    Args:
+        path: A folder with a subfolder of images for each class; labels and order are torchvision's.
+        transform: Applied to the image.
+        target_transform: Applied to the label.
+        decode: ``"pil"`` RGB images, ``"tensor"`` uint8 ``[3, H, W]``, both upright, or ``"raw"`` the files' bytes.
+        need_classes: Images must lie in class subfolders; else a folder that has images in itself has no labels.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        ValueError: There is no image in it.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        transform: Transform | None = None,
+        target_transform: Transform | None = None,
+        decode: Literal["pil", "tensor", "raw"] = "pil",
+        need_classes: bool = True,
+    ) -> None:
+        self.decode = choice("decode", decode, tuple(_DECODERS))
+        self.path = Path(os.path.abspath(path))
+        self.transform = transform
+        self.target_transform = target_transform
+        self.files = find_images(self.path, need_classes=need_classes, progress=True)
+        self._decoder = _DECODERS[decode]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __repr__(self) -> str:
+        classes = "" if self.files.classes is None else f", {len(self.files.classes)} classes"
+        return f"ImageFolder({str(self.path)!r}, {len(self)} images{classes}, decode={self.decode!r})"
+
+    def __getitem__(self, index: int) -> Any:
+        """A sample.
+
+        Raises:
+            IndexError: There is no such sample.
+            CorruptSampleError: Its file is gone, or is no image.
+        """
+        size = len(self.files)
+        at = index + size if index < 0 else index
+        if not 0 <= at < size:
+            raise IndexError(f"{self.path}: there is no sample {index}; the folder has {size} images")
+        image = self._read(at)
+        sample = image if self.files.classes is None else (image, self.files.label(at))
+        if self.transform is None and self.target_transform is None:
+            return sample
+        try:
+            return transformed(sample, self.transform, self.target_transform, str(self.path))
+        except Exception as error:
+            name_sample(error, self.sample_name(at))
+            raise
+
+    def _read(self, index: int) -> Any:
+        try:
+            return self._decoder(self.files.read(index))
+        except Exception as error:
+            if not (is_bad_image(error) or isinstance(error, ValueError) or _is_damage(error)):
+                raise
+            raise CorruptSampleError(f"{self.sample_name(index)}: {_why(error)}") from error
+
+    @property
+    def classes(self) -> list[str] | None:
+        """Names of the classes, index by label; None where there are none."""
+        return None if self.files.classes is None else list(self.files.classes)
+
+    @property
+    def class_to_idx(self) -> dict[str, int]:
+        """The label of each class."""
+        return {name: label for label, name in enumerate(self.files.classes or ())}
+
+    @property
+    def targets(self) -> list[int]:
+        """The label of each sample, without reading images.
+
+        Raises:
+            AttributeError: There are no class subfolders.
+        """
+        if self.files.classes is None:
+            raise AttributeError(f"{self.path}: there are no class subfolders, and so no labels")
+        labels: list[int] = self.files.labels().tolist()
+        return labels
+
+    def with_decoder(self, decoder: Decoder | None) -> ImageFolder:
+        """A copy whose images go through `decoder`; None: through its own."""
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        copied._decoder = self._decoder if decoder is None else decoder
+        return copied
+
+    def sample_name(self, index: int) -> str:
+        """The file's path."""
+        return os.path.join(self.path, self.files.name(index))
+
+    def image_file(self, index: int) -> bytes:
+        """The content of a sample's image file."""
+        return self.files.read(index)
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether the disk cannot give the file, which another file may not share (as too many open files would)."""
+    return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EISDIR, errno.ESTALE, errno.EACCES)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file (it was removed, or it is a link that leads nowhere)"
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"it cannot be read: {error.strerror}"
+    return f"it is not an image that can be decoded ({type(error).__name__}: {error}); mend or remove it"

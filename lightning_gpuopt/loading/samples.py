@@ -1,0 +1,144 @@
+"""The samples of a batch, decoded and cropped by their place in the epoch, and those left out that cannot be read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
+from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image
+from lightning_gpuopt.loading.datasets import read_ahead, sample_name, with_decoder
+from lightning_gpuopt.loading.order import mix
+from lightning_gpuopt.loading.sampler import BatchIndices
+
+
+class BatchSamples(list[Any]):
+    """The samples of a batch, and what they are called.
+
+    Args:
+        dataset: Where they come from.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__()
+        self.dataset = dataset
+        self.indices: list[int] = []
+
+    def names(self, at: int) -> str:
+        """What users call the sample at a position of the batch."""
+        return sample_name(self.dataset, self.indices[at])
+
+
+class EpochSamples(Dataset[Any]):
+    """A dataset as a loader reads it.
+
+    A random crop depends on the seed, the epoch and the position in it only: the same on any number of workers and
+    ranks, after a resume, and another one each time that a sample is drawn.
+
+    Args:
+        dataset: Where the samples come from.
+        crops: What its images are decoded and cropped by; None: by the dataset itself.
+        seed: Seed of the crops.
+        skipped: Where samples are noted that are left out because they cannot be read; None: they are errors.
+
+    Raises:
+        TypeError: Crops are asked for, and the dataset's images cannot be decoded by others.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        crops: RandomCrops | CenterCrops | None = None,
+        *,
+        seed: int = 0,
+        skipped: SkippedSamples | None = None,
+    ) -> None:
+        own = with_decoder(dataset, crops)
+        if own is None and crops is not None:
+            raise TypeError(f"a {type(dataset).__name__} has no method with_decoder")
+        self.dataset = dataset if own is None else own
+        self.crops = crops
+        self.seed = seed
+        self.skipped = skipped
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """The samples of a batch, without those that are skipped.
+
+        Raises:
+            CorruptSampleError: A sample cannot be read; where such are skipped, none of the batch can.
+        """
+        epoch, first = (indices.epoch, indices.first) if isinstance(indices, BatchIndices) else (0, 0)
+        read_ahead(self.dataset, indices)
+        samples = BatchSamples(self.dataset)
+        for position, index in enumerate(indices, first):
+            if self.crops is not None:
+                self.crops.begin(mix(self.seed, epoch, position))
+            try:
+                samples.append(self.dataset[index])
+                samples.indices.append(index)
+            except Exception as error:
+                if self.skipped is None or not (isinstance(error, CorruptSampleError) or is_bad_image(error)):
+                    raise
+                self.skipped.add(sample_name(self.dataset, index), f"{type(error).__name__}: {error}")
+                if len(samples) == 0 and position == first + len(indices) - 1:
+                    raise CorruptSampleError(
+                        f"none of the {len(indices)} samples of a batch can be read; the last: {error}"
+                    ) from error
+        return samples
+
+
+class SkippedSamples:
+    """A list, in a file, of samples that could not be read; workers and ranks add to it, the training process reads it.
+
+    Args:
+        path: Of the file (CSV: name, reason); it is made when there is something to write.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._added: set[str] = set()
+
+    def add(self, name: str, reason: str) -> None:
+        """Note a sample, and warn of the first."""
+        if name in self._added:
+            return
+        if not self._added:
+            warnings.warn(f"{name} cannot be read and is left out: {reason}", stacklevel=3)
+        self._added.add(name)
+        row = io.StringIO()
+        csv.writer(row).writerow((name, reason))
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            warnings.warn(f"{self.path}: samples that are left out cannot be listed there: {error}", stacklevel=3)
+            return
+        try:
+            os.write(file, row.getvalue().encode("utf-8", "backslashreplace"))  # appended whole, whoever else writes
+        finally:
+            os.close(file)
+
+    def clear(self) -> None:
+        """Forget the samples of an earlier run."""
+        self.path.unlink(missing_ok=True)
+
+    def read(self) -> dict[str, str]:
+        """The reasons by the samples' names, of all processes."""
+        try:
+            with self.path.open(encoding="utf-8", newline="") as stream:
+                return {row[0]: row[1] for row in csv.reader(stream) if len(row) == 2}
+        except FileNotFoundError:
+            return {}

@@ -1,0 +1,82 @@
+"""The plan of a build: what must be the same in every run that works on one dataset."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import socket
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_gpuopt.storage import durable
+
+Plan = dict[str, Any]
+
+PLAN: Final = "plan.json"
+SHARD_BYTES: Final = 256 << 20
+_MOST_SHARDS: Final = 256
+# At least this many shards where the samples suffice, so that processes and machines have something to share.
+_SHARDS_TO_SHARE: Final = 16
+_SHARE_SAMPLES: Final = 1024
+_UNKNOWN_SIZE_SAMPLES: Final = 1 << 16
+
+
+def plan_shards(num_samples: int, num_bytes: int | None) -> int:
+    """How many samples of the source make up a shard; the source alone decides, so it is the same in every run.
+
+    Args:
+        num_samples: Samples of the source.
+        num_bytes: About how many bytes they are; None where that is not known.
+    """
+    to_share = min(_SHARDS_TO_SHARE, math.ceil(num_samples / _SHARE_SAMPLES))
+    for_size = math.ceil(num_samples / _UNKNOWN_SIZE_SAMPLES if num_bytes is None else num_bytes / SHARD_BYTES)
+    num_shards = min(max(to_share, for_size, 1), _MOST_SHARDS, num_samples)
+    return math.ceil(num_samples / num_shards)
+
+
+def as_json(plan: Plan) -> Plan:
+    """The plan as it comes back from a file."""
+    copy: Plan = json.loads(json.dumps(plan))
+    return copy
+
+
+def read_plan(directory: Path) -> Plan | None:
+    """The plan of the unfinished build in a directory; None if there is none that can be read."""
+    try:
+        plan = json.loads((directory / PLAN).read_bytes())
+    except (OSError, ValueError):  # never written, or killed while it was
+        return None
+    return plan if isinstance(plan, dict) else None
+
+
+def write_plan(directory: Path, plan: Plan, *, shared: bool) -> None:
+    """Write the plan; where several parts begin at once, it is that of the first which stays.
+
+    Args:
+        directory: The unfinished build.
+        plan: Plain JSON.
+        shared: Other parts may write it at the same time.
+    """
+    data = json.dumps(plan).encode()
+    if not shared:
+        durable.write(directory / PLAN, data)
+        return
+    mine = directory / f"{PLAN}.{socket.gethostname()}-{os.getpid()}"
+    durable.write(mine, data)
+    with contextlib.suppress(FileExistsError):
+        os.link(mine, directory / PLAN)
+    mine.unlink()
+    durable.sync_directory(directory)
+
+
+def difference(then: Plan, now: Plan) -> str:
+    """What differs between two plans, in words; empty if nothing does."""
+    differing = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    return "; ".join(f"{name} was {_short(then.get(name))}, now {_short(now.get(name))}" for name in differing[:3])
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
