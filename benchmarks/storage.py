@@ -6,6 +6,7 @@ Sections (``--sections``, all by default):
   With ``--cold`` (as root) also with an empty page cache.
 - ``small``: 50,000 arrays of 3x32x32 uint8 end to end, shuffled, in batches of 128: samples per second.
 - ``jpeg``: JPEG of 500x375 to random-resized crops of 224, shuffled, batches of 128, 2 workers: images per second.
+- ``recipe``: the same with horizontal flips, normalised to float32 on the CPU.
 - ``build``: a folder of 5,000 JPEG files into each format, until it is on disk (fsync).
 - ``memory``: peak memory of a build's processes, and what a million reads add to a reader.
 
@@ -48,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import storage_peers as peers
 from storage_peers import BATCH, CROP, WORKERS, Peer
 
+from lightning_gpuopt.datamodules.image_folder import ImageFolderDataModule
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.reader import LMDBDataset
@@ -55,7 +57,7 @@ from lightning_gpuopt.storage.writer import LMDBWriter
 
 OURS = "lightning-gpuopt"
 RECORD = 47_000
-SECTIONS = ("raw", "small", "jpeg", "build", "memory")
+SECTIONS = ("raw", "small", "jpeg", "recipe", "build", "memory")
 
 
 def rounds(contestants: dict[str, Callable[[], float]], count: int, before: Callable[[], None] | None = None) -> Any:
@@ -313,15 +315,13 @@ def jpeg(work: Path, scale: float, count: int) -> dict[str, Any]:
     build_lmdb(work / "images", work / "ours", progress=False)
     contestants, missing = available(peers.IMAGE_PEERS)
     loaders = stored(contestants, files, work, missing)
-    for name, options in (
-        (OURS, {"decode": "tensor", "crop_size": CROP}),
-        (f"{OURS}, decode='pil', the peers' transform", {"decode": "pil", "train_transform": peers.random_crop}),
+    for name, kind, options in (
+        (OURS, LMDBDataModule, {"decode": "tensor", "crop_size": CROP, "flip": False}),
+        (f"{OURS}, the folder as it is", ImageFolderDataModule, {"decode": "tensor", "crop_size": CROP, "flip": False}),
+        (f"{OURS}, decode='pil', the peers' transform", LMDBDataModule, {"train_transform": peers.random_crop}),
     ):
-        datamodule = LMDBDataModule(work / "ours", batch_size=BATCH, num_workers=WORKERS, **options)
-        datamodule.setup("fit")
-        loaders[name] = datamodule.train_dataloader()
-    # What of ours is the decoder's, and what the storage's: the same decoder over the files.
-    loaders["folder, our decoder"] = peers.loader(peers.Folder(files, _our_crop), shuffle=True)
+        path = work / ("images" if kind is ImageFolderDataModule else "ours")
+        loaders[name], _ = _training(kind, path, **options)
     return {
         "images": len(files),
         "mean_bytes": round(statistics.mean(file.stat().st_size for file in files)),
@@ -331,10 +331,44 @@ def jpeg(work: Path, scale: float, count: int) -> dict[str, Any]:
     }
 
 
-def _our_crop(data: bytes) -> torch.Tensor:
-    from lightning_gpuopt.images.decode import random_resized_crop
+def recipe(work: Path, scale: float, count: int) -> dict[str, Any]:
+    """Random crop, flip, and normalised float32, on the CPU: what a step on the CPU is given."""
+    files = make_jpegs(work / "images", int(4000 * scale))
+    build_lmdb(work / "images", work / "ours", progress=False)
+    contestants, missing = available(peers.RECIPE_PEERS)
+    loaders = stored(contestants, files, work, missing)
+    contest = {name: epoch(loader) for name, loader in loaders.items()}
+    options = {"decode": "tensor", "crop_size": CROP, "normalize": (peers.MEAN, peers.STD)}
+    for name, kind, path in (
+        (OURS, LMDBDataModule, "ours"),
+        (f"{OURS}, the folder as it is", ImageFolderDataModule, "images"),
+    ):
+        loader, normalize = _training(kind, work / path, **options)
+        contest[name] = epoch(_Normalized(loader, normalize))
+    return {
+        "images": len(files),
+        "versions": {p.name: p.version for p in contestants.values()},
+        "missing": missing,
+        "warm": rounds(contest, count),
+    }
 
-    return random_resized_crop(data, CROP, np.random.default_rng(random.getrandbits(64)))
+
+def _training(kind: Any, path: Path, **options: Any) -> tuple[Any, Callable[[Any, int], Any]]:
+    """A DataModule's training loader, and what it does to a batch on the device."""
+    datamodule = kind(path, batch_size=BATCH, num_workers=WORKERS, **options)
+    datamodule.setup("fit")
+    return datamodule.train_dataloader(), datamodule.on_after_batch_transfer
+
+
+class _Normalized:
+    def __init__(self, loader: Any, normalize: Callable[[Any, int], Any]) -> None:
+        self.loader, self.normalize = loader, normalize
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            images, labels = self.normalize(batch, 0)
+            assert images.dtype == torch.float32
+            yield images, labels
 
 
 # --- build ---------------------------------------------------------------------------------------------------------
@@ -493,7 +527,7 @@ def main() -> None:
             elif section == "memory":
                 result = memory(work, options.scale)
             else:
-                result = {"small": small, "jpeg": jpeg, "build": build}[section](work, options.scale, options.rounds)
+                result = {"small": small, "jpeg": jpeg, "recipe": recipe, "build": build}[section](work, options.scale, options.rounds)
         results[section] = result
         table = io.StringIO()
         show(section, result, table)

@@ -17,6 +17,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,18 @@ def random_crop(image: Image.Image) -> torch.Tensor:
 def crop_bytes(data: bytes) -> torch.Tensor:
     """As `random_crop`, from a JPEG file."""
     return random_crop(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def normalized_crop(data: bytes) -> torch.Tensor:
+    """As `crop_bytes`, mirrored one time in two, scaled and normalised: torchvision's usual chain."""
+    crop = crop_bytes(data)
+    if random.random() < 0.5:
+        crop = crop.flip(-1)
+    mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+    return crop.to(torch.float32).div(255).sub_(mean).div_(std)
 
 
 # --- small arrays: (uint8 [3, 32, 32], label) --------------------------------------------------------------------
@@ -333,8 +346,8 @@ def store_list(files: list[Path], folder: Path) -> None:
     (folder / "files.txt").write_text("\n".join(map(str, files)))
 
 
-def load_folder(folder: Path) -> Loader:
-    return loader(Folder([Path(f) for f in (folder / "files.txt").read_text().split("\n")]), shuffle=True)
+def load_folder(folder: Path, decode: Callable[[bytes], Any] = crop_bytes) -> Loader:
+    return loader(Folder([Path(f) for f in (folder / "files.txt").read_text().split("\n")], decode), shuffle=True)
 
 
 def _bytes_of(value: bytes) -> bytes:
@@ -461,12 +474,14 @@ def store_ffcv_images(files: list[Path], folder: Path) -> None:
         DatasetWriter(str(folder / "data.beton"), fields, num_workers=WORKERS).from_indexed_dataset(FfcvImages(files))
 
 
-def load_ffcv_images(folder: Path) -> Loader:
+def load_ffcv_images(folder: Path, recipe: bool = False) -> Loader:
     from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
     from ffcv.loader import Loader as FfcvLoader
     from ffcv.loader import OrderOption
-    from ffcv.transforms import ToTensor, ToTorchImage
+    from ffcv.transforms import NormalizeImage, RandomHorizontalFlip, ToTensor, ToTorchImage
 
+    scaled = [255 * np.array(each) for each in (MEAN, STD)]
+    more = [RandomHorizontalFlip(), NormalizeImage(*scaled, np.float32)] if recipe else []
     return FfcvLoader(
         str(folder / "data.beton"),
         batch_size=BATCH,
@@ -475,7 +490,7 @@ def load_ffcv_images(folder: Path) -> Loader:
         os_cache=True,
         drop_last=False,
         pipelines={
-            "x": [RandomResizedCropRGBImageDecoder((CROP, CROP)), ToTensor(), ToTorchImage()],
+            "x": [RandomResizedCropRGBImageDecoder((CROP, CROP)), *more, ToTensor(), ToTorchImage()],
             "y": [IntDecoder(), ToTensor()],
         },
     )
@@ -488,6 +503,12 @@ IMAGE_PEERS = {
     "streaming": Peer("MDS (streaming)", "mosaicml-streaming", store_mds_images, load_mds_images),
     "datasets": Peer("HF datasets", "datasets", store_hf_images, load_hf_images),
     "ffcv": Peer("ffcv", "ffcv", store_ffcv_images, load_ffcv_images),
+}
+
+
+RECIPE_PEERS = {
+    "PIL": Peer("folder, PIL", "pillow", store_list, partial(load_folder, decode=normalized_crop)),
+    "ffcv": Peer("ffcv", "ffcv", store_ffcv_images, partial(load_ffcv_images, recipe=True)),
 }
 
 

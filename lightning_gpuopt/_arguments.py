@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import NoReturn, TypeVar
 
 import numpy as np
 
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 class ArgumentTypeError(TypeError, ValueError):
@@ -135,3 +136,40 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         refuse(name, "True or False", value, wrong_type=True)
     return bool(value)
+
+
+def function(name: str, value: Callable[..., _R] | None) -> Callable[..., _R] | None:
+    """Something that can be called, or None.
+
+    Raises:
+        ValueError: it is neither; a ``TypeError`` as well.
+    """
+    if value is not None and not callable(value):
+        refuse(name, "a function, or None", value, wrong_type=True)
+    return value
+
+
+def number_range(name: str, value: object, what: str, *, at_most: float | None = None) -> tuple[float, float]:
+    """Two numbers above 0, the smaller first.
+
+    Args:
+        name: the argument.
+        value: what came.
+        what: what they stand for, such as ``"shares of an area"``.
+        at_most: the largest that will do.
+
+    Raises:
+        ValueError: they are not two such numbers.
+
+    Example::
+
+        >>> number_range("scale", (0.5, 0.1), "shares of an area")
+        Traceback (most recent call last):
+        ValueError: scale: expected two shares of an area, the smaller first, got (0.5, 0.1)
+    """
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        refuse(name, f"two {what}, the smaller first", value)
+    low, high = (real_number(name, each, what, above=0, at_most=at_most) for each in value)
+    if low > high:
+        refuse(name, f"two {what}, the smaller first", value)
+    return low, high

@@ -14,10 +14,11 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_gpuopt import _lightning
-from lightning_gpuopt._arguments import choice, flag, real_number, refuse, whole_number
+from lightning_gpuopt._arguments import choice, flag, function, number_range, whole_number
 from lightning_gpuopt._lightning import LightningDataModule, MisconfigurationException, Trainer, rank_zero_warn
 from lightning_gpuopt.images.crop import RATIO, SCALE, CenterCrops, RandomCrops
 from lightning_gpuopt.images.normalize import Normalize
+from lightning_gpuopt.loading.collate import make_of
 from lightning_gpuopt.loading.datasets import balanced_weights, exact_images, mean_bytes, targets_of
 from lightning_gpuopt.loading.loader import ElasticLoader, make_loader
 from lightning_gpuopt.loading.order import Order
@@ -123,10 +124,10 @@ class ElasticDataModule(LightningDataModule):
         self.num_workers = (
             num_workers if num_workers == "auto" else whole_number("num_workers", num_workers, "processes", least=0)
         )
-        self.train_transform = _function("train_transform", train_transform)
-        self.eval_transform = _function("eval_transform", eval_transform)
-        self.target_transform = _function("target_transform", target_transform)
-        self.collate_fn = _function("collate_fn", collate_fn)
+        self.train_transform = function("train_transform", train_transform)
+        self.eval_transform = function("eval_transform", eval_transform)
+        self.target_transform = function("target_transform", target_transform)
+        self.collate_fn = function("collate_fn", collate_fn)
         self.decode = choice("decode", decode, ("pil", "tensor", "raw"))
         self.shuffle = flag("shuffle", shuffle)
         self.shuffle_window = (
@@ -141,14 +142,14 @@ class ElasticDataModule(LightningDataModule):
             persistent_workers if persistent_workers == "auto" else flag("persistent_workers", persistent_workers)
         )
         self.prefetch_factor = whole_number("prefetch_factor", prefetch_factor, "batches", least=1)
-        self.normalize = None if normalize is None else _normalize(normalize)
+        self.normalize = None if normalize is None else Normalize.of(normalize)
         self.crop_size = (
             None if crop_size is None else whole_number("crop_size", crop_size, "pixels", least=1, or_none=True)
         )
         self.memory_format = choice("memory_format", memory_format, ("channels_last", "contiguous"))
         self.flip = flag("flip", flip)
-        self.scale = _range("scale", scale, "shares of an image's area", at_most=1.0)
-        self.ratio = _range("ratio", ratio, "widths over heights")
+        self.scale = number_range("scale", scale, "shares of an image's area", at_most=1.0)
+        self.ratio = number_range("ratio", ratio, "widths over heights")
         self.interpolation = choice("interpolation", interpolation, ("bilinear", "bicubic", "nearest"))
         self.weights = weights
         self.on_corrupt = choice("on_corrupt", on_corrupt, ("raise", "skip"))
@@ -158,7 +159,6 @@ class ElasticDataModule(LightningDataModule):
         self._check_together()
         self._datasets: dict[str, list[Any]] = {}
         self._skipped: dict[str, SkippedSamples] = {}
-        self._told_skipped = 0
         self._exact: set[tuple[int | str, ...]] = set()
         self._dtype: tuple[Any, torch.dtype] | None = None
         self._sampler: ElasticSampler | None = None
@@ -367,7 +367,7 @@ class ElasticDataModule(LightningDataModule):
                     trainer,
                     "nothing-to-normalize",
                     f"normalize= finds nothing to normalise: expected uint8 images [B, {len(self.normalize.mean)}, H, "
-                    f"W], got {_contents(batch)}. Give decode='tensor' or crop_size=, let the transform give uint8, or "
+                    f"W], got {make_of(batch)}. Give decode='tensor' or crop_size=, let the transform give uint8, or "
                     "leave normalize out",
                 )
         module = None if trainer is None else trainer.lightning_module
@@ -382,8 +382,6 @@ class ElasticDataModule(LightningDataModule):
             self._dtype = plugin, plugin.convert_input(torch.empty(0)).dtype
         return self._dtype[1]
 
-    # --- samples left out ----------------------------------------------------------------------------------------
-
     @property
     def num_skipped(self) -> int:
         """Samples that were left out because they could not be read, in all processes, with ``on_corrupt="skip"``."""
@@ -397,17 +395,10 @@ class ElasticDataModule(LightningDataModule):
                 self._skipped[name].clear()
         return self._skipped[name]
 
-    def _tell_skipped(self) -> None:
-        """Warn where more samples were left out than the last time."""
-        found = {each.path: each.read() for each in self._skipped.values()}
-        count = sum(len(each) for each in found.values())
-        if count > self._told_skipped:
-            self._told_skipped = count
-            path, (first, *_) = next((path, list(names)) for path, names in found.items() if names)
-            rank_zero_warn(
-                f"{count} samples cannot be read and were left out of their batches (the first: {first}); "
-                f"{path.parent}/skipped-*.csv lists them"
-            )
+    def _report_skipped(self) -> None:
+        for each in self._skipped.values():
+            if (text := each.news()) is not None:
+                rank_zero_warn(text)
 
     # --- resume --------------------------------------------------------------------------------------------------
 
@@ -425,16 +416,21 @@ class ElasticDataModule(LightningDataModule):
             return dict(self._resume or {})
         done = _lightning.processed_batches(trainer)
         return {
-            "seed": self.seed,
             "epoch": sampler.iterated_epoch,
             "consumed": sampler.consumed_after(done, sampler.iterated_epoch),
             "batches": done,
-            "num_samples": sampler.order.num_samples,
+            **self._what_makes(sampler.order),
+        }
+
+    def _what_makes(self, order: Order) -> dict[str, Any]:
+        made_by = {
+            "num_samples": order.num_samples,
+            "seed": self.seed,
             "shuffle": self.shuffle,
             "shuffle_window": self.shuffle_window,
-            "weighted": sampler.order.weighted,
-            **({} if self.shuffle_window is None else {"run": sampler.order.run}),
+            "weighted": order.weighted,
         }
+        return made_by if self.shuffle_window is None else {**made_by, "run": order.run}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -446,7 +442,7 @@ class ElasticDataModule(LightningDataModule):
     @override
     def teardown(self, stage: str | None = None) -> None:
         """Forget where a checkpoint left off; another fit begins at the beginning."""
-        self._tell_skipped()
+        self._report_skipped()
         if stage == "fit":
             self._resume = None
 
@@ -458,14 +454,7 @@ class ElasticDataModule(LightningDataModule):
         self._resume_of = self.trainer
         changed = [
             f"{name} was {state.get(name)!r} and is {now!r}"
-            for name, now in (
-                ("num_samples", sampler.order.num_samples),
-                ("seed", self.seed),
-                ("shuffle", self.shuffle),
-                ("shuffle_window", self.shuffle_window),
-                ("weighted", sampler.order.weighted),
-                ("run", None if self.shuffle_window is None else sampler.order.run),
-            )
+            for name, now in self._what_makes(sampler.order).items()
             if state.get(name) != now
         ]
         if changed:
@@ -485,50 +474,13 @@ class ElasticDataModule(LightningDataModule):
         return self.weights
 
     def _epoch_begins(self, num_batches: int) -> None:
-        self._tell_skipped()
+        self._report_skipped()
         if self.trainer is not None:
             if self._resume and self._sampler is not None and self._sampler.epoch != self._resume["epoch"]:
                 _lightning.leave_finished_epoch(self.trainer)
             _lightning.set_train_batches(self.trainer, num_batches)
 
 
-def _function(name: str, value: Any) -> Any:
-    if value is not None and not callable(value):
-        refuse(name, "a function, or None", value, wrong_type=True)
-    return value
-
-
-def _range(name: str, given: Any, what: str, at_most: float | None = None) -> tuple[float, float]:
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
-        refuse(name, f"two {what}, the smaller first", given)
-    low, high = (real_number(name, each, what, above=0, at_most=at_most) for each in given)
-    if low > high:
-        refuse(name, f"two {what}, the smaller first", given)
-    return low, high
-
-
-def _contents(batch: Any) -> str:
-    """The tensors of a batch, in words."""
-    found: list[str] = []
-    torch.utils._pytree.tree_map_only(
-        torch.Tensor, lambda t: found.append(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"), batch
-    )
-    return ", ".join(found[:4]) + ", ..." * (len(found) > 4) or "no tensor"
-
-
 def is_path(source: Any) -> bool:
     """Whether a source is a path, and no dataset."""
     return isinstance(source, (str, os.PathLike))
-
-
-def _normalize(given: Any) -> Normalize:
-    try:
-        mean, std = given
-        mean, std = [float(m) for m in mean], [float(s) for s in std]
-    except (TypeError, ValueError):
-        refuse("normalize", "(mean, std), each a number per channel", given)
-    for value in std:
-        real_number("normalize", value, "standard deviations", above=0)
-    if len(mean) != len(std) or not mean:
-        refuse("normalize", "a mean and a standard deviation for each channel", given)
-    return Normalize(mean, std)

@@ -110,6 +110,7 @@ class SkippedSamples:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._added: set[str] = set()
+        self._reported = 0
 
     def add(self, name: str, reason: str) -> None:
         """Note a sample, and warn of the first."""
@@ -134,6 +135,17 @@ class SkippedSamples:
     def clear(self) -> None:
         """Forget the samples of an earlier run."""
         self.path.unlink(missing_ok=True)
+
+    def news(self) -> str | None:
+        """A sentence on the samples, if there are more than the last time."""
+        found = self.read()
+        if len(found) <= self._reported:
+            return None
+        self._reported = len(found)
+        return (
+            f"{len(found)} samples cannot be read and were left out of their batches (the first: {next(iter(found))}); "
+            f"{self.path} lists them"
+        )
 
     def read(self) -> dict[str, str]:
         """The reasons by the samples' names, of all processes."""

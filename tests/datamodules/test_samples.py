@@ -206,7 +206,7 @@ def test_nothing_to_normalise_is_said_once(tmp_path: Path) -> None:
         fit(tmp_path, data, normalize=((0.5,) * 3, (0.25,) * 3), batch_size=1)
     texts = [str(each.message) for each in told if "nothing to normalise" in str(each.message)]
     assert len(texts) == 1
-    assert "expected uint8 images [B, 3, H, W], got float32 [1, 3, 4, 4], int64 [1]" in texts[0]
+    assert "expected uint8 images [B, 3, H, W], got [float32 [1, 3, 4, 4], int64 [1]]" in texts[0]
 
 
 def boxes(count: int) -> dict[str, Any]:
