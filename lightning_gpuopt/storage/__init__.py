@@ -1,1 +1,5 @@
-"""LMDB storage: one directory of sharded LMDB files, read by offset and never by chance."""
+"""LMDB storage: a directory of sharded LMDB files.
+
+LMDB is the file format here: its transactions write the files, and its tools and other readers open them. Our own
+reader maps the files and finds each record by its offset in a table beside it.
+"""

@@ -284,6 +284,37 @@ def part(source: Source, start: int, number: int, key: int | str) -> Any:
     )
 
 
+def number_from_end(structure: Any, key: int | str) -> tuple[np.dtype[Any], int] | None:
+    """Where a number lies that is a part of every sample of a structure, if that is the same for all of them.
+
+    Args:
+        structure: The samples' structure, as a tree.
+        key: Index of the part, or its key.
+
+    Returns:
+        Its dtype, and how many bytes before a value's end it begins; None where it is no number, or parts of any length
+        come after it.
+    """
+    kind, *rest = structure
+    if kind not in ("tuple", "list", "dict"):
+        return None
+    keys = rest[0] if kind == "dict" else range(len(rest[-1]))
+    wanted = key + len(keys) if kind != "dict" and isinstance(key, int) and key < 0 else key
+    before_end = 0
+    for name, child in zip(reversed(keys), reversed(rest[-1]), strict=True):
+        dtype = numpy_dtype(child[1]) if child[0] == "scalar" else _NUMBERS.get(child[0])
+        if dtype is None or dtype.itemsize > 0xFF or dtype.hasobject:
+            return None
+        before_end += dtype.itemsize
+        if name == wanted:
+            return dtype, before_end
+        before_end += 2  # a buffer's head
+    return None
+
+
+_NUMBERS: Final = {"int": np.dtype("<i8"), "float": np.dtype("<f8"), "bool": np.dtype("?")}
+
+
 @lru_cache(maxsize=4096)
 def _part_layout(structure: bytes, key: int | str) -> tuple[list[_Leaf | _Mode], _Assemble, int]:
     """As `_layout`, of one part; and the number of its first buffer."""

@@ -154,7 +154,10 @@ class LMDBDataset(Dataset[Any]):
 
     def _column(self, at: int, shard: Shard, key: int | str) -> list[Any]:
         opened = self.shard(at)
-        values = []
+        numbers = opened.numbers(key)
+        values: list[Any] = [] if numbers is None else numbers.tolist()
+        if numbers is not None:
+            return values
         for within in range(shard.num_samples):
             try:
                 values.append(opened.part(within, key))

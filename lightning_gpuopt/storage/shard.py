@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.format import TABLE_HEAD, TABLE_MAGIC, Shard, table_bytes
-from lightning_gpuopt.storage.value import check, sample_number
+from lightning_gpuopt.storage.value import check, parse, sample_number
 
 _COPY_AGAIN: Final = "copy it again from where it came, or build the dataset again"
 _SMALL_TABLE: Final = 1 << 20
@@ -91,6 +92,27 @@ class ShardMap:
         if start + self._length_of[index] > self._size:
             raise DamagedError(f"the record table says it begins at byte {start} of {self._size}")
         return codec.part(self._file, start, self._first + index, key)
+
+    def numbers(self, key: int | str) -> np.ndarray[Any, Any] | None:
+        """A part of all samples that is a number in each, at the same place from its end; None where it is not so.
+
+        Raises:
+            DamagedError: Something is not as it was written.
+        """
+        found = None if self.shard.structure is None else codec.number_from_end(self.shard.structure, key)
+        if found is None:
+            return None
+        dtype, before_end = found
+        data = np.frombuffer(self._file, np.uint8)
+        starts, ends = self.offsets.astype(np.int64), self.offsets.astype(np.int64) + self.lengths
+        content = parse(self._file, int(starts[0])).content - int(starts[0])
+        if int(ends.max()) > self._size or int(self.lengths.min()) < content + 8 + before_end:
+            return None  # reading them one by one tells which
+        stamped = sliding_window_view(data, 8)[starts + content].view(">u8")[:, 0]
+        if not np.array_equal(stamped, np.arange(self._first, self._first + self.num_samples, dtype=np.uint64)):
+            return None
+        values: np.ndarray[Any, Any] = sliding_window_view(data, dtype.itemsize)[ends - before_end].view(dtype)[:, 0]
+        return values
 
     def check(self, index: int) -> bytes:
         """Compare a sample with its checksum, and return that.

@@ -378,3 +378,24 @@ def test_a_damaged_sample_is_named_by_a_column_too(path: Path) -> None:
     flip(path / "shard-00001.mdb", 8 * (int(dataset.shard(1).offsets[3]) + 16))  # in its number
     with pytest.raises(DamagedError, match=r"sample 13 .*another sample lies in its place"):
         LMDBDataset(path).column(1)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda i: (b"x" * i, i, 1.5),
+        lambda i: [i / 3, "text" * i, i % 2 == 0],
+        lambda i: {"a": b"x" * i, "b": np.int16(-i), "c": np.float32(i), "d": 7},
+        lambda i: (i, b"x" * i, i),
+        lambda i: (i, i) if i % 2 else (i, i, i),
+        lambda i: tuple(range(i, i + 20)),
+    ],
+)
+def test_columns_of_numbers_are_the_numbers(tmp_path: Path, sample: Any) -> None:
+    with LMDBWriter(tmp_path / "d", samples_per_shard=7) as writer:
+        for index in range(30):
+            writer.write(sample(index))
+    dataset = LMDBDataset(tmp_path / "d")
+    for key in dataset[0] if isinstance(dataset[0], dict) else (0, 1, -1):
+        expected = [sample(index)[key] for index in range(30)]
+        assert dataset.column(key) == expected
