@@ -20,10 +20,9 @@ def draw(index: int) -> tuple[Image.Image, Image.Image]:
     rng = np.random.default_rng(index)
     image = Image.fromarray(rng.integers(0, 120, (120, 160, 3), dtype=np.uint8))
     mask = Image.new("L", image.size, 0)
-    for value, shape in ((1, "ellipse"), (2, "rectangle")):
+    for value, shape, colour in ((1, "ellipse", (230, 60, 40)), (2, "rectangle", (40, 90, 230))):
         left, top = rng.integers(0, 100), rng.integers(0, 70)
         box = [left, top, left + 50, top + 40]
-        colour = tuple(rng.integers(120, 256, 3).tolist())
         getattr(ImageDraw.Draw(image), shape)(box, fill=colour)
         getattr(ImageDraw.Draw(mask), shape)(box, fill=value)
     return image, mask
@@ -46,7 +45,7 @@ class MaskNet(LightningModule):
         self.net = torch.nn.Sequential(
             torch.nn.Conv2d(3, 16, kernel_size=5, padding=2),
             torch.nn.ReLU(),
-            torch.nn.Conv2d(16, 16, kernel_size=5, padding=2, dilation=1),
+            torch.nn.Conv2d(16, 16, kernel_size=5, padding=2),
             torch.nn.ReLU(),
             torch.nn.Conv2d(16, len(CLASSES), kernel_size=1),
         )
