@@ -11,7 +11,7 @@ from PIL import Image
 from lightning_gpuopt import CudaPrefetcher, ImageFolderDataModule
 from tests.datamodules.test_samples import Keeps
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
