@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_gpuopt import _lightning
-from lightning_gpuopt._arguments import choice, flag, function, number_range, whole_number
+from lightning_gpuopt._arguments import choice, flag, function, number_range, refuse, whole_number
 from lightning_gpuopt._lightning import LightningDataModule, MisconfigurationException, Trainer, rank_zero_warn
 from lightning_gpuopt.images.crop import RATIO, SCALE, CenterCrops, RandomCrops
 from lightning_gpuopt.images.normalize import Normalize
@@ -26,11 +26,12 @@ from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.loading.samples import SkippedSamples
 from lightning_gpuopt.telemetry.host import usable_cpus
 
-Source: TypeAlias = str | os.PathLike[str] | Dataset[Any]
+Data: TypeAlias = str | os.PathLike[str] | Dataset[Any]
 
 RUN_BYTES: Final = 1 << 20
 """With `shuffle_window`, so much of a dataset is read in one go: enough for a disk to be near its best."""
 
+_READ_BY: Final = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
 STAGES: Final = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
@@ -81,7 +82,7 @@ class ElasticDataModule(LightningDataModule):
             (every class equally often, by the dataset's targets): an epoch is then as many draws with replacement.
         on_corrupt: What becomes of a sample that cannot be read: ``"raise"`` an error that names it, or ``"skip"``:
             its batch is smaller, and it is counted (`num_skipped`) and listed in ``gpuopt/skipped-*.csv`` below the
-            Trainer's log directory.
+            Trainer's log directory. A batch of which no sample can be read is an error still.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -90,10 +91,10 @@ class ElasticDataModule(LightningDataModule):
 
     def __init__(
         self,
-        train: Source | None = None,
-        val: Source | list[Source] | None = None,
-        test: Source | list[Source] | None = None,
-        predict: Source | list[Source] | None = None,
+        train: Data | None = None,
+        val: list[Data] | Data | None = None,
+        test: list[Data] | Data | None = None,
+        predict: list[Data] | Data | None = None,
         batch_size: int = 32,
         num_workers: int | Literal["auto"] = "auto",
         train_transform: Callable[[Any], Any] | None = None,
@@ -159,7 +160,7 @@ class ElasticDataModule(LightningDataModule):
         self._check_together()
         self._datasets: dict[str, list[Any]] = {}
         self._skipped: dict[str, SkippedSamples] = {}
-        self._exact: set[tuple[int | str, ...]] = set()
+        self._skipped_of: Trainer | None = None
         self._dtype: tuple[Any, torch.dtype] | None = None
         self._sampler: ElasticSampler | None = None
         self._sampler_of: Trainer | None = None
@@ -218,10 +219,14 @@ class ElasticDataModule(LightningDataModule):
             StorageError: It is not a dataset of ours, or damaged.
             ValueError: There is nothing in it.
         """
-        for name in STAGES.get(str(stage), tuple(self._sources)):
+        for name in self._names(stage):
             self._open(name)
         if type(self).on_after_batch_transfer is ElasticDataModule.on_after_batch_transfer:
             _lightning.silence_both_hooks("on_after_batch_transfer")  # ours calls the LightningModule's
+
+    def _names(self, stage: Any) -> tuple[str, ...]:
+        """What a stage reads; Lightning gives it as a ``TrainerFn``, users as a text."""
+        return STAGES.get(getattr(stage, "value", stage), tuple(self._sources))
 
     def _open(self, name: str) -> list[Any]:
         if name not in self._datasets:
@@ -229,8 +234,6 @@ class ElasticDataModule(LightningDataModule):
             self._datasets[name] = [
                 self._open_path(source, name, transform) if is_path(source) else source for source in self._given(name)
             ]
-            for dataset in self._datasets[name]:
-                self._exact |= exact_images(dataset)
         return self._datasets[name]
 
     # --- loaders -------------------------------------------------------------------------------------------------
@@ -361,17 +364,28 @@ class ElasticDataModule(LightningDataModule):
         """Normalise where `normalize` asks for it; then the LightningModule's hook of that name has its turn."""
         trainer = self.trainer
         if self.normalize is not None:
-            batch, found = self.normalize(batch, self._float_dtype(), self._exact)
+            batch, found = self.normalize(batch, self._float_dtype(), self._exact_images(dataloader_idx))
             if not found and trainer is not None:
                 _lightning.say_once(
                     trainer,
                     "nothing-to-normalize",
                     f"normalize= finds nothing to normalise: expected uint8 images [B, {len(self.normalize.mean)}, H, "
                     f"W], got {make_of(batch)}. Give decode='tensor' or crop_size=, let the transform give uint8, or "
-                    "leave normalize out",
+                    "leave normalize out (images that were written in another mode than RGB are never normalised)",
                 )
         module = None if trainer is None else trainer.lightning_module
         return batch if module is None else module.on_after_batch_transfer(batch, dataloader_idx)
+
+    def _exact_images(self, dataloader_idx: int) -> set[tuple[int | str, ...]]:
+        """Where in a batch of this stage images lie whose values count, where it has its samples' structure."""
+        trainer = self.trainer
+        stage = None if trainer is None else trainer.state.stage
+        name = _READ_BY.get(getattr(stage, "value", None) or "train", "train")
+        datasets = self._datasets.get(name, [])
+        changed = self.train_transform if name == "train" else self.eval_transform
+        if changed is not None or self.collate_fn is not None or dataloader_idx >= len(datasets):
+            return set()
+        return exact_images(datasets[dataloader_idx])
 
     def _float_dtype(self) -> torch.dtype:
         """What the Trainer's precision makes of float32 inputs."""
@@ -388,6 +402,8 @@ class ElasticDataModule(LightningDataModule):
         return sum(len(each.read()) for each in self._skipped.values())
 
     def _skip_list(self, name: str) -> SkippedSamples:
+        if self._skipped_of is not self.trainer:  # each run has lists of its own
+            self._skipped, self._skipped_of = {}, self.trainer
         if name not in self._skipped:
             root = "." if self.trainer is None else self.trainer.log_dir or self.trainer.default_root_dir
             self._skipped[name] = SkippedSamples(Path(root, "gpuopt", f"skipped-{name}.csv"))
@@ -469,9 +485,12 @@ class ElasticDataModule(LightningDataModule):
     def _weights(self, dataset: Any) -> Any:
         if isinstance(self.weights, str) and self.weights == "balanced":
             return balanced_weights(targets_of(dataset))
-        if isinstance(self.weights, (str, os.PathLike)):
+        if not isinstance(self.weights, (str, os.PathLike)):
+            return self.weights
+        try:
             return np.load(self.weights, allow_pickle=False)
-        return self.weights
+        except FileNotFoundError:
+            refuse("weights", "numbers, the path of a .npy file, or 'balanced'", self.weights)
 
     def _epoch_begins(self, num_batches: int) -> None:
         self._report_skipped()

@@ -16,7 +16,6 @@ from PIL import Image
 
 from lightning_gpuopt.images.checks import PILErrors, shrink_image
 from lightning_gpuopt.images.crop import RandomCrops, draw_area
-from lightning_gpuopt.images.decode import size_of
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +135,8 @@ def _measure_one(
     if data is None:
         return None
     with PILErrors(data):
-        height, width, _ = size_of(data)
+        with Image.open(io.BytesIO(data)) as header:
+            width, height = header.size
         if height * width > _MOST_PIXELS:
             return None
         image, decode_s = _timed(clock, lambda: _decode_pil(data))

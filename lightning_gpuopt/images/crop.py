@@ -17,9 +17,10 @@ from lightning_gpuopt.images.decode import (
     Pixels,
     channels_first,
     decode,
+    decode_pil,
     exact_pixels,
     exact_tensor,
-    size_of,
+    jpeg_size,
 )
 
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
@@ -133,13 +134,21 @@ class RandomCrops:
         if mode is not None:
             pixels = exact_pixels(data, mode)
             return _nearest(pixels, self._area(*pixels.shape[:2]), self.size)
-        height, width, orientation = size_of(data)
+        header = jpeg_size(data)
+        if header is None:  # its header may not tell the size that it is shown in, and it is decoded in full anyway
+            pixels = np.asarray(decode_pil(data))
+            return cut(pixels, self._area(*pixels.shape[:2]), self.size, self.interpolation)
+        height, width, orientation = header
         if orientation >= _SWAPPED:
             height, width = width, height
         return crop(data, self._area(height, width), orientation, self.size, self.interpolation)
 
     def _area(self, height: int, width: int) -> Area:
         """The sample's area; its first image decides."""
+        if not hasattr(self._sample, "key"):
+            raise RuntimeError(
+                "an image is decoded in another thread than the one that reads its sample: decode it there"
+            )
         area: Area | None = self._sample.area
         if area is None:
             generator = np.random.Generator(np.random.Philox(key=self._sample.key))
@@ -182,7 +191,7 @@ class CenterCrops:
 def crop(
     data: bytes | memoryview, area: Area, orientation: int, size: int, interpolation: Interpolation = "bilinear"
 ) -> torch.Tensor:
-    """Decode an area of a photograph and resize it to a square.
+    """Decode an area of a JPEG file and resize it to a square.
 
     Args:
         data: The image file.
@@ -205,6 +214,22 @@ def crop(
     pixels = decode(data, math.ceil(height * least), math.ceil(width * least), orientation, last_row)
     down_x = pixels.shape[1] / upright[1]
     down_y = down_x if orientation == 1 else pixels.shape[0] / upright[0]  # there may be fewer rows than in the image
+    return cut(pixels, area, size, interpolation, down_y, down_x)
+
+
+def cut(
+    pixels: Pixels, area: Area, size: int, interpolation: Interpolation, down_y: float = 1.0, down_x: float = 1.0
+) -> torch.Tensor:
+    """An area of an image, resized to a square: uint8 ``[3, size, size]``.
+
+    Args:
+        pixels: The image, uint8 ``[H, W, 3]``; rows below the area may be missing.
+        area: Which part of it.
+        size: Side of the result in pixels.
+        interpolation: How it is resized.
+        down_y: Height of the image in `pixels` over that which the area is of.
+        down_x: The same of the width.
+    """
     top, left = int(area.top * down_y), int(area.left * down_x)
     rows = slice(top, max(top + 1, round((area.top + area.height) * down_y)))
     columns = slice(left, max(left + 1, round((area.left + area.width) * down_x)))

@@ -135,15 +135,15 @@ def _upright(pixels: Pixels, orientation: int) -> Pixels:
     return pixels[:: -1 if vertically else 1, :: -1 if horizontally else 1]
 
 
-def size_of(data: bytes | memoryview) -> tuple[int, int, int]:
-    """Height and width as stored, and the EXIF orientation (1 where it is upright already)."""
-    if data[:3] == jpeg.MAGIC:
-        try:
-            height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-        except ValueError:
-            pass
-        else:
-            return height, width, jpeg.orientation_of(data)
-    image = Image.open(io.BytesIO(data))
-    orientation = image.getexif().get(jpeg.ORIENTATION, 1)
-    return image.height, image.width, orientation if orientation in _UPRIGHT else 1
+def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int] | None:
+    """Height and width as stored, and the EXIF orientation (1 where it is upright already).
+
+    None where it is no JPEG file, or a doubtful one.
+    """
+    if data[:3] != jpeg.MAGIC:
+        return None
+    try:
+        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    return height, width, jpeg.orientation_of(data)

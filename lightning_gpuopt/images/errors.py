@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 
 from PIL import Image
@@ -18,3 +19,9 @@ def is_bad_image(error: BaseException) -> bool:
     if isinstance(error, SyntaxError):
         return error.filename is None  # of a broken PNG, not of Python code
     return isinstance(error, (Image.DecompressionBombError, struct.error, EOFError))
+
+
+def reason_of(error: BaseException) -> str:
+    """An error's words in one line, without the addresses of objects, so that the same reason is the same text."""
+    text = re.sub(r"<_io\.BytesIO object at 0x[0-9a-f]+>", "its bytes", " ".join(str(error).split()))
+    return text or type(error).__name__

@@ -105,6 +105,10 @@ class ImageFiles:
         of_folder = np.frombuffer(self._labels, np.uint32)
         return of_folder[np.frombuffer(self._folder_of, np.uint32)].astype(np.int64)
 
+    def empty_classes(self) -> list[str]:
+        """Names of the classes that have no image."""
+        return [name for label, name in enumerate(self.classes or ()) if label not in set(self._labels)]
+
     def read(self, index: int) -> bytes:
         """A file's content."""
         with open(os.path.join(self.path, self.name(index)), "rb", buffering=0) as stream:
@@ -162,6 +166,12 @@ def find_images(path: str | os.PathLike[str], *, need_classes: bool = True, prog
             f"{path}: there is no image in it; expected files that end in {', '.join(EXTENSIONS)}"
             + " in class subfolders" * labelled
         )
+    if labelled and (empty := found.empty_classes()):
+        warnings.warn(
+            f"{folder}: no image in {len(empty)} of {len(top)} class subfolders ({_some(empty)}); they keep their "
+            "labels",
+            stacklevel=2,
+        )
     return found
 
 
@@ -193,26 +203,17 @@ def _list(folder: str, classes: list[str] | None, cache: Path, progress: bool) -
     folders: list[str] = []
     labels, folder_of, names = array("I"), array("I"), Strings()
     watched = {folder: os.stat(folder).st_mtime_ns}
-    empty = []
     for label, found in enumerate(listed):
         watched |= {each: changed for each, changed, _ in found}
         holding = [(each, images) for each, _, images in found if images]
-        if not holding and classes is not None:
-            empty.append(classes[label])
         for each, images in holding:
             folders.append(os.path.relpath(each, folder))
             labels.append(label)
             folder_of.extend([len(folders) - 1] * len(images))
             for image in images:
                 names.append(image)
-    if empty and len(names) and classes is not None:
-        warnings.warn(
-            f"{folder}: no image in {len(empty)} of {len(classes)} class subfolders ({_some(empty)}); "
-            "they keep their labels",
-            stacklevel=3,
-        )
     files = ImageFiles(folder, None if classes is None else tuple(classes), folders, labels, folder_of, names)
-    if len(files) >= CACHE_FROM and not empty and max(watched.values()) < time.time_ns() - _RECENT_NS:
+    if len(files) >= CACHE_FROM and max(watched.values()) < time.time_ns() - _RECENT_NS:
         _keep(cache, files, watched)
     return files
 
@@ -300,7 +301,7 @@ def _from_cache(cache: Path, folder: str) -> ImageFiles | None:
     except FileNotFoundError:
         return None
     except Exception as error:  # a list that cannot be read is made anew
-        log.debug("the list of files in %s is left aside: %s", cache, error)
+        log.debug("the list of files in %s cannot be used: %s", cache, error)
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -72,7 +73,7 @@ class Normalize:
                 normalized += 1
                 return self._normalized(part, dtype)
             if isinstance(part, Mapping):
-                return {key: walk(value, (*path, key)) for key, value in part.items()}
+                return _with_values(part, {key: walk(value, (*path, key)) for key, value in part.items()})
             if not isinstance(part, (list, tuple)):
                 return part
             if part and all(self._is_photograph(each, 3) for each in part):
@@ -117,6 +118,19 @@ class Normalize:
                 self._constants.clear()
             self._constants[device, dtype, width] = found
         return found
+
+
+def _with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping of the same type and attributes with other values; a dict where that cannot be."""
+    if type(mapping) is dict:
+        return values
+    try:
+        changed: Any = copy.copy(mapping)
+        for key, value in values.items():
+            changed[key] = value
+    except TypeError:  # it cannot be assigned to
+        return values
+    return changed
 
 
 def _scaled(values: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -18,42 +19,57 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def collate_images(samples: list[Any]) -> Any:
-    """Torch's ``default_collate``, except that images in channels-last memory stay so: a third of the time."""
-    return _collate(samples, _CHANNELS_LAST)
+class Collate:
+    """Torch's ``default_collate``, with an error that names the samples which do not go together.
 
-
-def collate_contiguous(samples: list[Any]) -> Any:
-    """Torch's ``default_collate``, contiguous whatever the samples' memory format is."""
-    return _collate(samples, _CONTIGUOUS)
-
-
-def _collate(samples: list[Any], how: dict[Any, Any]) -> Any:
-    """A batch of samples.
-
-    Raises:
-        RuntimeError: They are not of one make; the text names two that differ.
+    Args:
+        memory_format: Of batches of images whose samples are in channels-last memory: as they are, which takes a third
+            of the time, or contiguous.
+        names: Gives the name of the sample at a position of the last batch; None: they have none.
     """
-    try:
-        return collate(samples, collate_fn_map=how)
-    except (RuntimeError, TypeError, KeyError, IndexError) as error:
-        makes = [make_of(sample) for sample in samples]
-        other = next((at for at, make in enumerate(makes) if make != makes[0]), None)
+
+    def __init__(
+        self, memory_format: MemoryFormat = "channels_last", names: Callable[[int], str] | None = None
+    ) -> None:
+        self.memory_format = memory_format
+        self.names = names
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """A batch of samples.
+
+        Raises:
+            RuntimeError: They are of different types or shapes, or cannot be batched; the text names them.
+        """
+        how = _CHANNELS_LAST if self.memory_format == "channels_last" else _CONTIGUOUS
+        try:
+            return collate(samples, collate_fn_map=how)
+        except (RuntimeError, TypeError, KeyError, IndexError) as error:
+            text = self._what_differs(samples)
+            if text is None:
+                raise
+            raise RuntimeError(text) from error
+
+    def _what_differs(self, samples: list[Any]) -> str | None:
+        contents = [make_of(sample) for sample in samples]
+        other = next((at for at, content in enumerate(contents) if content != contents[0]), None)
         if other is not None:
-            raise RuntimeError(
-                f"the samples of a batch are of different makes: {_name(samples, 0)} is {makes[0]}, "
-                f"{_name(samples, other)} is {makes[other]}; bring them to one size and type in the transform (or by "
+            return (
+                f"the samples of a batch differ in type or shape: {self._name(0)} is {contents[0]}, "
+                f"{self._name(other)} is {contents[other]}; bring them to one size and type in the transform (or by "
                 "crop_size=), or give a collate_fn that takes them as they are"
-            ) from error
-        raise RuntimeError(
-            f"samples cannot be put into a batch: {_name(samples, 0)} is {makes[0]} ({error}); give decode='tensor', "
-            "a transform that makes tensors, or a collate_fn"
-        ) from error
+            )
+        if "PIL image" in contents[0]:
+            return (
+                f"PIL images cannot be batched: {self._name(0)} is {contents[0]}; give decode='tensor', a transform "
+                "that makes tensors, or a collate_fn"
+            )
+        return None
 
-
-def _name(samples: list[Any], at: int) -> str:
-    names = getattr(samples, "names", None)
-    return f"sample {at} of the batch" if names is None else str(names(at))
+    def _name(self, at: int) -> str:
+        try:
+            return f"sample {at} of the batch" if self.names is None else self.names(at)
+        except IndexError:  # of a copy that has read no batch
+            return f"sample {at} of the batch"
 
 
 def make_of(value: Any) -> str:

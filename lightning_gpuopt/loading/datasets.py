@@ -1,11 +1,13 @@
 """What a loader asks of datasets beyond ``__getitem__``, through nested ``Subset`` and ``ConcatDataset``.
 
-A dataset may offer any of these methods; none has to:
+The class of a dataset may offer any of these; none has to:
 
 - ``with_decoder(decoder)``: a copy of it that makes ``decoder(data)`` of each image file, and ``decoder(data, mode)``
-  of each image that was stored in a mode of its own. Crops work with such datasets.
+  of each image that was stored in a mode of its own, in the thread that reads the sample. Crops work with such
+  datasets.
 - ``gather(datasets, indices, pin_memory)``: what takes whole batches from it and others of its type (a dataset whose
   ``__getitems__`` gives a batch), or None. Batches of equal records are copied in one call so.
+- ``for_loader()``: a copy of it that a loader reads, sample by sample.
 - ``read_ahead(indices)``: begin to read these samples, without waiting for them.
 - ``targets``: the label of each sample, without reading the samples.
 - ``exact_images``: where in a sample images lie whose values count (masks, depth), which are never normalised.
@@ -14,6 +16,7 @@ A dataset may offer any of these methods; none has to:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -26,29 +29,64 @@ Decoder: TypeAlias = Callable[..., Any]
 Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def with_decoder(dataset: Any, decoder: Decoder | None) -> Any:
+def with_decoder(dataset: Any, decoder: Decoder) -> Any:
     """A copy of a dataset, all of whose images go through `decoder`; None where that cannot be.
 
     Args:
-        dataset: One with such a method, or Subsets and ConcatDatasets of such.
-        decoder: See above; None: its own, in a copy for a loader.
+        dataset: One whose class has such a method, or Subsets and ConcatDatasets of such.
+        decoder: See above.
     """
-    offered = getattr(dataset, "with_decoder", None)
-    if callable(offered):
-        return offered(decoder)
+    if not all(offers(leaf, "with_decoder") for leaf in leaves(dataset)):
+        return None
+    return _mapped(dataset, lambda leaf: leaf.with_decoder(decoder))
+
+
+def for_loader(dataset: Any) -> Any:
+    """A copy of a dataset that a loader reads sample by sample; None where it is not known to be read so."""
+    if not all(offers(leaf, "for_loader") and not _has_batches_of_its_own(leaf) for leaf in leaves(dataset)):
+        return None
+    return _mapped(dataset, lambda leaf: leaf.for_loader())
+
+
+def _has_batches_of_its_own(dataset: Any) -> bool:
+    """Whether a subclass gives a batch's samples in a way that the class with ``for_loader`` knows nothing of."""
+    for cls in type(dataset).__mro__:
+        if "for_loader" in vars(cls):
+            return False
+        if "__getitems__" in vars(cls):
+            return True
+    return False
+
+
+def offers(dataset: Any, name: str) -> bool:
+    """Whether a dataset's own class has a method: a wrapper that passes attributes on has none of its own."""
+    return callable(getattr(type(dataset), name, None))
+
+
+def _mapped(dataset: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of a nest with other datasets in it."""
     if isinstance(dataset, Subset):
-        inner = with_decoder(dataset.dataset, decoder)
-        return None if inner is None else _changed(dataset, dataset=inner)
+        return _changed(dataset, dataset=_mapped(dataset.dataset, change))
     if isinstance(dataset, ConcatDataset):
-        parts = [with_decoder(part, decoder) for part in dataset.datasets]
-        return None if any(part is None for part in parts) else _changed(dataset, datasets=parts)
-    return None
+        return _changed(dataset, datasets=[_mapped(part, change) for part in dataset.datasets])
+    return change(dataset)
 
 
 def _changed(original: Any, **attributes: Any) -> Any:
     changed = copy.copy(original)
     vars(changed).update(attributes)
     return changed
+
+
+def duplicate(dataset: Any) -> Any:
+    """A shallow copy, whatever the class does when it is pickled."""
+    kind: Any = type(dataset)
+    copied = kind.__new__(kind)
+    vars(copied).update(vars(dataset))
+    for slot in (name for cls in kind.__mro__ for name in getattr(cls, "__slots__", ())):
+        if hasattr(dataset, slot):
+            setattr(copied, slot, getattr(dataset, slot))
+    return copied
 
 
 def gathered(dataset: Any, pin_memory: bool) -> Any:
@@ -59,42 +97,43 @@ def gathered(dataset: Any, pin_memory: bool) -> Any:
             sample is are not gathered.
         pin_memory: Batches in page-locked memory.
     """
-    parts = _flat(dataset)
-    if parts is None:
+    if not _is_plain(dataset) or not all(offers(leaf, "gather") for leaf in leaves(dataset)):
         return None
-    datasets, indices = parts
-    kind = type(datasets[0])
-    if not datasets or not hasattr(kind, "gather") or any(type(each) is not kind for each in datasets):
+    datasets, indices = _flat(dataset)
+    if not datasets or any(type(each) is not type(datasets[0]) for each in datasets):
         return None
     return datasets[0].gather(datasets, indices, pin_memory)
 
 
-def _flat(dataset: Any) -> tuple[list[Any], Indices | None] | None:
-    """The datasets under a nest, and which of their samples, counted through, it has (None: all); None: not known."""
+def _is_plain(dataset: Any) -> bool:
+    """Whether the Subsets and ConcatDatasets of a nest find their samples as torch's own do."""
     if isinstance(dataset, Subset):
-        if type(dataset).__getitem__ is not Subset.__getitem__:
-            return None
-        inner = _flat(dataset.dataset)
-        here = positions(dataset)
-        if inner is None:
-            return None
-        datasets, indices = inner
-        return datasets, here if indices is None else indices[here]
+        return _finds_as(dataset, Subset) and _is_plain(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
-        if type(dataset).__getitem__ is not ConcatDataset.__getitem__:
-            return None
-        parts = [_flat(part) for part in dataset.datasets]
-        datasets, chosen, start = [], [], 0
-        for part in parts:
-            if part is None:
-                return None
-            size = sum(len(each) for each in part[0])
-            chosen.append(start + (np.arange(size) if part[1] is None else part[1]))
-            datasets += part[0]
-            start += size
-        whole = all(part is not None and part[1] is None for part in parts)
-        return datasets, None if whole else np.concatenate(chosen)
-    return [dataset], None
+        return _finds_as(dataset, ConcatDataset) and all(map(_is_plain, dataset.datasets))
+    return True
+
+
+def _finds_as(dataset: Any, kind: Any) -> bool:
+    return all(getattr(type(dataset), name) is getattr(kind, name) for name in ("__getitem__", "__len__"))
+
+
+def _flat(dataset: Any) -> tuple[list[Any], Indices | None]:
+    """The datasets under a plain nest, and which of their samples, counted through, it has (None: all)."""
+    if isinstance(dataset, Subset):
+        here = positions(dataset)
+        datasets, indices = _flat(dataset.dataset)
+        return datasets, here if indices is None else indices[here]
+    if not isinstance(dataset, ConcatDataset):
+        return [dataset], None
+    parts = [_flat(part) for part in dataset.datasets]
+    chosen, start = [], 0
+    for datasets, indices in parts:
+        size = sum(len(each) for each in datasets)
+        chosen.append(start + (np.arange(size) if indices is None else indices))
+        start += size
+    whole = all(indices is None for _, indices in parts)
+    return [each for datasets, _ in parts for each in datasets], None if whole else np.concatenate(chosen)
 
 
 def positions(subset: Subset[Any]) -> Indices:
@@ -120,11 +159,11 @@ def positions(subset: Subset[Any]) -> Indices:
 
 
 def locate(dataset: Any, index: int) -> tuple[Any, int]:
-    """The dataset under a nest that has a sample, and the sample's index there."""
+    """The dataset under a nest that has a sample, and the sample's index there; as far as that is torch's way."""
     while True:
-        if isinstance(dataset, Subset):
-            dataset, index = dataset.dataset, int(dataset.indices[index])
-        elif isinstance(dataset, ConcatDataset):
+        if isinstance(dataset, Subset) and _finds_as(dataset, Subset):
+            dataset, index = dataset.dataset, dataset.indices[index]
+        elif isinstance(dataset, ConcatDataset) and _finds_as(dataset, ConcatDataset):
             if index < 0:
                 index += len(dataset)
             at = bisect_right(dataset.cumulative_sizes, index)
@@ -134,22 +173,21 @@ def locate(dataset: Any, index: int) -> tuple[Any, int]:
 
 
 def read_ahead(dataset: Any, indices: Sequence[int]) -> None:
-    """Begin to read samples, where their datasets can."""
+    """Begin to read samples, where their datasets can; what is wrong with them is found when they are read."""
     wanted: dict[int, tuple[Any, list[int]]] = {}
-    for index in indices:
-        owner, at = locate(dataset, index)
-        wanted.setdefault(id(owner), (owner, []))[1].append(at)
-    for owner, here in wanted.values():
-        begin = getattr(owner, "read_ahead", None)
-        if callable(begin):
-            begin(here)
+    with contextlib.suppress(Exception):
+        for index in indices:
+            owner, at = locate(dataset, index)
+            wanted.setdefault(id(owner), (owner, []))[1].append(at)
+        for owner, here in wanted.values():
+            if offers(owner, "read_ahead"):
+                owner.read_ahead(here)
 
 
 def sample_name(dataset: Any, index: int) -> str:
     """What users call a sample."""
     owner, at = locate(dataset, index)
-    name = getattr(owner, "sample_name", None)
-    return str(name(at)) if callable(name) else f"{type(owner).__name__}[{at}]"
+    return str(owner.sample_name(at)) if offers(owner, "sample_name") else f"{type(owner).__name__}[{at}]"
 
 
 def leaves(dataset: Any) -> Iterator[Any]:
@@ -165,7 +203,7 @@ def leaves(dataset: Any) -> Iterator[Any]:
 
 def exact_images(dataset: Any) -> set[tuple[int | str, ...]]:
     """Where in a sample images lie whose values count, by indices and keys from the outside in."""
-    return {path for leaf in leaves(dataset) for path in getattr(leaf, "exact_images", ())}
+    return {path for leaf in leaves(dataset) if hasattr(type(leaf), "exact_images") for path in leaf.exact_images}
 
 
 def mean_bytes(dataset: Any) -> int | None:
@@ -186,9 +224,9 @@ def targets_of(dataset: Any) -> np.ndarray[Any, Any]:
     Raises:
         TypeError: The dataset does not know.
     """
-    if isinstance(dataset, Subset):
+    if isinstance(dataset, Subset) and _finds_as(dataset, Subset):
         return targets_of(dataset.dataset)[positions(dataset)]
-    if isinstance(dataset, ConcatDataset):
+    if isinstance(dataset, ConcatDataset) and _finds_as(dataset, ConcatDataset):
         return np.concatenate([targets_of(part) for part in dataset.datasets])
     found = getattr(dataset, "targets", None)
     if found is None:
@@ -211,7 +249,10 @@ def balanced_weights(targets: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[
     Raises:
         ValueError: Labels are not single values.
     """
-    if targets.ndim != 1:
-        raise ValueError(f"weights='balanced' wants one label a sample, got labels of shape {targets.shape[1:]}")
+    if targets.ndim != 1 or targets.dtype.kind not in "biufU":
+        raise ValueError(
+            f"weights='balanced' wants one label a sample, a number or a text; got {targets.dtype} of shape "
+            f"{targets.shape[1:]}"
+        )
     _, inverse, counts = np.unique(targets, return_inverse=True, return_counts=True)
     return 1.0 / counts[inverse]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -11,9 +12,9 @@ from torch.utils.data import Dataset
 
 from lightning_gpuopt._arguments import choice
 from lightning_gpuopt.images.decode import decode_pil, decode_tensor
-from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image
-from lightning_gpuopt.images.files import find_images
-from lightning_gpuopt.loading.datasets import Decoder
+from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
+from lightning_gpuopt.images.files import ImageFiles, find_images
+from lightning_gpuopt.loading.datasets import Decoder, duplicate
 from lightning_gpuopt.loading.transforms import Transform, name_sample, transformed
 
 _DECODERS: Final[dict[str, Decoder]] = {
@@ -32,6 +33,7 @@ class ImageFolder(Dataset[Any]):
         target_transform: Applied to the label.
         decode: ``"pil"`` RGB images, ``"tensor"`` uint8 ``[3, H, W]``, both upright, or ``"raw"`` the files' bytes.
         need_classes: Images must lie in class subfolders; else a folder that has images in itself has no labels.
+        files: The folder's files, where they have been listed already.
 
     Raises:
         FileNotFoundError: There is no such folder.
@@ -45,12 +47,13 @@ class ImageFolder(Dataset[Any]):
         target_transform: Transform | None = None,
         decode: Literal["pil", "tensor", "raw"] = "pil",
         need_classes: bool = True,
+        files: ImageFiles | None = None,
     ) -> None:
         self.decode = choice("decode", decode, tuple(_DECODERS))
         self.path = Path(os.path.abspath(path))
         self.transform = transform
         self.target_transform = target_transform
-        self.files = find_images(self.path, need_classes=need_classes, progress=True)
+        self.files = find_images(self.path, need_classes=need_classes, progress=True) if files is None else files
         self._decoder = _DECODERS[decode]
 
     def __len__(self) -> int:
@@ -99,7 +102,10 @@ class ImageFolder(Dataset[Any]):
         """The label of each class."""
         return {name: label for label, name in enumerate(self.files.classes or ())}
 
-    @property
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "targets"}
+
+    @cached_property
     def targets(self) -> list[int]:
         """The label of each sample, without reading images.
 
@@ -111,12 +117,15 @@ class ImageFolder(Dataset[Any]):
         labels: list[int] = self.files.labels().tolist()
         return labels
 
-    def with_decoder(self, decoder: Decoder | None) -> ImageFolder:
-        """A copy whose images go through `decoder`; None: through its own."""
-        copied = type(self).__new__(type(self))
-        vars(copied).update(vars(self))
-        copied._decoder = self._decoder if decoder is None else decoder
+    def with_decoder(self, decoder: Decoder) -> ImageFolder:
+        """A copy whose images go through `decoder`."""
+        copied: ImageFolder = duplicate(self)
+        copied._decoder = decoder
         return copied
+
+    def for_loader(self) -> ImageFolder:
+        """Itself: there is nothing to set for a loader."""
+        return self
 
     def sample_name(self, index: int) -> str:
         """The file's path."""
@@ -137,4 +146,4 @@ def _why(error: Exception) -> str:
         return "there is no such file (it was removed, or it is a link that leads nowhere)"
     if isinstance(error, OSError) and error.errno is not None:
         return f"it cannot be read: {error.strerror}"
-    return f"it is not an image that can be decoded ({type(error).__name__}: {error}); mend or remove it"
+    return f"it is not an image that can be decoded ({type(error).__name__}: {reason_of(error)}); replace or remove it"

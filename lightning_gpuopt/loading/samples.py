@@ -13,27 +13,10 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
-from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image
-from lightning_gpuopt.loading.datasets import read_ahead, sample_name, with_decoder
+from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
+from lightning_gpuopt.loading.datasets import for_loader, locate, offers, read_ahead, sample_name, with_decoder
 from lightning_gpuopt.loading.order import mix
 from lightning_gpuopt.loading.sampler import BatchIndices
-
-
-class BatchSamples(list[Any]):
-    """The samples of a batch, and what they are called.
-
-    Args:
-        dataset: Where they come from.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        super().__init__()
-        self.dataset = dataset
-        self.indices: list[int] = []
-
-    def names(self, at: int) -> str:
-        """What users call the sample at a position of the batch."""
-        return sample_name(self.dataset, self.indices[at])
 
 
 class EpochSamples(Dataset[Any]):
@@ -60,13 +43,14 @@ class EpochSamples(Dataset[Any]):
         seed: int = 0,
         skipped: SkippedSamples | None = None,
     ) -> None:
-        own = with_decoder(dataset, crops)
+        own = for_loader(dataset) if crops is None else with_decoder(dataset, crops)
         if own is None and crops is not None:
             raise TypeError(f"a {type(dataset).__name__} has no method with_decoder")
         self.dataset = dataset if own is None else own
         self.crops = crops
         self.seed = seed
         self.skipped = skipped
+        self._given: list[int] = []
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -82,22 +66,34 @@ class EpochSamples(Dataset[Any]):
         """
         epoch, first = (indices.epoch, indices.first) if isinstance(indices, BatchIndices) else (0, 0)
         read_ahead(self.dataset, indices)
-        samples = BatchSamples(self.dataset)
+        samples = []
+        self._given = []
         for position, index in enumerate(indices, first):
             if self.crops is not None:
                 self.crops.begin(mix(self.seed, epoch, position))
             try:
                 samples.append(self.dataset[index])
-                samples.indices.append(index)
+                self._given.append(index)
             except Exception as error:
-                if self.skipped is None or not (isinstance(error, CorruptSampleError) or is_bad_image(error)):
+                if self.skipped is None or not self._is_corrupt(error, index):
                     raise
-                self.skipped.add(sample_name(self.dataset, index), f"{type(error).__name__}: {error}")
-                if len(samples) == 0 and position == first + len(indices) - 1:
+                self.skipped.add(sample_name(self.dataset, index), error)
+                if not samples and position == first + len(indices) - 1:
                     raise CorruptSampleError(
-                        f"none of the {len(indices)} samples of a batch can be read; the last: {error}"
+                        f"none of the {len(indices)} samples of a batch can be read, and a batch cannot be empty; the "
+                        f"last: {error}"
                     ) from error
         return samples
+
+    def _is_corrupt(self, error: Exception, index: int) -> bool:
+        """Whether the sample cannot be read; datasets of this package say so, of others PIL's errors do."""
+        if isinstance(error, CorruptSampleError):
+            return True
+        return not offers(locate(self.dataset, index)[0], "for_loader") and is_bad_image(error)
+
+    def name(self, at: int) -> str:
+        """What users call the sample at a position of the last batch that this process read."""
+        return sample_name(self.dataset, self._given[at])
 
 
 class SkippedSamples:
@@ -112,10 +108,11 @@ class SkippedSamples:
         self._added: set[str] = set()
         self._reported = 0
 
-    def add(self, name: str, reason: str) -> None:
+    def add(self, name: str, error: Exception) -> None:
         """Note a sample, and warn of the first."""
         if name in self._added:
             return
+        reason = reason_of(error).removeprefix(f"{name}: ")
         if not self._added:
             warnings.warn(f"{name} cannot be read and is left out: {reason}", stacklevel=3)
         self._added.add(name)

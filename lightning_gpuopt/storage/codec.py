@@ -189,7 +189,9 @@ def image_bytes(image: Image.Image) -> bytes:
     if image.mode in _TIFF_MODES:
         image.save(out, "TIFF", compression="tiff_deflate")
     else:
-        if image.mode not in _PNG_MODES:  # its bands as they are; the reader knows the mode
+        if image.mode in ("I;16L", "I;16N"):
+            image = Image.fromarray(np.asarray(image).astype("<u2"))
+        elif image.mode not in _PNG_MODES:  # its bands as they are; the reader knows the mode
             image = Image.frombytes(_CARRIERS[len(image.getbands())], image.size, image.tobytes())
         image.save(out, "PNG", compress_level=1)
     return out.getvalue()

@@ -13,5 +13,9 @@ class StorageError(RuntimeError):
     """
 
 
-class DamagedError(StorageError, CorruptSampleError):
+class DamagedError(StorageError):
     """Bytes on disk are not those that were written: a flipped bit, a truncated or foreign file."""
+
+
+class DamagedSampleError(DamagedError, CorruptSampleError):
+    """One sample is not what was written, or cannot be decoded; others of its file may be."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -11,13 +12,16 @@ from operator import index as as_index
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
+import msgpack
 from torch.utils.data import Dataset
 
 from lightning_gpuopt._arguments import choice, flag, refuse
 from lightning_gpuopt.images.decode import decode_pil, decode_tensor
+from lightning_gpuopt.images.errors import reason_of
+from lightning_gpuopt.loading.datasets import duplicate
 from lightning_gpuopt.loading.transforms import name_sample, transformed
 from lightning_gpuopt.storage import codec
-from lightning_gpuopt.storage.errors import DamagedError
+from lightning_gpuopt.storage.errors import DamagedError, DamagedSampleError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest, Shard
 from lightning_gpuopt.storage.gather import Gather, gather
 from lightning_gpuopt.storage.region import blocks_read
@@ -79,7 +83,8 @@ class LMDBDataset(Dataset[Any]):
         self._blocks = 0  # that had been read from the disk before the last batch
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shards": [None] * len(self._shards), "_blocks": 0}
+        kept = {name: value for name, value in self.__dict__.items() if name != "targets"}
+        return {**kept, "_shards": [None] * len(self._shards), "_blocks": 0}
 
     def __len__(self) -> int:
         return self._num_samples
@@ -103,7 +108,7 @@ class LMDBDataset(Dataset[Any]):
         """The label of each class; empty where there are no classes."""
         return {name: label for label, name in enumerate(self.manifest.classes or ())}
 
-    @property
+    @cached_property
     def targets(self) -> list[Any]:
         """The label of each sample, without reading images: the second part, or the entry called label, cls or target.
 
@@ -116,7 +121,9 @@ class LMDBDataset(Dataset[Any]):
             raise AttributeError(f"{self.path}: there are no targets: {err}") from None
 
     def _target_key(self) -> int | str:
-        structure = codec.structure_of(self.value(0))
+        structure = self._structure
+        if structure[0] in ("tuple", "list") and len(structure[1]) > 1 and structure[1][1][0] == "image":
+            raise LookupError("the second part is an image")
         if structure[0] != "dict":
             return 1
         found = [name for name in _TARGETS if name in structure[1]]
@@ -130,7 +137,24 @@ class LMDBDataset(Dataset[Any]):
 
         By indices and keys, from the outside in.
         """
-        return set(codec.exact_images(codec.structure_of(self.value(0)))) if len(self) else set()
+        with contextlib.suppress(DamagedError):  # which whoever reads the sample is told
+            return set(codec.exact_images(self._structure)) if self._num_samples else set()
+        return set()
+
+    @cached_property
+    def _structure(self) -> Any:
+        """The first sample's structure, as a tree.
+
+        Raises:
+            DamagedError: It is not what was written.
+        """
+        shard = next(each for each in self.manifest.shards if each.num_samples)
+        if shard.structure is not None:
+            return shard.structure
+        try:
+            return codec.structure_of(self.value(0))
+        except (ValueError, TypeError, msgpack.UnpackException) as err:
+            raise DamagedError(f"{self.path}: sample 0: its structure cannot be read ({err})") from None
 
     def column(self, key: int | str) -> list[Any]:
         """One part of every sample, without reading the others.
@@ -190,21 +214,23 @@ class LMDBDataset(Dataset[Any]):
             return [read(index, image) for index in indices]
         return [self[index] for index in indices]
 
-    def with_decoder(self, decoder: codec.ImageDecoder | None) -> LMDBDataset:
-        """A copy for a loader: its images go through `decoder` (None: its own), and checksums are compared."""
-        copied = type(self).__new__(type(self))
-        vars(copied).update(vars(self))
+    def with_decoder(self, decoder: codec.ImageDecoder) -> LMDBDataset:
+        """A copy whose images go through `decoder`, and whose checksums are compared."""
+        copied = self.for_loader()
+        copied._decoder = decoder
+        return copied
+
+    def for_loader(self) -> LMDBDataset:
+        """A copy whose checksums are compared."""
+        copied: LMDBDataset = duplicate(self)
         copied._shards = list(self._shards)
         copied.verify_checksum = True
-        if decoder is not None:
-            copied._decoder = decoder
         return copied
 
     def gather(self, datasets: Sequence[LMDBDataset], indices: Any, pin_memory: bool) -> Gather | None:
         """What takes whole batches from datasets of this kind, where their records are equal arrays and numbers."""
-        if type(self).__getitem__ is not LMDBDataset.__getitem__ or (
-            type(self).__getitems__ is not LMDBDataset.__getitems__
-        ):
+        own = ("__getitem__", "__getitems__", "__len__", "read", "transformed")
+        if any(getattr(type(self), name) is not getattr(LMDBDataset, name) for name in own):
             return None  # a subclass that makes something else of its samples
         return gather(datasets, indices, pin_memory)
 
@@ -322,34 +348,33 @@ class LMDBDataset(Dataset[Any]):
     @cached_property
     def _rich(self) -> bool:
         """Whether the second of two parts is an image, which bytes do not show."""
-        structure = self.manifest.structure
-        return (
-            self.decode == "raw"
-            and structure is not None
-            and structure[0] in ("tuple", "list")
-            and len(structure[1]) == 2
-            and structure[1][1][0] == "image"
-        )
+        if self.decode != "raw":
+            return False
+        kind, *rest = self._structure
+        return kind in ("tuple", "list") and len(rest[0]) == 2 and rest[0][1][0] == "image"
 
     def _refuse(self, at: int, within: int, err: Exception) -> NoReturn:
         """Raise what went wrong with a sample, with its name.
 
         Raises:
-            DamagedError: Always, but for an OSError of the shard's own files.
+            DamagedSampleError: The sample is at fault.
+            DamagedError: Its shard is.
+            OSError: Of the shard's own files.
         """
         shard = self.manifest.shards[at]
-        if isinstance(err, OSError) and self._shards[at] is None:
-            raise err
-        if self._shards[at] is None:
-            what = str(err)  # the shard could not be opened, and the error names its file
-        elif isinstance(err, DamagedError):
+        name = f"{self.path}: sample {self.starts[at] + within}"
+        if self._shards[at] is None:  # it could not be opened, and the error names its file
+            if isinstance(err, OSError):
+                raise err
+            raise DamagedError(f"{name} ({shard.name}): {err}") from err
+        if isinstance(err, DamagedError):
             what = f"{err}; run `lightning-gpuopt lmdb verify` on it, and copy or build the dataset again"
         else:
             what = (
-                f"it cannot be decoded ({type(err).__name__}: {err}); `lightning-gpuopt lmdb verify --decode` lists "
-                "all such samples"
+                f"it cannot be decoded ({type(err).__name__}: {reason_of(err)}); `lightning-gpuopt lmdb verify "
+                "--decode` lists all such samples"
             )
-        raise DamagedError(f"{self.path}: sample {self.starts[at] + within} ({shard.name}): {what}") from err
+        raise DamagedSampleError(f"{name} ({shard.name}): {what}") from err
 
 
 def _keep_heap() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from lightning_gpuopt._arguments import flag, refuse, whole_number
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.build.plan import Plan, difference
-from lightning_gpuopt.storage.build.staging import Staging
+from lightning_gpuopt.storage.build.staging import Staging, refuse_unfinished_beside
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest, Shard
 from lightning_gpuopt.storage.shard_writer import MAP_SIZE_STEP, ShardWriter
@@ -292,6 +292,7 @@ def _finished_dataset(path: Path, plan: Plan) -> Manifest | None:
         manifest = Manifest.load(path)
     except (FileNotFoundError, StorageError):  # nothing, or nothing of use
         return None
+    refuse_unfinished_beside(path)
     if manifest.source == plan:
         return manifest
     raise FileExistsError(

@@ -207,7 +207,7 @@ def test_the_image_size_is_that_of_the_result() -> None:
 def test_resume_of_a_finished_build_is_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("build images out") == 0
     line = capsys.readouterr().out
-    for switches in ("--resume", "--resume --no-progress", "--resume --overwrite"):
+    for switches in ("--resume", "--resume --no-progress"):
         assert run(f"build images out {switches}") == 0
         assert capsys.readouterr() == (f"out: finished already, nothing to do\n{line}", "")
     assert run("build images out --resume --part 0/2") == 0

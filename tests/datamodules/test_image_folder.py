@@ -142,7 +142,7 @@ def test_what_an_lmdb_would_bring_is_said_once(tmp_path: Path, folder: Path, cap
         epoch_trainer(tmp_path, max_epochs=2).fit(Sees(), ImageFolderDataModule(folder, folder, **options()))
     lines = [record.getMessage() for record in caplog.records if "lmdb build" in record.getMessage()]
     assert len(lines) == 1
-    assert f"{folder} is read file by file: " in lines[0]
+    assert f"{folder} is read file by file, " in lines[0]
     assert "with --image-size 9" in lines[0]
 
 
@@ -365,3 +365,76 @@ def test_the_photographs_of_a_folder_are_rgb_whatever_their_mode(tmp_path: Path)
         (tmp_path / "in" / "a").mkdir(parents=True, exist_ok=True)
         photo(20, 10).convert(mode).save(tmp_path / "in" / "a" / f"{index}.{'jpg' if mode == 'CMYK' else 'png'}")
     assert {image.mode for image, _ in map(ImageFolder(tmp_path / "in").__getitem__, range(4))} == {"RGB"}
+
+
+def test_a_stage_opens_what_it_reads_only(tmp_path: Path, folder: Path) -> None:
+    datamodule = ImageFolderDataModule(folder, predict=tmp_path / "comes later", **options())
+    epoch_trainer(tmp_path).fit(Sees(), datamodule)
+    assert set(datamodule._datasets) == {"train", "val"}
+
+
+def test_it_is_used_without_a_trainer(folder: Path) -> None:
+    datamodule = ImageFolderDataModule(folder, folder, **options())
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    assert len(datamodule.train_dataloader()) == 6
+
+
+def test_a_folder_is_listed_once_a_process(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[str] = []
+    walk = files_module._walk
+    monkeypatch.setattr(files_module, "_walk", lambda top, count: listed.append(top) or walk(top, count))
+    (folder / "ape").mkdir()
+    with pytest.warns(UserWarning, match="no image in 1 of 4") as told:
+        epoch_trainer(tmp_path).fit(Sees(), ImageFolderDataModule(folder, **options()))
+    assert sorted(map(os.path.basename, listed)) == ["ant", "ape", "bee", "cat"]
+    assert sum("no image in 1 of 4" in str(each.message) for each in told) == 1
+
+
+def test_several_sets_of_a_stage_come_from_yaml(tmp_path: Path, folder: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"data:\n  train: {folder}\n  val: [{folder}, {folder}]\n  test: {folder}\n")
+    cli = LightningCLI(
+        Sees, ImageFolderDataModule, run=False, save_config_callback=None, args=["--config", str(config)]
+    )
+    cli.datamodule.setup(None)
+    assert [len(cli.datamodule._datasets[name]) for name in ("train", "val", "test")] == [1, 2, 1]
+
+
+def test_each_run_lists_its_own_skipped_samples(tmp_path: Path, folder: Path) -> None:
+    (folder / "ant" / "nested" / "003.png").write_bytes(b"no image")
+    datamodule = ImageFolderDataModule(folder, on_corrupt="skip", **options())
+    for name in ("first", "second"):
+        with pytest.warns(UserWarning, match="1 samples cannot be read"):
+            epoch_trainer(tmp_path / name).fit(Sees(), datamodule)
+        (listed,) = (tmp_path / name).rglob("skipped-train.csv")
+        assert "BytesIO" not in listed.read_text()
+        assert listed.read_text().count("003.png") == 1
+
+
+def test_an_error_of_a_transform_is_no_corrupt_sample(tmp_path: Path, folder: Path) -> None:
+    def font(image: Any) -> Any:
+        raise OSError("cannot open resource")
+
+    datamodule = ImageFolderDataModule(folder, on_corrupt="skip", train_transform=font, **options())
+    with pytest.raises(OSError, match="cannot open resource"):
+        epoch_trainer(tmp_path).fit(Sees(), datamodule)
+
+
+def test_weights_that_are_no_file_name_the_choices(folder: Path) -> None:
+    datamodule = ImageFolderDataModule(folder, weights="Balanced", **options())
+    datamodule.setup("fit")
+    with pytest.raises(ValueError, match=r"weights: expected numbers, the path of a \.npy file, or 'balanced'"):
+        datamodule.train_dataloader()
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "nearest"])
+def test_scale_ratio_and_interpolation_reach_the_crops(folder: Path, interpolation: Any) -> None:
+    datamodule = ImageFolderDataModule(
+        folder, shuffle=False, scale=(1.0, 1.0), ratio=(1.5, 2.5), flip=False, interpolation=interpolation, **options()
+    )
+    datamodule.setup("fit")
+    crops = datamodule.train_dataloader().dataset.crops
+    assert (crops.scale, crops.ratio, crops.interpolation, crops.flip) == ((1.0, 1.0), (1.5, 2.5), interpolation, False)
+    images, _ = next(iter(datamodule.train_dataloader()))
+    assert images.shape == (4, 3, 8, 8)

@@ -1,5 +1,6 @@
 """What people train on every day, through a real Trainer: masks, depth, boxes, text, vectors."""
 
+import collections
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,3 +280,50 @@ def test_frames_are_written_one_by_one(tmp_path: Path) -> None:
                 writer.write(image)
         dataset = LMDBDataset(tmp_path / kind)
         assert [np.asarray(dataset[index].convert("L"))[0, 0] for index in range(3)] == [30, 10, 20]
+
+
+def test_what_one_stage_has_exact_another_normalises(tmp_path: Path) -> None:
+    """Training on photographs, predicting on bare masks."""
+    photos = write(tmp_path / "photos", *[(photo(60, 40), index) for index in range(4)])
+    masks = write(tmp_path / "masks", *[Image.fromarray(np.stack([labelled_regions()] * 3, 2), "HSV")] * 2)
+    model = Keeps()
+    datamodule = LMDBDataModule(
+        photos, predict=masks, batch_size=2, num_workers=0, decode="tensor", normalize=((0.5,) * 3, (0.2,) * 3)
+    )
+    trainer = tiny_trainer(tmp_path, max_steps=1)
+    trainer.fit(model, datamodule)
+    trainer.predict(model, datamodule)
+    assert model.batches[0][0].dtype == torch.float32
+    assert model.predicted[0].dtype == torch.uint8
+
+
+def test_a_transform_that_makes_rgb_of_grey_images_is_normalised(tmp_path: Path) -> None:
+    data = write(tmp_path / "data", *[(Image.fromarray(labelled_regions()), index) for index in range(2)])
+    images, _ = fit(
+        tmp_path,
+        data,
+        decode="tensor",
+        train_transform=lambda image: image.expand(3, -1, -1),
+        normalize=((0.5,) * 3, (0.2,) * 3),
+    )
+    assert images.dtype == torch.float32
+
+
+def test_a_batch_that_is_a_mapping_of_its_own_type_keeps_it(tmp_path: Path) -> None:
+    class Batch(collections.UserDict):  # type: ignore[type-arg]
+        """A type of the user's own."""
+
+    def collate(samples: list[Any]) -> Batch:
+        return Batch(image=torch.stack([image for image, _ in samples]))
+
+    data = write(tmp_path / "data", *[(photo(60, 40), index) for index in range(2)])
+    batch = fit(tmp_path, data, decode="tensor", collate_fn=collate, normalize=((0.5,) * 3, (0.2,) * 3))
+    assert (type(batch), batch["image"].dtype) == (Batch, torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["I;16L", "I;16B"])
+def test_16_bit_images_of_any_byte_order_keep_their_values(tmp_path: Path, mode: str) -> None:
+    values = np.arange(12, dtype=np.uint16).reshape(3, 4) * 5000
+    image = Image.frombytes(mode, (4, 3), values.astype(">u2" if mode == "I;16B" else "<u2").tobytes())
+    path = write(tmp_path / "data", (1, image))
+    assert np.array_equal(LMDBDataset(path, decode="tensor")[0][1][0].numpy(), values)

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from skimage import data as pictures
 
-from lightning_gpuopt.images.crop import crop, draw_area
-from lightning_gpuopt.images.decode import size_of
+from lightning_gpuopt.images.crop import crop, cut, draw_area
+from lightning_gpuopt.images.decode import decode_pil, jpeg_size
 
 
 def photo(width: int = 200, height: int = 120) -> Image.Image:
@@ -36,6 +36,10 @@ def pixels(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def random_resized_crop(data: bytes, size: int, generator: np.random.Generator, **options: Any) -> torch.Tensor:
     """A crop of an image file, of the area that the generator draws."""
-    height, width, orientation = size_of(data)
+    header = jpeg_size(data)
+    if header is None:
+        decoded = np.asarray(decode_pil(data))
+        return cut(decoded, draw_area(*decoded.shape[:2], generator, **options), size, "bilinear")
+    height, width, orientation = header
     upright = (width, height) if orientation >= 5 else (height, width)
     return crop(data, draw_area(*upright, generator, **options), orientation, size)

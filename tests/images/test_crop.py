@@ -1,3 +1,4 @@
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -6,7 +7,7 @@ import torch
 from PIL import Image
 
 from lightning_gpuopt.images import jpeg
-from lightning_gpuopt.images.crop import CenterCrops
+from lightning_gpuopt.images.crop import CenterCrops, RandomCrops, draw_area
 from lightning_gpuopt.images.decode import decode_pil
 from tests.images.pictures import encoded, photo, pixels, random_resized_crop, with_orientation
 
@@ -39,6 +40,32 @@ def test_a_crop_of_everything_is_a_resize(orientation: int) -> None:
     got = random_resized_crop(data, 80, np.random.default_rng(0), scale=(1, 1), ratio=(1, 1))
     expected = np.asarray(decode_pil(data).resize((80, 80), Image.Resampling.BILINEAR)).astype(int)
     assert np.abs(pixels(got).astype(int) - expected).mean() < 3  # decoded at half size
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_crops_are_of_the_upright_image_in_every_format(kind: str, orientation: int) -> None:
+    rows, columns = np.mgrid[0:90, 0:240]
+    image = Image.fromarray(np.stack([columns, rows * 2, 0 * rows], 2).astype(np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(image, kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {}))
+    upright = decode_pil(data)
+    assert upright.size == ((90, 240) if orientation >= 5 else (240, 90))
+    crops = RandomCrops(24)
+    for key in range(4):
+        crops.begin(key)
+        area = draw_area(upright.height, upright.width, np.random.Generator(np.random.Philox(key=key)))
+        box = (area.left, area.top, area.left + area.width, area.top + area.height)
+        expected = np.asarray(upright.crop(box).resize((24, 24), Image.Resampling.BILINEAR)).astype(int)
+        assert np.abs(pixels(crops(data)).astype(int) - expected).mean() < 4
+
+
+def test_another_thread_than_the_samples_is_refused_with_a_sentence() -> None:
+    crops = RandomCrops(8)
+    crops.begin(1)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="in another thread"):
+        pool.submit(crops, encoded(photo())).result()
 
 
 def gradient(width: int, height: int) -> bytes:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_gpuopt.storage.build import fill
 from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest
+from lightning_gpuopt.storage.reader import LMDBDataset
+from lightning_gpuopt.storage.writer import LMDBWriter
 from tests.storage.building import Build, Numbers
 from tests.storage.parts import write_numbered
 from tests.storage.source_files import beside, stored, write_folder
@@ -33,7 +37,7 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-@pytest.mark.parametrize("options", [{}, {"part": (0, 2)}, {"part": (1, 2)}, {"overwrite": True}, {"strict": True}])
+@pytest.mark.parametrize("options", [{}, {"part": (0, 2)}, {"part": (1, 2)}, {"strict": True}])
 def test_a_finished_dataset_is_left_untouched(tmp_path: Path, images: Path, options: dict[str, Any]) -> None:
     path = tmp_path / "out"
     info = build(images, path)
@@ -109,7 +113,7 @@ def test_strict_does_not_take_a_dataset_without_some_images(tmp_path: Path, imag
     with pytest.warns(UserWarning, match="1 of 6 samples are left out"):
         info = build(images, path)
     assert build(images, path, resume=True) == info
-    with pytest.raises(FileExistsError, match="it exists already; give overwrite=True"):
+    with pytest.raises(FileExistsError, match="leaves 1 samples out, which strict=True does not allow"):
         build(images, path, resume=True, strict=True)
     (images / "a/00001.jpg").write_bytes(good)
     assert build(images, path, resume=True, strict=True, overwrite=True).num_samples == 6
@@ -168,3 +172,52 @@ def test_a_rebuild_that_does_not_begin_keeps_the_list_of_what_was_left_out(
         with pytest.raises(KeyboardInterrupt):
             build(Numbers(), path, resume=True, strict=True)
     assert build(Numbers(), path, resume=True).num_skipped == 5
+
+
+def test_an_interrupted_replacement_is_not_taken_for_finished(tmp_path: Path) -> None:
+    class Numbers:
+        def __init__(self, first: int, stop: bool = False) -> None:
+            self.first, self.stop = first, stop
+
+        def __len__(self) -> int:
+            return 3000
+
+        def __getitem__(self, index: int) -> int:
+            if self.stop and index == 2000:
+                raise KeyboardInterrupt
+            return self.first + index
+
+    path = tmp_path / "out"
+    build(Numbers(0), path)
+    with pytest.raises(KeyboardInterrupt, match="run the build again with overwrite=True and resume=True"):
+        build(Numbers(7, stop=True), path, overwrite=True)
+    with pytest.raises(FileExistsError, match="an unfinished build that is to replace it lies beside it"):
+        build(Numbers(7), path, resume=True)
+    assert LMDBDataset(path)[0] == 0
+    build(Numbers(7), path, resume=True, overwrite=True)
+    assert [LMDBDataset(path)[index] for index in (0, 2999)] == [7, 3006]
+
+
+def test_a_writers_interrupted_replacement_is_not_taken_for_finished(tmp_path: Path) -> None:
+    path = write_numbered(tmp_path / "out", 5)
+    with contextlib.suppress(RuntimeError), LMDBWriter(path, overwrite=True) as writer:
+        writer.write(1)
+        raise RuntimeError
+    with pytest.raises(FileExistsError, match="give overwrite=True and resume=True to go on with that"):
+        LMDBWriter(path, resume=True)
+
+
+def test_a_damaged_dataset_is_not_finished(tmp_path: Path, images: Path) -> None:
+    path = tmp_path / "out"
+    build(images, path)
+    with (path / "shard-00000.mdb").open("r+b") as stream:
+        stream.truncate(100)
+    with pytest.raises(StorageError, match=r"shard-00000\.mdb.*give overwrite=True to build the dataset again"):
+        build(images, path, resume=True)
+
+
+def test_overwrite_takes_what_the_source_holds_now(tmp_path: Path) -> None:
+    for value in (1, 2):
+        np.save(tmp_path / "data.npy", np.full(5, value))
+        build(tmp_path / "data.npy", tmp_path / "out", overwrite=True, resume=True)
+    assert LMDBDataset(tmp_path / "out")[0] == 2

@@ -140,7 +140,7 @@ def manifest(**changes: object) -> Callable[[Path], None]:
         (a_table_of_another, "{path}/shard-00000.tab: not the record table that the manifest tells of"),
         (
             offsets_of_another_sample,
-            DAMAGED + "{path}: sample 3 (shard-00000): another sample lies in its place; run `",
+            "DamagedSampleError: {path}: sample 3 (shard-00000): another sample lies in its place; run `",
         ),
         (offsets_out_of_the_file, "{path}: sample 0 (shard-00000): the record table says it ends at byte "),
     ],

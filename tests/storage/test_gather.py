@@ -210,7 +210,7 @@ def test_batches_to_come_are_asked_for_only_while_they_come_from_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gather = whole(stored(tmp_path / "data", lambda i: np.full(3000, i, np.uint8)))
-    blocks = iter([0, 8] + [8, 16] + [16, 16] + [16, 16] + [16, 16])
+    blocks = iter([0, 8, 8, *[16] * 7])
     asked: list[int] = []
     monkeypatch.setattr(gather_module, "blocks_read", lambda: next(blocks))
     monkeypatch.setattr(Region, "will_need", lambda self, starts, num_bytes: asked.append(len(starts)))

@@ -19,14 +19,15 @@ from lightning_gpuopt._arguments import choice, refuse, whole_number
 from lightning_gpuopt._version import __version__
 from lightning_gpuopt.storage import durable
 from lightning_gpuopt.storage.build.fill import Job, Skipped, skip_file, skipped_samples
-from lightning_gpuopt.storage.build.plan import Plan, as_json, difference, plan_shards, read_plan
+from lightning_gpuopt.storage.build.plan import Plan, as_json, difference, plan_shards
 from lightning_gpuopt.storage.build.pool import build_shards
 from lightning_gpuopt.storage.build.progress import BuildProgress
-from lightning_gpuopt.storage.build.staging import Staging
+from lightning_gpuopt.storage.build.staging import Staging, refuse_unfinished_beside
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import SKIPPED, LMDBInfo, Manifest, Shard, staging_directory
 from lightning_gpuopt.storage.sources import Source, open_source
 from lightning_gpuopt.storage.sources.prepare import ImageOptions
+from lightning_gpuopt.storage.verify import wrong_files
 
 _log = logging.getLogger(__name__)
 
@@ -112,23 +113,32 @@ def build_lmdb(
         samples_per_shard = plan_shards(len(opened), opened.num_bytes)
         job = Job(opened, directory, samples_per_shard, strict, images, shuffle_seed, torch.initial_seed())
         plan = _plan(job)
-        if resume and (manifest := _finished(Path(path), plan, overwrite)) and not (strict and manifest.num_skipped):
+        if resume and (manifest := _finished(Path(path), plan, overwrite)) is not None:
+            if strict and manifest.num_skipped:
+                raise FileExistsError(
+                    f"{os.fspath(path)}: the dataset there is finished, and leaves {manifest.num_skipped} samples out, "
+                    "which strict=True does not allow; give overwrite=True to build it again"
+                )
             _log.info("%s: finished already, nothing to do", path)
             return manifest.info
         with Staging(path, overwrite=overwrite, resume=resume, plan=plan, part=part) as staging:
-            return _build(job, staging, part, num_proc, progress)
+            return _build(
+                job, staging, part, num_proc, progress, "overwrite=True and resume=True" if overwrite else "resume=True"
+            )
 
 
-def _build(job: Job, staging: Staging, part: tuple[int, int] | None, num_proc: int, progress: bool) -> LMDBInfo:
+def _build(
+    job: Job, staging: Staging, part: tuple[int, int] | None, num_proc: int, progress: bool, go_on: str
+) -> LMDBInfo:
     path = staging.path
     try:
         return _run(job, staging, part, num_proc, progress)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{path}: interrupted; run the build again with resume=True to go on") from None
+        raise KeyboardInterrupt(f"{path}: interrupted; run the build again with {go_on} to go on") from None
     except OSError as error:
         if error.errno not in _NO_SPACE or "resume=True" in str(error):
             raise
-        what = f"{error.strerror}; make room, and run the build again with resume=True"
+        what = f"{error.strerror}; make room, and run the build again with {go_on}"
         raise OSError(error.errno, what, str(path)) from error
 
 
@@ -151,12 +161,15 @@ def _finished(path: Path, plan: Plan, overwrite: bool) -> Manifest | None:
     Raises:
         FileExistsError: It was built from something else, and may not be replaced.
     """
-    if overwrite and read_plan(staging_directory(path)) is not None:
-        return None
+    if overwrite:
+        return None  # what the source holds may have changed under the same names
     try:
         manifest = Manifest.load(path)
     except (FileNotFoundError, StorageError):  # nothing, or nothing of use
         return None
+    refuse_unfinished_beside(path)
+    if wrong := wrong_files(path, manifest):
+        raise StorageError(f"{wrong[0]}; give overwrite=True to build the dataset again")
     how = manifest.source
     then = how.get("plan")
     if then is None:  # of a release that did not keep it
@@ -165,8 +178,6 @@ def _finished(path: Path, plan: Plan, overwrite: bool) -> Manifest | None:
         plan = {name: plan.get(name) for name in then}
     if then == (plan := as_json(plan)):
         return manifest
-    if overwrite:
-        return None
     raise FileExistsError(
         f"{path}: the dataset there was built from something else ({difference(then, plan)}); give overwrite=True to "
         "replace it, or another path"

@@ -189,3 +189,17 @@ class Staging:
             self.directory.rmdir()
         except OSError:  # something that is not ours; it stays
             return
+
+
+def refuse_unfinished_beside(path: str | os.PathLike[str]) -> None:
+    """Refuse to go on with a finished dataset, where an unfinished build that is to replace it lies beside it.
+
+    Raises:
+        FileExistsError: There is such a build.
+    """
+    beside = staging_directory(path)
+    if read_plan(beside) is not None:
+        raise FileExistsError(
+            f"{os.fspath(path)}: the dataset there is finished, and an unfinished build that is to replace it lies "
+            f"beside it ({beside}); give overwrite=True and resume=True to go on with that, or remove it"
+        )
