@@ -527,7 +527,9 @@ def main() -> None:
             elif section == "memory":
                 result = memory(work, options.scale)
             else:
-                result = {"small": small, "jpeg": jpeg, "recipe": recipe, "build": build}[section](work, options.scale, options.rounds)
+                result = {"small": small, "jpeg": jpeg, "recipe": recipe, "build": build}[section](
+                    work, options.scale, options.rounds
+                )
         results[section] = result
         table = io.StringIO()
         show(section, result, table)

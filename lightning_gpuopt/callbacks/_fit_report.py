@@ -89,8 +89,16 @@ def environment_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, st
         "precision": str(trainer.precision),
         "model": f"{type(pl_module).__name__} ({_parameters(pl_module)} parameters)",
         "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
-        "batch_size": ", ".join(str(getattr(each, "batch_size", None)) for each in _lightning.train_loaders(trainer)),
+        "batch_size": ", ".join(str(_batch_size(each)) for each in _lightning.train_loaders(trainer)),
     }
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Samples of a batch; a DataLoader with a batch sampler leaves the number to that."""
+    number = getattr(loader, "batch_size", None)
+    if number is None:
+        number = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return number if isinstance(number, int) else None
 
 
 def _parameters(pl_module: LightningModule) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -18,16 +18,39 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_gpuopt._lightning import Callback, CSVLogger, LightningModule, Trainer, seed_everything
+from lightning_gpuopt._lightning import (
+    Callback,
+    CSVLogger,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
 from lightning_gpuopt.callbacks.gpu_util_monitor import GpuUtilMonitor
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
+from lightning_gpuopt.cli._demo_data import IMAGE_SIZE, PHOTOGRAPHS
+from lightning_gpuopt.datamodules.elastic import ElasticDataModule
+from lightning_gpuopt.datamodules.image_folder import ImageFolderDataModule
+from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.diagnosis.report import StallReport
 
 CROP_SIZE = 128
 """Height and width of what the network sees, in pixels."""
 
-MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
-STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+SMALLEST_SIDE: Final = 0.5
+"""Side of the smallest random crop, as a share of the image's shorter side."""
+
+CENTER: Final = 7 / 8
+"""Side of the square that is validated, as a share of the shorter side: ``Resize(146)`` and ``CenterCrop(128)``."""
+
+_SHORT, _LONG = sorted(IMAGE_SIZE)
+CROP_SCALE: Final = (SMALLEST_SIDE**2 * _SHORT / _LONG, _SHORT / _LONG)
+"""Those random crops as shares of the image's area."""
+
+NORMALIZE: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in NORMALIZE)
+
+Storage = Literal["files", "folder", "lmdb"]
 
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # what the demo is there to show
@@ -42,7 +65,8 @@ class Settings:
     """One training run of the demo.
 
     Attributes:
-        data_dir: a folder that ``_demo_data.make`` made.
+        data_dir: holds the images of ``train`` and ``val``, as ``_demo_data.make`` makes them; with ``storage="lmdb"``
+            ``train.lmdb`` and ``val.lmdb``.
         output_dir: where the report and the metrics go.
         epochs: passes over the training images.
         max_steps: steps after which to stop before that (None: no such limit).
@@ -51,6 +75,9 @@ class Settings:
         accelerator: as in ``Trainer``.
         seed: of the weights, the order and the augmentation.
         progress_bar: draw Lightning's progress bar; else one line for each validation.
+        storage: how images are read: ``"files"`` by a Dataset with PIL, ``"folder"`` by ImageFolderDataModule,
+            ``"lmdb"`` by LMDBDataModule.
+        persistent_workers: keep the worker processes between epochs, as the DataModules do anyway.
     """
 
     data_dir: Path
@@ -62,6 +89,8 @@ class Settings:
     accelerator: str
     seed: int
     progress_bar: bool
+    storage: Storage = "files"
+    persistent_workers: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +102,7 @@ class Outcome:
         gpu: the monitor's figures over the whole run, empty without a GPU.
         accuracy_percent: of the last validation.
         steps: training steps done.
+        samples: images that they had.
         device: what it ran on, for example ``"cpu"`` or ``"NVIDIA H200"``.
     """
 
@@ -80,7 +110,13 @@ class Outcome:
     gpu: dict[str, float]
     accuracy_percent: float
     steps: int
+    samples: int
     device: str
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Images per second of the steady steps; None where there are none."""
+        return self.samples / self.steps / self.report.step_s if self.steps and self.report.step_s else None
 
 
 class Photographs(Dataset[tuple[Tensor, int]]):
@@ -109,14 +145,43 @@ class Photographs(Dataset[tuple[Tensor, int]]):
         return (values - MEAN) / STD, self.classes.index(file.parent.name)
 
     def _view(self, image: Image.Image) -> Image.Image:
-        side = float(min(image.size))
-        place = torch.tensor([0.5, 0.5])
+        side, place = min(image.size) * CENTER, torch.tensor([0.5, 0.5])
         if self.train:
-            side *= float(torch.empty(()).uniform_(0.5, 1.0))
+            side = min(image.size) * float(torch.empty(()).uniform_(SMALLEST_SIDE, 1.0))
             place = torch.rand(2)
         left, top = (place * torch.tensor([image.width - side, image.height - side])).tolist()
         box = (left, top, left + side, top + side)
         return image.resize((CROP_SIZE, CROP_SIZE), Image.Resampling.BILINEAR, box=box)
+
+
+class PhotographFiles(LightningDataModule):
+    """The loaders of those images, as most projects have them.
+
+    Args:
+        settings: of the run.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
+        """Shuffled and augmented."""
+        return self._loader("train")
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
+        """In the order of the files."""
+        return self._loader("val")
+
+    def _loader(self, part: str) -> DataLoader[tuple[Tensor, int]]:
+        train, settings = part == "train", self.settings
+        return DataLoader(
+            Photographs(settings.data_dir / part, train),
+            batch_size=settings.batch_size,
+            shuffle=train,
+            num_workers=settings.num_workers,
+            persistent_workers=settings.persistent_workers and settings.num_workers > 0,
+        )
 
 
 class PhotographNet(LightningModule):
@@ -167,13 +232,7 @@ def train(settings: Settings) -> Outcome:
     """
     with _quiet():
         seed_everything(settings.seed)
-        data = {part: Photographs(settings.data_dir / part, train=part == "train") for part in ("train", "val")}
-        loaders = {
-            part: DataLoader(
-                dataset, batch_size=settings.batch_size, shuffle=part == "train", num_workers=settings.num_workers
-            )
-            for part, dataset in data.items()
-        }
+        data = _data(settings)
         monitor = GpuUtilMonitor()
         detector = StallDetector(report_dir=settings.output_dir, on_stall="ignore")  # the report is printed at the end
         trainer = Trainer(
@@ -188,16 +247,38 @@ def train(settings: Settings) -> Outcome:
             enable_checkpointing=False,
             num_sanity_val_steps=0,
         )
-        model = PhotographNet(len(data["train"].classes))
-        _fit(trainer, model, loaders["train"], loaders["val"])
-        if trainer.global_step % len(loaders["train"]):  # max_steps ended the last epoch before its validation
-            trainer.validate(model, loaders["val"], verbose=False)
+        model = PhotographNet(len(PHOTOGRAPHS))
+        _fit(trainer, model, data)
+        steps_of_an_epoch, images = int(trainer.num_training_batches), len(trainer.train_dataloader.dataset)  # type: ignore[union-attr]
+        if trainer.global_step % steps_of_an_epoch:  # max_steps ended the last epoch before its validation
+            trainer.validate(model, datamodule=data, verbose=False)
+    epochs, rest = divmod(trainer.global_step, steps_of_an_epoch)
     return Outcome(
         report=detector.report,
         gpu=monitor.summary(),
         accuracy_percent=100 * float(trainer.callback_metrics["val_acc"]),
         steps=trainer.global_step,
+        samples=epochs * images + rest * settings.batch_size,
         device=_device_name(trainer),
+    )
+
+
+def _data(settings: Settings) -> LightningDataModule:
+    if settings.storage == "files":
+        return PhotographFiles(settings)
+    make: type[ElasticDataModule] = ImageFolderDataModule if settings.storage == "folder" else LMDBDataModule
+    suffix = "" if settings.storage == "folder" else ".lmdb"
+    return make(
+        settings.data_dir / f"train{suffix}",
+        settings.data_dir / f"val{suffix}",
+        batch_size=settings.batch_size,
+        num_workers=settings.num_workers,
+        decode="tensor",
+        crop_size=CROP_SIZE,
+        scale=CROP_SCALE,
+        ratio=(1.0, 1.0),
+        normalize=NORMALIZE,
+        seed=settings.seed,
     )
 
 
@@ -210,10 +291,10 @@ class ValidationLines(Callback):
         print(f"  step {trainer.global_step}  {figures}", flush=True)
 
 
-def _fit(trainer: Trainer, model: LightningModule, *loaders: Any) -> None:
+def _fit(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> None:
     """Fit, and leave by KeyboardInterrupt on Ctrl-C, where Lightning ends the process with exit code 1."""
     try:
-        trainer.fit(model, *loaders)
+        trainer.fit(model, datamodule=data)
     except SystemExit:
         if not trainer.interrupted:
             raise

@@ -1,9 +1,10 @@
-"""``lightning-gpuopt demo``: a real training run on real photographs that ends with where its time went."""
+"""``lightning-gpuopt demo``: a real training on real photographs, where its time goes, and the same with the advice."""
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,11 @@ from lightning_gpuopt.cli._parser import UsageError
 from lightning_gpuopt.telemetry.keys import METRICS
 
 if TYPE_CHECKING:
+    from lightning_gpuopt.cli._demo_steps import Step
+    from lightning_gpuopt.cli._demo_table import Run
     from lightning_gpuopt.cli._demo_training import Outcome
 
-SUMMARY = "train a small convnet on real photographs and show where the time goes"
+SUMMARY = "train a small convnet on real photographs, show where the time goes, apply the advice and train again"
 
 SMALLEST_NUMBER_OF_IMAGES = _demo_data.VALIDATION_PART * len(_demo_data.PHOTOGRAPHS)
 """So many that each class is in the validation images."""
@@ -32,18 +35,19 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``demo``."""
     add = parser.add_argument
     add("--data-dir", type=str, default="./demo-data", help="where the images are made, once")
-    add("--output-dir", type=str, default="./demo-run", help="where the report and the metrics go")
+    add("--output-dir", type=str, default="./demo-run", help="where the reports and the metrics go")
     add("--images", type=EnoughImages, default=4000, help="number of JPEGs")
     add("--epochs", type=PositiveInt, default=3, help="passes over the training images")
     add("--max-steps", type=NonNegativeInt, default=0, help="stop after so many steps; 0: at the end of the epochs")
     add("--batch-size", type=PositiveInt, default=32, help="images a step")
     add("--num-workers", type=NonNegativeInt, default=0, help="worker processes of each DataLoader")
     add("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="what to train on")
+    add("--no-fix", action="store_true", help="only the diagnosis: do not apply the advice and train again")
     add("--seed", type=Seed, default=0, help="of the images, the weights and the order")
 
 
 def run(options: Namespace) -> int:
-    """Make the images where they are not there yet, train, and print what the callbacks found.
+    """Make the images where they are not there yet, train, print what was found, and train again with the advice.
 
     Returns:
         The exit code 0.
@@ -61,8 +65,12 @@ def run(options: Namespace) -> int:
     _make_room(output_dir, "--output-dir")
     _prepare_images(data_dir, _demo_data.Recipe(options.images, options.seed))
 
+    from lightning_gpuopt.cli._demo_steps import STEP_NAMES
+    from lightning_gpuopt.cli._demo_table import Run
     from lightning_gpuopt.cli._demo_training import Settings, train
 
+    for name in ("", *STEP_NAMES):
+        _remove_results(output_dir / name)
     settings = Settings(
         data_dir=data_dir,
         output_dir=output_dir,
@@ -74,9 +82,63 @@ def run(options: Namespace) -> int:
         seed=options.seed,
         progress_bar=sys.stdout.isatty(),
     )
-    outcome = train(settings)
-    _print_outcome(outcome, output_dir, time.perf_counter() - started)
+    runs = [Run(settings, train(settings))]
+    _print_diagnosis(runs[0].outcome)
+    if not options.no_fix:
+        _follow_advice(runs)
+    _print_end(runs, time.perf_counter() - started)
     return 0
+
+
+def _follow_advice(runs: list[Run]) -> None:
+    """Add a run for each step that the reports advise, and print all of them side by side."""
+    from lightning_gpuopt.cli._demo_steps import next_step
+    from lightning_gpuopt.cli._demo_table import table
+
+    output_dir = runs[0].settings.output_dir
+    while (step := next_step([run.outcome.report for run in runs], runs[-1].settings)) is not None:
+        runs.append(_apply(step, runs, output_dir / step.name))
+    if runs[1:]:
+        print(f"\n{table(runs)}\n")
+    else:
+        print("Nothing to apply: the report names nothing that this demo could change")
+
+
+def _apply(step: Step, runs: list[Run], output_dir: Path) -> Run:
+    """Train once more, with the advice, and hold the report against the run before and the first."""
+    from lightning_gpuopt.cli._demo_steps import build
+    from lightning_gpuopt.cli._demo_table import Run, title
+    from lightning_gpuopt.cli._demo_training import train
+    from lightning_gpuopt.diagnosis.record import Proof
+    from lightning_gpuopt.diagnosis.render.html import render_html
+    from lightning_gpuopt.diagnosis.report import write_whole
+
+    first, before = runs[0], runs[-1]
+    print(f"\nApplying the advice: {title(step)}")
+    for line in step.code:
+        print(f"  {line}", flush=True)
+    settings = replace(before.settings, output_dir=output_dir, **step.changes)
+    if step.image_size is not None:
+        settings = replace(settings, data_dir=output_dir / "images")
+        started = time.perf_counter()
+        num_bytes = build(first.settings.data_dir, settings.data_dir, step.image_size)
+        print(f"  built in {time.perf_counter() - started:.1f} s, {num_bytes / 2**20:.0f} MiB", flush=True)
+    outcome = train(settings)
+    report, step_s, step_s_before = outcome.report, outcome.report.step_s, before.outcome.report.step_s
+    proof = None
+    if step_s and step_s_before:
+        proof = Proof(step.cause, step.arguments, step.predicted, step_s_before / step_s)
+        earlier = [run.proof for run in runs if run.proof is not None]
+        report = report.with_proofs([*earlier, proof])
+    report.save_json(output_dir / "report.json")
+    write_whole(output_dir / "report.html", render_html(report, baseline=first.outcome.report))
+    return Run(settings, replace(outcome, report=report), step, proof)
+
+
+def _remove_results(folder: Path) -> None:
+    """Those of an earlier demo, which this one is not to be held against."""
+    for name in ("report.json", "report.html", "metrics.csv"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _require_gpu() -> None:
@@ -111,18 +173,27 @@ def _prepare_images(folder: Path, recipe: _demo_data.Recipe) -> None:
         _demo_data.make(folder, recipe, on_image=lambda: progress.advance(task))
 
 
-def _print_outcome(outcome: Outcome, output_dir: Path, seconds: float) -> None:
+def _print_diagnosis(outcome: Outcome) -> None:
     chance_percent = 100 / len(_demo_data.PHOTOGRAPHS)
     print(f"\n{outcome.report}\n")
     print(f"Validation accuracy {outcome.accuracy_percent:.1f} % (chance: {chance_percent:.1f} %)")
     units = {metric.key: metric.unit for metric in METRICS}
-    print("GPU figures:" if outcome.gpu else f"GPU figures: none, the run was on {outcome.device}")
+    print("GPU figures:" if outcome.gpu else f"GPU figures: none, the run was on {outcome.device}", flush=True)
     for key, value in outcome.gpu.items():
-        print(f"  {key:<28}{value:9.1f} {units.get(key.rpartition('/')[2], '')}")
-    print(
-        f"Report: {_short(output_dir / 'report.html')} and report.json, metrics: {_short(output_dir / 'metrics.csv')}"
-    )
-    print(f"{outcome.steps} steps on {outcome.device}, {seconds:.0f} s in all")
+        print(f"  {key:<28}{value:9.1f} {units.get(key.rpartition('/')[2], '')}", flush=True)
+
+
+def _print_end(runs: list[Run], seconds: float) -> None:
+    first, last = runs[0], runs[-1]
+    folder = _short(first.settings.output_dir)
+    before, after = first.outcome.samples_per_s, last.outcome.samples_per_s
+    if last is not first and before and after:
+        print(f"{after / before:.1f}x samples per second; same network, seed, and number of samples")
+    print(f"Report: {folder / 'report.html'} and report.json, metrics: {folder / 'metrics.csv'}")
+    if last is not first:
+        print(f"Before and after: {_short(last.settings.output_dir / 'report.html')}")
+    times = f"{len(runs)} times " if runs[1:] else ""
+    print(f"{times}{first.outcome.steps} steps on {first.outcome.device}, {seconds:.0f} s in all")
 
 
 def _short(path: Path) -> Path:

@@ -9,6 +9,7 @@ from typing import Final
 from lightning_gpuopt._measured import ImageSamples, WorkerTimes
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import speedup_of_cheaper_batches
+from lightning_gpuopt.tuning.model import Interval
 
 STORAGE_CAUSES: Final = frozenset({"main_process_loading", "slow_storage", "cpu_saturated"})
 """Causes that another way of storing or decoding samples can take away."""
@@ -157,7 +158,7 @@ class _Gain:
     """What cheaper decoding brings: batches that the loader can make, and training steps, per second over now."""
 
     batches: float
-    steps: float | None
+    steps: Interval | None
 
     @classmethod
     def of(cls, measurement: Measurement, images: ImageSamples, now_s: float, then_s: float) -> _Gain | None:
@@ -174,15 +175,22 @@ class _Gain:
         if left_s >= service_s:
             return None
         speedup = speedup_of_cheaper_batches(measurement, service_s - left_s, saved_cpu_s)
-        return cls(service_s / left_s, speedup[1] if speedup is not None else None)
+        return cls(service_s / left_s, speedup)
 
     @property
     def evidence(self) -> dict[str, float | str]:
         found: dict[str, float | str] = {"storage_step_gain": round(self.batches, 2)}
-        return found if self.steps is None else found | {"storage_step_speedup": round(self.steps, 2)}
+        if self.steps is None:
+            return found
+        low, mid, high = (round(factor, 2) for factor in self.steps)
+        return found | {
+            "storage_step_speedup": mid,
+            "storage_step_speedup_low": low,
+            "storage_step_speedup_high": high,
+        }
 
     def __str__(self) -> str:
-        steps = f", {self.steps:.1f}x steps" if self.steps is not None else ""
+        steps = f", {self.steps[1]:.1f}x steps" if self.steps is not None else ""
         return f"about {self.batches:.1f}x batches{steps} per second"
 
 

@@ -207,7 +207,7 @@ def test_ctrl_c_in_training_leaves_whole_files_only(tmp_path: Path) -> None:
 def test_a_demo_says_where_the_time_went_and_writes_the_report(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.csv").write_text("of an earlier demo")
-    process = start(*demo(tmp_path))
+    process = start(*demo(tmp_path, "--no-fix"))
     out, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (0, "")
     report = json.loads((tmp_path / "run/report.json").read_text())
@@ -227,10 +227,10 @@ def test_a_demo_says_where_the_time_went_and_writes_the_report(tmp_path: Path) -
 
 
 def test_a_second_demo_uses_the_images_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(demo(tmp_path)) == 0
+    assert main(demo(tmp_path, "--no-fix")) == 0
     made = (tmp_path / "data/manifest.json").stat().st_mtime_ns
     capsys.readouterr()
-    assert main(demo(tmp_path)) == 0
+    assert main(demo(tmp_path, "--no-fix")) == 0
     assert capsys.readouterr().out.startswith(
         f"128 JPEGs of 500x375 pixels from 8 photographs are in {tmp_path}/data\n"
     )

@@ -96,6 +96,12 @@ def test_the_prediction_stays_that_of_the_settings() -> None:
     assert "Image" not in without.advice
 
 
+def test_the_gain_in_steps_has_an_interval() -> None:
+    evidence = in_process(PHOTOS).evidence
+    low, high = evidence["storage_step_speedup_low"], evidence["storage_step_speedup_high"]
+    assert (low, high) == (round(100 / 89, 2), round(1.08 * 100 / 78, 2))
+
+
 def test_the_gain_in_steps_is_bounded_by_the_rest_of_the_step() -> None:
     # of the 50 ms in which a batch is made the GPU works for 38
     device = gpu(compute_s=8.8, idle={"data_wait": 1.2})

@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from lightning_gpuopt.diagnosis.causes import meaning_of
 from lightning_gpuopt.diagnosis.compare import Comparison, compare
-from lightning_gpuopt.diagnosis.record import Proof, RunRecord
+from lightning_gpuopt.diagnosis.record import RunRecord
 from lightning_gpuopt.diagnosis.render import wording
 from lightning_gpuopt.diagnosis.render.charts import (
     Chart,
@@ -58,7 +58,7 @@ def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
             headroom_line=wording.headroom_line(report),
             outlier_line=wording.outlier_line(report),
             outlier_rows=_outlier_rows(report),
-            proofs=_proofs(report, comparison),
+            proofs=wording.all_proofs(report, comparison),
             charts=charts,
             figures={name: chart.figure for name, chart in charts.items()},
             css=_own("page.css"),
@@ -122,9 +122,3 @@ def _outlier_rows(report: RunRecord) -> list[tuple[str, ...]]:
         )
         for each in report.step_times.outliers
     ]
-
-
-def _proofs(report: RunRecord, comparison: Comparison | None) -> list[Proof]:
-    """The report's own proofs, and those against the baseline that it does not have yet."""
-    more = comparison.proofs if comparison is not None else []
-    return [*report.proofs, *(proof for proof in more if proof not in report.proofs)]

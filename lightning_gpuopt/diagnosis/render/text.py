@@ -64,7 +64,7 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
     if comparison.speedup is not None:
         console.print(Text(f"Measured speed-up: {wording.speedup(comparison.speedup)}"))
     console.print(_comparison_table(comparison))
-    for proof in comparison.proofs:
+    for proof in wording.all_proofs(after, comparison):
         console.print(Text(wording.proof_line(proof)))
     unproved = wording.no_proof_line(comparison)
     if unproved is not None:

@@ -91,6 +91,12 @@ def proof_line(proof: Proof) -> str:
     return f"{proof.cause}: {arguments(proof.settings)}: {predicted}measured {speedup(proof.measured)}"
 
 
+def all_proofs(report: RunRecord, comparison: Comparison | None) -> list[Proof]:
+    """The report's own proofs, and those against an earlier run that it does not have yet."""
+    more = comparison.proofs if comparison is not None else []
+    return [*report.proofs, *(proof for proof in more if proof not in report.proofs)]
+
+
 def headroom_line(report: RunRecord) -> str | None:
     """That nothing is left to gain, where that is so: no cause was found, and next to no headroom."""
     if report.headroom is None or report.headroom >= HEADROOM_LEFT or report.findings:
@@ -112,8 +118,8 @@ def outlier_line(report: RunRecord) -> str | None:
 
 
 def no_proof_line(comparison: Comparison) -> str | None:
-    """Why two runs prove nothing of one another; None where they do."""
-    if comparison.proofs:
+    """Why two runs prove nothing of one another; None where they do, or where the later one has proofs of its own."""
+    if comparison.proofs or (comparison.after.proofs and not comparison.differences):
         return None
     if comparison.differences:
         names = ", ".join(name.replace("_", " ") for name in comparison.differences)
