@@ -208,24 +208,24 @@ def open_shard(directory: Path, shard: Shard) -> ShardMap:
         OSError: It may not be read, or there are too many open files.
     """
     path = directory / f"{shard.name}.mdb"
-    # First this file, then its table: a dataset that is replaced in between has another digest in its table.
-    fd = open_file(path)
     try:
-        stat = os.fstat(fd)
-        identity = (stat.st_dev, stat.st_ino, stat.st_mtime_ns)
-        with _lock:
-            found = _open.get(identity)
-            if found is None or found.shard != shard:
-                found = _open[identity] = ShardMap(path, shard, fd)
-        return found
+        # First this file, then its table: a dataset that is replaced in between has another digest in its table.
+        fd = open_file(path)
+        try:
+            stat = os.fstat(fd)
+            identity = (stat.st_dev, stat.st_ino, stat.st_mtime_ns)
+            with _lock:
+                found = _open.get(identity)
+                if found is None or found.shard != shard:
+                    found = _open[identity] = ShardMap(path, shard, fd)
+            return found
+        finally:
+            os.close(fd)
     except OSError as err:
         if err.errno == errno.EMFILE:
-            raise OSError(
-                err.errno, "too many open files: raise `ulimit -n`, or build larger shards", str(path)
-            ) from None
+            what = "too many open files: raise `ulimit -n`, or build larger shards"
+            raise OSError(err.errno, what, str(path)) from None
         raise
-    finally:
-        os.close(fd)
 
 
 def locate(starts: Sequence[int], index: int) -> tuple[int, int]:
