@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 
 from lightning_gpuopt import GpuUtilMonitor, StallDetector
+from tests.gpu.no_synchronize import NoSynchronize
 from tests.helpers import RecordingLogger, final_weights, tiny_trainer
 
 pytestmark = pytest.mark.gpu
-
-
-class NoSynchronize(Callback):
-    """CUDA refuses to synchronize while training runs, its first steps left out."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 5:
-            torch.cuda.set_sync_debug_mode("error")
-
-    def on_train_end(self, *args: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-
-    on_exception = on_train_end
 
 
 def test_the_gpus_figures_are_logged_and_nothing_synchronizes(tmp_path: Path) -> None:

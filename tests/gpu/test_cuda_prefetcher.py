@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_gpuopt import CudaPrefetcher
 from tests.gpu.kernels import milliseconds
+from tests.gpu.no_synchronize import NoSynchronize
 from tests.helpers import run_ranks, tiny_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -461,19 +462,6 @@ def overlap(copy: dict[str, Any], kernel: dict[str, Any]) -> bool:
     """Whether a kernel on another stream runs during half of a copy or more."""
     begin, end = max(copy["ts"], kernel["ts"]), min(copy["ts"] + copy["dur"], kernel["ts"] + kernel["dur"])
     return copy["args"]["stream"] != kernel["args"]["stream"] and end - begin >= copy["dur"] / 2
-
-
-class NoSynchronize(Callback):
-    """CUDA refuses to synchronize while training runs, its first steps left out."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 5:
-            torch.cuda.set_sync_debug_mode("error")
-
-    def on_train_end(self, *args: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-
-    on_exception = on_train_end
 
 
 @pytest.mark.parametrize("name", ["plain", "two ahead", "300 tensors", "shapes change", "old batches are kept"])
