@@ -233,3 +233,15 @@ def test_the_pages_of_batches_to_come_are_read(tmp_path: Path) -> None:
     gather._from_disk = True
     gather.announce(list(range(200)))
     assert gather.__getitems__([199, 3])[1].tolist() == [199, 3]
+
+
+def test_another_whole_record_in_a_records_place_is_refused(tmp_path: Path) -> None:
+    dataset = stored(tmp_path / "data", lambda i: (np.full(2000, i, np.uint8), i))
+    table = tmp_path / "data" / "shard-00000.tab"
+    content = bytearray(table.read_bytes())
+    content[32 + 8 * 5 : 32 + 8 * 6] = content[32 + 8 * 6 : 32 + 8 * 7]  # sample 5 is said to lie where 6 does
+    table.write_bytes(content)
+    gather = whole(dataset)
+    assert gather.__getitems__([4, 6])[1].tolist() == [4, 6]
+    with pytest.raises(DamagedError, match=r"sample 5 .*another sample lies in its place"):
+        gather.__getitems__([4, 5, 6])
