@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import socket
@@ -152,3 +153,9 @@ def run_ranks(
     failed = any(process.returncode for process in processes)
     assert may_fail or not failed, "\n".join(errors for _, errors in outputs)
     return [json.loads(output.splitlines()[-1]) if output else None for output, _ in outputs]
+
+
+def safely(resume: Any) -> dict[str, Any]:
+    """What has ``fit`` read a checkpoint without unpickling, in the versions of Lightning that let a program choose."""
+    known = "weights_only" in inspect.signature(Trainer.fit).parameters
+    return {"weights_only": True} if known and resume is not None else {}

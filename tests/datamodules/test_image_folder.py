@@ -22,7 +22,7 @@ from lightning_gpuopt.loading.image_folder import ImageFolder
 from tests.datamodules.test_lmdb import Sees, epoch_trainer, labels
 from tests.datamodules.test_samples import Keeps
 from tests.datamodules.training import Interrupted, SaveAndEnd
-from tests.helpers import tiny_trainer
+from tests.helpers import safely, tiny_trainer
 from tests.images.pictures import photo
 
 CLASSES = ("bee", "ant", "cat")
@@ -114,7 +114,7 @@ def test_training_goes_on_with_the_next_image(tmp_path: Path, folder: Path, work
         trainer = epoch_trainer(tmp_path, max_epochs=3, callbacks=[] if save is None else [save])
         datamodule = ImageFolderDataModule(folder, seed=2, **options(num_workers=workers, batch_size=batch_size))
         with contextlib.suppress(Interrupted):
-            trainer.fit(model, datamodule, ckpt_path=resume, weights_only=None if resume is None else True)
+            trainer.fit(model, datamodule, ckpt_path=resume, **safely(resume))
         return model.seen["train"]
 
     whole = run()

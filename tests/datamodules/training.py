@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.writer import LMDBWriter
-from tests.helpers import tiny_trainer
+from tests.helpers import safely, tiny_trainer
 
 SAMPLES = 53
 EPOCHS = 3
@@ -129,7 +129,7 @@ def run(
         },
     )
     with contextlib.suppress(Interrupted):
-        trainer.fit(model, datamodule, ckpt_path=resume, weights_only=None if resume is None else True)
+        trainer.fit(model, datamodule, ckpt_path=resume, **safely(resume))
     return model
 
 
