@@ -81,18 +81,15 @@ def detector(**more: Any) -> StallDetector:
 
 
 class TestAdvice:
-    def test_pil_in_the_training_process_is_told_of_the_fast_decoder(self, tmp_path: Path, folder: Path) -> None:
+    def test_what_decoding_costs_is_measured_on_the_dataset_s_images(self, tmp_path: Path, folder: Path) -> None:
         watching = detector()
         fit(tmp_path, Photos(folder), watching)
         finding = watching.report.findings[0]
         assert finding.cause == "main_process_loading"
         evidence = finding.evidence
-        assert evidence["storage_step"] == "ImageFolderDataModule"
         assert (evidence["image_width"], evidence["image_height"]) == (1200, 900)
-        assert float(evidence["fast_decode_ms"]) < float(evidence["image_decode_ms"])
-        assert float(evidence["storage_step_gain"]) > 1.2
-        assert 'ImageFolderDataModule(..., decode="tensor", crop_size=64)' in finding.advice
-        assert f"about {float(evidence['storage_step_gain']):.1f}x batches" in finding.advice
+        for name in ("image_read", "image_decode", "image_crop", "image_to_float", "fast_decode", "small_decode"):
+            assert float(evidence[f"{name}_ms"]) > 0
         assert finding.settings.keys() <= {"num_workers", "persistent_workers"}
 
     def test_weights_and_random_state_are_as_without_it(self, tmp_path: Path, folder: Path) -> None:
@@ -114,6 +111,7 @@ class TestAdvice:
         finding = watching.report.findings[0]
         assert finding.evidence["storage_step"] == "ImageFolderDataModule"
         assert "storage_step_gain" not in finding.evidence
+        assert 'ImageFolderDataModule(..., decode="tensor", crop_size=64' in finding.advice
 
     def test_a_dataset_that_cannot_be_looked_at_is_trained_on(self, tmp_path: Path) -> None:
         class Odd(TensorDataset):

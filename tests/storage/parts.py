@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -100,10 +101,12 @@ def _kill_at(process: subprocess.Popen[str], text: str, line: str) -> bool:
 
 
 def open_descriptors() -> int:
-    """File descriptors that this process has open."""
+    """File descriptors that this process has open; what waits to be collected is closed first."""
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
 def mapped_shards() -> int:
     """Maps of shard files that this process has."""
+    gc.collect()
     return Path("/proc/self/maps").read_text().count(".mdb")
