@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_gpuopt.callbacks.gpu_util_monitor import GpuUtilMonitor
     from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
     from lightning_gpuopt.callbacks.stall_detector import StallDetector
+    from lightning_gpuopt.datamodules.dali import DALIDataModule
     from lightning_gpuopt.datamodules.image_folder import ImageFolderDataModule
     from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
     from lightning_gpuopt.diagnosis.report import Finding, StallReport
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CudaPrefetcher",
+    "DALIDataModule",
     "Finding",
     "GpuUtilMonitor",
     "ImageFolderDataModule",
@@ -48,6 +50,7 @@ __all__ = [
 
 _HOMES = {
     "CudaPrefetcher": "lightning_gpuopt.callbacks.cuda_prefetcher",
+    "DALIDataModule": "lightning_gpuopt.datamodules.dali",
     "Finding": "lightning_gpuopt.diagnosis.report",
     "GpuUtilMonitor": "lightning_gpuopt.callbacks.gpu_util_monitor",
     "ImageFolderDataModule": "lightning_gpuopt.datamodules.image_folder",

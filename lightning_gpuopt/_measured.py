@@ -189,6 +189,27 @@ class WorkerTimes(Summed):
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineTimes(Summed):
+    """What a loader did that decodes in a pipeline of its own, in threads of the training process and on the GPU.
+
+    Attributes:
+        batches: batches given.
+        wait_s: seconds for which the training process waited for the pipeline to finish a batch.
+        read_wait_s: seconds for which it waited for the files of a batch, to put them into the pipeline.
+        read_wall_s: seconds that the reading threads took, summed up.
+        read_cpu_s: CPU seconds of those threads; far less means blocked on storage.
+        decode_cpu_s: CPU seconds of the pipeline's own threads.
+    """
+
+    batches: int = 0
+    wait_s: float = 0.0
+    read_wait_s: float = 0.0
+    read_wall_s: float = 0.0
+    read_cpu_s: float = 0.0
+    decode_cpu_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class LoaderFacts:
     """The settings of the training loaders that matter for the diagnosis.
 

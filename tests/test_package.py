@@ -15,6 +15,7 @@ def test_the_public_names_are_these() -> None:
         "CudaPrefetcher",
         "Finding",
         "GpuUtilMonitor",
+        "DALIDataModule",
         "ImageFolderDataModule",
         "LMDBDataModule",
         "LMDBDataset",

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_gpuopt import _lightning
 from lightning_gpuopt._arguments import choice, flag, function, number_range, refuse, whole_number
-from lightning_gpuopt._lightning import LightningDataModule, MisconfigurationException, Trainer, rank_zero_warn
+from lightning_gpuopt._lightning import MisconfigurationException, rank_zero_warn
+from lightning_gpuopt.datamodules.resumable import Data, ResumableDataModule, is_path
 from lightning_gpuopt.images.crop import RATIO, SCALE, CenterCrops, RandomCrops
 from lightning_gpuopt.images.normalize import Normalize
 from lightning_gpuopt.loading.collate import make_of
@@ -23,19 +21,14 @@ from lightning_gpuopt.loading.datasets import balanced_weights, exact_images, me
 from lightning_gpuopt.loading.loader import ElasticLoader, make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
-from lightning_gpuopt.loading.samples import SkippedSamples
-from lightning_gpuopt.telemetry.host import usable_cpus
-
-Data: TypeAlias = str | os.PathLike[str] | Dataset[Any]
 
 RUN_BYTES: Final = 1 << 20
 """With `shuffle_window`, so much of a dataset is read in one go: enough for a disk to be near its best."""
 
 _READ_BY: Final = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
-STAGES: Final = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
-class ElasticDataModule(LightningDataModule):
+class ElasticDataModule(ResumableDataModule):
     """Loaders over any map-style datasets; a subclass says what a path stands for.
 
     Every sample of an epoch goes to exactly one rank, in an order that is a function of the seed and the epoch. A
@@ -119,9 +112,12 @@ class ElasticDataModule(LightningDataModule):
         weights: Sequence[float] | str | os.PathLike[str] | None = None,
         on_corrupt: Literal["raise", "skip"] = "raise",
     ) -> None:
-        super().__init__()
-        self._sources: dict[str, Any] = {"train": train, "val": val, "test": test, "predict": predict}
-        self.batch_size = whole_number("batch_size", batch_size, "samples per batch and rank", least=1)
+        super().__init__(
+            {"train": train, "val": val, "test": test, "predict": predict},
+            whole_number("batch_size", batch_size, "samples per batch and rank", least=1),
+            whole_number("seed", seed, "a whole number", least=0),
+            flag("shuffle", shuffle),
+        )
         self.num_workers = (
             num_workers if num_workers == "auto" else whole_number("num_workers", num_workers, "processes", least=0)
         )
@@ -130,13 +126,11 @@ class ElasticDataModule(LightningDataModule):
         self.target_transform = function("target_transform", target_transform)
         self.collate_fn = function("collate_fn", collate_fn)
         self.decode = choice("decode", decode, ("pil", "tensor", "raw"))
-        self.shuffle = flag("shuffle", shuffle)
         self.shuffle_window = (
             None
             if shuffle_window is None
             else whole_number("shuffle_window", shuffle_window, "samples", least=1, or_none=True)
         )
-        self.seed = whole_number("seed", seed, "a whole number", least=0)
         self.drop_last = flag("drop_last", drop_last)
         self.pin_memory = pin_memory if pin_memory == "auto" else flag("pin_memory", pin_memory)
         self.persistent_workers = (
@@ -154,29 +148,14 @@ class ElasticDataModule(LightningDataModule):
         self.interpolation = choice("interpolation", interpolation, ("bilinear", "bicubic", "nearest"))
         self.weights = weights
         self.on_corrupt = choice("on_corrupt", on_corrupt, ("raise", "skip"))
-        if val is None and type(self).val_dataloader is ElasticDataModule.val_dataloader:
-            # As if there were no such hook: Lightning then leaves validation out.
-            self.val_dataloader = partial(LightningDataModule.val_dataloader, self)  # type: ignore[method-assign]
         self._check_together()
-        self._datasets: dict[str, list[Any]] = {}
-        self._skipped: dict[str, SkippedSamples] = {}
-        self._skipped_of: Trainer | None = None
         self._dtype: tuple[Any, torch.dtype] | None = None
-        self._sampler: ElasticSampler | None = None
-        self._sampler_of: Trainer | None = None
-        self._resume: dict[str, Any] | None = None
-        self._resume_of: Trainer | None = None
-        self.allow_zero_length_dataloader_with_multiple_devices = False
 
     def _check_together(self) -> None:
         if self.crop_size is not None and self.decode != "tensor":
             raise MisconfigurationException(
                 f"crop_size={self.crop_size} works on tensors: give decode='tensor' with it (got "
                 f"decode={self.decode!r})"
-            )
-        if isinstance(self._sources["train"], (list, tuple)):
-            raise MisconfigurationException(
-                "train is one dataset, got a list: put them together with torch.utils.data.ConcatDataset"
             )
         for name in self._sources:
             argument = "train_transform" if name == "train" else "eval_transform"
@@ -192,12 +171,6 @@ class ElasticDataModule(LightningDataModule):
                 "leave out target_transform"
             )
 
-    def _given(self, name: str) -> list[Any]:
-        source = self._sources[name]
-        if source is None:
-            return []
-        return list(source) if isinstance(source, (list, tuple)) else [source]
-
     def _open_path(self, path: str | os.PathLike[str], name: str, transform: Callable[[Any], Any] | None) -> Any:
         """The dataset at a path.
 
@@ -212,29 +185,16 @@ class ElasticDataModule(LightningDataModule):
 
     @override
     def setup(self, stage: str | None = None) -> None:
-        """Open the stage's datasets.
-
-        Raises:
-            FileNotFoundError: A path is not there.
-            StorageError: It is not a dataset of ours, or damaged.
-            ValueError: There is nothing in it.
-        """
-        for name in self._names(stage):
-            self._open(name)
+        """Open the stage's datasets; see `ResumableDataModule.setup`."""
+        super().setup(stage)
         if type(self).on_after_batch_transfer is ElasticDataModule.on_after_batch_transfer:
             _lightning.silence_both_hooks("on_after_batch_transfer")  # ours calls the LightningModule's
 
-    def _names(self, stage: Any) -> tuple[str, ...]:
-        """What a stage reads; Lightning gives it as a ``TrainerFn``, users as a text."""
-        return STAGES.get(getattr(stage, "value", stage), tuple(self._sources))
-
-    def _open(self, name: str) -> list[Any]:
-        if name not in self._datasets:
-            transform = self.train_transform if name == "train" else self.eval_transform
-            self._datasets[name] = [
-                self._open_path(source, name, transform) if is_path(source) else source for source in self._given(name)
-            ]
-        return self._datasets[name]
+    @override
+    def _open_source(self, source: Any, name: str) -> Any:
+        if not is_path(source):
+            return source
+        return self._open_path(source, name, self.train_transform if name == "train" else self.eval_transform)
 
     # --- loaders -------------------------------------------------------------------------------------------------
 
@@ -245,61 +205,11 @@ class ElasticDataModule(LightningDataModule):
         mean = mean_bytes(dataset) if self.shuffle_window is not None else None
         run = None if mean is None else max(1, RUN_BYTES // mean)
         order = Order(len(dataset), self.seed, self.shuffle, self.shuffle_window, self._weights(dataset), run)
-        sampler = self._make_sampler(order, drop_last=self.drop_last)
-        trainer, before = self.trainer, self._sampler
-        self._continue(sampler)
-        if trainer is not None:
-            if trainer.current_epoch > sampler.epoch:
-                sampler.set_epoch(trainer.current_epoch)
-            if before is not None and self._sampler_of is trainer:  # reloaded: until the next batch, this counts
-                sampler.iterated_epoch = before.iterated_epoch
-            sampler.epoch_now = lambda: trainer.current_epoch
-        sampler.on_epoch = self._epoch_begins
-        self._sampler, self._sampler_of = sampler, trainer
-        return self._loader("train", dataset, sampler)
+        return self._loader("train", dataset, self._train_sampler(order, drop_last=self.drop_last))
 
     @override
-    def val_dataloader(self) -> Any:
-        """The validation loader, or a list of them; in the order stored."""
-        return self._eval_loaders("val")
-
-    @override
-    def test_dataloader(self) -> Any:
-        """As `val_dataloader`."""
-        return self._eval_loaders("test")
-
-    @override
-    def predict_dataloader(self) -> Any:
-        """As `val_dataloader`."""
-        return self._eval_loaders("predict")
-
-    def _eval_loaders(self, name: str) -> Any:
-        loaders = [
-            self._loader(name, dataset, self._make_sampler(Order(len(dataset), shuffle=False)))
-            for dataset in self._needed(name)
-        ]
-        return loaders if isinstance(self._sources[name], (list, tuple)) else loaders[0]
-
-    def _needed(self, name: str) -> list[Any]:
-        if self._sources[name] is None:
-            raise MisconfigurationException(
-                f"{type(self).__name__} was made without {name}=: give it the path of a dataset, or a dataset"
-            )
-        return self._open(name)
-
-    def _make_sampler(self, order: Order, drop_last: bool = False) -> ElasticSampler:
-        rank, world_size = self._ranks
-        return ElasticSampler(order, self.batch_size, rank=rank, world_size=world_size, drop_last=drop_last)
-
-    @property
-    def _ranks(self) -> tuple[int, int]:
-        if self.trainer is not None:
-            # Not the world's rank and size: under tensor parallelism several ranks read the same.
-            given = self.trainer.distributed_sampler_kwargs
-            return (0, 1) if given is None else (int(given["rank"]), int(given["num_replicas"]))
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return 0, 1
+    def _eval_loader(self, name: str, at: int, dataset: Any) -> ElasticLoader:
+        return self._loader(name, dataset, self._make_sampler(Order(len(dataset), shuffle=False)))
 
     def _loader(self, name: str, dataset: Any, sampler: ElasticSampler) -> ElasticLoader:
         if sampler.padding:
@@ -321,7 +231,7 @@ class ElasticDataModule(LightningDataModule):
                 collate_fn=self.collate_fn,
                 memory_format=self.memory_format,
                 num_workers=None if self.num_workers == "auto" else self.num_workers,
-                workers_if_needed=self._auto_workers,
+                workers_if_needed=self._local_cpus,
                 pin_memory=self._on_cuda if self.pin_memory == "auto" else self.pin_memory,
                 persistent_workers=persistent,
                 prefetch_factor=self.prefetch_factor,
@@ -344,18 +254,6 @@ class ElasticDataModule(LightningDataModule):
         if name == "train":
             return RandomCrops(self.crop_size, self.scale, self.ratio, self.interpolation, self.flip)
         return CenterCrops(self.crop_size, interpolation=self.interpolation)
-
-    @property
-    def _auto_workers(self) -> int:
-        trainer = self.trainer
-        local_ranks = 1 if trainer is None else max(1, trainer.num_devices)
-        return max(1, int(usable_cpus() / local_ranks))
-
-    @property
-    def _on_cuda(self) -> bool:
-        if self.trainer is None:
-            return torch.cuda.is_available()
-        return self.trainer.strategy.root_device.type == "cuda"
 
     # --- batches -------------------------------------------------------------------------------------------------
 
@@ -396,91 +294,12 @@ class ElasticDataModule(LightningDataModule):
             self._dtype = plugin, plugin.convert_input(torch.empty(0)).dtype
         return self._dtype[1]
 
-    @property
-    def num_skipped(self) -> int:
-        """Samples that were left out because they could not be read, in all processes, with ``on_corrupt="skip"``."""
-        return sum(len(each.read()) for each in self._skipped.values())
-
-    def _skip_list(self, name: str) -> SkippedSamples:
-        if self._skipped_of is not self.trainer:  # each run has lists of its own
-            self._skipped, self._skipped_of = {}, self.trainer
-        if name not in self._skipped:
-            root = "." if self.trainer is None else self.trainer.log_dir or self.trainer.default_root_dir
-            self._skipped[name] = SkippedSamples(Path(root, "gpuopt", f"skipped-{name}.csv"))
-            if self.trainer is None or self.trainer.is_global_zero:
-                self._skipped[name].clear()
-        return self._skipped[name]
-
-    def _report_skipped(self) -> None:
-        for each in self._skipped.values():
-            if (text := each.news()) is not None:
-                rank_zero_warn(text)
-
-    # --- resume --------------------------------------------------------------------------------------------------
+    # --- order ---------------------------------------------------------------------------------------------------
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        """Where training is: plain numbers.
-
-        Returns:
-            ``seed``, ``epoch``, ``consumed`` (samples of this epoch that the steps of all ranks have had), ``batches``
-            (the steps that took them); and what makes the order: ``num_samples``, ``shuffle``, ``shuffle_window``,
-            ``weighted``.
-        """
-        sampler, trainer = self._sampler, self.trainer
-        if sampler is None or trainer is None:
-            return dict(self._resume or {})
-        done = _lightning.processed_batches(trainer)
-        return {
-            "epoch": sampler.iterated_epoch,
-            "consumed": sampler.consumed_after(done, sampler.iterated_epoch),
-            "batches": done,
-            **self._what_makes(sampler.order),
-        }
-
     def _what_makes(self, order: Order) -> dict[str, Any]:
-        made_by = {
-            "num_samples": order.num_samples,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "shuffle_window": self.shuffle_window,
-            "weighted": order.weighted,
-        }
+        made_by = super()._what_makes(order) | {"shuffle_window": self.shuffle_window, "weighted": order.weighted}
         return made_by if self.shuffle_window is None else {**made_by, "run": order.run}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a checkpoint left off; the next training loader begins there."""
-        if self.trainer is not None and self.trainer.state.fn != "fit":
-            return  # test, validate and predict read checkpoints, too
-        self._resume, self._resume_of = dict(state_dict), self.trainer
-
-    @override
-    def teardown(self, stage: str | None = None) -> None:
-        """Forget where a checkpoint left off; another fit begins at the beginning."""
-        self._report_skipped()
-        if stage == "fit":
-            self._resume = None
-
-    def _continue(self, sampler: ElasticSampler) -> None:
-        state = self._resume
-        if not state or self._resume_of not in (None, self.trainer):  # of a fit that came to nothing
-            self._resume = None
-            return
-        self._resume_of = self.trainer
-        changed = [
-            f"{name} was {state.get(name)!r} and is {now!r}"
-            for name, now in self._what_makes(sampler.order).items()
-            if state.get(name) != now
-        ]
-        if changed:
-            rank_zero_warn(
-                f"{type(self).__name__}: the checkpoint was made with other data or another order "
-                f"({'; '.join(changed)}): the epoch goes on after as many samples, but some may come twice and others "
-                "not at all"
-            )
-        consumed = min(int(state["consumed"]), sampler.order.num_samples)
-        sampler.resume(int(state["epoch"]), consumed, int(state["batches"]))
 
     def _weights(self, dataset: Any) -> Any:
         if isinstance(self.weights, str) and self.weights == "balanced":
@@ -491,15 +310,3 @@ class ElasticDataModule(LightningDataModule):
             return np.load(self.weights, allow_pickle=False)
         except FileNotFoundError:
             refuse("weights", "numbers, the path of a .npy file, or 'balanced'", self.weights)
-
-    def _epoch_begins(self, num_batches: int) -> None:
-        self._report_skipped()
-        if self.trainer is not None:
-            if self._resume and self._sampler is not None and self._sampler.epoch != self._resume["epoch"]:
-                _lightning.leave_finished_epoch(self.trainer)
-            _lightning.set_train_batches(self.trainer, num_batches)
-
-
-def is_path(source: Any) -> bool:
-    """Whether a source is a path, and no dataset."""
-    return isinstance(source, (str, os.PathLike))

@@ -11,7 +11,8 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_gpuopt._lightning import rank_zero_info
-from lightning_gpuopt.datamodules.elastic import ElasticDataModule, is_path
+from lightning_gpuopt.datamodules.elastic import ElasticDataModule
+from lightning_gpuopt.datamodules.resumable import is_path
 from lightning_gpuopt.images.cost import MOST_IMAGES, measure_images, resize_for
 from lightning_gpuopt.images.files import ImageFiles, find_images
 from lightning_gpuopt.loading.image_folder import ImageFolder

@@ -178,14 +178,30 @@ class CenterCrops:
         # In full: evaluation should not depend on how an image was made smaller as it was decoded.
         pixels = decode(data, 0, 0) if mode is None else exact_pixels(data, mode)
         height, width = pixels.shape[:2]
-        short, size = self.resize, self.size
-        # The longer side is floored, as torchvision does.
-        high, wide = (short, short * width // height) if height <= width else (short * height // width, short)
-        top, left = round((high - size) / 2), round((wide - size) / 2)
+        size = self.size
+        high, wide, top, left = resized_center(height, width, self.resize, size)
         if mode is not None:
             rows = _centers(top, size, height / high, height)
             return exact_tensor(pixels[np.ix_(rows, _centers(left, size, width / wide, width))])
         return _resize(pixels, high, wide, self.interpolation)[:, top : top + size, left : left + size]
+
+
+def resized_center(height: int, width: int, short: int, size: int) -> tuple[int, int, int, int]:
+    """Where the middle of an image is, once it has been made smaller or larger.
+
+    As torchvision's ``Resize``, which floors the longer side, and ``CenterCrop``.
+
+    Args:
+        height: Of the image in pixels.
+        width: Of the image.
+        short: Length of its shorter side after it.
+        size: Side of the square in the middle.
+
+    Returns:
+        Height and width of the resized image; top and left of the square in it.
+    """
+    high, wide = (short, short * width // height) if height <= width else (short * height // width, short)
+    return high, wide, round((high - size) / 2), round((wide - size) / 2)
 
 
 def crop(

@@ -147,3 +147,19 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int] | None:
     except ValueError:
         return None
     return height, width, jpeg.orientation_of(data)
+
+
+def shown_size(data: bytes | memoryview) -> tuple[int, int]:
+    """Height and width of an image file as it is shown, upright; by its header.
+
+    Raises:
+        OSError: As `decode_pil`.
+    """
+    header = jpeg_size(data)
+    if header is not None:
+        height, width, orientation = header
+    else:
+        with Image.open(io.BytesIO(data)) as image:
+            width, height = image.size
+            orientation = image.getexif().get(jpeg.ORIENTATION, 1)
+    return (width, height) if orientation in _UPRIGHT and _UPRIGHT[orientation][0] else (height, width)

@@ -11,6 +11,7 @@ The class of a dataset may offer any of these; none has to:
 - ``read_ahead(indices)``: begin to read these samples, without waiting for them.
 - ``targets``: the label of each sample, without reading the samples.
 - ``exact_images``: where in a sample images lie whose values count (masks, depth), which are never normalised.
+- ``encoded_image(index)``: the bytes of a sample's image file, for decoders outside Python; None where it has none.
 - ``sample_name(index)``: what users call a sample, such as its file's path.
 """
 

@@ -135,6 +135,19 @@ class ImageFolder(Dataset[Any]):
         """The content of a sample's image file."""
         return self.files.read(index)
 
+    def encoded_image(self, index: int) -> bytes:
+        """The same, for a decoder outside Python.
+
+        Raises:
+            CorruptSampleError: The file is gone, or the disk cannot give it.
+        """
+        try:
+            return self.files.read(index)
+        except OSError as error:
+            if not (is_bad_image(error) or _is_damage(error)):
+                raise
+            raise CorruptSampleError(f"{self.sample_name(index)}: {_why(error)}") from error
+
 
 def _is_damage(error: Exception) -> bool:
     """Whether the disk cannot give the file, which another file may not share (as too many open files would)."""

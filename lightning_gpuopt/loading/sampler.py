@@ -14,23 +14,28 @@ from lightning_gpuopt.loading.order import Order
 _BLOCK_BATCHES = 64  # batches whose indices are worked out at a time
 
 
-def step_size(left: int, world_size: int, batch_size: int, drop_last: bool) -> int:
+def step_size(left: int, world_size: int, batch_size: int, drop_last: bool, larger_last: bool = False) -> int:
     """How many of the samples that are left the next step of all ranks takes together; 0 at the end.
 
-    A full batch for each rank. The last two steps share what is left so that no rank runs short.
+    A full batch for each rank. The last two steps share what is left so that no rank runs short; batches of one cannot
+    be shared, but with `larger_last` the last one of a rank may have two samples.
     """
     full = world_size * batch_size
     if left < full:
         return 0 if drop_last else left
-    if not drop_last and batch_size > 1 and full < left < full + world_size:
+    if drop_last or not full < left < full + world_size:
+        return full
+    if batch_size > 1:
         return left - world_size
-    return full
+    return left if larger_last else full
 
 
-def num_steps(left: int, world_size: int, batch_size: int, drop_last: bool) -> int:
+def num_steps(left: int, world_size: int, batch_size: int, drop_last: bool, larger_last: bool = False) -> int:
     """How many steps what is left makes."""
     full = world_size * batch_size
-    return left // full if drop_last else -(-left // full)
+    if drop_last or (larger_last and batch_size == 1 and left >= full):
+        return left // full
+    return -(-left // full)
 
 
 class BatchIndices(list[int]):
@@ -66,10 +71,18 @@ class ElasticSampler(DistributedSampler[int]):
         rank: This process' rank.
         world_size: Number of ranks.
         drop_last: Leave out what does not make a full batch for every rank.
+        larger_last: With batches of one, the last one of a rank may have two samples, so that none goes to two ranks.
     """
 
     def __init__(
-        self, order: Order, batch_size: int, *, rank: int = 0, world_size: int = 1, drop_last: bool = False
+        self,
+        order: Order,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        larger_last: bool = False,
     ) -> None:
         # Not DistributedSampler's: it wants a dataset and cuts the epoch up in its own way.
         self.order = order
@@ -77,6 +90,7 @@ class ElasticSampler(DistributedSampler[int]):
         self.rank = rank
         self.num_replicas = world_size
         self.drop_last = drop_last
+        self.larger_last = larger_last
         self.shuffle = order.shuffle
         self.seed = order.seed
         self.epoch = 0
@@ -105,8 +119,14 @@ class ElasticSampler(DistributedSampler[int]):
         """
         self._start = (epoch, consumed, steps)
         self.iterated_epoch = epoch
-        left = num_steps(self.order.num_samples - consumed, self.num_replicas, self.batch_size, self.drop_last)
+        left = self._num_steps(self.order.num_samples - consumed)
         self.epoch = epoch if left else epoch + 1
+
+    def _step_size(self, left: int) -> int:
+        return step_size(left, self.num_replicas, self.batch_size, self.drop_last, self.larger_last)
+
+    def _num_steps(self, left: int) -> int:
+        return num_steps(left, self.num_replicas, self.batch_size, self.drop_last, self.larger_last)
 
     def _begin(self, epoch: int) -> tuple[int, int]:
         """Samples consumed and steps done when an epoch's iteration begins."""
@@ -121,7 +141,7 @@ class ElasticSampler(DistributedSampler[int]):
         sure = max(0, min(steps - done, (n - consumed) // (world * batch) - 1))
         consumed += sure * world * batch
         for _ in range(steps - done - sure):
-            consumed += step_size(n - consumed, world, batch, self.drop_last)
+            consumed += self._step_size(n - consumed)
         return consumed
 
     @property
@@ -130,14 +150,24 @@ class ElasticSampler(DistributedSampler[int]):
         if self.drop_last:
             return 0
         consumed, steps = self._begin(self.epoch)
-        total = num_steps(self.order.num_samples - consumed, self.num_replicas, self.batch_size, False)
+        total = self._num_steps(self.order.num_samples - consumed)
         last = self.order.num_samples - self.consumed_after(steps + max(0, total - 1))
         return max(0, self.num_replicas - last) if total else 0
 
     def num_batches(self) -> int:
         """Steps of the epoch: those done before a resume, and those that are left."""
         consumed, steps = self._begin(self.epoch)
-        return steps + num_steps(self.order.num_samples - consumed, self.num_replicas, self.batch_size, self.drop_last)
+        return steps + self._num_steps(self.order.num_samples - consumed)
+
+    @property
+    def randomness(self) -> tuple[int, ...]:
+        """What a random stream of this rank's own must depend on, besides the seed, so as not to repeat another's."""
+        epoch, consumed, _ = self._start
+        return (self.rank, epoch, consumed) if self.num_replicas > 1 else ()
+
+    def steps_done(self) -> int:
+        """Steps of the epoch that were done before a resume."""
+        return self._begin(self.epoch)[1]
 
     def batches(self) -> Iterator[BatchIndices]:
         """This rank's batches, from where the epoch begins to its end."""
@@ -147,7 +177,7 @@ class ElasticSampler(DistributedSampler[int]):
         while True:
             slices: list[tuple[int, int]] = []
             while len(slices) < _BLOCK_BATCHES:
-                take = step_size(n - consumed, world, self.batch_size, self.drop_last)
+                take = self._step_size(n - consumed)
                 if not take:
                     break
                 if take >= world:
@@ -174,7 +204,7 @@ class ElasticSampler(DistributedSampler[int]):
         n, world, rank = self.order.num_samples, self.num_replicas, self.rank
         sure = max(0, self.num_batches() - steps - 2)  # all steps but the last two are full
         count, consumed = sure * self.batch_size, consumed + sure * world * self.batch_size
-        while take := step_size(n - consumed, world, self.batch_size, self.drop_last):
+        while take := self._step_size(n - consumed):
             count += take * (rank + 1) // world - take * rank // world if take >= world else 1
             consumed += take
         return count

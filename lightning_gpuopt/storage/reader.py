@@ -254,10 +254,15 @@ class LMDBDataset(Dataset[Any]):
 
     def image_file(self, index: int) -> bytes | None:
         """The first image file of a sample; None where there is none."""
-        found: list[bytes] = []
+        data = self.encoded_image(index)
+        return None if data is None else bytes(data)
+
+    def encoded_image(self, index: int) -> memoryview | None:
+        """The same without a copy: a part of the shard's map, which lives as long as it does."""
+        found: list[memoryview] = []
 
         def keep(data: memoryview, mode: str | None = None) -> None:
-            found.append(bytes(data))
+            found.append(data)
 
         self.read(index, keep)
         return found[0] if found else None

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from PIL import Image
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, random_split
 
-from lightning_gpuopt.datamodules import elastic
+from lightning_gpuopt.datamodules import resumable
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
@@ -243,7 +243,7 @@ def _height(image: Image.Image) -> int:
 
 
 def test_auto_chooses_workers_and_memory_by_the_machine(images: Path, data: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(elastic, "usable_cpus", lambda: 7.5)
+    monkeypatch.setattr(resumable, "usable_cpus", lambda: 7.5)
     decoding = LMDBDataModule(images, decode="tensor", crop_size=8)
     decoding.setup("fit")
     loader = decoding.train_dataloader()

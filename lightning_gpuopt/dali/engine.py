@@ -1,0 +1,130 @@
+"""A running pipeline: batches go in, and come out in the same order, several at a time in flight."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from lightning_gpuopt.dali.pipelines import AREAS, ENCODED, LABELS
+from lightning_gpuopt.dali.source import EncodedBatch
+
+_KEPT: Final = 2
+"""Batches whose bytes are kept after they came out: a GPU may still copy them then."""
+
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+
+
+class Engine:
+    """Runs a pipeline. Not for several threads.
+
+    Args:
+        build: makes the pipeline, from the state of its random operators (None: as seeded).
+        device: where the batches are wanted.
+        keeps_state: whether the state of the random operators can be asked for.
+    """
+
+    def __init__(self, build: Callable[[bytes | None], Any], device: torch.device, keeps_state: bool = False) -> None:
+        self._build = build
+        self._device = device
+        self._keeps_state = keeps_state
+        self._pipeline: Any = None
+        self._flight: deque[EncodedBatch] = deque()
+        self._done: deque[EncodedBatch] = deque(maxlen=_KEPT)
+        self._threads: list[str] = []
+        self._cpu_s_before = 0.0
+        self.state: str | None = None
+        """The state of the random operators after the last batch that came out."""
+
+    @property
+    def flight(self) -> list[EncodedBatch]:
+        """The batches that have gone in and not come out yet, oldest first."""
+        return list(self._flight)
+
+    def start(self, state: str | None = None) -> None:
+        """Build the pipeline, unless there is one.
+
+        Args:
+            state: of the random operators: then it is built anew.
+        """
+        if self._pipeline is not None and not state:
+            return
+        self.close()
+        before = _threads()
+        self._pipeline, self.state = self._build(None if not state else base64.b64decode(state)), state
+        self._threads = sorted(set(_threads()) - set(before))
+
+    def submit(self, batch: EncodedBatch) -> None:
+        """Put a batch in. Its bytes are not copied."""
+        self.start()
+        self._pipeline.feed_input(ENCODED, batch.images)
+        self._pipeline.feed_input(LABELS, batch.labels)
+        if batch.areas is not None:
+            self._pipeline.feed_input(AREAS, batch.areas)
+        self._pipeline.schedule_run()
+        self._flight.append(batch)
+
+    def collect(self) -> tuple[torch.Tensor, ...]:
+        """Take the oldest batch out: its tensors are DALI's own memory, on the stream that is current in torch.
+
+        Raises:
+            RuntimeError: the pipeline failed; it cannot be used any longer, and `flight` holds what was in it.
+        """
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                found = self._pipeline.outputs(cuda_stream=torch.cuda.current_stream(self._device))
+                tensors = tuple(torch.from_dlpack(each.as_tensor()) for each in found)
+        else:
+            tensors = tuple(torch.from_dlpack(each.as_tensor()) for each in self._pipeline.outputs())
+        self._done.append(self._flight.popleft())
+        if self._keeps_state:
+            self.state = base64.b64encode(self._pipeline.checkpoint()).decode()
+        return tensors
+
+    def drain(self) -> None:
+        """Throw away what is in flight; random operators go on from the last batch that came out."""
+        if not self._flight:
+            return
+        if self._keeps_state:
+            state = self.state
+            self.close()
+            self.start(state)
+            return
+        try:
+            while self._flight:
+                self.collect()
+        except Exception:  # an image that cannot be decoded, and that nobody wants now
+            self.close()
+
+    def close(self) -> None:
+        """Free the pipeline, its memory and its threads."""
+        self._cpu_s_before = self.cpu_s()
+        self._flight.clear()
+        self._done.clear()
+        self._threads = []
+        pipeline, self._pipeline = self._pipeline, None
+        del pipeline
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the threads that decode and transform, so far."""
+        return self._cpu_s_before + sum(_cpu_s_of(thread) for thread in self._threads)
+
+
+def _threads() -> list[str]:
+    try:
+        return os.listdir("/proc/self/task")
+    except OSError:
+        return []
+
+
+def _cpu_s_of(thread: str) -> float:
+    try:
+        with open(f"/proc/self/task/{thread}/stat", "rb") as stream:
+            fields = stream.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICKS  # utime and stime, proc(5)

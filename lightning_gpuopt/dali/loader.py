@@ -1,0 +1,203 @@
+"""The loader that Lightning sees: epochs of batches, each from its first to its last, whatever stopped the one before."""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from lightning_gpuopt.dali.encoded import Bytes
+from lightning_gpuopt.dali.engine import Engine
+from lightning_gpuopt.dali.source import BatchSource, EncodedBatch, none_left
+from lightning_gpuopt.images.decode import decode_pil
+from lightning_gpuopt.images.errors import CorruptSampleError, reason_of
+from lightning_gpuopt.loading.sampler import ElasticSampler
+
+log = logging.getLogger(__name__)
+
+Decodes = Callable[[Bytes], "Exception | None"]
+
+_IN_FLIGHT: Final = 3
+"""Batches in the pipeline at a time: one that is waited for, and two that keep its threads and the decoder busy."""
+
+_STATES_KEPT: Final = 8
+
+
+class DALILoader:
+    """Batches ``(images, labels)`` of an elastic order, decoded by DALI.
+
+    Args:
+        source: reads the samples.
+        sampler: says which of them this rank gets.
+        engine: runs the pipeline.
+        decodes: tries one image file; None is success.
+        expected: checks a batch's tensors once, and raises where they are not what was promised.
+    """
+
+    draws_random_state = False
+    """For whoever takes batches ahead: taking one changes no random state of this process."""
+
+    def __init__(
+        self,
+        source: BatchSource,
+        sampler: ElasticSampler,
+        engine: Engine,
+        decodes: Decodes,
+        expected: Callable[[tuple[torch.Tensor, ...], int], None],
+    ) -> None:
+        self.source = source
+        self.sampler = sampler
+        self.engine = engine
+        self.batch_size = sampler.batch_size
+        self._decodes = decodes
+        self._expected = expected
+        self._checked = False
+        self._epoch = 0  # which iteration is the latest
+        self._rewritten: dict[int, Bytes] = {}
+        self._states: dict[int, str | None] = {}
+        self._resume_state: str | None = None
+        self.wait_s = 0.0
+        """Seconds for which the training process waited for the pipeline."""
+        self.batches_given = 0
+
+    def __len__(self) -> int:
+        return self.sampler.num_batches()
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        self._epoch += 1
+        return self._batches(self._epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: the position in the epoch is kept by the DataModule.
+
+        That it is here tells Lightning that this loader can resume in the middle of an epoch.
+        """
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to do; see `state_dict`."""
+
+    def random_state(self, done: int) -> str | None:
+        """The state of a user's own random operators after so many batches of this epoch; None where it is not kept."""
+        return self._states.get(done)
+
+    def resume_from(self, state: str | None) -> None:
+        """Have the next epoch begin with this state of the random operators."""
+        self._resume_state = state
+
+    def close(self) -> None:
+        """End its threads and free the pipeline; another iteration makes them anew."""
+        self._epoch += 1
+        self.engine.close()
+        self.source.close()
+
+    def _batches(self, epoch: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """One epoch. It ends at once when another has begun."""
+        self.engine.drain()
+        self.engine.start(self._resume_state)
+        self._resume_state = None
+        done = self.sampler.steps_done()
+        self._states = {done: self.engine.state}
+        batches = self.source.batches(self.sampler.batches())
+        try:
+            while epoch == self._epoch:
+                while len(self.engine.flight) < _IN_FLIGHT and (batch := next(batches, None)) is not None:
+                    self.engine.submit(self._known(batch))
+                if not self.engine.flight:
+                    return
+                tensors = self._collect()
+                done += 1
+                self._keep_state(done)
+                yield tensors
+        finally:
+            batches.close()  # type: ignore[attr-defined]
+
+    def _keep_state(self, done: int) -> None:
+        self._states[done] = self.engine.state
+        self._states.pop(done - _STATES_KEPT, None)
+
+    def _collect(self) -> tuple[torch.Tensor, ...]:
+        while True:
+            size = len(self.engine.flight[0])
+            began = time.perf_counter()
+            try:
+                tensors = self.engine.collect()
+            except Exception as error:
+                self._recover(error)
+                continue
+            finally:
+                self.wait_s += time.perf_counter() - began
+            self.batches_given += 1
+            if not self._checked:
+                self._expected(tensors, size)
+                self._checked = True
+            return tensors
+
+    # --- images that DALI refuses --------------------------------------------------------------------------------
+
+    def _known(self, batch: EncodedBatch) -> EncodedBatch:
+        """The batch with what has been found out about its images since it was read."""
+        if not self._rewritten:
+            return batch
+        at = {
+            position: self._rewritten[index] for position, index in enumerate(batch.indices) if index in self._rewritten
+        }
+        return batch.with_images(at) if at else batch
+
+    def _recover(self, error: Exception) -> None:
+        """Build the pipeline anew, after an image that it could not decode, and put in again what was in it.
+
+        Raises:
+            CorruptSampleError: an image cannot be decoded, and such are not left out.
+            Exception: `error`, where all images can be decoded.
+        """
+        flight, state = self.engine.flight, self.engine.state
+        self.engine.close()
+        mended = [self._mended(batch) for batch in flight]
+        if all(after is before for before, after in zip(flight, mended, strict=True)):
+            raise error
+        self.engine.start(state)
+        for batch in mended:
+            self.engine.submit(batch)
+
+    def _mended(self, batch: EncodedBatch) -> EncodedBatch:
+        """The batch without images that cannot be decoded; those that only PIL can decode as it decodes them."""
+        rewritten: dict[int, Bytes] = {}
+        gone: list[int] = []
+        for at, (index, image) in enumerate(zip(batch.indices, batch.images, strict=True)):
+            refused = self._decodes(image)
+            if refused is None:
+                continue
+            try:
+                rewritten[at] = self._rewritten[index] = _as_ppm(image)
+            except Exception as reason:
+                name = self.source.images.name(index)
+                text = f"{type(reason).__name__}: {reason_of(reason)}"
+                error = CorruptSampleError(
+                    f"{name}: it is not an image that can be decoded ({text}); replace or remove it"
+                )
+                error.__cause__ = refused
+                self.source.leave_out(index, error)
+                gone.append(at)
+        if len(gone) == len(batch):
+            raise none_left(len(batch))
+        if not gone and not rewritten:
+            return batch
+        return batch.with_images(rewritten).without(gone)
+
+
+def _as_ppm(image: Bytes) -> Bytes:
+    """An image file, decoded by PIL, as a PPM file: what every decoder reads.
+
+    Raises:
+        OSError: as `decode_pil`.
+    """
+    decoded = decode_pil(image.data)
+    out = io.BytesIO()
+    decoded.save(out, "PPM")
+    return np.frombuffer(out.getvalue(), np.uint8)

@@ -1,0 +1,228 @@
+"""The pipelines: from the bytes of image files to a batch on the training device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lightning_gpuopt.dali.library import DALI, is_pipeline_def
+
+ENCODED, LABELS, AREAS = "encoded", "labels", "areas"
+"""Names of a pipeline's inputs."""
+
+_DEPTH: Final = 1
+"""What DALI itself runs ahead when it is started; more batches are in flight because more are fed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all pipelines of a DataModule share.
+
+    Attributes:
+        batch_size: the largest number of samples in a batch.
+        num_threads: CPU threads.
+        device_id: the CUDA device's ordinal; None: the pipeline runs on the CPU.
+        crop_size: side of the images in pixels.
+        mean: per channel, on the 0-1 scale.
+        std: per channel, on the 0-1 scale.
+        dtype: of the images.
+        layout: of an image.
+        hw_decoder_load: share of the JPEG images that go to the hardware decoder, where the GPU has one.
+        seed: of the random operators in a user's own pipeline.
+    """
+
+    batch_size: int
+    num_threads: int
+    device_id: int | None
+    crop_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    dtype: Literal[float32, float16, uint8]
+    layout: Literal[CHW, HWC]
+    hw_decoder_load: float
+    seed: int = 0
+
+
+Definition = Callable[[DALI, Settings, Any, Any, Any], tuple[Any, ...]]
+"""Takes DALI, the settings and the nodes of the inputs (bytes, labels, areas), gives images and labels."""
+
+
+def random_crops(dali: DALI, settings: Settings, encoded: Any, labels: Any, areas: Any) -> tuple[Any, ...]:
+    """Training: only the random area is decoded, then resized, mirrored and normalised."""
+    images = dali.fn.decoders.image_slice(
+        encoded, start=areas[0:2], shape=areas[2:4], axes=[0, 1], **_decoder(dali, settings)
+    )
+    images = _resize(dali, settings, images)
+    return _normalized(dali, settings, images, mirror=areas[4]), labels
+
+
+def center_crops(dali: DALI, settings: Settings, encoded: Any, labels: Any, areas: Any) -> tuple[Any, ...]:
+    """Evaluation: the middle of the resized image, in one step, and normalised."""
+    images = dali.fn.decoders.image(encoded, **_decoder(dali, settings))
+    images = _resize(dali, settings, images, roi_start=areas[0:2], roi_end=areas[2:4], roi_relative=False)
+    return _normalized(dali, settings, images), labels
+
+
+def transforms(operators: Sequence[Any]) -> Definition:
+    """The definition that runs torchvision-style operators on the decoded image, uint8 HWC.
+
+    What they leave uint8 or unnormalised is scaled and normalised as in the other pipelines, unless there is a
+    ``Normalize`` among them.
+
+    Args:
+        operators: of ``nvidia.dali.experimental.torchvision``.
+    """
+
+    def define(dali: DALI, settings: Settings, encoded: Any, labels: Any, areas: Any) -> tuple[Any, ...]:
+        images = dali.fn.decoders.image(encoded, **_decoder(dali, settings))
+        for operator in operators:
+            # Compose runs its operators so, too (DALI 2.4, experimental/torchvision/v2/compose.py).
+            images = operator._invoke(images)
+        if not any(type(operator).__name__ == "Normalize" for operator in operators):
+            return _normalized(dali, settings, images), labels
+        dtype = _dtype(dali, settings)
+        if settings.layout == "CHW":
+            images = dali.fn.transpose(images, perm=[2, 0, 1])
+        return dali.fn.cast(images, dtype=dtype), labels
+
+    return define
+
+
+def custom(function: Callable[..., Any]) -> Definition:
+    """The definition of a user's ``@pipeline_def``."""
+    body = getattr(function, "__wrapped__", function)
+
+    def define(dali: DALI, settings: Settings, encoded: Any, labels: Any, areas: Any) -> tuple[Any, ...]:
+        found = body(encoded, labels)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            what = f"{len(found)} outputs" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+            raise ValueError(
+                f"{getattr(function, '__name__', function)}: expected a pipeline that returns (images, labels), got "
+                f"{what}"
+            )
+        return found[0], found[1]
+
+    return define
+
+
+def definition_of(name: str, given: Any) -> Definition | None:
+    """The definition behind what a user gave for a pipeline; None where nothing was.
+
+    Args:
+        name: the argument.
+        given: a function decorated with ``@pipeline_def``; or torchvision-style operators, in a list or in DALI's
+            ``Compose``.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if given is None:
+        return None
+    operators = getattr(given, "op_list", given)
+    if isinstance(operators, (list, tuple)) and all(hasattr(each, "_invoke") for each in operators):
+        return transforms(operators)
+    if is_pipeline_def(given):
+        return custom(given)
+    raise TypeError(
+        f"{name}: expected a function decorated with @pipeline_def that takes (encoded, labels) and returns (images, "
+        f"labels), or operators of nvidia.dali.experimental.torchvision in a list or Compose; got {given!r}"
+    )
+
+
+def build(
+    dali: DALI, define: Definition, settings: Settings, *, has_areas: bool, checkpoint: bytes | None = None
+) -> Any:
+    """Build a pipeline that is fed batch by batch.
+
+    Args:
+        dali: DALI's modules.
+        define: what it does.
+        settings: for it.
+        has_areas: whether areas are fed.
+        checkpoint: the state of its random operators; None: as seeded. ``b""``: as seeded, and the state can be asked
+            for.
+    """
+
+    def whole() -> tuple[Any, ...]:
+        fn, types = dali.fn, dali.types
+        # Nothing is copied: the source keeps the bytes until the batch has been decoded.
+        encoded = fn.external_source(name=ENCODED, no_copy=True, ndim=1, dtype=types.UINT8)
+        labels = fn.external_source(name=LABELS, ndim=0, dtype=types.INT64)
+        areas = fn.external_source(name=AREAS, ndim=1) if has_areas else None
+        images, labels = define(dali, settings, encoded, labels, areas)
+        if settings.device_id is not None:
+            images, labels = images.gpu(), labels.gpu()
+        return images, labels
+
+    more = {} if checkpoint is None else {"enable_checkpointing": True}
+    more |= {"checkpoint": checkpoint} if checkpoint else {}
+    pipeline = dali.pipeline_def(whole, enable_conditionals=True)(
+        batch_size=settings.batch_size,
+        num_threads=settings.num_threads,
+        device_id=settings.device_id,
+        seed=settings.seed,
+        exec_dynamic=True,
+        prefetch_queue_depth=_DEPTH,
+        **more,
+    )
+    pipeline.build()
+    return pipeline
+
+
+def decodes(dali: DALI, settings: Settings, image: Any) -> Exception | None:
+    """Decode one image file with DALI, in a pipeline of its own.
+
+    Args:
+        dali: DALI's modules.
+        settings: the device and decoder to try it on.
+        image: its bytes, uint8 ``[N]``.
+
+    Returns:
+        None where it can be decoded, else DALI's error.
+    """
+
+    def whole() -> Any:
+        encoded = dali.fn.external_source(name=ENCODED, ndim=1, dtype=dali.types.UINT8)
+        return dali.fn.decoders.image(encoded, **_decoder(dali, settings))
+
+    pipeline = dali.pipeline_def(whole)(
+        batch_size=1, num_threads=1, device_id=settings.device_id, exec_dynamic=True, prefetch_queue_depth=1
+    )
+    pipeline.build()
+    pipeline.feed_input(ENCODED, [image])
+    try:
+        pipeline.schedule_run()
+        pipeline.outputs()
+    except Exception as error:
+        return error
+    return None
+
+
+def _decoder(dali: DALI, settings: Settings) -> dict[str, Any]:
+    if settings.device_id is None:
+        return {"device": "cpu", "output_type": dali.types.RGB}
+    return {"device": "mixed", "output_type": dali.types.RGB, "hw_decoder_load": settings.hw_decoder_load}
+
+
+def _resize(dali: DALI, settings: Settings, images: Any, **part: Any) -> Any:
+    size = [settings.crop_size, settings.crop_size]
+    # Antialiased and bilinear, as PIL and torchvision resize: networks were trained so.
+    return dali.fn.resize(images, size=size, interp_type=dali.types.INTERP_LINEAR, antialias=True, **part)
+
+
+def _normalized(dali: DALI, settings: Settings, images: Any, **more: Any) -> Any:
+    """Scaled from 0-255 to 0-1 and normalised in the wanted dtype and layout; uint8 stays 0-255."""
+    raw = settings.dtype == "uint8"
+    return dali.fn.crop_mirror_normalize(
+        images,
+        dtype=_dtype(dali, settings),
+        output_layout=settings.layout,
+        mean=[0.0] if raw else [255 * each for each in settings.mean],
+        std=[1.0] if raw else [255 * each for each in settings.std],
+        **more,
+    )
+
+
+def _dtype(dali: DALI, settings: Settings) -> Any:
+    return {"float32": dali.types.FLOAT, "float16": dali.types.FLOAT16, "uint8": dali.types.UINT8}[settings.dtype]

@@ -1,0 +1,299 @@
+"""The batches that go into a pipeline: bytes, labels and areas, read ahead of it. Plain Python, without DALI.
+
+What is random about an image is drawn here, from the seed, the epoch and the image's place in it: the pipeline has no
+random state, and so nothing of it is lost when training stops, or when the pipeline is made anew.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from lightning_gpuopt.dali.encoded import Bytes, EncodedImages, Labels
+from lightning_gpuopt.images.crop import RATIO, SCALE, draw_area, resized_center
+from lightning_gpuopt.images.decode import shown_size
+from lightning_gpuopt.images.errors import CorruptSampleError, reason_of
+from lightning_gpuopt.loading.order import mix
+from lightning_gpuopt.loading.sampler import BatchIndices
+from lightning_gpuopt.loading.samples import SkippedSamples
+
+MOST_THREADS: Final = 16
+"""A network file system answers that many at a time; from memory, few are faster."""
+_FEW_THREADS: Final = 2
+_BLOCKED: Final = 3.0
+_LATENCY_S: Final = 0.0005
+"""Reading that takes so many times its CPU time, and so many seconds a file, mostly waits for storage."""
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """A batch before it is decoded, of B samples.
+
+    Attributes:
+        indices: of the samples.
+        images: their files' bytes, B arrays uint8 ``[N]``.
+        labels: int64 ``[B]``.
+        areas: what is cut out of each image, ``[B, 4 or 5]``; see `RandomAreas` and `CenterAreas`. None: the
+            pipeline decides.
+    """
+
+    indices: tuple[int, ...]
+    images: list[Bytes]
+    labels: Labels
+    areas: np.ndarray[Any, Any] | None
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def without(self, positions: Iterable[int]) -> EncodedBatch:
+        """The batch with some of its samples left out."""
+        gone = set(positions)
+        kept = [at for at in range(len(self)) if at not in gone]
+        return EncodedBatch(
+            tuple(self.indices[at] for at in kept),
+            [self.images[at] for at in kept],
+            self.labels[kept],
+            None if self.areas is None else self.areas[kept],
+        )
+
+    def with_images(self, other: dict[int, Bytes]) -> EncodedBatch:
+        """The batch with other bytes for some of its samples, by position."""
+        return replace(self, images=[other.get(at, image) for at, image in enumerate(self.images)])
+
+
+class Areas(Protocol):
+    """Says what is cut out of an image."""
+
+    def area(self, height: int, width: int, key: int) -> Sequence[float]:
+        """An image's area.
+
+        Args:
+            height: of the image, upright, in pixels.
+            width: of the image.
+            key: decides what is random, 64 bits.
+        """
+
+    def dtype(self) -> Any:
+        """Of the numbers."""
+
+
+@dataclass(frozen=True)
+class RandomAreas:
+    """Random-resized crops: top, left, height, width in pixels, and 1 where it is mirrored; int32 ``[5]``.
+
+    The same ones as `RandomCrops` draws for the same key.
+
+    Attributes:
+        scale: smallest and largest share of the image's area.
+        ratio: smallest and largest width over height.
+        flip: mirror one in two.
+    """
+
+    scale: tuple[float, float] = SCALE
+    ratio: tuple[float, float] = RATIO
+    flip: bool = True
+
+    def dtype(self) -> Any:
+        """See `Areas`."""
+        return np.int32
+
+    def area(self, height: int, width: int, key: int) -> Sequence[float]:
+        """See `Areas`."""
+        generator = np.random.Generator(np.random.Philox(key=key))
+        drawn = draw_area(height, width, generator, self.scale, self.ratio, self.flip)
+        return drawn.top, drawn.left, drawn.height, drawn.width, drawn.mirrored
+
+
+@dataclass(frozen=True)
+class CenterAreas:
+    """The middle of an image whose shorter side is resized: top, left, bottom, right of it in the image's own pixels.
+
+    float32 ``[4]``. Resizing this part of the image is the same as resizing the image and cutting out the middle.
+
+    Attributes:
+        resize: length of the shorter side in pixels.
+        size: side of the square in pixels.
+    """
+
+    resize: int
+    size: int
+
+    def dtype(self) -> Any:
+        """See `Areas`."""
+        return np.float32
+
+    def area(self, height: int, width: int, key: int) -> Sequence[float]:
+        """See `Areas`."""
+        high, wide, top, left = resized_center(height, width, self.resize, self.size)
+        down, across = height / high, width / wide
+        return top * down, left * across, (top + self.size) * down, (left + self.size) * across
+
+
+@dataclass(frozen=True)
+class ReadTimes:
+    """What reading the files took, in all threads.
+
+    Attributes:
+        wall_s: seconds.
+        cpu_s: CPU seconds of the threads that read.
+        wait_s: seconds for which the training process waited for a batch's files.
+    """
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    wait_s: float = 0.0
+
+
+@dataclass
+class _Reading:
+    indices: BatchIndices
+    parts: list[Future[list[tuple[Bytes, Sequence[float] | None] | None]]]
+
+
+class BatchSource:
+    """Reads batches ahead, in threads.
+
+    Args:
+        images: the samples.
+        areas: what is cut out of them; None: nothing, the pipeline decides.
+        seed: of the random areas.
+        skipped: notes samples that cannot be read and are left out; None: they are errors.
+        ahead: batches whose files are being read beyond the one that is asked for.
+    """
+
+    def __init__(
+        self,
+        images: EncodedImages,
+        areas: Areas | None,
+        *,
+        seed: int = 0,
+        skipped: SkippedSamples | None = None,
+        ahead: int = 2,
+    ) -> None:
+        self.images = images
+        self.areas = areas
+        self.seed = seed
+        self.skipped = skipped
+        self.ahead = ahead
+        self._left_out: set[int] = set()
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._times = ReadTimes()
+        self._slow = False
+
+    @property
+    def times(self) -> ReadTimes:
+        """What reading has taken so far."""
+        return self._times
+
+    def batches(self, plan: Iterable[BatchIndices]) -> Iterator[EncodedBatch]:
+        """The batches of these samples, in their order.
+
+        Raises:
+            CorruptSampleError: a sample cannot be read; where such are left out, none of a batch can.
+        """
+        reading: deque[_Reading] = deque()
+        try:
+            for indices in plan:
+                reading.append(self._begin(indices))
+                if len(reading) > self.ahead:
+                    yield self._finish(reading.popleft())
+            while reading:
+                yield self._finish(reading.popleft())
+        finally:
+            for each in reading:
+                for part in each.parts:
+                    part.cancel()
+
+    def leave_out(self, index: int, error: Exception) -> None:
+        """Leave a sample out from now on, and note it.
+
+        Raises:
+            CorruptSampleError: samples are not to be left out.
+        """
+        if self.skipped is None:
+            raise error
+        self._left_out.add(index)
+        self.skipped.add(self.images.name(index), error)
+
+    def close(self) -> None:
+        """End the threads."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _begin(self, indices: BatchIndices) -> _Reading:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="gpuopt-read")
+        self.images.read_ahead(indices)
+        parts = min(MOST_THREADS if self._slow else _FEW_THREADS, len(indices))
+        bounds = [len(indices) * part // parts for part in range(parts + 1)]
+        pool = self._pool
+        futures = [
+            pool.submit(self._read, indices, start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+        ]
+        return _Reading(indices, futures)
+
+    def _read(self, indices: BatchIndices, start: int, stop: int) -> list[tuple[Bytes, Sequence[float] | None] | None]:
+        began, cpu_began = time.perf_counter(), time.thread_time()
+        try:
+            return [self._one(indices, at) for at in range(start, stop)]
+        finally:
+            wall_s, cpu_s = time.perf_counter() - began, time.thread_time() - cpu_began
+            with self._lock:
+                before = self._times
+                self._times = replace(before, wall_s=before.wall_s + wall_s, cpu_s=before.cpu_s + cpu_s)
+                self._slow = wall_s > _BLOCKED * cpu_s and wall_s > _LATENCY_S * (stop - start)
+
+    def _one(self, indices: BatchIndices, at: int) -> tuple[Bytes, Sequence[float] | None] | None:
+        """A sample's bytes and area; None where it is left out."""
+        index = indices[at]
+        if index in self._left_out:
+            return None
+        try:
+            image = self.images.read(index)
+            if self.areas is None:
+                return image, None
+            height, width = self._size(index, image)
+            return image, self.areas.area(height, width, mix(self.seed, indices.epoch, indices.first + at))
+        except CorruptSampleError as error:
+            self.leave_out(index, error)
+            return None
+
+    def _size(self, index: int, image: Bytes) -> tuple[int, int]:
+        try:
+            return shown_size(image.data)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {reason_of(error)}"
+            name = self.images.name(index)
+            raise CorruptSampleError(
+                f"{name}: it is not an image that can be decoded ({reason}); replace or remove it"
+            ) from error
+
+    def _finish(self, reading: _Reading) -> EncodedBatch:
+        began = time.perf_counter()
+        samples = [sample for part in reading.parts for sample in part.result()]
+        waited_s = time.perf_counter() - began
+        with self._lock:
+            self._times = replace(self._times, wait_s=self._times.wait_s + waited_s)
+        here = [at for at, sample in enumerate(samples) if sample is not None]
+        indices = tuple(reading.indices[at] for at in here)
+        if not here:
+            raise none_left(len(samples))
+        found = [sample for sample in samples if sample is not None]
+        areas = None if self.areas is None else np.array([area for _, area in found], self.areas.dtype())
+        return EncodedBatch(indices, [image for image, _ in found], self.images.labels[list(indices)], areas)
+
+
+def none_left(size: int) -> CorruptSampleError:
+    """The error for a batch in which no sample can be decoded: with several ranks, all must have as many batches."""
+    return CorruptSampleError(
+        f"none of the {size} samples of a batch can be read, and a batch cannot be empty; skipped.csv lists them"
+    )

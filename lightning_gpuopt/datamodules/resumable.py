@@ -1,0 +1,267 @@
+"""The base of all DataModules: which samples come in which order, on which rank, and from where after a resume."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from lightning_gpuopt import _lightning
+from lightning_gpuopt._lightning import LightningDataModule, MisconfigurationException, Trainer, rank_zero_warn
+from lightning_gpuopt.loading.order import Order
+from lightning_gpuopt.loading.sampler import ElasticSampler
+from lightning_gpuopt.loading.samples import SkippedSamples
+from lightning_gpuopt.telemetry.host import usable_cpus
+
+Data: TypeAlias = str | os.PathLike[str] | Dataset[Any]
+
+STAGES: Final = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+
+
+class ResumableDataModule(LightningDataModule):
+    """Samples in an order of this package's own; a subclass makes the loaders.
+
+    Args:
+        sources: What each of ``train``, ``val``, ``test`` and ``predict`` reads; None: nothing.
+        batch_size: Samples per batch and rank.
+        seed: Seed of the orders.
+        shuffle: Shuffle `train` anew each epoch.
+    """
+
+    def __init__(self, sources: dict[str, Any], batch_size: int, seed: int, shuffle: bool) -> None:
+        super().__init__()
+        self._sources = sources
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        if sources["val"] is None and type(self).val_dataloader is ResumableDataModule.val_dataloader:
+            # As if there were no such hook: Lightning then leaves validation out.
+            self.val_dataloader = partial(LightningDataModule.val_dataloader, self)  # type: ignore[method-assign]
+        if isinstance(sources["train"], (list, tuple)):
+            raise MisconfigurationException(
+                "train is one dataset, got a list: put them together with torch.utils.data.ConcatDataset"
+            )
+        self._datasets: dict[str, list[Any]] = {}
+        self._skipped: dict[str, SkippedSamples] = {}
+        self._skipped_of: Trainer | None = None
+        self._sampler: ElasticSampler | None = None
+        self._sampler_of: Trainer | None = None
+        self._resume: dict[str, Any] | None = None
+        self._resume_of: Trainer | None = None
+        self.allow_zero_length_dataloader_with_multiple_devices = False
+
+    def _open_source(self, source: Any, name: str) -> Any:
+        """The dataset of a source.
+
+        Args:
+            source: What was passed: a path, or a dataset.
+            name: ``train``, ``val``, ``test`` or ``predict``.
+        """
+        raise NotImplementedError
+
+    def _eval_loader(self, name: str, at: int, dataset: Any) -> Any:
+        """A loader that is not for training.
+
+        Args:
+            name: ``val``, ``test`` or ``predict``.
+            at: Position among that stage's datasets.
+            dataset: What it reads.
+        """
+        raise NotImplementedError
+
+    # --- datasets ------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        """Open the stage's datasets.
+
+        Raises:
+            FileNotFoundError: A path is not there.
+            StorageError: It is not a dataset of ours, or damaged.
+            ValueError: There is nothing in it.
+        """
+        for name in self._names(stage):
+            self._open(name)
+
+    def _given(self, name: str) -> list[Any]:
+        source = self._sources[name]
+        if source is None:
+            return []
+        return list(source) if isinstance(source, (list, tuple)) else [source]
+
+    def _names(self, stage: Any) -> tuple[str, ...]:
+        """What a stage reads; Lightning gives it as a ``TrainerFn``, users as a text."""
+        return STAGES.get(getattr(stage, "value", stage), tuple(self._sources))
+
+    def _open(self, name: str) -> list[Any]:
+        if name not in self._datasets:
+            self._datasets[name] = [self._open_source(source, name) for source in self._given(name)]
+        return self._datasets[name]
+
+    def _needed(self, name: str) -> list[Any]:
+        if self._sources[name] is None:
+            raise MisconfigurationException(
+                f"{type(self).__name__} was made without {name}=: give it the path of a dataset, or a dataset"
+            )
+        return self._open(name)
+
+    # --- loaders -------------------------------------------------------------------------------------------------
+
+    @override
+    def val_dataloader(self) -> Any:
+        """The validation loader, or a list of them; in the order stored."""
+        return self._eval_loaders("val")
+
+    @override
+    def test_dataloader(self) -> Any:
+        """As `val_dataloader`."""
+        return self._eval_loaders("test")
+
+    @override
+    def predict_dataloader(self) -> Any:
+        """As `val_dataloader`."""
+        return self._eval_loaders("predict")
+
+    def _eval_loaders(self, name: str) -> Any:
+        loaders = [self._eval_loader(name, at, dataset) for at, dataset in enumerate(self._needed(name))]
+        return loaders if isinstance(self._sources[name], (list, tuple)) else loaders[0]
+
+    def _train_sampler(self, order: Order, *, drop_last: bool = False) -> ElasticSampler:
+        """The training sampler, which goes on where a checkpoint left off."""
+        sampler = self._make_sampler(order, drop_last)
+        trainer, before = self.trainer, self._sampler
+        self._continue(sampler)
+        if trainer is not None:
+            if trainer.current_epoch > sampler.epoch:
+                sampler.set_epoch(trainer.current_epoch)
+            if before is not None and self._sampler_of is trainer:  # reloaded: until the next batch, this counts
+                sampler.iterated_epoch = before.iterated_epoch
+            sampler.epoch_now = lambda: trainer.current_epoch
+        sampler.on_epoch = self._epoch_begins
+        self._sampler, self._sampler_of = sampler, trainer
+        return sampler
+
+    def _make_sampler(self, order: Order, drop_last: bool = False) -> ElasticSampler:
+        rank, world_size = self._ranks
+        return ElasticSampler(order, self.batch_size, rank=rank, world_size=world_size, drop_last=drop_last)
+
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        if self.trainer is not None:
+            # Not the world's rank and size: under tensor parallelism several ranks read the same.
+            given = self.trainer.distributed_sampler_kwargs
+            return (0, 1) if given is None else (int(given["rank"]), int(given["num_replicas"]))
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return 0, 1
+
+    @property
+    def _local_cpus(self) -> int:
+        """CPUs that this rank may use, where all ranks of this node share them alike; at least 1."""
+        local_ranks = 1 if self.trainer is None else max(1, self.trainer.num_devices)
+        return max(1, int(usable_cpus() / local_ranks))
+
+    @property
+    def _on_cuda(self) -> bool:
+        if self.trainer is None:
+            return torch.cuda.is_available()
+        return self.trainer.strategy.root_device.type == "cuda"
+
+    # --- samples that are left out -------------------------------------------------------------------------------
+
+    @property
+    def num_skipped(self) -> int:
+        """Samples that were left out because they could not be read, in all processes, with ``on_corrupt="skip"``."""
+        return sum(len(each.read()) for each in self._skipped.values())
+
+    def _skip_list(self, name: str) -> SkippedSamples:
+        if self._skipped_of is not self.trainer:  # each run has lists of its own
+            self._skipped, self._skipped_of = {}, self.trainer
+        if name not in self._skipped:
+            root = "." if self.trainer is None else self.trainer.log_dir or self.trainer.default_root_dir
+            file = f"skipped-{name}.csv" if name else "skipped.csv"
+            self._skipped[name] = SkippedSamples(Path(root, "gpuopt", file))
+            if self.trainer is None or self.trainer.is_global_zero:
+                self._skipped[name].clear()
+        return self._skipped[name]
+
+    def _report_skipped(self) -> None:
+        for each in self._skipped.values():
+            if (text := each.news()) is not None:
+                rank_zero_warn(text)
+
+    # --- resume --------------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is: plain numbers.
+
+        Returns:
+            ``seed``, ``epoch``, ``consumed`` (samples of this epoch that the steps of all ranks have had), ``batches``
+            (the steps that took them); and what makes the order: ``num_samples``, ``shuffle``, ``shuffle_window``,
+            ``weighted``.
+        """
+        sampler, trainer = self._sampler, self.trainer
+        if sampler is None or trainer is None:
+            return dict(self._resume or {})
+        done = _lightning.processed_batches(trainer)
+        return {
+            "epoch": sampler.iterated_epoch,
+            "consumed": sampler.consumed_after(done, sampler.iterated_epoch),
+            "batches": done,
+            **self._what_makes(sampler.order),
+        }
+
+    def _what_makes(self, order: Order) -> dict[str, Any]:
+        return {"num_samples": order.num_samples, "seed": self.seed, "shuffle": self.shuffle}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a checkpoint left off; the next training loader begins there."""
+        if self.trainer is not None and self.trainer.state.fn != "fit":
+            return  # test, validate and predict read checkpoints, too
+        self._resume, self._resume_of = dict(state_dict), self.trainer
+
+    @override
+    def teardown(self, stage: str | None = None) -> None:
+        """Forget where a checkpoint left off; another fit begins at the beginning."""
+        self._report_skipped()
+        if stage == "fit":
+            self._resume = None
+
+    def _continue(self, sampler: ElasticSampler) -> None:
+        state = self._resume
+        if not state or self._resume_of not in (None, self.trainer):  # of a fit that came to nothing
+            self._resume = None
+            return
+        self._resume_of = self.trainer
+        changed = [
+            f"{name} was {state.get(name)!r} and is {now!r}"
+            for name, now in self._what_makes(sampler.order).items()
+            if state.get(name) != now
+        ]
+        if changed:
+            rank_zero_warn(
+                f"{type(self).__name__}: the checkpoint was made with other data or another order "
+                f"({'; '.join(changed)}): the epoch goes on after as many samples, but some may come twice and others "
+                "not at all"
+            )
+        consumed = min(int(state["consumed"]), sampler.order.num_samples)
+        sampler.resume(int(state["epoch"]), consumed, int(state["batches"]))
+
+    def _epoch_begins(self, num_batches: int) -> None:
+        self._report_skipped()
+        if self.trainer is not None:
+            if self._resume and self._sampler is not None and self._sampler.epoch != self._resume["epoch"]:
+                _lightning.leave_finished_epoch(self.trainer)
+            _lightning.set_train_batches(self.trainer, num_batches)
+
+
+def is_path(source: Any) -> bool:
+    """Whether a source is a path, and no dataset."""
+    return isinstance(source, (str, os.PathLike))
