@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from lightning_gpuopt.dali.pipelines import AREAS, ENCODED, LABELS
 from lightning_gpuopt.dali.source import EncodedBatch
@@ -30,7 +31,7 @@ class Engine:
 
     def __init__(self, build: Callable[[bytes | None], Any], device: torch.device, keeps_state: bool = False) -> None:
         self._build = build
-        self._device = device
+        self.device = device
         self._keeps_state = keeps_state
         self._pipeline: Any = None
         self._flight: deque[EncodedBatch] = deque()
@@ -74,12 +75,12 @@ class Engine:
         Raises:
             RuntimeError: the pipeline failed; it cannot be used any longer, and `flight` holds what was in it.
         """
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
-                found = self._pipeline.outputs(cuda_stream=torch.cuda.current_stream(self._device))
-                tensors = tuple(torch.from_dlpack(each.as_tensor()) for each in found)
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                found = self._pipeline.outputs(cuda_stream=torch.cuda.current_stream(self.device))
+                tensors = tuple(from_dlpack(each.as_tensor()) for each in found)
         else:
-            tensors = tuple(torch.from_dlpack(each.as_tensor()) for each in self._pipeline.outputs())
+            tensors = tuple(from_dlpack(each.as_tensor()) for each in self._pipeline.outputs())
         self._done.append(self._flight.popleft())
         if self._keeps_state:
             self.state = base64.b64encode(self._pipeline.checkpoint()).decode()

@@ -31,7 +31,8 @@ def load_dali() -> DALI:
     """
     try:
         import nvidia.dali
-        from nvidia.dali import fn, pipeline_def, types
+        from nvidia.dali import fn, types
+        from nvidia.dali.pipeline import pipeline_def
     except ImportError as error:
         raise ImportError(
             f"DALIDataModule needs NVIDIA DALI, which cannot be imported ({error}). Install it for CUDA 12 with\n"

@@ -1,4 +1,4 @@
-"""The loader that Lightning sees: epochs of batches, each from its first to its last, whatever stopped the one before."""
+"""The loader that Lightning sees: each epoch from its first batch to its last, whatever stopped the one before."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from lightning_gpuopt._measured import PipelineTimes
 from lightning_gpuopt.dali.encoded import Bytes
 from lightning_gpuopt.dali.engine import Engine
 from lightning_gpuopt.dali.source import BatchSource, EncodedBatch, none_left
@@ -37,6 +38,10 @@ class DALILoader:
         engine: runs the pipeline.
         decodes: tries one image file; None is success.
         expected: checks a batch's tensors once, and raises where they are not what was promised.
+        num_threads: CPU threads of the pipeline.
+
+    Attributes:
+        on_gpu: whether the images are decoded there.
     """
 
     draws_random_state = False
@@ -49,11 +54,14 @@ class DALILoader:
         engine: Engine,
         decodes: Decodes,
         expected: Callable[[tuple[torch.Tensor, ...], int], None],
+        num_threads: int,
     ) -> None:
         self.source = source
         self.sampler = sampler
         self.engine = engine
         self.batch_size = sampler.batch_size
+        self.num_threads = num_threads
+        self.on_gpu = engine.device.type == "cuda"
         self._decodes = decodes
         self._expected = expected
         self._checked = False
@@ -61,9 +69,8 @@ class DALILoader:
         self._rewritten: dict[int, Bytes] = {}
         self._states: dict[int, str | None] = {}
         self._resume_state: str | None = None
-        self.wait_s = 0.0
-        """Seconds for which the training process waited for the pipeline."""
-        self.batches_given = 0
+        self._wait_s = 0.0
+        self._batches_given = 0
 
     def __len__(self) -> int:
         return self.sampler.num_batches()
@@ -89,6 +96,13 @@ class DALILoader:
     def resume_from(self, state: str | None) -> None:
         """Have the next epoch begin with this state of the random operators."""
         self._resume_state = state
+
+    def times(self) -> PipelineTimes:
+        """What it has done so far; for StallDetector."""
+        read = self.source.times
+        return PipelineTimes(
+            self._batches_given, self._wait_s, read.wait_s, read.wall_s, read.cpu_s, self.engine.cpu_s()
+        )
 
     def close(self) -> None:
         """End its threads and free the pipeline; another iteration makes them anew."""
@@ -131,8 +145,8 @@ class DALILoader:
                 self._recover(error)
                 continue
             finally:
-                self.wait_s += time.perf_counter() - began
-            self.batches_given += 1
+                self._wait_s += time.perf_counter() - began
+            self._batches_given += 1
             if not self._checked:
                 self._expected(tensors, size)
                 self._checked = True

@@ -26,8 +26,8 @@ class Settings:
         crop_size: side of the images in pixels.
         mean: per channel, on the 0-1 scale.
         std: per channel, on the 0-1 scale.
-        dtype: of the images.
-        layout: of an image.
+        dtype: of the images: ``"float32"``, ``"float16"`` or ``"uint8"``.
+        layout: of an image: ``"CHW"`` or ``"HWC"``.
         hw_decoder_load: share of the JPEG images that go to the hardware decoder, where the GPU has one.
         seed: of the random operators in a user's own pipeline.
     """
@@ -38,8 +38,8 @@ class Settings:
     crop_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    dtype: Literal[float32, float16, uint8]
-    layout: Literal[CHW, HWC]
+    dtype: str
+    layout: str
     hw_decoder_load: float
     seed: int = 0
 
@@ -155,7 +155,7 @@ def build(
             images, labels = images.gpu(), labels.gpu()
         return images, labels
 
-    more = {} if checkpoint is None else {"enable_checkpointing": True}
+    more: dict[str, Any] = {} if checkpoint is None else {"enable_checkpointing": True}
     more |= {"checkpoint": checkpoint} if checkpoint else {}
     pipeline = dali.pipeline_def(whole, enable_conditionals=True)(
         batch_size=settings.batch_size,

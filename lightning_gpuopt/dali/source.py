@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -236,9 +237,7 @@ class BatchSource:
         parts = min(MOST_THREADS if self._slow else _FEW_THREADS, len(indices))
         bounds = [len(indices) * part // parts for part in range(parts + 1)]
         pool = self._pool
-        futures = [
-            pool.submit(self._read, indices, start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
-        ]
+        futures = [pool.submit(self._read, indices, start, stop) for start, stop in pairwise(bounds)]
         return _Reading(indices, futures)
 
     def _read(self, indices: BatchIndices, start: int, stop: int) -> list[tuple[Bytes, Sequence[float] | None] | None]:

@@ -62,7 +62,7 @@ class DALIDataModule(ResumableDataModule):
         batch_size: Samples per batch and rank.
         crop_size: Side of the images in pixels.
         resize_size: Evaluation: length of the shorter side in pixels before the crop.
-        device: Where images are decoded: ``"gpu"``, ``"cpu"``, or ``"auto"``: the GPU where the Trainer's device is one.
+        device: Where images are decoded: ``"gpu"``, ``"cpu"``, or ``"auto"``: where the Trainer trains.
         num_threads: CPU threads for each loader. ``"auto"``: 4 where the GPU decodes, else one for each CPU that this
             rank may use.
         mean: Per channel, on the 0-1 scale.
@@ -239,6 +239,7 @@ class DALIDataModule(ResumableDataModule):
             Engine(make, device, keeps_state),
             partial(pipelines.decodes, self._dali, settings),
             partial(self._check, given is not None, "train_pipeline" if train else "eval_pipeline"),
+            settings.num_threads,
         )
         self._loaders[name, at] = loader
         return loader
@@ -251,12 +252,10 @@ class DALIDataModule(ResumableDataModule):
 
     def _settings(self, sampler: ElasticSampler) -> pipelines.Settings:
         device_id = self._device_id()
-        threads = self.num_threads
-        if threads == "auto":
-            threads = self._local_cpus if device_id is None else min(_GPU_THREADS, self._local_cpus)
+        auto = self._local_cpus if device_id is None else min(_GPU_THREADS, self._local_cpus)
         return pipelines.Settings(
             batch_size=max(2, self.batch_size),  # with batches of one, a rank's last may have two
-            num_threads=threads,
+            num_threads=auto if self.num_threads == "auto" else self.num_threads,
             device_id=device_id,
             crop_size=self.crop_size,
             mean=self.mean,
