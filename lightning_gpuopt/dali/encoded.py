@@ -98,7 +98,9 @@ def _labels(dataset: Any, needed: bool) -> Labels:
         targets = targets_of(dataset)
     except (AttributeError, TypeError) as error:
         if needed:
-            raise ValueError(f"expected labels of class: {error}") from None
+            raise ValueError(
+                f"expected a label for each sample, there is none in {dataset!r}; without labels, give it as predict="
+            ) from error
         return np.full(len(dataset), NO_LABEL, np.int64)
     if targets.ndim != 1 or (targets.dtype.kind not in "iub" and targets.size):
         raise ValueError(

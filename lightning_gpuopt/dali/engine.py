@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from lightning_gpuopt.dali.pipelines import AREAS, ENCODED, LABELS
+from lightning_gpuopt.dali.pipelines import AREAS, ENCODED, LABELS, OUTPUTS, PipelineError
 from lightning_gpuopt.dali.source import EncodedBatch
 
 _KEPT: Final = 2
@@ -27,12 +27,20 @@ class Engine:
         build: makes the pipeline, from the state of its random operators (None: as seeded).
         device: where the batches are wanted.
         keeps_state: whether the state of the random operators can be asked for.
+        name: what users call the pipeline, in messages.
     """
 
-    def __init__(self, build: Callable[[bytes | None], Any], device: torch.device, keeps_state: bool = False) -> None:
+    def __init__(
+        self,
+        build: Callable[[bytes | None], Any],
+        device: torch.device,
+        keeps_state: bool = False,
+        name: str = "the pipeline",
+    ) -> None:
         self._build = build
         self.device = device
         self._keeps_state = keeps_state
+        self._name = name
         self._pipeline: Any = None
         self._flight: deque[EncodedBatch] = deque()
         self._done: deque[EncodedBatch] = deque(maxlen=_KEPT)
@@ -62,10 +70,12 @@ class Engine:
     def submit(self, batch: EncodedBatch) -> None:
         """Put a batch in. Its bytes are not copied."""
         self.start()
-        self._pipeline.feed_input(ENCODED, batch.images)
-        self._pipeline.feed_input(LABELS, batch.labels)
-        if batch.areas is not None:
-            self._pipeline.feed_input(AREAS, batch.areas)
+        inputs = {ENCODED: batch.images, LABELS: batch.labels}
+        for name, values in inputs.items() if batch.areas is None else {**inputs, AREAS: batch.areas}.items():
+            try:
+                self._pipeline.feed_input(name, values)
+            except KeyError:
+                raise PipelineError(f"{self._name}: expected a pipeline that uses {name}, it does not") from None
         self._pipeline.schedule_run()
         self._flight.append(batch)
 
@@ -74,17 +84,27 @@ class Engine:
 
         Raises:
             RuntimeError: the pipeline failed; it cannot be used any longer, and `flight` holds what was in it.
+            PipelineError: the samples of a batch have different shapes.
         """
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
-                found = self._pipeline.outputs(cuda_stream=torch.cuda.current_stream(self.device))
-                tensors = tuple(from_dlpack(each.as_tensor()) for each in found)
+                tensors = self._tensors(self._pipeline.outputs(cuda_stream=torch.cuda.current_stream(self.device)))
         else:
-            tensors = tuple(from_dlpack(each.as_tensor()) for each in self._pipeline.outputs())
+            tensors = self._tensors(self._pipeline.outputs())
         self._done.append(self._flight.popleft())
         if self._keeps_state:
             self.state = base64.b64encode(self._pipeline.checkpoint()).decode()
         return tensors
+
+    def _tensors(self, found: Any) -> tuple[torch.Tensor, ...]:
+        for name, samples in zip(OUTPUTS, found, strict=True):
+            if not samples.is_dense_tensor():
+                shapes = sorted({tuple(shape) for shape in samples.shape()})[:3]
+                raise PipelineError(
+                    f"{self._name}: expected {name} of one shape in a batch, got {', '.join(map(str, shapes))}: resize "
+                    "or crop them to one"
+                )
+        return tuple(from_dlpack(samples.as_tensor()) for samples in found)
 
     def drain(self) -> None:
         """Throw away what is in flight; random operators go on from the last batch that came out."""

@@ -14,6 +14,7 @@ import torch
 from lightning_gpuopt._measured import PipelineTimes
 from lightning_gpuopt.dali.encoded import Bytes
 from lightning_gpuopt.dali.engine import Engine
+from lightning_gpuopt.dali.pipelines import PipelineError
 from lightning_gpuopt.dali.source import BatchSource, EncodedBatch, none_left
 from lightning_gpuopt.images.decode import decode_pil
 from lightning_gpuopt.images.errors import CorruptSampleError, reason_of
@@ -21,7 +22,7 @@ from lightning_gpuopt.loading.sampler import ElasticSampler
 
 log = logging.getLogger(__name__)
 
-Decodes = Callable[[Bytes], "Exception | None"]
+Undecodable = Callable[[list[Bytes]], dict[int, Exception]]
 
 _IN_FLIGHT: Final = 3
 """Batches in the pipeline at a time: one that is waited for, and two that keep its threads and the decoder busy."""
@@ -36,7 +37,7 @@ class DALILoader:
         source: reads the samples.
         sampler: says which of them this rank gets.
         engine: runs the pipeline.
-        decodes: tries one image file; None is success.
+        undecodable: tries image files; gives the errors by position.
         expected: checks a batch's tensors once, and raises where they are not what was promised.
         num_threads: CPU threads of the pipeline.
 
@@ -47,12 +48,15 @@ class DALILoader:
     draws_random_state = False
     """For whoever takes batches ahead: taking one changes no random state of this process."""
 
+    batch_sampler = None
+    """Lightning looks at it wherever there is a sampler."""
+
     def __init__(
         self,
         source: BatchSource,
         sampler: ElasticSampler,
         engine: Engine,
-        decodes: Decodes,
+        undecodable: Undecodable,
         expected: Callable[[tuple[torch.Tensor, ...], int], None],
         num_threads: int,
     ) -> None:
@@ -62,7 +66,7 @@ class DALILoader:
         self.batch_size = sampler.batch_size
         self.num_threads = num_threads
         self.on_gpu = engine.device.type == "cuda"
-        self._decodes = decodes
+        self._undecodable = undecodable
         self._expected = expected
         self._checked = False
         self._epoch = 0  # which iteration is the latest
@@ -141,6 +145,8 @@ class DALILoader:
             began = time.perf_counter()
             try:
                 tensors = self.engine.collect()
+            except PipelineError:
+                raise
             except Exception as error:
                 self._recover(error)
                 continue
@@ -183,10 +189,8 @@ class DALILoader:
         """The batch without images that cannot be decoded; those that only PIL can decode as it decodes them."""
         rewritten: dict[int, Bytes] = {}
         gone: list[int] = []
-        for at, (index, image) in enumerate(zip(batch.indices, batch.images, strict=True)):
-            refused = self._decodes(image)
-            if refused is None:
-                continue
+        for at, refused in self._undecodable(batch.images).items():
+            index, image = batch.indices[at], batch.images[at]
             try:
                 rewritten[at] = self._rewritten[index] = _as_ppm(image)
             except Exception as reason:

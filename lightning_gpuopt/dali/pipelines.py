@@ -11,8 +11,14 @@ from lightning_gpuopt.dali.library import DALI, is_pipeline_def
 ENCODED, LABELS, AREAS = "encoded", "labels", "areas"
 """Names of a pipeline's inputs."""
 
+OUTPUTS = ("images", "labels")
+
 _DEPTH: Final = 1
 """What DALI itself runs ahead when it is started; more batches are in flight because more are fed."""
+
+
+class PipelineError(ValueError):
+    """A user's own pipeline is not what is expected of one."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class Settings:
         layout: of an image: ``"CHW"`` or ``"HWC"``.
         hw_decoder_load: share of the JPEG images that go to the hardware decoder, where the GPU has one.
         seed: of the random operators in a user's own pipeline.
+        name: the argument by which a user's own pipeline came, for messages.
     """
 
     batch_size: int
@@ -42,9 +49,10 @@ class Settings:
     layout: str
     hw_decoder_load: float
     seed: int = 0
+    name: str = "the pipeline"
 
 
-Definition = Callable[[DALI, Settings, Any, Any, Any], tuple[Any, ...]]
+Definition = Callable[[DALI, Settings, Any, Any, Any], Any]
 """Takes DALI, the settings and the nodes of the inputs (bytes, labels, areas), gives images and labels."""
 
 
@@ -93,15 +101,8 @@ def custom(function: Callable[..., Any]) -> Definition:
     """The definition of a user's ``@pipeline_def``."""
     body = getattr(function, "__wrapped__", function)
 
-    def define(dali: DALI, settings: Settings, encoded: Any, labels: Any, areas: Any) -> tuple[Any, ...]:
-        found = body(encoded, labels)
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
-            what = f"{len(found)} outputs" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
-            raise ValueError(
-                f"{getattr(function, '__name__', function)}: expected a pipeline that returns (images, labels), got "
-                f"{what}"
-            )
-        return found[0], found[1]
+    def define(dali: DALI, settings: Settings, encoded: Any, labels: Any, areas: Any) -> Any:
+        return body(encoded, labels)
 
     return define
 
@@ -142,6 +143,9 @@ def build(
         has_areas: whether areas are fed.
         checkpoint: the state of its random operators; None: as seeded. ``b""``: as seeded, and the state can be asked
             for.
+
+    Raises:
+        PipelineError: it has other outputs than images and labels.
     """
 
     def whole() -> tuple[Any, ...]:
@@ -150,10 +154,9 @@ def build(
         encoded = fn.external_source(name=ENCODED, no_copy=True, ndim=1, dtype=types.UINT8)
         labels = fn.external_source(name=LABELS, ndim=0, dtype=types.INT64)
         areas = fn.external_source(name=AREAS, ndim=1) if has_areas else None
-        images, labels = define(dali, settings, encoded, labels, areas)
-        if settings.device_id is not None:
-            images, labels = images.gpu(), labels.gpu()
-        return images, labels
+        defined = define(dali, settings, encoded, labels, areas)
+        outputs = tuple(defined) if isinstance(defined, (tuple, list)) else (defined,)
+        return outputs if settings.device_id is None else tuple(each.gpu() for each in outputs)
 
     more: dict[str, Any] = {} if checkpoint is None else {"enable_checkpointing": True}
     more |= {"checkpoint": checkpoint} if checkpoint else {}
@@ -167,36 +170,50 @@ def build(
         **more,
     )
     pipeline.build()
+    if pipeline.num_outputs != len(OUTPUTS):
+        raise PipelineError(
+            f"{settings.name}: expected a pipeline that returns (images, labels), got {pipeline.num_outputs} outputs"
+        )
     return pipeline
 
 
-def decodes(dali: DALI, settings: Settings, image: Any) -> Exception | None:
-    """Decode one image file with DALI, in a pipeline of its own.
+def undecodable(dali: DALI, settings: Settings, images: Sequence[Any]) -> dict[int, Exception]:
+    """Which image files DALI cannot decode. One ends a whole pipeline, so they are tried in ever smaller groups.
 
     Args:
         dali: DALI's modules.
-        settings: the device and decoder to try it on.
-        image: its bytes, uint8 ``[N]``.
+        settings: the device and decoder to try them on.
+        images: their bytes, arrays uint8 ``[N]``.
 
     Returns:
-        None where it can be decoded, else DALI's error.
+        DALI's error by position.
     """
 
     def whole() -> Any:
         encoded = dali.fn.external_source(name=ENCODED, ndim=1, dtype=dali.types.UINT8)
         return dali.fn.decoders.image(encoded, **_decoder(dali, settings))
 
-    pipeline = dali.pipeline_def(whole)(
-        batch_size=1, num_threads=1, device_id=settings.device_id, exec_dynamic=True, prefetch_queue_depth=1
-    )
-    pipeline.build()
-    pipeline.feed_input(ENCODED, [image])
-    try:
-        pipeline.schedule_run()
-        pipeline.outputs()
-    except Exception as error:
-        return error
-    return None
+    def try_out(first: int, group: Sequence[Any]) -> dict[int, Exception]:
+        pipeline = dali.pipeline_def(whole)(
+            batch_size=len(group),
+            num_threads=settings.num_threads,
+            device_id=settings.device_id,
+            exec_dynamic=True,
+            prefetch_queue_depth=_DEPTH,
+        )
+        try:
+            pipeline.build()
+            pipeline.feed_input(ENCODED, list(group))
+            pipeline.schedule_run()
+            pipeline.outputs()
+        except Exception as error:
+            if len(group) == 1:
+                return {first: error}
+            half = len(group) // 2
+            return try_out(first, group[:half]) | try_out(first + half, group[half:])
+        return {}
+
+    return try_out(0, images) if images else {}
 
 
 def _decoder(dali: DALI, settings: Settings) -> dict[str, Any]:

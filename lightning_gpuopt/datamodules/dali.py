@@ -223,7 +223,7 @@ class DALIDataModule(ResumableDataModule):
         if given is None:
             areas = RandomAreas() if train else CenterAreas(self.resize_size, self.crop_size)
         define = given or (pipelines.random_crops if train else pipelines.center_crops)
-        settings = self._settings(sampler)
+        settings = self._settings(sampler, train)
         source = BatchSource(
             images,
             areas,
@@ -236,9 +236,9 @@ class DALIDataModule(ResumableDataModule):
         loader = DALILoader(
             source,
             sampler,
-            Engine(make, device, keeps_state),
-            partial(pipelines.decodes, self._dali, settings),
-            partial(self._check, given is not None, "train_pipeline" if train else "eval_pipeline"),
+            Engine(make, device, keeps_state, settings.name),
+            partial(pipelines.undecodable, self._dali, settings),
+            partial(_check, settings.name),
             settings.num_threads,
         )
         self._loaders[name, at] = loader
@@ -250,7 +250,7 @@ class DALIDataModule(ResumableDataModule):
         checkpoint = (state or b"") if keeps else None
         return pipelines.build(self._dali, define, settings, has_areas=areas, checkpoint=checkpoint)
 
-    def _settings(self, sampler: ElasticSampler) -> pipelines.Settings:
+    def _settings(self, sampler: ElasticSampler, train: bool) -> pipelines.Settings:
         device_id = self._device_id()
         auto = self._local_cpus if device_id is None else min(_GPU_THREADS, self._local_cpus)
         return pipelines.Settings(
@@ -263,6 +263,7 @@ class DALIDataModule(ResumableDataModule):
             dtype=self.dtype,
             layout=self.layout,
             hw_decoder_load=self.hw_decoder_load,
+            name="train_pipeline" if train else "eval_pipeline",
             seed=mix(self.seed, *sampler.randomness) & 0x7FFFFFFF,
         )
 
@@ -283,15 +284,6 @@ class DALIDataModule(ResumableDataModule):
                 'Trainer(accelerator="gpu")'
             )
         return root.index or 0
-
-    def _check(self, own: bool, argument: str, tensors: tuple[torch.Tensor, ...], size: int) -> None:
-        """Compare a user's pipeline with what is expected of it, at its first batch."""
-        images, labels = tensors
-        if own and (images.ndim != 4 or len(images) != size or labels.shape != (size,)):
-            raise MisconfigurationException(
-                f"{argument}: expected images of four dimensions and labels [B] with B = {size}, got images "
-                f"{list(images.shape)} and labels {list(labels.shape)}"
-            )
 
     # --- samples that are left out -------------------------------------------------------------------------------
 
@@ -336,7 +328,17 @@ class DALIDataModule(ResumableDataModule):
             loader.close()
 
 
+def _check(name: str, tensors: tuple[torch.Tensor, ...], size: int) -> None:
+    """Compare a pipeline's first batch with what is expected of it."""
+    images, labels = tensors
+    if images.ndim != 4 or len(images) != size or labels.shape != (size,):
+        raise MisconfigurationException(
+            f"{name}: expected images of four dimensions and labels [B] with B = {size}, got images "
+            f"{list(images.shape)} and labels {list(labels.shape)}"
+        )
+
+
 def _channels(name: str, values: Sequence[float]) -> tuple[float, ...]:
-    if isinstance(values, (str, bytes)) or len(values) != 3:
+    if not isinstance(values, (tuple, list)) or len(values) != 3:
         refuse(name, "three numbers, one for each of red, green and blue", values)
     return tuple(real_number(name, each, "numbers") for each in values)

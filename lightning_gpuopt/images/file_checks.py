@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_gpuopt.images.checks import BadImage, check_image
-from lightning_gpuopt.images.errors import reason_of
+from lightning_gpuopt.images.errors import CorruptSampleError
 
 _VERSION: Final = 1
 _THREADS: Final = 16
@@ -39,7 +39,7 @@ def bad_images(
     are looked at again. A file that goes bad afterwards is not found so.
 
     Args:
-        read: Gives a file's bytes by number.
+        read: Gives a file's bytes by number; a `CorruptSampleError` stands for a file that cannot be read.
         count: How many files there are.
         key: Stands for the files and their order; what was found is kept by it.
         trust: Take what was kept as it is: another process of this machine has just looked.
@@ -63,10 +63,8 @@ def _check(read: Callable[[int], bytes], numbers: list[int], progress: bool) -> 
     def reason(number: int) -> str | None:
         try:
             check_image(read(number))
-        except BadImage as error:
+        except (BadImage, CorruptSampleError) as error:
             return str(error)
-        except OSError as error:
-            return reason_of(error)
         return None
 
     found: dict[int, str] = {}
