@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from array import array
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,6 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
+from lightning_gpuopt.images.files import Strings
 from lightning_gpuopt.loading.datasets import for_loader, leaves, locate, offers, read_ahead, sample_name, targets_of
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
@@ -133,26 +135,26 @@ class FileList(Dataset[Any]):
         if not lines:
             raise ValueError(f"{path}: expected lines PATH LABEL, the list is empty")
         labelled = need_labels or _split(lines[0][1]) is not None
-        self.files: list[str] = []
-        labels: list[int] = []
+        self._names = Strings()
+        labels = array("q")
         for number, line in lines:
             found = _split(line) if labelled else (line, NO_LABEL)
             if found is None:
                 raise ValueError(f"{path}, line {number}: expected PATH LABEL, the label a whole number; got {line!r}")
-            self.files.append(found[0])
+            self._names.append(found[0])
             labels.append(found[1])
         if labelled:
-            self.targets = labels
+            self.targets: Labels = np.frombuffer(labels, np.int64)
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self._names)
 
     def __repr__(self) -> str:
         return f"FileList({str(self.path)!r}, {len(self)} images)"
 
     def __getitem__(self, index: int) -> Any:
         data = self.encoded_image(index)
-        return (data, self.targets[index]) if hasattr(self, "targets") else data
+        return (data, int(self.targets[index])) if hasattr(self, "targets") else data
 
     def for_loader(self) -> FileList:
         """Itself: there is nothing to set for a loader."""
@@ -160,7 +162,7 @@ class FileList(Dataset[Any]):
 
     def sample_name(self, index: int) -> str:
         """The file's path."""
-        return os.path.join(self._root, self.files[index])
+        return os.path.join(self._root, self._names[index])
 
     def encoded_image(self, index: int) -> bytes:
         """A file's content."""

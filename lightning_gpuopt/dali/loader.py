@@ -93,8 +93,12 @@ class DALILoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to do; see `state_dict`."""
 
-    def random_state(self, done: int) -> str | None:
-        """The state of a user's own random operators after so many batches of this epoch; None where it is not kept."""
+    def random_state(self) -> str | None:
+        """The state of a user's own random operators after the last batch; None where it is not kept."""
+        return self.engine.state
+
+    def random_state_after(self, done: int) -> str | None:
+        """The same after so many batches of this epoch, of the last few."""
         return self._states.get(done)
 
     def resume_from(self, state: str | None) -> None:

@@ -17,7 +17,7 @@ from lightning_gpuopt._lightning import MisconfigurationException
 from lightning_gpuopt.dali import pipelines
 from lightning_gpuopt.dali.encoded import EncodedImages, FileList
 from lightning_gpuopt.dali.engine import Engine
-from lightning_gpuopt.dali.library import DALI, load_dali
+from lightning_gpuopt.dali.library import load_dali
 from lightning_gpuopt.dali.loader import DALILoader
 from lightning_gpuopt.dali.source import Areas, BatchSource, CenterAreas, RandomAreas
 from lightning_gpuopt.datamodules.resumable import Data, ResumableDataModule, is_path
@@ -119,7 +119,7 @@ class DALIDataModule(ResumableDataModule):
             whole_number("seed", seed, "a whole number", least=0),
             flag("shuffle", shuffle),
         )
-        self._dali: DALI = load_dali()
+        load_dali()  # so that it is missed here
         self.crop_size = whole_number("crop_size", crop_size, "pixels", least=1)
         self.resize_size = whole_number("resize_size", resize_size, "pixels", least=1)
         if resize_size < crop_size and eval_pipeline is None:
@@ -138,10 +138,8 @@ class DALIDataModule(ResumableDataModule):
         self.on_corrupt = choice("on_corrupt", on_corrupt, ("raise", "skip"))
         self.train_pipeline = train_pipeline
         self.eval_pipeline = eval_pipeline
-        self._definitions = {
-            True: pipelines.definition_of("train_pipeline", train_pipeline),
-            False: pipelines.definition_of("eval_pipeline", eval_pipeline),
-        }
+        for name in ("train_pipeline", "eval_pipeline"):
+            pipelines.definition_of(name, getattr(self, name))  # refuses what it does not know
         self._loaders: dict[tuple[str, int], DALILoader] = {}
         self._bad: dict[str, dict[str, str]] = {}  # what was found when the files were looked through, by stage
 
@@ -195,8 +193,12 @@ class DALIDataModule(ResumableDataModule):
         # Lightning cannot take the shuffle out of a loader that is no DataLoader.
         shuffle = self.shuffle and not getattr(self.trainer, "overfit_batches", 0)
         sampler = self._train_sampler(Order(len(images), self.seed, shuffle))
+        before = self._loaders.get(("train", 0))
         loader = self._loader("train", 0, images, sampler)
-        loader.resume_from(self._random_state_to_resume())
+        if before is not None:  # reloaded: random operators go on where they were
+            loader.resume_from(before.random_state())
+        elif self._resume is not None:
+            loader.resume_from(self._resume.get("random_state"))
         return loader
 
     @override
@@ -218,12 +220,13 @@ class DALIDataModule(ResumableDataModule):
         if before is not None:
             before.close()
         train = name == "train"
-        given = self._definitions[train]
+        argument = "train_pipeline" if train else "eval_pipeline"
+        given = pipelines.definition_of(argument, getattr(self, argument))
         areas: Areas | None = None
         if given is None:
             areas = RandomAreas() if train else CenterAreas(self.resize_size, self.crop_size)
         define = given or (pipelines.random_crops if train else pipelines.center_crops)
-        settings = self._settings(sampler, train)
+        settings = self._settings(sampler, argument)
         source = BatchSource(
             images,
             areas,
@@ -237,7 +240,7 @@ class DALIDataModule(ResumableDataModule):
             source,
             sampler,
             Engine(make, device, keeps_state, settings.name),
-            partial(pipelines.undecodable, self._dali, settings),
+            partial(pipelines.undecodable, load_dali(), settings),
             partial(_check, settings.name),
             settings.num_threads,
         )
@@ -248,9 +251,9 @@ class DALIDataModule(ResumableDataModule):
         self, define: pipelines.Definition, settings: pipelines.Settings, areas: bool, keeps: bool, state: bytes | None
     ) -> Any:
         checkpoint = (state or b"") if keeps else None
-        return pipelines.build(self._dali, define, settings, has_areas=areas, checkpoint=checkpoint)
+        return pipelines.build(load_dali(), define, settings, has_areas=areas, checkpoint=checkpoint)
 
-    def _settings(self, sampler: ElasticSampler, train: bool) -> pipelines.Settings:
+    def _settings(self, sampler: ElasticSampler, argument: str) -> pipelines.Settings:
         device_id = self._device_id()
         auto = self._local_cpus if device_id is None else min(_GPU_THREADS, self._local_cpus)
         return pipelines.Settings(
@@ -263,7 +266,7 @@ class DALIDataModule(ResumableDataModule):
             dtype=self.dtype,
             layout=self.layout,
             hw_decoder_load=self.hw_decoder_load,
-            name="train_pipeline" if train else "eval_pipeline",
+            name=argument,
             seed=mix(self.seed, *sampler.randomness) & 0x7FFFFFFF,
         )
 
@@ -303,19 +306,17 @@ class DALIDataModule(ResumableDataModule):
         state = super().state_dict()
         loader = self._loaders.get(("train", 0))
         if loader is not None and "batches" in state:
-            random_state = loader.random_state(state["batches"])
+            random_state = loader.random_state_after(state["batches"])
             if random_state is not None:
                 state["random_state"] = random_state
         return state
-
-    def _random_state_to_resume(self) -> str | None:
-        return None if self._resume is None else self._resume.get("random_state")
 
     @override
     def teardown(self, stage: str | None = None) -> None:
         """Free the stage's pipelines: their threads and their memory."""
         super().teardown(stage)
         self._close()
+        self._loaders.clear()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

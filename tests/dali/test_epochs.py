@@ -269,6 +269,13 @@ class TestResume:
         assert before.sums + after.sums == whole.sums
         assert len(set(whole.sums)) > SAMPLES / 2
 
+    def test_they_go_on_in_a_loader_that_is_made_anew(self, tmp_path: Path, data: Path) -> None:
+        options: dict[str, Any] = {"module_kwargs": {"train_pipeline": _jitter()}, "limit_val_batches": 0}
+        whole = run(data, tmp_path, batch_size=4, **options)
+        again = run(data, tmp_path, batch_size=4, reload_dataloaders_every_n_epochs=1, **options)
+        assert again.steps == whole.steps
+        assert again.sums == whole.sums
+
     def test_epochs_that_end_early_too(self, tmp_path: Path, data: Path) -> None:
         options: dict[str, Any] = {
             "module_kwargs": {"train_pipeline": _jitter()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -262,6 +263,10 @@ data:
         cli = LightningCLI(Notes, DALIDataModule, args=["fit", "--config", str(config)], save_config_callback=None)
         assert cli.datamodule.mean == (0.5, 0.5, 0.5)
         assert len(cli.model.steps) == 2
+
+    def test_it_can_be_sent_to_other_processes(self, folder: Path) -> None:
+        sent = pickle.loads(pickle.dumps(raw(val=folder)))
+        assert numbers(sent) == list(range(IMAGES))
 
     def test_reading_ahead_is_part_of_no_random_state(self, folder: Path) -> None:
         torch.manual_seed(3)
