@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,15 @@ def test_a_batch_keeps_its_values_while_others_are_made(folder: Path) -> None:
     assert torch.equal(torch.cat(kept), evaluated(folder)[0])
 
 
+@pytest.fixture
+def torchvision() -> Any:
+    """DALI's operators in torchvision's style, which want a newer torchdata than the oldest one."""
+    try:
+        return importlib.import_module("nvidia.dali.experimental.torchvision")
+    except ImportError as error:
+        pytest.skip(f"DALI cannot import them: {error}")
+
+
 class TestOwnPipelines:
     def test_a_pipeline_def(self, folder: Path) -> None:
         from nvidia.dali import fn
@@ -192,9 +202,7 @@ class TestOwnPipelines:
         assert labels == [0] * 4 + [10] * 3
 
     @pytest.mark.parametrize("composed", [False, True])
-    def test_torchvision_style_operators(self, folder: Path, composed: bool) -> None:
-        from nvidia.dali.experimental import torchvision
-
+    def test_torchvision_style_operators(self, folder: Path, torchvision: Any, composed: bool) -> None:
         operators = [torchvision.Resize(256), torchvision.CenterCrop(224)]
         given = torchvision.Compose(operators) if composed else operators
         images, labels = evaluated(folder, eval_pipeline=given)
@@ -202,9 +210,7 @@ class TestOwnPipelines:
         assert (images - expected).abs().mean((1, 2, 3)).max() < 0.05
         assert labels == [0] * 4 + [1] * 3
 
-    def test_a_normalize_among_them_takes_the_place_of_ours(self, folder: Path) -> None:
-        from nvidia.dali.experimental import torchvision
-
+    def test_a_normalize_among_them_takes_the_place_of_ours(self, folder: Path, torchvision: Any) -> None:
         operators = [torchvision.Resize([16, 16]), torchvision.Normalize([0.0] * 3, [2.0] * 3)]
         plain, _ = evaluated(folder, eval_pipeline=operators[:1], dtype="uint8")
         halved, _ = evaluated(folder, eval_pipeline=operators)
