@@ -6,7 +6,7 @@ an earlier one is what happened in between.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
@@ -207,6 +207,42 @@ class PipelineTimes(Summed):
     read_wall_s: float = 0.0
     read_cpu_s: float = 0.0
     decode_cpu_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelines:
+    """The training loaders that decode in pipelines of their own: their settings, and what they did together.
+
+    Attributes:
+        times: what they did, summed up.
+        num_threads: CPU threads of the pipelines, summed up.
+        on_gpu: whether one of them decodes on the GPU.
+        loaders: how many there are.
+        batch_size: samples of a batch, of the smallest; None where one does not say.
+    """
+
+    times: PipelineTimes
+    num_threads: int
+    on_gpu: bool
+    loaders: int = 1
+    batch_size: int | None = None
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which the training process waited, for files and for decoded batches."""
+        return self.times.wait_s + self.times.read_wait_s
+
+    def with_others(self, others: Sequence[Pipelines]) -> Pipelines:
+        """These and others, taken together."""
+        every = [self, *others]
+        sizes = [each.batch_size for each in every if each.batch_size is not None]
+        return Pipelines(
+            sum((each.times for each in others), self.times),
+            sum(each.num_threads for each in every),
+            any(each.on_gpu for each in every),
+            sum(each.loaders for each in every),
+            min(sizes) if len(sizes) == len(every) else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt._lightning import Trainer, shadow, train_iterators, train_loaders
-from lightning_gpuopt._measured import HostActivity, LoaderFacts, WorkerTimes
+from lightning_gpuopt._measured import HostActivity, LoaderFacts, Pipelines, WorkerTimes
 from lightning_gpuopt.telemetry.host import HostWatch
-from lightning_gpuopt.timeline.loader import facts_of, running_workers, worker_pids
+from lightning_gpuopt.timeline.loader import facts_of, pipeline_of, running_workers, worker_pids
 from lightning_gpuopt.timeline.phases import itself
 from lightning_gpuopt.timeline.queues import QueueProbe
 from lightning_gpuopt.timeline.worker_clock import TimedCollate, watch_workers
@@ -30,6 +30,8 @@ class LoaderWatch:
         self._trainer = trainer
         self._undo: list[Callable[[], None]] = []
         self._clocks: list[tuple[Any, TimedCollate]] = []
+        self._pipelines: dict[int, Any] = {}
+        self._pipelines_seen = 0
         self._unwatched = False
         self._running: list[tuple[int, Any, Any, int]] = []
         self._host = HostWatch(local_ranks=trainer.num_devices)
@@ -59,6 +61,9 @@ class LoaderWatch:
             if isinstance(loader, DataLoader)
         ]
         self._clocks = [(each, clock) for each, clock in self._clocks if any(each is loader for loader in loaders)]
+        self._pipelines = {
+            key: each for key, each in self._pipelines.items() if any(each is loader for loader in loaders)
+        }
         self.queues.watch(iterators)
         self._host.workers(worker_pids(iterators))
 
@@ -89,6 +94,11 @@ class LoaderWatch:
             readings[id(clock)] = (facts, clock.times(facts.num_workers or 1))
         return readings
 
+    def pipelines(self) -> dict[int, Pipelines]:
+        """What each loader that decodes in a pipeline of its own has done so far, by the order in which it was seen."""
+        readings = ((key, pipeline_of(loader)) for key, loader in self._pipelines.items())
+        return {key: reading for key, reading in readings if reading is not None}
+
     def notes(self) -> list[str]:
         """What could not be measured."""
         if self._unwatched:
@@ -115,12 +125,18 @@ class LoaderWatch:
             self._undo.pop()()
         self.release()
         self._clocks.clear()
+        self._pipelines.clear()
 
     def _see(self, loader: Any) -> None:
         """A loader passes on its way to a loop."""
-        if not self._trainer.training or any(each is loader for each, _ in self._clocks):
+        known = [*(each for each, _ in self._clocks), *self._pipelines.values()]
+        if not self._trainer.training or any(each is loader for each in known):
             return
         try:
+            if pipeline_of(loader) is not None:
+                self._pipelines[self._pipelines_seen] = loader
+                self._pipelines_seen += 1
+                return
             watched = watch_workers(loader)
         except Exception:  # whatever a loader of somebody's own does not like about it
             log.debug("a loader could not be watched", exc_info=True)

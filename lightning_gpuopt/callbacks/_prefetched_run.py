@@ -19,6 +19,7 @@ from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.prefetch.stream import CopyTimes, streams_of
 from lightning_gpuopt.prefetch.transfer import Mover, UsersError
 from lightning_gpuopt.timeline.actions import COPY_AHEAD, WAIT_FOR_COPY
+from lightning_gpuopt.timeline.loader import pipeline_of
 from lightning_gpuopt.timeline.phases import itself
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,6 @@ class PrefetchedRun:
         self._drawing: WeakSet[Any] = WeakSet()
         self._is_ahead = False
         self._is_off = False
-        self._has_seen_a_batch = False
         self._told: set[str] = set()
         self.is_done = True
         self._optimizer_steps: float | None = None
@@ -178,14 +178,16 @@ class PrefetchedRun:
 
     # ---- the fetcher's batches ----
 
+    def is_there(self, batch: Any, loaders: list[Any]) -> bool:
+        """Whether these loaders' batches come on the device already; on the CPU those that a pipeline puts there."""
+        if self._on_cuda:
+            return is_on(batch, self._device)
+        return bool(loaders) and all(pipeline_of(each) is not None for each in loaders)
+
     def stage(self, batch: Any, dataloader_idx: int) -> Ready | None:
         """Begin to move a batch; None: it goes the direct way."""
         if self._is_off:
             return None
-        if self._on_cuda and not self._has_seen_a_batch and is_on(batch, self._device):
-            self.disable("its batches come on the device already")
-            return None
-        self._has_seen_a_batch = True
         with self._profile(COPY_AHEAD):
             try:
                 converted = self._convert(batch)

@@ -11,6 +11,7 @@ from lightning_gpuopt._measured import (
     ImageSamples,
     LoaderFacts,
     PhaseTimes,
+    Pipelines,
     QueueTimes,
     RankWork,
     WorkerTimes,
@@ -24,9 +25,10 @@ from lightning_gpuopt.diagnosis.record import Finding
 
 @dataclass(frozen=True)
 class Reading:
-    """What workers, queues, the GPU and CudaPrefetcher have counted up to one moment."""
+    """What workers, pipelines, queues, the GPU and CudaPrefetcher have counted up to one moment."""
 
     workers: dict[int, tuple[LoaderFacts, WorkerTimes]] = field(default_factory=dict)
+    pipelines: dict[int, Pipelines] = field(default_factory=dict)
     queues: QueueTimes = QueueTimes()  # noqa: RUF009 - frozen
     gpu: GpuTimes = GpuTimes()  # noqa: RUF009 - frozen
     ahead: AheadCopies | None = None
@@ -107,7 +109,8 @@ class SteadyPart:
 
     def _read(self) -> Reading:
         gpu = self._device.times() if self._device is not None and self._gpu_is_here else self._start.gpu
-        return Reading(self._loader.workers(), self._loader.queues.times(), gpu, self._ahead())
+        loader = self._loader
+        return Reading(loader.workers(), loader.pipelines(), loader.queues.times(), gpu, self._ahead())
 
     def _since(self, start: Reading, now: Reading, times: PhaseTimes, ranks: tuple[RankWork, ...]) -> Measurement:
         loader, workers = _slowest_loader(start, now)
@@ -120,6 +123,7 @@ class SteadyPart:
             ranks=ranks,
             ahead=now.ahead - start.ahead if now.ahead is not None and start.ahead is not None else now.ahead,
             images=self._images(),
+            pipelines=_all_pipelines(start, now),
         )
         if self._device is None or self._looks is None:
             return measured
@@ -144,6 +148,15 @@ def _slowest_loader(start: Reading, now: Reading) -> tuple[LoaderFacts | None, W
     return max(since, key=lambda each: each[1].busy_s / max(each[0].num_workers or 1, 1))
 
 
+def _all_pipelines(start: Reading, now: Reading) -> Pipelines | None:
+    """What all pipelines did in between; None where there are none."""
+    since = [
+        replace(each, times=each.times - start.pipelines[key].times) if key in start.pipelines else each
+        for key, each in now.pipelines.items()
+    ]
+    return since[0].with_others(since[1:]) if since else None
+
+
 def work_of(rank: int, measurement: Measurement | None, *, forward: bool) -> RankWork | None:
     """A mean step of this rank, for rank 0 to compare.
 
@@ -158,6 +171,9 @@ def work_of(rank: int, measurement: Measurement | None, *, forward: bool) -> Ran
     loader_s = None
     if workers is not None and workers.batches:
         loader_s = workers.busy_s / workers.batches / max(measurement.loader.num_workers or 1, 1)
+    elif measurement.late_pipelines is not None:
+        done, threads = measurement.late_pipelines.times, measurement.late_pipelines.num_threads
+        loader_s = (done.read_wall_s + done.decode_cpu_s) / done.batches / max(threads, 1)
     if gpu is None:
         own_s = sum(times.phases[phase] for phase in ("transfer", "forward", "logging")) + times.step_hooks_s
         return RankWork(rank, times.phases["data_wait"] / times.steps, own_s / times.steps, loader_s)

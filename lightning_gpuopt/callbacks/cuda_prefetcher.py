@@ -36,9 +36,9 @@ class CudaPrefetcher(Callback):
     Batches of workers are brought to page-locked memory by the loader's own ``pin_memory``.
 
     It disables itself, with one line that gives the reason: on a CPU; where ``on_before_batch_transfer`` is overridden;
-    where moving a batch draws random numbers; for steps that take ``dataloader_iter``; for batches that come on the
-    device already; for a strategy that moves batches in its own way; for a Lightning that fetches batches in another
-    way.
+    where moving a batch draws random numbers; for steps that take ``dataloader_iter``; for a strategy that moves
+    batches in its own way; for a Lightning that fetches batches in another way. Batches that come on the device
+    already, as ``DALIDataModule``'s, are handed on as they are.
 
     Args:
         depth: batches that are copied ahead. More than one only evens out batches of different sizes.

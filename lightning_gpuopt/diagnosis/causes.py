@@ -38,24 +38,24 @@ _ALL: Final = (
     ),
     Cause(
         "slow_storage",
-        "The loader's workers spend most of their time waiting for storage.",
+        "The loader spends most of its time waiting for storage.",
         "The workers mostly wait for storage, not for the CPU. More of them read more at once: "
         "num_workers={num_workers}.",
     ),
     Cause(
         "slow_transform",
-        "The loader's workers compute all the time while CPUs are free: more workers would help.",
+        "Decoding and transforming is what takes the loader longest, and CPUs are free.",
         "The workers compute all the time and CPUs are free: num_workers={num_workers}.",
     ),
     Cause(
         "cpu_saturated",
-        "The loader's workers use all the CPU there is: more of them would not help.",
+        "The loader uses all the CPU there is: more workers or threads would not help.",
         "The workers use all the CPU there is: more of them would not help. Decode and transform less or cheaper, or "
         "move transforms to the GPU.",
     ),
     Cause(
         "cpu_throttled",
-        "A CPU quota stops the process and its workers again and again.",
+        "A CPU quota stops the process, its threads and its workers again and again.",
         "A CPU quota (cgroup) stops the workers: more of them would not help. Ask for more CPUs (Kubernetes: "
         "resources.limits.cpu; Slurm: --cpus-per-task; Docker: --cpus), or make the transforms cheaper.",
     ),

@@ -72,7 +72,7 @@ def _cause(measurement: Measurement) -> str:
     computes = workers.cpu_s / workers.busy_s
     if host is not None and busy > 0:  # other threads and child processes of a worker work for it too
         computes = max(computes, (host.worker_cpu or 0.0) / busy) + (host.worker_queued or 0.0) / busy
-    return _cpu_cause(measurement) if computes >= _COMPUTES else "slow_storage"
+    return cpu_cause(measurement) if computes >= _COMPUTES else "slow_storage"
 
 
 def _hands_over_slowly(queues: QueueTimes | None) -> bool:
@@ -88,11 +88,12 @@ def _cause_from_outside(measurement: Measurement) -> str:
     if host is None or host.worker_cpu is None:
         return "slow_transform"
     if host.worker_cpu + (host.worker_queued or 0.0) >= _COMPUTES:
-        return _cpu_cause(measurement)
+        return cpu_cause(measurement)
     return "slow_storage"
 
 
-def _cpu_cause(measurement: Measurement) -> str:
+def cpu_cause(measurement: Measurement) -> str:
+    """Why what computes is late: CPUs are free, none is, or a quota stops it."""
     host = measurement.host
     if host is not None:
         if host.throttled is not None and host.throttled >= _THROTTLED:
@@ -104,14 +105,8 @@ def _cpu_cause(measurement: Measurement) -> str:
 
 def _evidence(measurement: Measurement) -> dict[str, float | str]:
     times, loader, host = measurement.times, measurement.loader, measurement.host
-    workers, queues, waterfall = measurement.workers, measurement.queues, measurement.waterfall
-    found: dict[str, float | None] = {
-        "ms_per_step": times.phases["data_wait"] / times.steps * 1e3,
-        "step_ms": (waterfall.step_s or 0.0) * 1e3,
-        "num_workers": loader.num_workers,
-    }
-    if waterfall.on_gpu:
-        found["gpu_idle_ms_per_step"] = waterfall.wait("data_wait") / waterfall.steps * 1e3
+    workers, queues = measurement.workers, measurement.queues
+    found = wait_evidence(measurement) | {"num_workers": loader.num_workers}
     if workers is not None and workers.batches:
         found["dataset_ms_per_batch"] = workers.data_wall_s / workers.batches * 1e3
         found["dataset_cpu_ms_per_batch"] = workers.data_cpu_s / workers.batches * 1e3
@@ -124,17 +119,43 @@ def _evidence(measurement: Measurement) -> dict[str, float | str]:
         found["queue_empty_percent"] = queues.empty / queues.fetches * 100
         found["late_batch_wait_percent"] = queues.late_wait_s / queues.wait_s * 100 if queues.wait_s else None
     if host is not None:
-        found["usable_cpus"] = host.usable_cpus
-        found["free_cpus"] = host.free_cpus
         found["worker_cpu_percent"] = _percent(host.worker_cpu)
         found["worker_queued_percent"] = _percent(host.worker_queued)
-        found["cpu_throttled_percent"] = _percent(host.throttled)
-        found["io_pressure_percent"] = _percent(host.io_pressure)
-        if _memory_is_short(measurement):
-            found["memory_pressure_percent"] = _percent(host.memory_pressure)
-            found["swap_mib_per_s"] = host.swapped_in_mib_s
-    evidence: dict[str, float | str] = {name: round(value, 3) for name, value in found.items() if value is not None}
-    return evidence | exposed_by(waterfall)
+    return rounded(found | host_evidence(measurement)) | exposed_by(measurement.waterfall)
+
+
+def wait_evidence(measurement: Measurement) -> dict[str, float | None]:
+    """How long a step waits for data, in numbers."""
+    times, waterfall = measurement.times, measurement.waterfall
+    found: dict[str, float | None] = {
+        "ms_per_step": times.phases["data_wait"] / times.steps * 1e3,
+        "step_ms": (waterfall.step_s or 0.0) * 1e3,
+    }
+    if waterfall.on_gpu:
+        found["gpu_idle_ms_per_step"] = waterfall.wait("data_wait") / waterfall.steps * 1e3
+    return found
+
+
+def host_evidence(measurement: Measurement) -> dict[str, float | None]:
+    """What the machine had left, in numbers."""
+    host = measurement.host
+    if host is None:
+        return {}
+    found = {
+        "usable_cpus": host.usable_cpus,
+        "free_cpus": host.free_cpus,
+        "cpu_throttled_percent": _percent(host.throttled),
+        "io_pressure_percent": _percent(host.io_pressure),
+    }
+    if memory_is_short(measurement):
+        found["memory_pressure_percent"] = _percent(host.memory_pressure)
+        found["swap_mib_per_s"] = host.swapped_in_mib_s
+    return found
+
+
+def rounded(found: dict[str, float | None]) -> dict[str, float | str]:
+    """Evidence without what is not known."""
+    return {name: round(value, 3) for name, value in found.items() if value is not None}
 
 
 def exposed_by(waterfall: Waterfall) -> dict[str, float | str]:
@@ -147,7 +168,8 @@ def hook_name(name: str) -> str:
     return "Lightning's _broadcast_sigterm_tensor" if name == SIGNAL_BROADCAST else name
 
 
-def _memory_is_short(measurement: Measurement) -> bool:
+def memory_is_short(measurement: Measurement) -> bool:
+    """Whether what is read is pushed out of memory again."""
     host = measurement.host
     if host is None:
         return False
@@ -168,7 +190,7 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
         return {"num_workers": 0}
     if cause not in ("main_process_loading", "slow_transform", "slow_storage"):
         return {}
-    if loader.duplicates or (cause == "slow_storage" and _memory_is_short(measurement)):
+    if loader.duplicates or (cause == "slow_storage" and memory_is_short(measurement)):
         return {}
     workers = _workers_needed(cause, measurement)
     model, now_s = loader_model(measurement), measurement.waterfall.step_s
@@ -236,15 +258,18 @@ def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], stor
     parts = [_remedy(cause, measurement, settings)]
     if settings.get("num_workers"):
         parts.append("NumWorkersFinder() finds the number while training runs, and sets it.")
-    if storage and not (cause == "slow_storage" and _memory_is_short(measurement)):
+    if storage and not (cause == "slow_storage" and memory_is_short(measurement)):
         parts.append(storage)
+    return " ".join([*parts, *at_most(measurement)])
+
+
+def at_most(measurement: Measurement) -> list[str]:
+    """The sentence that says what any change of the loader brings at the very most, where a GPU says so."""
     most = ceiling(measurement)
-    if most is not None and measurement.waterfall.on_gpu:
-        rest_ms = without_data_s(measurement) * 1e3
-        parts.append(
-            f"No change of the loader brings more than {most:.2f}x: the rest of a step takes {rest_ms:.3g} ms."
-        )
-    return " ".join(parts)
+    if most is None or not measurement.waterfall.on_gpu:
+        return []
+    rest_ms = without_data_s(measurement) * 1e3
+    return [f"No change of the loader brings more than {most:.2f}x: the rest of a step takes {rest_ms:.3g} ms."]
 
 
 def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> str:
@@ -255,7 +280,7 @@ def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
             "among them, and each sample would come once from every worker. Divide them by "
             "torch.utils.data.get_worker_info() first, or make each sample cheaper to read."
         )
-    if cause == "slow_storage" and _memory_is_short(measurement):
+    if cause == "slow_storage" and memory_is_short(measurement):
         return (
             "The workers mostly wait, and the machine is short of memory: what they read is pushed out again, or comes "
             "back from swap. Use fewer workers or a smaller prefetch_factor, keep less in memory, or give the job "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 from lightning_gpuopt._measured import (
     AheadCopies,
@@ -13,6 +14,7 @@ from lightning_gpuopt._measured import (
     ImageSamples,
     LoaderFacts,
     PhaseTimes,
+    Pipelines,
     QueueTimes,
     RankWork,
     StepLook,
@@ -20,6 +22,8 @@ from lightning_gpuopt._measured import (
     WorkerTimes,
 )
 from lightning_gpuopt.diagnosis.waterfall import Waterfall, waterfall_of
+
+_MOSTLY: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Measurement:
         ranks: the work of all ranks; empty on one.
         ahead: the copies that CudaPrefetcher made ahead; None without it.
         images: the image files behind the training loader; None where none are known.
+        pipelines: the loaders that decode in pipelines of their own; None where there are none.
     """
 
     times: PhaseTimes
@@ -55,8 +60,19 @@ class Measurement:
     ranks: tuple[RankWork, ...] = ()
     ahead: AheadCopies | None = None
     images: ImageSamples | None = None
+    pipelines: Pipelines | None = None
 
     @cached_property
     def waterfall(self) -> Waterfall:
         """What the device waited for: the GPU where its clock was read, else the training process."""
         return waterfall_of(self.times, self.gpu, self.device, self.look, self.syncs)
+
+    @cached_property
+    def late_pipelines(self) -> Pipelines | None:
+        """The pipelines, where the wait for data is the wait for them; None where it is for something else."""
+        found = self.pipelines
+        if found is None or not found.times.batches:
+            return None
+        waits_s = self.times.phases["data_wait"] + self.times.first_fetch_s
+        beside_others = self.workers is not None and self.workers.batches > 0
+        return None if beside_others and found.wait_s < _MOSTLY * waits_s else found

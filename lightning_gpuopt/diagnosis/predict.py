@@ -42,6 +42,27 @@ def loader_model(measurement: Measurement) -> LoaderModel | None:
     )
 
 
+def pipeline_model(measurement: Measurement) -> LoaderModel | None:
+    """The same for a late pipeline, each of whose CPU threads is a worker; None where it is not one, or not measured.
+
+    A batch comes out a step, since training waits for it: its threads take that long together.
+    """
+    pipelines, times, host = measurement.late_pipelines, measurement.times, measurement.host
+    step_s = measurement.waterfall.step_s
+    if pipelines is None or pipelines.loaders > 1 or host is None or host.process_cpus is None or not step_s:
+        return None
+    service_s = pipelines.num_threads * step_s
+    cpu_s = min(pipelines.times.decode_cpu_s / pipelines.times.batches, service_s)
+    return LoaderModel(
+        service_s=service_s,
+        cpu_s=cpu_s,
+        receive_s=(0.0, 0.0, 0.0),
+        consumer_s=without_data_s(measurement),
+        consumer_cpu_s=max(host.process_cpus * times.wall_s / times.steps - cpu_s, 0.0),  # with what reading takes
+        cpus=_cpus(host, 0.0),
+    )
+
+
 def step_without_s(measurement: Measurement, idle_s: float, host_s: float) -> float:
     """Seconds of a mean step without something that the host does in every step.
 
@@ -97,7 +118,21 @@ def speedup_of_workers(measurement: Measurement, workers: int) -> Interval | Non
         measurement: of the run as it is.
         workers: worker processes, at least 1.
     """
-    model, now_s = loader_model(measurement), measurement.waterfall.step_s
+    return _speedup(loader_model(measurement), workers, measurement)
+
+
+def speedup_of_threads(measurement: Measurement, threads: int) -> Interval | None:
+    """The same for so many CPU threads of a pipeline.
+
+    Args:
+        measurement: of the run as it is; the threads, and nothing else, are what the pipeline waits for.
+        threads: at least 1.
+    """
+    return _speedup(pipeline_model(measurement), threads, measurement)
+
+
+def _speedup(model: LoaderModel | None, workers: int, measurement: Measurement) -> Interval | None:
+    now_s = measurement.waterfall.step_s
     if model is None or now_s is None:
         return None
     best_s, expected_s, worst_s = model.step_s(workers)
@@ -122,8 +157,7 @@ def speedup_of_cheaper_batches(measurement: Measurement, saved_s: float, saved_c
         return speedup_without(measurement, min(share * saved_s * waterfall.steps, waterfall.wait("data_wait")))
     service_s, cpu_s = max(model.service_s - saved_s, 0.0), max(model.cpu_s - saved_cpu_s, 0.0)
     cheaper = replace(model, service_s=service_s, cpu_s=min(cpu_s, service_s))
-    best_s, expected_s, worst_s = cheaper.step_s(measurement.loader.num_workers)
-    return _ordered(waterfall.step_s / worst_s, waterfall.step_s / expected_s, waterfall.step_s / best_s)
+    return _speedup(cheaper, measurement.loader.num_workers, measurement)
 
 
 def speedup_without(measurement: Measurement, seconds: float, host_s: float = 0.0) -> Interval | None:

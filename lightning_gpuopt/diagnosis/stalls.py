@@ -8,6 +8,7 @@ from lightning_gpuopt.diagnosis import rank_causes, step_causes
 from lightning_gpuopt.diagnosis.causes import COMPUTE_BOUND
 from lightning_gpuopt.diagnosis.loader_causes import data_finding
 from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.pipeline_causes import pipeline_finding
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.step_causes import Candidate
 
@@ -71,7 +72,8 @@ def _causes(measurement: Measurement, threshold: float) -> Iterator[Candidate]:
     waterfall = measurement.waterfall
     if waterfall.wall_s <= 0 or not measurement.times.steps:
         return
-    yield waterfall.share(waterfall.wait("data_wait")), lambda: data_finding(measurement)
+    find = data_finding if measurement.late_pipelines is None else pipeline_finding
+    yield waterfall.share(waterfall.wait("data_wait")), lambda: find(measurement)
     yield from step_causes.callbacks(measurement)
     yield from step_causes.logging(measurement)
     yield from step_causes.between_steps(measurement)

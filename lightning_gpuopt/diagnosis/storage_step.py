@@ -54,13 +54,13 @@ class StorageStep:
 
 
 def storage_step(cause: str, measurement: Measurement) -> StorageStep:
-    """The step for a cause; empty for causes that no such step takes away.
+    """The step for a cause; empty for causes that no such step takes away, and for pipelines of their own.
 
     Args:
         cause: of the loader's finding.
         measurement: of the run.
     """
-    if cause not in STORAGE_CAUSES:
+    if cause not in STORAGE_CAUSES or measurement.late_pipelines is not None:
         return StorageStep()
     images = measurement.images
     if images is None:

@@ -17,10 +17,14 @@ NOTHING_YET: Final = "nothing was fetched yet"
 _ALL_CHECKED: Final = 64
 _ONE_CHECKED: Final = 8
 _DRAWS: Final = "its fetches draw random numbers"
+_IS_THERE: Final = "its batches come on the device already"
 
 
 class Stage(Protocol):
     """What brings batches to the device."""
+
+    def is_there(self, batch: Any, loaders: list[Any]) -> bool:
+        """Whether these loaders' batches come on the device already."""
 
     def stage(self, batch: Any, dataloader_idx: int) -> Ready | None:
         """Begin to move a batch; None: it goes the direct way."""
@@ -126,7 +130,7 @@ class LookAheadFetcher:
         self._length = self._stock.length
         self._watched: list[Any] = []
         self._workers: list[WorkerBatches] = []
-        self._checks_randomness = False
+        self._checks_randomness = self._has_looked = False
         self.left_alone: str | None = NOTHING_YET
         self._stateful = self._stock.is_stateful
         self._may_restart = not self._stock.has_one_loader
@@ -283,6 +287,11 @@ class LookAheadFetcher:
 
     def _begin(self, entry: Entry) -> None:
         entry.tried = True
+        if not self._has_looked:  # the first batch of these iterators tells
+            self._has_looked = True
+            if self._stage.is_there(entry.item[0], self._stock.loaders):
+                self.left_alone = _IS_THERE
+                return
         entry.ready = self._stage.stage(entry.item[0], entry.item[2])
 
     def _watch_iterators(self) -> None:
@@ -292,7 +301,7 @@ class LookAheadFetcher:
             return
         self._watched = list(iterators)
         self._workers = []
-        self._checks_randomness = False
+        self._checks_randomness = self._has_looked = False
         self.left_alone = None if iterators else "its loader has no iterator"
         for loader, iterator in zip(self._stock.loaders, iterators, strict=False):
             if has_workers(iterator):

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, Final
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gpuopt._measured import LoaderFacts
+from lightning_gpuopt._measured import LoaderFacts, Pipelines, PipelineTimes
 
 _WORKER_INFO: Final = "get_worker_info"
 _MOST_DATASETS: Final = 64
@@ -45,6 +45,24 @@ def facts_of(loaders: Sequence[Any], iterators: Sequence[Any] = ()) -> LoaderFac
         pin_memory=all(pinned) if pinned is not None else None,
         duplicates=_duplicates(loaders),
     )
+
+
+def pipeline_of(loader: Any) -> Pipelines | None:
+    """What a loader has done so far that decodes in a pipeline of its own, as DALIDataModule's; None for another.
+
+    It has ``times() -> PipelineTimes``, ``num_threads`` and ``on_gpu``.
+
+    Args:
+        loader: of any kind.
+    """
+    threads, read = getattr(loader, "num_threads", None), getattr(loader, "times", None)
+    if isinstance(loader, DataLoader) or not isinstance(threads, int) or not callable(read):
+        return None
+    times = read() if hasattr(loader, "on_gpu") else None
+    if not isinstance(times, PipelineTimes):
+        return None
+    size = getattr(loader, "batch_size", None)
+    return Pipelines(times, threads, bool(loader.on_gpu), batch_size=size if isinstance(size, int) else None)
 
 
 def _duplicates(loaders: Sequence[Any]) -> bool | None:

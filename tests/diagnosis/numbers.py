@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_gpuopt._measured import PHASES, GpuTimes, HostActivity, LoaderFacts, PhaseTimes, WorkerTimes
+from lightning_gpuopt._measured import (
+    PHASES,
+    GpuTimes,
+    HostActivity,
+    LoaderFacts,
+    PhaseTimes,
+    Pipelines,
+    PipelineTimes,
+    WorkerTimes,
+)
 from lightning_gpuopt.diagnosis.measurement import Measurement
 
 WALL_S = 10.0
@@ -58,6 +67,31 @@ def workers(
         10,
         squares,
     )
+
+
+def pipelines(
+    batches: int = STEPS,
+    *,
+    wait_s: float = 0.05,
+    read_wait_s: float = 0.0,
+    read_s: float = 0.02,
+    read_cpu: float = 0.9,
+    decode_cpu_s: float = 0.0,
+    threads: int = 2,
+    on_gpu: bool = False,
+    loaders: int = 1,
+    batch_size: int | None = 32,
+) -> Pipelines:
+    """A pipeline that was waited for so many seconds a batch; ``read_cpu`` is a share of ``read_s``."""
+    done = PipelineTimes(
+        batches,
+        wait_s * batches,
+        read_wait_s * batches,
+        read_s * batches,
+        read_s * read_cpu * batches,
+        decode_cpu_s * batches,
+    )
+    return Pipelines(done, threads, on_gpu, loaders, batch_size)
 
 
 def measurement(measured: PhaseTimes, loader: LoaderFacts = TWO_WORKERS, **more: Any) -> Measurement:

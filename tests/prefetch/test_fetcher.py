@@ -85,6 +85,12 @@ class Stage:
         self.staged: list[Any] = []
         self.handed_out: list[Any] = []
         self.dropped: list[Any] = []
+        self.there: list[Any] = []
+        self.looked_at: list[Any] = []
+
+    def is_there(self, batch: Any, loaders: list[Any]) -> bool:
+        self.looked_at.append((batch, loaders))
+        return batch in self.there
 
     def stage(self, batch: Any, dataloader_idx: int) -> Ready:
         self.staged.append(batch)
@@ -124,6 +130,7 @@ def test_a_batch_that_is_there_is_staged_before_the_step() -> None:
     assert rig.step() == "batch 0"
     assert rig.fetcher.look_ahead(step_done=False) is True
     assert rig.stage.staged == ["batch 0", "batch 1"]
+    assert rig.stage.looked_at == [("batch 0", [None])]
     assert rig.fetcher.fetched == 1
 
 
@@ -277,3 +284,32 @@ def test_workers_that_live_on_over_an_iterable_dataset_are_asked_for_nothing_ahe
 def test_an_iterator_of_another_kind_has_no_workers() -> None:
     assert has_workers(Iterator(3))
     assert not has_workers(iter([1]))
+
+
+def test_batches_that_are_on_the_device_are_not_looked_ahead_of() -> None:
+    rig = Rig()
+    rig.stage.there = ["batch 0"]
+    for number in range(6):
+        rig.iterator.arrive(number)
+    seen = []
+    for _ in range(6):
+        seen.append(rig.step())
+        assert rig.fetcher.look_ahead(step_done=True) is True
+        assert rig.fetcher.left_alone == "its batches come on the device already"
+    assert seen == [f"batch {number}" for number in range(6)]
+    assert (rig.stage.staged, rig.stage.handed_out) == ([], seen)
+    assert rig.stage.looked_at == [("batch 0", [None])]
+
+
+def test_new_iterators_are_looked_at_again() -> None:
+    rig = Rig()
+    rig.stage.there = ["batch 0"]
+    rig.iterator.arrive(0)
+    rig.step()
+    other = Iterator(3)
+    rig.fetcher._stock.iterators = [other]  # type: ignore[misc]
+    other._data_queue.put((0, "another"))
+    rig.step()
+    assert rig.fetcher.left_alone is None
+    assert [batch for batch, _ in rig.stage.looked_at] == ["batch 0", "another"]
+    assert rig.stage.staged == ["another"]

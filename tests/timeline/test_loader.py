@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_gpuopt._measured import LoaderFacts
-from lightning_gpuopt.timeline.loader import facts_of, worker_pids
+from lightning_gpuopt._measured import LoaderFacts, Pipelines, PipelineTimes
+from lightning_gpuopt.timeline.loader import facts_of, pipeline_of, worker_pids
 
 SAMPLES = [torch.zeros(1)] * 8
 
@@ -91,3 +91,36 @@ class Shuffled(Alike):
 def test_it_is_known_whether_workers_would_bring_samples_twice(loader: Any, duplicates: bool | None) -> None:
     assert facts_of([loader]).duplicates is duplicates
     assert facts_of([DataLoader(Alike()), loader]).duplicates is True
+
+
+class Decodes:
+    """As DALIDataModule's loaders."""
+
+    num_threads, on_gpu, batch_size = 3, True, 8
+
+    def times(self) -> PipelineTimes:
+        return PipelineTimes(5, 1.0)
+
+
+class AlsoDecodes(Decodes, DataLoader[Any]):
+    """A DataLoader is read as one."""
+
+
+def test_a_pipeline_is_known_by_what_it_counts() -> None:
+    assert pipeline_of(Decodes()) == Pipelines(PipelineTimes(5, 1.0), 3, True, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_threads", "3"), ("times", None), ("times", lambda: 5), ("batch_size", None)]
+)
+def test_what_lacks_something_of_it_is_none(name: str, value: Any) -> None:
+    loader = Decodes()
+    setattr(loader, name, value)
+    found = pipeline_of(loader)
+    assert found == (Pipelines(PipelineTimes(5, 1.0), 3, True) if name == "batch_size" else None)
+
+
+def test_other_loaders_are_no_pipelines() -> None:
+    assert pipeline_of(DataLoader(SAMPLES)) is None
+    assert pipeline_of(AlsoDecodes(SAMPLES)) is None
+    assert pipeline_of(range(3)) is None

@@ -95,7 +95,7 @@ def test_the_page_goes_from_the_verdict_to_the_versions(page: Page, comparison_p
         "Stall report ·",
         "slow_storage",
         "Slow storage",
-        "The loader's workers spend most of their time waiting for storage.",
+        "The loader spends most of its time waiting for storage.",
     ]
     order = ["numbers", "findings", "proofs", "timeline", "step-times", "phases", "notes", "environment"]
     assert headings(page) == order
