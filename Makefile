@@ -35,6 +35,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/storage.py
+	$(BIN)/python benchmarks/dali.py
 	$(BIN)/python benchmarks/workers.py
 
 clean:

@@ -13,9 +13,11 @@ Sections:
   in plain steps and under a progress bar, mixed precision, torch.compile, augmentation on the GPU and accumulated
   gradients; launch-bound steps, and a line that waits for the GPU, as the looks inside the step see them.
 - ``prefetch``: the share of the copies that CudaPrefetcher hides, and its host time; ``benchmarks/prefetch.py``.
+- ``dali``: DALIDataModule over shares of the hardware JPEG decoder, beside NVIDIA's own iterator and torchcodec; and
+  ResNet-50 fed by it, by PIL, by LMDBDataModule and by a batch on the GPU.
 
 Each section writes its figures into ``benchmarks/results/gpu-<name>.json`` as it ends, with a verdict for each claim; a
-section whose package is missing is skipped with a word. All of them take about 20 minutes.
+section whose package is missing is skipped with a word. All of them take about 40 minutes.
 
 ``--simulated`` runs section ``stalls``, or ``prefetch`` if ``--sections`` names it, on the tests' simulated GPU, to try
 the benchmark out where there is no GPU. Nothing is written then.
@@ -75,6 +77,12 @@ def prefetch(*, simulated: bool, quick: bool) -> dict[str, Any]:
     return gpu_prefetch.prefetch(simulated=simulated, quick=quick)
 
 
+def dali(*, quick: bool) -> dict[str, Any]:
+    import gpu_dali
+
+    return gpu_dali.dali(quick=quick)
+
+
 def sections(*, simulated: bool, quick: bool) -> dict[str, Callable[[], dict[str, Any]]]:
     return {
         "telemetry": telemetry,
@@ -83,6 +91,7 @@ def sections(*, simulated: bool, quick: bool) -> dict[str, Callable[[], dict[str
         "workers": partial(on_callbacks, "workers"),
         "stalls": partial(stalls, simulated=simulated, quick=quick),
         "prefetch": partial(prefetch, simulated=simulated, quick=quick),
+        "dali": partial(dali, quick=quick),
     }
 
 
@@ -144,7 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check every claim about GPUs on this machine's GPU.")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the result")
     parser.add_argument("--sections", "--only", nargs="+", choices=names, help="sections to run (default: all)")
-    parser.add_argument("--quick", action="store_true", help="stalls, prefetch: fewer set-ups, shorter runs")
+    parser.add_argument("--quick", action="store_true", help="stalls, prefetch, dali: fewer set-ups, shorter runs")
     parser.add_argument("--simulated", action="store_true", help="stalls, prefetch: a simulated GPU; writes nothing")
     arguments = parser.parse_args()
     made = sections(simulated=arguments.simulated, quick=arguments.quick)

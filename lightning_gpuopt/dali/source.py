@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from lightning_gpuopt.dali.encoded import Bytes, EncodedImages, Labels
-from lightning_gpuopt.images.crop import RATIO, SCALE, draw_area, resized_center
+from lightning_gpuopt.images.crop import RATIO, SCALE, draw_area, keyed_generator, resized_center
 from lightning_gpuopt.images.decode import shown_size
 from lightning_gpuopt.images.errors import CorruptSampleError, reason_of
 from lightning_gpuopt.loading.order import mix
@@ -107,8 +107,7 @@ class RandomAreas:
 
     def area(self, height: int, width: int, key: int) -> Sequence[float]:
         """See `Areas`."""
-        generator = np.random.Generator(np.random.Philox(key=key))
-        drawn = draw_area(height, width, generator, self.scale, self.ratio, self.flip)
+        drawn = draw_area(height, width, keyed_generator(key), self.scale, self.ratio, self.flip)
         return drawn.top, drawn.left, drawn.height, drawn.width, drawn.mirrored
 
 

@@ -52,6 +52,24 @@ class Area(NamedTuple):
         return Area(top, left, high, wide, height, width, self.mirrored)
 
 
+_of_thread = threading.local()
+
+
+def keyed_generator(key: int) -> np.random.Generator:
+    """The generator ``Generator(Philox(key=key))``: this thread's only one, whose state is set, a tenth of the time.
+
+    Args:
+        key: 64 bits.
+    """
+    generator: np.random.Generator | None = getattr(_of_thread, "generator", None)
+    if generator is None:
+        generator = _of_thread.generator = np.random.Generator(np.random.Philox(key=0))
+        _of_thread.fresh = generator.bit_generator.state
+    _of_thread.fresh["state"]["key"][0] = key
+    generator.bit_generator.state = _of_thread.fresh
+    return generator
+
+
 def draw_area(
     height: int,
     width: int,
@@ -151,7 +169,7 @@ class RandomCrops:
             )
         area: Area | None = self._sample.area
         if area is None:
-            generator = np.random.Generator(np.random.Philox(key=self._sample.key))
+            generator = keyed_generator(self._sample.key)
             area = self._sample.area = draw_area(height, width, generator, self.scale, self.ratio, self.flip)
         return area.within(height, width)
 

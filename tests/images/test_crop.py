@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from lightning_gpuopt.images import jpeg
-from lightning_gpuopt.images.crop import CenterCrops, RandomCrops, draw_area
+from lightning_gpuopt.images.crop import CenterCrops, RandomCrops, draw_area, keyed_generator
 from lightning_gpuopt.images.decode import decode_pil
 from tests.images.pictures import encoded, photo, pixels, random_resized_crop, with_orientation
 
@@ -136,3 +136,10 @@ def test_a_truncated_jpeg_is_an_error_also_where_the_crop_is_above() -> None:
     for seed in range(20):
         with pytest.raises(OSError, match="truncated"):
             random_resized_crop(cut, 64, np.random.default_rng(seed))
+
+
+@pytest.mark.parametrize("key", [0, 1, 2**63, 2**64 - 1])
+def test_a_keyed_generator_is_the_one_of_its_key(key: int) -> None:
+    keyed_generator(7).integers(10, size=3)  # leaves half a draw in the buffer
+    fresh = np.random.Generator(np.random.Philox(key=key))
+    assert np.array_equal(keyed_generator(key).integers(1000, size=9), fresh.integers(1000, size=9))
