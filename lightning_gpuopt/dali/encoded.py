@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
-from lightning_gpuopt.images.files import Strings
+from lightning_gpuopt.images.files import Strings, read_file
 from lightning_gpuopt.loading.datasets import for_loader, leaves, locate, offers, read_ahead, sample_name, targets_of
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
@@ -166,8 +166,7 @@ class FileList(Dataset[Any]):
 
     def encoded_image(self, index: int) -> bytes:
         """A file's content."""
-        with open(self.sample_name(index), "rb", buffering=0) as stream:
-            return stream.read()
+        return read_file(self.sample_name(index))
 
 
 def _split(line: str) -> tuple[str, int] | None:

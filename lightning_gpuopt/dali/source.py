@@ -21,13 +21,14 @@ from lightning_gpuopt.dali.encoded import Bytes, EncodedImages, Labels
 from lightning_gpuopt.images.crop import RATIO, SCALE, draw_area, keyed_generator, resized_center
 from lightning_gpuopt.images.decode import shown_size
 from lightning_gpuopt.images.errors import CorruptSampleError, reason_of
+from lightning_gpuopt.loading.memory import keep_heap
 from lightning_gpuopt.loading.order import mix
 from lightning_gpuopt.loading.sampler import BatchIndices
 from lightning_gpuopt.loading.samples import SkippedSamples
 
 MOST_THREADS: Final = 16
-"""A network file system answers that many at a time; from memory, few are faster."""
-_FEW_THREADS: Final = 2
+"""A network file system answers that many at a time. From memory one thread is faster: several would only hand the
+interpreter's lock to one another, at four times the CPU time."""
 _BLOCKED: Final = 3.0
 _LATENCY_S: Final = 0.0005
 """Reading that takes so many times its CPU time, and so many seconds a file, mostly waits for storage."""
@@ -177,13 +178,14 @@ class BatchSource:
         skipped: SkippedSamples | None = None,
         ahead: int = 2,
     ) -> None:
+        keep_heap()
         self.images = images
         self.areas = areas
         self.seed = seed
         self.skipped = skipped
         self.ahead = ahead
         self._left_out: set[int] = set()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pools: dict[int, ThreadPoolExecutor] = {}
         self._lock = threading.Lock()
         self._times = ReadTimes()
         self._slow = False
@@ -225,17 +227,18 @@ class BatchSource:
 
     def close(self) -> None:
         """End the threads."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
+        pools, self._pools = self._pools, {}
+        for pool in pools.values():
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self, indices: BatchIndices) -> _Reading:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="gpuopt-read")
         self.images.read_ahead(indices)
-        parts = min(MOST_THREADS if self._slow else _FEW_THREADS, len(indices))
+        threads = MOST_THREADS if self._slow else 1
+        if threads not in self._pools:
+            self._pools[threads] = ThreadPoolExecutor(threads, thread_name_prefix="gpuopt-read")
+        pool = self._pools[threads]
+        parts = min(threads, len(indices))
         bounds = [len(indices) * part // parts for part in range(parts + 1)]
-        pool = self._pool
         futures = [pool.submit(self._read, indices, start, stop) for start, stop in pairwise(bounds)]
         return _Reading(indices, futures)
 

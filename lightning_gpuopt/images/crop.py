@@ -27,6 +27,7 @@ Interpolation = Literal["bilinear", "bicubic", "nearest"]
 
 SCALE: Final = (0.08, 1.0)
 RATIO: Final = (3 / 4, 4 / 3)
+_ATTEMPTS: Final = 10
 _SWAPPED: Final = 5  # EXIF orientations from here on swap height and width
 
 
@@ -90,15 +91,16 @@ def draw_area(
         ratio: Smallest and largest width over height.
         flip: Mirror one in two.
     """
-    mirrored = flip and bool(generator.random() < 0.5)
+    # One call for all numbers: calls would take longer than everything else here.
+    down, across, side, *attempts = generator.random(3 + 2 * _ATTEMPTS).tolist()
+    mirrored = flip and side < 0.5
     low, high = math.log(ratio[0]), math.log(ratio[1])
-    for _ in range(10):
-        area = height * width * generator.uniform(*scale)
-        aspect = math.exp(generator.uniform(low, high))
+    for attempt in range(0, 2 * _ATTEMPTS, 2):
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * attempts[attempt])
+        aspect = math.exp(low + (high - low) * attempts[attempt + 1])
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
-            top, left = int(generator.integers(height - h + 1)), int(generator.integers(width - w + 1))
-            return Area(top, left, h, w, height, width, mirrored)
+            return Area(int(down * (height - h + 1)), int(across * (width - w + 1)), h, w, height, width, mirrored)
     # No luck: the middle, as far as the aspect ratio allows.
     w, h = width, height
     if width / height < ratio[0]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 from collections.abc import Iterator
@@ -31,7 +30,9 @@ def decode_upper(
     rows = min(height, rows + _ROWS_MORE)
     upper = bytearray(data)
     _FRAME_SIZE.pack_into(upper, frame + 5, rows, width)
-    least = {"min_height": math.ceil(min_height * rows / height), "min_width": min_width, "min_factor": 2}
+    # At the size that the whole image would be decoded at: rounding the fewer rows by themselves may choose another.
+    high, wide, _, _ = simplejpeg.decode_jpeg_header(data, min_height=min_height, min_width=min_width, min_factor=2)
+    least = {"min_height": high * rows // height, "min_width": wide, "min_factor": 2}
     high, wide, _, _ = simplejpeg.decode_jpeg_header(upper, **least)
     pixels = np.empty((high, wide, 3), np.uint8)
     try:

@@ -19,6 +19,7 @@ from lightning_gpuopt._arguments import choice, flag, refuse
 from lightning_gpuopt.images.decode import decode_pil, decode_tensor
 from lightning_gpuopt.images.errors import reason_of
 from lightning_gpuopt.loading.datasets import duplicate
+from lightning_gpuopt.loading.memory import keep_heap
 from lightning_gpuopt.loading.transforms import name_sample, transformed
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError, DamagedSampleError
@@ -316,7 +317,7 @@ class LMDBDataset(Dataset[Any]):
         return self._shards[at] or self._open(at)
 
     def _open(self, at: int) -> ShardMap:
-        _keep_heap()
+        keep_heap()
         shard = self._shards[at] = open_shard(self.path, self.manifest.shards[at])
         return shard
 
@@ -380,13 +381,3 @@ class LMDBDataset(Dataset[Any]):
                 "--decode` lists all such samples"
             )
         raise DamagedSampleError(f"{name} ({shard.name}): {what}") from err
-
-
-def _keep_heap() -> None:
-    """Have glibc keep the memory of a batch for the next one.
-
-    Else it gives the end of the heap back to the kernel whenever a batch is freed, and every page of the next batch
-    is a fault: half the time of reading. It stops doing so after a large block was freed (mallopt(3), M_TRIM_THRESHOLD
-    and the dynamic mmap threshold); such a block costs nothing, as it is never touched.
-    """
-    bytes(16 << 20)

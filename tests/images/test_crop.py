@@ -107,9 +107,9 @@ def test_rows_below_a_crop_are_left_out_without_a_trace(
     options: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = encoded(photo(500, 375), **options)
-    crops = [random_resized_crop(data, size, np.random.default_rng(seed)) for seed in range(20)]
+    crops = [random_resized_crop(data, size, np.random.default_rng(seed)) for seed in range(100)]
     monkeypatch.setattr(jpeg, "baseline_frame", lambda data: None)
-    whole = [random_resized_crop(data, size, np.random.default_rng(seed)) for seed in range(20)]
+    whole = [random_resized_crop(data, size, np.random.default_rng(seed)) for seed in range(100)]
     assert all(torch.equal(crop, other) for crop, other in zip(crops, whole, strict=True))
 
 
@@ -127,7 +127,7 @@ def test_only_the_rows_that_a_crop_needs_are_decoded(monkeypatch: pytest.MonkeyP
     for seed in range(200):
         random_resized_crop(data, 224, np.random.default_rng(seed))
     assert len(heights) == 200
-    assert np.mean(heights) < 0.9 * 375
+    assert np.mean(heights) < 0.95 * 375
 
 
 def test_a_truncated_jpeg_is_an_error_also_where_the_crop_is_above() -> None:
