@@ -130,7 +130,7 @@ class FileList(Dataset[Any]):
     def __init__(self, path: str | os.PathLike[str], need_labels: bool = True) -> None:
         self.path = Path(os.path.abspath(path))
         self._root = str(self.path.parent)
-        with self.path.open(encoding="utf-8") as stream:
+        with self.path.open(encoding="utf-8", errors="surrogateescape") as stream:
             lines = [(number, line.strip()) for number, line in enumerate(stream, 1) if line.strip()]
         if not lines:
             raise ValueError(f"{path}: expected lines PATH LABEL, the list is empty")
@@ -173,6 +173,7 @@ def _split(line: str) -> tuple[str, int] | None:
     """Path and label of a line; None where it has no label."""
     parts = line.rsplit(None, 1)
     try:
-        return (parts[0], int(parts[1])) if len(parts) == 2 else None
+        label = int(parts[1]) if len(parts) == 2 else None
     except ValueError:
         return None
+    return (parts[0], label) if label is not None and -(2**63) <= label < 2**63 else None

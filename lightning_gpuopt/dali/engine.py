@@ -40,7 +40,7 @@ class Engine:
         self._build = build
         self.device = device
         self._keeps_state = keeps_state
-        self._name = name
+        self.name = name
         self._pipeline: Any = None
         self._flight: deque[EncodedBatch] = deque()
         self._done: deque[EncodedBatch] = deque(maxlen=_KEPT)
@@ -75,7 +75,7 @@ class Engine:
             try:
                 self._pipeline.feed_input(name, values)
             except KeyError:
-                raise PipelineError(f"{self._name}: expected a pipeline that uses {name}, it does not") from None
+                raise PipelineError(f"{self.name}: expected a pipeline that uses {name}, it does not") from None
         self._pipeline.schedule_run()
         self._flight.append(batch)
 
@@ -101,7 +101,7 @@ class Engine:
             if not samples.is_dense_tensor():
                 shapes = sorted({tuple(shape) for shape in samples.shape()})[:3]
                 raise PipelineError(
-                    f"{self._name}: expected {name} of one shape in a batch, got {', '.join(map(str, shapes))}: resize "
+                    f"{self.name}: expected {name} of one shape in a batch, got {', '.join(map(str, shapes))}: resize "
                     "or crop them to one"
                 )
         return tuple(from_dlpack(samples.as_tensor()) for samples in found)
@@ -124,11 +124,10 @@ class Engine:
     def close(self) -> None:
         """Free the pipeline, its memory and its threads."""
         self._cpu_s_before = self.cpu_s()
+        self._threads = []
+        self._pipeline = None  # before the bytes that it may still read
         self._flight.clear()
         self._done.clear()
-        self._threads = []
-        pipeline, self._pipeline = self._pipeline, None
-        del pipeline
 
     def cpu_s(self) -> float:
         """CPU seconds of the threads that decode and transform, so far."""

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from lightning_gpuopt._measured import PipelineTimes
 from lightning_gpuopt.dali.encoded import Bytes
 from lightning_gpuopt.dali.engine import Engine
 from lightning_gpuopt.dali.pipelines import PipelineError
-from lightning_gpuopt.dali.source import BatchSource, EncodedBatch, none_left
-from lightning_gpuopt.images.decode import decode_pil
-from lightning_gpuopt.images.errors import CorruptSampleError, reason_of
+from lightning_gpuopt.dali.source import BatchSource, EncodedBatch, as_ppm, none_left
+from lightning_gpuopt.images.errors import CorruptSampleError
 from lightning_gpuopt.loading.sampler import ElasticSampler
-
-log = logging.getLogger(__name__)
 
 Undecodable = Callable[[list[Bytes]], dict[int, Exception]]
 
@@ -70,7 +64,7 @@ class DALILoader:
         self._expected = expected
         self._checked = False
         self._epoch = 0  # which iteration is the latest
-        self._rewritten: dict[int, Bytes] = {}
+        self._failure: Exception | None = None
         self._states: dict[int, str | None] = {}
         self._resume_state: str | None = None
         self._wait_s = 0.0
@@ -99,7 +93,7 @@ class DALILoader:
 
     def random_state_after(self, done: int) -> str | None:
         """The same after so many batches of this epoch, of the last few."""
-        return self._states.get(done)
+        return self._states.get(done, self._resume_state)
 
     def resume_from(self, state: str | None) -> None:
         """Have the next epoch begin with this state of the random operators."""
@@ -119,25 +113,46 @@ class DALILoader:
         self.source.close()
 
     def _batches(self, epoch: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """One epoch. It ends at once when another has begun."""
+        """One epoch.
+
+        Raises:
+            RuntimeError: another one has begun since.
+        """
         self.engine.drain()
         self.engine.start(self._resume_state)
-        self._resume_state = None
+        self._resume_state, self._failure = None, None
         done = self.sampler.steps_done()
         self._states = {done: self.engine.state}
         batches = self.source.batches(self.sampler.batches())
         try:
-            while epoch == self._epoch:
-                while len(self.engine.flight) < _IN_FLIGHT and (batch := next(batches, None)) is not None:
-                    self.engine.submit(self._known(batch))
-                if not self.engine.flight:
+            while True:
+                if epoch != self._epoch:
+                    raise RuntimeError(
+                        "another iteration of this loader has begun, or it was closed: expected one iteration at a "
+                        "time; make a second loader for a second one"
+                    )
+                self._fill(batches)
+                if not self.engine.flight and self._failure is None:
                     return
                 tensors = self._collect()
                 done += 1
                 self._keep_state(done)
                 yield tensors
         finally:
-            batches.close()  # type: ignore[attr-defined]
+            batches.close()
+
+    def _fill(self, batches: Generator[EncodedBatch, None, None]) -> None:
+        """Put batches in as far as there is room; an error waits until the batches before it have come out."""
+        try:
+            while self._failure is None and len(self.engine.flight) < _IN_FLIGHT:
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                self.engine.submit(batch)
+        except PipelineError:
+            raise
+        except Exception as error:
+            self._failure = error
 
     def _keep_state(self, done: int) -> None:
         self._states[done] = self.engine.state
@@ -145,6 +160,9 @@ class DALILoader:
 
     def _collect(self) -> tuple[torch.Tensor, ...]:
         while True:
+            if not self.engine.flight:
+                assert self._failure is not None
+                raise self._failure
             size = len(self.engine.flight[0])
             began = time.perf_counter()
             try:
@@ -164,27 +182,30 @@ class DALILoader:
 
     # --- images that DALI refuses --------------------------------------------------------------------------------
 
-    def _known(self, batch: EncodedBatch) -> EncodedBatch:
-        """The batch with what has been found out about its images since it was read."""
-        if not self._rewritten:
-            return batch
-        at = {
-            position: self._rewritten[index] for position, index in enumerate(batch.indices) if index in self._rewritten
-        }
-        return batch.with_images(at) if at else batch
-
     def _recover(self, error: Exception) -> None:
         """Build the pipeline anew, after an image that it could not decode, and put in again what was in it.
 
         Raises:
-            CorruptSampleError: an image cannot be decoded, and such are not left out.
-            Exception: `error`, where all images can be decoded.
+            CorruptSampleError: an image of the oldest batch cannot be decoded, and such are not left out.
+            PipelineError: all images can be decoded: it is something else.
         """
         flight, state = self.engine.flight, self.engine.state
         self.engine.close()
-        mended = [self._mended(batch) for batch in flight]
-        if all(after is before for before, after in zip(flight, mended, strict=True)):
-            raise error
+        mended: list[EncodedBatch] = []
+        for batch in flight:
+            try:
+                mended.append(self._mended(batch))
+            except CorruptSampleError as corrupt:
+                if not mended:
+                    raise
+                self._failure = corrupt
+                break
+        if self._failure is None and all(after is before for before, after in zip(flight, mended, strict=True)):
+            names = [self.source.images.name(flight[0].indices[at]) for at in (0, -1)]
+            raise PipelineError(
+                f"{self.engine.name}: expected a pipeline that can do with every image, DALI failed in one of the "
+                f"{len(flight)} batches that begin with the samples {names[0]} to {names[1]}: {_last_line(error)}"
+            ) from error
         self.engine.start(state)
         for batch in mended:
             self.engine.submit(batch)
@@ -196,13 +217,10 @@ class DALILoader:
         for at, refused in self._undecodable(batch.images).items():
             index, image = batch.indices[at], batch.images[at]
             try:
-                rewritten[at] = self._rewritten[index] = _as_ppm(image)
+                rewritten[at] = as_ppm(image)
+                self.source.decode_by_pil(index)
             except Exception as reason:
-                name = self.source.images.name(index)
-                text = f"{type(reason).__name__}: {reason_of(reason)}"
-                error = CorruptSampleError(
-                    f"{name}: it is not an image that can be decoded ({text}); replace or remove it"
-                )
+                error = self.source.undecodable(index, reason)
                 error.__cause__ = refused
                 self.source.leave_out(index, error)
                 gone.append(at)
@@ -213,13 +231,7 @@ class DALILoader:
         return batch.with_images(rewritten).without(gone)
 
 
-def _as_ppm(image: Bytes) -> Bytes:
-    """An image file, decoded by PIL, as a PPM file: what every decoder reads.
-
-    Raises:
-        OSError: as `decode_pil`.
-    """
-    decoded = decode_pil(image.data)
-    out = io.BytesIO()
-    decoded.save(out, "PPM")
-    return np.frombuffer(out.getvalue(), np.uint8)
+def _last_line(error: Exception) -> str:
+    """What DALI says, without the pages around it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "no longer valid" not in line]
+    return lines[-1] if lines else type(error).__name__

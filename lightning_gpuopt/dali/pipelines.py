@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning_gpuopt.dali.library import DALI, is_pipeline_def
+from lightning_gpuopt.dali.library import DALI, is_pipeline_def, load_dali
 
 ENCODED, LABELS, AREAS = "encoded", "labels", "areas"
 """Names of a pipeline's inputs."""
@@ -59,16 +60,16 @@ Definition = Callable[[DALI, Settings, Any, Any, Any], Any]
 def random_crops(dali: DALI, settings: Settings, encoded: Any, labels: Any, areas: Any) -> tuple[Any, ...]:
     """Training: only the random area is decoded, then resized, mirrored and normalised."""
     images = dali.fn.decoders.image_slice(
-        encoded, start=areas[0:2], shape=areas[2:4], axes=[0, 1], **_decoder(dali, settings)
+        encoded, rel_start=areas[0:2], rel_shape=areas[2:4], axes=[0, 1], **_decoder(dali, settings)
     )
     images = _resize(dali, settings, images)
-    return _normalized(dali, settings, images, mirror=areas[4]), labels
+    return _normalized(dali, settings, images, mirror=dali.fn.cast(areas[4], dtype=dali.types.INT32)), labels
 
 
 def center_crops(dali: DALI, settings: Settings, encoded: Any, labels: Any, areas: Any) -> tuple[Any, ...]:
     """Evaluation: the middle of the resized image, in one step, and normalised."""
     images = dali.fn.decoders.image(encoded, **_decoder(dali, settings))
-    images = _resize(dali, settings, images, roi_start=areas[0:2], roi_end=areas[2:4], roi_relative=False)
+    images = _resize(dali, settings, images, roi_start=areas[0:2], roi_end=areas[2:4], roi_relative=True)
     return _normalized(dali, settings, images), labels
 
 
@@ -123,12 +124,20 @@ def definition_of(name: str, given: Any) -> Definition | None:
     operators = getattr(given, "op_list", given)
     if isinstance(operators, (list, tuple)) and all(hasattr(each, "_invoke") for each in operators):
         return transforms(operators)
-    if is_pipeline_def(given):
+    if is_pipeline_def(given) and _takes_two(given):
         return custom(given)
     raise TypeError(
         f"{name}: expected a function decorated with @pipeline_def that takes (encoded, labels) and returns (images, "
         f"labels), or operators of nvidia.dali.experimental.torchvision in a list or Compose; got {given!r}"
     )
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(getattr(function, "__wrapped__", function)).bind(None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def build(
@@ -153,7 +162,7 @@ def build(
         # Nothing is copied: the source keeps the bytes until the batch has been decoded.
         encoded = fn.external_source(name=ENCODED, no_copy=True, ndim=1, dtype=types.UINT8)
         labels = fn.external_source(name=LABELS, ndim=0, dtype=types.INT64)
-        areas = fn.external_source(name=AREAS, ndim=1) if has_areas else None
+        areas = fn.external_source(name=AREAS, ndim=1, dtype=types.FLOAT) if has_areas else None
         defined = define(dali, settings, encoded, labels, areas)
         outputs = tuple(defined) if isinstance(defined, (tuple, list)) else (defined,)
         return outputs if settings.device_id is None else tuple(each.gpu() for each in outputs)
@@ -177,17 +186,17 @@ def build(
     return pipeline
 
 
-def undecodable(dali: DALI, settings: Settings, images: Sequence[Any]) -> dict[int, Exception]:
+def undecodable(settings: Settings, images: Sequence[Any]) -> dict[int, Exception]:
     """Which image files DALI cannot decode. One ends a whole pipeline, so they are tried in ever smaller groups.
 
     Args:
-        dali: DALI's modules.
         settings: the device and decoder to try them on.
         images: their bytes, arrays uint8 ``[N]``.
 
     Returns:
         DALI's error by position.
     """
+    dali = load_dali()
 
     def whole() -> Any:
         encoded = dali.fn.external_source(name=ENCODED, ndim=1, dtype=dali.types.UINT8)

@@ -6,10 +6,10 @@ random state, and so nothing of it is lost when training stops, or when the pipe
 
 from __future__ import annotations
 
-import threading
+import io
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,7 +19,7 @@ import numpy as np
 
 from lightning_gpuopt.dali.encoded import Bytes, EncodedImages, Labels
 from lightning_gpuopt.images.crop import RATIO, SCALE, draw_area, keyed_generator, resized_center
-from lightning_gpuopt.images.decode import shown_size
+from lightning_gpuopt.images.decode import decode_pil, for_other_decoder
 from lightning_gpuopt.images.errors import CorruptSampleError, reason_of
 from lightning_gpuopt.loading.memory import keep_heap
 from lightning_gpuopt.loading.order import mix
@@ -32,6 +32,8 @@ interpreter's lock to one another, at four times the CPU time."""
 _BLOCKED: Final = 3.0
 _LATENCY_S: Final = 0.0005
 """Reading that takes so many times its CPU time, and so many seconds a file, mostly waits for storage."""
+_WAITED: Final = 0.1
+"""A batch that is waited for this share of the time its files take is late for them."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class EncodedBatch:
         indices: of the samples.
         images: their files' bytes, B arrays uint8 ``[N]``.
         labels: int64 ``[B]``.
-        areas: what is cut out of each image, ``[B, 4 or 5]``; see `RandomAreas` and `CenterAreas`. None: the
+        areas: what is cut out of each image, float32 ``[B, 4 or 5]``; see `RandomAreas` and `CenterAreas`. None: the
             pipeline decides.
     """
 
@@ -71,7 +73,7 @@ class EncodedBatch:
 
 
 class Areas(Protocol):
-    """Says what is cut out of an image."""
+    """Says what is cut out of an image: float32."""
 
     def area(self, height: int, width: int, key: int) -> Sequence[float]:
         """An image's area.
@@ -82,13 +84,12 @@ class Areas(Protocol):
             key: decides what is random, 64 bits.
         """
 
-    def dtype(self) -> Any:
-        """Of the numbers."""
-
 
 @dataclass(frozen=True)
 class RandomAreas:
-    """Random-resized crops: top, left, height, width in pixels, and 1 where it is mirrored; int32 ``[5]``.
+    """Random-resized crops: top, left, height, width as shares of the image's, and 1 where it is mirrored.
+
+    float32 ``[5]``. Shares lie within an image also where its header is misread.
 
     The same ones as `RandomCrops` draws for the same key.
 
@@ -102,19 +103,15 @@ class RandomAreas:
     ratio: tuple[float, float] = RATIO
     flip: bool = True
 
-    def dtype(self) -> Any:
-        """See `Areas`."""
-        return np.int32
-
     def area(self, height: int, width: int, key: int) -> Sequence[float]:
         """See `Areas`."""
         drawn = draw_area(height, width, keyed_generator(key), self.scale, self.ratio, self.flip)
-        return drawn.top, drawn.left, drawn.height, drawn.width, drawn.mirrored
+        return drawn.top / height, drawn.left / width, drawn.height / height, drawn.width / width, drawn.mirrored
 
 
 @dataclass(frozen=True)
 class CenterAreas:
-    """The middle of an image whose shorter side is resized: top, left, bottom, right of it in the image's own pixels.
+    """The middle of an image whose shorter side is resized: top, left, bottom, right of it as shares of the image.
 
     float32 ``[4]``. Resizing this part of the image is the same as resizing the image and cutting out the middle.
 
@@ -126,15 +123,10 @@ class CenterAreas:
     resize: int
     size: int
 
-    def dtype(self) -> Any:
-        """See `Areas`."""
-        return np.float32
-
     def area(self, height: int, width: int, key: int) -> Sequence[float]:
         """See `Areas`."""
         high, wide, top, left = resized_center(height, width, self.resize, self.size)
-        down, across = height / high, width / wide
-        return top * down, left * across, (top + self.size) * down, (left + self.size) * across
+        return top / high, left / wide, (top + self.size) / high, (left + self.size) / wide
 
 
 @dataclass(frozen=True)
@@ -155,7 +147,14 @@ class ReadTimes:
 @dataclass
 class _Reading:
     indices: BatchIndices
-    parts: list[Future[list[tuple[Bytes, Sequence[float] | None] | None]]]
+    parts: list[Future[_Part]]
+
+
+@dataclass
+class _Part:
+    samples: list[tuple[Bytes, Sequence[float] | None] | None]
+    wall_s: float
+    cpu_s: float
 
 
 class BatchSource:
@@ -185,8 +184,8 @@ class BatchSource:
         self.skipped = skipped
         self.ahead = ahead
         self._left_out: set[int] = set()
+        self._by_pil: set[int] = set()
         self._pools: dict[int, ThreadPoolExecutor] = {}
-        self._lock = threading.Lock()
         self._times = ReadTimes()
         self._slow = False
 
@@ -195,7 +194,7 @@ class BatchSource:
         """What reading has taken so far."""
         return self._times
 
-    def batches(self, plan: Iterable[BatchIndices]) -> Iterator[EncodedBatch]:
+    def batches(self, plan: Iterable[BatchIndices]) -> Generator[EncodedBatch, None, None]:
         """The batches of these samples, in their order.
 
         Raises:
@@ -242,16 +241,10 @@ class BatchSource:
         futures = [pool.submit(self._read, indices, start, stop) for start, stop in pairwise(bounds)]
         return _Reading(indices, futures)
 
-    def _read(self, indices: BatchIndices, start: int, stop: int) -> list[tuple[Bytes, Sequence[float] | None] | None]:
+    def _read(self, indices: BatchIndices, start: int, stop: int) -> _Part:
         began, cpu_began = time.perf_counter(), time.thread_time()
-        try:
-            return [self._one(indices, at) for at in range(start, stop)]
-        finally:
-            wall_s, cpu_s = time.perf_counter() - began, time.thread_time() - cpu_began
-            with self._lock:
-                before = self._times
-                self._times = replace(before, wall_s=before.wall_s + wall_s, cpu_s=before.cpu_s + cpu_s)
-                self._slow = wall_s > _BLOCKED * cpu_s and wall_s > _LATENCY_S * (stop - start)
+        samples = [self._one(indices, at) for at in range(start, stop)]
+        return _Part(samples, time.perf_counter() - began, time.thread_time() - cpu_began)
 
     def _one(self, indices: BatchIndices, at: int) -> tuple[Bytes, Sequence[float] | None] | None:
         """A sample's bytes and area; None where it is left out."""
@@ -259,42 +252,74 @@ class BatchSource:
         if index in self._left_out:
             return None
         try:
-            image = self.images.read(index)
+            image, height, width = self._file(index)
             if self.areas is None:
                 return image, None
-            height, width = self._size(index, image)
             return image, self.areas.area(height, width, mix(self.seed, indices.epoch, indices.first + at))
         except CorruptSampleError as error:
             self.leave_out(index, error)
             return None
 
-    def _size(self, index: int, image: Bytes) -> tuple[int, int]:
+    def _file(self, index: int) -> tuple[Bytes, int, int]:
+        """A sample's image file, height and width. DALI may crash at bytes that it does not know: it gets none."""
+        given = self.images.read(index)
         try:
-            return shown_size(image.data)
+            data, height, width = for_other_decoder(given.data)
+            image = np.frombuffer(data, np.uint8)
+            return (as_ppm(image) if index in self._by_pil else image), height, width
         except Exception as error:
-            reason = f"{type(error).__name__}: {reason_of(error)}"
-            name = self.images.name(index)
-            raise CorruptSampleError(
-                f"{name}: it is not an image that can be decoded ({reason}); replace or remove it"
-            ) from error
+            raise self.undecodable(index, error) from error
+
+    def undecodable(self, index: int, error: Exception) -> CorruptSampleError:
+        """The error for an image that cannot be decoded.
+
+        Args:
+            index: of the sample.
+            error: the decoder's.
+        """
+        reason = f"{type(error).__name__}: {reason_of(error)}"
+        return CorruptSampleError(
+            f"{self.images.name(index)}: it is not an image that can be decoded ({reason}); replace or remove it"
+        )
+
+    def decode_by_pil(self, index: int) -> None:
+        """From now on, give a sample as PIL decodes it."""
+        self._by_pil.add(index)
 
     def _finish(self, reading: _Reading) -> EncodedBatch:
         began = time.perf_counter()
-        samples = [sample for part in reading.parts for sample in part.result()]
+        parts = [part.result() for part in reading.parts]
         waited_s = time.perf_counter() - began
-        with self._lock:
-            self._times = replace(self._times, wait_s=self._times.wait_s + waited_s)
+        wall_s, cpu_s = sum(part.wall_s for part in parts), sum(part.cpu_s for part in parts)
+        before = self._times
+        self._times = ReadTimes(before.wall_s + wall_s, before.cpu_s + cpu_s, before.wait_s + waited_s)
+        samples = [sample for part in parts for sample in part.samples]
+        blocked = wall_s > max(_BLOCKED * cpu_s, _LATENCY_S * len(samples))
+        # Threads that queue for a CPU look blocked, too; but then it is not the files that are waited for.
+        self._slow = blocked and (self._slow or waited_s > _WAITED * wall_s)
         here = [at for at, sample in enumerate(samples) if sample is not None]
         indices = tuple(reading.indices[at] for at in here)
         if not here:
             raise none_left(len(samples))
         found = [sample for sample in samples if sample is not None]
-        areas = None if self.areas is None else np.array([area for _, area in found], self.areas.dtype())
+        areas = None if self.areas is None else np.array([area for _, area in found], np.float32)
         return EncodedBatch(indices, [image for image, _ in found], self.images.labels[list(indices)], areas)
+
+
+def as_ppm(image: Bytes) -> Bytes:
+    """An image file as PIL decodes it, as a PPM file, which every decoder reads.
+
+    Raises:
+        OSError: as `decode_pil`.
+    """
+    out = io.BytesIO()
+    decode_pil(image.data).save(out, "PPM")
+    return np.frombuffer(out.getvalue(), np.uint8)
 
 
 def none_left(size: int) -> CorruptSampleError:
     """The error for a batch in which no sample can be decoded: with several ranks, all must have as many batches."""
     return CorruptSampleError(
-        f"none of the {size} samples of a batch can be read, and a batch cannot be empty; skipped.csv lists them"
+        f"none of the {size} samples of a batch can be read, and a batch cannot be empty: every rank needs as many; "
+        "skipped.csv lists them: remove them, or use larger batches"
     )

@@ -78,7 +78,8 @@ class DALIDataModule(ResumableDataModule):
         hw_decoder_load: Share of the JPEG images that go to the GPU's hardware decoder, 0-1.
         on_corrupt: What becomes of an image that cannot be decoded: ``"raise"`` an error that names its file, or
             ``"skip"``: files are looked through when a folder is opened; bad ones are left out, counted
-            (`num_skipped`) and listed in ``gpuopt/skipped.csv`` below the Trainer's log directory.
+            (`num_skipped`) and listed in ``gpuopt/skipped.csv`` below the Trainer's log directory. A batch of
+            which no image can be decoded is an error still.
 
     Raises:
         ImportError: DALI is not installed; the text says what to install.
@@ -234,24 +235,18 @@ class DALIDataModule(ResumableDataModule):
             skipped=self._skipped_samples(name) if self.on_corrupt == "skip" else None,
         )
         keeps_state = given is not None and train and sampler.num_replicas == 1
-        make = partial(self._build, define, settings, areas is not None, keeps_state)
+        make = partial(_build, define, settings, areas is not None, keeps_state)
         device = torch.device("cpu") if settings.device_id is None else torch.device("cuda", settings.device_id)
         loader = DALILoader(
             source,
             sampler,
             Engine(make, device, keeps_state, settings.name),
-            partial(pipelines.undecodable, load_dali(), settings),
+            partial(pipelines.undecodable, settings),
             partial(_check, settings.name),
             settings.num_threads,
         )
         self._loaders[name, at] = loader
         return loader
-
-    def _build(
-        self, define: pipelines.Definition, settings: pipelines.Settings, areas: bool, keeps: bool, state: bytes | None
-    ) -> Any:
-        checkpoint = (state or b"") if keeps else None
-        return pipelines.build(load_dali(), define, settings, has_areas=areas, checkpoint=checkpoint)
 
     def _settings(self, sampler: ElasticSampler, argument: str) -> pipelines.Settings:
         device_id = self._device_id()
@@ -323,19 +318,30 @@ class DALIDataModule(ResumableDataModule):
         """Free the pipelines; Lightning calls no ``teardown`` after an exception."""
         self._report_skipped()
         self._close()
+        self._loaders.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_loaders": {}}
 
     def _close(self) -> None:
         for loader in self._loaders.values():
             loader.close()
 
 
+def _build(
+    define: pipelines.Definition, settings: pipelines.Settings, areas: bool, keeps: bool, state: bytes | None
+) -> Any:
+    checkpoint = (state or b"") if keeps else None
+    return pipelines.build(load_dali(), define, settings, has_areas=areas, checkpoint=checkpoint)
+
+
 def _check(name: str, tensors: tuple[torch.Tensor, ...], size: int) -> None:
     """Compare a pipeline's first batch with what is expected of it."""
     images, labels = tensors
-    if images.ndim != 4 or len(images) != size or labels.shape != (size,):
+    if images.ndim != 4 or len(images) != size or labels.shape != (size,) or labels.is_floating_point():
         raise MisconfigurationException(
-            f"{name}: expected images of four dimensions and labels [B] with B = {size}, got images "
-            f"{list(images.shape)} and labels {list(labels.shape)}"
+            f"{name}: expected images of four dimensions and whole numbers as labels [B] with B = {size}, got "
+            f"images {list(images.shape)} and {str(labels.dtype).removeprefix('torch.')} labels {list(labels.shape)}"
         )
 
 

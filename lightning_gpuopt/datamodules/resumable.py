@@ -74,6 +74,10 @@ class ResumableDataModule(LightningDataModule):
         """
         raise NotImplementedError
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to a run: its sampler knows its Trainer."""
+        return {**vars(self), "_sampler": None, "_sampler_of": None}
+
     # --- datasets ------------------------------------------------------------------------------------------------
 
     @override
@@ -141,8 +145,8 @@ class ResumableDataModule(LightningDataModule):
                 sampler.set_epoch(trainer.current_epoch)
             if before is not None and self._sampler_of is trainer:  # reloaded: until the next batch, this counts
                 sampler.iterated_epoch = before.iterated_epoch
-            sampler.epoch_now = lambda: trainer.current_epoch
-        sampler.on_epoch = self._epoch_begins
+            sampler.epoch_now = partial(_current_epoch, trainer)
+            sampler.on_epoch = self._epoch_begins
         self._sampler, self._sampler_of = sampler, trainer
         return sampler
 
@@ -260,6 +264,10 @@ class ResumableDataModule(LightningDataModule):
             if self._resume and self._sampler is not None and self._sampler.epoch != self._resume["epoch"]:
                 _lightning.leave_finished_epoch(self.trainer)
             _lightning.set_train_batches(self.trainer, num_batches)
+
+
+def _current_epoch(trainer: Trainer) -> int:
+    return trainer.current_epoch
 
 
 def is_path(source: Any) -> bool:

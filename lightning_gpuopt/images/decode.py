@@ -8,6 +8,7 @@ whatever their values mean) come back exactly as they were written.
 from __future__ import annotations
 
 import io
+import re
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -149,8 +150,23 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int] | None:
     return height, width, jpeg.orientation_of(data)
 
 
-def shown_size(data: bytes | memoryview) -> tuple[int, int]:
-    """Height and width of an image file as it is shown, upright; by its header.
+_KNOWN: Final = frozenset({"PNG", "WEBP", "BMP", "PPM"})
+"""Formats besides JPEG that decoders outside Python read as PIL does, where the image is stored upright."""
+
+_MAY_BE_TURNED: Final = re.compile(b"eXIf|EXIF|Raw profile type|Orientation")
+
+
+def for_other_decoder(data: bytes | memoryview) -> tuple[bytes | memoryview, int, int]:
+    """An image file for a decoder outside Python, with its height and width as it is shown, upright.
+
+    A JPEG file stays as it is, and so does a file of another common format, unless its metadata may turn it: decoders
+    do not agree on that. All else is decoded by PIL, and becomes a PPM file.
+
+    Args:
+        data: The image file.
+
+    Returns:
+        The file, height and width.
 
     Raises:
         OSError: As `decode_pil`.
@@ -158,8 +174,13 @@ def shown_size(data: bytes | memoryview) -> tuple[int, int]:
     header = jpeg_size(data)
     if header is not None:
         height, width, orientation = header
-    else:
-        with Image.open(io.BytesIO(data)) as image:
-            width, height = image.size
-            orientation = image.getexif().get(jpeg.ORIENTATION, 1)
-    return (width, height) if orientation in _UPRIGHT and _UPRIGHT[orientation][0] else (height, width)
+        return (data, width, height) if orientation in _UPRIGHT and _UPRIGHT[orientation][0] else (data, height, width)
+    with Image.open(io.BytesIO(data)) as image:
+        width, height = image.size
+        known = image.format in _KNOWN or (image.format == "JPEG" and image.getexif().get(jpeg.ORIENTATION, 1) == 1)
+    if known and not (image.format != "JPEG" and _MAY_BE_TURNED.search(data)):
+        return data, height, width
+    decoded = decode_pil(data)
+    out = io.BytesIO()
+    decoded.save(out, "PPM")
+    return out.getvalue(), decoded.height, decoded.width

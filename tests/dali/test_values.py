@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, PngImagePlugin
 
 from lightning_gpuopt import DALIDataModule, ImageFolderDataModule, LMDBDataModule, build_lmdb
 from lightning_gpuopt.datamodules.dali import IMAGENET_MEAN, IMAGENET_STD
@@ -128,6 +130,16 @@ def test_mean_and_std_are_on_the_scale_of_0_to_1(folder: Path) -> None:
     assert torch.allclose(images, raw / 255, atol=1e-6)
 
 
+def _turned_by_xmp(kind: str) -> bytes:
+    """An image whose orientation is in its XMP metadata alone, which not every decoder reads."""
+    text = '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    if kind == "WEBP":
+        return encoded(photo(), kind, xmp=text.encode())
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", text)
+    return encoded(photo(), kind, pnginfo=info)
+
+
 MODES = {
     "gray.jpg": lambda: encoded(photo().convert("L")),
     "cmyk.jpg": lambda: encoded(photo().convert("CMYK")),
@@ -142,10 +154,16 @@ MODES = {
     "lossy.webp": lambda: encoded(photo(), "WEBP"),
     "lossless.webp": lambda: encoded(photo(), "WEBP", lossless=True),
     "plain.tiff": lambda: encoded(photo(), "TIFF"),
+    "turned.tiff": lambda: with_orientation(photo(), 6, kind="TIFF"),
+    "turned.png": lambda: with_orientation(photo(), 8, kind="PNG"),
+    "turned.webp": lambda: with_orientation(photo(), 5, kind="WEBP"),
+    "turned by xmp.png": lambda: _turned_by_xmp("PNG"),
+    "turned by xmp.webp": lambda: _turned_by_xmp("WEBP"),
+    "avif.jpg": lambda: encoded(photo(), "AVIF"),
     "plain.bmp": lambda: encoded(photo(), "BMP"),
     "gif.jpg": lambda: encoded(photo(), "GIF"),
 }
-"""Image files by name; DALI does not read the last one."""
+"""Image files by name; those that are called .jpg and are not are ones that DALI does not read."""
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -168,6 +186,24 @@ def test_every_kind_of_image_becomes_rgb(tmp_path: Path, name: str, stage: str) 
     images, _ = next(iter(ours.train_dataloader()))
     expected, _ = next(iter(theirs.train_dataloader()))
     assert (images.float() - expected.float()).abs().mean((1, 2, 3)).max() < 6  # of 255
+
+
+def test_files_that_dali_does_not_know_among_many(tmp_path: Path) -> None:
+    """In a process of its own: DALI may crash at one of them."""
+    kinds = [encoded(photo(300, 200)), encoded(photo(300, 200), "GIF"), encoded(photo(300, 200), "AVIF")]
+    lines = []
+    for number in range(120):
+        (tmp_path / f"{number}.jpg").write_bytes(kinds[0 if number % 40 else 1 + number // 40 % 2])
+        lines.append(f"{number}.jpg {number}\n")
+    (tmp_path / "list.txt").write_text("".join(lines))
+    program = (
+        "import sys; from lightning_gpuopt import DALIDataModule\n"
+        "module = DALIDataModule(val=sys.argv[1], batch_size=32, device='cpu', num_threads=4, crop_size=64)\n"
+        "print([label for _, labels in module.val_dataloader() for label in labels.tolist()] == list(range(120)))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "list.txt")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
 
 
 def test_a_batch_keeps_its_values_while_others_are_made(folder: Path) -> None:

@@ -114,6 +114,7 @@ class TestErrors:
             ({"shuffle": "yes"}, "shuffle: expected True or False, got 'yes'"),
             ({"seed": -1}, "seed: expected a whole number, at least 0, got -1"),
             ({"train_pipeline": len}, "train_pipeline: expected a function decorated with @pipeline_def"),
+            ({"eval_pipeline": pipeline_def(lambda encoded: encoded)}, "that takes .encoded, labels. and returns"),
             ({"eval_pipeline": [len]}, "eval_pipeline: expected a function decorated with @pipeline_def"),
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -184,11 +185,24 @@ class TestErrors:
         def swapped(encoded: Any, labels: Any) -> Any:
             return labels, _resized(encoded)
 
+        @pipeline_def
+        def floats(encoded: Any, labels: Any) -> Any:
+            return _resized(encoded), labels * 1.5
+
+        @pipeline_def
+        def beyond(encoded: Any, labels: Any) -> Any:
+            return fn.slice(_resized(encoded), 0, 100, axes=[0]), labels
+
         for pipeline, words in (
             (three, r"eval_pipeline: expected a pipeline that returns \(images, labels\), got 3 outputs"),
             (ragged, r"eval_pipeline: expected images of one shape in a batch, got \(\d+,\), .*: resize or crop them"),
             (unlabelled, "eval_pipeline: expected a pipeline that uses labels, it does not"),
-            (swapped, r"eval_pipeline: expected images of four dimensions and labels \[B\] with B = 4, got images"),
+            (
+                swapped,
+                r"eval_pipeline: expected images of four dimensions and whole numbers as labels \[B\] with B = 4, got",
+            ),
+            (floats, r"got images \[4, 8, 8, 3\] and float32 labels \[4\]"),
+            (beyond, "eval_pipeline: expected a pipeline that can do with every image, DALI failed in one of the"),
         ):
             with pytest.raises((ValueError, MisconfigurationException), match=words):
                 labels(raw(val=folder, eval_pipeline=pipeline))
@@ -225,6 +239,11 @@ def _float_labels(path: Path) -> Path:
     with LMDBWriter(path) as writer:
         writer.write((Image.new("RGB", (8, 8)), 0.5))
     return path
+
+
+class Floats(Notes):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step((batch[0].float(), batch[1]), batch_idx)
 
 
 class TestLightning:
@@ -264,9 +283,11 @@ data:
         assert cli.datamodule.mean == (0.5, 0.5, 0.5)
         assert len(cli.model.steps) == 2
 
-    def test_it_can_be_sent_to_other_processes(self, folder: Path) -> None:
-        sent = pickle.loads(pickle.dumps(raw(val=folder)))
-        assert numbers(sent) == list(range(IMAGES))
+    def test_it_can_be_sent_to_other_processes(self, tmp_path: Path, folder: Path) -> None:
+        datamodule = raw(train=folder, val=folder)
+        for _ in range(2):
+            assert numbers(pickle.loads(pickle.dumps(datamodule))) == list(range(IMAGES))
+            tiny_trainer(tmp_path, max_steps=1, limit_val_batches=1).fit(Floats(), datamodule)
 
     def test_reading_ahead_is_part_of_no_random_state(self, folder: Path) -> None:
         torch.manual_seed(3)

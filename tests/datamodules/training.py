@@ -75,6 +75,9 @@ class SaveAndEnd(Callback):
             trainer.save_checkpoint(self.path)
             raise Interrupted
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._maybe("on_train_start", trainer)
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.batches = 0
 
