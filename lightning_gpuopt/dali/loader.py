@@ -16,6 +16,7 @@ from lightning_gpuopt.dali.source import BatchSource, EncodedBatch, as_ppm, none
 from lightning_gpuopt.images.errors import CorruptSampleError
 from lightning_gpuopt.loading.sampler import ElasticSampler
 
+Batches = Generator[EncodedBatch, None, None]
 Undecodable = Callable[[list[Bytes]], dict[int, Exception]]
 
 _IN_FLIGHT: Final = 3
@@ -34,6 +35,7 @@ class DALILoader:
         undecodable: tries image files; gives the errors by position.
         expected: checks a batch's tensors once, and raises where they are not what was promised.
         num_threads: CPU threads of the pipeline.
+        looks_ahead: at the end of an epoch, begin with the first batches of the next one.
 
     Attributes:
         on_gpu: whether the images are decoded there.
@@ -53,6 +55,7 @@ class DALILoader:
         undecodable: Undecodable,
         expected: Callable[[tuple[torch.Tensor, ...], int], None],
         num_threads: int,
+        looks_ahead: bool = False,
     ) -> None:
         self.source = source
         self.sampler = sampler
@@ -63,7 +66,12 @@ class DALILoader:
         self._undecodable = undecodable
         self._expected = expected
         self._checked = False
-        self._epoch = 0  # which iteration is the latest
+        self._turn = 0  # which iteration is the latest
+        self._own = 0  # batches in flight that belong to the epoch that is iterated
+        self._exhausted = False  # whether all of its batches have been put in
+        self._ahead: tuple[int, Batches] | None = None  # the next epoch, and its batches
+        self._failed_ahead = False  # whether the failure is the next epoch's
+        self._looks_ahead = looks_ahead
         self._failure: Exception | None = None
         self._states: dict[int, str | None] = {}
         self._resume_state: str | None = None
@@ -74,8 +82,8 @@ class DALILoader:
         return self.sampler.num_batches()
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        self._epoch += 1
-        return self._batches(self._epoch)
+        self._turn += 1
+        return self._batches(self._turn)
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: the position in the epoch is kept by the DataModule.
@@ -108,51 +116,79 @@ class DALILoader:
 
     def close(self) -> None:
         """End its threads and free the pipeline; another iteration makes them anew."""
-        self._epoch += 1
+        self._turn += 1
+        if self._ahead is not None:
+            self._ahead[1].close()
+            self._ahead = None
         self.engine.close()
         self.source.close()
 
-    def _batches(self, epoch: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    def _batches(self, turn: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """One epoch.
 
         Raises:
             RuntimeError: another one has begun since.
         """
-        self.engine.drain()
-        self.engine.start(self._resume_state)
-        self._resume_state, self._failure = None, None
+        epoch = self.sampler.epoch
+        batches = self._begin(epoch)
         done = self.sampler.steps_done()
         self._states = {done: self.engine.state}
-        batches = self.source.batches(self.sampler.batches())
         try:
             while True:
-                if epoch != self._epoch:
+                if turn != self._turn:
                     raise RuntimeError(
                         "another iteration of this loader has begun, or it was closed: expected one iteration at a "
                         "time; make a second loader for a second one"
                     )
-                self._fill(batches)
-                if not self.engine.flight and self._failure is None:
+                self._fill(batches, epoch)
+                if not self._own:
+                    if self._failure is not None and not self._failed_ahead:
+                        raise self._failure
                     return
                 tensors = self._collect()
+                self._own -= 1
                 done += 1
                 self._keep_state(done)
                 yield tensors
         finally:
             batches.close()
 
-    def _fill(self, batches: Generator[EncodedBatch, None, None]) -> None:
+    def _begin(self, epoch: int) -> Batches:
+        """An epoch's batches: those that have been begun at the end of the one before, or from its first on."""
+        ahead, self._ahead = self._ahead, None
+        self._exhausted = self._failed_ahead = False
+        if ahead is not None and ahead[0] == epoch and not self._own and self._resume_state is None:
+            self.sampler.iterated_epoch = epoch
+            self._own = len(self.engine.flight)
+            return ahead[1]
+        if ahead is not None:
+            ahead[1].close()
+        self.engine.drain()
+        self.engine.start(self._resume_state)
+        self._resume_state, self._failure, self._own = None, None, 0
+        return self.source.batches(self.sampler.batches())
+
+    def _fill(self, batches: Batches, epoch: int) -> None:
         """Put batches in as far as there is room; an error waits until the batches before it have come out."""
         try:
             while self._failure is None and len(self.engine.flight) < _IN_FLIGHT:
-                batch = next(batches, None)
-                if batch is None:
+                batch = next(self._of_next_epoch(epoch) if self._exhausted else batches, None)
+                if batch is not None:
+                    self.engine.submit(batch)
+                    self._own += not self._exhausted
+                elif self._exhausted or not self._looks_ahead:
                     return
-                self.engine.submit(batch)
+                else:
+                    self._exhausted = True
         except PipelineError:
             raise
         except Exception as error:
-            self._failure = error
+            self._failure, self._failed_ahead = error, self._exhausted
+
+    def _of_next_epoch(self, epoch: int) -> Batches:
+        if self._ahead is None:
+            self._ahead = epoch + 1, self.source.batches(self.sampler.batches_of(epoch + 1))
+        return self._ahead[1]
 
     def _keep_state(self, done: int) -> None:
         self._states[done] = self.engine.state
@@ -160,9 +196,6 @@ class DALILoader:
 
     def _collect(self) -> tuple[torch.Tensor, ...]:
         while True:
-            if not self.engine.flight:
-                assert self._failure is not None
-                raise self._failure
             size = len(self.engine.flight[0])
             began = time.perf_counter()
             try:
@@ -198,7 +231,8 @@ class DALILoader:
             except CorruptSampleError as corrupt:
                 if not mended:
                     raise
-                self._failure = corrupt
+                self._failure, self._failed_ahead = corrupt, len(mended) >= self._own
+                self._own = min(self._own, len(mended))
                 break
         if self._failure is None and all(after is before for before, after in zip(flight, mended, strict=True)):
             names = [self.source.images.name(flight[0].indices[at]) for at in (0, -1)]

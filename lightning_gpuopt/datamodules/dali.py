@@ -244,6 +244,7 @@ class DALIDataModule(ResumableDataModule):
             partial(pipelines.undecodable, settings),
             partial(_check, settings.name),
             settings.num_threads,
+            looks_ahead=train,  # several batches of validation would take memory while training needs it
         )
         self._loaders[name, at] = loader
         return loader

@@ -171,8 +171,12 @@ class ElasticSampler(DistributedSampler[int]):
 
     def batches(self) -> Iterator[BatchIndices]:
         """This rank's batches, from where the epoch begins to its end."""
-        epoch = self.iterated_epoch = self.epoch
-        consumed, _ = self._begin(self.epoch)
+        self.iterated_epoch = self.epoch
+        return self.batches_of(self.epoch)
+
+    def batches_of(self, epoch: int) -> Iterator[BatchIndices]:
+        """The same of any epoch, which does not become the one that is iterated."""
+        consumed, _ = self._begin(epoch)
         n, world = self.order.num_samples, self.num_replicas
         while True:
             slices: list[tuple[int, int]] = []

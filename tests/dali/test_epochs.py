@@ -19,6 +19,8 @@ from nvidia.dali import fn, types
 from nvidia.dali.pipeline import pipeline_def
 
 from lightning_gpuopt import DALIDataModule, LMDBDataModule, LMDBWriter
+from lightning_gpuopt.dali.engine import Engine
+from lightning_gpuopt.images.errors import CorruptSampleError
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from tests.dali.runs import EPOCHS, SAMPLES, Notes, run, small, write_list
@@ -138,6 +140,43 @@ class TestOneRank:
         assert [label for labels in labels_of(loader) for label in labels] == ALL
         with pytest.raises(RuntimeError, match="another iteration of this loader has begun"):
             next(left)
+
+    def test_at_the_end_of_an_epoch_the_next_one_has_begun(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        submitted: list[list[int]] = []
+        submit = Engine.submit
+
+        def noted(self: Engine, batch: Any) -> None:
+            submitted.append(list(batch.indices))
+            submit(self, batch)
+
+        monkeypatch.setattr(Engine, "submit", noted)
+        loader = DALIDataModule(data, **small(batch_size=4)).train_dataloader()
+        given = labels_of(loader)
+        assert submitted[:14] == given
+        assert len(submitted) == 14 + 3
+        loader.sampler.set_epoch(1)
+        given += labels_of(loader)
+        assert submitted[:28] == given
+        assert [batch for batch in submitted[28:] if batch in given] == []
+        loader.sampler.set_epoch(5)  # not what was begun
+        again = labels_of(loader)
+        assert sorted(label for labels in again for label in labels) == ALL
+        loader.sampler.set_epoch(5)
+        assert labels_of(loader) == again
+
+    def test_what_goes_wrong_in_the_next_epoch_is_the_next_epoch_s(self, tmp_path: Path) -> None:
+        data = write_list(tmp_path / "data", 24)
+        loader = DALIDataModule(data, **small(batch_size=4, shuffle=False)).train_dataloader()
+        given = []
+        for _, labels in loader:
+            (data.parent / "image 5.bmp").unlink(missing_ok=True)
+            given += labels.tolist()
+        assert given == list(range(24))
+        loader.sampler.set_epoch(1)
+        batches = iter(loader)
+        assert next(batches)[1].tolist() == [0, 1, 2, 3]
+        with pytest.raises(CorruptSampleError, match=r"image 5\.bmp"):
+            next(batches)
 
     def test_one_loader_cannot_be_iterated_twice_at_a_time(self, data: Path) -> None:
         loader = DALIDataModule(val=data, **small(batch_size=4)).val_dataloader()
