@@ -70,6 +70,8 @@ class DALILoader:
         self._own = 0  # batches in flight that belong to the epoch that is iterated
         self._exhausted = False  # whether all of its batches have been put in
         self._ahead: tuple[int, Batches] | None = None  # the next epoch, and its batches
+        self._last: int | None = None  # the epoch of the latest iteration
+        self._stride = 1  # from one epoch to the next
         self._failed_ahead = False  # whether the failure is the next epoch's
         self._looks_ahead = looks_ahead
         self._failure: Exception | None = None
@@ -156,6 +158,9 @@ class DALILoader:
     def _begin(self, epoch: int) -> Batches:
         """An epoch's batches: those that have been begun at the end of the one before, or from its first on."""
         ahead, self._ahead = self._ahead, None
+        if self._last is not None:  # whoever sets no epochs has the same one again
+            self._stride = int(epoch != self._last)
+        self._last = epoch
         self._exhausted = self._failed_ahead = False
         if ahead is not None and ahead[0] == epoch and not self._own and self._resume_state is None:
             self.sampler.iterated_epoch = epoch
@@ -187,7 +192,8 @@ class DALILoader:
 
     def _of_next_epoch(self, epoch: int) -> Batches:
         if self._ahead is None:
-            self._ahead = epoch + 1, self.source.batches(self.sampler.batches_of(epoch + 1))
+            following = epoch + self._stride
+            self._ahead = following, self.source.batches(self.sampler.batches_of(following))
         return self._ahead[1]
 
     def _keep_state(self, done: int) -> None:

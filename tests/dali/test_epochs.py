@@ -161,8 +161,10 @@ class TestOneRank:
         loader.sampler.set_epoch(5)  # not what was begun
         again = labels_of(loader)
         assert sorted(label for labels in again for label in labels) == ALL
-        loader.sampler.set_epoch(5)
+        assert labels_of(loader) == again  # the same, for want of another
+        before = len(submitted)
         assert labels_of(loader) == again
+        assert len(submitted) == before + 14
 
     def test_what_goes_wrong_in_the_next_epoch_is_the_next_epoch_s(self, tmp_path: Path) -> None:
         data = write_list(tmp_path / "data", 24)
