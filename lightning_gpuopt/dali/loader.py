@@ -154,6 +154,7 @@ class DALILoader:
                 yield tensors
         finally:
             batches.close()
+            self.source.rest()
 
     def _begin(self, epoch: int) -> Batches:
         """An epoch's batches: those that have been begun at the end of the one before, or from its first on."""

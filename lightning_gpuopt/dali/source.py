@@ -186,6 +186,7 @@ class BatchSource:
         self._left_out: set[int] = set()
         self._by_pil: set[int] = set()
         self._pools: dict[int, ThreadPoolExecutor] = {}
+        self._resting: list[ThreadPoolExecutor] = []
         self._times = ReadTimes()
         self._slow = False
 
@@ -224,10 +225,17 @@ class BatchSource:
         self._left_out.add(index)
         self.skipped.add(self.images.name(index), error)
 
+    def rest(self) -> None:
+        """Let the threads end once they have read what was begun; the next batch starts new ones."""
+        self._resting, self._pools = list(self._pools.values()), {}
+        for pool in self._resting:
+            pool.shutdown(wait=False)
+
     def close(self) -> None:
         """End the threads."""
-        pools, self._pools = self._pools, {}
-        for pool in pools.values():
+        pools = [*self._resting, *self._pools.values()]
+        self._resting, self._pools = [], {}
+        for pool in pools:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self, indices: BatchIndices) -> _Reading:
