@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import subprocess
+import sys
 import threading
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -382,6 +384,22 @@ def test_memory_is_flat_over_many_epochs(data: Path) -> None:
     for _ in range(50):
         epoch()
     assert psutil.Process().memory_info().rss - before < 16 << 20
+
+
+def test_a_forked_process_frees_no_pipeline_of_its_parent(data: Path) -> None:
+    """A pipeline that is garbage when a worker is forked: its threads are not there, and freeing it would never end."""
+    program = (
+        "import gc, os, sys; gc.disable()\n"
+        "from lightning_gpuopt import DALIDataModule\n"
+        "module = DALIDataModule(val=sys.argv[1], batch_size=4, crop_size=8, resize_size=8, device='cpu')\n"
+        "loader = module.val_dataloader(); next(iter(loader))\n"
+        "loader.itself = loader; module._loaders.clear(); del loader, module\n"
+        "child = os.fork()\n"
+        "if not child: gc.collect(); os._exit(7)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(data)], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "7\n"), ended.stderr
 
 
 def test_no_thread_stays_behind(tmp_path: Path, data: Path) -> None:
