@@ -26,8 +26,8 @@ def _keep_the_parent_s() -> None:
     _of_parent.extend(_running)
 
 
-# A forked worker has the pipelines without their threads: freeing one there, as a garbage collection may, waits for them
-# for ever.
+# A forked worker has the pipelines without their threads: freeing one there, as a garbage collection may, waits for
+# them for ever.
 os.register_at_fork(after_in_child=_keep_the_parent_s)
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
