@@ -13,9 +13,9 @@ import lightning_gpuopt
 def test_the_public_names_are_these() -> None:
     assert lightning_gpuopt.__all__ == [
         "CudaPrefetcher",
+        "DALIDataModule",
         "Finding",
         "GpuUtilMonitor",
-        "DALIDataModule",
         "ImageFolderDataModule",
         "LMDBDataModule",
         "LMDBDataset",
