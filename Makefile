@@ -4,11 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu test-faults lint bench clean
+.PHONY: demo test test-examples test-matrix test-gpu test-faults lint docs bench clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 14) else "lightning-gpuopt needs Python 3.10 to 3.13, this is %d.%d; try: make PYTHON=python3.11" % v)'
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 10) else "lightning-gpuopt needs Python 3.10 or later, this is %d.%d; try: make PYTHON=python3.11" % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
@@ -16,8 +16,23 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/lightning-gpuopt demo
 
+# The tests are in lanes, each test in one of them. .ci/run calls all but test-gpu.
+#   test           the core lane: what a developer wants to know within minutes
+#   test-examples  the examples and the demo, as people run them
+#   test-matrix    every combination of what the core lane shows with a few
+#   test-gpu       what needs an NVIDIA GPU
+# Two processes share a lane's tests. Those that wait for real time, or for processes of their own, are one group: they
+# run one after the other.
+PARALLEL ?= -n 2 --dist loadgroup
+
 test: $(READY)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(PARALLEL)
+
+test-examples: $(READY)
+	$(BIN)/python -m pytest -q $(PARALLEL) -m example
+
+test-matrix: $(READY)
+	$(BIN)/python -m pytest -q $(PARALLEL) -m matrix
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -q -m gpu tests/gpu
@@ -31,12 +46,58 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The pages of docs/, in site/; strict: a link that leads nowhere is an error. Nothing is loaded from the network to build
+# them once mkdocs is installed.
+DOCS_READY := $(VENV)/.docs-ready
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/storage.py
 	$(BIN)/python benchmarks/dali.py
 	$(BIN)/python benchmarks/workers.py
+	$(BIN)/python benchmarks/watch.py
+	$(BIN)/python benchmarks/scale.py
 
 clean:
-	rm -rf $(VENV) demo-data demo-run
+	rm -rf $(VENV) demo-data demo-run site
+
+# The oldest that is promised, and the newest there is, each in an environment of its own with the whole suite; fewer
+# tests with, for example, `make test-floor ARGS=tests/loading`.
+ARGS ?=
+FLOOR_PYTHON ?= $(call found,3.10)
+NEWEST_PYTHON ?= $(call found,3.13)
+# An interpreter of this version: on the PATH, or one of pyenv's.
+found = $(shell for python in python$(1) "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$(1).*/bin/python; do \
+	"$$python" -c '' 2>/dev/null && echo "$$python" && break; done)
+needs = test -n '$($(3))' || { echo 'make $(1) needs Python $(2), and found none: install it, or say where it is: make $(1) $(3)=/path/to/python$(2)' >&2; exit 1; }
+
+.PHONY: floor-python test-floor test-newest
+
+floor-python:
+	@echo $(FLOOR_PYTHON)
+
+test-floor: .venv-floor/.ready
+	.venv-floor/bin/python -m pytest -q $(PARALLEL) $(ARGS)
+
+test-newest: .venv-newest/.ready
+	.venv-newest/bin/python -m pytest -q $(PARALLEL) $(ARGS)
+
+.venv-floor/.ready: pyproject.toml constraints-floor.txt
+	@$(call needs,test-floor,3.10,FLOOR_PYTHON)
+	test -x .venv-floor/bin/python || $(FLOOR_PYTHON) -m venv .venv-floor
+	.venv-floor/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-floor.txt -e '.[dev]'
+	touch $@
+
+.venv-newest/.ready: pyproject.toml
+	@$(call needs,test-newest,3.13,NEWEST_PYTHON)
+	test -x .venv-newest/bin/python || $(NEWEST_PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[dev]'
+	touch $@

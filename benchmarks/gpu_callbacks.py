@@ -1,4 +1,4 @@
-"""The event clock and both callbacks on a real GPU, for ``benchmarks/gpu.py``."""
+"""The event clock and the callbacks beside a GPU that is kept busy, for ``benchmarks/gpu.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_parts import Busy, Load, Samples, new_detector, quiet_trainer
+from gpu_devices import Device
+from gpu_parts import Busy, Form, Samples, new_detector, quiet_trainer
 from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,9 +21,10 @@ from tests.gpu.clock_rig import HOOK, ClockRig
 IDLE_GAP_TOLERANCE = 0.05
 
 
-def event_clock() -> dict[str, Any]:
+def event_clock(device: Device, form: Form) -> dict[str, Any]:
     """The idle gap that the event clock sees, against a host sleep put there on purpose."""
-    load = Load()
+    load = device.load()
+    steps = 8 if form == "trial" else 40
     work = load.times_for(5.0)
     result: dict[str, Any] = {"injected": {}, "checks": {}}
     for sleep_ms in (2.0, 5.0, 20.0, 50.0):
@@ -35,12 +37,12 @@ def event_clock() -> dict[str, Any]:
             time.sleep(sleep_ms / 1e3)
             slept.append(time.perf_counter() - begin)
 
-        for _ in range(40):
+        for _ in range(steps):
             rig.step(lambda: load.run(work), hook=sleep)
-        times = rig.finish(40)
-        truth_ms = statistics.mean(slept[:-1]) * 1e3
-        seen_ms = times.idle_s / (times.steps - 1) * 1e3
-        hook_ms = times.idle.get(HOOK, 0.0) / (times.steps - 1) * 1e3
+        times = rig.finish(steps)
+        truth_ms = statistics.mean(slept) * 1e3
+        seen_ms = times.idle_s / times.steps * 1e3
+        hook_ms = times.idle.get(HOOK, 0.0) / times.steps * 1e3
         result["injected"][str(sleep_ms)] = {
             "slept_ms": truth_ms,
             "idle_gap_ms": seen_ms,
@@ -51,11 +53,11 @@ def event_clock() -> dict[str, Any]:
             for what, ms in (("idle gap", seen_ms), ("idle time attributed to the hook", hook_ms)):
                 claim = f"{what} of {sleep_ms:.0f} ms within {IDLE_GAP_TOLERANCE:.0%}"
                 result["checks"][claim] = abs(ms / truth_ms - 1) <= IDLE_GAP_TOLERANCE
-    rig = ClockRig()
-    for _ in range(100):
+    rig, steps = ClockRig(), 2 * steps
+    for _ in range(steps):
         rig.step(lambda: load.run(work), fetch=lambda: time.sleep(0.001))
-    times = rig.finish(100)
-    idle_ms = times.idle_s / (times.steps - 1) * 1e3
+    times = rig.finish(steps)
+    idle_ms = times.idle_s / times.steps * 1e3
     result["host_ahead"] = {"idle_ms_per_step": idle_ms, "steps": times.steps}
     # before the first step's work there is nothing to run ahead of
     result["checks"]["a host that runs ahead leaves less than 0.1 ms idle a step"] = idle_ms < 0.1
@@ -83,12 +85,16 @@ class Stopwatch(Callback):
         return [b - a for a, b in zip(self.times[10:], self.times[11:], strict=False)]
 
 
-def timed_fit(load: Load, ms: float, steps: int, callbacks: list[Callback]) -> tuple[list[float], str | None]:
+def timed_fit(
+    device: Device, load: Any, ms: float, steps: int, callbacks: list[Callback]
+) -> tuple[list[float], str | None]:
     """Step times of a run in which CUDA refuses to synchronize, and its words if something tried."""
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = quiet_trainer(folder, [watch, *callbacks], max_steps=steps, log_every_n_steps=50)
+        trainer = quiet_trainer(
+            folder, [watch, *callbacks], max_steps=steps, log_every_n_steps=50, **device.trainer_arguments()
+        )
         try:
             trainer.fit(Busy(load, load.times_for(ms)), DataLoader(Samples(steps)))
         except RuntimeError as error:
@@ -108,16 +114,24 @@ CONFIGURATIONS: dict[str, Callable[[], list[Callback]]] = {
 }
 
 
-def overhead() -> dict[str, Any]:
+OVERHEAD_RUNS: dict[Form, tuple[tuple[float, int, int], ...]] = {
+    "full": ((5.0, 400, 4), (50.0, 120, 2)),
+    "quick": ((5.0, 300, 2), (50.0, 60, 1)),
+    "trial": ((5.0, 20, 1),),
+}
+"""Milliseconds of a step, steps, rounds."""
+
+
+def overhead(device: Device, form: Form) -> dict[str, Any]:
     """Step times with the callbacks against an empty one, with CUDA refusing any synchronize."""
-    load = Load()
+    load = device.load()
     result: dict[str, Any] = {"median_step_ms": {}, "checks": {}}
-    for ms, steps, rounds in ((5.0, 400, 4), (50.0, 120, 2)):
+    for ms, steps, rounds in OVERHEAD_RUNS[form]:
         samples: dict[str, list[float]] = {name: [] for name in CONFIGURATIONS}
         for turn in range(rounds):
             names = list(CONFIGURATIONS)
             for name in names if turn % 2 == 0 else reversed(names):
-                times, refused = timed_fit(load, ms, steps, CONFIGURATIONS[name]())
+                times, refused = timed_fit(device, load, ms, steps, CONFIGURATIONS[name]())
                 samples[name] += times
                 claim = f"no synchronize with {name} at {ms:.0f} ms"
                 result["checks"][claim] = result["checks"].get(claim, True) and refused is None
@@ -131,15 +145,15 @@ def overhead() -> dict[str, Any]:
     return result
 
 
-def detector_idle() -> dict[str, Any]:
+def detector_idle(device: Device, form: Form) -> dict[str, Any]:
     """StallDetector on a real run whose loader sleeps: its GPU idle time against what was put there."""
-    load = Load()
+    load = device.load()
     result: dict[str, Any] = {"runs": {}, "checks": {}}
     for sleep_ms, compute_ms in ((0.0, 10.0), (20.0, 10.0), (40.0, 10.0), (5.0, 40.0)):
-        steps = 100
+        steps = 24 if form == "trial" else 100
         detector = new_detector(warmup_steps=10)
         with tempfile.TemporaryDirectory() as folder:
-            trainer = quiet_trainer(folder, [detector], max_steps=steps)
+            trainer = quiet_trainer(folder, [detector], max_steps=steps, **device.trainer_arguments())
             trainer.fit(Busy(load, load.times_for(compute_ms)), DataLoader(Samples(steps, sleep_ms / 1e3)))
         report = detector.report
         idle_ms = (report.gpu_idle_s or 0.0) / (steps - 10) * 1e3
@@ -174,19 +188,20 @@ class LargeSamples(Samples):
         return self.sample
 
 
-def causes() -> dict[str, Any]:
+def causes(device: Device, form: Form) -> dict[str, Any]:
     """StallDetector's verdict on a healthy run and on large copies; section ``stalls`` has the other causes."""
-    load = Load()
+    load = device.load()
+    steps = 30 if form == "trial" else 120
     result: dict[str, Any] = {"runs": {}, "checks": {}}
     runs: dict[str, tuple[LightningModule, Dataset[torch.Tensor]]] = {
-        "compute_bound": (Busy(load, load.times_for(10.0)), Samples(120)),
-        "host_to_device": (OneRow(load, load.times_for(5.0)), LargeSamples(120)),
+        "compute_bound": (Busy(load, load.times_for(10.0)), Samples(steps)),
+        "host_to_device": (OneRow(load, load.times_for(5.0)), LargeSamples(steps)),
     }
     for expected, (model, data) in runs.items():
         detector = new_detector(warmup_steps=10, window_size=25)
         with tempfile.TemporaryDirectory() as folder:
             # handed over as it is: collating would copy the large samples on the host first
-            trainer = quiet_trainer(folder, [detector], max_steps=120)
+            trainer = quiet_trainer(folder, [detector], max_steps=steps, **device.trainer_arguments())
             trainer.fit(model, DataLoader(data, batch_size=None))
         report = detector.report
         result["runs"][expected] = {
@@ -200,22 +215,23 @@ def causes() -> dict[str, Any]:
     return result
 
 
-def workers() -> dict[str, Any]:
+def workers(device: Device, form: Form) -> dict[str, Any]:
     """NumWorkersFinder beside a GPU that works behind the training loop: workers are added where they help."""
-    load = Load()
+    load = device.load()
+    steps = 48 if form == "trial" else 160
     result: dict[str, Any] = {"runs": {}, "checks": {}}
     for name, ms in (("fast", 5.0), ("slow", 40.0)):
         finder, watch = NumWorkersFinder(), Stopwatch()
         with tempfile.TemporaryDirectory() as folder:
-            trainer = quiet_trainer(folder, [finder, watch], max_steps=160)
-            data = DataLoader(Samples(200, sleep_s=0.02), batch_size=None, num_workers=1, pin_memory=True)
+            trainer = quiet_trainer(folder, [finder, watch], max_steps=steps, **device.trainer_arguments())
+            data = DataLoader(Samples(steps + 40, sleep_s=0.02), batch_size=None, num_workers=1, pin_memory=True)
             trainer.fit(Busy(load, load.times_for(ms)), data)
-        step_ms = statistics.median(watch.step_s()[60:]) * 1e3
+        step_ms = statistics.median(watch.step_s()[3 * steps // 8 :]) * 1e3
         result["runs"][name] = {
             "gpu_ms": ms,
             "step_ms": step_ms,
             "num_workers": finder.optimal_num_workers,
-            "limited_by": finder.choices[0].limited_by,
+            "limited_by": finder.choices[0].limited_by if 0 in finder.choices else None,
             "trials": [(each.num_workers, each.batches_per_s, each.data_wait_s) for each in finder.trials],
         }
     fast, slow = result["runs"]["fast"], result["runs"]["slow"]

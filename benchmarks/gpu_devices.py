@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from gpu_parts import Skip, new_event
+from gpu_parts import Load, Skip, new_event
 
 from tests.gpu_simulator import SimulatedGpu, simulated_gpu
+from tests.nvml_simulator import Gpu, Simulator, build
 
 KERNEL = "spin_kernel"
 """A part of the name of :meth:`Device.work`'s kernel (aten/src/ATen/cuda/Sleep.cu)."""
@@ -22,7 +26,7 @@ _TINY_PIECES = 20
 
 
 class Device(Protocol):
-    """What the set-ups of section ``stalls`` need of a GPU."""
+    """What the sections need of a GPU."""
 
     simulated: bool
 
@@ -37,6 +41,25 @@ class Device(Protocol):
 
     def compile(self, layer: torch.nn.Module) -> Any:
         """The layer under ``torch.compile``."""
+
+    def load(self) -> Load | SimulatedLoad:
+        """Work that keeps it busy for a given time."""
+
+
+class SimulatedLoad:
+    """The simulated counterpart of Load: short kernels, so that a few steps fill the queue of launches, as there."""
+
+    ms_each = 0.25
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self._gpu = gpu
+
+    def run(self, times: int) -> None:
+        for _ in range(times):
+            self._gpu.launch(self.ms_each / 1e3, name="gemm")
+
+    def times_for(self, ms: float) -> int:
+        return max(1, round(ms / self.ms_each))
 
 
 class RealDevice:
@@ -87,6 +110,9 @@ class RealDevice:
             raise Skip(f"torch.compile does not work here: {reason[0] if reason else type(error).__name__}") from error
         return compiled
 
+    def load(self) -> Load:
+        return Load()
+
 
 class SimulatedDevice:
     """The simulated GPU."""
@@ -109,6 +135,31 @@ class SimulatedDevice:
     def compile(self, layer: torch.nn.Module) -> Any:
         raise Skip("torch.compile cannot trace the simulated GPU's tensors")
 
+    def load(self) -> SimulatedLoad:
+        return SimulatedLoad(self._gpu)
+
+
+@cache
+def _nvml_library() -> Path:
+    """The NVML simulator, built once for this process."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder.chmod(0o755)  # another user of this machine reads it, too: section gpm_without_root
+    library = build(folder)
+    if library is None:
+        raise Skip("the NVML simulator needs a C compiler")
+    return library
+
+
+@contextlib.contextmanager
+def simulated_nvml(*gpus: Gpu) -> Iterator[Simulator]:
+    """NVML of these GPUs, which the real bindings load."""
+    scenario = _nvml_library().parent / "scenario.txt"
+    os.environ["NVML_SIM_SCENARIO"] = str(scenario)
+    simulator = Simulator(_nvml_library(), scenario)
+    simulator.machine(*gpus)
+    yield simulator
+
 
 @contextlib.contextmanager
 def a_device(*, simulated: bool) -> Iterator[Device]:
@@ -116,15 +167,6 @@ def a_device(*, simulated: bool) -> Iterator[Device]:
     if not simulated:
         yield RealDevice()
         return
-    from tests.nvml_simulator import Gpu, Simulator, build
-
-    with tempfile.TemporaryDirectory() as folder:
-        library = build(Path(folder))
-        if library is None:
-            raise Skip("the NVML simulator needs a C compiler")
-        os.environ["NVML_SIM_SCENARIO"] = str(Path(folder, "scenario.txt"))
-        simulator = Simulator(library, Path(folder, "scenario.txt"))
-        simulator.machine(Gpu(gpm={}))
-        with simulated_gpu() as gpu:
-            gpu.follow_nvml(simulator)
-            yield SimulatedDevice(gpu)
+    with simulated_nvml(Gpu(gpm={})) as simulator, simulated_gpu() as gpu:
+        gpu.follow_nvml(simulator)
+        yield SimulatedDevice(gpu)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -21,8 +24,32 @@ from lightning_gpuopt import StallDetector  # noqa: E402
 SIZE = 4096
 
 
+Form = Literal["full", "quick", "trial"]
+"""How long a section is: with every set-up; with a few; with next to nothing, to see that it runs."""
+
+
 class Skip(Exception):
     """Why a section, or a part of one, cannot run here."""
+
+
+class OutOfTime(BaseException):
+    """A section has taken all the time that there was; no Exception, so that nothing on the way catches it."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise OutOfTime in the main thread when so many seconds are over."""
+
+    def over(*args: Any) -> None:
+        raise OutOfTime(f"stopped after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def new_event() -> torch.cuda.Event:
@@ -79,7 +106,7 @@ class Samples(Dataset[torch.Tensor]):
 class Busy(LightningModule):
     """A step of so many matrix products, without a single wait for the GPU."""
 
-    def __init__(self, load: Load, products: int) -> None:
+    def __init__(self, load: Any, products: int) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(8, 8)
         self.load, self.products = [load], products

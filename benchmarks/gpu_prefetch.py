@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpu_parts import Form
 from prefetch import a_place, all_targets, claim, copies_section, host_sections, quiet
 
 
-def prefetch(*, simulated: bool = False, quick: bool = False) -> dict[str, Any]:
+def prefetch(*, simulated: bool = False, form: Form = "full") -> dict[str, Any]:
     """The figures of ``benchmarks/prefetch.py``, in fewer rounds.
 
     Args:
         simulated: on the tests' simulated GPU: tries the benchmark out, and says nothing of a GPU.
-        quick: one cell of the grid, three sizes of batches.
+        form: ``"quick"``: one cell of the grid, three sizes of batches; ``"trial"``: in one round.
     """
+    quick, trial = form != "full", form == "trial"
     with quiet():
         with a_place(simulated=simulated) as place:
-            copies = copies_section(place, 1 if quick else 2, quick=quick)
-        host = host_sections(3 if quick else 9, simulated=simulated, quick=quick)
+            copies = copies_section(place, 1 if quick else 2, quick=quick, steps=8 if trial else None)
+        rounds, steps = {"full": (9, 250), "quick": (3, 250), "trial": (1, 40)}[form]
+        host = host_sections(rounds, simulated=simulated, quick=quick, steps=steps)
     result: dict[str, Any] = {"copies": copies, **host}
     result["checks"] = {claim(each): each["passed"] for each in all_targets(result)}
     return result

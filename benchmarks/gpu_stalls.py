@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from gpu_devices import Device, a_device
-from gpu_parts import Skip
+from gpu_parts import Form, OutOfTime, Skip
 from gpu_stall_runs import CONDITIONS, FAULTS, Outcome, Setup, line_of_the_wait, profiled, run
 
 IDLE_SHARE, IDLE_MS = 0.05, 1.0
@@ -43,15 +43,19 @@ _LOOK_NOTE = re.compile(
 )
 
 
-def stalls(*, simulated: bool = False, quick: bool = False) -> dict[str, Any]:
-    """All set-ups.
+def stalls(*, simulated: bool = False, form: Form = "full") -> dict[str, Any]:
+    """All set-ups; those that were done when the time is over.
 
     Args:
         simulated: on the tests' simulated GPU: tries the benchmark out, and says nothing of a GPU.
-        quick: two conditions, fewer steps, shorter runs.
+        form: ``"quick"``: two conditions, fewer steps, shorter runs; ``"trial"``: one condition, two faults.
     """
     with a_device(simulated=simulated) as device:
-        return Section(device, quick=quick).run()
+        section = Section(device, form)
+        try:
+            return section.run()
+        except OutOfTime as reason:
+            return {**section.result, "stopped": str(reason)}
 
 
 def close(seen_ms: float, true_ms: float) -> bool:
@@ -64,20 +68,22 @@ class Section:
 
     Args:
         device: where.
-        quick: two conditions, fewer steps, shorter runs.
+        form: as for `stalls`.
     """
 
-    def __init__(self, device: Device, *, quick: bool) -> None:
-        self.device, self.quick = device, quick
+    def __init__(self, device: Device, form: Form) -> None:
+        self.device, self.quick, self.trial = device, form != "full", form == "trial"
+        self.conditions = {"full": CONDITIONS, "quick": ("plain", "bar"), "trial": ("plain",)}[form]
+        self.faults = ("fetch", "on_train_batch_end") if self.trial else FAULTS
         self.result: dict[str, Any] = {"runs": {}, "kernel_records": {}, "inside": {}, "left_out": {}, "checks": {}}
-        self.base = Setup(steps=24, warmup=6) if quick else Setup()
+        self.base = Setup(steps=24, warmup=6) if self.quick else Setup()
         self.sleep_ms = 2 * self.base.work_ms
         self.outcomes: list[Outcome] = []
 
     def run(self) -> dict[str, Any]:
         """Everything, those runs last after which CUPTI may stay attached."""
         run(self.device, self.base)  # what the first run of a process loads and compiles
-        for condition in ("plain", "bar") if self.quick else CONDITIONS:
+        for condition in self.conditions:
             self._part(condition, lambda condition=condition: self._condition(condition))  # type: ignore[misc]
         self._part("ranks", self._ranks)
         for inside in ("gpu_sync", "launch_bound"):
@@ -93,6 +99,7 @@ class Section:
             self.result["left_out"][name] = str(reason)
             print(f"  {name}: skipped, {reason}", flush=True)
         except Exception as error:  # the other parts still have something to say
+            self.result.setdefault("errors", {})[name] = f"{type(error).__name__}: {error}"
             self.result["checks"][f"{name}: ran ({type(error).__name__}: {error})"] = False
         else:
             print(f"  {name}: {time.perf_counter() - begin_s:.0f} s", flush=True)
@@ -114,7 +121,7 @@ class Section:
         hidden = replace(setup, fault="on_train_batch_end", sleep_ms=setup.work_ms / 2)
         if condition == "plain":
             self._judge(run(self.device, hidden), healthy, verdict="compute_bound")
-        for fault in FAULTS:
+        for fault in self.faults:
             base = healthy
             if fault == "logger":  # what it costs to log at all is no part of the sleep
                 base = run(self.device, replace(setup, fault=fault))
@@ -195,7 +202,7 @@ class Section:
         """A run that is long enough for the looks, which need 5 s of NVML's readings."""
         work_ms = 10.0 if inside == "launch_bound" else 6.0
         step_ms = work_ms if inside == "launch_bound" else 2 * work_ms
-        seconds = 8.0 if self.quick else 12.0
+        seconds = 7.0 if self.trial else 8.0 if self.quick else 12.0
         setup = Setup(inside=inside, work_ms=work_ms, warmup=10, steps=round(seconds * 1e3 / step_ms))
         outcome = run(self.device, setup)
         report = outcome.report

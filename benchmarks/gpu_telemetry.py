@@ -11,14 +11,18 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from gpu_parts import Load, Samples, Skip, quiet_trainer
+from gpu_devices import simulated_nvml
+from gpu_parts import Form, Load, Samples, Skip, quiet_trainer
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt import GpuUtilMonitor
+from tests.nvml_simulator import MIB, Gpu
 
 SMI_FIELDS = {
     "utilization": "utilization.gpu",
@@ -59,8 +63,8 @@ class KeepBusy(threading.Thread):
             time.sleep(max(0.0, period_ms / 1e3 - (time.perf_counter() - begin)))
 
 
-def monitored(seconds: float, uuid: str) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """The monitor's summary of a stretch, and nvidia-smi's readings in it."""
+def monitored(seconds: float, read: Callable[[], dict[str, float]]) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """The monitor's summary of a stretch, and somebody else's readings in it."""
     smi: list[dict[str, float]] = []
 
     class Wait(LightningModule):
@@ -71,7 +75,7 @@ def monitored(seconds: float, uuid: str) -> tuple[dict[str, float], list[dict[st
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             end = time.perf_counter() + seconds
             while time.perf_counter() < end:
-                smi.append(nvidia_smi(uuid))
+                smi.append(read())
             return self.layer(batch.to(self.device)).sum()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -83,7 +87,22 @@ def monitored(seconds: float, uuid: str) -> tuple[dict[str, float], list[dict[st
     return {key.removeprefix("gpu/0/"): value for key, value in monitor.summary().items()}, smi
 
 
-def telemetry() -> dict[str, Any]:
+TRUTH = Gpu(utilization=37, memory_used=3000 * MIB, power=250_000, temperature=55, sm_clock=1410)
+"""The simulated GPU's readings, in NVML's units."""
+
+
+def simulated_telemetry() -> dict[str, Any]:
+    """The monitor over the NVML simulator, whose figures are known."""
+    with simulated_nvml(TRUTH):
+        ours, theirs = monitored(1.0, dict)
+    del theirs
+    known = {"utilization": 37.0, "memory_used_mib": 3000.0, "power_w": 250.0, "temperature_c": 55.0}
+    known |= {"sm_clock_mhz": 1410.0}
+    checks = {f"{name}: {value} as NVML gives it": ours.get(name) == value for name, value in known.items()}
+    return {"ours": ours, "nvml": known, "checks": checks}
+
+
+def telemetry(form: Form) -> dict[str, Any]:
     """NVML and GPM readings beside nvidia-smi's, at rest, at half load and at full load."""
     if shutil.which("nvidia-smi") is None:
         raise Skip("nvidia-smi is not on the PATH")
@@ -94,7 +113,7 @@ def telemetry() -> dict[str, Any]:
         busy = KeepBusy(load, duty)
         busy.start()
         time.sleep(2.0)  # NVML averages over up to a second
-        ours, smi = monitored(6.0, uuid)
+        ours, smi = monitored(6.0 if form == "full" else 4.0, partial(nvidia_smi, uuid))
         busy.halt.set()
         busy.join()
         shown = {name: [each[name] for each in smi if name in each] for name in SMI_FIELDS}
@@ -140,8 +159,12 @@ print(json.dumps(answer))
 """
 
 
-def gpm_without_root() -> dict[str, Any]:
-    """Whether GPM answers a user who is not root."""
+def gpm_without_root(*, simulated: bool = False) -> dict[str, Any]:
+    """Whether GPM answers a user who is not root.
+
+    Args:
+        simulated: ask the NVML simulator.
+    """
     if os.geteuid() != 0:
         raise Skip("only root can become somebody else to try it")
     nobody = 65534
@@ -151,6 +174,10 @@ def gpm_without_root() -> dict[str, Any]:
         os.setgid(nobody)
         os.setuid(nobody)
 
+    environment = dict(os.environ)
+    if simulated:
+        with simulated_nvml(TRUTH) as simulator:
+            environment = simulator.environment()
     answers: dict[str, Any] = {}
     for who, before in (("root", None), ("nobody", become_nobody)):
         run = subprocess.run(
@@ -160,6 +187,7 @@ def gpm_without_root() -> dict[str, Any]:
             check=False,
             cwd="/",
             preexec_fn=before,
+            env=environment,
         )
         try:
             answers[who] = json.loads(run.stdout.splitlines()[-1])

@@ -9,6 +9,9 @@ in the same round, and the median of all rounds counts.
 One pair of set-ups trains on the tests' simulated GPU, for what the event clock costs the host: its events are made
 in Python, and cost more than CUDA's. Where there is a GPU, every set-up has real ones instead.
 
+A StallDetector that finds something samples which lines take the time, for a while. That has a row of its own, beside
+the same detector that finds nothing; in all other rows nothing is found.
+
 The median step is what nearly every step pays; the mean has the ends of the windows too, where figures are gathered and
 logged. What threads of ours take of a core is the process's CPU time less the training thread's, above that under the
 empty callback. Where there is no NVIDIA GPU, GpuUtilMonitor reads the NVML simulator of the tests, so that its thread
@@ -57,7 +60,9 @@ EMPTY = "Callback()"
 MONITOR_OF_TWO = "GpuUtilMonitor, 2 devices"
 EMPTY_SIMULATED = f"{EMPTY} (simulated events)"
 EVENT_CLOCK = "StallDetector, event clock (simulated events)"
+SAMPLING = "StallDetector, 0 workers, while it samples"
 EVENT_CLOCK_TARGET_US = 60.0
+SAMPLING_TARGET_PERCENT = 2.0
 TARGETS_US = {
     "GpuUtilMonitor": 15.0,
     "StallDetector": 30.0,
@@ -163,15 +168,19 @@ class SetUp:
         callbacks: makes the callbacks of a run.
         workers: of the loader; None: no DataLoader, see :func:`loader_of`.
         simulated: on the simulated GPU, whose copies and kernels take no time.
+        beside: the row to compare with, if it is not that of the empty callback.
     """
 
     callbacks: Callable[[], list[Callback]]
     workers: int | None = None
     simulated: bool = False
+    beside: str | None = None
 
     @property
     def compared_with(self) -> str:
-        """The row of the empty callback over the same kind of loader, on the same device."""
+        """The row of the empty callback over the same kind of loader, on the same device; or the one given."""
+        if self.beside is not None:
+            return self.beside
         if self.simulated:
             return EMPTY_SIMULATED
         return EMPTY if self.workers is None else f"{EMPTY}, {self.workers} workers"
@@ -184,8 +193,8 @@ def setups() -> dict[str, SetUp]:
     def monitor(devices: Any = current) -> Callback:
         return GpuUtilMonitor(devices=devices)
 
-    def detector() -> Callback:
-        return StallDetector(on_stall="ignore", **QUIET)
+    def detector(threshold: float = 1.0) -> Callback:
+        return StallDetector(threshold, on_stall="ignore", **QUIET)
 
     rows = {
         "no callback": SetUp(list),
@@ -200,6 +209,7 @@ def setups() -> dict[str, SetUp]:
     for workers in (0, 2):
         rows[f"{EMPTY}, {workers} workers"] = SetUp(lambda: [Callback()], workers)
         rows[f"StallDetector, {workers} workers"] = SetUp(lambda: [detector()], workers)
+    rows[SAMPLING] = SetUp(lambda: [detector(0.01)], 0, beside="StallDetector, 0 workers")
     if not torch.cuda.is_available():
         rows[EMPTY_SIMULATED] = SetUp(lambda: [Callback()], simulated=True)
         rows[EVENT_CLOCK] = SetUp(lambda: [detector()], simulated=True)
@@ -254,6 +264,8 @@ def run_once(setup: SetUp, steps: int, folder: str) -> Run:
             sys.exit("overhead.py: GpuUtilMonitor read nothing, so its cost would not be its cost")
         if setup.simulated and isinstance(callback, StallDetector) and callback.report.gpu_idle_s is None:
             sys.exit("overhead.py: StallDetector read no event, so its cost would not be its cost")
+        if isinstance(callback, StallDetector) and bool(callback.report.hot_spots) != (setup.beside is not None):
+            sys.exit("overhead.py: StallDetector sampled lines where it should not, or did not where it should")
     began_ns = model.began_ns[WARMUP_STEPS:]
     wall_s = (began_ns[-1] - began_ns[0]) / 1e9
     return Run(
@@ -314,7 +326,7 @@ def measure_windows(rounds: int, steps: int, folder: str) -> float:
     warmup, size = 5, 50
     extra: list[float] = []
     for _ in range(rounds):
-        detector = StallDetector(on_stall="ignore", warmup_steps=warmup, window_size=size, **QUIET)
+        detector = StallDetector(1.0, on_stall="ignore", warmup_steps=warmup, window_size=size, **QUIET)
         durations = run_once(SetUp(lambda detector=detector: [detector]), steps, folder).steps_us  # type: ignore[misc]
         ends = range((warmup - 1 - WARMUP_STEPS) % size, len(durations), size)
         neighbours = statistics.median(durations)
@@ -400,6 +412,9 @@ def check_targets(
         ("StallDetector, timing inside a worker, a batch", collate_us, COLLATE_TARGET_US),
     ):
         targets.append({"what": what, "measured": measured, "limit": limit, "unit": "us"})
+    sampled, cost_us = steps[SAMPLING]["median_step_us"], steps[SAMPLING]["above_empty_us"]
+    what, percent = f"{SAMPLING}, of a step without that", 100 * cost_us / (sampled - cost_us)
+    targets.append({"what": what, "measured": percent, "limit": SAMPLING_TARGET_PERCENT, "unit": "%"})
     percent = steps[MONITOR_OF_TWO]["threads_above_empty_percent"]
     what = f"{MONITOR_OF_TWO}, its thread"
     targets.append({"what": what, "measured": percent, "limit": THREADS_TARGET_PERCENT, "unit": "% of a core"})

@@ -352,9 +352,9 @@ def versions() -> dict[str, str]:
     return here
 
 
-def copies_section(place: Place, rounds: int, *, quick: bool) -> dict[str, Any]:
-    """The grid, judged."""
-    steps = 24 if quick else 40
+def copies_section(place: Place, rounds: int, *, quick: bool, steps: int | None = None) -> dict[str, Any]:
+    """The grid, judged; in runs of so many steps (None: 40, or 24 where it is quick)."""
+    steps = steps or (24 if quick else 40)
     found = measure_copies(place, rounds, steps, quick=quick)
     rows, targets = judge_copies(found)
     tiny = judge_tiny(found)
@@ -370,11 +370,12 @@ def copies_section(place: Place, rounds: int, *, quick: bool) -> dict[str, Any]:
     }
 
 
-def host_sections(rounds: int, *, simulated: bool, quick: bool) -> dict[str, Any]:
+def host_sections(rounds: int, *, simulated: bool, quick: bool, steps: int = 250) -> dict[str, Any]:
     """Host time, judged."""
     accelerators = ("cpu",) if simulated else ("cpu", "gpu")
-    made = [measure_host(each, rounds, 250, quick=quick) for each in accelerators]
-    return {"host": made, "auto": measure_auto(5 if quick else 4 * rounds, 400), "host_rounds": rounds}
+    made = [measure_host(each, rounds, steps, quick=quick) for each in accelerators]
+    auto = measure_auto(min(5, 2 * rounds) if quick else 4 * rounds, 8 * steps // 5)
+    return {"host": made, "auto": auto, "host_rounds": rounds}
 
 
 def all_targets(result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_gpuopt._version import __version__
 
 if TYPE_CHECKING:
+    from lightning_gpuopt.callbacks.auto_fix import AutoFix
     from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
     from lightning_gpuopt.callbacks.gpu_util_monitor import GpuUtilMonitor
     from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
 
 __all__ = [
+    "AutoFix",
     "CudaPrefetcher",
     "DALIDataModule",
     "Finding",
@@ -49,6 +51,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AutoFix": "lightning_gpuopt.callbacks.auto_fix",
     "CudaPrefetcher": "lightning_gpuopt.callbacks.cuda_prefetcher",
     "DALIDataModule": "lightning_gpuopt.datamodules.dali",
     "Finding": "lightning_gpuopt.diagnosis.report",
@@ -68,11 +71,25 @@ _HOMES = {
     "find_num_workers": "lightning_gpuopt.tuning.find",
 }
 
+_DISTRIBUTIONS = {"PIL": "pillow", "pynvml": "nvidia-ml-py"}
+"""Where another name is installed than is imported."""
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    except ImportError as error:
+        if not error.name or error.name.startswith("lightning_gpuopt"):
+            raise
+        library = _DISTRIBUTIONS.get(module := error.name.partition(".")[0], module)
+        raise ImportError(
+            f"{name} needs {module}, which cannot be imported here: {error}. "
+            f"Install it anew: pip install --force-reinstall {library}",
+            name=error.name,
+            path=error.path,
+        ) from error
     globals()[name] = value
     return value
 

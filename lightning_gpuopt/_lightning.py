@@ -16,16 +16,22 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 # `lightning` and `pytorch_lightning` are the same code under two names, whose classes do not know one another. Speak
-# the name that the user's program speaks.
-if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
-    from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+# the name that the user's program speaks; where it comes to speak the other one as well, see `Callback` below.
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+_FOUND = [name for name in _NAMES if name in sys.modules]
+if TYPE_CHECKING or _FOUND != ["pytorch_lightning"]:
+    from lightning.pytorch import Callback as _Callback
+    from lightning.pytorch import LightningDataModule as _LightningDataModule
+    from lightning.pytorch import LightningModule, Trainer, seed_everything
     from lightning.pytorch.loggers import CSVLogger, Logger
     from lightning.pytorch.profilers import PassThroughProfiler, Profiler
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 else:
-    from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+    from pytorch_lightning import Callback as _Callback
+    from pytorch_lightning import LightningDataModule as _LightningDataModule
+    from pytorch_lightning import LightningModule, Trainer, seed_everything
     from pytorch_lightning.loggers import CSVLogger, Logger
     from pytorch_lightning.profilers import PassThroughProfiler, Profiler
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -44,10 +50,13 @@ __all__ = [
     "Profiler",
     "Trainer",
     "finished_optimizer_step",
+    "hide_from_log",
+    "hold_messages",
     "is_checkpoint",
     "is_plain_hook",
     "leave_finished_epoch",
     "logging_step",
+    "metrics_reduced_in_steps",
     "processed_batches",
     "profiler",
     "rank_zero_info",
@@ -59,6 +68,7 @@ __all__ = [
     "signal_broadcast",
     "silence_both_hooks",
     "silence_worker_hint",
+    "tell",
     "train_iterators",
     "train_loaders",
     "validation_loop",
@@ -74,6 +84,63 @@ _CALLBACK_BASES = (
 )
 
 _said: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary()
+_held: weakref.WeakKeyDictionary[Trainer, list[str]] = weakref.WeakKeyDictionary()
+
+
+class Callback(_Callback):
+    """Lightning's Callback, under each name by which the program has imported it when one is made."""
+
+    def __init__(self) -> None:
+        _derive_from_each_name()  # not earlier: the program may import pytorch_lightning after this package
+        super().__init__()
+
+
+class LightningDataModule(_LightningDataModule):
+    """Lightning's LightningDataModule, under each name by which the program has imported it when one is made."""
+
+    _trainer: Trainer | None
+
+    def __init__(self) -> None:
+        _derive_from_each_name()  # not earlier: the program may import pytorch_lightning after this package
+        super().__init__()
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer that it is attached to; set before that one asks which hooks are overridden."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        self._trainer = trainer
+        if trainer is not None:
+            _derive_from_each_name(first=_name_of(type(trainer)))
+            self._attached()
+
+    def _attached(self) -> None:
+        """Called when a Trainer has been set."""
+
+
+def _derive_from_each_name(first: str | None = None) -> None:
+    """Have our classes derive from those of each name that is imported, so that ``isinstance`` is true by either.
+
+    Args:
+        first: the name whose classes give the hooks that we do not override. Lightning compares their code with its
+            own to know whether they are overridden, and the code of the two names differs in its docstrings. None: the
+            name that the program has imported itself, ``lightning.pytorch`` if both.
+    """
+    if first is None:
+        first = next((name for name in _FOUND or reversed(_NAMES) if name in sys.modules), _NAMES[0])
+    for ours in (Callback, LightningDataModule):
+        named = {name: getattr(sys.modules.get(name), ours.__name__, None) for name in sorted(_NAMES, key=first.__ne__)}
+        bases = tuple(base for base in named.values() if base is not None)
+        if ours.__bases__ != bases:
+            ours.__bases__ = bases
+
+
+def _name_of(cls: type) -> str | None:
+    """By which name a class of Lightning's, or one derived from it, was imported."""
+    modules = (each.__module__ for each in cls.__mro__)
+    return next((name for module in modules for name in _NAMES if module.startswith(f"{name}.")), None)
 
 
 def version() -> str:
@@ -90,6 +157,11 @@ def is_checkpoint(callback: object) -> bool:
         cls.__name__ == "Checkpoint" and cls.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
         for cls in type(callback).__mro__
     )
+
+
+def is_its_own(callback: object) -> bool:
+    """Whether a callback's class is one of Lightning's, by either name."""
+    return type(callback).__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
 
 
 def is_plain_hook(owner: object, hook: str) -> bool:
@@ -119,12 +191,56 @@ def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True, e
     if cause in causes:
         return
     causes.add(cause)
-    if warn and every_rank and trainer.global_rank != 0:
+    if trainer in _held:
+        _held[trainer].append(message)
+    elif warn and every_rank and trainer.global_rank != 0:
         warnings.warn(f"[rank {trainer.global_rank}] {message}", stacklevel=3)
     elif warn:
         rank_zero_warn(message, stacklevel=5)
     else:
         rank_zero_info(message)
+
+
+def tell(trainer: Trainer, message: str) -> None:
+    """Tell the user something that the report says as well, on rank 0.
+
+    Args:
+        trainer: whose run it concerns; one under :func:`hold_messages` is told nothing.
+        message: what happened.
+    """
+    if trainer not in _held:
+        rank_zero_info(message)
+
+
+def hold_messages(trainer: Trainer) -> list[str]:
+    """Have :func:`say_once` keep what it would tell the user of this Trainer, instead of printing it.
+
+    Returns:
+        The list that it goes to.
+    """
+    messages: list[str] = []
+    _held[trainer] = messages
+    return messages
+
+
+def hide_from_log(entry_point: str) -> None:
+    """Keep Lightning from logging that this entry point has added callbacks to a Trainer; once.
+
+    Lightning's ``fabric.utilities.registry`` does so at level INFO, which its loggers print (2.5.0 to 2.6.6).
+    """
+    for name in ("lightning.fabric.utilities.registry", "lightning_fabric.utilities.registry"):
+        registry = logging.getLogger(name)
+        if not any(isinstance(each, _Hides) and each.entry_point == entry_point for each in registry.filters):
+            registry.addFilter(_Hides(entry_point))
+
+
+class _Hides(logging.Filter):
+    def __init__(self, entry_point: str) -> None:
+        super().__init__()
+        self.entry_point = entry_point
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return f"callbacks from entry point '{self.entry_point}'" not in record.getMessage()
 
 
 def logging_step(trainer: Trainer) -> int:
@@ -215,6 +331,23 @@ def leave_finished_epoch(trainer: Trainer) -> None:
     loop.automatic_optimization.optim_progress.reset_on_run()
     loop.val_loop.batch_progress.total.reset()
     loop.reset_restart_stage()
+
+
+def metrics_reduced_in_steps(trainer: Trainer) -> list[str]:
+    """Names of the metrics that are logged with ``sync_dist=True`` and ``on_step=True`` while training.
+
+    Reads ``_TrainingEpochLoop._results`` and the ``meta`` of what is in it (Lightning 2.5.0 to 2.6.6); empty when that
+    is gone.
+    """
+    try:
+        metas = [each.meta for each in trainer.fit_loop.epoch_loop._results.values()]
+        return list(dict.fromkeys(each.name for each in metas if _reduced_in_steps(each)))
+    except AttributeError:
+        return []
+
+
+def _reduced_in_steps(meta: Any) -> bool:
+    return bool(meta.on_step and meta.sync.should and not meta.sync.rank_zero_only)
 
 
 def profiler(trainer: Trainer) -> Profiler:

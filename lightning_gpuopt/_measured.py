@@ -6,8 +6,8 @@ an earlier one is what happened in between.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from typing_extensions import Self
@@ -34,6 +34,15 @@ SIGNAL_BROADCAST: Final = "signal_broadcast"
 
 FIRST_FETCH: Final = "first_fetch"
 """The first fetch of an epoch, a part of ``epoch_setup``: what the workers do until there is a batch."""
+
+GARBAGE_COLLECTION: Final = "garbage_collection"
+"""Python's collector at work on the training thread, which does nothing else meanwhile."""
+
+RECOMPILATION: Final = "recompilation"
+"""torch.compile at work, which the training thread waits for."""
+
+GPU_WORK: Final = "gpu_work"
+"""The part of a lap in which the GPU ran the steps' own work."""
 
 STEP_HOOKS: Final = frozenset(
     {
@@ -64,14 +73,18 @@ class Summed:
         return self._combined(earlier, -1)
 
     def _combined(self, other: Self, sign: int) -> Self:
-        names = [each.name for each in fields(self)]  # type: ignore[arg-type]
-        return type(self)(**{name: _combined(getattr(self, name), getattr(other, name), sign) for name in names})
+        values = []
+        for name in self.__match_args__:  # type: ignore[attr-defined]
+            first, second = getattr(self, name), getattr(other, name)
+            values.append(_combined(first, second, sign) if isinstance(first, dict) else first + sign * second)
+        return type(self)(*values)
 
 
-def _combined(first: Any, second: Any, sign: int) -> Any:
-    if isinstance(first, Mapping):
-        return {name: first.get(name, 0) + sign * second.get(name, 0) for name in {**first, **second}}
-    return first + sign * second
+def _combined(first: dict[Any, Any], second: dict[Any, Any], sign: int) -> dict[Any, Any]:
+    combined = {name: value + sign * second.get(name, 0) for name, value in first.items()}
+    if second.keys() - combined.keys():
+        combined |= {name: sign * value for name, value in second.items() if name not in combined}
+    return combined
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +101,13 @@ class PhaseTimes(Summed):
         signal_broadcast_s: seconds in the broadcast, before each step under DDP, by which Lightning agrees on whether a
             signal told it to stop; part of ``phases["other"]``.
         first_fetch_s: seconds of the first fetch of each epoch; part of ``phases["epoch_setup"]``.
+        validation_setup_s: seconds from the beginning of each validation to its first batch; part of the validation.
+        loops: seconds of Lightning's own loops and strategy, by part; they are in ``phases["other"]``.
+        collecting: seconds in which Python's garbage collector stopped a step, by what it stopped: a phase, or a hook
+            in ``callbacks``; they are part of its seconds.
+        compiling: the same of torch.compile.
+        batch_hooks: seconds of the module's and data module's hooks around the copy of a batch, by hook,
+            ``"MyModel.on_after_batch_transfer"``; part of ``phases["transfer"]``.
     """
 
     wall_s: float
@@ -97,6 +117,11 @@ class PhaseTimes(Summed):
     epochs: int
     signal_broadcast_s: float = 0.0
     first_fetch_s: float = 0.0
+    validation_setup_s: float = 0.0
+    loops: dict[str, float] = field(default_factory=dict)
+    collecting: dict[str, float] = field(default_factory=dict)
+    compiling: dict[str, float] = field(default_factory=dict)
+    batch_hooks: dict[str, float] = field(default_factory=dict)
 
     @property
     def step_s(self) -> float | None:
@@ -153,6 +178,7 @@ class WorkerTimes(Summed):
         bytes: bytes of the tensors and arrays in ``sized`` of the batches.
         sized: batches whose bytes were counted.
         squares_s2: sum of the squares of the seconds that each batch took, for their spread.
+        took: batches by the time that they took: bin ``n`` holds those of 2^(n/4) ns and more.
     """
 
     batches: int = 0
@@ -163,6 +189,7 @@ class WorkerTimes(Summed):
     bytes: int = 0
     sized: int = 0
     squares_s2: float = 0.0
+    took: dict[int, int] = field(default_factory=dict)
 
     @property
     def busy_s(self) -> float:
@@ -322,6 +349,7 @@ class HostActivity:
         io_pressure: the same for I/O.
         memory_pressure: the same for memory: reclaim, and pages that come back from swap.
         swapped_in_mib_s: MiB read from swap per second, on the whole machine.
+        affinity: CPUs that this process is bound to, where the machine has more.
     """
 
     usable_cpus: float
@@ -335,125 +363,76 @@ class HostActivity:
     io_pressure: float | None = None
     memory_pressure: float | None = None
     swapped_in_mib_s: float | None = None
+    affinity: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class GpuTimes(Summed):
-    """What the GPU did in the steps whose events have been read, on its compute stream.
+class Collections:
+    """What Python's garbage collector did on the training thread, in its steps.
 
     Attributes:
-        steps: training batches read.
-        compute_s: seconds from the beginning of a step's own work to its end.
-        compute_bound_s: seconds of those in which the GPU could have been idle at most: from the beginning of the
-            step's work until the host had issued all of it.
-        copy_s: seconds of the batches' copies to the device; no other work runs meanwhile.
-        queued_s: seconds of work that hooks outside of the step have queued (EMA, GPU augmentation).
-        forward_s: seconds of ``training_step``'s own kernels, where it was asked for.
-        wait_s: seconds in Lightning's broadcast before each step, in which ranks wait for one another.
-        validation_s: seconds from the beginning of validations to their end.
-        idle: seconds in which no kernel ran, outside of the step's own work and of copies, by what the host did in
-            exactly that time: a phase, or a hook such as ``"MyCallback.on_train_batch_end"``.
-        exposed_by: seconds of ``idle`` after a hook in which the host had waited for the GPU, by that hook.
+        counts: collections by generation.
+        seconds: of all of them.
+        longest_s: seconds of the longest.
+        tracked: objects that the collector looks through, once it took long; None where they were not counted.
+        where: function, file and line of the program that calls ``gc.collect()``, where most of the time of full
+            collections is due to that; else empty.
+        where_share: share of all collections' time that is due to that, 0-1.
     """
 
-    steps: int = 0
-    compute_s: float = 0.0
-    compute_bound_s: float = 0.0
-    copy_s: float = 0.0
-    queued_s: float = 0.0
-    forward_s: float = 0.0
-    wait_s: float = 0.0
-    validation_s: float = 0.0
-    idle: dict[str, float] = field(default_factory=dict)
-    exposed_by: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def idle_s(self) -> float:
-        """All of ``idle``, in seconds."""
-        return sum(self.idle.values())
-
-
-@dataclass(frozen=True, slots=True)
-class AheadCopies(Summed):
-    """The copies of batches that were made ahead of their turn, on a stream of their own.
-
-    Attributes:
-        copies: batches.
-        copy_s: seconds of their copies.
-        exposed_s: seconds for which the computation waited for them.
-    """
-
-    copies: int = 0
-    copy_s: float = 0.0
-    exposed_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceState:
-    """What NVML said of this rank's GPU. A figure that the GPU does not give is None.
-
-    Attributes:
-        utilization: time in which a kernel was resident, 0-100 %.
-        sm_activity: mean share of the multiprocessors that worked, 0-100 %; Hopper and later.
-        seconds: for how long it was read.
-        throttled_percent: time in which the clocks were reduced for heat or by the hardware's power brake, 0-100 %.
-        power_capped_percent: time in which they were reduced to stay within the power limit, 0-100 %.
-        sm_clock_mhz: mean clock of the multiprocessors.
-        sm_clock_mhz_max: highest clock that the device can have.
-    """
-
-    utilization: float | None = None
-    sm_activity: float | None = None
+    counts: tuple[int, int, int] = (0, 0, 0)
     seconds: float = 0.0
-    throttled_percent: float | None = None
-    power_capped_percent: float | None = None
-    sm_clock_mhz: float | None = None
-    sm_clock_mhz_max: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SyncSighting:
-    """What a close look at a few steps saw of the host waiting for the GPU inside the step.
-
-    Attributes:
-        steps: steps looked at.
-        count: synchronizing calls made by the user's own code in them.
-        where: function, file and line of the most frequent one; empty when there was none.
-        elsewhere: synchronizing calls made by torch, Lightning and other libraries.
-    """
-
-    steps: int
-    count: int
+    longest_s: float = 0.0
+    tracked: int | None = None
     where: str = ""
-    elsewhere: int = 0
+    where_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class StepLook:
-    """What torch.profiler's activity records said of a few steps: from the beginning of their work to its end.
+class Compilations:
+    """What torch.compile did in the steps.
 
     Attributes:
-        steps: steps looked at.
-        busy_s: seconds of a mean step in which a kernel ran; a collective that waits counts.
-        launch_idle_s: seconds of a mean step in which the GPU was idle since the host issued too slowly.
-        sync_idle_s: seconds of a mean step in which it was idle after a call in which the host had waited for it.
-        communication_s: seconds of a mean step in which collectives ran, and nothing else.
-        calls: calls of the CUDA runtime in a mean step; 0 where none were recorded, and so no waits were seen.
-        forward_collectives: whether a collective ran in the forward: ``sync_dist=True`` puts one there.
+        count: compilations.
+        steps: steps in which there was one.
+        function: name, file and line of the function for which compiled code did not fit most often; empty where torch
+            did not tell.
+        reason: why it did not fit, the last time; empty where torch did not tell.
+        given_up: functions that run eagerly since they had been compiled too often.
+    """
+
+    count: int = 0
+    steps: int = 0
+    function: str = ""
+    reason: str = ""
+    given_up: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """A window of the run, or several that follow each other, for what changes over the run.
+
+    Attributes:
+        steps: steps in it.
+        end_step: steps of the run until its end.
+        seconds: of its steps, without validation, checkpoints and the set-up of epochs, on a GPU by its own clock.
+        parts: seconds of those by what the device waited for or did: a phase, a hook, or ``"gpu_work"``.
+        held: what the process and the GPU held at its end, by name: ``rss_mib``, ``open_files``, ``threads``,
+            ``gpu_allocated_mib``, ``gpu_reserved_mib``, ``alloc_retries``, and the mean ``sm_clock_mhz``.
+        host: seconds that the host took to issue forward, backward and optimizer, where the device is a GPU.
     """
 
     steps: int
-    busy_s: float
-    launch_idle_s: float
-    sync_idle_s: float
-    communication_s: float = 0.0
-    calls: float = 0.0
-    forward_collectives: bool = False
+    end_step: int
+    seconds: float
+    parts: dict[str, float]
+    held: dict[str, float] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def idle_s(self) -> float:
-        """Seconds of a mean step in which the GPU was idle."""
-        return self.launch_idle_s + self.sync_idle_s
+    def joined(self, later: Lap) -> Lap:
+        """This and the one that follows as one."""
+        parts, host = _combined(self.parts, later.parts, 1), _combined(self.host, later.host, 1)
+        return Lap(self.steps + later.steps, later.end_step, self.seconds + later.seconds, parts, later.held, host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +448,8 @@ class RankWork:
         forward_s: its GPU needs for ``training_step``; None on other devices, and where ranks wait in it for one
             another.
         communication_s: its GPU ran collectives and nothing else, in the close look: a slower rank waits less in them.
-            None without a look.
+            None without a look; on the CPU: it waited in DDP's reducer.
+        metric_sync_s: it waited in reductions of metrics; None on CUDA.
     """
 
     rank: int
@@ -478,6 +458,7 @@ class RankWork:
     loader_s: float | None = None
     forward_s: float | None = None
     communication_s: float | None = None
+    metric_sync_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,9 @@ _POLL_S = 0.05
 _PATIENCE_S = 30.0
 """How long a window waits for a silent rank, before it is given out without that rank."""
 
+_NEWS_EVERY_S = 1.0
+"""How often other ranks look for news of rank 0."""
+
 _runs: dict[str, int] = {}
 
 
@@ -181,10 +184,75 @@ class RankGather:
         return now - window.since > _PATIENCE_S or now > self._close_deadline
 
 
+class RankNews:
+    """Bring JSON-able news from rank 0 to all other ranks, without a collective.
+
+    Args:
+        name: keeps two users of the store apart; the same on every rank.
+        rank: this process's global rank.
+        world_size: number of ranks.
+
+    Attributes:
+        problem: why nothing can be sent or received; None where it can.
+    """
+
+    def __init__(self, name: str, rank: int, world_size: int) -> None:
+        self.problem: str | None = None
+        self._rank = rank
+        self._came: deque[Any] = deque()
+        self._number = 0
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._store: Any = open_store(name) if world_size > 1 else None
+        if world_size > 1 and self._store is None:
+            self.problem = "this torch.distributed set-up has no key-value store"
+        if self._store is not None and rank:
+            self._thread = threading.Thread(target=self._run, name=f"gpuopt-news-{name}", daemon=True)
+            self._thread.start()
+
+    def send(self, news: Any) -> None:
+        """On rank 0: hand out something; on the only rank, nothing happens.
+
+        Args:
+            news: anything that JSON can hold.
+        """
+        if self._store is None or self._rank:
+            return
+        try:
+            self._store.set(str(self._number), json.dumps(news))
+            self._number += 1
+        except Exception as error:
+            self.problem = f"the ranks' key-value store failed: {error}"
+
+    def take(self) -> list[Any]:
+        """What has come since the last call, in its order; costs next to nothing where nothing has."""
+        came: list[Any] = []
+        while self._came:
+            came.append(self._came.popleft())
+        return came
+
+    def close(self) -> None:
+        """End the thread; may be called more than once."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(_NEWS_EVERY_S + 1.0)
+            self._thread = None
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(_NEWS_EVERY_S):
+                while self._store.check([str(self._number)]):
+                    self._came.append(json.loads(self._store.get(str(self._number))))
+                    self._number += 1
+        except Exception as error:  # the store goes away with the process that hosts it
+            log.debug("news stopped", exc_info=True)
+            self.problem = f"the ranks' key-value store failed: {error}"
+
+
 def open_store(name: str) -> Any:
     """A corner of the default process group's store that no earlier run has written to.
 
-    Reads ``torch.distributed.distributed_c10d._get_default_store`` (torch 2.4 to 2.13); where it is gone, or the
+    Reads ``torch.distributed.distributed_c10d._get_default_store`` (torch 2.4 to 2.15); where it is gone, or the
     backend has no store (MPI), each rank keeps to its own figures.
     """
     try:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import inspect
 import json
+import multiprocessing
 import os
+import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
+from time import monotonic, sleep  # bound here: also real where a test simulates the time
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.fork_server import run_module
+
 FEATURES = 4
+BROADCASTS = hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
+"""Whether this Lightning's ranks wait for one another before each step."""
 
 
 class TinyModel(LightningModule):
@@ -117,10 +124,59 @@ class Clock:
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Wait until ``condition()`` holds; fail when it does not within ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
+    deadline = monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.001)
+        assert monotonic() < deadline, "waited in vain"
+        sleep(0.001)
+
+
+@contextmanager
+def ends_new_workers() -> Iterator[None]:
+    """End the workers that were started inside and are left over."""
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    finally:
+        for worker in multiprocessing.active_children():
+            if worker.daemon and worker not in before:
+                worker.terminate()  # torch takes this for a good end
+
+
+def error_of_a_killed_worker(iterator: Any, number: int) -> Exception:
+    """Kill a worker of a DataLoader's iterator, and give the error that comes of it; all of its workers are ended.
+
+    Torch's handler of SIGCHLD raises it at once, wherever the program is. Where a Trainer has run in this process,
+    Lightning has put back the handler that Python knew of: then a fetch ends in it, or, with a batch of that worker
+    ready, in the error of its memory that is gone.
+    """
+    worker = iterator._workers[number]
+    try:
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.join()
+        for _ in iterator:
+            pass
+    except (RuntimeError, OSError, EOFError) as error:
+        return error
+    finally:  # as long as torch knows of a dead worker, its handler raises at the end of any child
+        with suppress(RuntimeError):
+            worker.join()
+        iterator._shutdown_workers()
+    raise AssertionError("nothing was raised")
+
+
+_ports = count(20_000 + os.getpid() * 16 % 10_000)
+
+
+def free_port() -> int:
+    """A port for ranks to meet at, below those that the kernel hands out: no connection takes it in between."""
+    for port in _ports:
+        with socket.socket() as tried:
+            try:
+                tried.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise AssertionError("the ports do not end")
 
 
 def run_ranks(
@@ -131,17 +187,10 @@ def run_ranks(
     Returns:
         The JSON in the last line that each printed; None for one that printed nothing.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {**(os.environ if env is None else env), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {**(os.environ if env is None else env), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, what],
-            env={**common, "WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        run_module(
+            module, [what], {**common, "WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": str(rank)}
         )
         for rank in range(world_size)
     ]

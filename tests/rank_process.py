@@ -72,8 +72,17 @@ def the_first_dies(rank: int, world_size: int) -> object:
     os._exit(0)
 
 
+def wait_for_the_others() -> None:
+    """Until every rank has all its connections: one that ends before breaks the start of the others."""
+    store = dist.distributed_c10d._get_default_store()
+    ranks = [f"tests/connected/{rank}" for rank in range(dist.get_world_size())]
+    store.set(ranks[dist.get_rank()], "yes")
+    store.wait(ranks)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
+    wait_for_the_others()
     print(json.dumps(globals()[sys.argv[1]](dist.get_rank(), dist.get_world_size())), flush=True)
     os._exit(0)  # a process group without all its ranks does not come apart in good order
 

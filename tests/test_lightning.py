@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,10 @@ from lightning.pytorch import Callback
 
 from lightning_gpuopt import _lightning
 from tests.helpers import TinyModel
+
+needs_both = pytest.mark.skipif(
+    importlib.util.find_spec("pytorch_lightning") is None, reason="needs pytorch_lightning as well"
+)
 
 BOTH_NAMES = """
 import {first}
@@ -32,9 +38,83 @@ print(is_checkpoint(OfTheUser()), is_checkpoint(Namesake()))
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="needs pytorch_lightning as well")
+FIT = """
+{imports}
+import torch
+from torch.utils.data import TensorDataset
+
+
+class Net(spoken.LightningModule):
+    transferred = validated = 0
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        return self.layer(batch[0]).mean()
+
+    def validation_step(self, batch, index):
+        self.validated += 1
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        self.transferred += 1
+        return batch
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+samples = TensorDataset(torch.ones(8, 4), torch.zeros(8))
+quiet = dict(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+quiet |= dict(enable_progress_bar=False, enable_model_summary=False)
+assert spoken.Trainer(callbacks=lightning_gpuopt.StallDetector(), **quiet).callbacks
+for val in (None, samples):
+    for positional in (True, False):
+        detector = lightning_gpuopt.StallDetector(on_stall="ignore")
+        callbacks = [
+            lightning_gpuopt.GpuUtilMonitor(),
+            detector,
+            lightning_gpuopt.NumWorkersFinder(),
+            lightning_gpuopt.CudaPrefetcher(),
+        ]
+        data = lightning_gpuopt.LMDBDataModule(train=samples, val=val, batch_size=2, num_workers=0)
+        trainer = spoken.Trainer(callbacks=callbacks, num_sanity_val_steps=0, **quiet)
+        net = Net()
+        trainer.fit(net, data) if positional else trainer.fit(net, datamodule=data)
+        assert detector.report.steps == 4
+        print(trainer.global_step, net.transferred, net.validated)
+assert isinstance(data, spoken.LightningDataModule)
+"""
+OURS = "import lightning_gpuopt; lightning_gpuopt.StallDetector; lightning_gpuopt.LMDBDataModule"
+
+
+@needs_both
 @pytest.mark.parametrize(
-    ("first", "second"), [("lightning.pytorch", "pytorch_lightning"), ("pytorch_lightning", "lightning.pytorch")]
+    "imports",
+    [
+        f"{OURS}\nimport pytorch_lightning as spoken",
+        f"import pytorch_lightning as spoken\n{OURS}",
+        f"import lightning.pytorch, pytorch_lightning as spoken\n{OURS}",
+        f"{OURS}\nimport pytorch_lightning, lightning.pytorch as spoken",
+    ],
+)
+def test_a_fit_is_the_same_by_either_name_in_any_order_of_imports(imports: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FIT.format(imports=imports)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    without, with_validation = "4 4 0", "4 8 4"
+    assert done.stdout.splitlines() == [without, without, with_validation, with_validation]
+
+
+@needs_both
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("lightning.pytorch", "pytorch_lightning"),
+        pytest.param("pytorch_lightning", "lightning.pytorch", marks=pytest.mark.matrix),
+    ],
 )
 def test_a_checkpoint_is_known_by_either_name(first: str, second: str) -> None:
     program = BOTH_NAMES.format(first=first, second=second)
@@ -58,3 +138,24 @@ def test_a_hook_that_nobody_overrides_is_known() -> None:
     own.on_train_batch_start = lambda *args: None  # type: ignore[method-assign]
     assert not _lightning.is_plain_hook(own, "on_train_batch_start")
     assert not _lightning.is_plain_hook(own, "on_nothing_that_exists")
+
+
+def test_metrics_that_are_reduced_in_steps() -> None:
+    def logged(name: str, *, on_step: bool = True, sync: bool = True, rank_zero_only: bool = False) -> Any:
+        meta = SimpleNamespace(
+            name=name, on_step=on_step, sync=SimpleNamespace(should=sync, rank_zero_only=rank_zero_only)
+        )
+        return SimpleNamespace(meta=meta)
+
+    results = {
+        "training_step.loss": logged("loss"),
+        "training_step.alone": logged("alone", sync=False),
+        "training_step.epoch": logged("epoch", on_step=False),
+        "training_step.first": logged("first", rank_zero_only=True),
+        "on_train_batch_end.loss": logged("loss"),
+    }
+    loop = SimpleNamespace(_results=results)
+    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop))
+    assert _lightning.metrics_reduced_in_steps(trainer) == ["loss"]
+    del loop._results
+    assert _lightning.metrics_reduced_in_steps(trainer) == []

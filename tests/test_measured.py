@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from lightning_gpuopt._measured import PHASES, GpuTimes, PhaseTimes, QueueTimes, Summed, WorkerTimes
+from lightning_gpuopt._measured import PHASES, PhaseTimes, QueueTimes, Summed, WorkerTimes
+from lightning_gpuopt._measured_gpu import GpuTimes
 
 
 def phases(wall_s: float, steps: int, callbacks: dict[str, float]) -> PhaseTimes:

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import lightning_gpuopt
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it
+
+CLONE = {
+    *("CHANGELOG.md", "LICENSE", "Makefile", "README.md", "benchmarks", "constraints-floor.txt", "constraints.txt"),
+    *("docs", "examples", "lightning_gpuopt", "mkdocs.yml", "tests"),
+}
+"""What lies in the root of a clone, beside pyproject.toml."""
+
 
 def test_the_public_names_are_these() -> None:
     assert lightning_gpuopt.__all__ == [
+        "AutoFix",
         "CudaPrefetcher",
         "DALIDataModule",
         "Finding",
@@ -46,3 +59,77 @@ def test_importing_it_imports_neither_torch_nor_lightning() -> None:
     code = f"import sys, lightning_gpuopt; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+BROKEN = """
+import importlib.machinery
+import sys
+
+
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {broken}:
+            return importlib.machinery.ModuleSpec(name, self)
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        raise ImportError(f"{{module.__name__}}: broken wheel", name=module.__name__)
+
+
+sys.meta_path.insert(0, Broken())
+"""
+FITS = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
+from lightning_gpuopt import CudaPrefetcher, GpuUtilMonitor, NumWorkersFinder, StallDetector, StallReport
+
+detector = StallDetector(report_dir=sys.argv[1])
+trainer = Trainer(
+    accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    callbacks=[GpuUtilMonitor(), detector, NumWorkersFinder(), CudaPrefetcher()],
+)
+trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 64), num_workers=1))
+assert trainer.global_step == detector.report.steps == 64
+assert str(StallReport.from_json(open(sys.argv[1] + "/report.json").read())).startswith("Verdict")
+"""
+
+
+def without(broken: tuple[str, ...], program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program where these libraries cannot be imported."""
+    command = [sys.executable, "-W", "ignore", "-c", BROKEN.format(broken=broken) + program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_callbacks_need_nothing_that_only_data_and_charts_need(tmp_path: Path) -> None:
+    broken = ("h5py", "jinja2", "jsonargparse", "lmdb", "msgpack", "nvidia", "plotly", "simplejpeg", "xxhash")
+    done = without(broken, FITS, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_library_that_cannot_be_imported_is_named_with_its_fix() -> None:
+    program = """
+import lightning_gpuopt
+for name in lightning_gpuopt.__all__:
+    try:
+        getattr(lightning_gpuopt, name)
+    except ImportError as error:
+        print(error)
+"""
+    fix = "cannot be imported here: lmdb: broken wheel. Install it anew: pip install --force-reinstall lmdb"
+    lines = without(("lmdb",), program).stdout.splitlines()
+    assert lines == [f"{name} needs lmdb, which {fix}" for name in ("LMDBWriter", "build_lmdb")]
+    lines = without(("PIL",), "from lightning_gpuopt import LMDBDataset").stderr.splitlines()
+    assert lines[-1] == (
+        "ImportError: LMDBDataset needs PIL, which cannot be imported here: PIL: broken wheel. "
+        "Install it anew: pip install --force-reinstall pillow"
+    )
+
+
+def test_the_sdist_holds_all_that_a_clone_does() -> None:
+    root = Path(__file__).parents[1]
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
+    assert {path.name for each in settings["include"] for path in root.glob(each[1:])} == CLONE

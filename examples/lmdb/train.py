@@ -13,14 +13,17 @@ from torch.nn import functional
 from lightning_gpuopt import LMDBDataModule, build_lmdb
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+DRAWN = ".drawn-by-the-example"
 
 
 def make_images(folder: Path, count: int) -> None:
-    """Pictures of two classes, coarse and fine patterns, in a folder for each class."""
+    """Pictures of two classes, coarse and fine patterns, in a folder for each; those that are there already stay."""
     for index in range(count):
         cells = (6, 24)[index % 2]
-        pattern = np.random.default_rng(index).integers(0, 256, (cells, cells, 3), dtype=np.uint8)
         file = folder / ("coarse", "fine")[index % 2] / f"{index:05d}.jpg"
+        if file.exists():
+            continue
+        pattern = np.random.default_rng(index).integers(0, 256, (cells, cells, 3), dtype=np.uint8)
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pattern).resize((160, 120), Image.Resampling.NEAREST).save(file)
 
@@ -61,8 +64,9 @@ def main() -> None:
     parser.add_argument("--images", type=Path, default=Path("images"), help="a folder with a subfolder for each class")
     parser.add_argument("--smoke", action="store_true", help="few and small, on the CPU")
     options = parser.parse_args()
-    if not options.images.exists():
+    if not options.images.exists() or (options.images / DRAWN).exists():
         make_images(options.images, 200 if options.smoke else 2000)
+        (options.images / DRAWN).touch()
 
     info = build_lmdb(options.images, "images.lmdb", num_proc=2, resume=True, overwrite=True)
     print(f"{info.num_samples} images of {len(info.classes)} classes, {info.num_bytes / 2**20:.1f} MiB")

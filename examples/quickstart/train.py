@@ -73,14 +73,12 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU, to see that it runs")
     arguments = parser.parse_args()
 
-    detector = StallDetector()
     trainer = Trainer(
         max_epochs=1,
-        callbacks=[GpuUtilMonitor(), detector],
+        callbacks=[GpuUtilMonitor(), StallDetector()],
         **{"max_steps": 20, "accelerator": "cpu", "enable_progress_bar": False} if arguments.smoke else {},
     )
     trainer.fit(ShapesNet(), ShapesData(num_workers=arguments.num_workers))
-    print(detector.report)
 
 
 if __name__ == "__main__":

@@ -72,11 +72,12 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="few and small, on the CPU")
     smoke = parser.parse_args().smoke
     count = 40 if smoke else 600
-    write(Path("train.lmdb"), range(count))
-    write(Path("val.lmdb"), range(10_000, 10_000 + count // 10))
+    train, val = (Path(f"{part}-smoke.lmdb" if smoke else f"{part}.lmdb") for part in ("train", "val"))
+    write(train, range(count))
+    write(val, range(10_000, 10_000 + count // 10))
     data = LMDBDataModule(
-        "train.lmdb",
-        "val.lmdb",
+        train,
+        val,
         batch_size=8,
         decode="tensor",
         crop_size=48 if smoke else 96,

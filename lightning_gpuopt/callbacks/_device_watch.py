@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from lightning_gpuopt._measured import DeviceState, GpuTimes
+from lightning_gpuopt._measured_gpu import DeviceState, GpuTimes
 from lightning_gpuopt.telemetry.cuda import choose_current
 from lightning_gpuopt.telemetry.sampler import GpuSampler
 from lightning_gpuopt.telemetry.window import Stat
@@ -35,6 +35,7 @@ class DeviceWatch:
         device: the rank's device.
         host: the timeline of the training thread.
         forward: time the forward's own kernels, for the comparison of ranks.
+        links: ask for the links to other GPUs, too.
         clock: seconds, monotonic.
     """
 
@@ -44,13 +45,17 @@ class DeviceWatch:
         host: HostWork,
         *,
         forward: bool = False,
+        links: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = GpuClock(lambda: torch.cuda.Event(enable_timing=True), host, forward=forward)  # type: ignore[no-untyped-call]
+        self.device = device
         self.notes: list[str] = []
         self._reads = True
         self._seconds_now = clock
-        self._sampler = GpuSampler(_READINGS, choose_current(device.index or 0), interval_s=_READ_EVERY_S)
+        readings = (*_READINGS, "active_nvlinks") if links else _READINGS
+        self._nvlinks: float | None = None
+        self._sampler = GpuSampler(readings, choose_current(device.index or 0), interval_s=_READ_EVERY_S)
         self._stats: dict[str, Stat] = {}
         self._highest_mhz: float | None = None
         self._since_s = clock()
@@ -125,6 +130,14 @@ class DeviceWatch:
             sm_clock_mhz=mean("sm_clock_mhz"),
             sm_clock_mhz_max=self._highest_mhz,
         )
+
+    @property
+    def link(self) -> str:
+        """What GPUs of this machine are linked by: ``"NVLink"`` or ``"PCIe"``; empty while NVML has not said."""
+        if self._nvlinks is None:
+            stat = self._stats.get("active_nvlinks") or self._window_of(self._sampler.peek).get("active_nvlinks")
+            self._nvlinks = stat.high if stat is not None else None
+        return "" if self._nvlinks is None else "NVLink" if self._nvlinks else "PCIe"
 
     def close(self) -> None:
         """End the readings."""

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import platform
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import _lightning
 from lightning_gpuopt._lightning import LightningModule, Trainer
-from lightning_gpuopt._measured import PhaseTimes
+from lightning_gpuopt._measured import STEP_HOOKS, PhaseTimes
 from lightning_gpuopt._version import __version__
+from lightning_gpuopt.callbacks._seen_run import SeenRunWatch
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.predict import headroom
+from lightning_gpuopt.diagnosis.predict import headroom, loader_costs
 from lightning_gpuopt.diagnosis.record import Stretch
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.diagnosis.stalls import diagnose, remarks, verdict_of
+from lightning_gpuopt.diagnosis.where import hot_spots_of
 from lightning_gpuopt.timeline.windows import Window
+
+_LARGE_BYTES: Final = 16 << 20
+"""A tensor or array in the hyperparameters that is worth a word."""
 
 
 def report_of(
-    times: PhaseTimes, measured: Measurement | None, threshold: float, *, stretches: list[Window], **known: Any
+    times: PhaseTimes,
+    measured: Measurement | None,
+    threshold: float,
+    *,
+    stretches: list[Window],
+    own_callbacks: frozenset[str] = frozenset(),
+    seen_run: SeenRunWatch | None = None,
+    **known: Any,
 ) -> StallReport:
     """Put a report together.
 
@@ -30,6 +44,8 @@ def report_of(
         measured: its steady part; None before its first step.
         threshold: share of wall time from which on a cause is reported, 0-1.
         stretches: the run in stretches.
+        own_callbacks: names of the callbacks that are Lightning's own.
+        seen_run: what was looked at of the script's settings; None on other devices than CUDA.
         **known: fields of the report that are known already.
     """
     findings = diagnose(measured, threshold) if measured is not None else []
@@ -40,10 +56,14 @@ def report_of(
         wall_s=times.wall_s,
         phases=times.phases,
         findings=findings,
+        hot_spots=[spots for each in findings if (spots := hot_spots_of(each, measured.sampled))] if measured else [],
         steps=times.steps,
         step_s=waterfall.step_s if waterfall is not None else None,
         gpu_idle_s=waterfall.idle_s if waterfall is not None and read else None,
+        hints=seen_run.hints(measured, findings) if seen_run is not None and measured is not None else [],
+        lightning_work=lightning_work(measured.times, own_callbacks) if measured is not None else {},
         headroom=headroom(measured) if measured is not None else None,
+        loader_costs=loader_costs(measured) if measured is not None else None,
         timeline=[
             Stretch(each.start_s, each.times.wall_s, each.times.steps, each.times.phases, each.gpu_utilization)
             for each in stretches
@@ -65,12 +85,48 @@ def notes_of(
         changed_after: steps after which the loader was changed; None where it was not.
     """
     if measured is None or not measured.times.steps:
-        since = "have run" if changed_after is None else "have run since the loader was changed"
         steps = times.steps - (changed_after or 0)
-        return [*known, f"Only {steps} steps {since}, warm-up included: nothing is diagnosed."]
+        count = "1 step has run" if steps == 1 else f"{steps} steps have run"
+        since = "" if changed_after is None else " since the loader was changed"
+        return [*known, f"Only {count}{since}, warm-up included: nothing is diagnosed."]
     if measured.waterfall.on_gpu and not measured.waterfall.steps:
         return [*known, "The GPU had finished no step after the warm-up when this was written: nothing is diagnosed."]
     return known + remarks(measured, threshold)
+
+
+def lightning_work(times: PhaseTimes, own_callbacks: frozenset[str]) -> dict[str, float]:
+    """What Lightning itself does in a mean step, in seconds by part, the largest first.
+
+    Args:
+        times: the phases of the steady part.
+        own_callbacks: names of the callbacks that are Lightning's own.
+    """
+    parts = {name: seconds for name, seconds in times.loops.items() if seconds > 0}
+    if times.signal_broadcast_s:
+        parts["signal broadcast"] = times.signal_broadcast_s
+    for name, seconds in times.callbacks.items():
+        callback, _, hook = name.rpartition(".")
+        if callback in own_callbacks and hook in STEP_HOOKS:
+            parts[callback] = parts.get(callback, 0.0) + seconds
+    steps = max(times.steps, 1)
+    return {name: parts[name] / steps for name in sorted(parts, key=lambda name: -parts[name])}
+
+
+def data_in_hyperparameters(*owners: object) -> tuple[str, ...]:
+    """Datasets, loaders and large arrays that ``save_hyperparameters`` has taken in, each as ``"dataset (Photos)"``.
+
+    Args:
+        owners: the module and the data module.
+    """
+    found = {}
+    for owner in owners:
+        kept = getattr(owner, "hparams", None)
+        for name, value in dict(kept).items() if isinstance(kept, Mapping) else ():
+            bytes_ = getattr(value, "nbytes", 0)
+            large = isinstance(bytes_, int) and bytes_ >= _LARGE_BYTES
+            if large or isinstance(value, (Dataset, DataLoader)):
+                found[str(name)] = type(value).__name__
+    return tuple(f"{name} ({kind})" for name, kind in found.items())
 
 
 def environment_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
@@ -91,6 +147,18 @@ def environment_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, st
         "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
         "batch_size": ", ".join(str(_batch_size(each)) for each in _lightning.train_loaders(trainer)),
     }
+
+
+def owners_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, object]:
+    """Whose attributes may grow in a run, by a name for people: the module, callbacks, loggers and datasets."""
+    callbacks: list[object] = list(trainer.callbacks)  # type: ignore[attr-defined]
+    datasets = (getattr(loader, "dataset", None) for loader in _lightning.train_loaders(trainer))
+    others = [*callbacks, *trainer.loggers, *datasets]
+    return {type(pl_module).__name__: pl_module} | {type(each).__name__: each for each in others if _is_the_users(each)}
+
+
+def _is_the_users(owner: object) -> bool:
+    return owner is not None and not type(owner).__module__.startswith(__name__.partition(".")[0])
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -14,7 +14,6 @@ from typing import Any, Final
 import torch
 
 from lightning_gpuopt._measured import ImageSamples
-from lightning_gpuopt.images.cost import MOST_IMAGES, measure_images
 
 _SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif"})
 _DEEPEST: Final = 16
@@ -156,6 +155,8 @@ def measure(dataset: Any, batch: tuple[int, int] | None) -> ImageSamples | None:
     files, known = image_files(dataset), describe(dataset, batch)
     if files is None or known is None or not files.count:
         return known
+    from lightning_gpuopt.images.cost import MOST_IMAGES, measure_images  # needs decoders, which others do without
+
     indices = range(0, files.count, max(files.count // MOST_IMAGES, 1))
     costs = measure_images(files.read, indices, known.crop_size or _CROP_SIZE)
     if costs is None:

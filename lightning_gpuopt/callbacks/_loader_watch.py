@@ -10,11 +10,14 @@ from torch.utils.data import DataLoader
 
 from lightning_gpuopt._lightning import Trainer, shadow, train_iterators, train_loaders
 from lightning_gpuopt._measured import HostActivity, LoaderFacts, Pipelines, WorkerTimes
+from lightning_gpuopt._torch_loader import running_workers, worker_pids
 from lightning_gpuopt.telemetry.host import HostWatch
-from lightning_gpuopt.timeline.loader import facts_of, pipeline_of, running_workers, worker_pids
-from lightning_gpuopt.timeline.phases import itself
+from lightning_gpuopt.telemetry.process import ProcessReading
+from lightning_gpuopt.timeline.loader import facts_of, pipeline_of
 from lightning_gpuopt.timeline.queues import QueueProbe
+from lightning_gpuopt.timeline.spans import itself
 from lightning_gpuopt.timeline.worker_clock import TimedCollate, watch_workers
+from lightning_gpuopt.timeline.worker_stacks import WorkerStacks
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +36,14 @@ class LoaderWatch:
         self._pipelines: dict[int, Any] = {}
         self._pipelines_seen = 0
         self._unwatched = False
+        self._idle_workers: list[str] = []
         self._running: list[tuple[int, Any, Any, int]] = []
         self._host = HostWatch(local_ranks=trainer.num_devices)
         self.queues = QueueProbe()
         self.facts = LoaderFacts()
         strategy = trainer.strategy
-        seam = Seam(strategy.process_dataloader, self._see)
-        self._undo.append(shadow(strategy, "process_dataloader", seam))
+        ours = SeesLoaders(strategy.process_dataloader, self._see)
+        self._undo.append(shadow(strategy, "process_dataloader", ours))
 
     def start(self) -> None:
         """Begin to read the host; called when training starts."""
@@ -64,6 +68,7 @@ class LoaderWatch:
         self._pipelines = {
             key: each for key, each in self._pipelines.items() if any(each is loader for loader in loaders)
         }
+        self._idle_workers = [note for _, loader, _, count in self._running if (note := _without_work(loader, count))]
         self.queues.watch(iterators)
         self._host.workers(worker_pids(iterators))
 
@@ -85,6 +90,10 @@ class LoaderWatch:
         """What the host did since the last reset."""
         return self._host.activity()
 
+    def process(self) -> ProcessReading:
+        """What this process held a moment ago."""
+        return self._host.process
+
     def workers(self) -> dict[int, tuple[LoaderFacts, WorkerTimes]]:
         """What the workers of each loader did since it was first seen, with the loader's settings."""
         readings: dict[int, tuple[LoaderFacts, WorkerTimes]] = {}
@@ -94,16 +103,37 @@ class LoaderWatch:
             readings[id(clock)] = (facts, clock.times(facts.num_workers or 1))
         return readings
 
+    def busiest(self) -> tuple[int, WorkerStacks, int] | None:
+        """Of the loaders with workers the one whose workers were busiest: key, stacks, and number of workers."""
+        readings = self.workers()
+        with_workers = {key: each for key, each in readings.items() if each[0].num_workers}
+        for key in sorted(with_workers, key=lambda key: -with_workers[key][1].busy_s):
+            stacks = self.stacks_of(key)
+            if stacks is not None:
+                return key, stacks, with_workers[key][0].num_workers or 1
+        return None
+
+    def stacks_of(self, key: int) -> WorkerStacks | None:
+        """What asks the workers of a loader for their stacks; None where it is gone.
+
+        Args:
+            key: of :meth:`workers`.
+        """
+        return next((clock.gpuopt_stacks for _, clock in self._clocks if id(clock) == key), None)
+
     def pipelines(self) -> dict[int, Pipelines]:
         """What each loader that decodes in a pipeline of its own has done so far, by the order in which it was seen."""
         readings = ((key, pipeline_of(loader)) for key, loader in self._pipelines.items())
         return {key: reading for key, reading in readings if reading is not None}
 
     def notes(self) -> list[str]:
-        """What could not be measured."""
+        """What could not be measured, and workers that have nothing to do."""
+        notes = list(self._idle_workers)
         if self._unwatched:
-            return ["A training loader could not be timed inside its workers: it is no DataLoader, or already ran."]
-        return []
+            notes.append(
+                "A training loader could not be timed inside its workers: it is no DataLoader, or already ran."
+            )
+        return notes
 
     def describe_workers(self) -> list[tuple[int, str]]:
         """Process id, and what it is doing, for each worker."""
@@ -149,7 +179,24 @@ class LoaderWatch:
         self._undo.append(undo)
 
 
-class Seam:
+def _without_work(loader: DataLoader[Any], workers: int) -> str | None:
+    """That a loader has fewer batches than workers, where that is so."""
+    try:
+        batches = len(loader)
+    except TypeError:  # an iterable dataset need not have a length
+        return None
+    except Exception:  # a dataset of somebody's own
+        log.debug("the length of a loader is not known", exc_info=True)
+        return None
+    if not 0 < batches < workers:
+        return None
+    return (
+        f"An epoch has {batches} batches, fewer than the {workers} workers of its loader: {workers - batches} of them "
+        f"are started for nothing. num_workers={batches} is enough."
+    )
+
+
+class SeesLoaders:
     """Stands in front of ``strategy.process_dataloader``; pickled and copied as that method itself."""
 
     def __init__(self, process: Callable[[object], object], see: Callable[[Any], None]) -> None:

@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_gpuopt import _lightning
 from lightning_gpuopt._lightning import LightningModule, Trainer
-from lightning_gpuopt._measured import AheadCopies, ImageSamples, PhaseTimes, RankWork
+from lightning_gpuopt._measured import ImageSamples, PhaseTimes, RankWork
+from lightning_gpuopt._measured_gpu import AheadCopies
+from lightning_gpuopt._places import Sampled
 from lightning_gpuopt._ranks import RankGather
 from lightning_gpuopt.callbacks._device_watch import DeviceWatch
-from lightning_gpuopt.callbacks._fit_report import environment_of, notes_of, report_of
+from lightning_gpuopt.callbacks._fit_report import (
+    data_in_hyperparameters,
+    environment_of,
+    notes_of,
+    owners_of,
+    report_of,
+)
 from lightning_gpuopt.callbacks._image_samples import describe, images_in, measure
+from lightning_gpuopt.callbacks._line_looks import LineLooks
 from lightning_gpuopt.callbacks._loader_watch import LoaderWatch
 from lightning_gpuopt.callbacks._placement import Placement, forward_is_a_ranks_own
+from lightning_gpuopt.callbacks._rank_watch import RankWatch
+from lightning_gpuopt.callbacks._seen_run import SeenRunWatch
 from lightning_gpuopt.callbacks._steady_part import SteadyPart, work_of
 from lightning_gpuopt.callbacks._step_looks import StepLooks
 from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
 from lightning_gpuopt.diagnosis.compare import proofs_of
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.record import Finding, Proof
+from lightning_gpuopt.diagnosis.record import Change, Finding, Proof
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.diagnosis.stalls import count_stalls, diagnose
 from lightning_gpuopt.diagnosis.storage_step import STORAGE_CAUSES
 from lightning_gpuopt.timeline.hang import HangWatch, write_state
+from lightning_gpuopt.timeline.pauses import PauseWatch
 from lightning_gpuopt.timeline.steps import StepClock
 from lightning_gpuopt.timeline.windows import Windows
 
@@ -92,6 +104,7 @@ class ObservedFit:
         self._hang: HangWatch | None = None
         self._epoch_seen = 0
         self._changed_after: int | None = None
+        self.changes: list[Change] | None = None
         self._warmed_up = options.warmup_steps == 0
         self._logged = False
         self.started = False
@@ -99,6 +112,9 @@ class ObservedFit:
         self._placed.undo.callback(self.loader.undo)
         self._device: DeviceWatch | None = None
         self._looks: StepLooks | None = None
+        self._seen_run: SeenRunWatch | None = None
+        self._together: RankWatch | None = None
+        self._lines: LineLooks | None = None
         self._own_forward = False
         self._batch_seen = False
         self._images_in_batch: tuple[int, int] | None = None
@@ -108,6 +124,9 @@ class ObservedFit:
         """Place the profiler and the few shadows, and begin to measure; called in ``on_train_start``."""
         trainer, placed = self._trainer, self._placed
         self._environment = environment_of(trainer, self._pl_module)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self._own_callbacks = frozenset(type(each).__name__ for each in callbacks if _lightning.is_its_own(each))
+        self._hyperparameters = data_in_hyperparameters(self._pl_module, getattr(trainer, "datamodule", None))
         on_cuda = trainer.strategy.root_device.type == "cuda"
         self.timeline = placed.timeline(nvtx=self._options.nvtx, detailed=on_cuda)
         self.steps = StepClock(self.timeline, self._options.warmup_steps)
@@ -119,10 +138,20 @@ class ObservedFit:
             placed.observers.connect(event, function, placed.observers.stopped(event))
         if on_cuda:
             self._watch_gpu()
+            self._seen_run = SeenRunWatch(trainer, self._pl_module)
         if trainer.world_size > 1:
             self._gather = RankGather("stall-detector", trainer.global_rank, trainer.world_size)
             placed.undo.callback(self._gather.close, 1.0)
+        if trainer.is_global_zero:  # who reports
+            self._lines = LineLooks(self.timeline, self.loader)
+            placed.undo.callback(self._lines.finish)
         placed.place(self.timeline)
+        if trainer.world_size > 1:
+            self._together = RankWatch(trainer, self._pl_module, self.timeline, placed.reduce, self._link)
+            placed.undo.callback(self._together.close)
+        self._pauses = PauseWatch(self.timeline)
+        placed.undo.callback(self._pauses.stop)
+        self._pauses.start()
         self.loader.start()
         self.started = True
         if self._warmed_up:
@@ -132,8 +161,19 @@ class ObservedFit:
     def _new_part(self) -> SteadyPart:
         """The steady part begins, or begins anew."""
         return SteadyPart(
-            self.loader, self._device, self._looks, self.timeline.steps, self._copies_ahead, lambda: self._images
+            self.loader,
+            self._device,
+            self._looks,
+            self.timeline.steps,
+            self._copies_ahead,
+            lambda: self._images,
+            self._pauses,
+            owners_of(self._trainer, self._pl_module),
+            self._together,
         )
+
+    def _link(self) -> str:
+        return self._device.link if self._device is not None else ""
 
     def _copies_ahead(self) -> AheadCopies | None:
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
@@ -141,11 +181,18 @@ class ObservedFit:
         return prefetchers[0].copies_ahead() if prefetchers else None
 
     def see_batch(self, batch: Any) -> None:
-        """Look at the first batch: which images are in it, and whether the dataset reads them from files."""
+        """Look at the first batch: which images are in it, and whether they are read from files; at a few shapes."""
+        if self._seen_run is not None:
+            self._seen_run.see_batch(batch)
         if self._batch_seen:
             return
         self._batch_seen = True
         self._look_at_images(describe, batch)
+
+    def see_loss(self, loss: Any) -> None:
+        """Look at the graphs of the first losses, on CUDA: which operations a step has, and in which precision."""
+        if self._seen_run is not None:
+            self._seen_run.see_loss(loss)
 
     def measure_images(self) -> None:
         """Measure what the training loader's images cost, where that decides the advice; at most about half a second.
@@ -175,7 +222,9 @@ class ObservedFit:
     def _watch_gpu(self) -> None:
         several = self._trainer.world_size > 1
         self._own_forward = several and forward_is_a_ranks_own(self._trainer, self._pl_module)
-        device = DeviceWatch(self._trainer.strategy.root_device, self.timeline, forward=self._own_forward)
+        device = DeviceWatch(
+            self._trainer.strategy.root_device, self.timeline, forward=self._own_forward, links=several
+        )
         self._device = device
         rhythm = self._trainer.accumulate_grad_batches
         self._looks = StepLooks(device, self._options.threshold, several_ranks=several, rhythm=rhythm)
@@ -197,6 +246,10 @@ class ObservedFit:
             self._placed.undo.callback(self._hang.stop)
             self._hang.start()
 
+    def at_end(self, undo: Callable[[], None]) -> None:
+        """Have something undone with the rest, when the fit ends."""
+        self._placed.undo.callback(undo)
+
     @property
     def recording(self) -> bool:
         """Whether torch.profiler records a few steps for a close look."""
@@ -207,8 +260,9 @@ class ObservedFit:
         self.timeline.stop()
         if self._device is not None:
             self._device.catch_up(self._steady.step_done if self._steady is not None else lambda: None)
-        if self._looks is not None:
-            self._looks.finish()
+        for each in (self._looks, self._lines):
+            if each is not None:
+                each.finish()
         if self._gather is not None:
             self._post(self._measured())
             self._gather.close(3.0)
@@ -241,7 +295,16 @@ class ObservedFit:
                 self._steady.step_done()
             gpu = self._steady.gpu if self._steady is not None else None
             self._looks.step_done(timeline.steps - self._options.warmup_steps, gpu)
+        if self._lines is not None:
+            self._lines.step_done()
+            if self._lines.due(timeline.steps - self._options.warmup_steps) and (measured := self._measured()):
+                self._lines.found(diagnose(measured, self._options.threshold))
         return self._windows.due(timeline.steps)
+
+    @property
+    def sampled(self) -> tuple[Sampled, ...]:
+        """The stacks that were sampled for the findings."""
+        return self._lines.sampled() if self._lines is not None else ()
 
     def _kind_of_step(self) -> bool:
         """Whether gradients were only accumulated: such a step is shorter than one with the optimizer in it."""
@@ -252,9 +315,11 @@ class ObservedFit:
     def _loaders_may_have_changed(self) -> None:
         before = self.loader.facts
         self.loader.epoch_begins()
-        if before.num_workers is None or self.loader.facts == before:
-            return
-        # From here on it is another run: what was found before is to be proved by what comes now.
+        if before.num_workers is not None and self.loader.facts != before:
+            self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """From here on it is another run: what was found before is to be proved by what comes now."""
         self._prove()
         times = self.timeline.times()
         measured = self._measured(times)
@@ -265,6 +330,8 @@ class ObservedFit:
         self._windows.restart(times, in_step=self._gather is not None)
 
     def _prove(self) -> None:
+        if self.changes is not None:  # whoever makes them proves them
+            return
         measured = self._measured()
         if self._pending is not None and measured is not None and measured.times.steps:
             findings, step_s = self._pending
@@ -277,6 +344,7 @@ class ObservedFit:
         Returns:
             What the window measured, and the causes above the threshold since warm-up; None when warm-up ended instead.
         """
+        self._pauses.look_for_compiler()
         times = self.timeline.times()
         window = self._windows.close(times)
         self.steps.window_done()
@@ -299,15 +367,24 @@ class ObservedFit:
         in_window = part.window(window.times, ranks)
         if self._looks is not None:
             self._looks.window_done(part.gpu(), in_window.waterfall.step_s)
-        part.findings = diagnose(part.measure(steady, ranks), self._options.threshold)
+        part.findings = diagnose(self._with_lines(part.until_window(steady, ranks)), self._options.threshold)
+        slower = [finding for finding in part.findings if finding.cause == "slowdown"]
+        if slower and part.look_for_growth(slower[0]):
+            part.findings = diagnose(self._with_lines(part.until_window(steady, ranks)), self._options.threshold)
+        if self._lines is not None:
+            self._lines.found(part.findings)
         return in_window, part.findings
+
+    def _with_lines(self, measured: Measurement) -> Measurement:
+        sampled = self._lines.sampled() if self._lines is not None else ()
+        return replace(measured, sampled=sampled, hyperparameters=self._hyperparameters)
 
     def _measured(self, times: PhaseTimes | None = None) -> Measurement | None:
         """The steady part so far; None while warm-up goes on."""
         steady = self._windows.steady(times or self.timeline.times())
         if steady is None or self._steady is None:
             return None
-        return self._steady.measure(steady, self._all_ranks())
+        return self._with_lines(self._steady.measure(steady, self._all_ranks()))
 
     def report(self) -> StallReport:
         """The report of the run until now."""
@@ -316,9 +393,11 @@ class ObservedFit:
         notes = self.notes + self._placed.notes + self._placed.observers.problems + self.loader.notes()
         if self._gather is not None and self._gather.problem is not None:
             notes.append(f"Stragglers could not be looked for: {self._gather.problem}.")
-        for each in (self._device, self._looks):
+        for each in (self._device, self._looks, self._pauses, self._together):
             if each is not None:
                 notes += each.notes
+        if self._lines is not None and measured is not None:
+            notes += self._lines.notes(diagnose(measured, self._options.threshold))
         return report_of(
             times,
             measured,
@@ -326,9 +405,12 @@ class ObservedFit:
             loader=self.loader.facts,
             step_times=self.steps.times(),
             proofs=list(self._proofs),
+            changes=list(self.changes or ()),
             stretches=self._windows.stretches(times),
             notes=notes_of(times, measured, self._options.threshold, notes, self._changed_after),
             environment=self._environment,
+            own_callbacks=self._own_callbacks,
+            seen_run=self._seen_run,
         )
 
     def _post(self, measurement: Measurement | None) -> None:

@@ -12,11 +12,13 @@ import torch
 from lightning_gpuopt import _lightning
 from lightning_gpuopt._lightning import Callback, LightningModule, Trainer, shadow
 from lightning_gpuopt._measured import SIGNAL_BROADCAST
+from lightning_gpuopt.callbacks._metric_sync import TimedReduce
+from lightning_gpuopt.callbacks._rank_watch import is_sharded
 from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
 from lightning_gpuopt.timeline.observer import StepObserver
 from lightning_gpuopt.timeline.phases import Timeline
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
-from lightning_gpuopt.timeline.trace import NvtxTimeline
+from lightning_gpuopt.timeline.trace import NvtxRanges
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +32,6 @@ _LOGGER_CALLS: Final = (
     "log_audio",
     "log_video",
 )
-
-
-_SHARDED: Final = ("FSDP", "DeepSpeed", "ModelParallel")
-"""Strategies whose forward gathers parameters."""
 
 
 class Observers(StepObserver):
@@ -91,12 +89,14 @@ class Placement:
         undo: takes away all that was placed; what else has to end with the fit may be added.
         observers: who is called at a step's events.
         notes: what could not be placed.
+        reduce: times metrics that are reduced in steps; None on one rank.
     """
 
     def __init__(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.undo = ExitStack()
         self.observers = Observers()
         self.notes: list[str] = []
+        self.reduce: TimedReduce | None = None
         self._trainer = trainer
         self._pl_module = pl_module
 
@@ -108,13 +108,14 @@ class Placement:
             detailed: for a GPU's clock.
         """
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
-        return (NvtxTimeline if nvtx and self._nvtx_is_there() else Timeline)(
+        return Timeline(
             checkpoint_callbacks=[each.state_key for each in callbacks if _lightning.is_checkpoint(each)],
             transfer_callbacks=[each.state_key for each in callbacks if isinstance(each, CudaPrefetcher)],
-            callback_names={each.state_key: type(each).__name__ for each in callbacks},
+            callback_names={each.state_key: _public_name(each) for each in callbacks},
             observer=self.observers,
             silent=self._does_nothing,
             detailed=detailed,
+            ranges=self._nvtx_ranges() if nvtx else None,
         )
 
     def place(self, timeline: Timeline) -> None:
@@ -132,6 +133,9 @@ class Placement:
         if broadcast is not None and trainer.world_size > 1:
             owner, name = broadcast
             self._shadow(owner, name, timeline.timed(getattr(owner, name), SIGNAL_BROADCAST))
+        if trainer.world_size > 1:
+            self.reduce = TimedReduce(trainer.strategy.reduce, timeline)
+            self._shadow(trainer.strategy, "reduce", self.reduce)
         for each in trainer.loggers:
             for name in _LOGGER_CALLS:
                 function = getattr(each, name, None)
@@ -149,14 +153,12 @@ class Placement:
         named = [each for each in callbacks if each.state_key == owner.removeprefix("[Callback]")]
         return bool(named) and all(_lightning.is_plain_hook(each, hook) for each in named)
 
-    def _nvtx_is_there(self) -> bool:
+    def _nvtx_ranges(self) -> NvtxRanges | None:
         try:
-            torch.cuda.nvtx.range_push("lightning_gpuopt")  # type: ignore[no-untyped-call]
-            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+            return NvtxRanges()
         except RuntimeError:
             self.notes.append("No NVTX ranges: this torch is built without CUDA.")
-            return False
-        return True
+            return None
 
     def _shadow(self, owner: Any, name: str, replacement: Any) -> None:
         try:
@@ -165,13 +167,18 @@ class Placement:
             self.notes.append(f"{type(owner).__name__}.{name} could not be timed.")
 
 
+def _public_name(callback: Callback) -> str:
+    """Name of a callback's class; of a private class of this package, that of the public one it is a kind of."""
+    private = "lightning_gpuopt.callbacks._"
+    return next(each.__name__ for each in type(callback).__mro__ if not each.__module__.startswith(private))
+
+
 def forward_is_a_ranks_own(trainer: Trainer, pl_module: LightningModule) -> bool:
     """Whether the forward's GPU time says how fast a rank is: no collective lies in it.
 
     DDP's broadcast of buffers, ``SyncBatchNorm``, sharded strategies and manual optimization put one there.
     """
-    kinds = " ".join(cls.__name__ for cls in type(trainer.strategy).__mro__)
-    if any(name in kinds for name in _SHARDED) or not pl_module.automatic_optimization:
+    if is_sharded(trainer.strategy) or not pl_module.automatic_optimization:
         return False
     options = getattr(trainer.strategy, "_ddp_kwargs", {})
     broadcasts = options.get("broadcast_buffers", True) and any(True for _ in pl_module.buffers())

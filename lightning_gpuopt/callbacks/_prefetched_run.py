@@ -20,7 +20,7 @@ from lightning_gpuopt.prefetch.stream import CopyTimes, streams_of
 from lightning_gpuopt.prefetch.transfer import Mover, UsersError
 from lightning_gpuopt.timeline.actions import COPY_AHEAD, WAIT_FOR_COPY
 from lightning_gpuopt.timeline.loader import pipeline_of
-from lightning_gpuopt.timeline.phases import itself
+from lightning_gpuopt.timeline.spans import itself
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class PrefetchedRun:
         trainer: the Trainer, in ``setup``.
         pl_module: its module.
         depth: batches to be staged ahead.
+        asleep: leave the batches as they come until :meth:`wake`.
 
     Attributes:
         staged: batches that came to the device on the side stream.
@@ -56,7 +57,7 @@ class PrefetchedRun:
         is_done: nothing is left to look ahead for until the next batch is handed out.
     """
 
-    def __init__(self, trainer: Trainer, pl_module: LightningModule, depth: int) -> None:
+    def __init__(self, trainer: Trainer, pl_module: LightningModule, depth: int, *, asleep: bool = False) -> None:
         self._trainer = trainer
         self._pl_module = pl_module
         self._depth = depth
@@ -71,6 +72,7 @@ class PrefetchedRun:
         self._drawing: WeakSet[Any] = WeakSet()
         self._is_ahead = False
         self._is_off = False
+        self._asleep = asleep
         self._told: set[str] = set()
         self.is_done = True
         self._optimizer_steps: float | None = None
@@ -116,6 +118,8 @@ class PrefetchedRun:
             left = self._trainer.max_steps - self._steps_before if self._trainer.max_steps >= 0 else float("inf")
             self._far_from_the_end = left
         fetcher = LookAheadFetcher(loops.StockFetcher(stock), self._depth, self, goes_on, self._drew, self._drawing)
+        if self._asleep:
+            fetcher.go_direct()
         self._fetchers[name] = fetcher
         loops.set_fetcher(loop, fetcher)
 
@@ -261,7 +265,8 @@ class PrefetchedRun:
 
     def _process_dataloader(self, dataloader: Any) -> Any:
         processed = self._process(dataloader)
-        self._pin(processed)
+        if not self._asleep:
+            self._pin(processed)
         return processed
 
     def _pin(self, loader: Any) -> None:
@@ -279,6 +284,28 @@ class PrefetchedRun:
                 still_there.pin_memory = False
 
         self._undo.callback(as_before)
+
+    # ---- on and off ----
+
+    @property
+    def why_not(self) -> str | None:
+        """Why the training batches cannot be looked ahead of; None where they can."""
+        fetcher = self._fetchers.get("fit")
+        if self._is_off or fetcher is None:
+            return "it has disabled itself" if self._is_off else "no epoch has begun"
+        return fetcher.left_alone
+
+    def wake(self) -> None:
+        """Look ahead from the next batch on."""
+        self._asleep = False
+        for fetcher in list(self._fetchers.values()):
+            fetcher.look_again()
+
+    def sleep(self) -> None:
+        """Leave the batches as they come; what was fetched ahead is handed out in its turn."""
+        self._asleep = True
+        for fetcher in list(self._fetchers.values()):
+            fetcher.go_direct()
 
     # ---- what goes wrong, and the end ----
 

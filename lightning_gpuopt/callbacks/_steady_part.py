@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
+from lightning_gpuopt._collectives import GradientSync, MetricSync, ReducerTimes
 from lightning_gpuopt._measured import (
-    AheadCopies,
-    GpuTimes,
     ImageSamples,
+    Lap,
     LoaderFacts,
     PhaseTimes,
     Pipelines,
@@ -16,22 +17,37 @@ from lightning_gpuopt._measured import (
     RankWork,
     WorkerTimes,
 )
+from lightning_gpuopt._measured_gpu import AheadCopies, GpuTimes
 from lightning_gpuopt.callbacks._device_watch import DeviceWatch
+from lightning_gpuopt.callbacks._growing import Growing
 from lightning_gpuopt.callbacks._loader_watch import LoaderWatch
+from lightning_gpuopt.callbacks._rank_watch import RankWatch
+from lightning_gpuopt.callbacks._run_course import RunCourse
 from lightning_gpuopt.callbacks._step_looks import StepLooks
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.timeline.pauses import PauseWatch
+
+_LEAST_LAP_S: Final = 0.1
+"""Windows that are shorter than this are joined before they are compared with others."""
+
+_LOOK_AGAIN: Final = 1.5
+"""Where nothing that grows was found: look again after so many times the steps. A look takes milliseconds."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What workers, pipelines, queues, the GPU and CudaPrefetcher have counted up to one moment."""
+    """What workers, pipelines, queues, the GPU, CudaPrefetcher and DDP have counted up to one moment."""
 
     workers: dict[int, tuple[LoaderFacts, WorkerTimes]] = field(default_factory=dict)
     pipelines: dict[int, Pipelines] = field(default_factory=dict)
     queues: QueueTimes = QueueTimes()  # noqa: RUF009 - frozen
     gpu: GpuTimes = GpuTimes()  # noqa: RUF009 - frozen
     ahead: AheadCopies | None = None
+    reducer: ReducerTimes | None = None
+    gradients: GradientSync | None = None
+    metrics: MetricSync | None = None
+    metric_names: tuple[str, ...] = ()
 
 
 class SteadyPart:
@@ -44,6 +60,9 @@ class SteadyPart:
         steps: steps that the host has done: the GPU may have some of them before it, which are no part of this.
         ahead: reads the copies that were made ahead; gives None where there are none.
         images: gives what is known of the images behind the loader.
+        pauses: the watch over what stops the training thread.
+        owners: whose lists and dicts may grow, by a name for people.
+        together: the watch over what ranks do together; None on one rank.
 
     Attributes:
         findings: of the time so far; what comes after a change of the loader proves them.
@@ -57,6 +76,9 @@ class SteadyPart:
         steps: int,
         ahead: Callable[[], AheadCopies | None],
         images: Callable[[], ImageSamples | None],
+        pauses: PauseWatch,
+        owners: Mapping[str, object],
+        together: RankWatch | None,
     ) -> None:
         self.findings: list[Finding] = []
         self._gpu_is_here = device is None
@@ -65,8 +87,17 @@ class SteadyPart:
         self._looks = looks
         self._ahead = ahead
         self._images = images
+        self._pauses = pauses
+        self._together = together
+        pauses.restart()
+        self._course = RunCourse(device.device if device is not None else None)
+        self._growing = Growing(owners)
+        self._grows = ""
+        self._look_after = 0.0
+        self._steps = steps
         self._start = Reading()
-        self._start = self._last = self._read()
+        self._start = self._last = self._lap_reading = self._read()
+        self._lap_times: PhaseTimes | None = None
         loader.reset_host()
         if device is not None:
             device.restart()
@@ -82,6 +113,7 @@ class SteadyPart:
             self._gpu_is_here = True
             self._start = replace(self._start, gpu=snapshot)
             self._last = replace(self._last, gpu=snapshot)
+            self._lap_reading = replace(self._lap_reading, gpu=snapshot)
 
     def measure(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
         """What was measured since the beginning.
@@ -90,7 +122,7 @@ class SteadyPart:
             times: the phases since then.
             ranks: the work of all ranks.
         """
-        return self._since(self._start, self._read(), times, ranks)
+        return self._since(self._start, self._read(), times, ranks, self._course.laps)
 
     def window(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
         """What was measured since the last window.
@@ -103,6 +135,38 @@ class SteadyPart:
         before, self._last = self._last, now
         return self._since(before, now, times, ranks)
 
+    def until_window(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
+        """What was measured from the beginning to the end of the last window; cheaper than :meth:`measure` there.
+
+        Args:
+            times: the phases since then.
+            ranks: the work of all ranks.
+        """
+        lap_s = times.wall_s - (self._lap_times.wall_s if self._lap_times is not None else 0.0)
+        if lap_s >= _LEAST_LAP_S:
+            self._end_lap(times)
+        return self._since(self._start, self._last, times, ranks, self._course.laps)
+
+    def _end_lap(self, times: PhaseTimes) -> None:
+        """Keep what was measured since the last lap, for what changes over the run."""
+        since = times - self._lap_times if self._lap_times is not None else times
+        measured = self._since(self._lap_reading, self._last, since, ())
+        self._lap_reading, self._lap_times = self._last, times
+        self._steps += since.steps
+        self._course.add(measured, self._steps, self._loader.process())
+
+    def look_for_growth(self, finding: Finding) -> bool:
+        """Find out what grows in a program whose steps get slower; True where that is found now.
+
+        Args:
+            finding: that they do.
+        """
+        if self._grows or self._steps < self._look_after:
+            return False
+        self._look_after = _LOOK_AGAIN * self._steps
+        self._grows = self._growing.look(str(finding.evidence["phase"]))
+        return bool(self._grows)
+
     def gpu(self) -> GpuTimes:
         """What the GPU did since the beginning."""
         return self._read().gpu - self._start.gpu
@@ -110,9 +174,20 @@ class SteadyPart:
     def _read(self) -> Reading:
         gpu = self._device.times() if self._device is not None and self._gpu_is_here else self._start.gpu
         loader = self._loader
-        return Reading(loader.workers(), loader.pipelines(), loader.queues.times(), gpu, self._ahead())
+        reading = Reading(loader.workers(), loader.pipelines(), loader.queues.times(), gpu, self._ahead())
+        if self._together is None:
+            return reading
+        (reducer, gradients), (metrics, names) = self._together.read(), self._together.metrics()
+        return replace(reading, reducer=reducer, gradients=gradients, metrics=metrics, metric_names=names)
 
-    def _since(self, start: Reading, now: Reading, times: PhaseTimes, ranks: tuple[RankWork, ...]) -> Measurement:
+    def _since(
+        self,
+        start: Reading,
+        now: Reading,
+        times: PhaseTimes,
+        ranks: tuple[RankWork, ...],
+        laps: tuple[Lap, ...] = (),
+    ) -> Measurement:
         loader, workers = _slowest_loader(start, now)
         measured = Measurement(
             times=times,
@@ -121,9 +196,17 @@ class SteadyPart:
             workers=workers,
             queues=now.queues - start.queues,
             ranks=ranks,
+            reducer=now.reducer - (start.reducer or ReducerTimes()) if now.reducer is not None else None,
+            gradients=now.gradients,
+            metrics=now.metrics - (start.metrics or MetricSync()) if now.metrics is not None else None,
+            metric_names=now.metric_names,
             ahead=now.ahead - start.ahead if now.ahead is not None and start.ahead is not None else now.ahead,
             images=self._images(),
             pipelines=_all_pipelines(start, now),
+            collections=self._pauses.collections(),
+            compilations=self._pauses.compilations(),
+            laps=laps,
+            grows=self._grows,
         )
         if self._device is None or self._looks is None:
             return measured
@@ -176,7 +259,15 @@ def work_of(rank: int, measurement: Measurement | None, *, forward: bool) -> Ran
         loader_s = (done.read_wall_s + done.decode_cpu_s) / done.batches / max(threads, 1)
     if gpu is None:
         own_s = sum(times.phases[phase] for phase in ("transfer", "forward", "logging")) + times.step_hooks_s
-        return RankWork(rank, times.phases["data_wait"] / times.steps, own_s / times.steps, loader_s)
+        sync_s = measurement.metrics.seconds if measurement.metrics is not None else 0.0  # in which ranks wait
+        return RankWork(
+            rank,
+            times.phases["data_wait"] / times.steps,
+            (own_s - sync_s) / times.steps,
+            loader_s,
+            communication_s=measurement.collectives_s,
+            metric_sync_s=sync_s / times.steps,
+        )
     waterfall = measurement.waterfall
     if not gpu.steps or not waterfall.steps:
         return None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from lightning_gpuopt._measured import GpuTimes, StepLook, SyncSighting
+from lightning_gpuopt._measured_gpu import GpuTimes, StepLook, SyncSighting
 from lightning_gpuopt.callbacks._device_watch import DeviceWatch
 from lightning_gpuopt.diagnosis.waterfall import in_steps, worth_a_look
 from lightning_gpuopt.timeline.look import CannotLookError, ProfilerLook

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from lightning_gpuopt._lightning import Trainer, say_once, shadow, silence_worker_hint, train_loaders
-from lightning_gpuopt.callbacks._loader_watch import Seam
-from lightning_gpuopt.callbacks._tuned_loader import Choice, Options, Place, TunedLoader
-from lightning_gpuopt.loading.loader import ElasticLoader
-from lightning_gpuopt.timeline.phases import itself
-from lightning_gpuopt.tuning.find import check
+from lightning_gpuopt._lightning import (
+    Trainer,
+    say_once,
+    shadow,
+    silence_worker_hint,
+    train_iterators,
+    train_loaders,
+)
+from lightning_gpuopt._torch_loader import persistent_iterator
+from lightning_gpuopt.callbacks._loader_watch import SeesLoaders
+from lightning_gpuopt.callbacks._tuned_loader import Choice, LeftAlone, Options, Place, TunedLoader, why_left_alone
+from lightning_gpuopt.timeline.spans import itself
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +45,19 @@ class TunedFit:
         self._options = options
         self._restored = restored
         self._under_way = False
-        self._thread = threading.get_ident()
         self._undo = ExitStack()
         self._tuned: dict[int, TunedLoader] = {}
+        self._choices: dict[int, Choice] = {}
+        self._left: set[int] = set()
         self._watched: list[tuple[DataLoader[Any], Callable[[], None]]] = []
         strategy = trainer.strategy
-        seam = Seam(strategy.process_dataloader, self._see)
-        self._undo.callback(shadow(strategy, "process_dataloader", seam))
+        ours = SeesLoaders(strategy.process_dataloader, self._see)
+        self._undo.callback(shadow(strategy, "process_dataloader", ours))
 
     @property
     def choices(self) -> dict[int, Choice]:
         """As they are now, by the loaders' order; those that are left alone are missing."""
-        return {index: self._tuned[index].choice for index in sorted(self._tuned)}
+        return {**self._choices, **{index: self._tuned[index].choice for index in sorted(self._tuned)}}
 
     @property
     def first_num_workers(self) -> int | None:
@@ -71,81 +77,94 @@ class TunedFit:
 
     def epoch_begins(self) -> None:
         """The loaders are about to be iterated."""
-        self._let_go(train_loaders(self.trainer))
+        loaders = train_loaders(self.trainer)
+        self._let_go(loaders)
+        for loader, _ in self._watched:
+            if self._tuned_of(loader) is None and persistent_iterator(loader) is not None:
+                self._take_in(loader, loaders)  # its workers run since an earlier fit
         for tuned in self._tuned.values():
             tuned.running.before_epoch()
-            tuned.running.epoch_begins()
 
     def step_done(self) -> None:
         """Act where there is news; costs next to nothing where there is none."""
         self._under_way = True
-        for tuned in self._tuned.values():
-            if tuned.step_done():
-                for other in self._tuned.values():
-                    if other is not tuned:
-                        other.wake()
+        iterators = train_iterators(self.trainer)
+        for index, tuned in list(self._tuned.items()):
+            if index >= len(iterators):
+                continue
+            try:
+                changed = tuned.step_done(iterators[index])
+            except LeftAlone as reason:
+                self._leave(index, reason)
+                continue
+            for other in self._tuned.values() if changed else ():
+                if other is not tuned:
+                    other.wake()
 
     def undo(self, *, failed: bool = False) -> None:
         """Take away all that was placed; may be called more than once.
 
         Args:
-            failed: training has ended with an exception.
+            failed: training has ended with an exception, which may keep the iterators alive: end their workers.
         """
         self._undo.close()
         while self._watched:
             self._watched.pop()[1]()
+        iterators = train_iterators(self.trainer) if failed else []
+        self._choices = self.choices
         while self._tuned:
-            self._tuned.popitem()[1].close(failed=failed)
+            index, tuned = self._tuned.popitem()
+            if failed:
+                with suppress(Exception):  # the workers of other loaders have to end as well
+                    tuned.running.end(iterators[index : index + 1])
 
     # -- a loader passes on its way to the training loop, and is iterated
 
     def _see(self, loader: Any) -> None:
         if not self.trainer.training or any(each is loader for each, _ in self._watched):
             return
-        reason = self._why_not(loader)
-        if reason is not None:
-            say_once(self.trainer, f"num-workers-{reason}", f"NumWorkersFinder leaves {reason}.", warn=False)
-            return
         try:
+            if (reason := why_left_alone(loader, self._options)) is not None:
+                self._say(reason)
+                return
             create = loader._get_iterator
-            seam = _Iterators(create, lambda: self._new_iterator(loader, create))
-            self._watched.append((loader, shadow(loader, "_get_iterator", seam)))
+            ours = Iterators(create, lambda: self._new_iterator(loader, create))
+            self._watched.append((loader, shadow(loader, "_get_iterator", ours)))
             self._undo.callback(silence_worker_hint("train_dataloader"))
         except Exception as error:
-            self._leave(error)
+            self._fail(error)
 
     def _new_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
         """In place of the loader's own way to make an iterator."""
         if not self.trainer.training:  # validation may read the same loader
             return create()
-        tuned = self._tuned_of(loader)
-        if tuned is None:
-            tuned = self._take_in(loader)
+        tuned = self._tuned_of(loader) or self._take_in(loader, train_loaders(self.trainer))
         return create() if tuned is None else tuned.running.new_iterator(create)
 
     def _tuned_of(self, loader: DataLoader[Any]) -> TunedLoader | None:
         return next((tuned for tuned in self._tuned.values() if tuned.running.loader is loader), None)
 
-    def _take_in(self, loader: DataLoader[Any]) -> TunedLoader | None:
+    def _take_in(self, loader: DataLoader[Any], loaders: list[Any]) -> TunedLoader | None:
         """Begin to tune a loader, or to go on with it where an earlier one was; None where it is left alone."""
-        loaders = train_loaders(self.trainer)
         if not loaders:
-            self._leave(RuntimeError("this Lightning does not say which training loader it is"))
+            self._fail(RuntimeError("this Lightning does not say which training loader it is"))
         index = next((index for index, each in enumerate(loaders) if each is loader), None)
-        if index is None:
+        if index is None or index in self._left:
             return None
         self._let_go(loaders)
         try:
             if index in self._tuned:
                 self._tuned[index].replace(loader)
             else:
-                place = Place(self.trainer, index, len(loaders) == 1, self._local_ranks, self._thread)
+                place = Place(self.trainer, index, len(loaders) == 1, self._local_ranks)
                 self._tuned[index] = TunedLoader(loader, place, self._options, self._restored().get(index))
                 self._tuned[index].begin()
+        except LeftAlone as reason:
+            self._leave(index, reason)
         except Exception as error:
-            self._leave(error)
-            if (tuned := self._tuned.pop(index, None)) is not None:
-                tuned.close(failed=False)
+            self._tuned.pop(index, None)
+            self._left.add(index)
+            self._fail(error)
         return self._tuned.get(index)
 
     def _let_go(self, loaders: list[Any]) -> None:
@@ -157,41 +176,26 @@ class TunedFit:
         self._watched = kept
         left = [index for index, loader in enumerate(loaders) if any(loader is each for each, _ in kept)]
         for index in [index for index in self._tuned if index not in left]:
-            self._tuned.pop(index).close(failed=False)
+            del self._tuned[index]
 
-    def _leave(self, error: Exception) -> None:
+    def _leave(self, index: int, reason: LeftAlone) -> None:
+        self._left.add(index)
+        self._tuned.pop(index, None)
+        self._say(str(reason))
+
+    def _say(self, reason: str) -> None:
+        say_once(self.trainer, f"num-workers-{reason}", f"NumWorkersFinder leaves {reason}.", warn=False)
+
+    def _fail(self, error: Exception) -> None:
         log.debug("a loader could not be tuned", exc_info=True)
         say_once(self.trainer, "num-workers-failed", f"NumWorkersFinder leaves a loader alone: {error}")
-
-    def _why_not(self, loader: Any) -> str | None:
-        if not isinstance(loader, DataLoader):
-            return f"a {type(loader).__name__} alone, which is no torch DataLoader"
-        if isinstance(loader.dataset, IterableDataset) and not self._options.iterable:
-            return "an IterableDataset alone, since what it yields depends on the workers (iterable=True: not alone)"
-        if hasattr(loader, "state_dict") and not isinstance(loader, ElasticLoader):
-            return f"a {type(loader).__name__} alone: it resumes from a state that holds for its num_workers only"
-        if loader._iterator is not None:
-            return "a loader alone whose persistent workers run already"
-        if loader.num_workers == 0 and getattr(loader.dataset, "gathers_batches", False):
-            return "a loader alone that gathers its batches faster without workers"
-        if loader.num_workers == 0 and (self._options.mode == "live" or self._options.step_time_s is None):
-            return (
-                "a loader with num_workers=0 alone, whose dataset the training process itself uses: files that are "
-                "open in it, and what it keeps, cannot be handed to workers. Start with num_workers=1 or more"
-            )
-        if self._options.mode == "probe":
-            try:
-                check(loader, self._options.iterable)
-            except ValueError as error:
-                return f"a loader alone: {error}"
-        return None
 
     @property
     def _local_ranks(self) -> int:
         return max(min(self.trainer.num_devices, self.trainer.world_size), 1)
 
 
-class _Iterators:
+class Iterators:
     """Stands in front of a loader's ``_get_iterator``; pickled and copied as that method itself."""
 
     def __init__(self, original: Callable[[], Any], ours: Callable[[], Any]) -> None:

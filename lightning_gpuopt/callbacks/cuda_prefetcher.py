@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -16,7 +16,7 @@ from lightning_gpuopt._lightning import (
     Trainer,
     say_once,
 )
-from lightning_gpuopt._measured import AheadCopies
+from lightning_gpuopt._measured_gpu import AheadCopies
 from lightning_gpuopt.callbacks._guard import Guard
 from lightning_gpuopt.callbacks._prefetched_run import PrefetchedRun
 from lightning_gpuopt.prefetch.ring import count_holders
@@ -60,6 +60,7 @@ class CudaPrefetcher(Callback):
     """
 
     def __init__(self, depth: int = 1, enabled: bool | Literal["auto"] = "auto") -> None:
+        super().__init__()
         self.depth = whole_number("depth", depth, "a number of batches", least=1)
         if enabled != "auto" and not isinstance(enabled, bool):
             refuse("enabled", "'auto', True or False", enabled, wrong_type=True)
@@ -88,6 +89,8 @@ class CudaPrefetcher(Callback):
         copies = times.sums(training=True) + times.sums(training=False)
         return {**counts, "copy_s": copies.copy_s, "exposed_wait_s": copies.exposed_s}
 
+    _begins_asleep: ClassVar[bool] = False
+
     def copies_ahead(self) -> AheadCopies | None:
         """The training batches' copies that the GPU has finished, for StallDetector; None where none are made ahead."""
         if self._run is None or self._times is None:
@@ -112,7 +115,7 @@ class CudaPrefetcher(Callback):
         with guard:
             reason = self._why_not(trainer, pl_module)
             if reason is None:
-                self._run = PrefetchedRun(trainer, pl_module, self.depth)
+                self._run = PrefetchedRun(trainer, pl_module, self.depth, asleep=self._begins_asleep)
                 self._times = self._run.times
             else:
                 self._guard = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any, Literal
 
 from typing_extensions import override
 
-from lightning_gpuopt._arguments import real_number, refuse, whole_number
+from lightning_gpuopt._arguments import flag, real_number, refuse, whole_number
 from lightning_gpuopt._lightning import (
     STEP_OUTPUT,
     Callback,
@@ -18,6 +19,7 @@ from lightning_gpuopt._lightning import (
     finished_optimizer_step,
     say_once,
 )
+from lightning_gpuopt.callbacks._progress_bar import BarItem
 from lightning_gpuopt.telemetry.keys import select_metrics
 from lightning_gpuopt.telemetry.monitor import GpuMonitor
 
@@ -36,6 +38,9 @@ _CLOSE_TIMEOUT_S = 1.0
 
 _GATHER_TIMEOUT_S = 3.0
 """How long the end of ``fit`` waits for the other ranks' last figures."""
+
+_BAR_EVERY_N_STEPS = 50
+"""How often the progress bar's figure is refreshed where nothing is logged."""
 
 
 class GpuUtilMonitor(Callback):
@@ -58,6 +63,8 @@ class GpuUtilMonitor(Callback):
         sample_interval: seconds from one reading to the next, at least 0.001; more where readings would take more than
             0.5 % of a core. Utilization is read each time, what changes slowly every fifth time, or every 0.5 s.
         log_every_n_steps: optimizer steps from one logged window to the next, 0 for never; None: the Trainer's.
+        prog_bar: show ``gpu 31 %`` in the Trainer's progress bar: the last window's utilization, the mean where there
+            is more than one GPU. Refreshed with each window (every 50 steps where none is logged).
 
     Raises:
         ValueError: an argument has a value that makes no sense; an unknown metric is answered with the known ones.
@@ -84,6 +91,7 @@ class GpuUtilMonitor(Callback):
         devices: Literal["auto", "all"] | list[int | str] = "auto",
         sample_interval: float = 0.1,
         log_every_n_steps: int | None = None,
+        prog_bar: bool = False,
     ) -> None:
         super().__init__()
         self._selected = select_metrics(metrics)
@@ -95,8 +103,14 @@ class GpuUtilMonitor(Callback):
                 "log_every_n_steps", log_every_n_steps, "a number of steps", least=0, or_none=True
             )
         self.log_every_n_steps = log_every_n_steps
+        self.prog_bar = flag("prog_bar", prog_bar)
+        if prog_bar and all(each.key != "utilization" for each in self._selected):
+            refuse("metrics", '"utilization" among them, which prog_bar=True shows', metrics)
+        self._bar_item = BarItem("gpu")
+        self._undo_bar: Callable[[], None] = _nothing
         self._monitor: GpuMonitor | None = None
         self._every = 0
+        self._logs = False
         self._step = -1
         self._logged_step = -1
         self._summary: dict[str, float] = {}
@@ -138,8 +152,14 @@ class GpuUtilMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         own = self.log_every_n_steps
         self._every = trainer.log_every_n_steps if own is None else own  # type: ignore[attr-defined]
-        if self._monitor is not None:
-            self._monitor.restart()
+        self._logs = self._every > 0
+        if self._monitor is None:
+            return
+        self._monitor.restart()
+        if self.prog_bar:
+            self._every = self._every or _BAR_EVERY_N_STEPS
+            self._bar_item = BarItem("gpu")
+            self._undo_bar = self._bar_item.show_in(trainer)
 
     @override
     def on_train_batch_end(
@@ -172,7 +192,7 @@ class GpuUtilMonitor(Callback):
         """Without the threads: what is copied or sent to another process is a monitor at rest."""
         bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
         state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
-        return {**state, "_monitor": None, "_summary": self.summary()}
+        return {**state, "_monitor": None, "_summary": self.summary(), "_undo_bar": _nothing}
 
     def _start(self, trainer: Trainer) -> GpuMonitor:
         return GpuMonitor(
@@ -201,7 +221,10 @@ class GpuUtilMonitor(Callback):
             if not figures or step <= self._logged_step:
                 continue
             self._logged_step = step
-            for logger in trainer.loggers:
+            percent = _utilization(figures)
+            if percent is not None:
+                self._bar_item.set_percent(percent)
+            for logger in trainer.loggers if self._logs else ():
                 logger.log_metrics(figures, step=step)
 
     def _tell(self, trainer: Trainer, monitor: GpuMonitor) -> None:
@@ -212,6 +235,7 @@ class GpuUtilMonitor(Callback):
     def _close(self, trainer: Trainer, *, finished: bool, quietly: bool = False) -> None:
         """Stop the threads and keep the summary; on a regular end the last window is logged too."""
         monitor, self._monitor = self._monitor, None
+        self._undo_bar()
         if monitor is None:
             return
         try:
@@ -231,6 +255,17 @@ def _report_failure(trainer: Trainer, error: Exception) -> None:
     text = f"GpuUtilMonitor stopped after an error, training goes on without it: {error!r}"
     say_once(trainer, "gpu-monitor-failed", text)
     log.debug(text, exc_info=error)
+
+
+def _nothing() -> None:
+    """There is nothing to undo."""
+
+
+def _utilization(figures: Mapping[str, float]) -> float | None:
+    """The mean of a window's GPUs, or that of the only one; None where it says nothing of them."""
+    if "gpu/mean/utilization" in figures:
+        return figures["gpu/mean/utilization"]
+    return next((value for key, value in figures.items() if key.endswith("/utilization")), None)
 
 
 def _checked_devices(devices: object) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields
 from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
-from lightning_gpuopt._arguments import choice, flag, real_number, refuse, whole_number
+from lightning_gpuopt._arguments import choice, flag, real_number, whole_number
 from lightning_gpuopt._lightning import (
     STEP_OUTPUT,
     Callback,
@@ -28,15 +27,19 @@ class NumWorkersFinder(Callback):
 
     ``mode="live"`` starts with the loader's own ``num_workers``, watches how long training waits for batches, and adds
     workers to the running epoch, or takes idle ones away, until nothing is left to gain: typically within 50 steps.
-    Then it looks again now and then. Which samples come, and in which order, does not change. A loader that is not what
-    training waits for is left alone, and so is one with ``num_workers=0``: the training process itself uses its
-    dataset, whose open files and caches cannot be handed over. Start with one worker.
+    Then it looks again now and then, and takes workers away at once where memory no longer has room for them. Which
+    samples come, and in which order, does not change.
 
-    ``mode="probe"`` measures a few trials of its own before training goes on, as ``find_num_workers`` does.
+    A loader with ``num_workers=0`` is given a worker before its first batch, if a worker can make its batches, and not
+    slower than they are handed over; else it says why not. The order of the first epoch is the same, and so are the
+    later ones unless the dataset draws from the global random state: that is said. A loader that resumes from a state
+    of its own, as torchdata's ``StatefulDataLoader``, gets its number by trials before its first batch, and keeps it.
+
+    ``mode="probe"`` measures a few trials of its own before training goes on, as ``find_num_workers`` does. Under
+    several ranks those of a node measure side by side, and take the largest number that one of them needs.
 
     Each loader of several gets its own number; validation loaders are left alone. The choice is said in one line,
-    logged as ``loader/num_workers``, and kept in checkpoints: a resumed run starts with it. Under several ranks, those
-    of a node agree on the largest number that one of them needs.
+    logged as ``loader/num_workers``, and kept in checkpoints: a resumed run starts with it.
 
     Random streams inside workers depend on the number of workers (the seed of a worker is a base seed plus its number):
     the order of samples does not change, random augmentation does.
@@ -51,7 +54,6 @@ class NumWorkersFinder(Callback):
         tolerance: share, 0-1, below which waiting and gains do not count.
         iterable: also for loaders of an ``IterableDataset``, whose order depends on the number of workers; their number
             changes between epochs only.
-        cache_dir: folder in which choices are kept, by dataset and machine. None: nowhere.
 
     Raises:
         ValueError: an argument is out of range.
@@ -75,8 +77,8 @@ class NumWorkersFinder(Callback):
         max_seconds: float = 10.0,
         tolerance: float = 0.05,
         iterable: bool = False,
-        cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        super().__init__()
         self.mode: Mode = "off" if mode is False else choice("mode", mode, get_args(Mode))  # type: ignore[arg-type]
         self.step_time_s = step_time_s
         if step_time_s is not None:
@@ -89,9 +91,6 @@ class NumWorkersFinder(Callback):
         self.max_seconds = real_number("max_seconds", max_seconds, "seconds", above=0)
         self.tolerance = real_number("tolerance", tolerance, "a share", above=0, at_most=0.5)
         self.iterable = flag("iterable", iterable)
-        if cache_dir is not None and not isinstance(cache_dir, (str, os.PathLike)):
-            refuse("cache_dir", "a path, or None", cache_dir, wrong_type=True)
-        self.cache_dir = cache_dir
         self._fit: TunedFit | None = None
         self._choices: dict[int, Choice] = {}
         self._restored: dict[int, Choice] = {}
@@ -135,7 +134,6 @@ class NumWorkersFinder(Callback):
             self.max_seconds,
             self.tolerance,
             self.iterable,
-            self.cache_dir,
         )
         with Guard(self, trainer):
             self._fit = TunedFit(trainer, options, lambda: self._restored)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import fsspec
 
@@ -22,16 +24,32 @@ from lightning_gpuopt._lightning import (
     say_once,
 )
 from lightning_gpuopt._measured import PHASES
+from lightning_gpuopt._places import Sampled
 from lightning_gpuopt.callbacks._guard import Guard
 from lightning_gpuopt.callbacks._observed_fit import ObservedFit, Options
+from lightning_gpuopt.callbacks._progress_bar import BarItem, print_once_fit_has_ended
 from lightning_gpuopt.diagnosis.compare import compare
-from lightning_gpuopt.diagnosis.report import Finding, StallReport
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.render.speedscope import STACKS_FILE, speedscope
+from lightning_gpuopt.diagnosis.render.text import render_text
+from lightning_gpuopt.diagnosis.report import Finding, StallReport, write_whole
 from lightning_gpuopt.diagnosis.stalls import StallError
+from lightning_gpuopt.diagnosis.where import finding_name
 from lightning_gpuopt.timeline.trace import TraceCapture
 
 logger = logging.getLogger(__name__)
 
 OnStall = Literal["warn", "raise", "ignore"]
+
+
+class WindowListener(Protocol):
+    """Acts on what a StallDetector finds, while training runs."""
+
+    def window_closed(self, run: ObservedFit, window: Measurement, findings: list[Finding]) -> None:
+        """A window has ended; on every rank, at the same step."""
+
+    def run_ends(self, run: ObservedFit) -> None:
+        """Training has ended: what is to be in the report must be there now."""
 
 
 class StallDetector(Callback):
@@ -58,6 +76,9 @@ class StallDetector(Callback):
     ended, on rank 0 and in about half a second: the advice names the step of storing or decoding that helps, and by how
     much.
 
+    On CUDA ``report.hints`` name settings of the script that the run could gain from, by what was seen of it:
+    precision, matrix products in TF32, cuDNN's benchmark, ``nn.DataParallel``, a memory limit, a larger batch.
+
     Weights, batches, their order and random state are as without it. Rank 0 speaks, of its own time, and of other ranks
     that hold everybody up. Under ``strategy="ddp_spawn"`` the report is in ``report_dir``, not in this process.
 
@@ -75,6 +96,11 @@ class StallDetector(Callback):
         nvtx: mark the phases as NVTX ranges as well, for Nsight Systems. Needs a CUDA build of torch.
         capture_trace: when a stall is found, record the next five steps, once, with ``torch.profiler``, into
             ``report_dir/trace.json.gz``, which Perfetto opens.
+        print_report: print the report's table when ``fit`` has ended, on rank 0's stdout and as wide as the terminal,
+            under ``on_stall="ignore"`` too. Also after Ctrl-C, but not after other exceptions, and not where no step
+            came after the warm-up: then nothing was diagnosed.
+        prog_bar: show ``data 42 %`` in the Trainer's progress bar: the share of the last window's wall time, on CUDA of
+            the GPU's, in which it waited for data. Refreshed with each window.
 
     Raises:
         ValueError: an argument is out of range.
@@ -88,9 +114,12 @@ class StallDetector(Callback):
 
         detector = StallDetector()
         trainer = Trainer(callbacks=[detector])
-        trainer.fit(model, train_dataloader)
-        print(detector.report)
+        trainer.fit(model, train_dataloader)  # prints the report at its end
+        print(detector.report.verdict)
     """
+
+    logs: ClassVar[bool] = True
+    """Whether the figures of each window go to the Trainer's loggers."""
 
     def __init__(
         self,
@@ -102,7 +131,10 @@ class StallDetector(Callback):
         hang_timeout: float | None = None,
         nvtx: bool = False,
         capture_trace: bool = False,
+        print_report: bool = True,
+        prog_bar: bool = False,
     ) -> None:
+        super().__init__()
         if report_dir is not None and not isinstance(report_dir, (str, os.PathLike)):
             refuse("report_dir", "a path, or None", report_dir, wrong_type=True)
         self.threshold = real_number("threshold", threshold, "a share of wall time", above=0, at_most=1)
@@ -115,8 +147,13 @@ class StallDetector(Callback):
             self.hang_timeout = real_number("hang_timeout", hang_timeout, "seconds", above=0, or_none=True)
         self.nvtx = flag("nvtx", nvtx)
         self.capture_trace = flag("capture_trace", capture_trace)
+        self.print_report = flag("print_report", print_report)
+        self.prog_bar = flag("prog_bar", prog_bar)
+        self._bar_item = BarItem("data")
+        self._listeners: list[WindowListener] = []
         self._run: ObservedFit | None = None
         self._report: StallReport | None = None
+        self._sampled: tuple[Sampled, ...] = ()
         self._baseline: StallReport | None = None
         self._folder: str | None = None
         self._told: set[str] = set()
@@ -132,6 +169,24 @@ class StallDetector(Callback):
             return self._report
         return StallReport("compute_bound", 0.0, dict.fromkeys(PHASES, 0.0), [], notes=["No training has run yet."])
 
+    def add_listener(self, listener: WindowListener) -> None:
+        """Have another callback told what is found; once for each object.
+
+        Args:
+            listener: called on the training thread.
+        """
+        if not any(each is listener for each in self._listeners):
+            self._listeners.append(listener)
+
+    def remove_listener(self, listener: WindowListener) -> None:
+        """Have it told no more; nothing happens where it is none."""
+        self._listeners = [each for each in self._listeners if each is not listener]
+
+    @property
+    def folder(self) -> str | None:
+        """Where the report of the last ``fit`` is, or will be; None where none is written."""
+        return self._folder
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the Trainer's set-up, find the folder of the report, and wait for the loaders to pass."""
         if stage != "fit":
@@ -143,13 +198,15 @@ class StallDetector(Callback):
         self._leave()
         self._told.clear()
         self._report = None
+        self._sampled = ()
         self._traced = False
         self._folder = None
-        log_dir = trainer.log_dir  # asks the other ranks, so every rank asks
-        if self.report_dir is not None:
+        if self.report_dir is not None:  # no other rank is asked: one may be without a detector, under a watch
             self._folder = str(self.report_dir).rstrip("/")
-        elif not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._folder = f"{str(log_dir or trainer.default_root_dir).rstrip('/')}/gpuopt"
+        else:
+            log_dir = trainer.log_dir  # asks the other ranks, so every rank asks
+            if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                self._folder = f"{str(log_dir or trainer.default_root_dir).rstrip('/')}/gpuopt"
         self._baseline = _read_report(self._folder)
         options = Options(self.threshold, self.window_size, self.warmup_steps, self.hang_timeout, self.nvtx)
         with Guard(self, trainer):
@@ -162,6 +219,9 @@ class StallDetector(Callback):
             return
         with Guard(self, trainer):
             run.start()
+            if self.prog_bar:
+                self._bar_item = BarItem("data")
+                run.at_end(self._bar_item.show_in(trainer))
             run.watch_for_hangs(lambda quiet_s: self._tell_hang(run, quiet_s))
 
     def on_train_batch_end(
@@ -178,6 +238,11 @@ class StallDetector(Callback):
             elif self._trace is not None:
                 self._trace.step_done()
 
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Look at the graphs of the first losses."""
+        if self._run is not None and self._run.started:
+            self._run.see_loss(loss)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Freeze the report, write it, and leave the Trainer as it was."""
         self._finish(trainer, tell=True)
@@ -185,6 +250,12 @@ class StallDetector(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The same, for a run that ends early; Lightning calls no ``teardown`` then."""
         self._finish(trainer, tell=False)
+        if isinstance(exception, KeyboardInterrupt):
+            self._print(trainer, interrupted=True)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the report: progress bars are closed by now."""
+        self._print(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the Trainer as it was, however training ended."""
@@ -194,25 +265,32 @@ class StallDetector(Callback):
         """Without what is under way: what is copied or sent to another process is a detector at rest."""
         bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
         state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
-        return {**state, "_run": None, "_trace": None}
+        return {**state, "_run": None, "_trace": None, "_listeners": []}
 
     def _close_window(self, trainer: Trainer, run: ObservedFit) -> None:
         closed = run.close_window()
         if closed is None:
             return
         window, findings = closed
-        run.log_window(trainer, window)
+        if self.logs:
+            run.log_window(trainer, window)
+        for listener in self._listeners:
+            listener.window_closed(run, window, findings)
+        if window.waterfall.wall_s > 0:
+            self._bar_item.set_percent(window.waterfall.share(window.waterfall.wait("data_wait")) * 100)
         if findings and self.capture_trace and not self._traced and not run.recording:
             self._begin_trace(trainer, run)
         self._tell(findings)
 
     def _tell(self, findings: list[Finding]) -> None:
         for finding in findings:
-            who = f"{finding.cause} {finding.evidence.get('callback', '')}".rstrip()
+            who = finding_name(finding)
             if who in self._told:
                 continue
             self._told.add(who)
             text = f"Training waits: {who} takes {finding.share * 100:.0f} % of the time. {finding.advice}"
+            if "where" in finding.evidence and finding.cause != "gpu_sync":  # whose advice has it
+                text += f" Where: {finding.evidence['where']}."
             if self.on_stall == "raise":
                 raise StallError(text)
             if self.on_stall == "warn":
@@ -249,10 +327,14 @@ class StallDetector(Callback):
         try:
             with Guard(self, trainer):
                 run.stop()
+                for listener in self._listeners:
+                    listener.run_ends(run)
                 if tell and trainer.is_global_zero:
                     run.measure_images()
                 self._report = self._with_proofs(run.report())
-                run.log_rest(trainer)
+                self._sampled = run.sampled
+                if self.logs:
+                    run.log_rest(trainer)
         finally:
             self._leave()
         if self._report is None:
@@ -262,6 +344,14 @@ class StallDetector(Callback):
         if tell:
             self._tell(self._report.findings)
 
+    def _print(self, trainer: Trainer, *, interrupted: bool = False) -> None:
+        report = self._report
+        if not self.print_report or report is None or report.step_s is None:
+            return
+        with Guard(self, trainer):
+            text = render_text(report, shutil.get_terminal_size().columns)
+            print_once_fit_has_ended(trainer, text, interrupted=interrupted)
+
     def _with_proofs(self, report: StallReport) -> StallReport:
         if self._baseline is None:
             return report
@@ -270,19 +360,25 @@ class StallDetector(Callback):
     def _write(self, trainer: Trainer, folder: str, report: StallReport) -> None:
         try:
             if "://" not in folder:
-                report.save_json(f"{folder}/report.json")
-                report.save_html(f"{folder}/report.html")
+                self._write_into(folder, report)
                 return
             with tempfile.TemporaryDirectory() as local:
-                report.save_json(f"{local}/report.json")
-                report.save_html(f"{local}/report.html")
+                self._write_into(local, report)
                 remote, path = fsspec.core.url_to_fs(folder)
                 remote.makedirs(path, exist_ok=True)
-                remote.put(
-                    [f"{local}/report.json", f"{local}/report.html"], [f"{path}/report.json", f"{path}/report.html"]
-                )
+                for name in sorted(os.listdir(local)):  # a list at once is misread by fsspec before 2023.9
+                    remote.put_file(f"{local}/{name}", f"{path}/{name}")
         except Exception as error:
             say_once(trainer, "report-not-written", f"StallDetector could not write to {folder}: {error}")
+
+    def _write_into(self, folder: str, report: StallReport) -> None:
+        report.save_json(f"{folder}/report.json")
+        report.save_html(f"{folder}/report.html")
+        stacks = Path(folder) / STACKS_FILE
+        if self._sampled:
+            write_whole(stacks, json.dumps(speedscope(self._sampled)))
+        else:
+            stacks.unlink(missing_ok=True)  # an earlier run's belong to no report here
 
     def _leave(self) -> None:
         run, self._run = self._run, None

@@ -27,7 +27,8 @@ class Run:
         settings: what it was told.
         outcome: what it showed.
         step: the advice that it applied; None for the first run.
-        proof: what was predicted of that and what was measured, against the run before; None where there is none.
+        proof: what was predicted of that and what was measured, against the run that it builds upon; None where there
+            is none.
     """
 
     settings: Settings
@@ -35,9 +36,19 @@ class Run:
     step: Step | None = None
     proof: Proof | None = None
 
+    @property
+    def name(self) -> str:
+        """The step's name, or ``"before"``."""
+        return self.step.name if self.step is not None else "before"
+
+    @property
+    def kept(self) -> bool:
+        """Whether the runs after this one build upon it: it is not known to be slower than what it builds upon."""
+        return self.proof is None or self.proof.measured >= 1.0
+
 
 def table(runs: list[Run], width: int = 80) -> str:
-    """The runs in columns, in the order in which they were made.
+    """The runs in rows, in the order in which they were made; a column that no run fills is left out.
 
     Args:
         runs: the first is the one before any advice.
@@ -46,22 +57,32 @@ def table(runs: list[Run], width: int = 80) -> str:
     Returns:
         Lines without a newline at the end.
     """
-    drawn = Table(box=SIMPLE_HEAD, pad_edge=False)
-    drawn.add_column("")
-    for run in runs:
-        drawn.add_column("before" if run.step is None else title(run.step), justify="right")
-    for what, cell in _ROWS.items():
-        cells = [cell(run) for run in runs]
-        if any(text is not None for text in cells):
-            drawn.add_row(*(Text(text) for text in [what, *(text or _UNKNOWN for text in cells)]))
+    drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    drawn.add_column("", no_wrap=True)
+    columns = {head: [cell(run) for run in runs] for head, cell in _COLUMNS.items()}
+    shown = {head: cells for head, cells in columns.items() if any(text is not None for text in cells)}
+    for head in shown:
+        drawn.add_column(Text(head), justify="right")
+    for run, cells in zip(runs, zip(*shown.values(), strict=True), strict=True):
+        drawn.add_row(*(Text(text) for text in [title(run.name), *(text or _UNKNOWN for text in cells)]))
     file = io.StringIO()
-    Console(file=file, width=width, color_system=None, highlight=False).print(drawn)
+    # the last column's padding is cut off
+    Console(file=file, width=width + 1, color_system=None, highlight=False).print(drawn)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).strip("\n")
 
 
-def title(step: Step) -> str:
+def title(name: str) -> str:
     """A step's name as words."""
-    return step.name.replace("-", " ")
+    return "DALI" if name == "dali" else name.replace("-", " ")
+
+
+def gain_line(proof: Proof) -> str:
+    """What a step was to bring and what it brought."""
+    measured = f"measured {proof.measured:.2f}x"
+    if proof.predicted is None:
+        return f"{measured} steps per second"
+    low, mid, high = proof.predicted
+    return f"predicted {mid:.2f}x ({low:.2f}x to {high:.2f}x), {measured} steps per second"
 
 
 def _samples_per_s(run: Run) -> str | None:
@@ -89,23 +110,18 @@ def _predicted(run: Run) -> str | None:
     return f"{predicted[1]:.2f}x" if predicted is not None else None
 
 
-def _interval(run: Run) -> str | None:
-    predicted = run.step.predicted if run.step is not None else None
-    return f"{predicted[0]:.2f}x to {predicted[2]:.2f}x" if predicted is not None else None
-
-
 def _measured(run: Run) -> str | None:
-    return f"{run.proof.measured:.2f}x" if run.proof is not None else None
+    if run.proof is None:
+        return None
+    return f"{run.proof.measured:.2f}x{'' if run.kept else '*'}"
 
 
-_ROWS: Final[dict[str, Callable[[Run], str | None]]] = {
-    "samples per second": _samples_per_s,
-    "step time": _step_time,
-    "waiting for data": _data_wait,
-    "GPU utilization": _gpu_utilization,
-    "the whole training": lambda run: f"{run.outcome.report.wall_s:.1f} s",
-    "validation accuracy": lambda run: f"{run.outcome.accuracy_percent:.1f} %",
-    "predicted gain": _predicted,
-    "in the interval": _interval,
-    "measured gain": _measured,
+_COLUMNS: Final[dict[str, Callable[[Run], str | None]]] = {
+    "samples\nper s": _samples_per_s,
+    "step\ntime": _step_time,
+    "data\nwait": _data_wait,
+    "GPU\nutil.": _gpu_utilization,
+    "val.\nacc.": lambda run: f"{run.outcome.accuracy_percent:.1f} %",
+    "predicted\ngain": _predicted,
+    "measured\ngain": _measured,
 }

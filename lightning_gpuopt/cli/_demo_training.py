@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -26,13 +26,17 @@ from lightning_gpuopt._lightning import (
     Trainer,
     seed_everything,
 )
+from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
 from lightning_gpuopt.callbacks.gpu_util_monitor import GpuUtilMonitor
+from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
 from lightning_gpuopt.cli._demo_data import IMAGE_SIZE, PHOTOGRAPHS
+from lightning_gpuopt.datamodules.dali import DALIDataModule
 from lightning_gpuopt.datamodules.elastic import ElasticDataModule
 from lightning_gpuopt.datamodules.image_folder import ImageFolderDataModule
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.diagnosis.report import StallReport
+from lightning_gpuopt.images.cost import resize_for
 
 CROP_SIZE = 128
 """Height and width of what the network sees, in pixels."""
@@ -50,7 +54,7 @@ CROP_SCALE: Final = (SMALLEST_SIDE**2 * _SHORT / _LONG, _SHORT / _LONG)
 NORMALIZE: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in NORMALIZE)
 
-Storage = Literal["files", "folder", "lmdb"]
+Storage = Literal["files", "folder", "lmdb", "dali"]
 
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # what the demo is there to show
@@ -76,8 +80,10 @@ class Settings:
         seed: of the weights, the order and the augmentation.
         progress_bar: draw Lightning's progress bar; else one line for each validation.
         storage: how images are read: ``"files"`` by a Dataset with PIL, ``"folder"`` by ImageFolderDataModule,
-            ``"lmdb"`` by LMDBDataModule.
+            ``"lmdb"`` by LMDBDataModule, ``"dali"`` by DALIDataModule, from the LMDB where there is one.
         persistent_workers: keep the worker processes between epochs, as the DataModules do anyway.
+        worker_search: have NumWorkersFinder change ``num_workers`` while training runs.
+        prefetch: have CudaPrefetcher copy batches to the GPU ahead.
     """
 
     data_dir: Path
@@ -91,6 +97,8 @@ class Settings:
     progress_bar: bool
     storage: Storage = "files"
     persistent_workers: bool = False
+    worker_search: bool = False
+    prefetch: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,8 @@ class Outcome:
         steps: training steps done.
         samples: images that they had.
         device: what it ran on, for example ``"cpu"`` or ``"NVIDIA H200"``.
+        on_cuda: whether that is a CUDA device.
+        found_num_workers: what NumWorkersFinder chose; None where it did not search.
     """
 
     report: StallReport
@@ -112,6 +122,8 @@ class Outcome:
     steps: int
     samples: int
     device: str
+    on_cuda: bool = False
+    found_num_workers: int | None = None
 
     @property
     def samples_per_s(self) -> float | None:
@@ -234,13 +246,21 @@ def train(settings: Settings) -> Outcome:
         seed_everything(settings.seed)
         data = _data(settings)
         monitor = GpuUtilMonitor()
-        detector = StallDetector(report_dir=settings.output_dir, on_stall="ignore")  # the report is printed at the end
+        detector = StallDetector(report_dir=settings.output_dir, on_stall="ignore", print_report=False)
+        finder = NumWorkersFinder() if settings.worker_search else None
+        callbacks: list[Callback | None] = [
+            monitor,
+            detector,
+            finder,
+            CudaPrefetcher() if settings.prefetch else None,
+            None if settings.progress_bar else ValidationLines(),
+        ]
         trainer = Trainer(
             accelerator=settings.accelerator,
             devices=1,
             max_epochs=settings.epochs,
             max_steps=settings.max_steps or -1,
-            callbacks=[monitor, detector] if settings.progress_bar else [monitor, detector, ValidationLines()],
+            callbacks=[each for each in callbacks if each is not None],
             logger=CSVLogger(settings.output_dir, name="", version=""),
             enable_progress_bar=settings.progress_bar,
             enable_model_summary=False,
@@ -249,7 +269,7 @@ def train(settings: Settings) -> Outcome:
         )
         model = PhotographNet(len(PHOTOGRAPHS))
         _fit(trainer, model, data)
-        steps_of_an_epoch, images = int(trainer.num_training_batches), len(trainer.train_dataloader.dataset)  # type: ignore[union-attr]
+        steps_of_an_epoch, images = int(trainer.num_training_batches), _images_in(trainer.train_dataloader)
         if trainer.global_step % steps_of_an_epoch:  # max_steps ended the last epoch before its validation
             trainer.validate(model, datamodule=data, verbose=False)
     epochs, rest = divmod(trainer.global_step, steps_of_an_epoch)
@@ -260,12 +280,26 @@ def train(settings: Settings) -> Outcome:
         steps=trainer.global_step,
         samples=epochs * images + rest * settings.batch_size,
         device=_device_name(trainer),
+        on_cuda=trainer.strategy.root_device.type == "cuda",
+        found_num_workers=finder.optimal_num_workers if finder is not None else None,
     )
 
 
 def _data(settings: Settings) -> LightningDataModule:
     if settings.storage == "files":
         return PhotographFiles(settings)
+    if settings.storage == "dali":
+        mean, std = NORMALIZE
+        return DALIDataModule(
+            _stored(settings.data_dir, "train"),
+            _stored(settings.data_dir, "val"),
+            batch_size=settings.batch_size,
+            crop_size=CROP_SIZE,
+            resize_size=resize_for(CROP_SIZE),
+            mean=mean,
+            std=std,
+            seed=settings.seed,
+        )
     make: type[ElasticDataModule] = ImageFolderDataModule if settings.storage == "folder" else LMDBDataModule
     suffix = "" if settings.storage == "folder" else ".lmdb"
     return make(
@@ -280,6 +314,17 @@ def _data(settings: Settings) -> LightningDataModule:
         normalize=NORMALIZE,
         seed=settings.seed,
     )
+
+
+def _stored(folder: Path, part: str) -> Path:
+    """The LMDB of a part of the images, or their folder where there is none."""
+    lmdb = folder / f"{part}.lmdb"
+    return lmdb if lmdb.exists() else folder / part
+
+
+def _images_in(loader: Any) -> int:
+    """Images of an epoch; a loader of DALI has no dataset that could be asked."""
+    return len(loader.dataset) if hasattr(loader, "dataset") else int(loader.sampler.order.num_samples)
 
 
 class ValidationLines(Callback):

@@ -19,10 +19,11 @@ class Parser(ArgumentParser):
         """Raise the parser's complaint.
 
         Args:
-            message: jsonargparse's own words, possibly of several lines.
+            message: jsonargparse's own words, possibly of several lines; some begin with a capital before 4.45.
             ex: the exception behind it, if any.
         """
         text = re.sub(r'Parser key "([\w.]+)":', lambda key: f"--{key[1].replace('_', '-')}:", message)
+        text = text.replace("Unrecognized arguments", "unrecognized arguments", 1)
         program = self.prog.replace(" [options]", "")
         raise UsageError(f"{' '.join(text.split()).rstrip('.')}; see '{program} --help'") from ex
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -27,6 +28,12 @@ SMALLEST_NUMBER_OF_IMAGES = _demo_data.VALIDATION_PART * len(_demo_data.PHOTOGRA
 """So many that each class is in the validation images."""
 
 EnoughImages = restricted_number_type(f"int>={SMALLEST_NUMBER_OF_IMAGES}", int, (">=", SMALLEST_NUMBER_OF_IMAGES))
+
+RESULTS = ("report.json", "report.html", "metrics.csv", "stacks.speedscope.json")
+"""What a run leaves in its folder."""
+
+BEFORE = "before"
+"""Folder of the first run's results, where others followed it."""
 
 Seed = restricted_number_type("0..2^32-1", int, [(">=", 0), ("<", 2**32)])
 
@@ -69,7 +76,7 @@ def run(options: Namespace) -> int:
     from lightning_gpuopt.cli._demo_table import Run
     from lightning_gpuopt.cli._demo_training import Settings, train
 
-    for name in ("", *STEP_NAMES):
+    for name in ("", BEFORE, *STEP_NAMES):
         _remove_results(output_dir / name)
     settings = Settings(
         data_dir=data_dir,
@@ -92,29 +99,37 @@ def run(options: Namespace) -> int:
 
 def _follow_advice(runs: list[Run]) -> None:
     """Add a run for each step that the reports advise, and print all of them side by side."""
-    from lightning_gpuopt.cli._demo_steps import next_step
+    from lightning_gpuopt.cli._demo_steps import Machine, next_step
     from lightning_gpuopt.cli._demo_table import table
 
-    output_dir = runs[0].settings.output_dir
-    while (step := next_step([run.outcome.report for run in runs], runs[-1].settings)) is not None:
-        runs.append(_apply(step, runs, output_dir / step.name))
+    output_dir, machine = runs[0].settings.output_dir, Machine.of(runs[0].outcome)
+    while True:
+        kept, tried = [run for run in runs if run.kept], {run.name for run in runs}
+        step = next_step([run.outcome.report for run in kept], kept[-1].settings, machine, tried)
+        if step is None:
+            break
+        runs.append(_apply(step, kept, output_dir / step.name))
     if runs[1:]:
-        print(f"\n{table(runs)}\n")
+        _put_side_by_side(runs, output_dir)
+        print(f"\n{table(runs)}")
+        if not all(run.kept for run in runs):
+            print("* slower than the run before, taken back")
+        print()
     else:
         print("Nothing to apply: the report names nothing that this demo could change")
 
 
-def _apply(step: Step, runs: list[Run], output_dir: Path) -> Run:
+def _apply(step: Step, kept: list[Run], output_dir: Path) -> Run:
     """Train once more, with the advice, and hold the report against the run before and the first."""
-    from lightning_gpuopt.cli._demo_steps import build
-    from lightning_gpuopt.cli._demo_table import Run, title
+    from lightning_gpuopt.cli._demo_steps import build, settings_after
+    from lightning_gpuopt.cli._demo_table import Run, gain_line, title
     from lightning_gpuopt.cli._demo_training import train
     from lightning_gpuopt.diagnosis.record import Proof
     from lightning_gpuopt.diagnosis.render.html import render_html
     from lightning_gpuopt.diagnosis.report import write_whole
 
-    first, before = runs[0], runs[-1]
-    print(f"\nApplying the advice: {title(step)}")
+    first, before = kept[0], kept[-1]
+    print(f"\nApplying the advice: {title(step.name)}")
     for line in step.code:
         print(f"  {line}", flush=True)
     settings = replace(before.settings, output_dir=output_dir, **step.changes)
@@ -124,20 +139,39 @@ def _apply(step: Step, runs: list[Run], output_dir: Path) -> Run:
         num_bytes = build(first.settings.data_dir, settings.data_dir, step.image_size)
         print(f"  built in {time.perf_counter() - started:.1f} s, {num_bytes / 2**20:.0f} MiB", flush=True)
     outcome = train(settings)
+    arguments = step.arguments
+    if (found := outcome.found_num_workers) is not None:
+        print(f"  NumWorkersFinder found num_workers={found}")
+        arguments = {**arguments, "num_workers": found, "persistent_workers": True}
     report, step_s, step_s_before = outcome.report, outcome.report.step_s, before.outcome.report.step_s
     proof = None
     if step_s and step_s_before:
-        proof = Proof(step.cause, step.arguments, step.predicted, step_s_before / step_s)
-        earlier = [run.proof for run in runs if run.proof is not None]
-        report = report.with_proofs([*earlier, proof])
+        proof = Proof(step.cause, arguments, step.predicted, step_s_before / step_s)
+        earlier = [run.proof for run in kept if run.proof is not None]
+        report = replace(report, proofs=[*earlier, proof])  # without those of a search in the midst of the run
+        print(f"  {gain_line(proof)}", flush=True)
     report.save_json(output_dir / "report.json")
-    write_whole(output_dir / "report.html", render_html(report, baseline=first.outcome.report))
-    return Run(settings, replace(outcome, report=report), step, proof)
+    baseline = replace(first.outcome.report, findings=[])  # all steps together prove no single finding of the first run
+    write_whole(output_dir / "report.html", render_html(report, baseline=baseline))
+    return Run(settings_after(settings, outcome), replace(outcome, report=report), step, proof)
+
+
+def _put_side_by_side(runs: list[Run], folder: Path) -> None:
+    """Leave the results of the last run that is built upon in the folder, and those of the first in one below it."""
+    (folder / BEFORE).mkdir(exist_ok=True)
+    for name in RESULTS:
+        if (folder / name).exists():
+            (folder / name).replace(folder / BEFORE / name)
+    last = [run for run in runs if run.kept][-1]
+    source = last.settings.output_dir if last.step is not None else folder / BEFORE
+    for name in RESULTS:
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _remove_results(folder: Path) -> None:
     """Those of an earlier demo, which this one is not to be held against."""
-    for name in ("report.json", "report.html", "metrics.csv"):
+    for name in RESULTS:
         (folder / name).unlink(missing_ok=True)
 
 
@@ -184,14 +218,17 @@ def _print_diagnosis(outcome: Outcome) -> None:
 
 
 def _print_end(runs: list[Run], seconds: float) -> None:
-    first, last = runs[0], runs[-1]
+    first, last = runs[0], [run for run in runs if run.kept][-1]
     folder = _short(first.settings.output_dir)
     before, after = first.outcome.samples_per_s, last.outcome.samples_per_s
     if last is not first and before and after:
         print(f"{after / before:.1f}x samples per second; same network, seed, and number of samples")
-    print(f"Report: {folder / 'report.html'} and report.json, metrics: {folder / 'metrics.csv'}")
-    if last is not first:
-        print(f"Before and after: {_short(last.settings.output_dir / 'report.html')}")
+    if runs[1:]:
+        print(f"Before and after in one report: {folder / 'report.html'}, report.json")
+        print(f"Reports and metrics of each run: {folder}/{{{','.join(run.name for run in runs)}}}")
+    else:
+        print(f"Report: {folder / 'report.html'} and report.json, metrics: {folder / 'metrics.csv'}")
+    print("Your own script, measured like this: lightning-gpuopt watch -- python train.py")
     times = f"{len(runs)} times " if runs[1:] else ""
     print(f"{times}{first.outcome.steps} steps on {first.outcome.device}, {seconds:.0f} s in all")
 

@@ -151,7 +151,8 @@ def _part(text: str | None) -> tuple[int, int] | None:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    if not issubclass(category, DeprecationWarning):  # Python 3.12's, of a fork beside threads: nothing to do for users
+        print(f"warning: {message}", file=sys.stderr)
 
 
 @contextmanager

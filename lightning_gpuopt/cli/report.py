@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_gpuopt.cli._parser import UsageError
+from lightning_gpuopt.cli._reports import read_report
 
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.report import StallReport
+
+PROBLEM_FOUND = 1
 
 SUMMARY = "show a report.json that StallDetector wrote, or compare two of them"
 
@@ -22,43 +28,77 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("file", type=str, help="a report.json; with a second one, the run before")
     add("after", type=str, nargs="?", help="the report.json of the run after")
     add("--html", type=str, metavar="OUT", help="write a page that needs no network, too")
+    add("--json", action="store_true", help="as JSON")
+    add(
+        "--fail-if-slower",
+        type=str,
+        metavar="PERCENT",
+        help="exit code 1 where the mean steady step of the run after is slower by more than that: 5 or 5%%",
+    )
 
 
 def run(options: Namespace) -> int:
     """Print the report, or the comparison, and write the page where one is asked for.
 
     Returns:
-        The exit code 0.
+        The exit code: 0, or with ``--fail-if-slower`` 1 where the later run is slower, or cannot be judged.
 
     Raises:
         UsageError: a file is not there or holds no report, or the page cannot be written.
     """
-    from lightning_gpuopt.diagnosis.compare import compare
-    from lightning_gpuopt.diagnosis.render.text import render_comparison, render_text
-
-    first = _read(options.file)
-    second = _read(options.after) if options.after is not None else None
-    width = shutil.get_terminal_size().columns
+    allowed = _percentage(options.fail_if_slower) if options.fail_if_slower is not None else None
+    if allowed is not None and options.after is None:
+        raise UsageError("--fail-if-slower: expected two reports to compare, got one; give the one of the run after")
+    first = read_report(options.file)
+    second = read_report(options.after) if options.after is not None else None
     if second is None:
-        print(render_text(first, width))
+        print(first.to_json() if options.json else _table(first))
+        failed = False
     else:
-        print(render_comparison(compare(first, second), width))
+        failed = _compare(first, second, allowed, as_json=options.json)
     if options.html is not None:
         _write_page(Path(options.html), first, second)
-    return 0
+    return PROBLEM_FOUND if failed else 0
 
 
-def _read(name: str) -> StallReport:
-    from lightning_gpuopt.diagnosis.report import StallReport
+def _table(report: StallReport) -> str:
+    from lightning_gpuopt.diagnosis.render.text import render_text
 
+    return render_text(report, shutil.get_terminal_size().columns)
+
+
+def _compare(first: StallReport, second: StallReport, allowed: float | None, *, as_json: bool) -> bool:
+    """Print the comparison; whether the gate, if there is one, did not let it pass."""
+    from lightning_gpuopt.diagnosis.compare import compare
+    from lightning_gpuopt.diagnosis.gate import judge
+    from lightning_gpuopt.diagnosis.render.data import comparison_data
+    from lightning_gpuopt.diagnosis.render.text import render_comparison
+    from lightning_gpuopt.diagnosis.render.wording import gate_line
+
+    comparison = compare(first, second)
+    gate = judge(comparison, allowed) if allowed is not None else None
+    if as_json:
+        print(json.dumps(comparison_data(comparison, gate), indent=2, allow_nan=False))
+    else:
+        print(render_comparison(comparison, shutil.get_terminal_size().columns))
+    if gate is None:
+        return False
+    if gate.outcome != "passed":
+        print(gate_line(gate), file=sys.stderr)
+        return True
+    if not as_json:
+        print(gate_line(gate))
+    return False
+
+
+def _percentage(text: str) -> float:
     try:
-        return StallReport.from_json(Path(name).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            f"expected a report.json, got {name}: {error.strerror}; StallDetector leaves one in its report_dir"
-        ) from error
-    except ValueError as error:
-        raise UsageError(f"{name}: {error}; give a report.json that StallDetector wrote") from error
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise UsageError(f"--fail-if-slower: expected a percentage, 0 or more, got {text}; give one such as 5%")
+    return value
 
 
 def _write_page(target: Path, first: StallReport, second: StallReport | None) -> None:

@@ -46,7 +46,7 @@ class EncodedImages:
         return len(self._dataset)
 
     def name(self, index: int) -> str:
-        """What users call a sample: its file's path, or its place in an LMDB."""
+        """What users call a sample: its file's path, or its index in an LMDB."""
         return sample_name(self._dataset, index)
 
     def key(self) -> str:

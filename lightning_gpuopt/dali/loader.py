@@ -12,7 +12,7 @@ from lightning_gpuopt._measured import PipelineTimes
 from lightning_gpuopt.dali.encoded import Bytes
 from lightning_gpuopt.dali.engine import Engine
 from lightning_gpuopt.dali.pipelines import PipelineError
-from lightning_gpuopt.dali.source import BatchSource, EncodedBatch, as_ppm, none_left
+from lightning_gpuopt.dali.source import PPM, BatchSource, EncodedBatch, as_ppm, none_left
 from lightning_gpuopt.images.errors import CorruptSampleError
 from lightning_gpuopt.loading.sampler import ElasticSampler
 
@@ -227,7 +227,7 @@ class DALILoader:
 
         Raises:
             CorruptSampleError: an image of the oldest batch cannot be decoded, and such are not left out.
-            PipelineError: all images can be decoded: it is something else.
+            PipelineError: all images can be decoded, or none can: it is something else.
         """
         flight, state = self.engine.flight, self.engine.state
         self.engine.close()
@@ -241,7 +241,7 @@ class DALILoader:
                 self._failure, self._failed_ahead = corrupt, len(mended) >= self._own
                 self._own = min(self._own, len(mended))
                 break
-        if self._failure is None and all(after is before for before, after in zip(flight, mended, strict=True)):
+        if len(mended) == len(flight) and all(after is before for before, after in zip(flight, mended, strict=True)):
             names = [self.source.images.name(flight[0].indices[at]) for at in (0, -1)]
             raise PipelineError(
                 f"{self.engine.name}: expected a pipeline that can do with every image, DALI failed in one of the "
@@ -257,6 +257,11 @@ class DALILoader:
         gone: list[int] = []
         for at, refused in self._undecodable(batch.images).items():
             index, image = batch.indices[at], batch.images[at]
+            if image[:2].tobytes() == PPM:  # it was rewritten before, and there is nothing simpler to decode
+                raise PipelineError(
+                    f"{self.engine.name}: DALI cannot decode {self.source.images.name(index)}, not as PIL decoded it "
+                    f"either, so the file is not at fault: {_last_line(refused)}"
+                ) from refused
             try:
                 rewritten[at] = as_ppm(image)
                 self.source.decode_by_pil(index)

@@ -26,6 +26,9 @@ from lightning_gpuopt.loading.order import mix
 from lightning_gpuopt.loading.sampler import BatchIndices
 from lightning_gpuopt.loading.samples import SkippedSamples
 
+PPM: Final = b"P6"
+"""How the files begin that `as_ppm` makes."""
+
 MOST_THREADS: Final = 16
 """A network file system answers that many at a time. From memory one thread is faster: several would only hand the
 interpreter's lock to one another, at four times the CPU time."""

@@ -39,9 +39,7 @@ class ResumableDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        if sources["val"] is None and type(self).val_dataloader is ResumableDataModule.val_dataloader:
-            # As if there were no such hook: Lightning then leaves validation out.
-            self.val_dataloader = partial(LightningDataModule.val_dataloader, self)  # type: ignore[method-assign]
+        self._attached()
         if isinstance(sources["train"], (list, tuple)):
             raise MisconfigurationException(
                 "train is one dataset, got a list: put them together with torch.utils.data.ConcatDataset"
@@ -54,6 +52,12 @@ class ResumableDataModule(LightningDataModule):
         self._resume: dict[str, Any] | None = None
         self._resume_of: Trainer | None = None
         self.allow_zero_length_dataloader_with_multiple_devices = False
+
+    @override
+    def _attached(self) -> None:
+        """Without data for it: as if there were no hook for validation, which Lightning then leaves out."""
+        if self._sources["val"] is None and type(self).val_dataloader is ResumableDataModule.val_dataloader:
+            self.val_dataloader = partial(LightningDataModule.val_dataloader, self)  # type: ignore[method-assign]
 
     def _open_source(self, source: Any, name: str) -> Any:
         """The dataset of a source.

@@ -23,7 +23,7 @@ class Cause:
     @property
     def docs(self) -> str:
         """Where the documentation says more, from the root of the project."""
-        return f"docs/causes.md#{self.name}"
+        return f"docs/causes/{self.name}.md"
 
 
 COMPUTE_BOUND: Final = Cause(
@@ -103,7 +103,7 @@ _ALL: Final = (
     ),
     Cause(
         "logging",
-        "Calls of the logger hold the training up.",
+        "Calls of the logger, or metrics that are reduced over the ranks in each step, hold the training up.",
         "The logger's own calls hold up training: log less often with Trainer(log_every_n_steps=...), or let the "
         "logger write in the background.",
     ),
@@ -141,6 +141,24 @@ _ALL: Final = (
         "Collectives between ranks are not hidden behind computation: give each GPU more work per step (larger "
         "batches, accumulate_grad_batches), send less (bf16 gradient compression), and see that the ranks' links are "
         "fast.",
+    ),
+    Cause(
+        "slowdown",
+        "The steps get slower over the run.",
+        "A step took {from_ms:.3g} ms, and takes {to_ms:.3g} ms since step {since}: {part} grows.",
+    ),
+    Cause(
+        "recompilation",
+        "torch.compile compiles again and again.",
+        "torch.compile compiles again and again, and the step waits for it.",
+    ),
+    Cause(
+        "garbage_collection",
+        "Python's garbage collector stops the step.",
+        "Python's garbage collector stops the step: it looks through all objects, also those that stay. After the "
+        "set-up (on_train_start) call gc.collect(), gc.freeze() and gc.disable(), and then gc.collect(1) every n steps "
+        "in a callback, on each rank at the same step. Keep fewer Python objects: arrays or tensors rather than lists "
+        "and dicts of numbers.",
     ),
 )
 

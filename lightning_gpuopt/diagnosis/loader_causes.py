@@ -31,6 +31,9 @@ _MEMORY_SHORT: Final = 0.1
 _SWAPPING_MIB_S: Final = 4.0
 """Memory is short where tasks wait for it for this share of the time, or so much comes back from swap."""
 
+_NEED_CPUS: Final = ("main_process_loading", "slow_transform", "cpu_saturated")
+"""Causes that another CPU would help."""
+
 _UNEVEN: Final = 1.0
 """Variance over squared mean of the batches' times: from here on single batches stand out (an exponential has 1)."""
 
@@ -147,6 +150,8 @@ def host_evidence(measurement: Measurement) -> dict[str, float | None]:
         "cpu_throttled_percent": _percent(host.throttled),
         "io_pressure_percent": _percent(host.io_pressure),
     }
+    if host.affinity == 1:
+        found["cpu_affinity"] = 1
     if memory_is_short(measurement):
         found["memory_pressure_percent"] = _percent(host.memory_pressure)
         found["swap_mib_per_s"] = host.swapped_in_mib_s
@@ -260,7 +265,20 @@ def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], stor
         parts.append("NumWorkersFinder() finds the number while training runs, and sets it.")
     if storage and not (cause == "slow_storage" and memory_is_short(measurement)):
         parts.append(storage)
+    if cause in _NEED_CPUS:
+        parts += bound_to_one_cpu(measurement)
     return " ".join([*parts, *at_most(measurement)])
+
+
+def bound_to_one_cpu(measurement: Measurement) -> list[str]:
+    """The sentence that says so where the process may use one CPU of several."""
+    host = measurement.host
+    if host is None or host.affinity != 1:
+        return []
+    return [
+        "This process, its threads and its workers may use only one of the machine's CPUs: look at taskset, numactl, "
+        "KMP_AFFINITY and OMP settings, and at how the job is launched (Slurm: --cpus-per-task, --cpu-bind)."
+    ]
 
 
 def at_most(measurement: Measurement) -> list[str]:
@@ -286,6 +304,8 @@ def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
             "back from swap. Use fewer workers or a smaller prefetch_factor, keep less in memory, or give the job "
             "more. LMDBDataModule reads from files that all workers share."
         )
+    if cause == "cpu_saturated" and (taken := _taken_by_others(measurement)) is not None:
+        return taken
     if cause == "main_process_loading" and workers is None:
         return _without_workers(measurement)
     if cause in _DOING and workers is None:
@@ -296,6 +316,21 @@ def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
             "process (num_workers=0), or make larger batches."
         )
     return CAUSES[cause].advice.format(**{"num_workers": workers, "prefetch_factor": None, **settings})
+
+
+def _taken_by_others(measurement: Measurement) -> str | None:
+    """Advice where other programs use most of the CPUs that this one may use; None elsewhere."""
+    host = measurement.host
+    if host is None or host.free_cpus is None or host.process_cpus is None or host.worker_cpu is None:
+        return None
+    own = host.process_cpus + host.worker_cpu * (measurement.loader.num_workers or 0)
+    others = host.usable_cpus - host.free_cpus - own
+    if others < _MOSTLY * host.usable_cpus:
+        return None
+    return (
+        f"Other programs use about {others:.2g} of the {host.usable_cpus:g} CPUs, and the workers wait for them: end "
+        "those, or ask for CPUs of your own. More workers would not help."
+    )
 
 
 def _without_workers(measurement: Measurement) -> str:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
+from lightning_gpuopt._collectives import GradientSync, MetricSync, ReducerTimes
 from lightning_gpuopt._measured import (
-    AheadCopies,
-    DeviceState,
-    GpuTimes,
+    GPU_WORK,
+    Collections,
+    Compilations,
     HostActivity,
     ImageSamples,
+    Lap,
     LoaderFacts,
     PhaseTimes,
     Pipelines,
     QueueTimes,
     RankWork,
-    StepLook,
-    SyncSighting,
     WorkerTimes,
 )
+from lightning_gpuopt._measured_gpu import AheadCopies, DeviceState, GpuTimes, StepLook, SyncSighting
+from lightning_gpuopt._places import Sampled
+from lightning_gpuopt.diagnosis.growth import Growth, growth_of
 from lightning_gpuopt.diagnosis.waterfall import Waterfall, waterfall_of
 
 _MOSTLY: Final = 0.5
@@ -42,9 +46,21 @@ class Measurement:
         look: what a close look at the step's kernels saw; None where there was no look.
         look_pending: whether such a look is still to come: until then nothing is said of the inside of the step.
         ranks: the work of all ranks; empty on one.
+        reducer: what DDP's reducer did on the CPU; None on other devices, and without DDP.
+        gradients: how gradients are reduced; None on one rank.
+        metrics: metrics that were reduced over the ranks in steps; None on one rank.
+        metric_names: their names.
         ahead: the copies that CudaPrefetcher made ahead; None without it.
         images: the image files behind the training loader; None where none are known.
         pipelines: the loaders that decode in pipelines of their own; None where there are none.
+        hyperparameters: data that ``save_hyperparameters`` has taken in, each as ``"dataset (Photos)"``.
+        sampled: what sampling threads have seen of the workers and of the training thread.
+        collections: what Python's garbage collector did; None where not watched.
+        compilations: what torch.compile did; None where not watched.
+        laps: the stretch window by window, for what changes over the run.
+        grows: what was found to grow in the program, for people; empty where nothing was.
+        growth_s: seconds of the device's waits that are due to a slowdown, by name: they are no part of other causes.
+            ``"gpu_work"`` is idle time inside the steps.
     """
 
     times: PhaseTimes
@@ -58,14 +74,72 @@ class Measurement:
     look: StepLook | None = None
     look_pending: bool = False
     ranks: tuple[RankWork, ...] = ()
+    reducer: ReducerTimes | None = None
+    gradients: GradientSync | None = None
+    metrics: MetricSync | None = None
+    metric_names: tuple[str, ...] = ()
     ahead: AheadCopies | None = None
     images: ImageSamples | None = None
     pipelines: Pipelines | None = None
+    hyperparameters: tuple[str, ...] = ()
+    sampled: tuple[Sampled, ...] = ()
+    collections: Collections | None = None
+    compilations: Compilations | None = None
+    laps: tuple[Lap, ...] = ()
+    grows: str = ""
+    growth_s: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def waterfall(self) -> Waterfall:
         """What the device waited for: the GPU where its clock was read, else the training process."""
-        return waterfall_of(self.times, self.gpu, self.device, self.look, self.syncs)
+        waterfall = waterfall_of(self.times, self.gpu, self.device, self.look, self.syncs)
+        if not self.growth_s:
+            return waterfall
+        waits = {name: max(seconds - self.growth_s.get(name, 0.0), 0.0) for name, seconds in waterfall.waits.items()}
+        grown_s = self.growth_s.get(GPU_WORK, 0.0)
+        launch_s, sync_s = max(waterfall.launch_s - grown_s, 0.0), max(waterfall.sync_s - grown_s, 0.0)
+        return replace(waterfall, waits=waits, launch_s=launch_s, sync_s=sync_s)
+
+    @cached_property
+    def growth(self) -> Growth | None:
+        """How the steps get slower; None where they do not."""
+        return growth_of(self.laps)
+
+    @property
+    def collectives_s(self) -> float | None:
+        """Seconds of a mean step in which collectives ran exposed on this rank; None where that is not known.
+
+        On the GPU by the close look, on the CPU by DDP's reducer.
+        """
+        if self.waterfall.on_gpu:
+            return None if self.look is None or self.look_pending else self.look.communication_s
+        exposed_s = self.reducer.all_exposed_s if self.reducer is not None else None
+        return None if exposed_s is None or not self.times.steps else exposed_s / self.times.steps
+
+    @property
+    def communication_s(self) -> float | None:
+        """The same of the rank that waits least: the others wait in them for a slower one. None if not known.
+
+        On the CPU the other ranks' figures are needed: there every wait for another rank looks like a collective.
+        """
+        own_s = self.collectives_s
+        others = [rank.communication_s for rank in self.ranks if rank.communication_s is not None]
+        if own_s is None or (not self.waterfall.on_gpu and (len(others) < 2 or len(others) < len(self.ranks))):
+            return None
+        return min([own_s, *others])
+
+    @property
+    def metric_sync_s(self) -> float:
+        """Seconds in which the step waited for metrics to be reduced, on the CPU, by the rank that waits least.
+
+        The others wait in it for a slower one. 0 until the other ranks' figures are there.
+        """
+        if self.metrics is None or self.waterfall.on_gpu:
+            return 0.0
+        ranks_s = [rank.metric_sync_s for rank in self.ranks if rank.metric_sync_s is not None]
+        if len(ranks_s) < 2 or len(ranks_s) < len(self.ranks):
+            return 0.0
+        return min(self.metrics.seconds, *(each * self.times.steps for each in ranks_s))
 
     @cached_property
     def late_pipelines(self) -> Pipelines | None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Final
 
 from lightning_gpuopt._measured import HostActivity
 from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.tuning.loader_costs import LoaderCosts
 from lightning_gpuopt.tuning.model import LEAST_SPREAD, Interval, LoaderModel, receive_cost
+
+_STEP_WORK: Final = ("forward", "backward", "optimizer", "other")
+"""Phases that are a step's own work, but for what stopped it."""
 
 
 def loader_model(measurement: Measurement) -> LoaderModel | None:
@@ -191,10 +196,44 @@ def headroom(measurement: Measurement) -> float | None:
 def _own_waits_s(measurement: Measurement) -> float:
     """On the training process: what surrounds a step is its own work, except for these."""
     phases = measurement.times.phases
-    return phases["data_wait"] + phases["logging"] + phases["transfer"] + measurement.times.step_hooks_s
+    waits_s = phases["data_wait"] + phases["logging"] + phases["transfer"] + measurement.times.step_hooks_s
+    stopped = (measurement.times.collecting, measurement.times.compiling)
+    waits_s += (measurement.communication_s or 0.0) * measurement.times.steps
+    return waits_s + sum(seconds.get(phase, 0.0) for seconds in stopped for phase in _STEP_WORK)
 
 
 def _ordered(low: float, mid: float, high: float) -> Interval:
     """A change for the better never predicts a loss, and the middle lies inside."""
     low, mid, high = max(low, 1.0), max(mid, 1.0), max(high, 1.0)
     return min(low, mid), mid, max(high, mid)
+
+
+def loader_costs(measurement: Measurement) -> LoaderCosts | None:
+    """What the loader and the step cost per batch; None where workers or steps were not measured."""
+    model, workers, host, loader = loader_model(measurement), measurement.workers, measurement.host, measurement.loader
+    if model is None or workers is None or loader.num_workers is None:
+        return None
+    cpu_s, queued_s = model.cpu_s, None
+    if loader.num_workers and host is not None:
+        cpu_s = max(cpu_s, (host.worker_cpu or 0.0) * host.seconds / workers.batches)
+        queued_s = host.worker_queued * host.seconds / workers.batches if host.worker_queued is not None else None
+    bins = sorted(each for each, count in workers.took.items() if count)
+    every = range(bins[0], bins[-1] + 1) if bins else range(0)
+    return LoaderCosts(
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        batches=workers.batches,
+        data_s=workers.data_wall_s / workers.batches,
+        data_cpu_s=min(workers.data_cpu_s, workers.data_wall_s) / workers.batches,
+        collate_s=workers.collate_wall_s / workers.batches,
+        worker_cpu_s=cpu_s,
+        queued_s=queued_s,
+        consumer_s=model.consumer_s,
+        consumer_cpu_s=model.consumer_cpu_s if host is not None and host.process_cpus is not None else None,
+        receive_s=model.receive_s,
+        usable_cpus=host.usable_cpus if host is not None else None,
+        free_cpus=model.cpus[0] if host is not None else None,
+        spread=model.spread,
+        edges_s=tuple(2 ** (each / 4) / 1e9 for each in [*every, every[-1] + 1]) if bins else (),
+        counts=tuple(workers.took.get(each, 0) for each in every),
+    )

@@ -22,6 +22,10 @@ _LOOK_AT: Final = {
     "compute": "what else runs on its CPUs and GPU, and at work that only this rank does.",
 }
 
+_MIB: Final = 1024 * 1024
+
+_HOOKS: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+
 _Excess = tuple[str, RankWork, float, float]
 """Kind of work, the slowest rank in it, by how many seconds of a step, and how many the others need."""
 
@@ -54,20 +58,72 @@ def straggler(measurement: Measurement) -> Iterator[Candidate]:
 
 def communication(measurement: Measurement) -> Iterator[Candidate]:
     """Collectives that nothing hides: by the rank that waits least in them, since others wait for a slower one."""
-    look, waterfall = measurement.look, measurement.waterfall
-    if look is None or not waterfall.on_gpu or measurement.look_pending:
+    waterfall, exposed_s = measurement.waterfall, measurement.communication_s
+    if exposed_s is None:
         return
-    others = [rank.communication_s for rank in measurement.ranks if rank.communication_s is not None]
-    seconds = min([look.communication_s, *others]) * waterfall.steps
+    seconds = exposed_s * waterfall.steps
     yield (
         waterfall.share(seconds),
         lambda: Finding(
             "communication",
             waterfall.share(seconds),
-            per_step(seconds, measurement),
-            CAUSES["communication"].advice,
+            per_step(seconds, measurement) | {"exposed_ms_per_step": round(exposed_s * 1e3, 3)} | _sent(measurement),
+            _send_less(measurement),
             predicted_speedup=speedup_without(measurement, seconds),
         ),
+    )
+
+
+def _sent(measurement: Measurement) -> dict[str, float | str]:
+    """What the reduction of gradients sends, and how, as far as it is known."""
+    known = measurement.gradients
+    if known is None:
+        return {}
+    look, names = measurement.look, measurement.metric_names
+    in_forward = names if look is not None and look.forward_collectives else ()
+    evidence: dict[str, float | str | None] = {
+        "gradient_mib": round(known.bytes / _MIB, 3) if known.bytes else None,
+        "buckets": known.buckets,
+        "gradient_dtype": known.dtype or None,
+        "comm_hook": known.hook or None,
+        "link": known.link or None,
+        "find_unused_parameters": _said(known.find_unused_parameters),
+        "gradient_as_bucket_view": _said(known.bucket_view),
+        "static_graph": _said(known.static_graph),
+        "accumulate_grad_batches": known.accumulate_grad_batches,
+        "metric": ", ".join(in_forward) or None,
+    }
+    return {name: value for name, value in evidence.items() if value is not None}
+
+
+def _said(value: bool | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _send_less(measurement: Measurement) -> str:
+    """What there is to do about collectives, the surest first."""
+    known = measurement.gradients
+    if known is None:
+        return CAUSES["communication"].advice
+    todo = []
+    names = measurement.metric_names if measurement.look is not None and measurement.look.forward_collectives else ()
+    if names:
+        todo.append(f"reduce {', '.join(names)} once an epoch (self.log: on_step=False, on_epoch=True)")
+    if known.find_unused_parameters and not known.unused:
+        none = "no parameter was unused" if known.unused is False else "where every parameter is used"
+        todo.append(f"leave out find_unused_parameters=True ({none}; static_graph=True does without it, too)")
+    # on the CPU Lightning does not register a hook
+    if measurement.waterfall.on_gpu and known.dtype == "float32" and not known.hook and known.bytes:
+        todo.append(f"send half as many bytes with DDPStrategy(ddp_comm_hook=bf16_compress_hook), from {_HOOKS}")
+    if known.bucket_view is False:
+        todo.append("save a copy of all gradients with DDPStrategy(gradient_as_bucket_view=True)")
+    batches = 2 * known.accumulate_grad_batches
+    todo.append(f"reduce them half as often with accumulate_grad_batches={batches}")
+    todo.append("give each rank larger batches")
+    link = f" ({known.link})" if known.link else ""
+    return (
+        "Collectives between ranks are not hidden behind computation. To wait less for them: "
+        f"{'; '.join(todo)}; and see that the ranks' links are fast{link}."
     )
 
 

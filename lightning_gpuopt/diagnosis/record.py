@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_gpuopt._measured import LoaderFacts, StepTimes
+from lightning_gpuopt._places import Place
+from lightning_gpuopt.tuning.loader_costs import LoaderCosts
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,42 @@ class Finding:
     advice: str
     settings: dict[str, Any] = field(default_factory=dict)
     predicted_speedup: tuple[float, float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Hint:
+    """A setting of the script that the run could gain from, by what was seen of it; no cause of waiting.
+
+    Attributes:
+        name: what it is about: ``"precision"``, ``"cudnn_benchmark"``.
+        text: what was seen, and what it means.
+        setting: what to write.
+        evidence: the numbers that show it; the unit is in each name.
+    """
+
+    name: str
+    text: str
+    setting: str
+    evidence: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HotSpots:
+    """The places in the code that the time of a finding goes to, from samples of the thread that spends it.
+
+    Attributes:
+        finding: its cause, for a callback with its name: ``"callback MyCallback"``.
+        process: where it was sampled: ``"training process"``, ``"worker 0"``.
+        seconds: time that was sampled.
+        samples: how often.
+        places: the places, those with most time first.
+    """
+
+    finding: str
+    process: str
+    seconds: float
+    samples: int
+    places: tuple[Place, ...]
 
 
 @dataclass(frozen=True)
@@ -73,6 +111,34 @@ class Proof:
 
 
 @dataclass(frozen=True)
+class Change:
+    """A setting that AutoFix has tried while training ran, or can only advise.
+
+    Attributes:
+        setting: its name.
+        from_: its value before; ``"from"`` in JSON and as a key.
+        to: its value then.
+        predicted: steady steps per second, after over before, as (low, mid, high); None where it was not predicted.
+        measured: the same, measured; of ``persistent_workers`` in the epoch's set-up alone: seconds before over after.
+            None where it never took effect.
+        kept: whether it was kept; None where it never took effect.
+        why: why it was taken back, or never took effect.
+    """
+
+    setting: str
+    from_: Any
+    to: Any
+    predicted: tuple[float, float, float] | None = None
+    measured: float | None = None
+    kept: bool | None = None
+    why: str = ""
+
+    def __getitem__(self, name: str) -> Any:
+        """A field by its name in JSON: ``change["from"]``."""
+        return getattr(self, "from_" if name == "from" else name)
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """Where the time of a run went, and why.
 
@@ -88,9 +154,14 @@ class RunRecord:
     step_s: float | None = None
     gpu_idle_s: float | None = None
     headroom: float | None = None
+    lightning_work: dict[str, float] = field(default_factory=dict)
     loader: LoaderFacts = field(default_factory=LoaderFacts)
     step_times: StepTimes = field(default_factory=StepTimes)
     proofs: list[Proof] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    hot_spots: list[HotSpots] = field(default_factory=list)
     timeline: list[Stretch] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    hints: list[Hint] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    loader_costs: LoaderCosts | None = None

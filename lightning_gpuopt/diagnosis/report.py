@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gpuopt._measured import LoaderFacts, Outlier, StepTimes
-from lightning_gpuopt.diagnosis.record import Finding, Proof, RunRecord, Stretch
-from lightning_gpuopt.diagnosis.schema import REPORT_SCHEMA, SCHEMA_VERSION
+from lightning_gpuopt._places import Place
+from lightning_gpuopt.diagnosis.record import Change, Finding, Hint, HotSpots, Proof, RunRecord, Stretch
+from lightning_gpuopt.diagnosis.schema import REPORT_SCHEMA, SCHEMA_VERSION, check_types
+from lightning_gpuopt.tuning.loader_costs import LoaderCosts
 
-__all__ = ["REPORT_SCHEMA", "Finding", "Proof", "StallReport", "Stretch", "write_whole"]
+__all__ = ["REPORT_SCHEMA", "Finding", "HotSpots", "Proof", "StallReport", "Stretch", "write_whole"]
 
 
 @dataclass(frozen=True)
@@ -31,25 +33,35 @@ class StallReport(RunRecord):
             checkpoints and epochs, while batches were copied, and inside the steps as far as was looked at; None
             without a GPU.
         headroom: share of the steady step, 0-1, that is not the step's own work: what could be gained at most.
+        lightning_work: what Lightning itself does in a mean step on the host, in seconds by part: its loops, its own
+            callbacks (the progress bar), the broadcast before each step; the largest first.
         loader: settings of the training loaders, as they were last.
         step_times: distribution of the steps after warm-up, and the steps that stood out.
         proofs: advice that was followed, predicted and measured.
+        changes: what AutoFix has tried while training ran.
+        hot_spots: for findings that lie in the user's code, the places that their time goes to.
         timeline: the run in stretches, oldest first.
         notes: what could not be measured, and why.
+        hints: settings of the script that the run could gain from; on CUDA only.
         environment: machine and versions.
+        loader_costs: what the loader and the step cost per batch, for ``lightning-gpuopt what-if``; None where that was
+            not measured.
 
     Example::
 
         detector = StallDetector()
         trainer = Trainer(callbacks=[detector])
-        trainer.fit(model, train_dataloader)
-        print(detector.report)
+        trainer.fit(model, train_dataloader)  # prints the report
         detector.report.save_json("report.json")
     """
 
     def to_json(self) -> str:
         """The whole report as JSON text, as :data:`REPORT_SCHEMA` describes it; an unknown value is left out."""
-        return json.dumps({"schema_version": SCHEMA_VERSION, **_known(asdict(self))}, indent=2, allow_nan=False)
+        record = asdict(self)
+        record["changes"] = [
+            {"from" if name == "from_" else name: each[name] for name in each} for each in record["changes"]
+        ]
+        return json.dumps({"schema_version": SCHEMA_VERSION, **_known(record)}, indent=2, allow_nan=False)
 
     def with_proofs(self, proofs: list[Proof]) -> StallReport:
         """The same report with more proofs.
@@ -77,17 +89,27 @@ class StallReport(RunRecord):
             found = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"expected a stall report of schema version {SCHEMA_VERSION}, got {found!r}")
         try:
+            check_types(data)
             return cls(
                 **_only(cls, data)
                 | {
-                    "findings": [Finding(**_tupled(each, "predicted_speedup")) for each in data["findings"]],
-                    "proofs": [Proof(**_tupled({"predicted": None} | each, "predicted")) for each in data["proofs"]],
-                    "timeline": [Stretch(**each) for each in data["timeline"]],
-                    "loader": LoaderFacts(**data["loader"]),
+                    "findings": [
+                        Finding(**_only(Finding, _tupled(each, "predicted_speedup"))) for each in data["findings"]
+                    ],
+                    "proofs": [
+                        Proof(**_only(Proof, _tupled({"predicted": None} | each, "predicted")))
+                        for each in data["proofs"]
+                    ],
+                    "changes": [_change(each) for each in data.get("changes", [])],
+                    "hints": [Hint(**_only(Hint, each)) for each in data.get("hints", [])],
+                    "hot_spots": [_hot_spots(each) for each in data.get("hot_spots", [])],
+                    "timeline": [Stretch(**_only(Stretch, each)) for each in data["timeline"]],
+                    "loader": LoaderFacts(**_only(LoaderFacts, data["loader"])),
                     "step_times": _step_times(data["step_times"]),
+                    "loader_costs": _loader_costs(data.get("loader_costs")),
                 }
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"expected a whole stall report, got one with a part missing or strange: {error}"
             ) from None
@@ -163,6 +185,30 @@ def _tupled(data: dict[str, Any], name: str) -> dict[str, Any]:
     return data | {name: tuple(data[name])} if data.get(name) is not None else data
 
 
+def _change(data: dict[str, Any]) -> Change:
+    named = {"from_" if name == "from" else name: value for name, value in data.items()}
+    return Change(**_only(Change, _tupled({"from_": None, "to": None} | named, "predicted")))
+
+
 def _step_times(data: dict[str, Any]) -> StepTimes:
     lists = {"edges_s": tuple(data["edges_s"]), "counts": tuple(data["counts"])}
-    return StepTimes(**data | lists | {"outliers": tuple(Outlier(**each) for each in data["outliers"])})
+    outliers = tuple(Outlier(**_only(Outlier, each)) for each in data["outliers"])
+    return StepTimes(**_only(StepTimes, data) | lists | {"outliers": outliers})
+
+
+def _hot_spots(data: dict[str, Any]) -> HotSpots:
+    places = tuple(Place(**_only(Place, each)) for each in data["places"])
+    return HotSpots(**_only(HotSpots, data) | {"places": places})
+
+
+def _loader_costs(data: dict[str, Any] | None) -> LoaderCosts | None:
+    """As it was written; what is not known was left out there."""
+    if data is None:
+        return None
+    lists: dict[str, Any] = {name: tuple(data[name]) for name in ("receive_s", "edges_s", "counts")}
+    unknown: dict[str, Any] = dict.fromkeys(
+        ("prefetch_factor", "queued_s", "consumer_cpu_s", "usable_cpus", "free_cpus")
+    )
+    if len(lists["edges_s"]) != len(lists["counts"]) + bool(lists["counts"]):
+        raise ValueError("edges_s should have one item more than counts")
+    return LoaderCosts(**unknown | _only(LoaderCosts, data) | lists)

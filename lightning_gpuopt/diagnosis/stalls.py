@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from lightning_gpuopt.diagnosis import rank_causes, step_causes
+from lightning_gpuopt._measured import GPU_WORK
+from lightning_gpuopt.diagnosis import epoch_causes, pause_causes, rank_causes, step_causes
 from lightning_gpuopt.diagnosis.causes import COMPUTE_BOUND
 from lightning_gpuopt.diagnosis.loader_causes import data_finding
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.pipeline_causes import pipeline_finding
 from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.diagnosis.slowdown import slowdown
 from lightning_gpuopt.diagnosis.step_causes import Candidate
+from lightning_gpuopt.diagnosis.where import locate
 
 
 class StallError(RuntimeError):
@@ -28,6 +32,7 @@ def diagnose(measurement: Measurement, threshold: float) -> list[Finding]:
         The findings, largest share first.
     """
     findings = [build() for share, build in _causes(measurement, threshold) if share >= threshold]
+    findings = locate(findings, measurement.sampled)
     return sorted(findings, key=lambda finding: finding.share, reverse=True)
 
 
@@ -48,38 +53,55 @@ def remarks(measurement: Measurement, threshold: float) -> list[str]:
         measurement: what was measured, without warm-up.
         threshold: share of wall time, 0-1.
     """
-    loader, waterfall = measurement.loader, measurement.waterfall
+    waterfall = measurement.waterfall
     notes = []
-    epochs_s = waterfall.wait("epoch_setup")
-    if loader.num_workers and not loader.persistent_workers:
-        epochs_s -= step_causes.restarts_s(measurement)
-    if waterfall.share(epochs_s) >= threshold:
-        notes.append(
-            f"{waterfall.share(epochs_s):.0%} of the time goes to the beginning of epochs: the sampler, and the first "
-            "batch of each epoch. Fewer, longer epochs make it rarer."
-        )
     others = waterfall.share(waterfall.wait("other"))
     if others >= threshold:
         notes.append(
             f"{others:.0%} of the time lies between the actions that Lightning tells of: its own work around each "
             "step, and what the program does outside of hooks."
         )
-    known = (step_causes.copies_ahead_note(measurement), step_causes.power_cap_note(measurement))
-    return notes + [note for note in known if note is not None]
+    own = waterfall.share(waterfall.diagnosis_s)
+    if own >= threshold:
+        notes.append(
+            f"{own:.0%} of the time is StallDetector's own diagnosis, which counts in a run as short as this, or with "
+            "a window_size as small as this."
+        )
+    if measurement.hyperparameters:
+        notes.append(step_causes.hyperparameters_note(measurement.hyperparameters))
+    known = (
+        epoch_causes.pause_note(measurement, threshold),
+        step_causes.copies_ahead_note(measurement),
+        step_causes.power_cap_note(measurement),
+    )
+    return [*notes, *(note for note in known if note is not None), *pause_causes.pause_notes(measurement, threshold)]
 
 
 def _causes(measurement: Measurement, threshold: float) -> Iterator[Candidate]:
     waterfall = measurement.waterfall
     if waterfall.wall_s <= 0 or not measurement.times.steps:
         return
+    throttled = list(step_causes.gpu_throttled(measurement))
+    yield from throttled
+    hot = any(share >= threshold for share, _ in throttled)
+    for share, build in slowdown(measurement):
+        growth = measurement.growth
+        if growth is None or (hot and growth.part == GPU_WORK):  # the steps are slower for the clocks
+            continue
+        yield share, build
+        if share >= threshold:
+            measurement = replace(measurement, growth_s=growth.waits_s)
+            waterfall = measurement.waterfall
     find = data_finding if measurement.late_pipelines is None else pipeline_finding
     yield waterfall.share(waterfall.wait("data_wait")), lambda: find(measurement)
     yield from step_causes.callbacks(measurement)
     yield from step_causes.logging(measurement)
     yield from step_causes.between_steps(measurement)
+    yield from epoch_causes.restart(measurement)
     yield from step_causes.host_to_device(measurement)
     yield from step_causes.inside_the_step(measurement)
-    yield from step_causes.gpu_throttled(measurement)
+    yield from pause_causes.garbage_collection(measurement)
+    yield from pause_causes.recompilation(measurement)
     yield from rank_causes.communication(measurement)
     stragglers = list(rank_causes.straggler(measurement))
     yield from stragglers

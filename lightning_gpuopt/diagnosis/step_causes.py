@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
-from lightning_gpuopt._measured import SIGNAL_BROADCAST, AheadCopies
+from lightning_gpuopt._measured import SIGNAL_BROADCAST
+from lightning_gpuopt._measured_gpu import AheadCopies
 from lightning_gpuopt.diagnosis.causes import CAUSES
-from lightning_gpuopt.diagnosis.loader_causes import exposed_by, hook_name
+from lightning_gpuopt.diagnosis.loader_causes import (
+    bound_to_one_cpu,
+    exposed_by,
+    hook_name,
+    host_evidence,
+    memory_is_short,
+    rounded,
+)
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import speedup_without
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.waterfall import Waterfall, in_steps
+from lightning_gpuopt.diagnosis.where import MEASURING, in_shares
 
 Candidate = tuple[float, Callable[[], Finding]]
 """Share of wall time, and how the finding is made if that is enough."""
 
 _CAPPED: Final = 10.0
 """Percent of the time for which a power cap is worth a note."""
+
+
+METRIC_ADVICE: Final = (
+    "Metrics are reduced over all ranks in each step, and the step waits for it: self.log(..., sync_dist=True) with "
+    "on_step=False, on_epoch=True reduces them once an epoch, and without sync_dist=True each rank logs its own."
+)
+"""For ``self.log(..., sync_dist=True)``."""
+
+_OFTEN: Final = 0.5
+"""From so many retries of the allocator a step on the host waits for it."""
+
+_FREE: Final = 0.2
+"""A single CPU with less than this left is full."""
 
 
 def per_step(seconds: float, measurement: Measurement) -> dict[str, float | str]:
@@ -51,81 +73,109 @@ def _callback(measurement: Measurement, callback: str, hooks: dict[str, float]) 
     where: dict[str, float | str] = {"callback": callback, "hook": slowest}
     if every_step_s >= all_s / 2:
         evidence = per_step(all_s, measurement) | where
-        host_s = sum(s for name, s in measurement.times.callbacks.items() if name.rpartition(".")[0] == callback)
+        own = measurement.times.callbacks | measurement.times.batch_hooks
+        host_s = sum(s for name, s in own.items() if name.rpartition(".")[0] == callback)
         prediction = speedup_without(measurement, every_step_s, host_s)
     else:
         evidence = where | {"hooks_s": round(all_s, 3)}
         prediction = None
     advice = CAUSES["callback"].advice.format(callback=callback, hook=slowest)
+    if slowest.endswith("_batch_transfer"):
+        advice = (
+            f"{callback}.{slowest} holds up training with each batch: have the workers do its work, in the dataset's "
+            "transform or in collate_fn."
+        )
     if callback == "NumWorkersFinder":
         advice = (
             "NumWorkersFinder started workers, or tried how many are needed: it does so at the beginning, which counts "
             "in a run as short as this. Set the num_workers that it found, and take it out."
         )
+    elif callback in MEASURING:
+        advice = (
+            "This is the measuring itself, and what AutoFix changes: it counts where steps are as short as these, or "
+            "the run is. Without it training does not have this time."
+        )
     return Finding("callback", waterfall.share(all_s), evidence, advice, predicted_speedup=prediction)
 
 
 def logging(measurement: Measurement) -> Iterator[Candidate]:
-    """Calls of the loggers."""
-    waterfall, seconds = measurement.waterfall, measurement.waterfall.wait("logging")
+    """Calls of the loggers, and metrics that are reduced over the ranks in each step."""
+    waterfall, metrics, sync_s = measurement.waterfall, measurement.metrics, measurement.metric_sync_s
+    seconds = waterfall.wait("logging")
+    if metrics is not None and not waterfall.on_gpu:  # some of it may be the wait for a slower rank
+        seconds = max(seconds - metrics.seconds, 0.0) + sync_s
     yield (
         waterfall.share(seconds),
         lambda: Finding(
             "logging",
             waterfall.share(seconds),
-            per_step(seconds, measurement),
-            CAUSES["logging"].advice,
+            per_step(seconds, measurement) | _reduced(measurement, sync_s),
+            METRIC_ADVICE if 2 * sync_s >= seconds else CAUSES["logging"].advice,
             predicted_speedup=speedup_without(measurement, seconds, measurement.times.phases["logging"]),
         ),
     )
 
 
+def _reduced(measurement: Measurement, seconds: float) -> dict[str, float | str]:
+    metrics, steps = measurement.metrics, measurement.waterfall.steps
+    if metrics is None or not seconds:
+        return {}
+    named = {"metric": ", ".join(measurement.metric_names)} if measurement.metric_names else {}
+    return {
+        **named,
+        "sync_ms_per_step": round(seconds / steps * 1e3, 3),
+        "syncs_per_step": round(metrics.calls / steps, 2),
+    }
+
+
 def between_steps(measurement: Measurement) -> Iterator[Candidate]:
-    """Validation by its wall time; checkpoints, and workers that start again for every epoch."""
-    times, waterfall, loader = measurement.times, measurement.waterfall, measurement.loader
+    """Validation by its wall time, and checkpoints."""
+    waterfall = measurement.waterfall
     validation_s, checkpoint_s = waterfall.validation_s, waterfall.wait("checkpoint")
     yield (
         waterfall.share(validation_s),
-        lambda: Finding(
-            "validation",
-            waterfall.share(validation_s),
-            {"validation_s": round(validation_s, 3)},
-            CAUSES["validation"].advice,
-        ),
+        lambda: _validation(measurement, validation_s),
     )
     yield (
         waterfall.share(checkpoint_s),
-        lambda: Finding(
-            "checkpoint",
-            waterfall.share(checkpoint_s),
-            {"checkpoint_s": round(checkpoint_s, 3)},
-            CAUSES["checkpoint"].advice,
-        ),
+        lambda: _checkpoint(measurement, checkpoint_s),
     )
-    if loader.num_workers and not loader.persistent_workers and times.epochs:
-        restart_s = restarts_s(measurement)
-        yield (
-            waterfall.share(restart_s),
-            lambda: Finding(
-                "epoch_restart",
-                waterfall.share(restart_s),
-                {"epoch_setup_s_per_epoch": round(restart_s / times.epochs, 3), "epochs": times.epochs},
-                CAUSES["epoch_restart"].advice,
-                {"persistent_workers": True},
-            ),
+
+
+def _validation(measurement: Measurement, seconds: float) -> Finding:
+    setup_s = measurement.times.validation_setup_s
+    evidence: dict[str, float | str] = {"validation_s": round(seconds, 3)}
+    advice = CAUSES["validation"].advice
+    if setup_s:
+        evidence["validation_setup_s"] = round(setup_s, 3)
+    if setup_s > measurement.times.phases["validation"] / 2:
+        advice = (
+            "Most of it is the set-up of each validation, until its first batch has come: keep the workers of the "
+            f"validation loader with persistent_workers=True. {advice}"
         )
+    return Finding("validation", measurement.waterfall.share(seconds), evidence, advice)
 
 
-def restarts_s(measurement: Measurement) -> float:
-    """Seconds that the start of workers costs at the beginning of epochs.
+def _checkpoint(measurement: Measurement, seconds: float) -> Finding:
+    evidence: dict[str, float | str] = {"checkpoint_s": round(seconds, 3)}
+    advice = CAUSES["checkpoint"].advice
+    if measurement.hyperparameters:
+        evidence["hyperparameters"] = ", ".join(measurement.hyperparameters)
+        advice = f"{hyperparameters_note(measurement.hyperparameters)} {advice}"
+    return Finding("checkpoint", measurement.waterfall.share(seconds), evidence, advice)
 
-    An iterable dataset may fill a shuffle buffer before its first sample, with workers that live on as well: there,
-    only what comes before the first fetch counts.
+
+def hyperparameters_note(kept: Sequence[str]) -> str:
+    """What to do about data that ``save_hyperparameters`` has taken in.
+
+    Args:
+        kept: each as ``"dataset (Photos)"``.
     """
-    setup_s, times = measurement.waterfall.wait("epoch_setup"), measurement.times
-    if measurement.loader.duplicates is None or times.phases["epoch_setup"] <= 0:
-        return setup_s
-    return setup_s * max(1 - times.first_fetch_s / times.phases["epoch_setup"], 0.0)
+    names = ", ".join(repr(each.partition(" ")[0]) for each in kept)
+    return (
+        f"save_hyperparameters() keeps {', '.join(kept)}: it is copied when the module is made, and written with every "
+        f"checkpoint. Leave it out: save_hyperparameters(ignore=[{names}])."
+    )
 
 
 def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
@@ -198,8 +248,51 @@ def inside_the_step(measurement: Measurement) -> Iterator[Candidate]:
     waterfall = measurement.waterfall
     if not waterfall.on_gpu or measurement.look_pending:
         return
-    yield waterfall.share(waterfall.launch_s), lambda: _launch_bound(measurement, waterfall)
+    build = _launch_bound
+    if _retries_a_step(measurement) >= _OFTEN:
+        build = _waits_for_memory
+    elif _one_full_cpu(measurement):
+        build = _one_cpu
+    yield waterfall.share(waterfall.launch_s), lambda: build(measurement, waterfall)
     yield waterfall.share(waterfall.sync_s), lambda: _gpu_sync(measurement, waterfall)
+
+
+def _retries_a_step(measurement: Measurement) -> float:
+    """How often torch's allocator had no memory left, and freed some, which waits for the GPU."""
+    laps = [lap for lap in measurement.laps if "alloc_retries" in lap.held]
+    if len(laps) < 2:
+        return 0.0
+    return (laps[-1].held["alloc_retries"] - laps[0].held["alloc_retries"]) / (laps[-1].end_step - laps[0].end_step)
+
+
+def _one_full_cpu(measurement: Measurement) -> bool:
+    """Whether the process may use only one of the machine's CPUs, and that one is never idle."""
+    host = measurement.host
+    return host is not None and host.affinity == 1 and host.free_cpus is not None and host.free_cpus < _FREE
+
+
+def _waits_for_memory(measurement: Measurement, waterfall: Waterfall) -> Finding:
+    evidence = _inside_evidence(waterfall.launch_s, measurement)
+    evidence["alloc_retries_per_step"] = round(_retries_a_step(measurement), 2)
+    return Finding(
+        "gpu_sync",
+        waterfall.share(waterfall.launch_s),
+        evidence | {"where": "torch's allocator of GPU memory"},
+        "torch's allocator finds no free block of GPU memory, gives memory back to the driver and asks again, which "
+        "waits for the GPU: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, keep the sizes of tensors the same "
+        "from step to step, or use a smaller batch.",
+        predicted_speedup=speedup_without(measurement, waterfall.launch_s),
+    )
+
+
+def _one_cpu(measurement: Measurement, waterfall: Waterfall) -> Finding:
+    return Finding(
+        "cpu_saturated",
+        waterfall.share(waterfall.launch_s),
+        _inside_evidence(waterfall.launch_s, measurement) | rounded(host_evidence(measurement)),
+        " ".join(["The host starts the GPU's work too slowly for want of CPUs.", *bound_to_one_cpu(measurement)]),
+        predicted_speedup=speedup_without(measurement, waterfall.launch_s),
+    )
 
 
 def _inside_evidence(seconds: float, measurement: Measurement) -> dict[str, float | str]:
@@ -213,11 +306,18 @@ def _inside_evidence(seconds: float, measurement: Measurement) -> dict[str, floa
 
 
 def _launch_bound(measurement: Measurement, waterfall: Waterfall) -> Finding:
+    advice = [CAUSES["launch_bound"].advice]
+    evidence = _inside_evidence(waterfall.launch_s, measurement)
+    if memory_is_short(measurement):
+        evidence |= rounded(host_evidence(measurement))
+        advice.append("The machine is short of memory, and what the host needs comes back from swap: keep less in it.")
+    if bound_to_one_cpu(measurement):
+        evidence["cpu_affinity"] = 1
     return Finding(
         "launch_bound",
         waterfall.share(waterfall.launch_s),
-        _inside_evidence(waterfall.launch_s, measurement),
-        CAUSES["launch_bound"].advice,
+        evidence,
+        " ".join([*advice, *bound_to_one_cpu(measurement)]),
         predicted_speedup=speedup_without(measurement, waterfall.launch_s),
     )
 
@@ -227,8 +327,10 @@ def _gpu_sync(measurement: Measurement, waterfall: Waterfall) -> Finding:
     evidence = _inside_evidence(waterfall.sync_s, measurement)
     where = "a call in the step"
     if syncs is not None and syncs.steps:
-        where = syncs.where or where
-        evidence |= {"syncs_per_step": round(syncs.count / syncs.steps, 1), "where": where}
+        evidence["syncs_per_step"] = round(syncs.count / syncs.steps, 1)
+        if syncs.places:
+            where = syncs.places[0][0]
+            evidence["where"] = in_shares(syncs.places, syncs.count)
     return Finding(
         "gpu_sync",
         waterfall.share(waterfall.sync_s),

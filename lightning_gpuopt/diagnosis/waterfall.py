@@ -14,14 +14,13 @@ from typing import Final
 from lightning_gpuopt._measured import (
     BETWEEN_STEPS,
     FIRST_FETCH,
+    GARBAGE_COLLECTION,
+    RECOMPILATION,
     SIGNAL_BROADCAST,
     STEP_HOOKS,
-    DeviceState,
-    GpuTimes,
     PhaseTimes,
-    StepLook,
-    SyncSighting,
 )
+from lightning_gpuopt._measured_gpu import DeviceState, GpuTimes, StepLook, SyncSighting
 
 ENOUGH_S: Final = 5.0
 """NVML's utilization is a mean over up to a second; over so many seconds it says something of the steps."""
@@ -33,7 +32,7 @@ _SURE: Final = 0.12
 """Without a look, less idle time than this share lies within the error of a few of NVML's readings."""
 
 _OWN: Final = "StallDetector."
-"""What our own looks cost is no fault of the run's; the report says it in a note."""
+"""What the diagnosis itself costs is no fault of the run's; where it is much, the report says it in a note."""
 
 _SYNCS_A_STEP: Final = 0.5
 """The user's code waits for the GPU in every second step or more often."""
@@ -56,6 +55,7 @@ class Waterfall:
         sync_s: seconds in which it was idle there after the user's code had waited for it.
         unsure_s: seconds in which it seems to have been idle there, within the error of NVML's readings.
         exposed_by: the hook whose wait for the GPU exposed most of ``waits``; empty where there was none.
+        diagnosis_s: seconds in which the device waited for StallDetector's own hooks; they are in no wait.
     """
 
     on_gpu: bool
@@ -69,6 +69,7 @@ class Waterfall:
     sync_s: float = 0.0
     unsure_s: float = 0.0
     exposed_by: str = ""
+    diagnosis_s: float = 0.0
 
     def share(self, seconds: float) -> float:
         """Seconds of this device as a share of the stretch, 0-1."""
@@ -113,19 +114,30 @@ def waterfall_of(
         syncs: what a close look for synchronizing calls saw.
     """
     if gpu is None:
-        own_s = times.phases["validation"]
-        return Waterfall(False, times.wall_s, times.steps, times.step_s, own_s, 0.0, _process_waits(times))
+        return Waterfall(
+            on_gpu=False,
+            wall_s=times.wall_s,
+            steps=times.steps,
+            step_s=times.step_s,
+            validation_s=times.phases["validation"],
+            waits=_without_own(_process_waits(times)),
+            diagnosis_s=_own_s(times.callbacks),
+        )
     if not gpu.steps:  # nothing was read yet, or CUDA refuses: the host's own time says nothing about cost
         return Waterfall(True, 0.0, 0, None)
-    gpu = replace(gpu, idle={name: seconds for name, seconds in gpu.idle.items() if not name.startswith(_OWN)})
+    diagnosis_s, gpu = _own_s(gpu.idle), replace(gpu, idle=_without_own(gpu.idle))
     waits = dict(gpu.idle)
     waits["transfer"] = waits.get("transfer", 0.0) + gpu.copy_s
     waits["epoch_setup"] = waits.get("epoch_setup", 0.0) + waits.pop(FIRST_FETCH, 0.0)
     wall_s = gpu.compute_s + gpu.copy_s + gpu.queued_s + gpu.wait_s + gpu.validation_s + gpu.idle_s
     aside_s = gpu.validation_s + sum(seconds for name, seconds in gpu.idle.items() if not in_steps(name))
     inside_s, sync_share = _inside_the_steps(gpu, wall_s, aside_s, device, look)
-    unsure_s = 0.0
-    if look is None and inside_s < _SURE * wall_s:
+    longer_s, least_s = _made_longer_by_pauses(gpu), 0.0 if look is not None else _SURE * wall_s
+    paused_s = min(sum(gpu.paused.values()), max(inside_s if inside_s >= least_s else 0.0, longer_s))
+    for name, seconds in gpu.paused.items():  # what stopped the host comes first: without it the rest may be hidden
+        waits[name] = waits.get(name, 0.0) + paused_s * seconds / max(sum(gpu.paused.values()), 1e-9)
+    inside_s, unsure_s = max(inside_s - paused_s, 0.0), 0.0
+    if inside_s < least_s:
         unsure_s, inside_s = inside_s, 0.0
     if syncs is not None and not _the_user_waits(syncs):
         sync_share = 0.0
@@ -143,14 +155,30 @@ def waterfall_of(
         sync_s=inside_s * sync_share,
         unsure_s=unsure_s,
         exposed_by=_exposed_by(gpu),
+        diagnosis_s=diagnosis_s,
     )
+
+
+def _without_own(waits: Mapping[str, float]) -> dict[str, float]:
+    return {name: seconds for name, seconds in waits.items() if not name.startswith(_OWN)}
+
+
+def _own_s(waits: Mapping[str, float]) -> float:
+    return sum(seconds for name, seconds in waits.items() if name.startswith(_OWN))
 
 
 def _process_waits(times: PhaseTimes) -> dict[str, float]:
     waits = {name: times.phases[name] for name in ("data_wait", "transfer", "logging", "checkpoint", "epoch_setup")}
     waits["other"] = times.phases["other"] - times.signal_broadcast_s
     waits[SIGNAL_BROADCAST] = times.signal_broadcast_s
-    return waits | times.callbacks
+    waits["transfer"] -= sum(times.batch_hooks.values())
+    waits |= times.callbacks | times.batch_hooks
+    for kind, seconds_by in ((GARBAGE_COLLECTION, times.collecting), (RECOMPILATION, times.compiling)):
+        waits[kind] = sum(seconds_by.values())
+        for name, seconds in seconds_by.items():
+            if name in waits:
+                waits[name] -= seconds
+    return waits
 
 
 def _inside_the_steps(
@@ -166,12 +194,23 @@ def _inside_the_steps(
     if look is not None and look.steps:
         seen_s = look.busy_s + look.idle_s
         longer_s = max(gpu.compute_s - look.busy_s * gpu.steps, 0.0)
-        inside_s = min(longer_s, gpu.compute_s * look.idle_s / seen_s if seen_s > 0 else 0.0, most_s)
+        own_s = gpu.compute_s * look.idle_s / seen_s if seen_s > 0 else 0.0
+        # what stops the host now and then may have lain in none of the steps that were looked at
+        inside_s = min(longer_s, own_s + sum(gpu.paused.values()), most_s)
         return inside_s, look.sync_idle_s / look.idle_s if look.calls and look.idle_s > 0 else None
     if device is None or device.utilization is None or not covers(device, wall_s):
         return 0.0, None
     inside_s = min(_idle_by_utilization(gpu, wall_s, aside_s, device.utilization), most_s)
     return inside_s, None
+
+
+def _made_longer_by_pauses(gpu: GpuTimes) -> float:
+    """Seconds by which steps in which the host was stopped were longer on the GPU than the others."""
+    others = gpu.steps - gpu.paused_steps
+    if not gpu.paused_steps or others <= 0:
+        return 0.0
+    usual_s = (gpu.compute_s - gpu.paused_compute_s) / others
+    return min(max(gpu.paused_compute_s - gpu.paused_steps * usual_s, 0.0), sum(gpu.paused.values()))
 
 
 def _idle_by_utilization(gpu: GpuTimes, wall_s: float, aside_s: float, percent: float) -> float:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import struct
 
-from PIL import Image
-
 
 class CorruptSampleError(RuntimeError):
     """A sample cannot be read or decoded; the text names it, by its file where it has one."""
@@ -18,7 +16,11 @@ def is_bad_image(error: BaseException) -> bool:
         return error.errno is None or isinstance(error, FileNotFoundError)  # UnidentifiedImageError is one without
     if isinstance(error, SyntaxError):
         return error.filename is None  # of a broken PNG, not of Python code
-    return isinstance(error, (Image.DecompressionBombError, struct.error, EOFError))
+    if isinstance(error, (struct.error, EOFError)):
+        return True
+    from PIL.Image import DecompressionBombError
+
+    return isinstance(error, DecompressionBombError)
 
 
 def reason_of(error: BaseException) -> str:

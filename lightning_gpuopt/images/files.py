@@ -133,6 +133,9 @@ def read_file(path: str) -> bytes:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(file).st_size
+        if not size:  # nothing in it, or a size that is not told: a pipe, /proc, some file systems in user space
+            with open(file, "rb", closefd=False) as stream:
+                return stream.read()
         data = os.read(file, size)
         while len(data) < size and (more := os.read(file, size - len(data))):  # a network file system may give less
             data += more

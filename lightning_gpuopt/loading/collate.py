@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 MemoryFormat = Literal["channels_last", "contiguous"]
@@ -81,7 +80,7 @@ def make_of(value: Any) -> str:
     """
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, Image.Image):
+    if any(cls.__module__ == "PIL.Image" for cls in type(value).__mro__):
         return f"a PIL image {value.mode} of {value.width}x{value.height}"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {make_of(each)}" for key, each in value.items()) + "}"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 from lightning_gpuopt.loading.collate import Collate, MemoryFormat, as_it_is
 from lightning_gpuopt.loading.datasets import for_loader, gathered
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
 from lightning_gpuopt.loading.samples import EpochSamples, SkippedSamples
+
+if TYPE_CHECKING:
+    from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 
 GATHER_BYTES: Final = 8 << 20
 """Up to this size a batch is copied in the training process (about a millisecond): less than what it costs to take

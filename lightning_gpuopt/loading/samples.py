@@ -8,15 +8,17 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
-from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
 from lightning_gpuopt.loading.datasets import for_loader, locate, offers, read_ahead, sample_name, with_decoder
 from lightning_gpuopt.loading.order import mix
 from lightning_gpuopt.loading.sampler import BatchIndices
+
+if TYPE_CHECKING:
+    from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 
 
 class EpochSamples(Dataset[Any]):

@@ -331,6 +331,10 @@ class LookAheadFetcher:
         """Look ahead no more; what was fetched, and what is on its way, is still handed out in its turn."""
         self.is_active = False
 
+    def look_again(self) -> None:
+        """Look ahead again, after :meth:`go_direct`, from the next batch on."""
+        self.is_active = True
+
     def drop_staged(self) -> None:
         """The batches that were fetched ahead go to the device in Lightning's own way."""
         for entry in self._ahead:

@@ -17,7 +17,7 @@ from lightning_gpuopt.prefetch.packing import Layout
 from lightning_gpuopt.prefetch.stream import Streams
 
 count_holders: Final[Callable[[int], int] | None] = getattr(torch._C, "_storage_Use_Count", None)
-"""How many tensors share a storage (torch 2.4 to 2.13); without it, nothing can be used again."""
+"""How many tensors share a storage (torch 2.4 to 2.15); without it, nothing can be used again."""
 
 
 class Destination:

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from typing_extensions import override
 
-from lightning_gpuopt._measured import AheadCopies
+from lightning_gpuopt._measured_gpu import AheadCopies
 
 _MOST_UNREAD: Final = 256
 """Copies whose times were not read yet; beyond that the oldest are forgotten."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_gpuopt._measured import HostActivity
+from lightning_gpuopt.telemetry.process import ProcessReading, read_process
 
 _READ_EVERY_S = 0.2
 
@@ -120,7 +121,7 @@ def _text_of(path: str) -> bytes:
         os.close(file)
 
 
-def _throttling(files: Sequence[str]) -> tuple[int, int] | None:
+def throttling(files: Sequence[str]) -> tuple[int, int] | None:
     """The scheduler's periods under a quota, and those in which it stopped us; None without a quota.
 
     Periods, since the throttled time in the same ``cpu.stat`` is summed over CPUs and can exceed the wall's.
@@ -216,6 +217,9 @@ class HostWatch:
         cpu_clock: seconds of CPU that the calling thread has used. What a reading takes by a clock on the wall would
             count its waits for the interpreter's lock too, and with busy training leave minutes between readings.
 
+    Attributes:
+        process: what this process held at the last reading.
+
     Example::
 
         watch = HostWatch()
@@ -241,6 +245,7 @@ class HostWatch:
         self._sharers = _sharers(local_ranks)
         self._quota_cpus = quota_cpus(cgroup_root, proc) / local_ranks
         self._usable_cpus = min(max(_allowed_cpus() / self._sharers, 1.0), self._quota_cpus)
+        self._affinity = _allowed_cpus() if _allowed_cpus() < (os.cpu_count() or 1) else None
         self._cpu_stats = [f"{group}/cpu.stat" for group in cgroups("cpu", cgroup_root, proc)]
         self._sources: dict[str, Callable[[], float | None]] = {
             "idle": lambda: _idle_s(f"{proc}/stat"),
@@ -252,6 +257,7 @@ class HostWatch:
         }
         self._periods = self._throttled = 0
         self._last_throttling: tuple[int, int] | None = None
+        self.process = ProcessReading()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -309,6 +315,7 @@ class HostWatch:
                 io_pressure=min(rates["io"], 1.0) if "io" in rates else None,
                 memory_pressure=min(rates["memory"], 1.0) if "memory" in rates else None,
                 swapped_in_mib_s=rates.get("swapped_in"),
+                affinity=self._affinity,
             )
 
     def _free_cpus(self, rates: dict[str, float]) -> float | None:
@@ -326,9 +333,10 @@ class HostWatch:
             value = source()
             if value is not None:
                 totals[name] = (self._clock(), value)
-        throttling = _throttling(self._cpu_stats)
+        throttled = throttling(self._cpu_stats)
         if self._readings % _LIST_THREADS_EVERY == 0:
             self._threads.clear()
+            self.process = read_process(self._proc)
         self._readings += 1
         readings = {pid: (self._clock(), *times) for pid in pids if (times := self._worker_times(pid))}
         with self._lock:
@@ -337,11 +345,11 @@ class HostWatch:
                 if name in self._last_totals:
                     then, before = self._last_totals[name]
                     self._add(name, now - then, value - before)
-            if throttling is not None and self._last_throttling is not None:
-                self._periods += max(throttling[0] - self._last_throttling[0], 0)
-                self._throttled += max(throttling[1] - self._last_throttling[1], 0)
+            if throttled is not None and self._last_throttling is not None:
+                self._periods += max(throttled[0] - self._last_throttling[0], 0)
+                self._throttled += max(throttled[1] - self._last_throttling[1], 0)
             self._last_totals = totals
-            self._last_throttling = throttling
+            self._last_throttling = throttled
             self._last = readings
 
     def _add_workers(self, readings: dict[int, tuple[float, int, int]]) -> None:

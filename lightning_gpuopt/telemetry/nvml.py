@@ -95,6 +95,28 @@ class NvmlSession:
         with suppress(pynvml.NVMLError):  # somebody may have shut it down once too often
             pynvml.nvmlShutdown()
 
+    def driver(self, between_calls: Callable[[], None] = nothing) -> tuple[str, tuple[int, int] | None]:
+        """The driver's version, and the newest CUDA that it can run as (major, minor); None where it does not tell.
+
+        Args:
+            between_calls: called before each NVML call; what it raises ends the asking.
+
+        Raises:
+            NvmlUnavailableError: the driver does not answer.
+        """
+        try:
+            between_calls()
+            version = pynvml.nvmlSystemGetDriverVersion()
+        except pynvml.NVMLError as error:
+            raise NvmlUnavailableError(str(error)) from None
+        version = version.decode() if isinstance(version, bytes) else version
+        try:
+            between_calls()
+            number = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        except pynvml.NVMLError:
+            return version, None
+        return version, (number // 1000, number % 1000 // 10)
+
     def devices(self, between_calls: Callable[[], None] = nothing) -> list[NvmlDevice]:
         """All GPUs by NVML index, each followed by its MIG instances. A GPU that does not answer is left out.
 

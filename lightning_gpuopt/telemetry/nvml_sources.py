@@ -29,12 +29,17 @@ _REASONS: Mapping[str, int] = {
     "throttled_percent": pynvml.nvmlClocksThrottleReasonSwPowerCap | _HEAT_OR_BRAKE,
     "slowed_percent": pynvml.nvmlClocksThrottleReasonHwSlowdown | _HEAT_OR_BRAKE,
     "power_capped_percent": pynvml.nvmlClocksThrottleReasonSwPowerCap,
+    "clock_set_percent": pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting,
 }
 """Readings that are 100 while NVML gives one of these reasons for a lower clock, and 0 else.
 
 ``slowed_percent`` and ``power_capped_percent`` are for the diagnosis only, which tells a GPU that is too hot, or that
-the hardware slows down, from one that works within its power limit as it is meant to.
+the hardware slows down, from one that works within its power limit as it is meant to. ``clock_set_percent`` (somebody
+has set a lower clock) is for ``telemetry.health``.
 """
+
+
+_NO_SUCH_LINK = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,19 @@ _POINTS: Mapping[str, Callable[[Handles], float]] = {
     "pcie_tx_mib_s": lambda h: _pcie_mib_s(h, pynvml.NVML_PCIE_UTIL_TX_BYTES),
     "nvdec_utilization": lambda h: pynvml.nvmlDeviceGetDecoderUtilization(h.own)[0],
     "nvjpg_utilization": lambda h: pynvml.nvmlDeviceGetJpgUtilization(h.own)[0],
+    # of telemetry.health: settings, and what a moment is like
+    "busy_percent": lambda h: pynvml.nvmlDeviceGetUtilizationRates(h.own).gpu,
+    "persistence": lambda h: pynvml.nvmlDeviceGetPersistenceMode(h.physical),
+    "pcie_generation": lambda h: pynvml.nvmlDeviceGetCurrPcieLinkGeneration(h.physical),
+    "pcie_generation_max": lambda h: pynvml.nvmlDeviceGetMaxPcieLinkGeneration(h.physical),
+    "pcie_lanes": lambda h: pynvml.nvmlDeviceGetCurrPcieLinkWidth(h.physical),
+    "pcie_lanes_max": lambda h: pynvml.nvmlDeviceGetMaxPcieLinkWidth(h.physical),
+    "power_limit_default_w": lambda h: pynvml.nvmlDeviceGetPowerManagementDefaultLimit(h.physical) / 1000,
+    "mig_mode": lambda h: pynvml.nvmlDeviceGetMigMode(h.physical)[0],
+    "ecc_mode": lambda h: pynvml.nvmlDeviceGetEccMode(h.physical)[0],
+    "ecc_errors": lambda h: pynvml.nvmlDeviceGetTotalEccErrors(
+        h.own, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+    ),
 }
 """Readings that are one call for one number."""
 
@@ -302,6 +320,26 @@ class _NvLink(Source):
             yield Value(reading, (kib - kib_then) / 1024 / (now_s - then_s), now_s - then_s)
 
 
+class _ActiveNvLinks(Source):
+    """How many NVLinks are up; 0 for a GPU without any. Links do not come and go: asked once."""
+
+    def pause_after(self, interval_s: float) -> float:
+        """Never again."""
+        return math.inf
+
+    def read(self) -> Iterator[Value | Failed]:
+        up = 0
+        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+            self._between_calls()
+            try:
+                up += pynvml.nvmlDeviceGetNvLinkState(self._handles.physical, link) == pynvml.NVML_FEATURE_ENABLED
+            except pynvml.NVMLError as error:
+                if error.value not in _NO_SUCH_LINK:
+                    raise
+                break
+        yield Value("active_nvlinks", float(up))
+
+
 class _Gpm(Source):
     """GPU performance monitoring (Hopper and later): means over back-to-back windows, so that no time goes unseen."""
 
@@ -391,6 +429,7 @@ def make_source(name: str, handles: Handles, clock: Callable[[], float], between
         "memory": _Memory,
         "gpm": _Gpm,
         "nvlink": _NvLink,
+        "active_nvlinks": _ActiveNvLinks,
         "ecc_uncorrected": _Ecc,
         "reasons": _Reasons,
         "sm_clock_max_mhz": _MaxClock,

@@ -35,8 +35,8 @@ class GpuSampler:
     All samplers of a process are read on one thread, which calls NVML and nothing else does.
 
     Args:
-        readings: the series wanted: those of ``keys.readings_of``, and ``"slowed_percent"``, ``"power_capped_percent"``
-            and ``"sm_clock_max_mhz"``.
+        readings: the series wanted: those of ``keys.readings_of``, and ``"slowed_percent"``,
+            ``"power_capped_percent"``, ``"sm_clock_max_mhz"`` and ``"active_nvlinks"``.
         choose: picks from what NVML lists; called on the thread. See ``cuda.choose_current``.
         interval_s: from one reading to the next, in seconds; more where readings are dear, see ``nvml_thread.Pace``.
         clock: seconds, monotonic.

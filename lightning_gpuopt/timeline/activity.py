@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_gpuopt._measured import StepLook
+from lightning_gpuopt._measured_gpu import StepLook
 
 KERNEL, COLLECTIVE, COPY, CALL, WAIT = "kernel", "collective", "copy", "call", "wait"
 

@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from lightning_gpuopt._measured import SIGNAL_BROADCAST, GpuTimes
+from lightning_gpuopt._measured import SIGNAL_BROADCAST
+from lightning_gpuopt._measured_gpu import GpuTimes
 from lightning_gpuopt.timeline.activity import Span
 from lightning_gpuopt.timeline.observer import StepObserver
 
@@ -40,6 +41,9 @@ _RETURN_NS: Final = 300_000
 _RETURN_SHARE: Final = 0.05
 """... or within this share of its wait."""
 
+_PAUSED_NS: Final = 1_000_000
+"""A host that was stopped for so long in a step may have made that step longer on the GPU."""
+
 _HOST, _COPY, _STEP, _STEP_PART, _FORWARD, _BROADCAST, _VALIDATION = range(7)
 """What lies between two events: what hooks have queued, if anything; the batch's copy; the step's own work (to its end,
 or a part of it); Lightning's broadcast; validation."""
@@ -58,6 +62,12 @@ class Event(Protocol):
         """Milliseconds from this event to ``end``."""
 
 
+class PauseKinds(Protocol):
+    """What we use of :class:`~lightning_gpuopt.timeline.pause_slots.PauseSlots`."""
+
+    kinds: dict[int, str]
+
+
 class HostWork(Protocol):
     """What we use of :class:`~lightning_gpuopt.timeline.phases.Timeline`."""
 
@@ -70,6 +80,10 @@ class HostWork(Protocol):
 
     def name_of(self, slot: int) -> str:
         """What a slot stands for."""
+
+    @property
+    def pauses(self) -> PauseKinds:
+        """Slots of what stops the host from outside."""
 
 
 class GpuClock(StepObserver):
@@ -121,6 +135,11 @@ class GpuClock(StepObserver):
         self._queued_ns = 0.0
         self._idle: dict[int | str, float] = {}
         self._exposed_by: dict[int | str, float] = {}
+        self._pauses = host.pauses.kinds
+        self._paused_ns: dict[str, float] = {}
+        self._step_ns = self._step_paused_ns = 0.0
+        self._paused_steps = 0
+        self._paused_compute_ns = 0.0
 
     def batch_arrives(self) -> None:
         """The batch is about to be copied to the device."""
@@ -194,7 +213,7 @@ class GpuClock(StepObserver):
             return
         event = self._free.pop() if self._free else self._new_event()
         event.record()
-        self._unread.append((before, event, self._host.last_ns, work))
+        self._unread.append((before, event, work[-1] if work else self._host.last_ns, work))
 
     def read(self, most: int = _READS) -> None:
         """Take the oldest events that the GPU has passed.
@@ -251,10 +270,16 @@ class GpuClock(StepObserver):
         elif kind == _STEP or kind in (_STEP_PART, _FORWARD):
             self._compute_bound_ns += idle_ns
             self._drained_by = None
+            self._step_ns += length_ns
+            self._note_pauses(idle_ns, began_ns, work)
             if kind == _FORWARD:
                 self._forward_s = (drained_ns / 1e9, self.read_to_s)
             if kind == _STEP:
                 self._steps += 1
+                if self._step_paused_ns >= _PAUSED_NS:
+                    self._paused_steps += 1
+                    self._paused_compute_ns += self._step_ns
+                self._step_ns = self._step_paused_ns = 0.0
                 if self._steps == self._snapshot_after:
                     self.snapshot = self.times()
                 if self.spans is not None:
@@ -279,6 +304,18 @@ class GpuClock(StepObserver):
                 self._exposed_by[drained_by] = self._exposed_by.get(drained_by, 0.0) + taken_ns
             if left_ns <= 0:
                 return
+
+    def _note_pauses(self, idle_ns: float, began_ns: int, work: Sequence[int]) -> None:
+        """Add what stopped the host in the step, as far as the GPU may have been idle for it."""
+        kinds = self._pauses
+        for index in range(0, len(work), 2):
+            kind = kinds.get(work[index])
+            if kind is not None:
+                taken_ns = work[index + 1] - (work[index - 1] if index else began_ns)
+                self._step_paused_ns += taken_ns
+                taken_ns = min(taken_ns, idle_ns)  # type: ignore[assignment]
+                idle_ns -= taken_ns
+                self._paused_ns[kind] = self._paused_ns.get(kind, 0.0) + taken_ns
 
     def _waited_for(self, drained_ns: float, began_ns: int, work: Sequence[int]) -> int | None:
         """The hook that waited for the GPU: the host returned from it as soon as the GPU was done."""
@@ -329,6 +366,9 @@ class GpuClock(StepObserver):
             validation_s=lengths_s[_VALIDATION],
             idle=self._named(self._idle),
             exposed_by=self._named(self._exposed_by),
+            paused={kind: ns / 1e9 for kind, ns in self._paused_ns.items()},
+            paused_steps=self._paused_steps,
+            paused_compute_s=self._paused_compute_ns / 1e9,
         )
 
     def _named(self, nanoseconds: dict[int | str, float]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt._measured import LoaderFacts, Pipelines, PipelineTimes
+from lightning_gpuopt._torch_loader import running_workers
 
 _WORKER_INFO: Final = "get_worker_info"
 _MOST_DATASETS: Final = 64
@@ -36,6 +37,10 @@ def facts_of(loaders: Sequence[Any], iterators: Sequence[Any] = ()) -> LoaderFac
     if workers is not None and len(iterators) == len(loaders):
         workers = [running_workers(*each) for each in zip(loaders, iterators, strict=True)]
     persistent = all_of("persistent_workers")
+    if persistent is not None and len(iterators) == len(loaders):  # AutoFix has them live on behind the loader's back
+        persistent = [
+            a or bool(getattr(b, "_persistent_workers", False)) for a, b in zip(persistent, iterators, strict=True)
+        ]
     factors = [value for loader in loaders if (value := getattr(loader, "prefetch_factor", None)) is not None]
     pinned = all_of("pin_memory")
     return LoaderFacts(
@@ -101,23 +106,3 @@ def _names_worker_info(method: Any) -> bool:
             return True
         codes += [each for each in code.co_consts if inspect.iscode(each)]
     return False
-
-
-def running_workers(loader: Any, iterator: Any) -> int:
-    """The workers behind an iterator; what its loader has, where it is not torch's own.
-
-    Reads ``_num_workers`` of torch's iterators (torch 2.4 to 2.13).
-    """
-    workers = getattr(iterator, "_num_workers", None)
-    return int(loader.num_workers if workers is None else workers)
-
-
-def worker_pids(iterators: Sequence[Any]) -> list[int]:
-    """Process ids of the workers that run behind these iterators.
-
-    Args:
-        iterators: the running iterators of the training loaders. ``_workers`` of torch's
-            ``_MultiProcessingDataLoaderIter`` is read (torch 2.4 to 2.13); iterators without it have no workers for us.
-    """
-    pids = [getattr(worker, "pid", None) for iterator in iterators for worker in getattr(iterator, "_workers", ())]
-    return [pid for pid in pids if pid is not None]

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from lightning_gpuopt._measured import StepLook
+from lightning_gpuopt._measured_gpu import StepLook
 from lightning_gpuopt.timeline.activity import Activity, Span, kind_of, look_of
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def _cupti_detached() -> Iterator[None]:
 def _activities_of(profiler: Any, begin_s: float) -> list[Activity]:
     """The profiler's records on the clock of ``time.perf_counter``.
 
-    Reads ``profile.profiler.kineto_results`` (torch 2.4 to 2.13), whose times are those of ``time.time_ns``. Without it
+    Reads ``profile.profiler.kineto_results`` (torch 2.4 to 2.15), whose times are those of ``time.time_ns``. Without it
     the public ``events()`` stand in, which count from the beginning of the recording.
     """
     on_device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
 """How full the loader's queues are when the training loop comes for a batch, and who it waits for.
 
-Reads ``_data_queue``, ``_worker_result_queue``, ``_task_info``, ``_tasks_outstanding`` and ``_rcvd_idx`` of torch's
-``_MultiProcessingDataLoaderIter`` (torch 2.4 to 2.13). An iterator that is not as expected is left out.
+An iterator that is not as expected is left out.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from lightning_gpuopt._measured import QueueTimes
+from lightning_gpuopt._torch_loader import awaited_worker, has_queues, shares_of_others, waiting
 
 _A_WAIT_S: Final = 0.001
 """A fetch that takes longer than this had to wait; only then is the cost of a closer look worth it."""
@@ -59,7 +59,7 @@ class QueueProbe:
         Returns:
             Those that can be watched.
         """
-        self._iterators = [each for each in iterators if _is_as_expected(each)]
+        self._iterators = [each for each in iterators if has_queues(each)]
         self._awaited = [None] * len(self._iterators)
         return list(self._iterators)
 
@@ -68,8 +68,7 @@ class QueueProbe:
         if not self._iterators:
             return
         for number, iterator in enumerate(self._iterators):
-            task = iterator._task_info.get(iterator._rcvd_idx)
-            self._awaited[number] = task[0] if task else None
+            self._awaited[number] = awaited_worker(iterator)
         self._passed += 1
         self._unpinned = False  # of the look before, if this fetch gets none
         if self._skip:
@@ -81,10 +80,9 @@ class QueueProbe:
         stands_for = self._skipped + 1
         ready = 0
         for iterator in self._iterators:
-            waiting = iterator._data_queue.qsize()
-            ready += waiting
-            if not waiting and iterator._worker_result_queue is not iterator._data_queue:
-                self._unpinned |= iterator._worker_result_queue.qsize() > 1
+            here, unpinned = waiting(iterator)
+            ready += here
+            self._unpinned |= unpinned
         self._fetches += stands_for
         self._ready += ready * stands_for
         self._empty += stands_for if not ready else 0
@@ -120,54 +118,10 @@ class QueueProbe:
         )
 
 
-def lies_ready(iterator: Any) -> bool | None:
-    """Whether there is a batch to take from the queue; None for an iterator that is not as expected.
-
-    It may be another than the one whose turn it is: where they come out of order, that one is still waited for.
-    """
-    if not _is_as_expected(iterator):
-        return None
-    task = iterator._task_info.get(iterator._rcvd_idx, ())
-    return len(task) < 2 and iterator._data_queue.qsize() > 0
-
-
-def in_the_making(iterator: Any) -> int | None:
-    """Batches that workers were asked for and have not sent; None for an iterator that is not as expected."""
-    asked_for = getattr(iterator, "_tasks_outstanding", None)
-    if not isinstance(asked_for, int) or not _is_as_expected(iterator):
-        return None
-    queues = {iterator._data_queue, iterator._worker_result_queue}  # two where batches are pinned
-    return max(asked_for - sum(int(each.qsize()) for each in queues), 0)
-
-
-def batches_there(iterator: Any) -> int | None:
-    """Batches that workers have sent and nobody has taken yet; None for an iterator that is not as expected."""
-    making = in_the_making(iterator)
-    if making is None:
-        return None
-    received = sum(len(info) == 2 for info in iterator._task_info.values())
-    return max(int(iterator._tasks_outstanding) - making, 0) + received
-
-
-def _is_as_expected(iterator: Any) -> bool:
-    names = ("_data_queue", "_worker_result_queue", "_task_info", "_rcvd_idx")
-    if not all(hasattr(iterator, name) for name in names) or not isinstance(iterator._task_info, dict):
-        return False
-    try:
-        iterator._data_queue.qsize()
-        iterator._worker_result_queue.qsize()
-    except (NotImplementedError, OSError):  # macOS has no qsize
-        return False
-    return True
-
-
 def _held_up(iterator: Any, awaited: int | None) -> bool:
     """Whether, now that the awaited worker's batch has come, nearly all that the others were asked for is ready.
 
     What else the awaited worker was asked for cannot be ready: it comes after the late batch.
     """
-    others = [info for info in iterator._task_info.values() if info[0] != awaited]
-    if not others:
-        return False
-    ready = sum(len(info) == 2 for info in others) + iterator._data_queue.qsize()
-    return bool(ready >= _NEARLY_ALL * len(others))
+    others, ready = shares_of_others(iterator, awaited)
+    return bool(others) and ready >= _NEARLY_ALL * others

@@ -20,7 +20,9 @@ from typing import Any, Final
 
 import torch
 
-from lightning_gpuopt._measured import SyncSighting
+from lightning_gpuopt._measured_gpu import SyncSighting
+from lightning_gpuopt._places import Call
+from lightning_gpuopt.timeline.frames import library_folders, name_of
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,6 @@ _ABOUT_THE_MODE = "Synchronization debug mode is a prototype feature"
 """What torch says, once in a process, to whoever sets the mode (torch/csrc/cuda/Module.cpp): here, that is not the
 user."""
 
-_LIBRARIES: Final = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_gpuopt")
 _NOT_THE_USERS: Final = (sysconfig.get_path("stdlib"), "<frozen", "<string")
 
 
@@ -70,7 +71,7 @@ class SyncLook:
         self._mode_before: int | None = None
         self._catcher: Any = None
         self._thread = 0
-        self._places: Counter[str] = Counter()
+        self._places: Counter[Call] = Counter()
         self._elsewhere = 0
         self._others: dict[tuple[str, type[Warning], str, int], _Warning] = {}
 
@@ -114,8 +115,8 @@ class SyncLook:
 
     def sighting(self) -> SyncSighting:
         """What was seen."""
-        where = self._places.most_common(1)[0][0] if self._places else ""
-        return SyncSighting(self.steps, self._places.total(), where, self._elsewhere)
+        places = tuple((call.at, count) for call, count in self._places.most_common())
+        return SyncSighting(self.steps, self._places.total(), places, self._elsewhere)
 
     def _seen(
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any, **options: Any
@@ -134,8 +135,8 @@ class SyncLook:
                 self._elsewhere += 1
 
 
-def place_of(frame: FrameType | None, filename: str, lineno: int) -> str | None:
-    """Where in the user's code a call was made: ``"training_step (model.py:12)"``.
+def place_of(frame: FrameType | None, filename: str, lineno: int) -> Call | None:
+    """Where in the user's code a call was made.
 
     Args:
         frame: the innermost frame to look at.
@@ -146,7 +147,7 @@ def place_of(frame: FrameType | None, filename: str, lineno: int) -> str | None:
         The innermost frame that is neither torch's nor Lightning's nor Python's own; None where the loops of Lightning
         come first: then nobody's code but theirs made the call.
     """
-    folders = _library_folders()
+    folders = tuple(library_folders().values())
     start = frame
     while start is not None and (start.f_code.co_filename, start.f_lineno) != (filename, lineno):
         start = start.f_back
@@ -158,15 +159,9 @@ def place_of(frame: FrameType | None, filename: str, lineno: int) -> str | None:
             if f"{os.sep}loops{os.sep}" in file:
                 return None
         elif own:
-            return f"{each.f_code.co_name} ({file}:{each.f_lineno})"
+            return Call(name_of(each).rpartition("<locals>.")[2], file, each.f_lineno or 0)
         each = each.f_back
     return None
-
-
-def _library_folders() -> tuple[str, ...]:
-    """Where torch, Lightning and this package lie."""
-    found = (getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)
-    return tuple(os.path.dirname(file) + os.sep for file in found if file)
 
 
 def _pass_on(caught: Sequence[_Warning]) -> None:

@@ -11,6 +11,7 @@ are fast: what the others took of the CPU is reckoned from their wall time and t
 from __future__ import annotations
 
 import copy
+import math
 import random
 import sys
 import time
@@ -23,6 +24,8 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_gpuopt._measured import WorkerTimes
+from lightning_gpuopt._torch_loader import calling_fetcher
+from lightning_gpuopt.timeline.worker_stacks import WorkerLook, WorkerStacks
 
 _MOST_WORKERS: Final = 256
 _BYTES_EVERY: Final = 8
@@ -39,13 +42,17 @@ _ITEMS_COUNTED: Final = 64
 
 # The fields of a worker's row in the shared block.
 _BATCHES, _DATA_WALL, _DATA_CPU, _COLLATE_WALL, _COLLATE_CPU, _BYTES, _SIZED, _DOING, _SINCE, _SQUARES = range(10)
-_FIELDS: Final = 10
+_BINS: Final = 10
+"""The first of the bins that count batches by the time that they took: each fourth bin begins at twice the time."""
+
+_FIELDS: Final = _BINS + 4 * 40
+_LONGEST_NS: Final = 2**40 - 1
 
 _IDLE, _FETCHING, _COLLATING = 0.0, 1.0, 2.0
 _DOING_NAMES: Final = {_IDLE: "waits for work", _FETCHING: "reads samples", _COLLATING: "collates"}
 
 
-_OWN: Final = frozenset({"collate_fn", "_rows", "_meter"})
+_OWN: Final = frozenset({"collate_fn", "gpuopt_stacks", "_rows", "_meter"})
 
 
 class _Meter:
@@ -110,10 +117,14 @@ class TimedCollate:
 
     Args:
         collate_fn: the loader's own.
+
+    Attributes:
+        gpuopt_stacks: asks a worker for the stacks of its next batches; None in a copy that notes nothing.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
+        self.gpuopt_stacks: WorkerStacks | None = WorkerStacks()
         self._rows: Any = sharedctypes.RawArray("d", _MOST_WORKERS * _FIELDS)
         self._begin()
 
@@ -144,7 +155,9 @@ class TimedCollate:
             return batch
         rows[_DATA_WALL] += wall - data_began
         rows[_COLLATE_WALL] += after - wall
-        rows[_SQUARES] += (after - data_began) ** 2
+        took = after - data_began
+        rows[_SQUARES] += took**2
+        rows[_BINS + int(4 * math.log2(took if 0 < took < _LONGEST_NS else _LONGEST_NS))] += 1
         if data_cpu:
             meter.add_cpu(wall - data_began, cpu - data_cpu, after - wall, time.thread_time_ns() - cpu)
             if rows[_BATCHES] % _BYTES_EVERY == 0:
@@ -164,18 +177,20 @@ class TimedCollate:
     def _watch_fetcher(self, meter: _Meter) -> None:
         """Have the fetcher that called us note when it begins a batch.
 
-        Reads the local ``self`` of ``fetch`` in ``torch/utils/data/_utils/fetch.py`` (torch 2.4 to 2.13). Where it is
-        not as expected, nothing is noted, and the diagnosis does without.
+        Where it is not as expected, nothing is noted, and the diagnosis does without.
         """
-        fetcher = sys._getframe(2).f_locals.get("self")
-        if not callable(getattr(type(fetcher), "fetch", None)) or getattr(fetcher, "collate_fn", None) is not self:
+        fetcher = calling_fetcher(self, sys._getframe(2))
+        if fetcher is None:
             return
         rows = meter.row
-        original = type(fetcher).fetch  # type: ignore[union-attr]
+        look = self._look(meter)
+        original = type(fetcher).fetch
         # Held weakly, or the fetcher would hold itself, and a generator behind it would stay open after its last use.
         behind = weakref.ref(fetcher)
 
         def timed_fetch(index: Any) -> Any:
+            if look is not None and look.wanted[0] != look.seen:
+                look.batch_begins()
             rows[_DOING] = _FETCHING
             if meter.skip:
                 meter.skip -= 1
@@ -191,7 +206,14 @@ class TimedCollate:
                 rows[_DOING] = _IDLE
                 raise
 
-        fetcher.fetch = timed_fetch  # type: ignore[union-attr]
+        fetcher.fetch = timed_fetch
+
+    def _look(self, meter: _Meter) -> WorkerLook | None:
+        """What samples this process's stacks when it is asked to; None in the training process."""
+        worker, rows = get_worker_info(), meter.row
+        if worker is None or self.gpuopt_stacks is None:
+            return None
+        return WorkerLook(self.gpuopt_stacks, worker.id, lambda: rows[_DOING] != _IDLE, lambda: rows[_BATCHES])
 
     def times(self, workers: int = _MOST_WORKERS) -> WorkerTimes:
         """What the workers have noted so far; called in the training process.
@@ -210,6 +232,7 @@ class TimedCollate:
             int(total[_BYTES]),
             int(total[_SIZED]),
             total[_SQUARES] / 1e18,
+            {number: int(count) for number, count in enumerate(total[_BINS:]) if count},
         )
 
     def doing(self, worker: int) -> str:
@@ -242,8 +265,9 @@ class TimedCollate:
 
     def __getstate__(self) -> dict[str, Any]:
         # Shared memory can be handed to a process that is being started, and to nobody else.
-        rows = self._rows if context.get_spawning_popen() is not None else None
-        return {"collate_fn": self.collate_fn, "_rows": rows}
+        if context.get_spawning_popen() is None:
+            return {"collate_fn": self.collate_fn, "gpuopt_stacks": None, "_rows": None}
+        return {"collate_fn": self.collate_fn, "gpuopt_stacks": self.gpuopt_stacks, "_rows": self._rows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -251,7 +275,7 @@ class TimedCollate:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TimedCollate:
         twin = TimedCollate.__new__(TimedCollate)
-        twin.__setstate__({"collate_fn": copy.deepcopy(self.collate_fn, memo), "_rows": None})
+        twin.__setstate__({"collate_fn": copy.deepcopy(self.collate_fn, memo), "gpuopt_stacks": None, "_rows": None})
         return twin
 
 
@@ -279,6 +303,19 @@ def watch_workers(loader: Any) -> tuple[TimedCollate, Callable[[], None]] | None
             loader.collate_fn = original
 
     return clock, undo
+
+
+def tensors_in(batch: Any, depth: int = 6) -> int:
+    """Tensors in a batch; of long sequences, the first items stand for all."""
+    if isinstance(batch, torch.Tensor):
+        return 1
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if depth and isinstance(batch, (list, tuple)) and batch:
+        counted = batch[:_ITEMS_COUNTED]
+        return sum(tensors_in(item, depth - 1) for item in counted) * len(batch) // len(counted)
+    fields = getattr(batch, "__dict__", None)
+    return tensors_in(fields, depth - 1) if depth and isinstance(fields, dict) else 0
 
 
 def nbytes_of(batch: Any, depth: int = 3) -> int:

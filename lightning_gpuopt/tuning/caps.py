@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
+import torch.multiprocessing
 
 from lightning_gpuopt.telemetry.host import cgroups, usable_cpus
+from lightning_gpuopt.timeline.worker_clock import tensors_in
 from lightning_gpuopt.tuning.model import most_workers
 from lightning_gpuopt.tuning.workers import LimitedBy
 
 _PART_OF_MEMORY: Final = 0.5
 """Workers may take so much of what is available; the training process, the page cache and caches in workers grow."""
 
+_PART_TO_KEEP: Final = 0.95
+"""Where workers and their batches fill more than this of what there is, some are taken away."""
+
+_ANY_NUMBER: Final = 1 << 20
+
 _PART_FOR_BATCHES: Final = 0.25
 """Batches may be prepared ahead in so much of what is available."""
 
 _PART_OF_SHARED_MEMORY: Final = 0.8
 """So much of what is free in /dev/shm: what does not fit there kills a worker with a bus error."""
+
+FILES_OF_A_WORKER: Final = 4
+"""In the training process: both ends of the pipe for its indices, and what says whether it lives."""
+
+_FILES_FOR_OTHERS: Final = 64
+"""Left for what else a training process opens: checkpoints, logs, sockets."""
+
+THREADS_OF_A_WORKER: Final = 4
+"""Its own, one that sends its batches and one that hands out their files; one here that feeds its indices."""
+
+_THREADS_FOR_OTHERS: Final = 32
 
 _NO_LIMIT: Final = 1 << 60
 """cgroup v1 has no word for "no limit", only a number that no machine has."""
@@ -49,16 +69,24 @@ class Room:
         cpus: CPUs that this process may use at once (affinity, cgroup quota); may be a fraction.
         memory_bytes: memory that is available here, to this process's cgroup.
         shared_memory_bytes: free bytes in ``/dev/shm``.
+        processes: processes and threads that this process's cgroup still allows.
+        files: files that this process may still open.
     """
 
     cpus: float
     memory_bytes: int | None = None
     shared_memory_bytes: int | None = None
+    processes: int | None = None
+    files: int | None = None
 
 
-def room() -> Room:
-    """What there is now, before any worker of ours runs."""
-    return Room(usable_cpus(), available_memory(), free_shared_memory())
+def room(files: int = 0) -> Room:
+    """What there is now, before any worker of ours runs.
+
+    Args:
+        files: files that are wanted: where fewer may be opened, the process's soft limit becomes its hard one.
+    """
+    return Room(usable_cpus(), available_memory(), free_shared_memory(), processes_left(), files_left(files))
 
 
 def worker_cap(
@@ -68,7 +96,9 @@ def worker_cap(
     local_world_size: int = 1,
     worker_bytes: int | None = None,
     batch_bytes: float | None = None,
+    batch_tensors: int = 0,
     prefetch_factor: int = 2,
+    keep: bool = False,
 ) -> Cap:
     """The most workers that one rank's loader should have.
 
@@ -78,7 +108,9 @@ def worker_cap(
         local_world_size: ranks on this node, which share the room.
         worker_bytes: what another worker process takes, from :func:`worker_memory`; None where not known.
         batch_bytes: bytes of a batch, which lies in shared memory until it is taken; None where not known.
+        batch_tensors: open files of a batch until it is taken, from :func:`files_of`.
         prefetch_factor: batches that each worker prepares ahead.
+        keep: of workers that run already: how many may stay. Only what is really short counts then, and no reserve.
 
     Example::
 
@@ -88,16 +120,30 @@ def worker_cap(
         Cap(num_workers=4, limited_by='memory')
     """
     most = max_num_workers if max_num_workers is not None else most_workers(room.cpus / local_world_size)
-    caps: list[tuple[int, LimitedBy]] = [(most, "max_num_workers")]
+    caps: list[tuple[int, LimitedBy]] = [(_ANY_NUMBER if keep else most, "max_num_workers")]
+    of_memory, of_shared = (_PART_TO_KEEP,) * 2 if keep else (_PART_OF_MEMORY, _PART_OF_SHARED_MEMORY)
     if room.memory_bytes is not None and worker_bytes:
         each = worker_bytes + prefetch_factor * (batch_bytes or 0.0)
-        caps.append((int(_PART_OF_MEMORY * room.memory_bytes / local_world_size / each), "memory"))
+        caps.append((int(of_memory * room.memory_bytes / local_world_size / each), "memory"))
     if room.shared_memory_bytes is not None and batch_bytes:
-        fits = _PART_OF_SHARED_MEMORY * room.shared_memory_bytes / local_world_size / batch_bytes
+        fits = of_shared * room.shared_memory_bytes / local_world_size / batch_bytes
         # one more batch is with the consumer
         caps.append((int((fits - 1) / prefetch_factor), "shared_memory"))
+    if room.files is not None:
+        none, one = (files_wanted(count, prefetch_factor, batch_tensors) for count in (0, 1))
+        caps.append(((room.files - (0 if keep else none)) // (one - none), "shared_memory"))
+    if room.processes is not None:
+        left = room.processes // local_world_size - (0 if keep else _THREADS_FOR_OTHERS)
+        caps.append((left // THREADS_OF_A_WORKER, "max_num_workers"))
     number, limited_by = min(caps, key=lambda cap: cap[0])
     return Cap(max(number, 1), limited_by)
+
+
+def files_wanted(workers: int, prefetch_factor: int, batch_tensors: int) -> int:
+    """Files that a training process may have open besides, with so many workers."""
+    # one more batch is with the consumer
+    batches = workers * prefetch_factor + 1
+    return _FILES_FOR_OTHERS + workers * FILES_OF_A_WORKER + batches * batch_tensors
 
 
 def prefetch_that_fits(room: Room, *, workers: int, batch_bytes: float, local_world_size: int = 1) -> int | None:
@@ -125,6 +171,48 @@ def worker_memory(pid: int, proc: Path = Path("/proc")) -> int | None:
         return (int(sizes["Private_Dirty:"]) + int(sizes.get("Swap:", 0))) * 1024
     except (OSError, ValueError, KeyError):
         return None
+
+
+def files_of(batch: Any) -> int:
+    """Files that a batch keeps open on its way from a worker and while it is here: one for each tensor.
+
+    0 where torch shares tensors by name (``set_sharing_strategy("file_system")``).
+    """
+    strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    return tensors_in(batch) if strategy == "file_descriptor" else 0
+
+
+def files_left(wanted: int = 0, proc: Path = Path("/proc")) -> int | None:
+    """Files that this process may still open; None where that cannot be read.
+
+    Args:
+        wanted: where fewer are left, the soft limit is raised to the hard one first.
+        proc: where procfs is mounted.
+    """
+    try:
+        opened = len(os.listdir(proc / "self/fd"))
+    except OSError:
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft - opened < wanted and soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return None if soft == resource.RLIM_INFINITY else max(soft - opened, 0)
+
+
+def processes_left(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int | None:
+    """Processes and threads that this process's cgroup, and its parents, still allow; None where they set no limit.
+
+    Args:
+        cgroup_root: where the cgroup file systems (v2, or v1's ``pids`` controller) are mounted.
+        proc: where procfs is mounted.
+    """
+    left = []
+    for group in cgroups("pids", cgroup_root, proc):
+        with contextlib.suppress(OSError, ValueError):  # also "max"
+            left.append(int((group / "pids.max").read_text()) - int((group / "pids.current").read_text()))
+    return max(min(left), 0) if left else None
 
 
 def free_shared_memory(path: Path = _SHARED_MEMORY) -> int | None:

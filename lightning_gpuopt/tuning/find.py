@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt._arguments import flag, real_number, refuse, whole_number
-from lightning_gpuopt.tuning.caps import Cap, prefetch_that_fits, room, worker_cap
+from lightning_gpuopt.tuning.caps import Cap, files_left, files_wanted, prefetch_that_fits, room, worker_cap
 from lightning_gpuopt.tuning.indices import own_sampling
-from lightning_gpuopt.tuning.model import prefetch_needed
+from lightning_gpuopt.tuning.model import most_workers, prefetch_needed
 from lightning_gpuopt.tuning.probe import Clocks, OutOfTime, run_trial
 from lightning_gpuopt.tuning.search import UNEVEN, Search, model_of
 from lightning_gpuopt.tuning.workers import NumWorkersResult
@@ -171,12 +172,15 @@ class _Finder:
     def _cap(self) -> Cap:
         """The most workers that fit, by what the trials so far have seen."""
         seen = self._search.seen
+        tensors = max((each.batch_tensors for each in seen), default=0)
+        files = files_left(files_wanted(most_workers(self._cpus), self._prefetch, tensors))
         return worker_cap(
-            self._room,
+            replace(self._room, files=files),
             max_num_workers=self._max,
             local_world_size=self._ranks,
             worker_bytes=max((each.worker_bytes or 0 for each in seen), default=None),
             batch_bytes=max((each.batch_bytes or 0.0 for each in seen), default=None),
+            batch_tensors=tensors,
             prefetch_factor=self._prefetch,
         )
 

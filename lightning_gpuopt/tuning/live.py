@@ -43,6 +43,7 @@ class Seen:
         worker_cpu_s: CPU time of the workers; None: not known.
         consumer_cpu_s: CPU time of the training process.
         batch_bytes: bytes of a batch.
+        batch_tensors: files that a batch keeps open, one for each tensor.
     """
 
     step_s: float
@@ -51,6 +52,7 @@ class Seen:
     worker_cpu_s: float | None = None
     consumer_cpu_s: float = 0.0
     batch_bytes: float = 0.0
+    batch_tensors: int = 0
 
 
 class LivePolicy:

@@ -36,7 +36,7 @@ _RECEIVE_S: Final[Interval] = (0.0003, 0.0008, 0.002)
 _COPY_BYTES_PER_S: Final = 2e9
 """A batch passes through shared memory once; touching fresh pages runs at about this rate."""
 
-_STEP_SPREAD: Final = 0.04
+STEP_SPREAD: Final = 0.04
 """A step of the same work takes so much more or less from run to run."""
 
 LEAST_SPREAD: Final = 0.08
@@ -71,7 +71,7 @@ class LoaderModel:
         """Seconds per step with so many workers: (optimistic, expected, pessimistic)."""
         low, mid, high = (
             max(
-                (1 + side * _STEP_SPREAD) * self.consumer_s + receive,
+                (1 + side * STEP_SPREAD) * self.consumer_s + receive,
                 (1 + side * self.spread) * self.service_s / workers,
                 # CPUs that are all in use share caches, memory and often cores: twice as unsure
                 (1 + 2 * side * self.spread) * (self.cpu_s + self.consumer_cpu_s) / cpus,

@@ -15,10 +15,9 @@ import psutil
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt.timeline.loader import worker_pids
-from lightning_gpuopt.timeline.queues import lies_ready
+from lightning_gpuopt._torch_loader import lies_ready, shut_down, wait_at_most, worker_pids, workers_of
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
-from lightning_gpuopt.tuning.caps import worker_memory
+from lightning_gpuopt.tuning.caps import files_of, worker_memory
 from lightning_gpuopt.tuning.model import receive_cost, taking
 from lightning_gpuopt.tuning.workers import Measured, Trial
 
@@ -36,6 +35,7 @@ _HARDLY_BUSY: Final = 0.5
 """Workers that idle for half of the time are not what matters: how even their times are is no matter."""
 
 _LONGEST_PAUSE_S: Final = 0.25
+_MORE_S: Final = 2.0
 _GRACE_S: Final = 2.0
 _LEAST_GRACE_S: Final = 0.2
 """Workers that are in order end in less than this, but for the batch that they are at."""
@@ -89,7 +89,7 @@ def run_trial(
         Exception: whatever the dataset raises, as it would come out in training.
     """
     clocks = clocks or Clocks()
-    timed = TimedCollate(_own_collate(loader))
+    timed = TimedCollate(own_collate(loader))
     began = clocks.now()
     twin = _twin(loader, sampling, num_workers, prefetch_factor, timed, deadline - began)
     iterator = _start(twin)
@@ -100,33 +100,46 @@ def run_trial(
         _stop(iterator, max(min(deadline - clocks.now(), _GRACE_S), _LEAST_GRACE_S))
 
 
-def sample_bytes(loader: DataLoader[Any], indices: list[int], seconds: float) -> int:
-    """Bytes of a map-style dataset's samples as they are sent between processes, read in a worker process.
+def first_batches(
+    loader: DataLoader[Any], sampling: dict[str, Any], collate_fn: Callable[[Any], Any], most: int, seconds: float
+) -> list[Any]:
+    """A few batches from one worker. Nothing of it is left when this returns or raises.
 
     Args:
         loader: the user's; only read.
-        indices: the samples' numbers.
-        seconds: how long that may take.
+        sampling: the arguments for its samples, from :func:`lightning_gpuopt.tuning.indices.own_sampling`.
+        collate_fn: in place of the loader's own.
+        most: so many, or fewer where the data ends or they take more than two seconds after the first.
+        seconds: for the first of them.
 
     Raises:
-        Exception: whatever the dataset raises, or what torch raises when the time is over.
+        OutOfTime: not one came in time.
+        ValueError: something of the loader cannot be sent to a worker process.
+        Exception: whatever the dataset raises, as it would come out in training.
     """
-    twin = _twin(loader, {"sampler": indices, "batch_size": len(indices)}, 1, 2, _Pickled(), seconds)
-    iterator = _start(twin)
+    iterator = _start(_twin(loader, sampling, 1, 2, collate_fn, seconds))
+    batches: list[Any] = []
     try:
-        return sum(iterator)
+        for batch in iterator:
+            if not batches:
+                deadline = time.perf_counter() + _MORE_S
+            batches.append(batch)
+            left_s = deadline - time.perf_counter()
+            if len(batches) == most or left_s <= 0:
+                break
+            wait_at_most(iterator, left_s)
+    except RuntimeError as error:
+        if not str(error).startswith(_TIMED_OUT):
+            raise
     finally:
         _stop(iterator, _LEAST_GRACE_S)
+    if not batches:
+        raise OutOfTime
+    return batches
 
 
-class _Pickled:
-    """Stands in for a ``collate_fn``: says how large the samples are."""
-
-    def __call__(self, samples: Any) -> int:
-        return sum(len(pickle.dumps(sample)) for sample in samples)
-
-
-def _own_collate(loader: DataLoader[Any]) -> Callable[[Any], Any]:
+def own_collate(loader: DataLoader[Any]) -> Callable[[Any], Any]:
+    """The loader's own ``collate_fn``, behind a clock of ours."""
     collate: Any = loader.collate_fn
     return collate.collate_fn if isinstance(collate, TimedCollate) else collate
 
@@ -184,10 +197,10 @@ def _start(twin: DataLoader[Any]) -> Any:
 def _stop(iterator: Any, grace_s: float) -> None:
     """End the workers: in good order, and those that are stuck by force after the grace.
 
-    Calls ``_shutdown_workers`` of torch's iterator (torch 2.4 to 2.13) rather than wait for its last reference to go:
-    an exception's traceback may hold one. torch alone would wait 5 s for each worker that is stuck.
+    Not when its last reference goes: an exception's traceback may hold one. torch alone would wait 5 s for each worker
+    that is stuck.
     """
-    workers = list(getattr(iterator, "_workers", ()))
+    workers = workers_of(iterator)
 
     def by_force() -> None:
         for worker in workers:
@@ -198,9 +211,7 @@ def _stop(iterator: Any, grace_s: float) -> None:
     timer.daemon = True
     timer.start()
     try:
-        shutdown = getattr(iterator, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        shut_down(iterator)
     except BaseException:  # a second Ctrl-C does not want to wait
         by_force()
         raise
@@ -224,6 +235,7 @@ class _Reading:
         self._waits_s: list[float] = []
         self._ready_s: list[float] = []
         self._ends: list[float] = []
+        self._files = 0
         self._processes = _processes(worker_pids([iterator]))
 
     def run(self, began: float) -> Measured:
@@ -256,6 +268,7 @@ class _Reading:
             consumer_cpu_s=own_cpu_s / seen,
             unevenness=times.unevenness or 0.0,
             batch_bytes=self._timed.times(self._workers).batch_bytes,
+            batch_tensors=self._files,
             worker_bytes=max(memory, default=None),
             startup_s=startup_s,
             startup_cpu_s=cpu_before / self._workers,
@@ -265,7 +278,7 @@ class _Reading:
         """Consume one batch of each worker; False when there is no more."""
         for _ in range(self._workers):
             if self._step_s:
-                self._clocks.sleep(self._step_s)
+                self._clocks.sleep(max(min(self._step_s, self._deadline - self._clocks.now()), 0.0))
             if not self._fetch():
                 return False
         return True
@@ -287,17 +300,19 @@ class _Reading:
         left_s = self._deadline - before
         if left_s <= 0:
             return False
-        if hasattr(self._iterator, "_timeout") and self._own_timeout(left_s):
-            self._iterator._timeout = left_s
+        with contextlib.suppress(AttributeError):
+            wait_at_most(self._iterator, left_s)
         ready = lies_ready(self._iterator)
         try:
-            next(self._iterator)
+            batch = next(self._iterator)
         except StopIteration:
             return False
         except RuntimeError as error:
             if str(error).startswith(_TIMED_OUT) and self._deadline - clocks.now() <= 0.01:
                 return False
             raise
+        if not self._ends:
+            self._files = files_of(batch)
         self._ends.append(after := clocks.now())
         self._waits_s.append(after - before)
         if ready:
@@ -314,10 +329,6 @@ class _Reading:
                 continue
             total += times.user + times.system
         return total
-
-    def _own_timeout(self, left_s: float) -> bool:
-        """Whether the deadline comes before the user's own timeout."""
-        return bool(left_s < self._iterator._timeout)
 
     def _enough(self, elapsed_s: float) -> bool:
         times = self._timed.times(self._workers)

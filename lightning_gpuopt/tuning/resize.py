@@ -1,14 +1,14 @@
 """More or fewer workers for a DataLoader's iterator while it runs.
 
-torch has no way to do this, so the private parts of its ``_MultiProcessingDataLoaderIter`` (torch 2.4 to 2.13) are
-used: :func:`adopt` checks that they are as expected, and makes the iterator a :class:`ResizableIterator`, the same
-object with a few methods of ours around torch's own. Which index goes into which batch, and the order in which batches
-come, stay as they are: only who makes a batch changes.
+torch has no way to do this, so the private parts of its iterator are used, which ``_torch_loader`` names and checks:
+:func:`adopt` makes the iterator a :class:`ResizableIterator`, the same object with a few methods of ours around torch's
+own. Which index goes into which batch, and the order in which batches come, stay as they are: only who makes a batch
+changes.
 
 New workers are started as torch starts them, on the same result queue and with the same seeds (base seed plus worker
-number). Workers are taken away from the highest number down, and in three steps: they get no new work; what they were
-given is taken from them, for a batch in shared memory can only be received while its maker lives; then they are told
-to end.
+number; one that takes the number of a worker that was taken away gets a seed of its own). Workers are taken away from
+the highest number down, and in three steps: they get no new work; what they were given is taken from them, for a batch
+in shared memory can only be received while its maker lives; then they are told to end.
 """
 
 from __future__ import annotations
@@ -16,82 +16,36 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable
-from inspect import signature
 from types import TracebackType
 from typing import Any, Final
 
-import torch
 import torch.multiprocessing
 from torch.utils.data import DataLoader
 
-_missing: str | None = None
-try:
-    from torch._C import _remove_worker_pids, _set_worker_pids
-    from torch.utils.data import _DatasetKind
-    from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
-    from torch.utils.data._utils.worker import _worker_loop
-    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-except ImportError as error:
-    _missing = str(error)
-    _MultiProcessingDataLoaderIter = object  # type: ignore[assignment,misc]
+from lightning_gpuopt._torch_loader import (
+    CHECK_EVERY_S,
+    WorkersIterator,
+    watch_pids,
+    why_not_as_expected,
+    why_torch_is_not_as_expected,
+    worker_process,
+)
 
 log = logging.getLogger(__name__)
 
-_MAP_PIPES: Final = getattr(torch.utils.data, "MapDataPipe", ())
-_ATTRIBUTES: Final[dict[str, type | tuple[type, ...]]] = {
-    "_auto_collation": bool,
-    "_base_seed": int,
-    "_drop_last": bool,
-    "_index_queues": list,
-    "_num_workers": int,
-    "_persistent_workers": bool,
-    "_prefetch_factor": int,
-    "_rcvd_idx": int,
-    "_send_idx": int,
-    "_shutdown": bool,
-    "_task_info": dict,
-    "_tasks_outstanding": int,
-    "_worker_pids_set": bool,
-    "_worker_queue_idx_cycle": itertools.cycle,
-    "_workers": list,
-    "_workers_status": list,
-}
-_PRESENT: Final = (
-    "_sampler_iter",
-    "_collate_fn",
-    "_data_queue",
-    "_dataset",
-    "_dataset_kind",
-    "_index_sampler",
-    "_shared_seed",
-    "_worker_init_fn",
-    "_worker_result_queue",
-    "_workers_done_event",
-)
-_METHODS: Final = {
-    "_get_data": ["self"],
-    "_reset": ["self", "loader", "first_iter"],
-    "_shutdown_workers": ["self"],
-    "_try_put_index": ["self"],
-}
-_WORKER_LOOP: Final = [
-    "dataset_kind",
-    "dataset",
-    "index_queue",
-    "data_queue",
-    "done_event",
-    "auto_collation",
-    "collate_fn",
-    "drop_last",
-    "base_seed",
-    "init_fn",
-    "worker_id",
-    "num_workers",
-    "persistent_workers",
-    "shared_seed",
-]
+_PATIENCE_S: Final = 30.0
+"""A worker that was forked from a running process may wait for ever for a lock that some thread of that held. After so
+long without its first batch, while all others have nothing left to do, its work goes to them."""
+
+_GRACE_S: Final = 1.0
+"""So long workers that were told to end may take, before they are killed."""
+
+_SEED_STEP: Final = 0x9E3779B97F4A7C15
+_SEEDS: Final = 1 << 63
 
 
 class ResizeUnsupported(RuntimeError):
@@ -109,34 +63,76 @@ class _End:
         return _leave, ()
 
 
-class _Raises:
-    """In place of a sampler's iterator: raises what that has raised."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __next__(self) -> Any:
-        raise self._error
-
-
 def _leave() -> None:
     raise KeyboardInterrupt
 
 
-class ResizableIterator(_MultiProcessingDataLoaderIter):
-    """A running iterator whose workers can become more and fewer; made by :func:`adopt` from one that torch made.
+class _Raises:
+    """In place of a sampler's iterator: raises what that has raised, and ends."""
+
+    def __init__(self, error: Exception) -> None:
+        self._errors = [error]
+
+    def __next__(self) -> Any:
+        if not self._errors:
+            raise StopIteration
+        raise self._errors.pop()
+
+
+class _Same:
+    """In place of a sampler: its iterator that there is already."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Any:
+        return self._iterator
+
+
+class ResizableIterator(WorkersIterator):
+    """A running iterator whose workers can become more and fewer; from :func:`adopt` or :func:`first_workers`.
 
     ``_num_workers`` is the number that gets work. ``_workers`` and the lists beside it may be longer: those above are
     being taken away, and still have work under way.
     """
 
     _gpuopt_loader: weakref.ref[DataLoader[Any]]
-    _gpuopt_ended: list[tuple[Any, Any]]
-    """Processes that were told to end, with their index queues."""
+    _gpuopt_depth: int
+    """Batches that were asked for ahead before anything was changed; 0: there were no workers."""
     _gpuopt_length: int | None
     """Batches of an epoch; None where the sampler does not know."""
-    _gpuopt_depth: int
-    """Batches that were asked for ahead before anything was changed."""
+    _gpuopt_waits: bool
+    """Whether nothing is asked for until the first batch is: without workers the sampler draws no earlier."""
+    _gpuopt_at_end: bool
+    """Whether the consumer has come to the end of what there is, and so may the sampler."""
+    _gpuopt_drawn: deque[Any]
+    """Indices that were drawn and are with no worker yet."""
+    _gpuopt_drawn_all: bool
+    """Whether the sampler has ended."""
+    _gpuopt_starts: dict[int, int]
+    """How often a worker of each number was started."""
+    _gpuopt_new: dict[Any, tuple[float, dict[int, Any]]]
+    """Workers whose first batch is awaited: since when, and the indices that they were given."""
+    _gpuopt_again: dict[int, bool]
+    """Batches that were given to two workers, and whether the first of the two has come."""
+    _gpuopt_ended: list[tuple[Any, Any]]
+    """Processes that were told to end, with their index queues."""
+    _gpuopt_stuck: list[tuple[Any, Any]]
+    """Processes that never gave a batch, with their index queues."""
+
+    def _gpuopt_begin(self, loader: DataLoader[Any], depth: int, workers: int) -> None:
+        self._gpuopt_loader = weakref.ref(loader)
+        self._gpuopt_depth = depth
+        self._gpuopt_waits = not depth
+        self._gpuopt_at_end = False
+        self._gpuopt_drawn, self._gpuopt_drawn_all = deque(), False
+        self._gpuopt_starts = dict.fromkeys(range(workers), 1)
+        self._gpuopt_new, self._gpuopt_again = {}, {}
+        self._gpuopt_ended, self._gpuopt_stuck = [], []
+        self.failed_to_grow = False
+
+    failed_to_grow: bool
+    """Whether a worker that was started in mid-epoch never gave a batch, or was given none: here no more are."""
 
     def resize(self, num_workers: int) -> int:
         """Have so many workers; call it between two batches, on the thread that takes them.
@@ -158,7 +154,7 @@ class ResizableIterator(_MultiProcessingDataLoaderIter):
             self._set_active(num_workers)
             self._end_drained()
         elif num_workers > before:
-            if not self._persistent_workers and not self._is_work_left():
+            if self.failed_to_grow or not self._is_work_left():
                 self._follow(num_workers)
                 return num_workers
             self._start_workers(num_workers)
@@ -174,14 +170,16 @@ class ResizableIterator(_MultiProcessingDataLoaderIter):
 
     def _is_work_left(self) -> bool:
         """Whether this epoch has batches that no worker was asked for yet."""
-        return self._gpuopt_length is None or self._gpuopt_length > self._send_idx
+        return bool(self._gpuopt_drawn) or self._gpuopt_length is None or self._gpuopt_length > self._send_idx
 
     def _set_active(self, count: int) -> None:
         self._num_workers = count
         self._worker_queue_idx_cycle = itertools.cycle(range(count))
 
+    # -- workers come
+
     def _start_workers(self, count: int) -> None:
-        """Start workers until there are so many, as ``_MultiProcessingDataLoaderIter.__init__`` does."""
+        """Start workers until there are so many; where one cannot be started, what runs is enough to go on."""
         loader = self._gpuopt_loader()
         context = (loader.multiprocessing_context if loader is not None else None) or torch.multiprocessing
         started = False
@@ -189,54 +187,33 @@ class ResizableIterator(_MultiProcessingDataLoaderIter):
             while len(self._workers) < count:
                 self._start_worker(context, len(self._workers), count)
                 started = True
-        except OSError:  # no more processes, memory or files: what runs is enough to go on
+        except Exception:  # no more processes, memory, files or threads
             log.warning("a worker of the DataLoader could not be started", exc_info=True)
         finally:
             if started:
-                self._watch_pids()
+                watch_pids(self)
 
     def _start_worker(self, context: Any, worker_id: int, num_workers: int) -> None:
         index_queue = context.Queue()
         index_queue.cancel_join_thread()
-        worker = context.Process(
-            target=_worker_loop,
-            args=(
-                self._dataset_kind,
-                self._dataset,
-                index_queue,
-                self._worker_result_queue,
-                self._workers_done_event,
-                self._auto_collation,
-                self._collate_fn,
-                self._drop_last,
-                self._base_seed,
-                self._worker_init_fn,
-                worker_id,
-                num_workers,
-                self._persistent_workers,
-                self._shared_seed,
-            ),
-        )
-        worker.daemon = True
+        earlier = self._gpuopt_starts.get(worker_id, 0)
+        seed = (int(self._base_seed) + earlier * _SEED_STEP) % _SEEDS
+        worker = worker_process(self, context, index_queue, worker_id, num_workers, seed)
         try:
             worker.start()
         except BaseException:
             if worker.pid is not None:
                 worker.terminate()
+            index_queue.close()
             raise
+        self._gpuopt_starts[worker_id] = earlier + 1
+        self._gpuopt_new[worker] = time.monotonic(), {}
         self._index_queues.append(index_queue)
         self._workers.append(worker)
         self._workers_status.append(True)
         # Since torch 2.6. The entry of a worker that has left stays: batches of its may lie here, not yet handed out.
         if hasattr(self, "_workers_num_tasks") and len(self._workers_num_tasks) == worker_id:
             self._workers_num_tasks.append(0)
-
-    def _watch_pids(self) -> None:
-        """Have torch's SIGCHLD handler know the workers that there are; it takes a set of them only once."""
-        if self._worker_pids_set:
-            _remove_worker_pids(id(self))
-        _set_worker_pids(id(self), tuple(worker.pid for worker in self._workers if worker.pid is not None))
-        self._worker_pids_set = True
 
     def _prime(self) -> None:
         """Fill up those that have less than their share of work: the new ones."""
@@ -250,13 +227,15 @@ class ResizableIterator(_MultiProcessingDataLoaderIter):
         self._worker_queue_idx_cycle = itertools.chain(free, in_turn)  # type: ignore[assignment]
         for _ in range(factor * active - len(self._task_info)):
             self._try_put_index()
-        self._worker_queue_idx_cycle = in_turn
+        if self._num_workers == active:
+            self._worker_queue_idx_cycle = in_turn
 
-    def _without_us(self, trace: TracebackType | None) -> TracebackType | None:
-        """A traceback without the frames that hold this iterator, which would then hold itself."""
-        while trace is not None and trace.tb_frame.f_locals.get("self") is self:
-            trace = trace.tb_next
-        return trace
+    # -- work is given out
+
+    @property
+    def _handed_out(self) -> int:
+        """Batches that the consumer has; in whatever order they come."""
+        return self._send_idx - len(self._task_info)
 
     def _would_end_too_early(self) -> bool:
         """Whether the next index is the one after the sampler's last, and more workers only ask for it sooner.
@@ -264,12 +243,52 @@ class ResizableIterator(_MultiProcessingDataLoaderIter):
         torch's samplers draw from their generator once more as they end. In an epoch that is left before its end they
         may do so only where they would have with the workers that it began with.
         """
-        if self._gpuopt_length is None or self._send_idx != self._gpuopt_length:
+        if self._gpuopt_at_end or self._gpuopt_length is None or self._send_idx != self._gpuopt_length:
             return False
-        return self._rcvd_idx + self._gpuopt_depth <= self._gpuopt_length
+        return self._handed_out + self._gpuopt_depth <= self._gpuopt_length
+
+    def _next_index(self) -> Any:
+        if not self._gpuopt_drawn:
+            self._draw()
+        return self._gpuopt_drawn[0]
+
+    def _draw(self) -> None:
+        try:
+            self._gpuopt_drawn.append(super()._next_index())  # type: ignore[no-untyped-call]
+        except StopIteration:
+            self._gpuopt_drawn_all = True
+            raise
+        except Exception as error:
+            if self._gpuopt_at_end or (self._gpuopt_depth and self._handed_out + self._gpuopt_depth > self._send_idx):
+                raise
+            # Training meets it where it would have with the workers that it began with.
+            self._sampler_iter = _Raises(error.with_traceback(self._without_us(error.__traceback__)))
+            self._gpuopt_length = self._send_idx
+            raise StopIteration from None
+
+    def _draw_as_far_as_before(self) -> None:
+        """With fewer workers the sampler is still asked as far ahead as with those that there were."""
+        while not self._gpuopt_drawn_all:
+            drawn = self._send_idx + len(self._gpuopt_drawn)
+            if drawn >= self._handed_out + self._gpuopt_depth:
+                return
+            with contextlib.suppress(StopIteration):
+                self._draw()
+
+    def _without_us(self, trace: TracebackType | None) -> TracebackType | None:
+        """A traceback without the frames that hold this iterator, which would then hold itself."""
+        while trace is not None and trace.tb_frame.f_locals.get("self") is self:
+            trace = trace.tb_next
+        return trace
 
     def _try_put_index(self) -> None:
-        if self._would_end_too_early():
+        if self._gpuopt_waits:
+            return
+        self._put_one()
+        self._draw_as_far_as_before()
+
+    def _put_one(self) -> None:
+        if not self._gpuopt_drawn and self._would_end_too_early():
             return
         active = self._num_workers
         leaving = len(self._workers) > active
@@ -277,46 +296,155 @@ class ResizableIterator(_MultiProcessingDataLoaderIter):
             self._end_drained()
         if len(self._task_info) >= self._prefetch_factor * active:
             return  # there were more workers, whose batches are still under way or wait here
-        status = self._workers_status
+        status, number = self._workers_status, self._send_idx
         if leaving:
-            # Without an order torch shares the work out among all that it counts here, and loses what it cannot place.
+            # Without an order torch shares the work out among all that it counts here.
             self._workers_status = status[:active] + [False] * (len(status) - active)
         try:
             super()._try_put_index()
-        except Exception as error:
-            if self._rcvd_idx + self._gpuopt_depth > self._send_idx:
-                raise
-            # The sampler's: training meets it where it would have with the workers that it began with.
-            self._sampler_iter = _Raises(error.with_traceback(self._without_us(error.__traceback__)))
-            self._gpuopt_length = self._send_idx
-        finally:
+        except Exception:
             self._workers_status = status
+            # An index that was drawn and found no worker is kept for the next time.
+            if not self._gpuopt_drawn or not self._drop_unused():
+                raise
+            self._put_one()
+            return
+        self._workers_status = status
+        if self._send_idx > number:
+            new = self._gpuopt_new.get(self._workers[self._task_info[number][0]]) if self._gpuopt_new else None
+            if new is not None:
+                new[1][number] = self._gpuopt_drawn[0]
+            self._gpuopt_drawn.popleft()
+
+    def _drop_unused(self) -> bool:
+        """Let go of new workers that could be given nothing: the system lets no thread start that feeds their queue.
+
+        Returns:
+            Whether there were some, and others are left.
+        """
+        unused = [worker for worker, (_, given) in self._gpuopt_new.items() if not given]
+        if not unused or len(unused) == len(self._workers):
+            return False
+        log.warning("%d new workers of the DataLoader could not be given work", len(unused))
+        for worker in unused:
+            self._give_up(worker)
+            worker.terminate()
+        return True
+
+    # -- batches come
+
+    def _next_data(self) -> Any:
+        if self._gpuopt_waits:
+            self._gpuopt_waits = False
+            for _ in range(self._prefetch_factor * self._num_workers):
+                self._try_put_index()
+        if not self._gpuopt_depth and not self._task_info and not self._shutdown:
+            self._gpuopt_at_end = True  # without workers the sampler is asked now
+            self._try_put_index()
+        return super()._next_data()  # type: ignore[no-untyped-call]
+
+    def _try_get_data(self, timeout: float = CHECK_EVERY_S) -> tuple[bool, Any]:
+        try:
+            success, data = super()._try_get_data(timeout)  # type: ignore[no-untyped-call]
+        except (ConnectionError, FileNotFoundError):
+            if not self.failed_to_grow:
+                raise
+            return False, None  # the second of two, whose maker has been ended
+        if not success:
+            self._look_after_new()
+        elif self._gpuopt_new or self._gpuopt_again:
+            number = data[0]
+            for worker, (_, given) in list(self._gpuopt_new.items()):
+                if number in given:
+                    del self._gpuopt_new[worker]
+            if self._gpuopt_again.get(number):
+                return False, None  # the second of two
+            if number in self._gpuopt_again:
+                self._gpuopt_again[number] = True
+        return success, data
+
+    def _look_after_new(self) -> None:
+        """Nothing has come for seconds: give the work of new workers that are stuck to others."""
+        busy = {self._workers[info[0]] for info in self._task_info.values() if len(info) == 1}
+        if not busy or not busy <= self._gpuopt_new.keys() or len(busy) == len(self._workers):
+            return
+        latest = time.monotonic() - _PATIENCE_S
+        orphans: dict[int, Any] = {}
+        for worker in [each for each in busy if self._gpuopt_new[each][0] <= latest]:
+            log.warning("worker %s gave no batch within %.0f s; others do its work", worker.pid, _PATIENCE_S)
+            orphans.update(self._gpuopt_new[worker][1])
+            self._give_up(worker)
+        for number, index in sorted(orphans.items()):
+            other = next(self._worker_queue_idx_cycle)
+            self._index_queues[other].put((number, index))
+            self._task_info[number] = (other,)
+            if hasattr(self, "_workers_num_tasks"):
+                self._workers_num_tasks[other] += 1
+            if self._workers[other] in self._gpuopt_new:
+                self._gpuopt_new[self._workers[other]][1][number] = index
+            self._gpuopt_again[number] = False
+
+    # -- workers go
+
+    def _give_up(self, worker: Any) -> None:
+        """Take a worker out of the lists, from wherever it is; what it was given has to go to another."""
+        number = self._workers.index(worker)
+        index_queue = self._index_queues.pop(number)
+        self._gpuopt_stuck.append((self._workers.pop(number), index_queue))
+        self.failed_to_grow = True
+        del self._workers_status[number]
+        if hasattr(self, "_workers_num_tasks"):
+            del self._workers_num_tasks[number]
+        self._gpuopt_new.pop(worker, None)
+        for task, (owner, *data) in self._task_info.items():
+            self._task_info[task] = (owner - (owner > number), *data)
+        self._set_active(self._num_workers - (number < self._num_workers))
+        self._follow(self._num_workers)
+        watch_pids(self)
 
     def _at_work(self) -> bool:
-        """Whether a worker that is being taken away has something that was not received yet."""
-        active = self._num_workers
-        return any(len(info) == 1 and info[0] >= active for info in self._task_info.values())
+        """Whether a worker that is being taken away, or is new, has something that was not received yet."""
+        active, new = self._num_workers, self._gpuopt_new
+        owners = {info[0] for info in self._task_info.values() if len(info) == 1}
+        return any(owner >= active or self._workers[owner] in new for owner in owners)
 
     def _end_drained(self) -> None:
         """Tell the workers that are being taken away to end, once nothing of theirs is missing."""
         active = self._num_workers
-        if len(self._workers) == active or self._at_work():
+        if len(self._workers) == active:
+            return
+        if any(len(info) == 1 and info[0] >= active for info in self._task_info.values()):
             return
         leaving = list(zip(self._workers[active:], self._index_queues[active:], strict=True))
         for each in (self._workers, self._index_queues, self._workers_status):
             del each[active:]
-        self._watch_pids()
+        watch_pids(self)
         self._gpuopt_ended = [ended for ended in self._gpuopt_ended if ended[0].is_alive()] + leaving
-        for _, index_queue in leaving:
+        for worker, index_queue in leaving:
+            self._gpuopt_new.pop(worker, None)
             index_queue.put(_End())
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        if first_iter:  # without workers the sampler is iterated once
+            sampler, self._index_sampler = self._index_sampler, _Same(self._sampler_iter)
+            try:
+                super()._reset(loader, first_iter)
+            finally:
+                self._index_sampler = sampler
+            self._measure()
+            return
         # An epoch that was left early has work under way. torch waits for its workers here, but not for these.
         while self._at_work():
             index, _ = self._get_data()  # type: ignore[no-untyped-call]
             self._tasks_outstanding -= 1
             self._task_info[index] += (None,)
         self._end_drained()
+        for worker in list(self._gpuopt_new):  # it had nothing to do, and may be stuck: torch would wait for it
+            self._give_up(worker)
+        self._join_ended()  # what they may still send would be taken for batches of the new epoch
+        self._gpuopt_drawn.clear()
+        self._gpuopt_drawn_all = False
+        self._gpuopt_again.clear()
         self._measure()
         super()._reset(loader, first_iter)
 
@@ -327,33 +455,38 @@ class ResizableIterator(_MultiProcessingDataLoaderIter):
             self._gpuopt_length = len(self._index_sampler)
 
     def _shutdown_workers(self) -> None:
-        was_shut_down = self._shutdown
+        was_shut_down = getattr(self, "_shutdown", True)
         try:
             super()._shutdown_workers()
         finally:
-            if self._shutdown and not was_shut_down:  # else Python itself is about to end, and ends them
+            if not was_shut_down and self._shutdown:  # else Python itself is about to end, and ends them
                 self._join_ended()
 
     def _join_ended(self) -> None:
-        while self._gpuopt_ended:
-            worker, index_queue = self._gpuopt_ended.pop()
-            worker.join(timeout=MP_STATUS_CHECK_INTERVAL)
+        for _, index_queue in self._gpuopt_stuck:
+            with contextlib.suppress(Exception):  # no thread may start that feeds the queue
+                index_queue.put(_End())  # should its worker only be slow
+        for worker, index_queue in (*self._gpuopt_stuck, *self._gpuopt_ended):
+            worker.join(timeout=_GRACE_S)
             if worker.is_alive():
-                worker.terminate()
-                worker.join(timeout=MP_STATUS_CHECK_INTERVAL)
+                worker.kill()
+                worker.join(timeout=CHECK_EVERY_S)
             index_queue.cancel_join_thread()
             index_queue.close()
+        self._gpuopt_ended.clear()
+        self._gpuopt_stuck = [(worker, queue) for worker, queue in self._gpuopt_stuck if worker.is_alive()]
 
     def __del__(self) -> None:
         self._shutdown_workers()
 
 
-def adopt(iterator: Any, loader: DataLoader[Any]) -> ResizableIterator:
+def adopt(iterator: Any, loader: DataLoader[Any], depth: int | None = None) -> ResizableIterator:
     """Make a running iterator resizable.
 
     Args:
         iterator: what ``iter(loader)`` gave.
         loader: its loader, over a map-style dataset.
+        depth: batches that the loader asks for ahead as the user has set it; None: as it is now.
 
     Returns:
         The same object.
@@ -369,42 +502,37 @@ def adopt(iterator: Any, loader: DataLoader[Any]) -> ResizableIterator:
     """
     if isinstance(iterator, ResizableIterator):
         return iterator
-    reason = _why_not(iterator)
+    reason = why_not_as_expected(iterator)
     if reason is not None:
         raise ResizeUnsupported(reason)
     iterator.__class__ = ResizableIterator
-    iterator._gpuopt_loader = weakref.ref(loader)
-    iterator._gpuopt_ended = []
-    iterator._gpuopt_depth = iterator._prefetch_factor * iterator._num_workers
     adopted: ResizableIterator = iterator
+    now = adopted._prefetch_factor * adopted._num_workers
+    adopted._gpuopt_begin(loader, depth or now, adopted._num_workers)
     adopted._measure()
+    try:
+        adopted._draw_as_far_as_before()
+    except Exception as error:  # the sampler's: whoever takes the next batch meets it
+        adopted._sampler_iter = _Raises(error.with_traceback(adopted._without_us(error.__traceback__)))
     return adopted
 
 
-def _why_not(iterator: Any) -> str | None:
-    """Why this iterator cannot be resized; None where it can."""
-    numbers = torch.__version__.split("+")[0].split(".")[:2]
-    if numbers[0] != "2" or not numbers[1].isdigit() or int(numbers[1]) < 4:
-        return f"torch {torch.__version__} is none of those that this was made for (2.4 and later 2.x)"
-    if _missing is not None:
-        return f"torch {torch.__version__} is not as expected: {_missing}"
-    if type(iterator) is not _MultiProcessingDataLoaderIter:
-        return f"{type(iterator).__name__} is not torch's own iterator over worker processes"
-    missing = [name for name in _PRESENT if not hasattr(iterator, name)]
-    missing += [name for name, kind in _ATTRIBUTES.items() if not isinstance(getattr(iterator, name, None), kind)]
-    if missing:
-        return f"in torch {torch.__version__} the iterator's {', '.join(missing)} is not as expected"
-    for name, parameters in _METHODS.items():
-        with contextlib.suppress(TypeError, ValueError):
-            if list(signature(getattr(type(iterator), name, None)).parameters) == parameters:  # type: ignore[arg-type]
-                continue
-        return f"in torch {torch.__version__} the iterator's {name} is not as expected"
-    if list(signature(_worker_loop).parameters) != _WORKER_LOOP:
-        return f"in torch {torch.__version__} a worker is started in another way than expected"
-    if iterator._dataset_kind != _DatasetKind.Map or isinstance(iterator._dataset, _MAP_PIPES):
-        return "the dataset shares its samples out among the workers itself"
-    running = iterator._num_workers
-    beside = (iterator._workers, iterator._index_queues, iterator._workers_status)
-    if any(len(each) != running for each in beside):
-        return f"in torch {torch.__version__} the iterator's lists of workers are not as expected"
-    return None
+def first_workers(loader: DataLoader[Any]) -> ResizableIterator:
+    """An iterator with workers for a loader that had none until now, in place of the one that it would have made.
+
+    What the loader draws from random states, and when, is as without workers: nothing is asked of the sampler until the
+    first batch is asked for.
+
+    Args:
+        loader: over a map-style dataset; its ``num_workers`` and ``prefetch_factor`` say what is wanted now.
+
+    Raises:
+        ResizeUnsupported: this torch is not as expected.
+    """
+    reason = why_torch_is_not_as_expected()
+    if reason is not None:
+        raise ResizeUnsupported(reason)
+    iterator = ResizableIterator.__new__(ResizableIterator)
+    iterator._gpuopt_begin(loader, 0, loader.num_workers)
+    WorkersIterator.__init__(iterator, loader)
+    return iterator

@@ -1,7 +1,7 @@
 """A loader that runs, under the policy of :mod:`~lightning_gpuopt.tuning.live`: its fetches timed, its workers changed.
 
-The iterators that a loader hands out stay the same objects, with a ``__next__`` of ours around their own. While there
-is nothing to look at, that is a counter that goes down.
+The iterator that the consumer fetches from stays the same object, with a ``__next__`` of ours around its own. While
+there is nothing to look at, that is a counter that goes down.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
@@ -19,12 +20,35 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt.timeline.queues import batches_there, in_the_making, lies_ready
+from lightning_gpuopt._torch_loader import (
+    batches_there,
+    end_persistent,
+    in_the_making,
+    is_like,
+    is_plain,
+    lies_ready,
+    persistent_iterator,
+    running_workers,
+    set_prefetch,
+    shut_down,
+    workers_of,
+)
+from lightning_gpuopt.prefetch.randomness import RandomStates
+from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
-from lightning_gpuopt.tuning.caps import Cap, Room, room, worker_cap, worker_memory
+from lightning_gpuopt.tuning.caps import (
+    FILES_OF_A_WORKER,
+    THREADS_OF_A_WORKER,
+    Cap,
+    files_of,
+    files_wanted,
+    room,
+    worker_cap,
+    worker_memory,
+)
 from lightning_gpuopt.tuning.live import LivePolicy, Seen
-from lightning_gpuopt.tuning.model import receive_cost, taking
-from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt
+from lightning_gpuopt.tuning.model import most_workers, receive_cost, taking
+from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt, first_workers
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +59,9 @@ _USUAL: Final = 0.75
 """Pauses in a quarter of the steps are none: they belong to training's pace, as where gradients accumulate."""
 
 _NEVER: Final = 1 << 60
+
+_FITS_FOR_S: Final = 5.0
+"""Seconds from one look at the room for the workers to the next."""
 
 
 class FetchMeter:
@@ -78,11 +105,11 @@ class FetchMeter:
         self._ready: list[float] = []
         self._busy: list[int] = []
         self._cpu_began: tuple[float | None, float] | None = None
-        self._bytes = 0.0
+        self._bytes, self._tensors = 0.0, 0
 
     def fetch(self, iterator: Any, take: Callable[[], Any]) -> Any:
         """Take a batch, and note how long that took."""
-        workers = getattr(iterator, "_workers", ())
+        workers = workers_of(iterator)
         if self._cpu_began is None:
             self._cpu_began = _cpu_s(workers), time.process_time()
         ready, busy = lies_ready(iterator), in_the_making(iterator)
@@ -91,7 +118,7 @@ class FetchMeter:
         ended = self._clock()
         last, self._last = self._last, ended
         if last is None:
-            self._bytes = float(nbytes_of(batch))
+            self._bytes, self._tensors = float(nbytes_of(batch)), files_of(batch)
             self._cpu_began = _cpu_s(workers), time.process_time()
             return batch
         self._waits.append(ended - began)
@@ -120,7 +147,8 @@ class FetchMeter:
         worker_cpu_s = None if cpu_before is None or cpu_after is None else max(cpu_after - cpu_before, 0.0) / steps
         consumer_cpu_s = process_s / steps
         busy = fmean(self._busy) if self._busy else None
-        return Seen(own_s + fmean(self._waits), wait_s, busy, worker_cpu_s, consumer_cpu_s, self._bytes)
+        step_s = own_s + fmean(self._waits)
+        return Seen(step_s, wait_s, busy, worker_cpu_s, consumer_cpu_s, self._bytes, self._tensors)
 
 
 class _Timed:
@@ -141,46 +169,21 @@ def _timed(kind: type) -> type:
     return type(f"Timed{kind.__name__}", (_Timed, kind), {})
 
 
-class _Arrival(FetchMeter):
-    """The meter of a new iterator: at its first fetch it is clear who the consumer is.
-
-    Args:
-        running: whose iterator it is, if the consumer is the one that is looked at.
-    """
-
-    def __init__(self, running: RunningLoader) -> None:
-        super().__init__(0, 1)
-        self._running = running
-
-    def fetch(self, iterator: Any, take: Callable[[], Any]) -> Any:
-        """Take a batch, with the meter that is to stay."""
-        try:
-            meter = self._running.arrive(iterator)
-        except Exception:  # training gets its batch all the same
-            log.debug("an iterator could not be taken in", exc_info=True)
-            meter = FetchMeter(_NEVER, 1)
-        iterator._gpuopt_meter = meter
-        if meter.asleep > 0:
-            meter.asleep -= 1
-            return take()
-        return meter.fetch(iterator, take)
-
-
 class RunningLoader:
-    """A DataLoader over a map-style dataset, whose workers follow what its consumer needs.
+    """A DataLoader whose workers follow what its consumer needs.
 
     Args:
         loader: the loader, before it is iterated.
         policy: decides.
         max_num_workers: never more than so many; None: as :func:`~lightning_gpuopt.tuning.caps.worker_cap` has it.
         local_world_size: ranks on this node.
-        depth: batches that the loader asks for ahead as the user has set it; None: as it is now.
-        consumes: whether a new iterator is the consumer's own; somebody else may iterate the loader, too. It is given
-            that iterator, and the one that the consumer has now.
+        depth: batches that the loader asks for ahead as the user has set it; 0: it has no workers.
+        clock: seconds.
 
     Attributes:
         frozen: whether nothing is looked at any more.
         problem: why the running iterator cannot be changed; None where it can.
+        unknown: what the consumer fetches from, where that cannot be timed; None where it can.
     """
 
     def __init__(
@@ -190,61 +193,69 @@ class RunningLoader:
         max_num_workers: int | None = None,
         local_world_size: int = 1,
         depth: int | None = None,
-        consumes: Callable[[Any, Any], bool] = lambda iterator, now: True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loader = loader
         self.policy = policy
         self.meter = FetchMeter(policy.skip, policy.window)
         self.problem: str | None = None
+        self.unknown: str | None = None
         self.frozen = False
         self._max_num_workers = max_num_workers
         self._local_world_size = local_world_size
-        self._consumes = consumes
         # Only the consumer keeps an iterator: its workers end when that lets go of it.
         self._current: weakref.ref[Any] | None = None
-        self._new: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._pending = False
+        self._waits_for_next = False
         self._base_seed: int | None = None
         self._depth = depth_of(loader) if depth is None else depth
+        self._clock = clock
+        self._fits_until = clock() + _FITS_FOR_S
+        self._batch = (0.0, 0)
+        self._grow_at_epochs = False
 
     @property
     def _iterator(self) -> Any:
-        """What the consumer fetches from; None before its first fetch, and when it has let go of it."""
+        """What the consumer fetches from; None before its first step, and when it has let go of it."""
         return None if self._current is None else self._current()
 
     def new_iterator(self, create: Callable[[], Any]) -> Any:
-        """In place of the loader's ``_get_iterator``: its own iterator, timed and if possible resizable.
+        """In place of the loader's ``_get_iterator``.
 
         Args:
             create: the loader's own ``_get_iterator``.
         """
+        if self.loader.num_workers <= usable_cpus():
+            return self._create(create)
+        # What is measured is no reason to warn of more workers than CPUs. Only then: each change of the filters has
+        # Python show once more what it has shown once.
         with warnings.catch_warnings():
-            if self.loader.num_workers > 1:  # measured: no reason to warn of more workers than CPUs
-                warnings.filterwarnings("ignore", message="This DataLoader will create")
-            iterator = create() if self._base_seed is None else self._create_as_if_persistent(create)
-        self._watch(iterator)
-        return iterator
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            return self._create(create)
 
-    def arrive(self, iterator: Any) -> FetchMeter:
-        """A new iterator is asked for its first batch.
+    def _create(self, create: Callable[[], Any]) -> Any:
+        if self._base_seed is not None:
+            return self._create_as_if_persistent(create)
+        if not self._depth and self.loader.num_workers and is_plain(self.loader):
+            return self._create_first(create)
+        return create()
 
-        Returns:
-            Its meter from now on.
-        """
-        self._new.discard(iterator)
-        if not self._consumes(iterator, self._iterator):
-            return FetchMeter(_NEVER, 1)
-        self._current = weakref.ref(iterator)
-        # A choice may have been restored since it was made.
-        differs = getattr(iterator, "_num_workers", self.loader.num_workers) != self.loader.num_workers
-        if differs and isinstance(iterator, ResizableIterator):
-            iterator.resize(self.loader.num_workers)
-            differs = False
-        if differs != self._pending:
-            self._pending = differs
-            self.look()
-        self.epoch_begins()
-        return self.meter
+    def _create_first(self, create: Callable[[], Any]) -> Any:
+        """An iterator with workers for a loader that had none, which goes on without where none can be started."""
+        states, generator = RandomStates(), self.loader.generator
+        state = None if generator is None else generator.get_state()
+        try:
+            return first_workers(self.loader)
+        except ResizeUnsupported:
+            return create()
+        except Exception:  # no more processes, memory or files
+            log.warning("no worker of the DataLoader could be started", exc_info=True)
+            states.restore()
+            if generator is not None and state is not None:
+                generator.set_state(state)
+            self.loader.num_workers, self.loader.prefetch_factor = 0, None
+            self.policy.set(0, settle=True)
+            self.freeze()
+            return create()
 
     def _create_as_if_persistent(self, create: Callable[[], Any]) -> Any:
         """A new iterator draws its base seed, which one that went on would not have done: not from the user's state."""
@@ -256,36 +267,63 @@ class RunningLoader:
         finally:
             self.loader.generator, self._base_seed = generator, None
 
+    def follow(self, iterator: Any) -> None:
+        """See to it that this is the iterator that is timed, and if possible resized.
+
+        Args:
+            iterator: what the consumer has just fetched a batch from.
+        """
+        if self._iterator is iterator:
+            return
+        self._current = weakref.ref(iterator)
+        self.problem = None
+        try:
+            if (reason := self._why_not_live()) is not None:
+                raise ResizeUnsupported(reason)
+            adopted = adopt(iterator, self.loader, self._depth)
+            if adopted._num_workers != self.loader.num_workers:  # a choice was restored since it was made
+                adopted.resize(self.loader.num_workers)
+        except ResizeUnsupported as unsupported:
+            self.problem = str(unsupported)
+        kind: Any = type(iterator)
+        try:
+            iterator._gpuopt_meter = self.meter
+            if not issubclass(kind, _Timed):
+                iterator.__class__ = _timed(kind)
+        except (AttributeError, TypeError):  # such as a generator: its loader has an __iter__ of its own
+            self.unknown = kind.__name__
+            return
+        waited, self._waits_for_next = self._waits_for_next, False
+        if running_workers(self.loader, iterator) != self.loader.num_workers:
+            self._waits_for_next = True
+        if waited != self._waits_for_next:
+            self.look()
+        self.meter.epoch_begins(max(self.policy.num_workers, 1))
+
+    def gives_up_growing(self) -> bool:
+        """Whether a worker that was started in mid-epoch has turned out not to work; says so once."""
+        iterator = self._iterator
+        if not isinstance(iterator, ResizableIterator) or not iterator.failed_to_grow or self._grow_at_epochs:
+            return False
+        self._grow_at_epochs = True
+        self.problem = self._why_not_live()
+        self.policy.set(self.loader.num_workers)
+        self.look()
+        return True
+
     def take_over(self, old: RunningLoader) -> None:
         """Go on where the loader that this one replaces has stopped."""
         assign(self.loader, old.loader.num_workers)
-        self.meter, self.frozen, self._pending, self._depth = old.meter, old.frozen, old._pending, old._depth
+        self.meter, self.frozen, self._depth = old.meter, old.frozen, old._depth
+        self._waits_for_next, self._batch = old._waits_for_next, old._batch
+        self._grow_at_epochs = old._grow_at_epochs
         if self.meter.seen is not None:  # and not acted on: it was not in training that the old one was iterated last
             self.look()
 
-    def epoch_begins(self) -> None:
-        """The next fetches are the first of an epoch."""
-        self.meter.epoch_begins(max(self.policy.num_workers, 1))
-
-    def _watch(self, iterator: Any) -> None:
-        self.problem = None
-        try:
-            try:
-                if (reason := self._why_not_live()) is not None:
-                    raise ResizeUnsupported(reason)
-                adopt(iterator, self.loader)._gpuopt_depth = self._depth
-            except ResizeUnsupported as unsupported:
-                self.problem = str(unsupported)
-            self._new.add(iterator)
-            iterator._gpuopt_meter = _Arrival(self)
-            kind: type = type(iterator)
-            iterator.__class__ = _timed(kind)
-        except Exception as error:  # such as a class whose objects cannot take another
-            log.debug("an iterator could not be watched", exc_info=True)
-            self.problem = str(error)
-
     def _why_not_live(self) -> str | None:
         """Why workers should not be started in the running epoch; None where they may."""
+        if self._grow_at_epochs:
+            return "one that was started in mid-epoch never gave a batch"
         context: Any = self.loader.multiprocessing_context or torch.multiprocessing.get_context()
         if context.get_start_method() != "fork":
             return f"workers started by {context.get_start_method()!r} take seconds, and training would wait for them"
@@ -298,7 +336,8 @@ class RunningLoader:
         seen = self.meter.seen
         if seen is None:
             return None
-        wanted = self.policy.decide(seen, self.cap(seen.batch_bytes))
+        self._batch = seen.batch_bytes, seen.batch_tensors
+        wanted = self.policy.decide(seen, self.cap())
         self.look()
         return wanted
 
@@ -309,32 +348,56 @@ class RunningLoader:
 
     def look(self) -> None:
         """Look as the policy would; at nothing while a change waits for the next epoch."""
-        if self._pending:
+        if self._waits_for_next:
             self.meter.sleep()
         elif not self.frozen:
             self.meter.begin(self.policy.skip, self.policy.window)
 
-    def cap(self, batch_bytes: float) -> Cap:
-        """The most workers that fit here now, those that run counted in."""
+    def no_longer_fits(self) -> Cap | None:
+        """Every few seconds: whether there is not room any more for all workers; the most that fit, else None.
+
+        Workers that were forked grow as they write to what they share with their parent, be it only to count its
+        references; others on the machine come and go.
+        """
+        now = self._clock()
+        if now < self._fits_until:
+            return None
+        self._fits_until = now + _FITS_FOR_S
+        cap = self.cap(keep=True)
+        return cap if cap.num_workers < self.loader.num_workers else None
+
+    def cap(self, *, keep: bool = False) -> Cap:
+        """The most workers that fit here now, those that run counted in.
+
+        Args:
+            keep: how many may stay, which is more than may be started.
+        """
         running = self._iterator
-        workers = running._workers if isinstance(running, ResizableIterator) else []
+        workers = workers_of(running)
         factor = int(self.loader.prefetch_factor or 2)
-        one = worker_memory(workers[0].pid or 0) if workers else None
-        running_here = len(workers) * self._local_world_size
-        batches = int((batches_there(running) or 0) * batch_bytes) * self._local_world_size
-        free = room()
-        memory, shared = free.memory_bytes, free.shared_memory_bytes
+        batch_bytes, tensors = self._batch
+        # the first has run for longest, the last is what another would be like
+        sizes = [worker_memory(each.pid or 0) for each in {*workers[:1], *workers[-1:]}]
+        one = max((size for size in sizes if size is not None), default=None)
+        here = len(workers) * self._local_world_size
+        lying = int((batches_there(running) or 0) * batch_bytes) * self._local_world_size
+        most = self._max_num_workers or most_workers(usable_cpus())
+        free = room(files_wanted(most, factor, tensors))
         return worker_cap(
-            Room(
-                free.cpus,
-                None if memory is None else memory + running_here * (one or 0) + batches,
-                None if shared is None else shared + batches,
+            replace(
+                free,
+                memory_bytes=None if free.memory_bytes is None else free.memory_bytes + here * (one or 0) + lying,
+                shared_memory_bytes=None if free.shared_memory_bytes is None else free.shared_memory_bytes + lying,
+                processes=None if free.processes is None else free.processes + here * THREADS_OF_A_WORKER,
+                files=None if free.files is None else free.files + len(workers) * FILES_OF_A_WORKER,
             ),
             max_num_workers=self._max_num_workers,
             local_world_size=self._local_world_size,
             worker_bytes=one,
             batch_bytes=batch_bytes or None,
+            batch_tensors=tensors,
             prefetch_factor=factor,
+            keep=keep,
         )
 
     def apply(self, num_workers: int) -> int:
@@ -344,11 +407,13 @@ class RunningLoader:
             The number that runs, or will run.
         """
         iterator = self._iterator
-        if isinstance(iterator, ResizableIterator):
+        fewer = iterator is not None and num_workers < running_workers(self.loader, iterator)
+        if isinstance(iterator, ResizableIterator) and (fewer or self.problem is None):
             num_workers = iterator.resize(num_workers)
+            self._waits_for_next = running_workers(self.loader, iterator) != num_workers
         elif num_workers != self.loader.num_workers:
             assign(self.loader, num_workers)
-            self._pending = iterator is not None
+            self._waits_for_next = iterator is not None
         if num_workers != self.policy.num_workers:
             self.policy.set(num_workers)
         self.look()
@@ -356,22 +421,24 @@ class RunningLoader:
 
     def before_epoch(self) -> None:
         """Persistent workers of another number than the loader should have must go before it is iterated again."""
-        iterator: Any = getattr(self.loader, "_iterator", None)
-        if not hasattr(iterator, "_shutdown_workers") or iterator in self._new:  # the loop is about to fetch from it
+        self.meter.epoch_begins(max(self.policy.num_workers, 1))
+        iterator: Any = persistent_iterator(self.loader)
+        if iterator is None or iterator is not self._iterator:  # the loop is about to fetch from it
             return
-        ahead = self.loader.prefetch_factor or iterator._prefetch_factor
-        if isinstance(iterator, ResizableIterator):
-            iterator._prefetch_factor = ahead
-        if (iterator._num_workers, iterator._prefetch_factor) != (self.loader.num_workers, ahead):
-            iterator._shutdown_workers()
-            self._base_seed = int(iterator._base_seed)
-            self.loader._iterator = None
+        resizable = isinstance(iterator, ResizableIterator)
+        if resizable:
+            set_prefetch(iterator, self.loader.prefetch_factor)
+        if not is_like(iterator, self.loader) or (resizable and iterator.failed_to_grow):
+            self._base_seed = end_persistent(self.loader)
 
-    def shut_down(self) -> None:
-        """End the workers at once: training has failed, and what it failed with may keep the iterator alive."""
-        for iterator in (self._iterator, *self._new):
-            if hasattr(iterator, "_shutdown_workers"):
-                iterator._shutdown_workers()
+    def end(self, running: Sequence[Any] = ()) -> None:
+        """End the workers at once: training has failed, and what it failed with may keep the iterator alive.
+
+        Args:
+            running: what the consumer fetches from now.
+        """
+        for iterator in (self._iterator, persistent_iterator(self.loader), *running):
+            shut_down(iterator)
 
 
 def depth_of(loader: DataLoader[Any]) -> int:

@@ -2,7 +2,8 @@
 
 One worker first. What its batches cost says, by the model, how many are needed; that is tried. Then more, where they
 may gain, or fewer, where as many batches could come from them, until neither is worth a trial. At last those again that
-may have been disturbed, where that could change the choice.
+may have been disturbed, where that could change the choice. ``benchmarks/workers_rules.py`` says what each of these
+gains, on cases that none was fitted to.
 """
 
 from __future__ import annotations
@@ -30,15 +31,6 @@ _OWN: Final = 0.5
 
 UNEVEN: Final = 0.25
 """Variance of a batch's time over the square of its mean: from here on, single slow batches hold up the others."""
-
-_IDLE: Final = 0.3
-"""Workers that are busy for less than this are not what is waited for, however uneven their batches."""
-
-_LITTLE_WAIT: Final = 1.5
-"""A wait that is longer than so many times what the consumer does itself is no cost of taking a batch."""
-
-_LINEAR: Final = 0.8
-"""Below this share of what as many workers would give that did not disturb one another, they do."""
 
 _TOO_MANY: Final = 1.4
 """So many times the number that could do are worth a trial of fewer."""
@@ -146,10 +138,8 @@ class Search:
 
     def _untried(self, cap: Cap) -> int | None:
         """A number that may be better than those that were tried."""
-        top = max(self._within(cap), key=_count)
-        linear = self._is_linear(top)
-        order = (self._more, self._fewer, self._between) if linear else (self._fewer, self._more, self._between)
-        return next((count for ask in order if (count := ask(cap)) is not None), None)
+        more = self._more(cap)
+        return self._fewer(cap) if more is None else more
 
     def _second(self, most: int) -> int | None:
         first = self.seen[0]
@@ -164,9 +154,7 @@ class Search:
         top, count = max(within, key=_count), max(map(_count, within))
         if _count(self._enough(within)) != count or count >= cap.num_workers:
             return None
-        if self._is_fed(top) and _own(top) >= _OWN:
-            return None
-        if self._is_at_its_limit(top):
+        if self._is_fed(top) or self._is_at_its_limit(top):
             return None
         missing = 1.1 / max(top.consumer_s * _rate(top), 1e-9)
         return min(cap.num_workers, max(count + 1, math.ceil(count * min(max(missing, 1.25), 2.0))))
@@ -181,60 +169,30 @@ class Search:
             return None
         return math.isqrt(least * count)
 
-    def _between(self, cap: Cap) -> int | None:
-        """Where all workers of the chosen number were of use, and far more were hardly better: a number between."""
-        within = self._within(cap)
-        enough = self._enough(within)
-        number = _count(enough)
-        following = min((_count(each) for each in within if _count(each) > number), default=number)
-        if following < _TOO_MANY * number or following == number + 1:
-            return None
-        if not self._is_linear(enough) or self._is_fed(enough) or self._is_at_its_limit(enough):
-            return None
-        return max(math.isqrt(number * following), number + 1)
-
     def _again(self, cap: Cap) -> int | None:
-        """What may have been disturbed, where that could change the choice: fewest trials first, the best of those.
+        """A rival of the chosen number that may have been disturbed: the one with the fewest trials, the best of those.
 
-        First the rivals of the chosen number; then that itself, where it is a close thing.
+        Smaller numbers that could give as many batches by the time that a batch takes a worker; of the larger ones the
+        best.
         """
         within = self._within(cap)
         enough = self._enough(within)
-        as_good = self._as_good * _rate(enough)
-        smaller, larger = self._others(within, enough)
-        rivals = smaller if any(map(self._is_sure, larger)) else [*smaller, *larger[:1]]
-        doubtful = [each for each in rivals if _rate(each) >= _DISTURBED * as_good and not self._is_sure(each)]
-        close = any(_rate(each) >= (1 - _SCATTER) * as_good for each in (*smaller, *larger))
-        if not doubtful and (close or self._differ(enough)) and not self._is_sure(enough):
-            doubtful = [enough]
+        as_good, number = self._as_good * _rate(enough), _count(enough)
+        least = self._least(enough)
+        smaller = [each for each in within if least <= _count(each) < number]
+        larger = sorted((each for each in within if _count(each) > number), key=_rate, reverse=True)
+        doubtful = [
+            each
+            for each in [*smaller, *larger[:1]]
+            if _rate(each) >= _DISTURBED * as_good and not self._is_sure(_count(each))
+        ]
         first = min(doubtful, key=lambda each: (len(self._trials(_count(each))), -_rate(each)), default=None)
         return None if first is None else _count(first)
 
-    def _others(self, within: Sequence[Measured], enough: Measured) -> tuple[list[Measured], list[Measured]]:
-        """What may be the better choice, had its trial been disturbed, or that of the chosen number been lucky.
-
-        Returns:
-            Smaller numbers that could give as many batches by the time that a batch takes a worker; where the consumer
-            gets all that it can take, only far smaller ones matter. And larger ones, the best first, unless more cannot
-            help.
-        """
-        least, number, fed = self._least(enough), _count(enough), self._is_fed(enough)
-        smaller = [each for each in within if least <= _count(each) < number]
-        if fed:
-            return [each for each in smaller if number >= _TOO_MANY * _count(each)], []
-        if self._is_at_its_limit(enough, 1 - self._tolerance):
-            return smaller, []
-        return smaller, sorted((each for each in within if _count(each) > number), key=_rate, reverse=True)
-
-    def _is_sure(self, measured: Measured) -> bool:
+    def _is_sure(self, count: int) -> bool:
         """Whether two trials of this number agree; after three it is as sure as it gets."""
-        tried = len(self._trials(_count(measured)))
-        return tried > 2 or (tried == 2 and not self._differ(measured))
-
-    def _differ(self, measured: Measured) -> bool:
-        """Whether the trials of this number do not all agree."""
-        trials = self._trials(_count(measured))
-        return len(_agreeing(trials)) < len(trials)
+        trials = self._trials(count)
+        return len(trials) > 2 or (len(trials) == 2 and len(_agreeing(trials)) == 2)
 
     def _trials(self, count: int) -> list[Measured]:
         return [each for each in self.seen if _count(each) == count]
@@ -257,29 +215,18 @@ class Search:
         """A batch takes a worker so long that fewer than these cannot give as many."""
         return math.ceil((1 - self._tolerance) * _rate(enough) * self._least_service_s())
 
-    def _is_linear(self, measured: Measured) -> bool:
-        """Whether each of its workers gives about as much as one alone."""
-        return _rate(measured) * self._least_service_s() >= _LINEAR * _count(measured)
-
     def _least_service_s(self) -> float:
         return min(each.service_s for each in self.seen)
 
     def _is_fed(self, measured: Measured) -> bool:
-        """Whether the consumer gets all the batches that it can take.
-
-        By its own time; or because the workers, none of which is late, have to wait for it.
-        """
+        """Whether the consumer gets all the batches that it can take, by its own time."""
         if _count(measured) == 1 and _own(measured) < _OWN:  # it and its consumer wait for one another
             return False
-        if _rate(measured) * measured.consumer_s >= self._as_good:
-            return True
-        busy = _busy(measured)
-        waits = measured.trial.data_wait_s > _LITTLE_WAIT * measured.consumer_s
-        return busy < (_BUSY if measured.unevenness < UNEVEN else _IDLE) and not waits
+        return _rate(measured) * measured.consumer_s >= self._as_good
 
-    def _is_at_its_limit(self, measured: Measured, busy: float = _BUSY) -> bool:
-        """Whether more workers than these could not get any more done; ``busy``: what counts as all of one thread."""
-        return _is_busy(measured, busy) or self._cpu_share(measured) >= _ALL_BUSY
+    def _is_at_its_limit(self, measured: Measured) -> bool:
+        """Whether more workers than these could not get any more done."""
+        return _is_busy(measured) or self._cpu_share(measured) >= _ALL_BUSY
 
     def _more_would_idle(self, chosen: Measured, cap: Cap) -> bool:
         """Whether more workers than these were seen to have less to do."""
@@ -325,6 +272,6 @@ def _busy(measured: Measured) -> float:
     return measured.trial.batches_per_s * measured.service_s / _count(measured)
 
 
-def _is_busy(measured: Measured, busy: float = _BUSY) -> bool:
+def _is_busy(measured: Measured) -> bool:
     """Whether taking the batches keeps this process busy all the time."""
-    return measured.consumer_cpu_s * measured.trial.batches_per_s >= busy
+    return measured.consumer_cpu_s * measured.trial.batches_per_s >= _BUSY

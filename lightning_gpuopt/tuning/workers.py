@@ -10,8 +10,9 @@ LimitedBy = Literal["consumer", "cpu", "memory", "shared_memory", "max_num_worke
 
 - ``consumer``: the loader is as fast as what takes its batches; also where taking one from a worker is what costs.
 - ``cpu``: more workers gain nothing: the CPUs, or whatever else the workers share (a disk, a lock), are all in use.
-- ``memory``, ``shared_memory``: another worker, or its batches in ``/dev/shm``, would not fit.
-- ``max_num_workers``: so many were allowed, by the argument or its default.
+- ``memory``: another worker would not fit.
+- ``shared_memory``: its batches would not fit into ``/dev/shm``, or their tensors are more files than may be open.
+- ``max_num_workers``: so many were allowed, by the argument or its default, or by the container's limit of processes.
 - ``time``: the budget was gone before the choice could be verified.
 """
 
@@ -43,6 +44,7 @@ class Measured:
         consumer_cpu_s: CPU time of this process.
         unevenness: variance of a worker's time over the square of the mean.
         batch_bytes: bytes of the tensors and arrays in a batch; None where none was counted.
+        batch_tensors: files that a batch keeps open, one for each tensor.
         worker_bytes: memory of the largest worker; None where it could not be read.
         startup_s: from the start of the workers to the first batch of each.
         startup_cpu_s: CPU time that each worker took for it.
@@ -55,6 +57,7 @@ class Measured:
     consumer_cpu_s: float
     unevenness: float = 0.0
     batch_bytes: float | None = None
+    batch_tensors: int = 0
     worker_bytes: int | None = None
     startup_s: float = 0.0
     startup_cpu_s: float = 0.0

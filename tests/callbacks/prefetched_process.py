@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_gpuopt import CudaPrefetcher
 from tests.callbacks.prefetch_setups import Counted, samples, stored
+from tests.helpers import ends_new_workers
 
 KINDS = ("stateful-0", "stateful-2", "stateful-unsized", "lmdb-0", "lmdb-2")
 EPOCHS = 3
@@ -62,7 +63,8 @@ def train(kind: str, folder: Path, *callbacks: Callback, resume: Path | None = N
         callbacks=list(callbacks),
         default_root_dir=folder,
     )
-    trainer.fit(model, **data_of(kind, folder), ckpt_path=resume)
+    with ends_new_workers():
+        trainer.fit(model, **data_of(kind, folder), ckpt_path=resume)
     return [each.detach().clone() for each in model.parameters()]
 
 

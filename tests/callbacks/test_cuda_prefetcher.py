@@ -81,8 +81,16 @@ def run(name: str, folder: Path, where: str, prefetcher: CudaPrefetcher | None) 
     }
 
 
-RUNS = [(name, where) for name in SETUPS for where in ("cpu", "gpu")]
-RUNS.remove(("sparse", "gpu"))  # the simulated GPU has no sparse tensors
+ONLY_ON_CPU = "sparse"
+"""The simulated GPU has no sparse tensors."""
+
+RUNS = [
+    *[pytest.param(name, "gpu", id=f"{name}-gpu") for name in SETUPS if name != ONLY_ON_CPU],
+    *[
+        pytest.param(name, "cpu", id=f"{name}-cpu", marks=() if name in ("plain", ONLY_ON_CPU) else pytest.mark.matrix)
+        for name in SETUPS
+    ],
+]
 
 
 @pytest.mark.parametrize(("name", "where"), RUNS)

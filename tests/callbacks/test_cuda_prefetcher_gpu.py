@@ -7,6 +7,8 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,11 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpuopt import CudaPrefetcher, StallDetector, StallReport
+from lightning_gpuopt._lightning import train_iterators
+from lightning_gpuopt._torch_loader import in_the_making
 from tests.gpu_simulator import Activity, SimulatedGpu, SimulatedModule, Step, Work, simulated_gpu
+from tests.helpers import wait_for
+from tests.simulated_time import SimulatedTime
 
 STEPS = 30
 COPY_S = 0.01
@@ -25,9 +31,20 @@ STEP = Step(Work(0.01), Work(0.02))
 
 
 @pytest.fixture
-def gpu() -> Iterator[SimulatedGpu]:
-    with simulated_gpu(bandwidth=BATCH_BYTES / COPY_S, pageable_bandwidth=BATCH_BYTES / COPY_S) as device:
+def gpu(simulated_time: SimulatedTime) -> Iterator[SimulatedGpu]:
+    with made_gpu(simulated_time) as device:
         yield device
+
+
+@pytest.fixture
+def real_gpu() -> Iterator[SimulatedGpu]:
+    """For loaders whose workers take their time, which is real."""
+    with made_gpu() as device:
+        yield device
+
+
+def made_gpu(clock: SimulatedTime | None = None) -> AbstractContextManager[SimulatedGpu]:
+    return simulated_gpu(clock, bandwidth=BATCH_BYTES / COPY_S, pageable_bandwidth=BATCH_BYTES / COPY_S)
 
 
 class Model(SimulatedModule):
@@ -46,6 +63,8 @@ class Model(SimulatedModule):
         return batch
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if isinstance(self.gpu.clock, SimulatedTime):  # in which workers take no time: the next batch is there
+            wait_for(lambda: not any(in_the_making(each) for each in train_iterators(self.trainer)))
         self.addresses.append(batch[0].data_ptr())
         number = len(self.addresses) - 1
         self.gpu.launch(self.step.forward.gpu_s, name=f"step {number}")
@@ -106,6 +125,9 @@ class TestTheCopy:
         fit(gpu, model, prefetcher)
         assert prefetcher.stats["staged"] == len(copies(gpu)) == STEPS
         assert exposed_share(gpu, model) < 0.05
+        # no step is late for the copy of the next one's batch
+        idle_s = gpu.ledger.idle_s(kernels(gpu, 2)[0].start_s, kernels(gpu, STEPS - 1)[-1].end_s)
+        assert idle_s < 0.05 * STEPS * COPY_S
 
     def test_is_all_exposed_without_it(self, gpu: SimulatedGpu) -> None:
         model = Model(gpu, pin_memory=True)
@@ -159,27 +181,27 @@ class TestTheCopy:
         assert model.addresses.count(model.addresses[3]) == 2  # batches 1 and 3, and none after that
         assert len({each.address for each in copies(gpu)}) == 3
 
-    def test_is_hidden_where_all_batches_are_kept_and_each_comes_during_the_step(self, gpu: SimulatedGpu) -> None:
+    def test_is_hidden_where_all_batches_are_kept_and_each_comes_during_the_step(self, real_gpu: SimulatedGpu) -> None:
         class Keeps(Model):
             def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
                 self.kept = [*getattr(self, "kept", []), batch]
 
-        model = Keeps(gpu, Step(Work(0.02), Work(0.03)), dataset=Slow(0.02), num_workers=1, prefetch_factor=1)
-        fit(gpu, model, CudaPrefetcher())
-        made = copies(gpu)
-        began_late = [n for n in range(2, STEPS) if made[n].start_s >= kernels(gpu, n - 1)[-1].end_s]
+        model = Keeps(real_gpu, Step(Work(0.02), Work(0.03)), dataset=Slow(0.02), num_workers=1, prefetch_factor=1)
+        fit(real_gpu, model, CudaPrefetcher())
+        made = copies(real_gpu)
+        began_late = [n for n in range(2, STEPS) if made[n].start_s >= kernels(real_gpu, n - 1)[-1].end_s]
         assert len(began_late) < STEPS / 2  # all of them, when a copy waits for the step before it
 
-    def test_is_hidden_even_where_the_batch_comes_during_the_step(self, gpu: SimulatedGpu) -> None:
+    def test_is_hidden_even_where_the_batch_comes_during_the_step(self, real_gpu: SimulatedGpu) -> None:
         """The step's work is issued, the next batch comes, then a hook of the module waits for the GPU."""
 
         class Drains(Model):
             def on_train_batch_end(self, *args: Any) -> None:
                 self.gpu.item()
 
-        model = Drains(gpu, Step(Work(0.02), Work(0.03)), dataset=Slow(0.02), num_workers=1, prefetch_factor=1)
-        fit(gpu, model, CudaPrefetcher())
-        assert exposed_share(gpu, model) < 0.5
+        model = Drains(real_gpu, Step(Work(0.02), Work(0.03)), dataset=Slow(0.02), num_workers=1, prefetch_factor=1)
+        fit(real_gpu, model, CudaPrefetcher())
+        assert exposed_share(real_gpu, model) < 0.5
 
 
 class Slow(torch.utils.data.Dataset[torch.Tensor]):
@@ -208,7 +230,16 @@ class TestPageLockedMemory:
         assert not loader.pin_memory
 
     @pytest.mark.parametrize("faster", ["plain", "thread"])
-    def test_elsewhere_the_faster_of_two_ways_stays(self, gpu: SimulatedGpu, faster: str) -> None:
+    def test_elsewhere_the_faster_of_two_ways_stays(
+        self, gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch, faster: str
+    ) -> None:
+        submit = ThreadPoolExecutor.submit
+
+        def take_a_millisecond(self: Any, *args: Any) -> Any:
+            time.sleep(0.001)
+            return submit(self, *args)
+
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", take_a_millisecond)
         if faster == "plain":  # such a copy blocks the host for as long as it takes
             gpu.bandwidth = gpu.pageable_bandwidth = 1e9
         loader = Declared(STEPS * 2)
@@ -378,19 +409,19 @@ class TestWithStallDetector:
         (note,) = [each for each in report.notes if "CudaPrefetcher" in each]
         assert note.startswith("CudaPrefetcher: the copy took 10.0 ms a step, 0.")
 
-    def test_looking_ahead_is_no_callbacks_time(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
+    def test_looking_ahead_is_no_callbacks_time(self, real_gpu: SimulatedGpu, tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            gpu.bandwidth = 1e9
+            real_gpu.bandwidth = 1e9
             detector = StallDetector(on_stall="ignore", window_size=10, warmup_steps=2, report_dir=tmp_path)
-            model = Model(gpu, Step(Work(0.0005), Work(0.0005)), dataset=Slow(0.01), num_workers=1)
+            model = Model(real_gpu, Step(Work(0.0005), Work(0.0005)), dataset=Slow(0.01), num_workers=1)
             times: list[Any] = []
 
             class Look(Callback):
                 def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
                     times.append(detector._run.timeline.times())  # type: ignore[union-attr]
 
-            fit(gpu, model, CudaPrefetcher(), detector, Look())
+            fit(real_gpu, model, CudaPrefetcher(), detector, Look())
         assert detector.report.verdict == "slow_storage"
         assert not [name for name in times[-1].callbacks if "CudaPrefetcher" in name]
         assert times[-1].phases["transfer"] > 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning_gpuopt import CudaPrefetcher
 from tests.callbacks.prefetched_process import KINDS, keeps_all, train
 from tests.callbacks.test_cuda_prefetcher import described
+from tests.fork_server import run_module
 
 KILLED_AT = 10
 
@@ -27,8 +26,9 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_any_step_it_goes_on_as_if_it_had_not_been(kind: str, tmp_path: Path) -> None:
     expected = train(kind, tmp_path)
-    command = [sys.executable, "-m", "tests.callbacks.prefetched_process", kind, str(tmp_path), str(KILLED_AT)]
-    assert subprocess.run(command, check=False, capture_output=True).returncode == -signal.SIGKILL
+    killed = run_module("tests.callbacks.prefetched_process", [kind, str(tmp_path), str(KILLED_AT)])
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
     checkpoints = sorted((tmp_path / "checkpoints").glob("*.ckpt"), key=lambda path: int(path.stem))
     assert [int(path.stem) for path in checkpoints] == list(range(1, KILLED_AT + 1))
     # From the last step of an epoch Lightning cannot resume a StatefulDataLoader of known length, with us or without.

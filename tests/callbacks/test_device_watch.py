@@ -53,6 +53,27 @@ def test_without_the_devices_highest_clock_the_runs_highest_stands_in(simulator:
     device.close()
 
 
+def test_the_link_to_other_gpus(simulator: Simulator) -> None:
+    for nvlinks, link in (((1, 1), "NVLink"), ((0, 0), "PCIe"), ((), "PCIe")):
+        simulator.machine(Gpu(nvlinks=nvlinks))
+        device = DeviceWatch(torch.device("cuda", 0), Timeline(detailed=True), links=True)
+        wait_for(lambda device=device: device.link != "")
+        assert device.link == link
+        device.restart()
+        assert device.link == link
+        assert device.notes == []
+        device.close()
+
+
+def test_the_link_is_not_asked_for_on_one_rank(simulator: Simulator) -> None:
+    simulator.machine(Gpu(nvlinks=(1,)))
+    device = watch()
+    wait_for(lambda: device.state().utilization is not None)
+    assert device.link == ""
+    assert simulator.calls("nvmlDeviceGetNvLinkState") == 0
+    device.close()
+
+
 def test_what_nvml_cannot_give_is_a_note(simulator: Simulator) -> None:
     simulator.machine()
     device = watch()

@@ -17,6 +17,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -135,6 +136,63 @@ def test_a_window_holds_what_was_read_in_it(simulator, run):
         assert low == 10 * (step + 1)
         assert high in (10 * (step + 1), 10 * (step + 2))
     assert monitor.summary()["gpu/0/utilization_min"] == 10
+
+
+class Bar(ProgressBar):
+    """A user's bar: keeps what it would show after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[dict[str, Any]] = []
+
+    def disable(self) -> None:
+        pass
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        self.shown.append(self.get_metrics(trainer, pl_module))
+
+
+@pytest.mark.parametrize("percents", [[31], [21, 41]], ids=["one GPU", "the mean of two"])
+def test_the_progress_bar_shows_the_last_window(simulator, run, percents):
+    simulator.machine(*[Gpu(utilization=percent) for percent in percents])
+    bar = Bar()
+    monitor = GpuUtilMonitor(
+        devices=list(range(len(percents))), sample_interval=FAST, log_every_n_steps=2, prog_bar=True
+    )
+    logger = run(monitor, bar, max_steps=4, enable_progress_bar=True)
+    assert bar.shown == [{"v_num": "0"}] + 3 * [{"v_num": "0", "gpu": "31 %"}]
+    assert "get_metrics" not in vars(bar)
+    assert logger.steps("gpu/0/utilization") == [1, 3]
+    assert logger.steps("gpu") == [1, 3]
+
+
+def test_the_progress_bar_shows_what_is_logged_nowhere(simulator, run, monkeypatch):
+    monkeypatch.setattr(gpu_util_monitor, "_BAR_EVERY_N_STEPS", 3)
+    simulator.machine(Gpu(utilization=31))
+    bar = Bar()
+    monitor = GpuUtilMonitor(devices=[0], sample_interval=FAST, log_every_n_steps=0, prog_bar=True)
+    logger = run(monitor, bar, max_steps=4, enable_progress_bar=True)
+    assert [each.get("gpu") for each in bar.shown] == [None, None, "31 %", "31 %"]
+    assert logger.records == []
+
+
+def test_the_progress_bar_is_as_before_after_an_error(simulator, run):
+    def fail(batch_idx: int) -> None:
+        raise RuntimeError
+
+    simulator.machine(Gpu(utilization=31))
+    bar = Bar()
+    monitor = GpuUtilMonitor(devices=[0], sample_interval=FAST, prog_bar=True)
+    with pytest.raises(RuntimeError):
+        run(monitor, bar, in_step=fail, enable_progress_bar=True)
+    assert "get_metrics" not in vars(bar)
+
+
+def test_the_progress_bar_cannot_show_what_is_not_measured():
+    with pytest.raises(
+        ValueError, match=r"metrics: expected \"utilization\" among them, which prog_bar=True shows, got"
+    ):
+        GpuUtilMonitor(["power_w"], prog_bar=True)
 
 
 def test_two_gpus_show_their_imbalance(simulator, run):

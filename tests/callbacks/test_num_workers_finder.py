@@ -4,12 +4,13 @@ import copy
 import gc
 import logging
 import multiprocessing
-import os
 import pickle
 import queue
 import random
+import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,30 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_every
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    get_worker_info,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_gpuopt import _torch_loader
 from lightning_gpuopt._lightning import train_iterators, train_loaders
-from lightning_gpuopt.callbacks import _tuned_fit, _tuned_loader
+from lightning_gpuopt.callbacks import _tuned_loader
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.gather import Gather
-from lightning_gpuopt.tuning import caps, resize
+from lightning_gpuopt.tuning import caps, resize, running, without_workers
 from lightning_gpuopt.tuning.live import LivePolicy, Seen
 from lightning_gpuopt.tuning.running import FetchMeter, RunningLoader
 from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
 from tests.datamodules.training import EPOCHS, Notes, build
 from tests.helpers import FEATURES, Clock, RecordingLogger, TinyModel, run_ranks, tiny_trainer, wait_for
+from tests.shared_memory import shared_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -81,11 +92,17 @@ def children() -> set[int]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     before = children()
-    files = {name for name in os.listdir("/dev/shm") if name.startswith("torch_")}
+    files = shared_files()
     yield
     gc.collect()
     wait_for(lambda: not children() - before)
-    wait_for(lambda: {name for name in os.listdir("/dev/shm") if name.startswith("torch_")} <= files)
+    wait_for(lambda: shared_files() <= files)
+
+
+@pytest.fixture(autouse=True)
+def _worth_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking a batch from a worker costs nothing, however fast this machine is."""
+    monkeypatch.setattr(without_workers, "receive_cost", lambda nbytes: (0.0, 0.0, 0.0))
 
 
 @pytest.fixture
@@ -197,8 +214,8 @@ def test_the_choice_is_said_and_logged_once(
         "NumWorkersFinder: num_workers 1 → 4: 4.0× faster input, limited by consumer",
         "NumWorkersFinder: give the DataLoader persistent_workers=True: its workers are started anew in every epoch",
     ]
-    # the first fetch is left out; three fetches are a window of two steps; two windows
-    assert [each for each in logger.records if "loader/num_workers" in each[1]] == [(6, {"loader/num_workers": 4.0})]
+    # the first two fetches are left out; three are a window of two steps; two windows
+    assert [each for each in logger.records if "loader/num_workers" in each[1]] == [(7, {"loader/num_workers": 4.0})]
     assert [trial.num_workers for trial in finder.trials] == [1, 4]
 
 
@@ -222,7 +239,7 @@ def test_each_loader_has_its_own_number_and_validation_is_left_alone(tmp_path: P
 def test_where_the_iterator_is_not_as_expected_the_next_epoch_changes(
     tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resize, "_WORKER_LOOP", [])
+    monkeypatch.setattr(_torch_loader, "WORKER_LOOP", [])
     script[1] = 3
     for persistent in (False, True):
         plain = fit(tmp_path, Model(loader(persistent_workers=persistent)))
@@ -255,12 +272,10 @@ def test_a_stream_is_left_alone_unless_asked_for(
     assert source.num_workers == 2
 
 
-def test_a_loader_that_gathers_without_workers_stays_so(tmp_path: Path) -> None:
+def test_a_loader_that_gathers_without_workers_stays_so() -> None:
     source = loader(0)
     vars(source)["dataset"] = Gather.__new__(Gather)
-    reason = _tuned_fit.TunedFit(
-        tiny_trainer(tmp_path), _tuned_loader.Options("live", None, None, 1.0, 0.05, False, None), dict
-    )._why_not(source)
+    reason = _tuned_loader.why_left_alone(source, _tuned_loader.Options("live", None, None, 1.0, 0.05, False))
     assert reason == "a loader alone that gathers its batches faster without workers"
 
 
@@ -340,7 +355,7 @@ def test_a_probe_goes_before_training(tmp_path: Path, monkeypatch: pytest.Monkey
     source, counts = loader(), Counts()
     finder = NumWorkersFinder("probe", step_time_s=0.04, max_num_workers=8, max_seconds=5, tolerance=0.1)
     fit(tmp_path, Model(source), finder, counts)
-    assert asked == [(0.04, 8, 5.0, 0.1, 1, False)]
+    assert asked == [(0.04, 8, pytest.approx(5, abs=0.5), 0.1, 1, False)]
     assert set(counts.counts[:79]) == {3}
     assert (finder.optimal_num_workers, source.prefetch_factor) == (3, 4)
     assert str(finder.choices[0]) == "num_workers 1 → 3, prefetch_factor=4: 2.5× faster input, limited by consumer"
@@ -364,7 +379,7 @@ class Corrupt(Numbers):
 def test_an_error_of_the_data_comes_out_of_the_probe_as_in_training(tmp_path: Path) -> None:
     source, finder = DataLoader(Corrupt(), num_workers=1), NumWorkersFinder("probe", step_time_s=0.01)
     with (
-        pytest.warns(UserWarning, match="leaves a loader as it is, its trials failed: ValueError"),
+        pytest.warns(UserWarning, match="goes on with num_workers=1: its trials failed: ValueError"),
         pytest.raises(ValueError, match="every sample is corrupt"),  # from training itself
     ):
         fit(tmp_path, Model(source), finder)
@@ -403,30 +418,10 @@ def test_a_dataset_that_wants_other_keys_trains_without_trials(tmp_path: Path) -
 def test_trials_that_see_nothing_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = NumWorkersResult(1, (), "time")
     monkeypatch.setattr(_tuned_loader, "find_num_workers", lambda *args: nothing)
-    source, finder = loader(0), NumWorkersFinder("probe", step_time_s=0.01)
-    with pytest.warns(UserWarning, match="not one batch came within max_seconds=10"):
+    source, finder = loader(2), NumWorkersFinder("probe", step_time_s=0.01)
+    with pytest.warns(UserWarning, match="goes on with num_workers=2: not one batch came within max_seconds=10"):
         fit(tmp_path, Model(source), finder, max_epochs=1)
-    assert source.num_workers == 0
-
-
-@pytest.mark.parametrize("mode", ["live", "probe"])
-def test_data_that_the_training_process_uses_is_not_handed_to_workers(
-    tmp_path: Path, script: dict[Any, int], caplog: pytest.LogCaptureFixture, mode: Any
-) -> None:
-    script[0] = 3
-    source, finder, counts = loader(0), NumWorkersFinder(mode), Counts()
-    with caplog.at_level(logging.INFO):
-        fit(tmp_path, Model(source), finder, counts)
-    assert (source.num_workers, finder.optimal_num_workers, set(counts.counts)) == (0, 0, {0})
-    assert "leaves a loader with num_workers=0 alone" in caplog.text
-
-
-def test_before_its_first_use_data_may_go_to_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = NumWorkersResult(3, (Trial(1, 10.0, 0.1), Trial(3, 25.0, 0.0)), "consumer")
-    monkeypatch.setattr(_tuned_loader, "find_num_workers", lambda *args: result)
-    source, counts = loader(0), Counts()
-    fit(tmp_path, Model(source), NumWorkersFinder("probe", step_time_s=0.01), counts, max_epochs=1)
-    assert (source.num_workers, counts.counts[0]) == (3, 3)
+    assert source.num_workers == 2
 
 
 @pytest.mark.parametrize(
@@ -443,6 +438,7 @@ def test_where_training_would_wait_for_new_workers_the_next_epoch_changes(kwargs
     if "timeout" in kwargs:
         iterator = running.new_iterator(source._get_iterator)
         next(iterator)
+        running.follow(iterator)
         assert reason in (running.problem or "")
         assert running.apply(3) == 3
         assert (iterator._num_workers, running.loader.num_workers) == (1, 3)
@@ -486,15 +482,6 @@ def test_an_error_of_ours_does_not_end_training(tmp_path: Path, monkeypatch: pyt
     assert len(model.batches) == 160
 
 
-def test_a_kept_choice_is_where_the_next_run_starts(tmp_path: Path, script: dict[Any, int]) -> None:
-    script[1] = 3
-    fit(tmp_path, Model(loader()), NumWorkersFinder(cache_dir=tmp_path / "cache"))
-    assert len(list((tmp_path / "cache").iterdir())) == 1
-    counts = Counts()
-    fit(tmp_path, Model(loader()), NumWorkersFinder(cache_dir=tmp_path / "cache"), counts)
-    assert counts.counts[0] == 3
-
-
 def test_new_loaders_of_the_next_epoch_go_on_with_the_number(tmp_path: Path, script: dict[Any, int]) -> None:
     script[1] = 3
     counts, finder = InTraining(), NumWorkersFinder()
@@ -513,7 +500,7 @@ class Reloading(Model):
 def test_a_change_that_waits_for_the_next_epoch_passes_on_to_its_new_loader(
     tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resize, "_WORKER_LOOP", [])
+    monkeypatch.setattr(_torch_loader, "WORKER_LOOP", [])
     script.update({1: 3, 3: 5})
     counts = InTraining()
     with pytest.warns(UserWarning, match="num_workers is 3 from the next epoch on"):
@@ -549,23 +536,36 @@ class Wrapped(DataLoader[Any]):
         yield from super().__iter__()
 
 
-def test_a_loader_that_wraps_its_iterator_is_tuned_too(tmp_path: Path, script: dict[Any, int]) -> None:
-    plain = fit(tmp_path, Model(Wrapped(Numbers(), batch_size=2, shuffle=True, num_workers=1)))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_wraps_its_iterator_is_left_alone(
+    tmp_path: Path, script: dict[Any, int], caplog: pytest.LogCaptureFixture, workers: int
+) -> None:
+    plain = fit(tmp_path, Model(Wrapped(Numbers(), batch_size=2, shuffle=True, num_workers=workers)))
     script[1] = 3
     finder, counts = NumWorkersFinder(), Counts()
-    tuned = fit(tmp_path, Model(Wrapped(Numbers(), batch_size=2, shuffle=True, num_workers=1)), finder, counts)
+    with caplog.at_level(logging.INFO):
+        tuned = fit(
+            tmp_path, Model(Wrapped(Numbers(), batch_size=2, shuffle=True, num_workers=workers)), finder, counts
+        )
     assert same(plain, tuned)
-    assert [counts.counts[step] for step in (0, 70, 100)] == [1, 3, 3]
+    assert set(counts.counts) <= {0, 1}
+    assert "leaves a Wrapped alone: training fetches from its generator" in caplog.text
 
 
 class Threaded(DataLoader[Any]):
     """Reads its batches on a thread of its own, as BackgroundGenerator does."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.counts: list[int] = []  # of each epoch's workers: those of one epoch may end in the next
+
     def __iter__(self) -> Any:
         batches: queue.Queue[Any] = queue.Queue(2)
 
         def read() -> None:
-            for batch in super(Threaded, self).__iter__():
+            iterator: Any = super(Threaded, self).__iter__()
+            for batch in iterator:
+                self.counts.append(len(iterator._workers))
                 batches.put(batch)
             batches.put(None)
 
@@ -579,11 +579,11 @@ def test_a_loader_that_another_thread_reads_is_left_alone(
     tmp_path: Path, script: dict[Any, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     script[1] = 3
-    source, counts = Threaded(Numbers(), batch_size=2, num_workers=1), Counts()
+    source = Threaded(Numbers(), batch_size=2, num_workers=1)
     with caplog.at_level(logging.INFO):
-        fit(tmp_path, Model(source), NumWorkersFinder(), counts)
-    assert max(counts.counts) == source.num_workers == 1
-    assert "leaves a loader alone that is read on a thread of its own" in caplog.text
+        fit(tmp_path, Model(source), NumWorkersFinder())
+    assert max(source.counts) == source.num_workers == 1
+    assert "leaves a Threaded alone: training fetches from its generator" in caplog.text
 
 
 class Ends:
@@ -650,7 +650,9 @@ def test_a_choice_that_is_restored_late_is_used_from_the_first_step_on_or_the_ne
     options = {"max_steps": -1, "max_epochs": 3, "callbacks": [finder, counts], "strategy": AfterSetup("cpu")}
     model = Scheduled(loader(persistent_workers=persistent, **kwargs))
     tiny_trainer(tmp_path, **options).fit(model, ckpt_path=tmp_path / "kept.ckpt")
-    assert counts.counts == [1 if kwargs else 3] * 80 + [3] * 80
+    first = counts.counts[0]  # Lightning 2.5 restores before it iterates the loader
+    assert first == 3 or kwargs
+    assert counts.counts == [first] * 80 + [3] * 80
     assert str(finder.choices[0]) == "num_workers 1 → 3: limited by consumer"
 
 
@@ -744,7 +746,6 @@ def test_off_does_nothing(tmp_path: Path, mode: Any) -> None:
         ({"max_seconds": 0}, "max_seconds: expected seconds above 0, got 0"),
         ({"tolerance": 2}, "tolerance: expected a share above 0 and at most 0.5, got 2"),
         ({"iterable": 1}, "iterable: expected True or False, got 1"),
-        ({"cache_dir": 1}, "cache_dir: expected a path, or None, got 1"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -769,7 +770,7 @@ def test_a_stall_detector_beside_it_begins_anew_with_other_workers(tmp_path: Pat
             run = detector._run
             assert run is not None
             steady = run._windows.steady(run.timeline.times())
-            if batch_idx == 4:
+            if batch_idx == 5:
                 seen["too early"] = detector.report.notes
             if batch_idx == 60 and steady is not None:
                 seen["changed after"], seen["steady steps"] = run._changed_after, steady.steps
@@ -777,9 +778,9 @@ def test_a_stall_detector_beside_it_begins_anew_with_other_workers(tmp_path: Pat
                 seen["workers"] = {worker.pid for worker in train_iterators(trainer)[0]._workers}
 
     fit(tmp_path, Model(loader()), NumWorkersFinder(), detector, Looks(), max_epochs=1)
-    note = "Only 1 steps have run since the loader was changed, warm-up included: nothing is diagnosed."
+    note = "Only 1 step has run since the loader was changed, warm-up included: nothing is diagnosed."
     assert note in seen["too early"]
-    assert (seen["changed after"], seen["steady steps"]) == (4, 61 - 4 - 2)
+    assert (seen["changed after"], seen["steady steps"]) == (5, 61 - 5 - 2)
     assert seen["pids"] == seen["workers"]
     assert len(seen["pids"]) == 4
 
@@ -863,7 +864,9 @@ def test_a_settled_meter_reads_no_clock() -> None:
     source: Any = loader(0)
     running = RunningLoader(source, LivePolicy(0, cpus=1.0))
     running.meter = meter
-    assert len(list(running.new_iterator(source._get_iterator))) == 80
+    iterator = iter(source)
+    running.follow(iterator)
+    assert len(list(iterator)) == 80
     assert reads == []
     assert meter.asleep == (1 << 40) - 81
 
@@ -880,23 +883,250 @@ def test_a_datamodule_of_the_user_works_too(tmp_path: Path, script: dict[Any, in
     assert finder.optimal_num_workers == 2
 
 
-class Keeping(DataLoader[Any]):
-    """As torchdata's StatefulDataLoader: keeps a state that fits its number of workers."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"workers": self.num_workers}
-
-
-def test_a_loader_whose_state_depends_on_its_workers_is_left_alone(
-    tmp_path: Path, script: dict[Any, int], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("mode", ["live", "probe"])
+def test_a_loader_with_a_state_of_its_own_is_given_a_number_before_it_runs(
+    tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch, mode: Any
 ) -> None:
-    script[1] = 3
-    source = Keeping(Numbers(), batch_size=2, num_workers=1)
+    asked: list[tuple[Any, ...]] = []
+
+    def find(source: Any, *args: Any) -> NumWorkersResult:
+        asked.append(args)
+        return NumWorkersResult(2, (Trial(1, 10.0, 0.1), Trial(2, 25.0, 0.0)), "consumer")
+
+    monkeypatch.setattr(_tuned_loader, "find_num_workers", find)
+    script.update({1: 3, 2: 3})
+    plain = fit(tmp_path, Model(stateful(1)))
+    source, counts = stateful(1), InTraining()
+    finder = NumWorkersFinder(mode)
+    tuned = fit(tmp_path, Model(source), finder, counts)
+    assert same(plain, tuned)
+    assert asked == [(0.0, None, pytest.approx(10, abs=0.5), 0.05, 1, False)]
+    assert set(counts.counts) == {2}
+    assert (source.num_workers, finder.optimal_num_workers) == (2, 2)
+
+
+def stateful(workers: int) -> Any:
+    torch.manual_seed(2)  # its sampler draws when it is made
+    return StatefulDataLoader(Numbers(), batch_size=2, shuffle=True, num_workers=workers)
+
+
+def test_a_loader_that_resumes_from_its_state_keeps_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = NumWorkersResult(2, (Trial(2, 25.0, 0.0),), "consumer")
+    monkeypatch.setattr(_tuned_loader, "find_num_workers", lambda *args: result)
+    options = {"enable_checkpointing": True, "max_epochs": 1}
+    checkpoints = [ModelCheckpoint(tmp_path / name, every_n_train_steps=20, save_top_k=-1) for name in ("own", "ours")]
+    fit(tmp_path, Model(stateful(1)), checkpoints[0], **options)
+    fit(tmp_path, Model(stateful(1)), NumWorkersFinder(), checkpoints[1], **options)
+
+    def resume(name: str, *callbacks: Callback, workers: int = 1) -> Any:
+        model = Model(stateful(workers))
+        trainer = tiny_trainer(tmp_path, max_steps=-1, max_epochs=1, callbacks=list(callbacks))
+        trainer.fit(model, ckpt_path=tmp_path / name / "epoch=0-step=20.ckpt")
+        return model.batches
+
     finder = NumWorkersFinder()
     with caplog.at_level(logging.INFO):
-        fit(tmp_path, Model(source), finder)
-    assert (source.num_workers, finder.optimal_num_workers, finder.choices) == (1, 1, {})
-    assert "leaves a Keeping alone: it resumes from a state that holds for its num_workers only" in caplog.text
+        assert resume("own", finder) == resume("own")
+    assert "leaves a StatefulDataLoader alone: the state that it resumes from holds for its num_workers" in caplog.text
+    assert finder.optimal_num_workers == 1
+    assert resume("ours", finder) == resume("ours", workers=2)
+    assert finder.optimal_num_workers == 2
+
+
+def test_a_loader_with_a_state_of_its_own_that_would_shuffle_otherwise_stays_without_workers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = fit(tmp_path, Model(stateful(0)))
+    with caplog.at_level(logging.INFO):
+        assert same(plain, fit(tmp_path, Model(stateful(0)), NumWorkersFinder()))
+    assert "leaves a StatefulDataLoader with num_workers=0 alone: with workers it would shuffle" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"shuffle": True},
+        {"shuffle": True, "generator": 5},
+        {"shuffle": True, "drop_last": True},
+        {"sampler": "replacement"},
+    ],
+)
+@pytest.mark.parametrize("limit", [None, 30])
+def test_a_loader_without_workers_gets_some_and_nothing_else_changes(
+    tmp_path: Path, script: dict[Any, int], kwargs: dict[str, Any], limit: int | None
+) -> None:
+    def source() -> DataLoader[Any]:
+        given = {"batch_size": 2, **kwargs}
+        if "generator" in given:
+            given["generator"] = torch.Generator().manual_seed(5)
+        if "sampler" in given:
+            given["sampler"] = RandomSampler(Numbers(), replacement=True)
+        return DataLoader(Numbers(), **given)
+
+    class DrawsAtStart(Callback):
+        """Draws from the state that shuffles, after the loader was iterated and before its first batch."""
+
+        def on_train_start(self, *args: Any) -> None:
+            torch.rand(3)
+
+        on_train_epoch_start = on_train_start
+
+    script.update({1: 3, 3: 2})
+    options = {"max_epochs": 3, "limit_train_batches": limit}
+    plain = fit(tmp_path, Model(source()), DrawsAtStart(), **options)
+    tuned_source, finder, counts = source(), NumWorkersFinder(), InTraining()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not have many workers")
+        tuned = fit(tmp_path, Model(tuned_source), DrawsAtStart(), finder, counts, **options)
+    assert same(plain, tuned)
+    assert (counts.counts[0], counts.counts[-1]) == (1, 2)
+    assert (tuned_source.num_workers, finder.optimal_num_workers) == (2, 2)
+    assert str(finder.choices[0]).startswith("num_workers 0 → 2")
+
+
+@pytest.mark.parametrize("step_time_s", [None, 0.01])
+def test_a_probe_serves_a_loader_without_workers_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_time_s: float | None
+) -> None:
+    result = NumWorkersResult(3, (Trial(1, 10.0, 0.1), Trial(3, 25.0, 0.0)), "consumer")
+    monkeypatch.setattr(_tuned_loader, "find_num_workers", lambda *args: result)
+    plain = fit(tmp_path, Model(DataLoader(Numbers(), batch_size=2, shuffle=True)))
+    source, counts = DataLoader(Numbers(), batch_size=2, shuffle=True), InTraining()
+    tuned = fit(tmp_path, Model(source), NumWorkersFinder("probe", step_time_s=step_time_s), counts)
+    assert same(plain, tuned)
+    assert (source.num_workers, counts.counts[0], counts.counts[-1]) == (3, 1 if step_time_s is None else 3, 3)
+
+
+class HoldsAFile(Numbers):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.file = path.open("rb")
+
+
+class Corrupted(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if get_worker_info() is not None:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("mode", ["live", "probe"])
+@pytest.mark.parametrize("what", ["file", "error", "cheap"])
+def test_a_loader_that_workers_cannot_serve_stays_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str, mode: Any
+) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"")
+    if what == "cheap":
+        monkeypatch.setattr(without_workers, "receive_cost", lambda nbytes: (9.0, 9.0, 9.0))
+    datasets = {"file": lambda: HoldsAFile(path), "error": Corrupted, "cheap": Numbers}
+    reasons = {
+        "file": "its dataset holds what other processes cannot have: TypeError: cannot pickle",
+        "error": "a worker process fails: RuntimeError: Cannot re-initialize CUDA in forked subprocess",
+        "cheap": "sooner than a worker process can hand it over",
+    }
+    plain = fit(tmp_path, Model(DataLoader(datasets[what](), batch_size=2, shuffle=True)))
+    source, counts = DataLoader(datasets[what](), batch_size=2, shuffle=True), Counts()
+    finder = NumWorkersFinder(mode, step_time_s=None if mode == "live" else 0.1)
+    with caplog.at_level(logging.INFO):
+        tuned = fit(tmp_path, Model(source), finder, counts)
+    assert same(plain, tuned)
+    assert (source.num_workers, finder.optimal_num_workers, set(counts.counts)) == (0, 0, {0})
+    assert "leaves a loader with num_workers=0 alone: " in caplog.text
+    assert reasons[what] in caplog.text
+    for each in (source.dataset,):
+        getattr(each, "file", path.open()).close()
+
+
+class Augmented(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + 0 * torch.rand(FEATURES)
+
+
+def test_a_dataset_that_draws_from_the_global_random_state_is_told_of(
+    tmp_path: Path, script: dict[Any, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = fit(tmp_path, Model(DataLoader(Augmented(), batch_size=2, shuffle=True)))
+    with pytest.warns(UserWarning, match="draws from the global random state") as caught:
+        tuned = fit(tmp_path, Model(DataLoader(Augmented(), batch_size=2, shuffle=True)), NumWorkersFinder())
+    assert sum("draws from the global" in str(each.message) for each in caught) == 1
+    assert tuned["batches"][:80] == plain["batches"][:80]
+    assert tuned["batches"][80:] != plain["batches"][80:]
+
+
+def test_a_length_that_cannot_be_read_does_not_end_training(tmp_path: Path) -> None:
+    class Lengthless(Numbers):
+        broken = False
+
+        def __len__(self) -> int:
+            if self.broken:
+                raise OSError("the index is gone")
+            return super().__len__()
+
+    dataset = Lengthless()
+    source = DataLoader(dataset, batch_size=2, sampler=range(160))
+    model = Model(source)
+    dataset.broken = True
+    with pytest.warns(UserWarning, match="NumWorkersFinder leaves a loader alone: the index is gone"):
+        fit(tmp_path, model, NumWorkersFinder("probe", step_time_s=0.1), max_epochs=1)
+    assert len(model.batches) == 80
+
+
+def test_workers_for_which_there_is_no_room_any_longer_go_at_once(
+    tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = caps.Cap(16, "max_num_workers")
+    monkeypatch.setattr(running, "_FITS_FOR_S", 0.0)
+    monkeypatch.setattr(RunningLoader, "cap", lambda self, keep=False: room)
+    script[1] = 4
+
+    class Grows(Callback):
+        """After 40 steps the workers have grown."""
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            nonlocal room
+            if batch_idx == 40:
+                room = caps.Cap(2, "memory")
+
+    finder, counts = NumWorkersFinder(), InTraining()
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, Model(loader()), finder, counts, Grows(), max_epochs=1)
+    assert counts.counts[38:43] == [4, 4, 4, 2, 2]
+    assert "num_workers 4 → 2: for more there is no room any longer, limited by memory" in caplog.text
+    assert finder.choices[0].limited_by == "memory"
+
+
+def test_a_worker_that_is_stuck_after_the_fork_holds_training_up_once(
+    tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resize, "_PATIENCE_S", 0.0)
+    for kind in (_torch_loader.WorkersIterator, resize.ResizableIterator):
+        monkeypatch.setattr(kind._try_get_data, "__defaults__", (0.05,))
+
+    class Stuck(Numbers):
+        epoch = 0
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            worker = get_worker_info()
+            if worker is not None and worker.id and not self.epoch:
+                signal.pause()
+            return super().__getitem__(index)
+
+    class NextEpoch(Callback):
+        def on_train_epoch_end(self, *args: Any) -> None:
+            dataset.epoch += 1
+
+    dataset = Stuck()
+    plain = fit(tmp_path, Model(DataLoader(Stuck(), batch_size=2, shuffle=True, num_workers=1)), max_epochs=3)
+    script[1] = 3
+    counts = InTraining()
+    model = Model(DataLoader(dataset, batch_size=2, shuffle=True, num_workers=1))
+    with pytest.warns(UserWarning, match="cannot change workers that run: one that was started in mid-epoch never"):
+        tuned = fit(tmp_path, model, NumWorkersFinder(), counts, NextEpoch(), max_epochs=3)
+    assert same(plain, tuned)
+    assert (counts.counts[79], counts.counts[80]) == (1, 3)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -942,27 +1172,11 @@ def test_a_trainer_made_from_yaml_takes_it(tmp_path: Path) -> None:
     assert (finder.mode, finder.max_num_workers) == ("off", 4)
 
 
-@pytest.mark.parametrize("what", ["agree", "dies"])
-def test_the_ranks_of_a_node_agree(what: str) -> None:
-    ranks = run_ranks("tests.callbacks.tuned_rank", what, 2)
-    assert [rank["num_workers"] for rank in ranks if rank is not None] == ([4, 4] if what == "agree" else [2])
-
-
-def test_a_rank_that_is_content_has_a_say() -> None:
-    ranks = run_ranks("tests.callbacks.tuned_rank", "content", 2)
-    assert [rank["num_workers"] for rank in ranks] == [3, 3]
-
-
-def test_ranks_do_not_measure_a_change_that_waits_for_the_next_epoch() -> None:
-    ranks = run_ranks("tests.callbacks.tuned_rank", "waits", 2)
-    assert [(rank["num_workers"], rank["looks"]) for rank in ranks] == [(4, False), (4, False)]
-
-
 @pytest.mark.parametrize(("how", "ended"), [("raises", [0, 1]), ("killed 0", [1]), ("killed 1", [0])])
 def test_a_rank_that_fails_leaves_no_worker_and_holds_up_nobody(how: str, ended: list[int]) -> None:
     ranks = run_ranks("tests.callbacks.tuned_rank", how, 2, may_fail=True)
     assert [index for index, rank in enumerate(ranks) if rank is not None] == ended
-    assert all(rank["num_workers"] == 4 for rank in ranks if rank is not None)
+    assert all(rank["num_workers"] == [2, 4][index] for index, rank in enumerate(ranks) if rank is not None)
     if how == "raises":
         assert ranks[1]["ended"] == "OSError"
 
@@ -971,3 +1185,56 @@ def test_the_ranks_of_a_node_probe_together_and_agree() -> None:
     ranks = run_ranks("tests.callbacks.tuned_rank", "probe", 2)
     assert [rank["num_workers"] for rank in ranks] == [3, 3]  # what rank 1 needs
     assert ranks[1]["tried"] == [1, 3]
+
+
+def test_spawned_workers_of_a_loader_without_any_are_not_changed_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunningLoader, "_why_not_live", lambda self: "workers started by 'spawn' take seconds")
+    source = DataLoader(Numbers(), batch_size=2, shuffle=True)
+    source.num_workers, source.prefetch_factor = 1, 2
+    running = RunningLoader(source, LivePolicy(1, cpus=1.0), depth=0)
+    iterator = running.new_iterator(source._get_iterator)
+    next(iterator)
+    running.follow(iterator)
+    assert running.apply(3) == 3
+    assert (iterator._num_workers, len(iterator._workers), source.num_workers) == (1, 1, 3)
+    iterator._shutdown_workers()
+
+
+def test_where_no_worker_can_be_started_a_loader_goes_on_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = fit(tmp_path, Model(DataLoader(Numbers(), batch_size=2, shuffle=True)))
+
+    def fails(source: Any) -> Any:
+        torch.rand(5)
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(running, "first_workers", fails)
+    source, finder = DataLoader(Numbers(), batch_size=2, shuffle=True), NumWorkersFinder()
+    assert same(plain, fit(tmp_path, Model(source), finder))
+    assert (source.num_workers, finder.optimal_num_workers) == (0, 0)
+
+
+def test_workers_that_run_are_kept_where_no_more_would_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = loader(3)
+    follower = RunningLoader(source, LivePolicy(3, cpus=1.0))
+    iterator = iter(source)
+    next(iterator)
+    follower.follow(iterator)
+    gib = 1 << 30
+    monkeypatch.setattr(running, "worker_memory", lambda pid: 24 * gib)
+    monkeypatch.setattr(running, "room", lambda files: caps.Room(0.25, 20 * gib, None, 20, 30))
+    assert follower.cap().num_workers == 1
+    assert follower.cap(keep=True).num_workers == 3
+    monkeypatch.setattr(running, "room", lambda files: caps.Room(0.25, 0, None, 20, 30))
+    assert follower.cap(keep=True) == caps.Cap(2, "memory")
+    iterator._shutdown_workers()
+
+
+def test_the_first_fetches_of_every_epoch_are_no_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr(FetchMeter, "epoch_begins", lambda self, skip: begun.append(skip))
+    fit(tmp_path, Model(loader(persistent_workers=True)), NumWorkersFinder(), max_epochs=3)
+    assert len(begun) >= 3

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import gzip
 import json
-import multiprocessing
 import pickle
 import threading
 import time
@@ -18,43 +16,28 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gpuopt import StallDetector, StallError, StallReport
+from lightning_gpuopt import StallDetector, StallError
 from lightning_gpuopt._measured import PHASES
+from lightning_gpuopt.callbacks._observed_fit import ObservedFit
+from lightning_gpuopt.callbacks._quiet import QuietDetector
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
-from tests.helpers import FEATURES, RecordingLogger, TinyModel, final_weights, tiny_trainer
+from tests.callbacks.stalls import FAST, STEPS, Broken, Model, Raiser, Sleeper, SleepyData, run
+from tests.helpers import FEATURES, RecordingLogger, final_weights, tiny_trainer
 
-STEPS = 30
-FAST = {"window_size": 10, "warmup_steps": 3}
-
-
-class SleepyData(Dataset[Any]):
-    """Samples that take their time, or the CPU's."""
-
-    def __init__(self, length: int = 64, sleep_s: float = 0.0, spin_s: float = 0.0) -> None:
-        self.length, self.sleep_s, self.spin_s = length, sleep_s, spin_s
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> list[torch.Tensor]:
-        time.sleep(self.sleep_s)
-        end = time.thread_time() + self.spin_s
-        while time.thread_time() < end:
-            pass
-        return [torch.full((FEATURES,), float(index)).sin()]
+pytestmark = pytest.mark.usefixtures("simulated_time")
 
 
-class Sleeper(Callback):
-    def __init__(self, hook: str, seconds: float) -> None:
-        setattr(self, hook, lambda *args, **kwargs: time.sleep(seconds))
+def of(seconds: float) -> object:
+    """So long, but for the microseconds that reading the simulated clock takes."""
+    return pytest.approx(seconds, abs=1e-3)
 
 
 class SlowLogger(RecordingLogger):
@@ -63,55 +46,27 @@ class SlowLogger(RecordingLogger):
         super().log_metrics(metrics, step)
 
 
-class Model(TinyModel):
-    """TinyModel with a step of a given length and any loader."""
-
-    def __init__(self, step_s: float = 0.0, validation_s: float = 0.0, **loader: Any) -> None:
-        super().__init__()
-        self.step_s, self.validation_s = step_s, validation_s
-        self.loader = {"dataset": SleepyData(), "batch_size": 2} | loader
-
-    def in_step(self, batch_idx: int) -> None:
-        time.sleep(self.step_s)
-
-    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        time.sleep(self.validation_s)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(**self.loader)
-
-
-def run(
-    tmp_path: Path, model: Model, *callbacks: Callback, detector: StallDetector | None = None, **kwargs: Any
-) -> StallReport:
-    detector = detector or StallDetector(on_stall="ignore", **FAST)
-    kwargs = {"max_steps": STEPS, "max_epochs": -1} | kwargs
-    tiny_trainer(tmp_path, callbacks=[detector, *callbacks], **kwargs).fit(model)
-    return detector.report
-
-
 class TestVerdicts:
     def test_a_step_that_computes_is_compute_bound(self, tmp_path: Path) -> None:
         report = run(tmp_path, Model(step_s=0.02))
         assert (report.verdict, report.findings) == ("compute_bound", [])
+        assert report.step_s == of(0.02)
 
     def test_a_loader_in_the_training_process(self, tmp_path: Path) -> None:
         report = run(tmp_path, Model(step_s=0.002, dataset=SleepyData(sleep_s=0.004)))
         assert report.verdict == "main_process_loading"
+        assert report.findings[0].share == pytest.approx(0.8, abs=0.05)
         assert report.findings[0].settings["num_workers"] >= 2
 
-    def test_workers_that_wait_for_storage(self, tmp_path: Path) -> None:
-        data = SleepyData(sleep_s=0.01, length=400)
-        report = run(tmp_path, Model(dataset=data, num_workers=1), max_steps=60)
-        assert report.verdict == "slow_storage"
-        assert report.findings[0].evidence["worker_cpu_percent"] < 50
-
-    def test_workers_that_compute(self, tmp_path: Path) -> None:
-        data = SleepyData(spin_s=0.01, length=400)
-        report = run(tmp_path, Model(dataset=data, num_workers=1), max_steps=60)
-        # how many CPUs are free is the machine's affair
-        assert report.verdict in ("slow_transform", "cpu_saturated")
-        assert report.findings[0].evidence["num_workers"] == 1
+    @pytest.mark.parametrize("kind", [StallDetector, QuietDetector])
+    def test_the_detector_itself_is_no_cause_but_a_note(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[StallDetector]
+    ) -> None:
+        monkeypatch.setattr(ObservedFit, "see_batch", lambda *arguments: time.sleep(0.01))
+        detector = kind(warmup_steps=2, window_size=10, on_stall="ignore", report_dir=tmp_path)
+        tiny_trainer(tmp_path, callbacks=[detector], max_steps=STEPS).fit(Model(step_s=0.01))
+        assert detector.report.findings == []
+        assert any("of the time is StallDetector's own diagnosis" in note for note in detector.report.notes)
 
     def test_a_slow_callback_is_named(self, tmp_path: Path) -> None:
         report = run(tmp_path, Model(), Sleeper("on_train_batch_end", 0.01))
@@ -134,6 +89,22 @@ class TestVerdicts:
 
         report = run(tmp_path, Direct(), logger=SlowLogger(), log_every_n_steps=1000)
         assert report.verdict == "logging"
+
+    @pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
+    def test_a_hook_around_the_copy_is_a_callback_and_work_for_the_workers(self, tmp_path: Path, hook: str) -> None:
+        def works(self: Any, batch: Any, dataloader_idx: int) -> Any:
+            time.sleep(0.01)
+            return batch
+
+        model = type("Augments", (Model,), {hook: works})(step_s=0.01)
+        report = run(tmp_path, model)
+        (finding,) = report.findings
+        assert (finding.cause, finding.share) == ("callback", pytest.approx(0.5, abs=0.05))
+        assert (finding.evidence["callback"], finding.evidence["hook"]) == ("Augments", hook)
+        assert "have the workers do its work" in finding.advice
+        assert finding.predicted_speedup is not None
+        assert finding.predicted_speedup[1] == pytest.approx(2.0, abs=0.1)
+        assert report.phases["transfer"] == pytest.approx(0.01 * report.steps, abs=0.01)
 
     def test_slow_checkpoints(self, tmp_path: Path) -> None:
         class Saving(Model):
@@ -166,15 +137,6 @@ class TestVerdicts:
         assert report.verdict == "validation"
         assert report.phases["other"] < report.phases["validation"]
 
-    def test_workers_started_for_every_epoch(self, tmp_path: Path) -> None:
-        report = run(tmp_path, Model(dataset=SleepyData(length=8), num_workers=2), max_steps=24)
-        assert report.verdict == "epoch_restart"
-        assert report.findings[0].settings == {"persistent_workers": True}
-
-    def test_persistent_workers_do_not_restart(self, tmp_path: Path) -> None:
-        model = Model(dataset=SleepyData(length=8), num_workers=2, persistent_workers=True, step_s=0.02)
-        assert run(tmp_path, model, max_steps=24).verdict == "compute_bound"
-
     def test_warm_up_does_not_count(self, tmp_path: Path) -> None:
         class Compiling(Model):
             def in_step(self, batch_idx: int) -> None:
@@ -183,9 +145,8 @@ class TestVerdicts:
         slow_at_first = Sleeper("on_train_start", 1.0)
         report = run(tmp_path, Compiling(), slow_at_first)
         assert report.verdict == "compute_bound"
-        assert report.phases["forward"] > 0.5
-        assert report.step_s is not None
-        assert report.step_s < 0.1
+        assert report.phases["forward"] == of(0.5 + (STEPS - 1) * 0.02)
+        assert report.step_s == of(0.02)
 
 
 class TestBooks:
@@ -218,7 +179,8 @@ class TestBooks:
         witness = Witness()
         detector = StallDetector(on_stall="ignore", **FAST)
         tiny_trainer(tmp_path, callbacks=[witness, detector], max_steps=STEPS).fit(Model(step_s=0.01))
-        assert detector.report.wall_s == pytest.approx(witness.wall_s, rel=0.02)
+        assert witness.wall_s == pytest.approx(STEPS * 0.01, rel=0.02)
+        assert detector.report.wall_s == of(witness.wall_s)
 
     def test_manual_optimization_is_booked(self, tmp_path: Path) -> None:
         class Manual(Model):
@@ -246,7 +208,7 @@ class TestBooks:
 
         report = run(tmp_path, Fetching())
         assert report.verdict == "compute_bound"
-        assert report.phases["forward"] > STEPS * 0.02
+        assert report.phases["forward"] == of(STEPS * 0.02)
 
     def test_an_unsized_loader(self, tmp_path: Path) -> None:
         class Endless(IterableDataset[Any]):
@@ -294,7 +256,7 @@ class TestLogging:
             assert sum(shares) == pytest.approx(100)
             assert metrics.pop("stall/count") == 1
             assert list(metrics) == ["step/time_s"]
-            assert metrics["step/time_s"] > 0.01
+            assert metrics["step/time_s"] == of(0.03)
 
     def test_a_run_shorter_than_a_window_is_logged_as_one(self, tmp_path: Path) -> None:
         logger = RecordingLogger()
@@ -348,6 +310,8 @@ class TestReportFile:
         assert data["verdict"] == report.verdict
         assert data["phases"] == report.phases
         assert data["environment"]["torch"] == torch.__version__
+        assert data["loader_costs"]["num_workers"] == 0
+        assert sum(data["loader_costs"]["counts"]) == data["loader_costs"]["batches"] == STEPS - 3
 
     def test_it_lies_where_it_was_asked_for(self, tmp_path: Path) -> None:
         detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "here")
@@ -373,19 +337,6 @@ class TestReportFile:
         assert list(tmp_path.rglob("report.json")) == []
         assert (report.verdict, report.steps) == ("compute_bound", 1)
         assert any("warm-up" in note for note in report.notes)
-
-
-class Broken(Exception):
-    pass
-
-
-class Raiser(Callback):
-    def __init__(self, hook: str, error: type[BaseException] = Broken, at: int = 5) -> None:
-        def fail(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-            if trainer.global_step >= at or hook == "on_train_start":
-                raise error
-
-        setattr(self, hook, fail)
 
 
 def snapshot(trainer: Trainer) -> tuple[Any, ...]:
@@ -566,163 +517,7 @@ def test_it_pickles_before_and_after_fit(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(detector)).report.steps == STEPS
 
 
-class TestWorkersInsideATrainer:
-    """The loader's workers are timed, and nothing about the batches changes."""
-
-    def test_the_data_wait_is_taken_apart(self, tmp_path: Path) -> None:
-        data = SleepyData(sleep_s=0.01, length=400)
-        report = run(tmp_path, Model(dataset=data, num_workers=1), max_steps=60)
-        evidence = report.findings[0].evidence
-        assert evidence["dataset_ms_per_batch"] >= 20.0
-        assert evidence["dataset_cpu_ms_per_batch"] < 10.0
-        assert evidence["workers_busy_percent"] > 60.0
-        assert evidence["batch_mib"] == pytest.approx(2 * FEATURES * 4 / 2**20, abs=1e-3)
-        assert report.findings[0].predicted_speedup is not None
-
-    def test_the_users_loader_is_as_before(self, tmp_path: Path) -> None:
-        def collate(samples: list[Any]) -> Any:
-            return torch.utils.data.default_collate(samples)
-
-        loader = DataLoader(SleepyData(length=400), batch_size=2, num_workers=1, collate_fn=collate)
-        before = dict(vars(loader))
-        detector = StallDetector(on_stall="ignore", **FAST)
-        tiny_trainer(tmp_path, callbacks=[detector], max_steps=STEPS).fit(TinyModel(), loader)
-        assert dict(vars(loader)) == before
-        assert detector.report.loader.num_workers == 1
-
-    @pytest.mark.parametrize("persistent", [False, True], ids=["plain", "persistent"])
-    def test_no_worker_outlives_fit(self, tmp_path: Path, persistent: bool) -> None:
-        model = Model(dataset=SleepyData(length=400), num_workers=2, persistent_workers=persistent)
-        gc.disable()  # workers must end because nothing holds them, not because a collection comes by
-        try:
-            run(tmp_path, model)
-            assert multiprocessing.active_children() == []
-        finally:
-            gc.enable()
-
-    def test_no_worker_outlives_an_exception(self, tmp_path: Path) -> None:
-        model = Model(dataset=SleepyData(length=400), num_workers=2)
-        gc.disable()
-        try:
-            with pytest.raises(Broken):
-                run(tmp_path, model, Raiser("on_train_batch_end"))
-            assert multiprocessing.active_children() == []
-        finally:
-            gc.enable()
-
-    @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-    def test_workers_that_are_started_anew(self, tmp_path: Path, method: str) -> None:
-        data = SleepyData(sleep_s=0.01, length=200)
-        model = Model(dataset=data, num_workers=1, multiprocessing_context=method)
-        report = run(tmp_path, model, max_steps=STEPS)
-        assert report.verdict == "slow_storage"
-        assert report.findings[0].evidence["dataset_ms_per_batch"] >= 20.0
-
-    def test_a_collate_function_that_does_not_pickle(self, tmp_path: Path) -> None:
-        model = Model(dataset=SleepyData(length=200), num_workers=1, collate_fn=lambda samples: default(samples))
-        default = torch.utils.data.default_collate
-        assert run(tmp_path, model).steps == STEPS
-
-    def test_order_and_random_numbers_are_as_without_it(self, tmp_path: Path) -> None:
-        class Noise(Dataset[Any]):
-            def __len__(self) -> int:
-                return 128
-
-            def __getitem__(self, index: int) -> list[torch.Tensor]:
-                return [torch.rand(FEATURES) + index]
-
-        def seen(callbacks: list[Callback]) -> tuple[list[torch.Tensor], torch.Tensor]:
-            batches: list[torch.Tensor] = []
-
-            class Watching(Model):
-                def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-                    batches.append(batch[0].clone())
-                    return super().training_step(batch, batch_idx)
-
-            seed_everything(5, verbose=False)
-            model = Watching(dataset=Noise(), num_workers=2, shuffle=True)
-            tiny_trainer(tmp_path, callbacks=callbacks, max_steps=STEPS).fit(model)
-            return batches, torch.rand(3)
-
-        plain, after_plain = seen([])
-        watched, after_watched = seen([StallDetector(on_stall="ignore", **FAST)])
-        assert len(plain) == STEPS
-        assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
-        assert torch.equal(after_plain, after_watched)
-
-    def test_reloaded_loaders_with_other_settings_prove_the_advice(self, tmp_path: Path) -> None:
-        class Growing(Model):
-            def train_dataloader(self) -> DataLoader[Any]:
-                workers = 1 if self.current_epoch == 0 else 8
-                data = SleepyData(sleep_s=0.01, length=80)
-                return DataLoader(data, batch_size=2, num_workers=workers)
-
-        model = Growing(step_s=0.005)
-        report = run(tmp_path, model, max_steps=80, reload_dataloaders_every_n_epochs=1)
-        (proof,) = [each for each in report.proofs if each.cause == "slow_storage"]
-        assert proof.predicted is not None
-        assert proof.measured > 1.5
-        assert report.loader.num_workers == 8
-
-    def test_the_report_of_an_earlier_run_is_what_a_new_one_is_held_against(self, tmp_path: Path) -> None:
-        def report(workers: int) -> StallReport:
-            detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "report", **FAST)
-            data = SleepyData(sleep_s=0.01, length=400)
-            return run(tmp_path, Model(dataset=data, num_workers=workers, step_s=0.005), detector=detector)
-
-        first = report(1)
-        second = report(first.findings[0].settings["num_workers"])
-        assert first.proofs == []
-        assert [proof.cause for proof in second.proofs] == ["slow_storage"]
-        assert first.step_s is not None
-        assert second.step_s is not None
-        assert second.proofs[0].measured == pytest.approx(first.step_s / second.step_s)
-
-    def test_a_loader_that_cannot_be_timed_is_noted(self, tmp_path: Path) -> None:
-        class Plain:
-            def __iter__(self) -> Iterator[list[torch.Tensor]]:
-                return iter([[torch.zeros(2, FEATURES)]] * 64)
-
-            def __len__(self) -> int:
-                return 64
-
-        class Own(Model):
-            def train_dataloader(self) -> Any:
-                return Plain()
-
-        report = run(tmp_path, Own())
-        assert any("could not be timed inside its workers" in note for note in report.notes)
-
-
 class TestSeveralLoadersAndEpochs:
-    def test_workers_of_the_last_epoch_end_before_the_next_begins(self, tmp_path: Path) -> None:
-        counts = []
-
-        class Count(Callback):
-            def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-                if batch_idx == 0:
-                    counts.append(len(multiprocessing.active_children()))
-
-        model = Model(dataset=SleepyData(length=8), num_workers=2)
-        run(tmp_path, model, Count(), max_steps=16)
-        assert counts == [2, 2, 2, 2]
-
-    @pytest.mark.parametrize("slow_first", [True, False], ids=["slow-first", "slow-last"])
-    def test_of_several_loaders_the_narrow_one_is_told(self, tmp_path: Path, slow_first: bool) -> None:
-        class Two(Model):
-            def train_dataloader(self) -> Any:
-                slow = DataLoader(SleepyData(sleep_s=0.02, length=200), batch_size=2, num_workers=1)
-                fast = DataLoader(SleepyData(length=200), batch_size=2, num_workers=1)
-                return [slow, fast] if slow_first else [fast, slow]
-
-            def training_step(self, batch: list[Any], batch_idx: int) -> torch.Tensor:
-                return self.layer(batch[0][0] + batch[1][0]).pow(2).mean()
-
-        report = run(tmp_path, Two())
-        assert report.verdict == "slow_storage"
-        assert report.findings[0].evidence["dataset_ms_per_batch"] >= 40.0
-        assert report.findings[0].evidence["num_workers"] == 1
-
     def test_a_slow_hook_of_the_module_is_named(self, tmp_path: Path) -> None:
         class Slow(Model):
             def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -745,8 +540,7 @@ class TestSeveralLoadersAndEpochs:
         finding = report.findings[0]
         assert (finding.cause, finding.evidence["hook"]) == ("callback", "on_validation_batch_end")
         assert finding.predicted_speedup is None
-        assert report.step_s is not None
-        assert report.step_s < 0.03
+        assert report.step_s == of(0.005)
 
     def test_the_beginning_of_epochs_is_remarked_on_where_no_setting_helps(self, tmp_path: Path) -> None:
         class SlowStart(torch.utils.data.SequentialSampler):
@@ -777,6 +571,21 @@ class TestSeveralLoadersAndEpochs:
         assert report.steps == STEPS
         assert any("could not be timed inside its workers" in note for note in report.notes)
 
+    def test_a_loader_that_cannot_be_timed_is_noted(self, tmp_path: Path) -> None:
+        class Plain:
+            def __iter__(self) -> Iterator[list[torch.Tensor]]:
+                return iter([[torch.zeros(2, FEATURES)]] * 64)
+
+            def __len__(self) -> int:
+                return 64
+
+        class Own(Model):
+            def train_dataloader(self) -> Any:
+                return Plain()
+
+        report = run(tmp_path, Own())
+        assert any("could not be timed inside its workers" in note for note in report.notes)
+
 
 class TestCopiesInMidFit:
     def test_what_we_shadow_pickles_as_the_original(self, tmp_path: Path) -> None:
@@ -797,33 +606,10 @@ class TestCopiesInMidFit:
             assert twin.report.notes == ["No training has run yet."]
 
 
-class TestHang:
-    def test_stacks_and_workers_are_written_and_training_goes_on(self, tmp_path: Path) -> None:
-        written = tmp_path / "report"
-
-        def stuck_in_step() -> list[str]:
-            """What was written of the step below: a busy machine may be so slow that it counts as hung elsewhere."""
-            texts = [path.read_text() for path in written.glob("hang-*.txt")]
-            return [text for text in texts if "in in_step" in text]
-
-        class Hanging(Model):
-            def in_step(self, batch_idx: int) -> None:
-                deadline = time.monotonic() + 10
-                while batch_idx >= 3 and not stuck_in_step() and time.monotonic() < deadline:
-                    time.sleep(0.01)
-
-        detector = StallDetector(on_stall="ignore", report_dir=written, hang_timeout=2.0)
-        model = Hanging(dataset=SleepyData(length=100), num_workers=2)
-        with pytest.warns(UserWarning, match="no step was finished for"):
-            run(tmp_path, model, detector=detector, max_steps=8)
-        assert "Workers of the training loader: 2" in stuck_in_step()[0]
-        assert detector.report.steps == 8
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpuopt")]
-
-    def test_without_a_hang_there_is_no_file(self, tmp_path: Path) -> None:
-        detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "report", hang_timeout=600.0)
-        run(tmp_path, Model(), detector=detector)
-        assert list((tmp_path / "report").glob("hang-*")) == []
+def test_without_a_hang_there_is_no_file(tmp_path: Path) -> None:
+    detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "report", hang_timeout=600.0)
+    run(tmp_path, Model(), detector=detector)
+    assert list((tmp_path / "report").glob("hang-*")) == []
 
 
 class TestTraceAndRanges:
@@ -845,9 +631,8 @@ class TestTraceAndRanges:
             report = run(tmp_path, Model(), Sleeper("on_train_batch_end", 0.01), detector=detector)
         assert report.steps == STEPS
 
+    @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="a torch that is built with CUDA has NVTX")
     def test_ranges_without_cuda_are_noted(self, tmp_path: Path) -> None:
-        if torch.cuda.is_available():
-            pytest.skip("NVTX is there")
         report = run(tmp_path, Model(), detector=StallDetector(on_stall="ignore", nvtx=True, **FAST))
         assert "No NVTX ranges: this torch is built without CUDA." in report.notes
         assert report.steps == STEPS
@@ -862,7 +647,6 @@ def test_steps_that_stand_out_are_listed_with_their_cause(tmp_path: Path) -> Non
     slowest = max(report.step_times.outliers, key=lambda each: each.seconds)
     # the detector stands before the callback: the time shows in the step after it
     assert (slowest.step, slowest.phase) == (21, "callbacks")
-    assert slowest.phase_s >= 0.2
-    assert report.step_times.median_s is not None
-    assert report.step_times.median_s < 0.1
+    assert slowest.phase_s == of(0.2)
+    assert report.step_times.median_s == of(0.01)
     assert sum(report.step_times.counts) == STEPS - FAST["warmup_steps"]

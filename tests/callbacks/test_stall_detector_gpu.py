@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import warnings
@@ -16,20 +17,57 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt import GpuUtilMonitor, NumWorkersFinder, StallDetector, StallError, StallReport
+from lightning_gpuopt.callbacks import _device_watch
+from lightning_gpuopt.callbacks._device_watch import DeviceWatch
+from lightning_gpuopt.telemetry import nvml_thread
 from tests.callbacks.gpu_rank import Bar, Samples
-from tests.gpu_simulator import SimulatedGpu, SimulatedModule, Step, Work, rank_environment, simulated_gpu
-from tests.helpers import RecordingLogger, run_ranks
+from tests.callbacks.stalls import OF_WORKERS
+from tests.gpu_simulator import NvmlFollower, SimulatedGpu, SimulatedModule, Step, Work, rank_environment, simulated_gpu
+from tests.helpers import BROADCASTS, RecordingLogger, run_ranks, wait_for
 from tests.nvml_simulator import Gpu, Simulator
+from tests.simulated_time import SimulatedTime
 
 STEPS, WARMUP_STEPS = 45, 5
+EACH_READING = "nvmlDeviceGetUtilizationRates"
 STEP = Step(Work(0.01, kernels=4, host_s=0.002), Work(0.02, kernels=4, host_s=0.002))
 MANY_KERNELS = Step(Work(0.004, kernels=20, host_s=0.016), Work(0.004, kernels=20, host_s=0.016))
 
 
 @pytest.fixture
-def gpu() -> Iterator[SimulatedGpu]:
+def gpu(simulated_time: SimulatedTime) -> Iterator[SimulatedGpu]:
+    with simulated_gpu(simulated_time, copy_s=0.0005) as device:
+        yield device
+
+
+@pytest.fixture
+def real_gpu() -> Iterator[SimulatedGpu]:
+    """For loaders with workers, whose time is real."""
     with simulated_gpu(copy_s=0.0005) as device:
         yield device
+
+
+@pytest.fixture
+def nvml(simulator: Simulator, simulated_time: SimulatedTime, monkeypatch: pytest.MonkeyPatch) -> Simulator:
+    """NVML whose readings go by the simulated time: four a second."""
+    monkeypatch.setitem(DeviceWatch.__init__.__kwdefaults__, "clock", simulated_time)
+    monkeypatch.setattr(_device_watch, "_READ_EVERY_S", 2e-3)
+    monkeypatch.setattr(nvml_thread, "_WAIT_PER_CPU_S", 0.0)
+
+    def let_it_be_read() -> None:
+        for thread in threading.enumerate():
+            if thread.name == "gpuopt-gpu-sampler":
+                enough = simulator.calls(EACH_READING) + 2
+                wait_for(lambda: simulator.calls(EACH_READING) >= enough or not thread.is_alive())  # noqa: B023
+
+    simulated_time.every(0.25, let_it_be_read)
+    return simulator
+
+
+def follow(gpu: SimulatedGpu, nvml: Simulator, clock: SimulatedTime) -> None:
+    """Let NVML's figures be what the device does."""
+    follower = NvmlFollower(gpu.ledger, clock, nvml)
+    follower.update()
+    clock.every(0.05, follower.update)
 
 
 class Stretch(Callback):
@@ -95,22 +133,21 @@ class TestVerdicts:
         hook = At("on_train_batch_end", lambda: time.sleep(0.008))
         report = fit(gpu, tmp_path, module(gpu, sample_s=0.004), hook)
         assert (report.verdict, report.findings) == ("compute_bound", [])
-        assert report.step_s == pytest.approx(0.0305, rel=0.1)
+        assert report.step_s == pytest.approx(0.031, rel=0.02)
 
-    def test_a_slow_loader_behind_a_bar_that_waits_for_the_gpu(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
-        report = fit(gpu, tmp_path, module(gpu, sample_s=0.03, workers=1), Bar(gpu))
-        assert causes(report) == ["slow_storage"]
-        (finding,) = report.findings
-        assert finding.settings["num_workers"] >= 2
+    def test_a_slow_loader_behind_a_bar_that_waits_for_the_gpu(self, real_gpu: SimulatedGpu, tmp_path: Path) -> None:
         # 60 ms a batch from the worker, 30 on the GPU
-        assert finding.share == pytest.approx(0.5, abs=0.08)
-        assert "No change of the loader brings more than" in finding.advice
+        report = fit(real_gpu, tmp_path, module(real_gpu, sample_s=0.03, workers=1), Bar(real_gpu), steps=25)
+        (finding,) = report.findings
+        assert finding.cause in OF_WORKERS
+        assert finding.evidence["exposed_by"] == "Bar.on_train_batch_end"
+        assert finding.evidence["dataset_ms_per_batch"] - finding.evidence["dataset_cpu_ms_per_batch"] >= 60.0
 
     def test_the_idle_time_is_the_ledgers(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
         ends = Stretch()
         report = fit(gpu, tmp_path, module(gpu, sample_s=0.025, workers=0), Bar(gpu), ends)
         begin_s, end_s = ends.ends[WARMUP_STEPS - 1], ends.ends[-1]
-        assert report.gpu_idle_s == pytest.approx(gpu.ledger.idle_s(begin_s, end_s), rel=0.05, abs=0.001 * STEPS)
+        assert report.gpu_idle_s == pytest.approx(gpu.ledger.idle_s(begin_s, end_s), rel=0.02)
         assert causes(report) == ["main_process_loading"]
         assert report.findings[0].evidence["exposed_by"] == "Bar.on_train_batch_end"
 
@@ -150,7 +187,7 @@ class TestVerdicts:
         report = fit(gpu, tmp_path, module(gpu))
         assert causes(report) == ["host_to_device"]
         assert report.findings[0].settings == {"pin_memory": True}
-        assert report.findings[0].share == pytest.approx(12 / 42, abs=0.05)
+        assert report.findings[0].share == pytest.approx(12 / 42, abs=0.01)
 
     def test_checkpoints_count_by_the_time_in_which_the_gpu_was_idle(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
         class Save(Callback):
@@ -163,8 +200,8 @@ class TestVerdicts:
                 time.sleep(0.12)
 
         report = fit(gpu, tmp_path, module(gpu), Save())
-        assert "checkpoint" in causes(report) or "callback" in causes(report)
-        assert report.findings[0].share == pytest.approx(0.12 / (0.12 + 5 * 0.031), abs=0.1)
+        assert causes(report) == ["callback"]  # its own hook, on_save_checkpoint
+        assert report.findings[0].share == pytest.approx(0.12 / (0.12 + 5 * 0.031), abs=0.02)
 
 
 class TestInsideTheStep:
@@ -173,15 +210,15 @@ class TestInsideTheStep:
     LONG = 260
 
     @pytest.fixture
-    def watched(self, gpu: SimulatedGpu, simulator: Simulator) -> SimulatedGpu:
-        simulator.machine(Gpu(gpm={}))
-        gpu.follow_nvml(simulator)
+    def watched(self, gpu: SimulatedGpu, nvml: Simulator, simulated_time: SimulatedTime) -> SimulatedGpu:
+        nvml.machine(Gpu(gpm={}))
+        follow(gpu, nvml, simulated_time)
         return gpu
 
     def test_a_host_that_issues_too_slowly(self, watched: SimulatedGpu, tmp_path: Path) -> None:
         report = fit(watched, tmp_path, module(watched, MANY_KERNELS), steps=self.LONG)
         assert causes(report) == ["launch_bound"]
-        assert report.findings[0].share == pytest.approx(24 / 33, abs=0.06)
+        assert report.findings[0].share == pytest.approx(24 / 33, abs=0.02)
         assert report.findings[0].evidence["busy_ms_per_step"] == pytest.approx(8.0, rel=0.02)
         assert any(note.startswith("torch.profiler looked at") for note in report.notes)
 
@@ -197,7 +234,7 @@ class TestInsideTheStep:
         assert causes(report) == ["gpu_sync"]
         where = report.findings[0].evidence["where"]
         assert isinstance(where, str)
-        assert where.startswith(f"training_step ({__file__}:")
+        assert re.fullmatch(r"100 % (Waits\.)?training_step \(test_stall_detector_gpu.py:\d+\)", where)
 
     def test_a_bar_that_waits_does_not_make_launching_the_fault_of_its_line(
         self, watched: SimulatedGpu, tmp_path: Path
@@ -220,10 +257,12 @@ class TestInsideTheStep:
         (note,) = [each for each in report.notes if "could not be looked at with torch.profiler" in each]
         assert "stand in" in note
 
-    def test_nothing_is_told_before_the_look_is_over(self, watched: SimulatedGpu, tmp_path: Path) -> None:
+    def test_nothing_is_told_before_the_look_is_over(
+        self, watched: SimulatedGpu, simulated_time: SimulatedTime, tmp_path: Path
+    ) -> None:
         detector = StallDetector(on_stall="raise", window_size=20, warmup_steps=WARMUP_STEPS, report_dir=tmp_path)
         seen: list[tuple[float, list[str]]] = []
-        at = At("on_train_batch_end", lambda: seen.append((time.monotonic(), causes(detector.report))))
+        at = At("on_train_batch_end", lambda: seen.append((simulated_time(), causes(detector.report))))
         with pytest.raises(StallError, match="launch_bound"):
             fit(watched, tmp_path, module(watched, MANY_KERNELS), at, steps=self.LONG, detector=detector)
         told_s = next(moment for moment, each in seen if "launch_bound" in each)
@@ -255,15 +294,13 @@ class TestInsideTheStep:
         assert len(names) == 1
         assert monitor.summary()["gpu/0/utilization"] > 0
 
-    def test_a_power_cap_is_a_note_and_heat_a_cause(
-        self, gpu: SimulatedGpu, simulator: Simulator, tmp_path: Path
-    ) -> None:
+    def test_a_power_cap_is_a_note_and_heat_a_cause(self, gpu: SimulatedGpu, nvml: Simulator, tmp_path: Path) -> None:
         software_power_cap, hardware_thermal = 0x4, 0x40
-        simulator.machine(Gpu(gpm={}, utilization=98, clock_reasons=software_power_cap, sm_clock=1200))
+        nvml.machine(Gpu(gpm={}, utilization=98, clock_reasons=software_power_cap, sm_clock=1200))
         capped = fit(gpu, tmp_path, module(gpu))
         assert causes(capped) == []
         assert any("stay within its power limit" in note for note in capped.notes)
-        simulator.machine(Gpu(gpm={}, utilization=98, clock_reasons=hardware_thermal, sm_clock=1200))
+        nvml.machine(Gpu(gpm={}, utilization=98, clock_reasons=hardware_thermal, sm_clock=1200))
         hot = fit(gpu, tmp_path, module(gpu))
         assert causes(hot) == ["gpu_throttled"]
 
@@ -275,15 +312,21 @@ class TestRanks:
         ("name", "found"),
         [
             ("bar", {}),
-            ("loader", {"main_process_loading": {"exposed_by": "Lightning's _broadcast_sigterm_tensor"}}),
-            ("slow_gpu", {"straggler": {"rank": 1, "kind": "compute"}}),
+            pytest.param(
+                "loader",
+                {"main_process_loading": {"exposed_by": "Lightning's _broadcast_sigterm_tensor"}},
+                marks=pytest.mark.matrix,
+            ),
+            pytest.param("slow_gpu", {"straggler": {"rank": 1, "kind": "compute"}}, marks=pytest.mark.matrix),
             ("slow_data", {"straggler": {"rank": 1, "kind": "data"}}),
-            ("gathers_slow_gpu", {"straggler": {"rank": 1, "kind": "compute"}}),
-            ("gathers_slow_data", {"straggler": {"rank": 1, "kind": "data"}}),
-            ("communication", {"communication": {}}),
+            pytest.param("gathers_slow_gpu", {"straggler": {"rank": 1, "kind": "compute"}}, marks=pytest.mark.matrix),
+            pytest.param("gathers_slow_data", {"straggler": {"rank": 1, "kind": "data"}}, marks=pytest.mark.matrix),
+            ("communication", {"communication": {"gradient_dtype": "float32", "accumulate_grad_batches": 1}}),
         ],
     )
     def test_what_rank_0_reports(self, name: str, found: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+        if not BROADCASTS and name in ("loader", "slow_data", "gathers_slow_data"):
+            found = {}  # nothing holds up the host, which loads while the GPU computes
         first, second = run_ranks("tests.callbacks.gpu_rank", name, 2, rank_environment(tmp_path, 2))
         assert [cause for cause, _, _ in first["findings"]] == list(found)
         for cause, _, evidence in first["findings"]:
@@ -330,13 +373,13 @@ class TestWhenThingsGoWrong:
                 return super().training_step(batch, batch_idx)
 
         report = fit(gpu, tmp_path, Compiles(gpu, STEP, batches=1000))
-        assert report.step_s == pytest.approx(0.0305, rel=0.05)
+        assert report.step_s == pytest.approx(0.031, rel=0.02)
 
     def test_a_users_profiler_between_two_recordings_is_left_alone(
-        self, gpu: SimulatedGpu, simulator: Simulator, tmp_path: Path
+        self, gpu: SimulatedGpu, nvml: Simulator, simulated_time: SimulatedTime, tmp_path: Path
     ) -> None:
-        simulator.machine(Gpu(gpm={}))
-        gpu.follow_nvml(simulator)
+        nvml.machine(Gpu(gpm={}))
+        follow(gpu, nvml, simulated_time)
         schedule = torch.profiler.schedule(wait=100, warmup=1, active=1)
         profiler = torch.profiler.profile(schedule=schedule)
         profiler.start()
@@ -395,19 +438,19 @@ class TestWhenThingsGoWrong:
         assert (accumulated.verdict, accumulated.steps) == ("compute_bound", 60)
 
     def test_a_loader_that_a_finder_mends_begins_a_new_part(
-        self, gpu: SimulatedGpu, simulator: Simulator, tmp_path: Path
+        self, real_gpu: SimulatedGpu, simulator: Simulator, tmp_path: Path
     ) -> None:
         simulator.machine(Gpu(gpm={}))
-        gpu.follow_nvml(simulator)
-        model = module(gpu, sample_s=0.03, workers=1)
-        report = fit(gpu, tmp_path, model, NumWorkersFinder(), Bar(gpu), steps=200)
+        real_gpu.follow_nvml(simulator)
+        model = module(real_gpu, sample_s=0.03, workers=1)
+        report = fit(real_gpu, tmp_path, model, NumWorkersFinder(), Bar(real_gpu), steps=200)
         assert "launch_bound" not in causes(report)
-        assert report.verdict == "compute_bound"
+        assert report.loader.num_workers > 1
 
     def test_the_windows_figures_are_the_gpus(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
         logger = RecordingLogger()
         fit(gpu, tmp_path, module(gpu), Bar(gpu), logger=logger, steps=65)
         times = [metrics["step/time_s"] for _, metrics in logger.records if "step/time_s" in metrics]
-        assert times[1:] == pytest.approx([0.0305] * (len(times) - 1), rel=0.15)
+        assert times[1:] == pytest.approx([0.031] * (len(times) - 1), rel=0.02)
         stalls = [metrics["stall/count"] for _, metrics in logger.records if "stall/count" in metrics]
         assert set(stalls) == {0.0}

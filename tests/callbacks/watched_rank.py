@@ -25,7 +25,7 @@ from lightning_gpuopt.tuning.resize import adopt
 from tests.helpers import FEATURES, RecordingLogger, TinyModel, tiny_trainer
 
 STEP_S = 0.02
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK", "0"))
 
 
 class Data(Dataset[Any]):
@@ -50,6 +50,37 @@ class Model(TinyModel):
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Data(self.sample_s), batch_size=2)
+
+
+class LargeModel(Model):
+    """Gradients of 16 MiB, and no step to speak of."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0, 0.0)
+        self.large = torch.nn.Parameter(torch.zeros(4, 2**20))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + self.large[0, 0] * 0
+
+
+class LogsEachStep(Model):
+    """Reduces metrics over the ranks in each step, as often as it takes to be seen; one a second time for the epoch."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for number in range(8):
+            self.log(f"loss/{number}", loss, on_step=True, on_epoch=number == 0, sync_dist=True)
+        self.log("alone", loss, on_step=True)
+        return loss
+
+
+class LogsEachEpoch(Model):
+    """Reduces a metric over the ranks once an epoch."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
 
 
 class Grow(Callback):
@@ -93,13 +124,26 @@ class Look(Callback):
         self.broadcast_s = self.detector._run.timeline.times().signal_broadcast_s
 
 
-def fit(world_size: int, step_s: float = STEP_S, sample_s: float = 0.0) -> dict[str, Any]:
+def fit(
+    world_size: int,
+    step_s: float = STEP_S,
+    sample_s: float = 0.0,
+    model: Model | None = None,
+    threshold: float = 0.1,
+    epoch: int = 1000,
+) -> dict[str, Any]:
     logger = RecordingLogger()
-    model = Model(step_s, sample_s)
+    model = model or Model(step_s, sample_s)
     with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("always")
-        detector = StallDetector(window_size=10, warmup_steps=5, report_dir=Path(folder))
-        trainer = {"devices": world_size, "strategy": "ddp", "logger": logger, "max_steps": 35}
+        detector = StallDetector(threshold, window_size=10, warmup_steps=5, report_dir=Path(folder))
+        trainer = {
+            "devices": world_size,
+            "strategy": "ddp",
+            "logger": logger,
+            "max_steps": 35,
+            "limit_train_batches": epoch,
+        }
         look = Look(detector)
         tiny_trainer(Path(folder), callbacks=[detector, look], **trainer).fit(model)
         files = sorted(path.name for path in Path(folder).glob("report.*"))
@@ -108,10 +152,13 @@ def fit(world_size: int, step_s: float = STEP_S, sample_s: float = 0.0) -> dict[
         "verdict": detector.report.verdict,
         "rank": finding.evidence.get("rank") if finding else None,
         "kind": finding.evidence.get("kind") if finding else None,
+        "evidence": finding.evidence if finding else {},
+        "syncs": [each.evidence.get("syncs_per_step") for each in detector.report.findings if each.cause == "logging"],
         "steps": detector.report.steps,
         "logged": logger.steps("step/"),
         "warned": [str(each.message) for each in caught if "StallDetector" in str(each.message)],
         "files": files,
+        "wall_s": detector.report.wall_s,
         "broadcast_s": look.broadcast_s,
         "weights": model.layer.weight.detach().flatten().tolist(),
     }
@@ -123,9 +170,13 @@ def main(what: str) -> dict[str, Any]:
     if what == "four":
         return {"compute": fit(4, step_s=0.06 + (0.06 if RANK == 2 else 0.0))}
     return {
-        "alike": fit(2, step_s=0.03),
+        "alike": fit(2, step_s=0.03, threshold=0.3),  # ranks that share busy CPUs are not quite alike
         "compute": fit(2, step_s=STEP_S + (0.03 if RANK == 1 else 0.0)),
         "data": fit(2, sample_s=0.015 if RANK == 1 else 0.0),
+        "collectives": fit(2, model=LargeModel()),
+        "metrics": fit(2, model=LogsEachStep(0.001, 0.0)),
+        "metrics_slow_rank": fit(2, model=LogsEachStep(STEP_S + (0.06 if RANK == 1 else 0.0), 0.0)),
+        "epoch_metrics": fit(2, model=LogsEachEpoch(0.001, 0.0), threshold=0.001, epoch=5),
     }
 
 

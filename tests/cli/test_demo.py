@@ -189,6 +189,7 @@ def test_ctrl_c_while_images_are_made_leaves_no_data(tmp_path: Path) -> None:
     assert list((tmp_path / "data-run").iterdir()) == []
 
 
+@pytest.mark.example
 def test_ctrl_c_in_training_leaves_whole_files_only(tmp_path: Path) -> None:
     process = start(*demo(tmp_path, "--epochs", "1000000"))
     assert process.stdout is not None
@@ -199,11 +200,13 @@ def test_ctrl_c_in_training_leaves_whole_files_only(tmp_path: Path) -> None:
     assert (process.returncode, err) == (130, "interrupted\n")
     assert is_whole(tmp_path / "data", SMALL)
     written = {path.name for path in (tmp_path / "run").iterdir()}
-    assert written <= {"report.json", "report.html", "metrics.csv"}
+    # the flame graph where a look had begun, the hyperparameters by Lightning before 2.6
+    assert written <= {"report.json", "report.html", "stacks.speedscope.json", "metrics.csv", "hparams.yaml"}
     if "report.json" in written:
         assert json.loads((tmp_path / "run/report.json").read_text())["steps"] >= 15
 
 
+@pytest.mark.example
 def test_a_demo_says_where_the_time_went_and_writes_the_report(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.csv").write_text("of an earlier demo")
@@ -217,15 +220,17 @@ def test_a_demo_says_where_the_time_went_and_writes_the_report(tmp_path: Path) -
     assert lines[1].endswith(" 128/128 0:00:00")
     assert lines[2].startswith("  step 15  loss ")
     assert lines[4].startswith(f"Verdict: {report['verdict']} ")
-    accuracy, gpu, files, summary = lines[-4:]
+    accuracy, gpu, files, watch, summary = lines[-5:]
+    assert watch == "Your own script, measured like this: lightning-gpuopt watch -- python train.py"
     assert accuracy.startswith("Validation accuracy ")
     assert accuracy.endswith(" % (chance: 12.5 %)")
     assert gpu == "GPU figures: none, the run was on cpu"
     assert files == f"Report: {tmp_path}/run/report.html and report.json, metrics: {tmp_path}/run/metrics.csv"
     assert summary.startswith("15 steps on cpu, ")
-    assert max(map(len, lines[1:-2])) <= 80
+    assert max(map(len, [*lines[1:-3], watch])) <= 80
 
 
+@pytest.mark.example
 def test_a_second_demo_uses_the_images_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(demo(tmp_path, "--no-fix")) == 0
     made = (tmp_path / "data/manifest.json").stat().st_mtime_ns
@@ -237,6 +242,7 @@ def test_a_second_demo_uses_the_images_of_the_first(tmp_path: Path, capsys: pyte
     assert (tmp_path / "data/manifest.json").stat().st_mtime_ns == made
 
 
+@pytest.mark.example
 def test_max_steps_ends_within_an_epoch_and_the_accuracy_is_measured_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,17 +271,20 @@ def train(tmp_path: Path, images: int, **changes: Any) -> Any:
     return _demo_training.train(_demo_training.Settings(**{**settings, **changes}))
 
 
+@pytest.mark.example
 def test_the_network_learns_which_photograph_a_crop_comes_from(tmp_path: Path) -> None:
     outcome = train(tmp_path, images=512, epochs=4)
     assert outcome.accuracy_percent > 4 * 100 / len(CLASSES)
     assert outcome.steps == 4 * 30
 
 
+@pytest.mark.example
 def test_the_default_demo_waits_for_the_main_process_to_load(tmp_path: Path) -> None:
     report = train(tmp_path, images=512, batch_size=32).report
     assert report.verdict == "main_process_loading"
 
 
+@pytest.mark.example
 def test_worker_processes_can_load_the_images(tmp_path: Path) -> None:
     assert train(tmp_path, images=128, num_workers=2).steps == 8
 

@@ -118,7 +118,7 @@ def test_every_switch_reaches_the_search(module: str, monkeypatch: pytest.Monkey
         ("HERE:make_loader --max-seconds 0", "--max-seconds: Not of type"),
         ("HERE:make_loader --max-seconds inf", "--max-seconds: Not of type"),
         ("HERE:make_loader --step-time -1", "--step-time: Not of type NonNegativeFloat"),
-        ("", "the following arguments are required: find-workers.loader"),
+        ("", "find-workers.loader"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(

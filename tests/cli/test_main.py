@@ -14,7 +14,7 @@ SEE = "see 'lightning-gpuopt --help'"
 SEE_DEMO = "see 'lightning-gpuopt demo --help'"
 
 WRONG_USAGE = {
-    "": f'expected "command" to be one of {{demo,find-workers,lmdb,report}}, but it was not provided; {SEE}',
+    "": f"expected a command, one of {', '.join(cli.COMMANDS)}, got none; {SEE}",
     "--bogus": f"unrecognized arguments: --bogus; {SEE}",
     "demo --bogus 3": f"unrecognized arguments: --bogus 3; {SEE_DEMO}",
     "demo --epochs": f"argument --epochs: expected one argument; {SEE_DEMO}",
@@ -66,7 +66,7 @@ def test_version_and_help_go_to_stdout_with_exit_code_0(capsys: pytest.CaptureFi
 @pytest.mark.parametrize("command", [["--help"], ["demo", "--help"], ["demo", "--epochs", "0"], ["--version"]])
 def test_help_and_wrong_usage_import_neither_torch_nor_lightning(command: list[str]) -> None:
     code = (
-        "import sys; from lightning_gpuopt.cli import main; main(sys.argv[1:]);"
+        "import sys; from lightning_gpuopt.cli import COMMANDS, main; main(sys.argv[1:]);"
         "print({'torch', 'lightning', 'pytorch_lightning', 'PIL', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
@@ -112,6 +112,34 @@ def test_an_error_of_several_lines_becomes_one_and_exit_code_1(
     stand_in.setattr(demo, "run", broken)
     assert main(["demo"]) == 1
     assert capsys.readouterr() == ("", "error: OSError: no space left on device (--debug shows where)\n")
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_who_reads_may_go_away(lines: int) -> None:
+    """As ``| head`` does: nothing is said about it, wherever the output is when that is noticed."""
+    code = (
+        "import sys; from lightning_gpuopt.cli import demo, main; sys.stdin.readline();"
+        f"demo.run = lambda options: print('a line of output\\n' * {lines}) or 0; sys.exit(main(['demo']))"
+    )
+    command = [sys.executable, "-c", code]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        process.stdout.close()
+        process.stdin.write("go\n")
+        process.stdin.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 1
+
+
+def test_a_broken_pipe_of_something_else_is_an_error(
+    stand_in: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(options: object) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    stand_in.setattr(demo, "run", broken)
+    assert main(["demo"]) == 1
+    assert capsys.readouterr() == ("", "error: BrokenPipeError: [Errno 32] Broken pipe (--debug shows where)\n")
 
 
 @pytest.mark.parametrize("command", [["--debug", "demo"], ["demo", "--debug"]])

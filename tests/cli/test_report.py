@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_gpuopt.cli import main
 from lightning_gpuopt.diagnosis.compare import compare
+from lightning_gpuopt.diagnosis.render.data import comparison_data
 from lightning_gpuopt.diagnosis.render.html import render_html
 from lightning_gpuopt.diagnosis.render.text import render_comparison, render_text
 from tests.diagnosis.reports import after, before
@@ -71,6 +74,17 @@ def test_the_page_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[s
             "report before.json --html before.json/page.html",
             "--html: expected a place to write to, got before.json/page.html: File exists; name another",
         ),
+        (
+            "report before.json --fail-if-slower 5%",
+            "--fail-if-slower: expected two reports to compare, got one; give the one of the run after",
+        ),
+        *(
+            (
+                f"report before.json after.json --fail-if-slower {percent}",
+                f"--fail-if-slower: expected a percentage, 0 or more, got {percent}; give one such as 5%",
+            )
+            for percent in ("abc", "-5", "nan", "inf", "%", "5%%")
+        ),
         ("report before.json --html .", "--html: expected a place to write to, got .: Is a directory; name another"),
     ],
 )
@@ -92,6 +106,51 @@ def test_what_is_no_report_is_one_line_and_exit_code_2(
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("error: other.json: ")
     assert err.endswith("; give a report.json that StallDetector wrote\n")
+
+
+def test_one_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "before.json", "--json"]) == 0
+    assert capsys.readouterr() == (f"{before().to_json()}\n", "")
+
+
+def test_two_reports_as_json_with_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "before.json", "after.json", "--json", "--html", "both.html"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == json.loads(json.dumps(comparison_data(compare(before(), after()))))
+    assert err == ""
+    assert (tmp_path / "both.html").exists()
+
+
+@pytest.mark.parametrize("percent", ["5", "5%", "5.0 %"])
+def test_the_gate_fails_a_slower_run_and_says_where(percent: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "after.json", "before.json", "--fail-if-slower", percent]) == 1
+    out, err = capsys.readouterr()
+    assert out == f"{render_comparison(compare(after(), before()))}\n"
+    assert err == "Slower by 100.0 %, 5 % allowed: data_wait takes 60 ms a step, 1 ms before.\n"
+
+
+def test_the_gate_lets_the_others_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "after.json", "before.json", "--fail-if-slower", "100%"]) == 0
+    assert main(["report", "before.json", "after.json", "--fail-if-slower", "0"]) == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("Faster by 50.0 %, 0 % allowed.\n")
+    assert err == ""
+
+
+def test_the_gate_s_outcome_is_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "after.json", "before.json", "--fail-if-slower", "5", "--json"]) == 1
+    out, err = capsys.readouterr()
+    gate = json.loads(out)["gate"]
+    assert (gate["outcome"], gate["allowed_percent"], gate["phase"]) == ("slower", 5, "data_wait")
+    assert err.startswith("Slower by 100.0 %")
+    assert main(["report", "before.json", "after.json", "--fail-if-slower", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gate"]["outcome"] == "passed"
+
+
+def test_what_cannot_be_judged_does_not_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replace(after(), step_s=None).save_json(tmp_path / "short.json")
+    assert main(["report", "before.json", "short.json", "--fail-if-slower", "5"]) == 1
+    assert capsys.readouterr().err == "Not judged: the later run has no step after its warm-up.\n"
 
 
 def test_it_imports_neither_torch_nor_lightning() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,9 @@ from lightning.pytorch import LightningModule
 from PIL import Image
 
 from lightning_gpuopt import DALIDataModule
-from tests.datamodules.training import Interrupted, SaveAndEnd
+from tests.datamodules.training import EPOCHS, SAMPLES, Interrupted, SaveAndEnd, rank_main
 from tests.helpers import safely, tiny_trainer
 
-SAMPLES = 53
-EPOCHS = 3
 SIZE = 8
 """Side of the crops in pixels."""
 
@@ -96,23 +92,5 @@ def run(
     return model
 
 
-def main() -> None:
-    """One rank: run what the JSON argument says, and print the steps."""
-    what = json.loads(sys.argv[1])
-    save = what.get("save")
-    model = run(
-        Path(what["data"]),
-        Path(what["work"]),
-        batch_size=what["batch_size"],
-        save=None if save is None else SaveAndEnd(Path(save["path"]), save["hook"], save["batch"]),
-        resume=Path(what["resume"]) if "resume" in what else None,
-        devices=what["devices"],
-        strategy="ddp" if what["devices"] > 1 else "auto",
-        limit_val_batches=0,
-        module_kwargs={"on_corrupt": what.get("on_corrupt", "raise")},
-    )
-    print(json.dumps(model.steps))
-
-
 if __name__ == "__main__":
-    main()
+    rank_main(run, limit_val_batches=0)

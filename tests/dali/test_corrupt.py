@@ -191,8 +191,9 @@ def test_what_was_found_is_kept_and_a_mended_file_comes_back(tmp_path: Path) -> 
 
 def test_all_ranks_leave_out_the_same(tmp_path: Path) -> None:
     data = list_with(tmp_path / "f", {2: b"no image", 7: unknown_table(WHOLE)})
-    what = json.dumps({"data": str(data), "work": str(tmp_path), "batch_size": 2, "devices": 2, "on_corrupt": "skip"})
-    steps = [step for rank in run_ranks("tests.dali.runs", what, 2) for step in rank]
+    what: dict[str, Any] = {"data": str(data), "work": str(tmp_path), "batch_size": 2, "devices": 2}
+    what["module_kwargs"] = {"on_corrupt": "skip"}
+    steps = [step for rank in run_ranks("tests.dali.runs", json.dumps(what), 2) for step in rank]
     for epoch in range(3):
         given = sorted(label for at, labels in steps if at == epoch for label in labels)
         assert given == [number for number in range(12) if number not in (2, 7)]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import subprocess
-import sys
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +23,13 @@ from lightning_gpuopt.dali.engine import Engine
 from lightning_gpuopt.images.errors import CorruptSampleError
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
-from tests.dali.runs import EPOCHS, SAMPLES, Notes, run, small, write_list
-from tests.datamodules.training import SaveAndEnd
+from tests.dali.runs import Notes, run, small, write_list
+from tests.datamodules.training import EPOCHS, MOMENTS, SAMPLES, SaveAndEnd, Steps, by_epoch
+from tests.fork_server import run_code
 from tests.helpers import run_ranks, tiny_trainer
 
 ALL = list(range(SAMPLES))
 WHOLE = dict.fromkeys(range(EPOCHS), ALL)
-Steps = list[tuple[int, list[int]]]
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +40,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Notes:
     return run(data, tmp_path_factory.mktemp("work"), batch_size=4)
-
-
-def by_epoch(steps: Steps) -> dict[int, list[int]]:
-    epochs: dict[int, list[int]] = defaultdict(list)
-    for epoch, labels in steps:
-        epochs[epoch] += labels
-    return {epoch: sorted(labels) for epoch, labels in epochs.items()}
 
 
 def labels_of(loader: Any) -> list[list[int]]:
@@ -270,17 +261,6 @@ class TestRanks:
         assert by_epoch(steps) == WHOLE
 
 
-# (hook in which the checkpoint is saved, after so many of the epoch's 14 batches, Trainer arguments)
-MOMENTS: list[tuple[str, int, dict[str, Any]]] = [
-    ("on_train_batch_end", 1, {}),
-    ("on_train_batch_end", 5, {}),
-    ("on_train_batch_end", 14, {}),
-    ("on_validation_end", 7, {"val_check_interval": 0.5}),
-    ("on_train_epoch_end", 14, {}),
-    ("on_exception", 6, {}),
-]
-
-
 class TestResume:
     @pytest.mark.parametrize("batch_size", [2, 4, 8])
     @pytest.mark.parametrize(("hook", "batch", "options"), MOMENTS, ids=lambda value: str(value) if value else "")
@@ -387,18 +367,26 @@ def test_memory_is_flat_over_many_epochs(data: Path) -> None:
 
 
 def test_a_forked_process_frees_no_pipeline_of_its_parent(data: Path) -> None:
-    """A pipeline that is garbage when a worker is forked: its threads are not there, and freeing it would never end."""
+    """A pipeline that is garbage when a worker is forked: its threads are not there, and freeing it would never end.
+
+    Python 3.10 itself may hang in a fork while other threads come and go: a child that never returns from it is
+    forked again.
+    """
     program = (
-        "import gc, os, sys; gc.disable()\n"
+        "import gc, os, select, sys; gc.disable()\n"
         "from lightning_gpuopt import DALIDataModule\n"
         "module = DALIDataModule(val=sys.argv[1], batch_size=4, crop_size=8, resize_size=8, device='cpu')\n"
         "loader = module.val_dataloader(); next(iter(loader))\n"
         "loader.itself = loader; module._loaders.clear(); del loader, module\n"
-        "child = os.fork()\n"
-        "if not child: gc.collect(); os._exit(7)\n"
+        "forked, says = os.pipe()\n"
+        "for _ in range(3):\n"
+        "    child = os.fork()\n"
+        "    if not child: os.write(says, b'.'); gc.collect(); os._exit(7)\n"
+        "    if select.select([forked], [], [], 15)[0]: break\n"
+        "    os.kill(child, 9); os.waitpid(child, 0)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
     )
-    ended = subprocess.run([sys.executable, "-c", program, str(data)], capture_output=True, text=True, timeout=60)
+    ended = run_code(program, data)
     assert (ended.returncode, ended.stdout) == (0, "7\n"), ended.stderr
 
 

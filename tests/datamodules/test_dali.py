@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from lightning_gpuopt import DALIDataModule, LMDBDataset, LMDBWriter, build_lmdb
 from lightning_gpuopt.datamodules import resumable
 from lightning_gpuopt.loading.image_folder import ImageFolder
 from tests.dali.runs import Notes, small, write_list
+from tests.fork_server import run_code
 from tests.helpers import tiny_trainer
 
 IMAGES = 6
@@ -189,10 +188,6 @@ class TestErrors:
         def floats(encoded: Any, labels: Any) -> Any:
             return _resized(encoded), labels * 1.5
 
-        @pipeline_def
-        def beyond(encoded: Any, labels: Any) -> Any:
-            return fn.slice(_resized(encoded), 0, 100, axes=[0]), labels
-
         for pipeline, words in (
             (three, r"eval_pipeline: expected a pipeline that returns \(images, labels\), got 3 outputs"),
             (ragged, r"eval_pipeline: expected images of one shape in a batch, got \(\d+,\), .*: resize or crop them"),
@@ -202,14 +197,29 @@ class TestErrors:
                 r"eval_pipeline: expected images of four dimensions and whole numbers as labels \[B\] with B = 4, got",
             ),
             (floats, r"got images \[4, 8, 8, 3\] and float32 labels \[4\]"),
-            (beyond, "eval_pipeline: expected a pipeline that can do with every image, DALI failed in one of the"),
+            (_beyond, "eval_pipeline: expected a pipeline that can do with every image, DALI failed in one of the"),
         ):
             with pytest.raises((ValueError, MisconfigurationException), match=words):
                 labels(raw(val=folder, eval_pipeline=pipeline))
 
+    def test_a_failure_of_the_pipeline_is_named_beside_an_image_that_cannot_be_read(self, folder: Path) -> None:
+        (folder / "bee/5.png").write_bytes(b"no image")  # in the last batch, whose error waits for the first's
+
+        datamodule = DALIDataModule(val=folder, eval_pipeline=_beyond, **small(batch_size=2))
+        with pytest.raises(ValueError, match="eval_pipeline: expected a pipeline that can do with every image"):
+            labels(datamodule)
+
+    def test_a_decoder_that_refuses_everything_is_asked_twice_only(self, folder: Path) -> None:
+        loader = DALIDataModule(val=folder, eval_pipeline=_beyond, **small(batch_size=2)).val_dataloader()
+        loader._undecodable = lambda images: dict.fromkeys(range(len(images)), RuntimeError("out of memory"))
+        with pytest.raises(
+            ValueError, match=r"DALI cannot decode .*0\.png, not as PIL decoded it either.*out of memory"
+        ):
+            list(loader)
+
     def test_without_dali_the_error_names_the_pip_lines(self) -> None:
         program = "import sys; sys.modules['nvidia.dali'] = None; from lightning_gpuopt import DALIDataModule as D; D()"
-        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        ended = run_code(program)
         assert ended.returncode == 1
         assert 'pip install "lightning-gpuopt[dali]"' in ended.stderr
         assert 'pip install "lightning-gpuopt[dali-cuda13]"' in ended.stderr
@@ -217,6 +227,12 @@ class TestErrors:
 
 def _resized(encoded: Any) -> Any:
     return fn.resize(fn.decoders.image(encoded, device="cpu"), size=[8, 8])
+
+
+@pipeline_def
+def _beyond(encoded: Any, labels: Any) -> Any:
+    """Fails: it cuts out more than there is."""
+    return fn.slice(_resized(encoded), 0, 100, axes=[0]), labels
 
 
 def _made(path: Path) -> Path:

@@ -1,7 +1,6 @@
 """Elastic resume: a checkpoint from anywhere in a run goes on to the sample, on other batches, workers and ranks."""
 
 import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,19 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
-from tests.datamodules.training import EPOCHS, SAMPLES, Interrupted, Notes, SaveAndEnd, build, run
+from tests.datamodules.training import (
+    EPOCHS,
+    MOMENTS,
+    SAMPLES,
+    Interrupted,
+    Notes,
+    SaveAndEnd,
+    Steps,
+    build,
+    by_epoch,
+    run,
+)
 from tests.helpers import run_ranks, tiny_trainer
-
-Steps = list[tuple[int, list[int]]]
 
 
 @pytest.fixture(scope="module")
@@ -26,25 +34,7 @@ def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Steps
     return run(data, tmp_path_factory.mktemp("work"), batch_size=4).steps
 
 
-def by_epoch(steps: Steps) -> dict[int, list[int]]:
-    epochs: dict[int, list[int]] = defaultdict(list)
-    for epoch, indices in steps:
-        epochs[epoch] += indices
-    return {epoch: sorted(indices) for epoch, indices in epochs.items()}
-
-
 WHOLE = {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
-
-# (hook in which the checkpoint is saved, after so many of the epoch's 14 batches, Trainer arguments)
-MOMENTS: list[tuple[str, int, dict[str, Any]]] = [
-    ("on_train_batch_end", 1, {}),
-    ("on_train_batch_end", 5, {}),
-    ("on_train_batch_end", 14, {}),
-    ("on_validation_end", 7, {"val_check_interval": 0.5}),
-    ("on_validation_end", 14, {}),
-    ("on_train_epoch_end", 14, {}),
-    ("on_exception", 6, {}),
-]
 
 
 @pytest.mark.parametrize("ask_for_steps", [False, True], ids=["", "estimated_stepping_batches"])

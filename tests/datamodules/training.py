@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,21 @@ from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.writer import LMDBWriter
 from tests.helpers import safely, tiny_trainer
 
+Steps = list[tuple[int, list[int]]]
+
 SAMPLES = 53
 EPOCHS = 3
+
+# (hook in which the checkpoint is saved, after so many of the epoch's 14 batches, Trainer arguments)
+MOMENTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("on_train_batch_end", 1, {}),
+    ("on_train_batch_end", 5, {}),
+    ("on_train_batch_end", 14, {}),
+    ("on_validation_end", 7, {"val_check_interval": 0.5}),
+    ("on_validation_end", 14, {}),
+    ("on_train_epoch_end", 14, {}),
+    ("on_exception", 6, {}),
+]
 
 
 def build(path: Path, num_samples: int = SAMPLES) -> Path:
@@ -50,6 +65,13 @@ class Notes(LightningModule):
         if self.ask_for_steps:
             self.estimated_steps = int(self.trainer.estimated_stepping_batches)
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def by_epoch(steps: Steps) -> dict[int, list[int]]:
+    epochs: dict[int, list[int]] = defaultdict(list)
+    for epoch, indices in steps:
+        epochs[epoch] += indices
+    return {epoch: sorted(indices) for epoch, indices in epochs.items()}
 
 
 class Interrupted(RuntimeError):
@@ -136,7 +158,7 @@ def run(
     return model
 
 
-def main() -> None:
+def rank_main(run: Callable[..., Any], **more: Any) -> None:
     """One rank: run what the JSON argument says, and print the steps."""
     what = json.loads(sys.argv[1])
     save = what.get("save")
@@ -144,14 +166,15 @@ def main() -> None:
         Path(what["data"]),
         Path(what["work"]),
         batch_size=what["batch_size"],
-        num_workers=what.get("num_workers", 0),
         save=None if save is None else SaveAndEnd(Path(save["path"]), save["hook"], save["batch"]),
         resume=Path(what["resume"]) if "resume" in what else None,
+        module_kwargs=what.get("module_kwargs"),
         devices=what["devices"],
         strategy="ddp" if what["devices"] > 1 else "auto",
+        **more,
     )
     print(json.dumps(model.steps))
 
 
 if __name__ == "__main__":
-    main()
+    rank_main(run)

@@ -6,7 +6,6 @@ from typing import Any
 
 from lightning_gpuopt._measured import (
     PHASES,
-    GpuTimes,
     HostActivity,
     LoaderFacts,
     PhaseTimes,
@@ -14,6 +13,7 @@ from lightning_gpuopt._measured import (
     PipelineTimes,
     WorkerTimes,
 )
+from lightning_gpuopt._measured_gpu import GpuTimes
 from lightning_gpuopt.diagnosis.measurement import Measurement
 
 WALL_S = 10.0

@@ -55,6 +55,17 @@ def test_the_bottleneck_is_named(timed: WorkerTimes, queues: Any, activity: Any,
     assert find(timed, queues=queues, host=activity).cause == cause
 
 
+@pytest.mark.parametrize(("worker_cpu", "others"), [(0.1, "7.3"), (0.5, "6.5"), (1.0, "5.5")])
+def test_where_other_programs_have_the_cpus_it_says_so(worker_cpu: float, others: str) -> None:
+    busy = workers(data_s=BUSY_S, cpu=worker_cpu)
+    taken = host(worker_cpu, queued=1 - worker_cpu, free=0.0, process_cpus=0.5)
+    assert find(busy, host=taken).advice.startswith(
+        f"Other programs use about {others} of the 8 CPUs, and the workers wait for them: "
+    )
+    own = host(worker_cpu, queued=1 - worker_cpu, free=0.0, process_cpus=4.5)
+    assert "use all the CPU there is" in find(busy, host=own).advice
+
+
 def test_every_cause_has_its_advice_and_only_remedies_have_settings() -> None:
     saturated = find(workers(data_s=BUSY_S, cpu=0.9), host=host(0.9, free=0.0))
     assert (saturated.settings, saturated.predicted_speedup) == ({}, None)

@@ -11,6 +11,7 @@ from lightning_gpuopt.diagnosis.loader_causes import data_finding
 from lightning_gpuopt.diagnosis.predict import (
     ceiling,
     headroom,
+    loader_costs,
     loader_model,
     speedup_of_workers,
     speedup_without,
@@ -135,3 +136,34 @@ def test_a_host_that_waits_at_every_step_hides_nothing_more() -> None:
     host_times = replace(times(data_wait=4.1, broadcast_s=0.5, other=0.5), wall_s=6.0)
     measured = measurement(host_times, gpu=gpu(compute_s=3.0, idle={"data_wait": 1.5, "logging": 1.5}))
     assert without_data_s(measured) == pytest.approx(0.045)
+
+
+class TestCosts:
+    def test_of_workers(self) -> None:
+        two = workers(data_s=0.08, cpu=0.5, collate_s=0.02)
+        measured = measurement(
+            times(data_wait=4.0), workers=replace(two, took={100: 98, 103: 2}), host=host(0.3, queued=0.1, usable=4.0)
+        )
+        costs = loader_costs(measured)
+        assert costs is not None
+        assert (costs.num_workers, costs.prefetch_factor, costs.batches) == (2, 2, 100)
+        assert (costs.data_s, costs.data_cpu_s, costs.collate_s) == pytest.approx((0.08, 0.04, 0.02))
+        assert (costs.worker_cpu_s, costs.queued_s) == pytest.approx((0.06, 0.02))  # of 20 worker-seconds
+        assert costs.batch_s == pytest.approx(0.08)
+        assert costs.consumer_s == pytest.approx(0.06)
+        assert costs.usable_cpus == 4.0
+        assert costs.edges_s == pytest.approx([2**25 / 1e9 * 2 ** (each / 4) for each in range(5)])
+        assert costs.counts == (98, 0, 0, 2)
+
+    def test_of_the_training_process(self) -> None:
+        measured = measurement(times(data_wait=4.0), IN_PROCESS, workers=workers(data_s=0.04, cpu=1.0))
+        costs = loader_costs(measured)
+        assert costs is not None
+        assert (costs.num_workers, costs.prefetch_factor) == (0, None)
+        assert (costs.batch_s, costs.worker_cpu_s) == pytest.approx((0.04, 0.04))
+        assert (costs.queued_s, costs.usable_cpus, costs.free_cpus, costs.consumer_cpu_s) == (None,) * 4
+        assert (costs.edges_s, costs.counts) == ((), ())
+
+    def test_of_what_was_not_timed(self) -> None:
+        assert loader_costs(measurement(times(data_wait=4.0))) is None
+        assert loader_costs(measurement(times(), LoaderFacts(), workers=workers(data_s=0.04))) is None

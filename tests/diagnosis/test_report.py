@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 
 from lightning_gpuopt._measured import PHASES
+from lightning_gpuopt._places import Place
 from lightning_gpuopt.diagnosis.render.html import render_html
-from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, Finding, StallReport, Stretch
+from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, Finding, HotSpots, StallReport, Stretch
 from tests.diagnosis.reports import before
+from tests.diagnosis.test_what_if import COMPUTING
 
 
 def some_report() -> StallReport:
@@ -117,3 +121,64 @@ def test_what_was_written_is_read_back_the_same() -> None:
 def test_what_is_no_report_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=f"^{complaint}$"):
         StallReport.from_json(text)
+
+
+def whole() -> dict[str, Any]:
+    """A report with all its parts, as JSON is read."""
+    spots = HotSpots("slow_storage", "worker 0", 1.0, 50, (Place("read", "data.py", 7, 1.0),))
+    costs = replace(COMPUTING, edges_s=(0.1, 0.2), counts=(100,))
+    data: dict[str, Any] = json.loads(replace(before(), loader_costs=costs, hot_spots=[spots]).to_json())
+    return data
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "complaint"),
+    [
+        (("loader_costs", "receive_s"), [1], "receive_s should have 3 items"),
+        (("loader_costs", "receive_s"), ["a", 1, 2], "receive_s should be of type number"),
+        (("loader_costs", "batches"), "x", "batches should be of type integer"),
+        (("loader_costs", "num_workers"), -1, "num_workers should be 0 or more"),
+        (("loader_costs", "usable_cpus"), 0, "usable_cpus should be above 0"),
+        (("loader_costs", "data_s"), float("nan"), "data_s should be of type number"),
+        (("loader_costs", "data_s"), 10**400, "data_s should be of type number"),
+        (("loader_costs", "counts"), [1, 2], "edges_s should have one item more than counts"),
+        (("loader_costs",), [], "loader_costs should be of type object"),
+        (("step_s",), "abc", "step_s should be of type number"),
+        (("step_s",), True, "step_s should be of type number"),
+        (("verdict",), None, "verdict should be of type string"),
+        (("findings", 0, "evidence"), [], "evidence should be of type object"),
+        (("findings", 0, "evidence", "where"), [], "where should be of type number or string"),
+        (("hot_spots", 0, "places", 0, "line"), "x", "line should be of type integer"),
+        (("timeline", 0), 5, "timeline should be of type object"),
+    ],
+)
+def test_a_damaged_part_is_refused_by_name(part: tuple[Any, ...], value: object, complaint: str) -> None:
+    data = whole()
+    assert StallReport.from_json(json.dumps(data)).loader_costs is not None
+    *path, last = part
+    inner: Any = data
+    for each in path:
+        inner = inner[each]
+    inner[last] = value
+    expected = f"^expected a whole stall report, got one with a part missing or strange: {complaint}$"
+    with pytest.raises(ValueError, match=expected):
+        StallReport.from_json(json.dumps(data))
+
+
+def test_members_of_a_later_version_are_ignored() -> None:
+    data = whole()
+    report = StallReport.from_json(json.dumps(data))
+    for each in (
+        data,
+        data["loader"],
+        data["loader_costs"],
+        data["step_times"],
+        data["step_times"]["outliers"][0],
+        data["findings"][0],
+        data["proofs"][0],
+        data["hot_spots"][0],
+        data["hot_spots"][0]["places"][0],
+        data["timeline"][0],
+    ):
+        each["later"] = {"more": [1]}
+    assert StallReport.from_json(json.dumps(data)) == report

@@ -6,18 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt._measured import (
-    PHASES,
-    AheadCopies,
-    DeviceState,
-    GpuTimes,
-    HostActivity,
-    LoaderFacts,
-    PhaseTimes,
-    RankWork,
-    StepLook,
-    SyncSighting,
-)
+from lightning_gpuopt._measured import PHASES, HostActivity, LoaderFacts, PhaseTimes, RankWork
+from lightning_gpuopt._measured_gpu import AheadCopies, DeviceState, GpuTimes, StepLook, SyncSighting
 from lightning_gpuopt.diagnosis.stalls import diagnose, remarks, verdict_of
 from lightning_gpuopt.diagnosis.waterfall import worth_a_look
 from tests.diagnosis.numbers import IN_PROCESS, TWO_WORKERS, gpu, host, measurement, times
@@ -179,8 +169,19 @@ class TestGpu:
         (finding,) = find(times(transfer=3), gpu=gpu(compute_s=7.0, idle={"Net.on_after_batch_transfer": 3.0}))
         assert (finding.cause, finding.evidence["hook"]) == ("callback", "on_after_batch_transfer")
 
-    def test_what_our_own_looks_cost_is_no_finding(self) -> None:
-        assert find(times(), gpu=gpu(compute_s=5.0, idle={"StallDetector.on_train_batch_end": 5.0})) == []
+    @pytest.mark.parametrize("on_gpu", [False, True])
+    def test_what_the_diagnosis_itself_costs_is_no_finding_but_a_note(self, on_gpu: bool) -> None:
+        own = {"StallDetector.on_train_batch_end": 2.0}
+        measured = measurement(
+            times(callbacks=own), WORKERS, gpu=gpu(compute_s=8.0, idle=dict(own)) if on_gpu else None
+        )
+        assert diagnose(measured, 0.1) == []
+        share = 25 if on_gpu else 20  # on a GPU it is left out of the whole, too
+        assert [note for note in remarks(measured, 0.1) if "own diagnosis" in note] == [
+            f"{share}% of the time is StallDetector's own diagnosis, which counts in a run as short as this, or with a "
+            "window_size as small as this."
+        ]
+        assert not any("own diagnosis" in note for note in remarks(measured, 0.3))
 
     def test_checkpoints_and_restarts_count_by_the_gpus_idle_time(self) -> None:
         loader = LoaderFacts(num_workers=2, persistent_workers=False, prefetch_factor=2, pin_memory=False)
@@ -210,11 +211,22 @@ class TestOtherCauses:
             "hook": "on_train_batch_end",
         }
 
+    def test_the_measuring_itself_is_called_so(self) -> None:
+        (finding,) = find(times(callbacks={"WatchedRun.on_train_batch_end": 3.0}))
+        assert finding.evidence["callback"] == "WatchedRun"
+        assert finding.advice.startswith("This is the measuring itself")
+
     def test_workers_that_start_again_every_epoch(self) -> None:
         loader = LoaderFacts(num_workers=2, persistent_workers=False, prefetch_factor=2, pin_memory=False)
         (finding,) = find(times(epoch_setup=4, epochs=8), loader=loader)
         assert (finding.cause, finding.share, finding.settings) == ("epoch_restart", 0.4, {"persistent_workers": True})
-        assert finding.evidence == {"epoch_setup_s_per_epoch": 0.5, "epochs": 8}
+        assert finding.evidence == {
+            "epoch_setup_s_per_epoch": 0.5,
+            "epochs": 8,
+            "largest_part": "starting workers",
+            "starting_workers_s_per_epoch": 0.5,
+            "first_batch_s_per_epoch": 0.0,
+        }
 
     @pytest.mark.parametrize(("loader", "epochs"), [(WORKERS, 8), (IN_PROCESS, 8)])
     def test_no_restart_where_workers_persist_or_are_none(self, loader: LoaderFacts, epochs: int) -> None:
@@ -237,13 +249,13 @@ class TestInsideTheStep:
         assert finding.evidence["gpu_utilization_percent"] == 60.0
 
     def test_it_is_waiting_where_calls_of_the_user_that_wait_were_seen(self) -> None:
-        syncs = SyncSighting(steps=3, count=6, where="training_step (model.py:12)")
+        syncs = SyncSighting(steps=3, count=6, places=(("training_step (model.py:12)", 6),))
         (finding,) = find(times(), gpu=self.IDLE, device=self.NVML, syncs=syncs)
-        assert (finding.cause, finding.evidence["where"]) == ("gpu_sync", "training_step (model.py:12)")
+        assert (finding.cause, finding.evidence["where"]) == ("gpu_sync", "100 % training_step (model.py:12)")
         assert finding.evidence["syncs_per_step"] == 2.0
         assert "model.py:12" in finding.advice
 
-    @pytest.mark.parametrize("syncs", [SyncSighting(3, 1, "model.py:12"), SyncSighting(3, 0, "", elsewhere=9)])
+    @pytest.mark.parametrize("syncs", [SyncSighting(3, 1, (("model.py:12", 1),)), SyncSighting(3, 0, elsewhere=9)])
     def test_a_rare_call_and_those_of_libraries_are_not_the_cause(self, syncs: SyncSighting) -> None:
         (finding,) = find(times(), gpu=self.IDLE, device=self.NVML, syncs=syncs)
         assert finding.cause == "launch_bound"
@@ -287,7 +299,7 @@ class TestInsideTheStep:
 
     def test_a_look_parts_waiting_from_launching(self) -> None:
         look = StepLook(steps=3, busy_s=0.045, launch_idle_s=0.02, sync_idle_s=0.03, calls=40)
-        syncs = SyncSighting(3, 3, "training_step (model.py:12)")
+        syncs = SyncSighting(3, 3, (("training_step (model.py:12)", 3),))
         findings = find(times(), gpu=self.IDLE, look=look, syncs=syncs)
         assert [(each.cause, round(each.share, 3)) for each in findings] == [("gpu_sync", 0.3), ("launch_bound", 0.2)]
 

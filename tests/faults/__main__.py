@@ -1,4 +1,6 @@
-"""Run the fault suite and print its score: ``python -m tests.faults [--gpu | --cpu] [--only WORDS] [--markdown FILE]``.
+"""Run the fault suite and print its score.
+
+    python -m tests.faults [--gpu] [--cpu] [--lines] [--what-if] [--only WORDS] [--markdown FILE]
 
 The GPU part first: each of its runs forks from this process, in which nothing has been trained by then.
 """
@@ -22,12 +24,14 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_gpuopt import StallDetector, StallReport
-from tests.faults import gpu_score
+from tests.faults import gpu_score, lines, what_if
 from tests.faults.catalogue import CONTROLS, FAULTS, WARMUP_STEPS, CannotRun, Fault
 from tests.faults.parts import quiet
 
 CPU_PART = "On the CPU: the training process waits"
 GPU_PART = "On a simulated GPU: the device waits"
+LINES_PART = "The line: what takes the time is named first"
+WHAT_IF_PART = "What if: what was expected of a change, and what came"
 
 _PHASE_SHARE = 0.05
 _PHASE_S = 0.001
@@ -55,7 +59,7 @@ class Grade:
 
 def train(fault: Fault, settings: dict[str, Any] | None = None) -> tuple[StallReport, dict[str, float]]:
     """Train with the fault; gives the report and what was really injected, in seconds by phase."""
-    detector = StallDetector(window_size=50, warmup_steps=WARMUP_STEPS, on_stall="ignore")
+    detector = StallDetector(window_size=50, warmup_steps=WARMUP_STEPS, on_stall="ignore", print_report=False)
     with tempfile.TemporaryDirectory() as folder:
         tmp = Path(folder)
         model = fault.model()
@@ -63,7 +67,7 @@ def train(fault: Fault, settings: dict[str, Any] | None = None) -> tuple[StallRe
         arguments = quiet(tmp, max_steps=fault.steps, max_epochs=-1, callbacks=[detector, *fault.callbacks(tmp)])
         arguments |= fault.trainer(tmp)
         if fault.ranks > 1:
-            arguments |= {"devices": fault.ranks, "strategy": "ddp"}
+            arguments = {"strategy": "ddp"} | arguments | {"devices": fault.ranks}
         Trainer(**arguments).fit(model)
     return detector.report, model.spent_s
 
@@ -151,6 +155,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--gpu", action="store_true", help="only the faults on the simulated GPU")
     parser.add_argument("--cpu", action="store_true", help="only the faults of the training process")
+    parser.add_argument("--lines", action="store_true", help="only the lines that are injected")
+    parser.add_argument("--what-if", action="store_true", help="only the forecasts of changed runs")
     parser.add_argument("--only", default="", help="only faults whose name or verdict has these words")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file; a part that is not run stays")
     parser.add_argument("--ranks-of", help=argparse.SUPPRESS)
@@ -165,14 +171,19 @@ def main() -> int:
             evidence = report.findings[0].evidence if report.findings else {}
             options.answer.write_text(json.dumps({"verdict": report.verdict, "evidence": evidence}))
         return 0
-    both = options.gpu == options.cpu
+    every = not (options.gpu or options.cpu or options.lines or options.what_if)
     reached = True
-    for heading, wanted, run in ((GPU_PART, options.gpu, gpu_score.score), (CPU_PART, options.cpu, score)):
-        if both or wanted:
-            lines, part_reached = run(options.only)
+    for heading, wanted, run in (
+        (GPU_PART, options.gpu, gpu_score.score),
+        (CPU_PART, options.cpu, score),
+        (LINES_PART, options.lines, lines.score),
+        (WHAT_IF_PART, options.what_if, lambda only: what_if.score(only, train)),
+    ):
+        if every or wanted:
+            table_and_score, part_reached = run(options.only)
             reached = reached and part_reached
             if options.markdown:
-                write_part(options.markdown, heading, lines)
+                write_part(options.markdown, heading, table_and_score)
     return 0 if reached else 1
 
 
@@ -204,14 +215,14 @@ def score(only: str) -> tuple[list[str], bool]:
 
 
 def write_part(path: Path, heading: str, lines: list[str]) -> None:
-    """Write one part of the Markdown file; the other part stays as it is.
+    """Write one part of the Markdown file; the others stay as they are.
 
     Args:
         path: the file.
         heading: the part's.
         lines: its table and score.
     """
-    parts = dict.fromkeys((CPU_PART, GPU_PART), "")
+    parts = dict.fromkeys((CPU_PART, GPU_PART, LINES_PART, WHAT_IF_PART), "")
     if path.exists():
         for text in f"\n{path.read_text()}".split("\n## "):
             found, _, body = text.partition("\n")

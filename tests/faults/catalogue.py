@@ -17,6 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.faults.parts import (
     Data,
     LargeBatch,
+    LargeModel,
+    LogsOverRanks,
     MetricsEveryStep,
     Model,
     Objects,
@@ -25,6 +27,19 @@ from tests.faults.parts import (
     SlowCheckpoints,
     SlowLogger,
     collate_slowly,
+)
+from tests.faults.pause_parts import (
+    CollectsAfterEachStep,
+    CollectsInTheStep,
+    Compiles,
+    CompilesForItsBatches,
+    GrowingCallback,
+    GrowingData,
+    KeepsItsLosses,
+    KeepsObjects,
+    MakesGarbage,
+    ReadsRecords,
+    SlowsDownThenRecovers,
 )
 
 WARMUP_STEPS = 10
@@ -147,7 +162,54 @@ CONTROLS = [
         "compute_bound",
         lambda: Model(loader(Data(length=40), 2, persistent_workers=True), step_s=0.02),
     ),
+    Fault(
+        "garbage that young collections take away",
+        "compute_bound",
+        lambda: MakesGarbage(loader(Data()), step_s=0.02, garbage=2000),
+    ),
+    Fault(
+        "500,000 objects that stay, and little garbage",
+        "compute_bound",
+        lambda: MakesGarbage(loader(Data()), step_s=0.02, garbage=500, objects=500_000),
+    ),
+    Fault(
+        "a compiled function, the last batch of each epoch smaller",
+        "compute_bound",
+        lambda: CompilesForItsBatches(loader(Data(length=58)), step_s=0.02),
+    ),
+    Fault(
+        "one slow window in the middle of the run",
+        "compute_bound",
+        lambda: SlowsDownThenRecovers(loader(Data()), step_s=0.012, more_s=0.012, slow=lambda step: 210 <= step < 260),
+        steps=WARMUP_STEPS + 8 * 50,
+    ),
+    Fault(
+        "steps that take longer in the second half of each epoch",
+        "compute_bound",
+        lambda: SlowsDownThenRecovers(
+            loader(Data()), step_s=0.012, more_s=0.012, slow=lambda step: (step - WARMUP_STEPS) % 200 >= 100
+        ),
+        steps=WARMUP_STEPS + 8 * 50,
+    ),
+    Fault(
+        "losses kept with their graphs, which nobody goes through",
+        "compute_bound",
+        lambda: KeepsItsLosses(loader(Data()), step_s=0.012, each_s=0.0),
+        steps=WARMUP_STEPS + 8 * 50,
+    ),
     Fault("2 ranks, both alike", "compute_bound", lambda: Model(loader(Data()), step_s=0.03), ranks=2),
+    Fault(
+        "2 ranks, 1 MiB of gradients, a step of 40 ms",
+        "compute_bound",
+        lambda: LargeModel(loader(Data()), mib=1, step_s=0.04),
+        ranks=2,
+    ),
+    Fault(
+        "2 ranks, a metric reduced over them once an epoch",
+        "compute_bound",
+        lambda: LogsOverRanks(loader(Data()), each_step=False, step_s=0.03),
+        ranks=2,
+    ),
     Fault("4 ranks, all alike", "compute_bound", lambda: Model(loader(Data()), step_s=0.06), ranks=4),
 ]
 
@@ -323,6 +385,69 @@ LOOP = [
     ),
 ]
 
+PAUSES = [
+    Fault(
+        "gc.collect() in each step, 200,000 objects",
+        "garbage_collection",
+        lambda: CollectsInTheStep(loader(Data()), step_s=0.02, objects=200_000),
+    ),
+    Fault(
+        "gc.collect() in a callback after each step",
+        "garbage_collection",
+        lambda: KeepsObjects(loader(Data()), step_s=0.02, objects=200_000),
+        callbacks=lambda tmp: [CollectsAfterEachStep()],
+    ),
+    Fault(
+        "40,000 records read in each step",
+        "garbage_collection",
+        lambda: ReadsRecords(loader(Data()), step_s=0.02, records=40_000),
+    ),
+    Fault(
+        "a compiled function, another size at every third step",
+        "recompilation",
+        lambda: Compiles(loader(Data()), step_s=0.02, size=lambda step: 8 + step // 3),
+    ),
+    Fault(
+        "a compiled function, another number at every third step",
+        "recompilation",
+        lambda: Compiles(loader(Data()), step_s=0.02, number=lambda step: 8 + step // 3),
+    ),
+]
+
+_SLOW_RUN = WARMUP_STEPS + 8 * 50
+
+SLOWDOWNS = [
+    Fault(
+        "losses kept with their graphs, which each step goes through",
+        "slowdown",
+        lambda: KeepsItsLosses(loader(Data()), step_s=0.004, each_s=0.00002),
+        steps=_SLOW_RUN,
+        evidence={"phase": "forward"},
+    ),
+    Fault(
+        "the same from the middle of the run on",
+        "slowdown",
+        lambda: KeepsItsLosses(loader(Data()), step_s=0.004, each_s=0.00004, begin=200),
+        steps=_SLOW_RUN,
+        evidence={"phase": "forward"},
+    ),
+    Fault(
+        "a callback that goes through what it has kept",
+        "slowdown",
+        lambda: Model(loader(Data()), step_s=0.004),
+        callbacks=lambda tmp: [GrowingCallback(0.00002)],
+        steps=_SLOW_RUN,
+        evidence={"phase": "GrowingCallback.on_train_batch_end"},
+    ),
+    Fault(
+        "loading that takes longer and longer",
+        "slowdown",
+        lambda: Model(loader(GrowingData(0.0000015)), step_s=0.004),
+        steps=_SLOW_RUN,
+        evidence={"phase": "data_wait"},
+    ),
+]
+
 RANKS = [
     Fault(
         "the step of rank 1 of 2 takes 20 ms longer",
@@ -345,6 +470,51 @@ RANKS = [
         ranks=4,
         evidence={"rank": 2, "kind": "compute"},
     ),
+    Fault(
+        "2 ranks, 8 MiB of gradients, a step of 5 ms",
+        "communication",
+        lambda: LargeModel(loader(Data()), mib=8, step_s=0.005),
+        ranks=2,
+        evidence={"gradient_mib": 8.0, "gradient_dtype": "float32", "find_unused_parameters": "False"},
+    ),
+    Fault(
+        "2 ranks, a metric reduced over them in each step of 1 ms",
+        "logging",
+        lambda: LogsOverRanks(loader(Data()), step_s=0.001),
+        ranks=2,
+        steps=WARMUP_STEPS + 200,
+        evidence={"metric": "m0", "syncs_per_step": 1.0},
+    ),
+    Fault(
+        "2 ranks, 10 metrics reduced over them in each step of 5 ms",
+        "logging",
+        lambda: LogsOverRanks(loader(Data()), 10, step_s=0.005),
+        ranks=2,
+        steps=WARMUP_STEPS + 200,
+        evidence={"syncs_per_step": 10.0},
+    ),
+    Fault(
+        "2 ranks, a metric reduced over them in each step, which takes rank 1 20 ms longer",
+        "straggler",
+        lambda: LogsOverRanks(loader(Data()), step_s=0.02, slow_rank=(1, 0.02)),
+        ranks=2,
+        evidence={"rank": 1, "kind": "compute"},
+    ),
+    Fault(
+        "2 ranks, 32 MiB of gradients, a step of 20 ms, unused parameters looked for",
+        "communication",
+        lambda: LargeModel(loader(Data()), mib=32, step_s=0.02),
+        trainer=lambda tmp: {"strategy": "ddp_find_unused_parameters_true"},
+        ranks=2,
+        evidence={"gradient_mib": 32.0, "find_unused_parameters": "True"},
+    ),
+    Fault(
+        "2 ranks, 32 MiB of gradients, the step of rank 1 takes 150 ms longer",
+        "straggler",
+        lambda: LargeModel(loader(Data()), mib=32, step_s=0.02, slow_rank=(1, 0.15)),
+        ranks=2,
+        evidence={"rank": 1, "kind": "compute"},
+    ),
 ]
 
-FAULTS = [*CONTROLS, *DATA, *LOOP, *RANKS]
+FAULTS = [*CONTROLS, *DATA, *LOOP, *PAUSES, *SLOWDOWNS, *RANKS]

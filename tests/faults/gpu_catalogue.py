@@ -10,9 +10,15 @@ from lightning_gpuopt import CudaPrefetcher
 from tests.faults.gpu_healthy import HEALTHY, SMALL_BUCKETS, validates, with_bar
 from tests.faults.gpu_parts import (
     Augments,
+    CollectsGarbage,
+    GrowingEnd,
+    GrowingWork,
+    KeepsItsOutputs,
+    KeepsObjects,
     Parts,
     PreparesOnTheHost,
     ReadsItsLoss,
+    RunsACompiledFunction,
     Samples,
     Scene,
     SlowEnd,
@@ -25,6 +31,7 @@ from tests.faults.gpu_parts import (
 )
 from tests.faults.gpu_run import GpuFault
 from tests.faults.parts import MetricsEveryStep, SlowLogger
+from tests.faults.pause_parts import CollectsAfterEachStep
 from tests.gpu_simulator import SimulatedGpu, Step, Work
 from tests.nvml_simulator import Gpu
 
@@ -38,6 +45,8 @@ _SYNC_STEP: Final = Step(Work(0.05, 10, 0.005, "forward"), Work(0.015, 20, 0.04,
 
 _RANK_STEP: Final = steps_of(0.06, 0.015, all_reduce_s=SMALL_BUCKETS)
 _MIB: Final = 2**20
+_AT_THE_SLEEP: Final = f"(gpu_parts.py:{line_of(Samples.__getitem__, 'time.sleep')})"
+_AT_THE_HOOK: Final = f"(gpu_parts.py:{line_of(SlowEnd.on_train_batch_end, 'time.sleep')})"
 
 
 def _refuses(gpu: SimulatedGpu) -> None:
@@ -60,6 +69,7 @@ DATA: Final = [
         "slow_storage",
         lambda scene: Parts(_STEP, Samples(wait_s=0.11), {"num_workers": 1}),
         steps=50,
+        evidence={"where": _AT_THE_SLEEP},
         cure="settings",
     ),
     GpuFault(
@@ -87,6 +97,7 @@ DATA: Final = [
         "loading in the process, 60 ms for a step of 30 ms",
         "main_process_loading",
         lambda scene: Parts(steps_of(0.03, 0.01), Samples(wait_s=0.06)),
+        evidence={"where": _AT_THE_SLEEP},
         cure="settings",
     ),
     GpuFault(
@@ -116,7 +127,7 @@ LOOP: Final = [
         "a hook of 50 ms after each step",
         "callback",
         lambda scene: Parts(_SHORT_STEP, callbacks=[SlowEnd(0.05)]),
-        evidence={"callback": "SlowEnd", "hook": "on_train_batch_end"},
+        evidence={"callback": "SlowEnd", "hook": "on_train_batch_end", "where": _AT_THE_HOOK},
         cure=lambda scene: Parts(_SHORT_STEP),
     ),
     GpuFault(
@@ -225,6 +236,66 @@ INSIDE: Final = [
     ),
 ]
 
+PAUSES: Final = [
+    GpuFault(
+        "gc.collect() in each step, 400,000 objects",
+        "garbage_collection",
+        lambda scene: Parts(_SHORT_STEP, module=CollectsGarbage, options={"objects": 400_000}),
+    ),
+    GpuFault(
+        "gc.collect() in each fourth step, a short run",
+        "garbage_collection",
+        lambda scene: Parts(_SHORT_STEP, module=CollectsGarbage, options={"objects": 400_000, "every": 4}),
+        steps=45,
+        idle=False,  # the thread that feeds NVML is stopped, too
+    ),
+    GpuFault(
+        "gc.collect() in a hook after each step",
+        "garbage_collection",
+        lambda scene: Parts(
+            _SHORT_STEP, module=KeepsObjects, callbacks=[CollectsAfterEachStep()], options={"objects": 400_000}
+        ),
+        idle=False,  # as above
+    ),
+    GpuFault(
+        "a compiled function, another number at every second step",
+        "recompilation",
+        lambda scene: Parts(_SHORT_STEP, module=RunsACompiledFunction, options={"every": 2}),
+        idle=False,  # as above
+    ),
+    GpuFault(
+        "many small kernels, and gc.collect() in each step",
+        "launch_bound",
+        lambda scene: Parts(_MANY_KERNELS, module=CollectsGarbage, options={"objects": 150_000}),
+        second="garbage_collection",
+        steps=140,
+    ),
+]
+
+SLOWDOWNS: Final = [
+    GpuFault(
+        "a hook that takes longer after each step",
+        "slowdown",
+        lambda scene: Parts(_SHORT_STEP, callbacks=[GrowingEnd(0.0003)]),
+        steps=185,
+        evidence={"phase": "GrowingEnd.on_train_batch_end", "grows": "GrowingEnd.history (list)"},
+    ),
+    GpuFault(
+        "a step that goes through all it has kept",
+        "slowdown",
+        lambda scene: Parts(_SHORT_STEP, module=KeepsItsOutputs, options={"each_s": 0.0003}),
+        steps=185,
+        evidence={"phase": "forward", "grows": "KeepsItsOutputs.outputs (list)"},
+    ),
+    GpuFault(
+        "more work for the GPU in each step",
+        "slowdown",
+        lambda scene: Parts(_SHORT_STEP, module=GrowingWork, options={"each_s": 0.0002}),
+        steps=185,
+        evidence={"phase": "gpu_work"},
+    ),
+]
+
 RANKS: Final = [
     GpuFault(
         "2 ranks, the forward of rank 1 takes 35 ms longer on its GPU",
@@ -255,6 +326,7 @@ RANKS: Final = [
         "communication",
         lambda scene: Parts(steps_of(0.06, 0.015, all_reduce_s=(0.027,))),
         ranks=2,
+        evidence={"gradient_dtype": "float32", "accumulate_grad_batches": 1},
     ),
     GpuFault(
         "2 ranks, 35 ms of loading in the process, exposed by Lightning's broadcast",
@@ -323,4 +395,4 @@ PAIRS: Final = [
     ),
 ]
 
-GPU_FAULTS: Final = [*HEALTHY, *DATA, *LOOP, *INSIDE, *RANKS, *PAIRS]
+GPU_FAULTS: Final = [*HEALTHY, *DATA, *LOOP, *INSIDE, *PAUSES, *SLOWDOWNS, *RANKS, *PAIRS]

@@ -10,11 +10,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning_gpuopt import NumWorkersFinder
 from tests.faults.gpu_parts import (
     Augments,
+    CollectsGarbage,
+    GrowingEnd,
     KernelsAtEnd,
     KernelsAtStart,
     LogsItsLoss,
     Parts,
     RefusesEvents,
+    RunsACompiledFunction,
     Samples,
     ScalesItsGradients,
     Scene,
@@ -133,6 +136,20 @@ HEALTHY: Final = [
         nvml=Gpu(utilization=45, gpm={2: 30.0}),
         nvml_follows=False,
         idle=False,
+    ),
+    _healthy(
+        "gc.collect() in each step, behind 80 ms",
+        lambda scene: Parts(_LONG_STEP, module=CollectsGarbage, options={"objects": 100_000}),
+        steps=55,
+    ),
+    _healthy(
+        "a compiled function that is compiled once",
+        lambda scene: Parts(_STEP, module=RunsACompiledFunction, options={"every": 1_000}),
+    ),
+    _healthy(
+        "a hook that takes longer after each step, behind its GPU",
+        lambda scene: Parts(_STEP, callbacks=[GrowingEnd(0.0002)]),
+        steps=165,
     ),
     _healthy("2 ranks, all-reduce overlapped", lambda scene: Parts(_RANK_STEP), ranks=2),
     _healthy("2 ranks, a progress bar on rank 0", lambda scene: with_bar(Parts(_RANK_STEP)), ranks=2),

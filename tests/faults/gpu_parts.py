@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, Dataset
 
 from tests.faults.parts import spin
+from tests.faults.pause_parts import HasObjects, compiled_sum
 from tests.gpu_simulator import SimulatedGpu, SimulatedModule, Step, Work
 
 _BATCH = 2
@@ -191,6 +195,63 @@ def line_of(function: Callable[..., Any], words: str) -> int:
     return first + next(number for number, text in enumerate(lines) if words in text)
 
 
+class CollectsGarbage(HasObjects, FaultModule):
+    """Collects its garbage at each so many steps, inside of them; ``objects`` stay and are looked through."""
+
+    every = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx % self.every == 0:
+            gc.collect()
+        return loss
+
+
+class KeepsObjects(HasObjects, FaultModule):
+    """Keeps objects, and does nothing with them."""
+
+
+class RunsACompiledFunction(FaultModule):
+    """Calls a compiled function, with another number for each ``every`` steps."""
+
+    every = 1
+
+    def on_fit_start(self) -> None:
+        torch._dynamo.config.cache_size_limit = 64
+        self.compiled = compiled_sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        accelerator = getattr(torch, "accelerator", None)  # since torch 2.6; what is compiled is the CPU's
+        with patch.object(accelerator, "is_available", lambda: False) if accelerator else nullcontext():
+            self.compiled(torch.ones(8), 2 + batch_idx // self.every)
+        return super().training_step(batch, batch_idx)
+
+
+class GrowingWork(FaultModule):
+    """Each step has ``each_s`` seconds more for the GPU than the one before."""
+
+    each_s = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.gpu.launch(self.each_s * batch_idx, name="more")
+        return loss
+
+
+class KeepsItsOutputs(FaultModule):
+    """The host goes through all that it has kept, in each step: ``each_s`` seconds for each."""
+
+    each_s = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 0:
+            self.outputs: list[torch.Tensor] = []
+        loss = super().training_step(batch, batch_idx)
+        self.outputs.append(loss)
+        time.sleep(self.each_s * len(self.outputs))
+        return loss
+
+
 # ---- callbacks and loggers ----
 
 
@@ -202,6 +263,18 @@ class SlowStart(Callback):
 
     def on_train_batch_start(self, *args: Any) -> None:
         time.sleep(self.seconds)
+
+
+class GrowingEnd(Callback):
+    """Keeps the host for a while after each step, ``each_s`` seconds longer each time."""
+
+    def __init__(self, each_s: float) -> None:
+        self.each_s = each_s
+        self.history: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.history.append(0.0)
+        time.sleep(self.each_s * len(self.history))
 
 
 class SlowEnd(Callback):

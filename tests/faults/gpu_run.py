@@ -6,7 +6,6 @@ import json
 import logging
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from lightning_gpuopt import StallDetector, StallReport
 from tests.faults.gpu_parts import Parts, Scene, Truth
 from tests.faults.parts import quiet
 from tests.gpu_simulator import SimulatedGpu, rank_environment, simulated_gpu
+from tests.helpers import free_port
 from tests.nvml_simulator import Gpu, Simulator
 
 WARMUP_STEPS = 5
@@ -233,10 +233,7 @@ def _answer(fault: GpuFault, library: Path) -> tuple[dict[str, Any], float]:
     """Rank 0's answer, and the longest time for which the machine let this process wait."""
     with tempfile.TemporaryDirectory() as folder:
         tmp = Path(folder)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        shared = rank_environment(tmp, fault.ranks) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        shared = rank_environment(tmp, fault.ranks) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         processes = []
         for rank in range(fault.ranks):
             alone = {"WORLD_SIZE": str(fault.ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -307,7 +304,7 @@ def train(fault: GpuFault, library: Path, rank: int, folder: Path) -> dict[str, 
         if fault.nvml_follows:
             gpu.follow_nvml(simulator, rank, sm_share=fault.sm_share)
         parts = fault.parts(Scene(gpu, rank, folder))
-        detector = StallDetector(window_size=20, warmup_steps=WARMUP_STEPS, on_stall="ignore")
+        detector = StallDetector(window_size=20, warmup_steps=WARMUP_STEPS, on_stall="ignore", print_report=False)
         truth = Truth(gpu, WARMUP_STEPS)
         arguments = quiet(folder, max_steps=fault.steps, max_epochs=-1, log_every_n_steps=1)
         arguments |= gpu.trainer_arguments() | parts.trainer

@@ -111,9 +111,13 @@ class Model(LightningModule):
         begin = time.perf_counter()
         extra = self.slow_rank[1] if self.slow_rank is not None and self.slow_rank[0] == self.global_rank else 0.0
         time.sleep(self.step_s + extra)
+        self.work(batch, batch_idx)
         loss = self.layer(batch["x"] if isinstance(batch, dict) else batch).mean()
         self.spent_s["forward"] = self.spent_s.get("forward", 0.0) + time.perf_counter() - begin
         return loss
+
+    def work(self, batch: Any, batch_idx: int) -> None:
+        """What else a kind of model does in its step."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.pause("validation", self.validation_s)
@@ -126,6 +130,35 @@ class Model(LightningModule):
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Data(length=400), batch_size=4)
+
+
+class LargeModel(Model):
+    """Gradients of so many MiB, which cost little to compute.
+
+    Args:
+        loader: for ``Model``.
+        mib: of the gradients, in float32.
+        **kwargs: for ``Model``.
+    """
+
+    def __init__(self, loader: dict[str, Any], mib: int, **kwargs: Any) -> None:
+        super().__init__(loader, **kwargs)
+        self.large = torch.nn.Parameter(torch.zeros(mib, 2**18))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + self.large[0, 0] * 0
+
+
+class LogsOverRanks(Model):
+    """Reduces a metric over the ranks, so many times in each step or once an epoch."""
+
+    def __init__(self, loader: dict[str, Any], times: int = 1, *, each_step: bool = True, **kwargs: Any) -> None:
+        super().__init__(loader, **kwargs)
+        self.times, self.each_step = times, each_step
+
+    def work(self, batch: Any, batch_idx: int) -> None:
+        for number in range(self.times):
+            self.log(f"m{number}", 1.0, on_step=self.each_step, on_epoch=not self.each_step, sync_dist=True)
 
 
 class SlowCallback(Callback):

@@ -141,6 +141,8 @@ def install(gpu: SimulatedGpu, patches: Patches) -> None:
         ipc_collect=_nothing,
         manual_seed=_nothing,
         manual_seed_all=_nothing,
+        get_rng_state=lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        set_rng_state=_nothing,
         get_rng_state_all=list,
         set_rng_state_all=_nothing,
     )

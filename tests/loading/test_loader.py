@@ -19,6 +19,7 @@ from lightning_gpuopt.loading.samples import EpochSamples
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.writer import LMDBWriter
+from tests.helpers import ends_new_workers
 from tests.images.pictures import random_resized_crop
 
 
@@ -155,7 +156,8 @@ def test_samples_of_different_makes_are_named(tmp_path: Path, workers: int) -> N
     ):
         dataset = jagged(tmp_path / str(number), one, one, other)
         loader = make_loader(Subset(dataset, [1, 2]), ElasticSampler(Order(2, shuffle=False), 2), num_workers=workers)
-        with pytest.raises(RuntimeError, match=rf"sample 1 is {makes[0]}, .*sample 2 is {makes[1]}; bring them"):
+        expected = rf"sample 1 is {makes[0]}, .*sample 2 is {makes[1]}; bring them"
+        with pytest.raises(RuntimeError, match=expected), ends_new_workers():
             list(loader)
 
 

@@ -54,9 +54,23 @@ class Gpu:
     decoder: Trace = 5
     jpeg: Trace = 7
     ecc: Trace = 0
+    power_limit_default: Trace = 400_000
+    persistence: Trace = 1
+    pcie_generation: Trace = 5
+    pcie_generation_max: Trace = 5
+    pcie_lanes: Trace = 16
+    pcie_lanes_max: Trace = 16
+    mig_mode: Trace = 0
+    ecc_mode: Trace = 1
+    driver: Trace = 580.95
+    """Of the first device: the machine's, with two decimals."""
+    cuda: Trace = 13000
+    """Of the first device: the newest CUDA that the driver runs, 1000 × major + 10 × minor."""
     gpm: dict[int, Trace] = field(default_factory=lambda: {2: 60.0, 5: 30.0, 10: 40.0})
     fields: dict[tuple[int, int], Trace] = field(default_factory=dict)
     """(field id, scope id) -> values of ``nvmlDeviceGetFieldValues``."""
+    nvlinks: Sequence[Trace] = ()
+    """Of each NVLink whether it is up (1) or down (0)."""
     samples: Sequence[Sequence[tuple[int, int]]] = ()
     """What each drain of the utilization buffer newly finds: (time in us, percent)."""
     mig: Sequence[Gpu] = ()
@@ -68,6 +82,7 @@ class Gpu:
         traces = {name: getattr(self, name) for name in _SIGNALS}
         traces |= {f"gpm.{metric}": values for metric, values in self.gpm.items()}
         traces |= {f"field.{number}.{scope}": values for (number, scope), values in self.fields.items()}
+        traces |= {f"nvlink.{link}": values for link, values in enumerate(self.nvlinks)}
         for signal, values in traces.items():
             if values is not None:
                 numbers = values if isinstance(values, Sequence) else [values]
@@ -94,6 +109,16 @@ _SIGNALS = [
     "decoder",
     "jpeg",
     "ecc",
+    "power_limit_default",
+    "persistence",
+    "pcie_generation",
+    "pcie_generation_max",
+    "pcie_lanes",
+    "pcie_lanes_max",
+    "mig_mode",
+    "ecc_mode",
+    "driver",
+    "cuda",
 ]
 
 

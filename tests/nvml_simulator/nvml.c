@@ -58,6 +58,27 @@ const char *nvmlErrorString(int code) {
     return code == 999 ? "Unknown Error" : "an error of the simulator";
 }
 
+/* The machine's own values are signals of the device in position 0. */
+static int read_text(const char *function, const char *signal, char *out, unsigned size) {
+    double value = 0;
+    int result = enter(NULL, function);
+    if (!result) result = num_devices ? reading(&devices[0], signal, &value) : NOT_SUPPORTED;
+    if (!result) snprintf(out, size, "%.2f", value);
+    return leave(result);
+}
+
+int nvmlSystemGetDriverVersion(char *out, unsigned size) {
+    return read_text("nvmlSystemGetDriverVersion", "driver", out, size);
+}
+
+int nvmlSystemGetCudaDriverVersion_v2(int *out) {
+    double value = 0;
+    int result = enter(NULL, "nvmlSystemGetCudaDriverVersion_v2");
+    if (!result) result = num_devices ? reading(&devices[0], "cuda", &value) : NOT_SUPPORTED;
+    *out = (int)value;
+    return leave(result);
+}
+
 static Device *nth_child(int parent, unsigned wanted) {
     for (int i = 0; i < num_devices; i++)
         if (devices[i].parent == parent && wanted-- == 0) return &devices[i];
@@ -185,8 +206,36 @@ int nvmlDeviceGetMemoryInfo_v2(Device *device, MemoryV2 *out) {
     return leave(result);
 }
 
+int nvmlDeviceGetNvLinkState(Device *device, unsigned link, unsigned *out) {
+    char signal[40];
+    snprintf(signal, sizeof signal, "nvlink.%u", link);
+    return read_unsigned(device, "nvmlDeviceGetNvLinkState", signal, out);
+}
+
 int nvmlDeviceGetPowerUsage(Device *device, unsigned *out) {
     return read_unsigned(device, "nvmlDeviceGetPowerUsage", "power", out);
+}
+
+#define UNSIGNED_READING(function, signal) \
+    int function(Device *device, unsigned *out) { return read_unsigned(device, #function, signal, out); }
+
+UNSIGNED_READING(nvmlDeviceGetPowerManagementDefaultLimit, "power_limit_default")
+UNSIGNED_READING(nvmlDeviceGetPersistenceMode, "persistence")
+UNSIGNED_READING(nvmlDeviceGetCurrPcieLinkGeneration, "pcie_generation")
+UNSIGNED_READING(nvmlDeviceGetMaxPcieLinkGeneration, "pcie_generation_max")
+UNSIGNED_READING(nvmlDeviceGetCurrPcieLinkWidth, "pcie_lanes")
+UNSIGNED_READING(nvmlDeviceGetMaxPcieLinkWidth, "pcie_lanes_max")
+
+int nvmlDeviceGetMigMode(Device *device, unsigned *current, unsigned *pending) {
+    int result = read_unsigned(device, "nvmlDeviceGetMigMode", "mig_mode", current);
+    *pending = *current;
+    return result;
+}
+
+int nvmlDeviceGetEccMode(Device *device, unsigned *current, unsigned *pending) {
+    int result = read_unsigned(device, "nvmlDeviceGetEccMode", "ecc_mode", current);
+    *pending = *current;
+    return result;
 }
 
 int nvmlDeviceGetEnforcedPowerLimit(Device *device, unsigned *out) {

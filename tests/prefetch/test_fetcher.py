@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import queue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from lightning_gpuopt._torch_loader import WorkerBatches, has_workers
 from lightning_gpuopt.prefetch.fetcher import LookAheadFetcher, Ready
@@ -313,3 +315,20 @@ def test_new_iterators_are_looked_at_again() -> None:
     assert rig.fetcher.left_alone is None
     assert [batch for batch, _ in rig.stage.looked_at] == ["batch 0", "another"]
     assert rig.stage.staged == ["another"]
+
+
+@pytest.mark.skipif(
+    "in_order" not in inspect.signature(DataLoader).parameters, reason="this torch's DataLoader has no in_order"
+)
+def test_without_an_order_looking_ahead_farther_than_the_workers_loses_no_batch() -> None:
+    source = DataLoader(list(range(20)), num_workers=2, prefetch_factor=1, in_order=False)  # type: ignore[arg-type]
+    iterator = iter(source)
+    batches, seen, asked = WorkerBatches(iterator), [], []
+    while len(seen) < 20:
+        while len(asked) < 4 and batches.may_be_taken_ahead:
+            batches.take_ahead()
+            seen.append(int(next(iterator)))
+            asked.append(batches.taken())
+        batches.ask_for_more(asked.pop(0))
+    assert sorted(seen) == list(range(20))
+    iterator._shutdown_workers()  # type: ignore[attr-defined]

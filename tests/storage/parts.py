@@ -63,7 +63,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own; the arguments are in ``sys.argv``."""
+    """Run code in a fresh interpreter; the arguments are in ``sys.argv``."""
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         cwd=REPOSITORY,

@@ -150,11 +150,12 @@ def test_broken_images_are_left_out_counted_and_listed(tmp_path: Path, num_proc:
     (tmp_path / "images/a/01400.jpg").write_bytes(b"")
     with pytest.warns(UserWarning, match="left out") as caught:
         info = build(tmp_path / "images", tmp_path / "out", num_proc=num_proc)
-    assert [str(warning.message) for warning in caught] == [
+    said = [warning for warning in caught if warning.category is UserWarning]  # Python 3.12 has one of forks as well
+    assert [str(warning.message) for warning in said] == [
         f"{tmp_path}/out: 2 of 1501 samples are left out, their images cannot be decoded (the first: a/00700.jpg: not "
         f"an image file (it begins with b'\"bad\", he sa')); {tmp_path}/out/skipped.csv lists them"
     ]
-    assert caught[0].filename == __file__
+    assert said[0].filename == __file__
     assert (info.num_samples, info.num_skipped) == (1499, 2)
     with (tmp_path / "out/skipped.csv").open(newline="") as stream:
         assert list(csv.reader(stream)) == [

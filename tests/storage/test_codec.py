@@ -76,7 +76,7 @@ def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype: torch.dtype, shape:
     got = round_trip(tensor)
     assert (got.dtype, got.shape) == (dtype, tensor.shape)
     assert torch.equal(got.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
-    got.reshape(-1)[:1] = 0  # its own memory, which may be written
+    got.reshape(-1).view(torch.uint8)[:1] = 0  # its own memory, which may be written
 
 
 def test_views_and_lazy_conjugates_are_stored_as_what_they_show() -> None:

@@ -18,7 +18,8 @@ import pytest
 
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.writer import LMDBWriter
-from tests.storage.parts import flip, numbered, run_python, write_numbered
+from tests.fork_server import run_code
+from tests.storage.parts import flip, numbered, write_numbered
 
 
 def read_all(path: Path, errors: Connection) -> None:
@@ -180,7 +181,7 @@ for file in sorted(path.iterdir()):
         flip(file, bit)
 print(errors)
 """
-    result = run_python(code, path)
+    result = run_code(code, path)
     assert result.returncode == 0, result.stderr
     # Every flip of the manifest, and many in shards and tables
     assert int(result.stdout) > 100
@@ -203,7 +204,7 @@ for index in range(25):
     for _ in range(2):
         for _ in range(400):
             flip(file, generator.randrange(file.stat().st_size * 8))
-        result = run_python(code, path)
+        result = run_code(code, path)
         assert result.returncode == 0, result.stderr
 
 

@@ -132,7 +132,10 @@ def test_small_records_need_no_workers_and_large_ones_do(tmp_path: Path) -> None
     assert [len(batch) for batch in told] == [2, 1]
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "context",
+    ["fork", pytest.param("spawn", marks=pytest.mark.matrix), pytest.param("forkserver", marks=pytest.mark.matrix)],
+)
 def test_it_works_in_workers_of_every_kind(tmp_path: Path, context: str) -> None:
     dataset = stored(tmp_path / "data", lambda i: (np.full(2, i), i))
     gather = whole(dataset)

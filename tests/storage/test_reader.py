@@ -26,6 +26,7 @@ from lightning_gpuopt.storage.format import LMDBInfo
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.shard import ShardMap
 from lightning_gpuopt.storage.writer import LMDBWriter
+from tests.fork_server import run_code
 from tests.storage.parts import (
     assert_numbered,
     flip,
@@ -153,7 +154,7 @@ def collate(samples: Any) -> list[tuple[int, int]]:
     return [(os.getpid(), int(number)) for data, number in samples if bytes(data) == bytes(numbered(number)[0])]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.matrix)])
 def test_workers_read_after_their_parent_did(path: Path, method: str) -> None:
     dataset = LMDBDataset(path)
     assert numbers(dataset) == list(range(25))
@@ -226,7 +227,7 @@ dataset = LMDBDataset(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))  # from Python 3.13 on a map holds no descriptor
 list(dataset)
 """
-    result = run_python(code, tmp_path / "d")
+    result = run_code(code, tmp_path / "d")
     assert result.returncode == 1
     assert "too many open files: raise `ulimit -n`, or build larger shards" in result.stderr.splitlines()[-1]
 

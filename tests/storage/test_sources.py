@@ -160,7 +160,7 @@ def test_braces_are_those_of_a_shell() -> None:
 def test_tars_of_webdatasets_own_writer_read_as_it_reads_them(tmp_path: Path) -> None:
     import webdataset
 
-    with webdataset.ShardWriter(str(tmp_path / "%04d.tar"), maxcount=2, verbose=0) as writer:
+    with webdataset.ShardWriter(str(tmp_path / "%04d.tar"), maxcount=2) as writer:
         for index in range(5):
             sample = {"__key__": f"a/{index}", "cls": index, "txt": f"é{index}", "json": [index]}
             writer.write({**sample, "x.npy": np.arange(index)})
@@ -261,7 +261,7 @@ def _all_kinds(root: Path) -> dict[str, Any]:
     return {name: root / name for name in names} | {"dataset": [(0, "x"), (1, "x"), (4, "x")]}
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.matrix)])
 def test_every_source_can_be_read_in_other_processes(tmp_path: Path, method: str) -> None:
     sources = {name: open_source(given, allow_pickle=True) for name, given in _all_kinds(tmp_path).items()}
     # Opened here first, but for LMDB: that a process reads which is not to have it open.

@@ -15,7 +15,8 @@ from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import Manifest, Shard, replaced_directory, staging_directory
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.shard_writer import ShardWriter
-from tests.storage.parts import run_python, run_until
+from tests.fork_server import run_code
+from tests.storage.parts import run_until
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +250,7 @@ def test_a_kill_while_a_dataset_is_replaced_loses_nothing(tmp_path: Path, rename
     """Killed before the first rename, between the two, and before the old one is removed."""
     path = tmp_path / "dataset"
     build(path, 1)
-    result = run_python(PUBLISH, path, renames)
+    result = run_code(PUBLISH, path, renames)
     assert result.returncode == -signal.SIGKILL, result.stderr
     if renames == 1:
         with pytest.raises(

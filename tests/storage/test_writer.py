@@ -23,12 +23,12 @@ from lightning_gpuopt.storage.format import LMDBInfo, Manifest, staging_director
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.verify import verify
 from lightning_gpuopt.storage.writer import LMDBWriter
+from tests.fork_server import run_code
 from tests.storage.parts import (
     REPOSITORY,
     Interrupted,
     assert_numbered,
     numbered,
-    run_python,
     write_and_fail,
     write_numbered,
 )
@@ -158,7 +158,7 @@ def test_two_writers_at_once_are_refused(tmp_path: Path) -> None:
     with LMDBWriter(tmp_path / "dataset") as writer:
         writer.write(1)
         writer.flush()
-        result = run_python(code, tmp_path / "dataset")
+        result = run_code(code, tmp_path / "dataset")
         assert result.returncode == 1
         assert f"another process builds this dataset (process {os.getpid()} on " in result.stderr
         writer.write(2)
@@ -270,7 +270,7 @@ with LMDBWriter(sys.argv[1], samples_per_shard=1000) as writer:
             writer.flush()
 """
     path = tmp_path / "dataset"
-    result = run_python(code, path)
+    result = run_code(code, path)
     assert result.returncode == 1, result.stderr
     last = result.stderr.strip().splitlines()[-1]
     assert re.match(

@@ -496,3 +496,17 @@ def test_a_gpu_without_links_has_no_nvlink_traffic(open_reader):
     assert reader.read() == []
     reader.read()
     assert len(texts(reader, "info")) == 1
+
+
+@pytest.mark.parametrize(("links", "up", "calls"), [((1, 0, 1), 2.0, 4), ((), 0.0, 1)])
+def test_active_nvlinks_are_counted_once(open_reader, simulator, links, up, calls):
+    reader = open_reader({"active_nvlinks"}, Gpu(nvlinks=links))
+    assert [(each.reading, each.value) for each in reader.read()] == [("active_nvlinks", up)]
+    assert [each.value for each in reader.read()] == [up]
+    assert simulator.calls("nvmlDeviceGetNvLinkState") == calls
+    assert texts(reader, "info") == []
+
+
+def test_an_nvlink_that_gives_an_error_is_no_missing_link(open_reader):
+    trouble = error("nvmlDeviceGetNvLinkState", pynvml.NVML_ERROR_UNKNOWN)
+    assert open_reader({"active_nvlinks"}, Gpu(nvlinks=(1,)), trouble).read() == []

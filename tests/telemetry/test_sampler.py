@@ -179,7 +179,7 @@ def test_memory_does_not_grow_with_the_readings(simulator, by_hand, clock):
             clock.now_s += 0.1
             sampler.read_once()
 
-    assert growth(lambda: read(200), lambda: read(20_000)) < 4096
+    assert growth(lambda: read(2_000), lambda: read(20_000)) < 4096
     assert simulator.gpm_samples_alive == 2
 
 

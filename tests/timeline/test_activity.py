@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_gpuopt._measured import StepLook
+from lightning_gpuopt._measured_gpu import StepLook
 from lightning_gpuopt.timeline.activity import CALL, COLLECTIVE, COPY, KERNEL, WAIT, Activity, Span, kind_of, look_of
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_gpuopt._measured import GpuTimes
+from lightning_gpuopt._measured_gpu import GpuTimes
 from lightning_gpuopt.timeline import gpu_clock
 from lightning_gpuopt.timeline.gpu_clock import GpuClock
 from lightning_gpuopt.timeline.observer import StepObserver
@@ -119,6 +119,39 @@ def some(idle: dict[str, float]) -> dict[str, float]:
 @pytest.fixture
 def rig() -> Rig:
     return Rig()
+
+
+def test_a_pause_counts_as_far_as_the_gpu_may_have_been_idle(rig: Rig) -> None:
+    """A host that is stopped for 20 ms in every second step, after it has begun to issue 10 ms of work."""
+
+    def stop() -> None:
+        begun_ns = round(rig.host_ms * 1e6)
+        rig.host(20)
+        rig.timeline.pause("garbage_collection", begun_ns, round(rig.host_ms * 1e6))
+
+    for index in range(10):
+        rig.does("[_TrainingEpochLoop].train_dataloader_next", rig.sync)
+        with rig.timeline.span("run_training_batch"):
+            rig.kernel(5)
+            if index % 2:
+                stop()
+            rig.kernel(5)
+        rig.clock.read()
+    times = rig.finish()
+    assert times.paused == {"garbage_collection": pytest.approx(5 * 0.02)}
+    assert (times.paused_steps, times.paused_compute_s) == (5, pytest.approx(5 * 0.025))
+    assert times.compute_s == pytest.approx(5 * 0.025 + 5 * 0.01)
+
+
+def test_a_pause_between_steps_has_the_idle_time_in_it(rig: Rig) -> None:
+    def stop() -> None:
+        begun_ns = round(rig.host_ms * 1e6)
+        rig.host(30)
+        rig.timeline.pause("garbage_collection", begun_ns, round(rig.host_ms * 1e6))
+
+    for _ in range(10):
+        rig.step(compute=10, hook=stop)
+    assert some(rig.finish().idle) == {"garbage_collection": pytest.approx(200.0)}
 
 
 def test_a_gpu_that_waits_for_the_loader_is_idle_at_the_end_of_the_fetch(rig: Rig) -> None:

@@ -9,7 +9,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from lightning_gpuopt.timeline.hang import HangWatch, write_state
+from tests.helpers import wait_for
 
 
 class Clock:
@@ -79,6 +82,7 @@ def test_the_file_shows_threads_and_workers(tmp_path: Path) -> None:
     try:
         assert asleep.stdout is not None
         asleep.stdout.readline()
+        wait_for(lambda: psutil.Process(asleep.pid).status() == psutil.STATUS_SLEEPING)
         path = tmp_path / "new" / "hang-1.txt"
         write_state(path, 12.5, [(asleep.pid, "reads samples for 12.0 s"), (gone.pid, "is not watched")])
     finally:

@@ -174,6 +174,21 @@ def test_inside_validation_all_but_callbacks_and_checkpoints_is_validation(timel
     assert spent(timeline) == {"validation": 4.0, "callbacks": 1.0, "checkpoint": 1.0, "transfer": 14.0}
 
 
+def test_the_set_up_of_a_validation_goes_to_its_first_batch(timeline: Timeline, clock: Clock) -> None:
+    def run() -> None:
+        clock.advance(3)  # workers start
+        for seconds in (2, 1):
+            with timeline.span("[_EvaluationLoop].val_next"):
+                clock.advance(seconds)
+            clock.advance(4)
+
+    timeline.validating(run)()
+    with timeline.span("[_EvaluationLoop].val_next"):  # somebody else's
+        clock.advance(9)
+    timeline.validating(run)()
+    assert timeline.times().validation_setup_s == 10.0
+
+
 def test_a_validation_that_fails_leaves_the_books_straight(timeline: Timeline, clock: Clock) -> None:
     def run() -> None:
         clock.advance(1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
+import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -13,76 +12,96 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt._measured import QueueTimes
 from lightning_gpuopt.timeline.queues import QueueProbe
+from tests.helpers import wait_for
 
 
 class Data(Dataset[Any]):
-    def __init__(self, sleep_s: float = 0.0, late: int = -1, late_s: float = 0.0) -> None:
-        self.sleep_s, self.late, self.late_s = sleep_s, late, late_s
+    """Samples that come at once, but for those that wait until they are allowed."""
+
+    def __init__(self, held: Sequence[int] = ()) -> None:
+        self.held = held
+        self.allowed = multiprocessing.Semaphore(0)
 
     def __len__(self) -> int:
         return 24
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(self.late_s if index == self.late else self.sleep_s)
+        if index in self.held:
+            assert self.allowed.acquire(timeout=60)
         return torch.tensor(index)
 
 
-def walk(iterator: Any, probe: QueueProbe, pause: Any = None) -> list[int]:
-    """Take every batch as the loop would; ``pause`` comes before each fetch."""
+def walk(
+    iterator: Any, probe: QueueProbe, *, pause: Callable[[int], object], wait_s: Callable[[int], float]
+) -> list[int]:
+    """Take every batch as the loop would.
+
+    Args:
+        iterator: of a loader's batches, each a number.
+        probe: looks on.
+        pause: called between the probe's look and the fetch of a number.
+        wait_s: how long the fetch of a number is said to have taken.
+    """
     seen = [int(next(iterator))]
     probe.watch([iterator])
     while True:
-        if pause is not None:
-            pause(iterator)
         probe.before_fetch()
-        begin = time.perf_counter()
+        pause(len(seen))
         try:
             seen.append(int(next(iterator)))
         except StopIteration:
             return seen
-        probe.after_fetch(time.perf_counter() - begin)
+        probe.after_fetch(wait_s(seen[-1]))
 
 
-def until_full(iterator: Any) -> None:
-    """Wait until the workers have made all that they were asked for."""
-    under_way = len(iterator._task_info)
-    deadline = time.monotonic() + 30
-    while iterator._data_queue.qsize() + sum(len(info) == 2 for info in iterator._task_info.values()) < under_way:
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.001)
+def until_ready(iterator: Any, worker: int | None = None) -> None:
+    """Wait until the workers have made all that they were asked for; but for one of them."""
+
+    def asked_for() -> int:
+        return sum(len(info) == 1 and info[0] != worker for info in iterator._task_info.values())
+
+    wait_for(lambda: iterator._data_queue.qsize() >= asked_for())
 
 
 def test_a_loop_that_is_slower_than_its_loader_finds_full_queues() -> None:
     probe = QueueProbe()
-    iterator = iter(DataLoader(Data(), batch_size=None, num_workers=2))
-    assert walk(iterator, probe, pause=until_full) == list(range(24))
+    # one worker: of two, a batch may come before its turn, and lie elsewhere than in the queue
+    iterator = iter(DataLoader(Data(), batch_size=None, num_workers=1, prefetch_factor=4))
+    seen = [int(next(iterator))]
+    probe.watch([iterator])
+    for _ in range(23):
+        until_ready(iterator)
+        probe.before_fetch()
+        seen.append(int(next(iterator)))
+        probe.after_fetch(0.0)
+    assert seen == list(range(24))
+    # four batches are ahead; three, two and one at the end
     times = probe.times()
-    assert times.fetches == 24
-    assert times.empty <= 1  # the one that ends the epoch
-    assert times.mean_ready is not None
-    assert times.mean_ready > 2
+    assert (times.fetches, times.empty, times.waits) == (23, 0, 0)
+    assert times.mean_ready == (20 * 4 + 3 + 2 + 1) / 23
 
 
 def test_a_loop_that_is_faster_waits() -> None:
-    probe = QueueProbe()
-    walk(iter(DataLoader(Data(sleep_s=0.01), batch_size=None, num_workers=1)), probe)
-    times = probe.times()
-    assert times.waits >= 20
-    assert times.wait_s > 0.15
-    assert times.late_wait_s == 0.0
-    assert times.unpinned_wait_s == 0.0
+    probe, data = QueueProbe(), Data(held=range(24))
+    data.allowed.release()
+    iterator = iter(DataLoader(data, batch_size=None, num_workers=1))
+    assert walk(iterator, probe, pause=lambda _: data.allowed.release(), wait_s=lambda _: 0.02) == list(range(24))
+    assert probe.times() == QueueTimes(fetches=24, empty=24, waits=23, wait_s=pytest.approx(0.46))
 
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(2, 2), (2, 4), (4, 2)])
 def test_one_late_batch_that_holds_up_the_rest_is_known_as_such(workers: int, prefetch: int) -> None:
-    probe = QueueProbe()
-    # while the twelfth is late, all that the other workers were asked for gets ready
-    loader = DataLoader(Data(late=12, late_s=0.3), batch_size=None, num_workers=workers, prefetch_factor=prefetch)
-    iterator = iter(loader)
-    assert walk(iterator, probe) == list(range(24))
+    probe, data = QueueProbe(), Data(held=[12])
+    iterator = iter(DataLoader(data, batch_size=None, num_workers=workers, prefetch_factor=prefetch))
+
+    def pause(number: int) -> None:
+        if number == 12:  # while it is late, all that the other workers were asked for gets ready
+            until_ready(iterator, worker=iterator._task_info[12][0])
+            data.allowed.release()
+
+    assert walk(iterator, probe, pause=pause, wait_s=lambda number: 0.3 if number == 12 else 0.0) == list(range(24))
     times = probe.times()
-    assert times.late_wait_s > 0.2
-    assert times.late_wait_s > 0.8 * times.wait_s
+    assert (times.waits, times.wait_s, times.late_wait_s) == (1, 0.3, 0.3)
 
 
 def test_results_that_wait_to_be_pinned_are_known_as_such() -> None:

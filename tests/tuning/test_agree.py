@@ -1,105 +1,61 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch.distributed as dist
 
-from lightning_gpuopt.tuning.agree import RankAgreement
-from tests.helpers import Clock, wait_for
+from lightning_gpuopt.tuning.agree import NodeRanks
+from tests.helpers import Clock
 
 
-def news(agreement: RankAgreement, number: int) -> None:
-    wait_for(lambda: agreement.news() == number)
+class Waits(Clock):
+    """Time passes only while somebody sleeps; something happens then."""
+
+    def __init__(self, happens: Callable[[], Any] = lambda: None) -> None:
+        super().__init__()
+        self.slept, self.happens = 0, happens
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.slept += 1
+        self.happens()
 
 
-def test_a_rank_alone_agrees_with_itself() -> None:
-    agreement = RankAgreement("test", 0, [0])
-    assert agreement.news() is None
-    agreement.wish(4)
-    assert agreement.news() == 4
-    assert agreement.news() is None
-    agreement.close()
+def ranks(store: Any, rank: int, clock: Waits) -> NodeRanks:
+    return NodeRanks("test", rank, [4, 5], store=store, clock=clock, sleep=clock.sleep)
 
 
-def test_all_get_the_largest_of_the_last_wishes() -> None:
+def test_a_rank_alone_hears_itself() -> None:
+    assert NodeRanks("test", 0, [0]).most(4, 10.0) == 4
+
+
+def test_all_get_the_largest_number() -> None:
     store = dist.HashStore()
-    first, second = (RankAgreement("test", rank, [4, 5], store=store) for rank in (4, 5))
-    second.wish(6)
-    news(first, 6)
-    news(second, 6)
-    first.wish(3)
-    news(first, 6)
-    news(second, 6)
-    second.wish(2)
-    news(second, 3)
-    news(first, 3)
-    first.close()
-    second.close()
+    second = ranks(store, 5, Waits())
+    heard: list[int] = []
+    clock = Waits(lambda: heard.append(second.most(6)))
+    assert ranks(store, 4, clock).most(3, 10.0) == 6
+    assert (heard, clock.slept) == ([6], 1)
 
 
-def test_a_rank_that_is_content_keeps_what_it_began_with() -> None:
+def test_each_question_has_its_own_answers() -> None:
     store = dist.HashStore()
-    first, second = (RankAgreement("test", rank, [4, 5], 8, store=store) for rank in (4, 5))
-    second.wish(6)
-    news(second, 8)
-    first.wish(5)
-    news(first, 6)
-    news(second, 6)
-    first.close()
-    second.close()
+    first, second = (ranks(store, rank, Waits()) for rank in (4, 5))
+    assert [first.most(8), second.most(2)] == [8, 8]
+    assert [second.most(3), first.most(1)] == [3, 3]
 
 
-def test_a_rank_that_has_no_need_to_measure_holds_up_nobody() -> None:
-    store = dist.HashStore()
-    first, second = (RankAgreement("test", rank, [4, 5], store=store) for rank in (4, 5))
-    waits: list[float] = []
-    assert not second.meet(0.0, sleep=waits.append)
-    assert first.meet(sleep=waits.append)
-    assert waits == []
-    first.close()
-    second.close()
+def test_a_rank_that_never_comes_holds_up_nobody_for_longer_than_the_patience() -> None:
+    clock = Waits()
+    assert ranks(dist.HashStore(), 4, clock).most(3, 1.0) == 3
+    assert clock.now_s - Waits().now_s >= 1.0
+    assert clock.slept in (20, 21)
 
 
-def test_without_an_answer_a_rank_goes_on_alone() -> None:
-    clock = Clock()
-    agreement = RankAgreement("test", 1, [0, 1], store=dist.HashStore(), clock=clock, patience_s=10.0)
-    agreement.wish(3)
-    wait_for(lambda: agreement._asked is not None)
-    assert agreement.news() is None
-    clock.now_s += 11
-    news(agreement, 3)
-    agreement.close()
+def test_a_store_that_goes_away_is_as_good_as_none() -> None:
+    class Gone:
+        def set(self, *args: Any) -> None:
+            raise RuntimeError("Connection reset by peer")
 
-
-def test_ranks_measure_side_by_side_but_wait_for_nobody_for_ever() -> None:
-    store, clock, log = dist.HashStore(), Clock(), []
-    first, second = (RankAgreement("test", rank, [4, 5], store=store, clock=clock, patience_s=10.0) for rank in (4, 5))
-
-    def other_comes(seconds: float) -> None:
-        log.append(second.meet(sleep=lambda _: log.append("waits")))
-
-    assert first.meet(sleep=other_comes)
-    assert log == [True]
-
-    def time_goes_on(seconds: float) -> None:
-        clock.now_s += 3
-
-    began = clock.now_s
-    assert not first.meet(sleep=time_goes_on)
-    assert clock.now_s - began == 12
-    assert RankAgreement("test", 0, [0]).meet()
-    first.close()
-    second.close()
-
-
-class GoneStore:
-    def set(self, key: str, value: str) -> None:
-        raise ConnectionError("the process that hosted it is gone")
-
-
-def test_when_the_store_is_gone_a_rank_goes_on_alone() -> None:
-    agreement = RankAgreement("test", 1, [0, 1], store=GoneStore())
-    agreement.wish(3)
-    news(agreement, 3)
-    agreement.wish(5)
-    news(agreement, 5)
-    assert not agreement.meet()
-    agreement.close()
+    assert ranks(Gone(), 4, Waits()).most(3, 10.0) == 3

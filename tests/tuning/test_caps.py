@@ -1,17 +1,22 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.multiprocessing
 
 from lightning_gpuopt.tuning.caps import (
     Cap,
     Room,
     available_memory,
+    files_of,
     free_shared_memory,
     prefetch_that_fits,
+    processes_left,
     room,
     worker_cap,
     worker_memory,
@@ -53,6 +58,71 @@ def test_the_narrowest_of_cpus_memory_and_shared_memory_is_the_cap(
 def test_what_could_not_be_read_limits_nothing() -> None:
     assert worker_cap(Room(2.0), worker_bytes=GIB, batch_bytes=GIB) == Cap(16, "max_num_workers")
     assert worker_cap(Room(2.0, 8 * GIB, GIB)) == Cap(16, "max_num_workers")
+
+
+@pytest.mark.parametrize(
+    ("room", "arguments", "cap"),
+    [
+        # 64 for others, a batch with the consumer; each worker 4 and 2 batches
+        (Room(2.0, files=1000), {"batch_tensors": 20}, Cap(16, "max_num_workers")),
+        (Room(2.0, files=1000), {"batch_tensors": 50}, Cap(8, "shared_memory")),
+        (Room(2.0, files=1000), {"batch_tensors": 50, "prefetch_factor": 4}, Cap(4, "shared_memory")),
+        (Room(2.0, files=100), {"batch_tensors": 50}, Cap(1, "shared_memory")),
+        (Room(2.0, files=100), {}, Cap(9, "shared_memory")),
+        # 32 for others, 4 for each worker
+        (Room(2.0, processes=72), {}, Cap(10, "max_num_workers")),
+        (Room(2.0, processes=200), {"local_world_size": 4}, Cap(4, "max_num_workers")),
+        (Room(2.0, processes=0), {}, Cap(1, "max_num_workers")),
+    ],
+)
+def test_files_and_processes_are_limits_too(room: Room, arguments: dict[str, int], cap: Cap) -> None:
+    assert worker_cap(room, **arguments) == cap  # type: ignore[arg-type]
+
+
+def test_processes_that_a_cgroup_and_its_parents_allow(tmp_path: Path) -> None:
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self/cgroup").write_text("0::/job/step\n")
+    (root / "job/step").mkdir(parents=True)
+    assert processes_left(root, proc) is None
+    for folder, most, now in (("job/step", "max", "7"), ("job", "100", "30"), (".", "500", "480")):
+        (root / folder / "pids.max").write_text(f"{most}\n")
+        (root / folder / "pids.current").write_text(f"{now}\n")
+    assert processes_left(root, proc) == 20
+    (root / "pids.current").write_text("600\n")
+    assert processes_left(root, proc) == 0
+
+
+FILES = """
+import os, resource, sys
+from lightning_gpuopt.tuning.caps import files_left
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))
+opened = len(os.listdir("/proc/self/fd")) - 1
+print(256 - files_left() - opened, resource.getrlimit(resource.RLIMIT_NOFILE))
+print(1024 - files_left(300) - opened, resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_the_soft_limit_of_files_is_raised_where_more_are_wanted() -> None:
+    run = subprocess.run([sys.executable, "-c", FILES], capture_output=True, text=True, check=True)
+    first, second = run.stdout.splitlines()
+    assert first == "1 (256, 1024)"  # the folder that is listed is open, too
+    assert second == "1 (1024, 1024)"
+
+
+def test_each_tensor_of_a_batch_is_a_file() -> None:
+    class Sample:
+        def __init__(self) -> None:
+            self.image, self.boxes = torch.zeros(3), [torch.zeros(2)] * 3
+
+    batch = {"images": torch.zeros(4), "boxes": [torch.zeros(2)] * 300, "names": ["a", "b"], "samples": [Sample()] * 2}
+    assert files_of(batch) == 1 + 300 + 8
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        assert files_of(batch) == 0
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
 
 
 def test_the_queue_is_no_deeper_than_fits() -> None:

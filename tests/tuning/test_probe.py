@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader
 
 from lightning_gpuopt.tuning import probe
 from lightning_gpuopt.tuning.indices import own_sampling
-from lightning_gpuopt.tuning.probe import Clocks, OutOfTime, run_trial, sample_bytes
+from lightning_gpuopt.tuning.probe import Clocks, OutOfTime, run_trial
 from tests.helpers import Clock
-from tests.tuning.datasets import Broken, Numbers, Stuck
+from tests.tuning.datasets import Numbers, Stuck
 
 
 class Pace(Clock):
@@ -68,7 +68,7 @@ def test_the_deadline_ends_a_trial_and_what_was_seen_counts() -> None:
     clock = Pace()
     measured = trial(DataLoader(Numbers(), 4), 1, clock, deadline=clock.now_s + 0.25)
     assert measured.trial.batches_per_s == pytest.approx(10)
-    assert clock.slept[:3] == [0.1, 0.1, 0.1]
+    assert clock.slept[:3] == pytest.approx([0.1, 0.1, 0.05])
     with pytest.raises(OutOfTime):
         run_trial(
             loader := DataLoader(Stuck(from_the_start=True), 4),
@@ -100,9 +100,13 @@ def test_a_trial_goes_on_where_the_last_one_ended() -> None:
         begin = end
 
 
-def test_samples_are_weighed_in_a_worker() -> None:
-    dataset = Numbers(size=10_000)
-    assert 3 * 40_000 < sample_bytes(DataLoader(dataset, 4), [0, 1, 2], 30) < 3 * 41_000
-    assert dataset.read == []
-    with pytest.raises(KeyError, match="no sample 0"):
-        sample_bytes(DataLoader(Broken(), 4), [0], 30)
+def test_a_step_longer_than_the_time_that_is_left_ends_with_it() -> None:
+    clock = Pace()
+    seen = trial(DataLoader(Numbers(), 4), 1, clock, step_time_s=30.0, deadline=clock.now_s + 2)
+    assert sum(clock.slept) == 2.0
+    assert seen.trial.num_workers == 1
+
+
+def test_the_files_of_a_batch_are_counted() -> None:
+    clock = Pace()
+    assert trial(DataLoader(Numbers(), 4, collate_fn=list), 1, clock).batch_tensors == 4

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import inspect
+import itertools
 import multiprocessing
-import os
+import multiprocessing.queues
+import re
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +18,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from lightning_gpuopt import _torch_loader
 from lightning_gpuopt.tuning import resize
-from lightning_gpuopt.tuning.resize import ResizeUnsupported, adopt
-from tests.helpers import wait_for
+from lightning_gpuopt.tuning.resize import ResizeUnsupported, adopt, first_workers
+from tests.helpers import error_of_a_killed_worker, wait_for
+from tests.shared_memory import shared_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -44,17 +50,13 @@ def children() -> set[int | None]:
     return {each.pid for each in multiprocessing.active_children()}
 
 
-def shared_files() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("torch_")}
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     before, files = children(), shared_files()
     yield
     gc.collect()  # an exception that torch has raised again holds its iterator in a cycle
     wait_for(lambda: not children() - before)
-    wait_for(lambda: shared_files() <= files)  # other tests on this machine have some for a moment
+    wait_for(lambda: shared_files() <= files)
 
 
 def read(source: DataLoader[torch.Tensor], plan: dict[int, int], stop: int | None = None) -> list[tuple[int, ...]]:
@@ -70,6 +72,10 @@ def read(source: DataLoader[torch.Tensor], plan: dict[int, int], stop: int | Non
     return seen
 
 
+in_order = pytest.mark.skipif(
+    "in_order" not in inspect.signature(DataLoader).parameters, reason="this torch's DataLoader has no in_order"
+)
+
 PLANS = [{0: 3, 5: 8}, {3: 4, 10: 2, 11: 5, 12: 1, 40: 3}, {30: 2, 31: 1, 32: 2}, {2: 6, 59: 1}]
 
 
@@ -84,6 +90,7 @@ def test_the_order_of_samples_is_as_without(plan: dict[int, int], persistent: bo
     assert changed.num_workers == list(plan.values())[-1]
 
 
+@in_order
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("prefetch_factor", [1, 3])
@@ -137,19 +144,6 @@ def test_workers_on_their_way_out_can_be_kept() -> None:
     iterator.resize(4)
     assert iterator._workers == workers
     assert sum(len(batch) for batch in iterator) == 240
-
-
-def assert_killed(iterator: Any) -> None:
-    """The next batches end in torch's error.
-
-    Its SIGCHLD handler raises it at once, unless a Trainer has run in this process before: Lightning then puts back the
-    handler that Python knew of, and torch finds the worker missing when it has waited for a batch.
-    """
-    with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
-        for _ in iterator:
-            pass
-    said = f"{caught.value} {caught.value.__cause__}"
-    assert "is killed by signal: Killed" in said or "exited unexpectedly" in said
 
 
 class Late(Numbers):
@@ -207,9 +201,9 @@ def test_a_killed_worker_gives_the_error_of_torch(before: int, after: int, kille
     while iterator._rcvd_idx < 40 or iterator._task_info[iterator._rcvd_idx][0] != killed:
         next(iterator)
     assert len(iterator._workers) == after
-    os.kill(iterator._workers[killed].pid or 0, signal.SIGKILL)
-    assert_killed(iterator)
-    end_now(iterator)
+    error = error_of_a_killed_worker(iterator, killed)
+    assert isinstance(error, RuntimeError)
+    assert re.search("is killed by signal: Killed|exited unexpectedly", f"{error} {error.__cause__}")
 
 
 class Broken(Numbers):
@@ -237,7 +231,8 @@ def init_worker(worker_id: int) -> None:
 
 def test_worker_init_fn_timeout_and_pinning_are_kept() -> None:
     source = loader(worker_init_fn=init_worker, timeout=30, pin_memory=True)
-    with pytest.warns(UserWarning, match="no accelerator is found"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer versions of torch say that there is no accelerator
         iterator = adopt(iter(source), source)
     iterator.resize(3)
     seeds = {(int(worker), int(seed)) for batch in iterator for _, worker, seed in batch}
@@ -304,7 +299,7 @@ def test_what_cannot_be_resized_is_refused_and_left_as_it_is(monkeypatch: pytest
     with pytest.raises(ResizeUnsupported, match=r"torch 3\.0\.1 is none of those"):
         adopt(iterator, source)
     monkeypatch.undo()
-    monkeypatch.setattr(resize, "_WORKER_LOOP", [*resize._WORKER_LOOP, "more"])
+    monkeypatch.setattr(_torch_loader, "WORKER_LOOP", [*_torch_loader.WORKER_LOOP, "more"])
     with pytest.raises(ResizeUnsupported, match="a worker is started in another way"):
         adopt(iterator, source)
     monkeypatch.undo()
@@ -343,17 +338,304 @@ def test_in_a_longer_epoch_the_workers_have_work_to_its_end() -> None:
 
 def test_a_torch_without_the_parts_that_are_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_set_worker_pids")
-    spec = importlib.util.spec_from_file_location("resize_in_another_torch", resize.__file__)
+    spec = importlib.util.spec_from_file_location("door_of_another_torch", _torch_loader.__file__)
     assert spec is not None
     assert spec.loader is not None
     elsewhere = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(elsewhere)
-    source = loader()
-    with pytest.raises(elsewhere.ResizeUnsupported, match=r"not as expected: cannot import name '_set_worker_pids'"):
-        elsewhere.adopt(iter(source), source)
+    reason = elsewhere.why_not_as_expected(iter(loader()))
+    assert "not as expected: cannot import name '_set_worker_pids'" in reason
 
 
 def test_a_number_below_one_is_refused() -> None:
     source = loader()
     with pytest.raises(ValueError, match="expected at least 1, got 0"):
         adopt(iter(source), source).resize(0)
+
+
+class Straggles(Numbers):
+    """The first sample comes last of all that were asked for."""
+
+    def __init__(self, length: int, released: Any) -> None:
+        super().__init__(length)
+        self.released = released
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 0:
+            self.released.wait()
+        return super().__getitem__(index)
+
+
+class InTurn:
+    """A sampler that draws once more from its generator as it ends, as torch's own do; or fails there."""
+
+    def __init__(self, length: int, fails: bool) -> None:
+        self.length, self.fails = length, fails
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.length - self.fails)
+        torch.rand(1, generator=self.generator)
+        if self.fails:
+            raise LookupError("the last one is missing")
+
+
+@in_order
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_without_an_order_a_straggler_at_the_end_loses_no_error_and_no_draw(workers: int, fails: bool) -> None:
+    ends = []
+    for change in (False, True):
+        released = multiprocessing.Event()
+        sampler = InTurn(12, fails)
+        source = DataLoader(
+            Straggles(12, released), sampler=sampler, batch_size=1, num_workers=2, in_order=False, prefetch_factor=1
+        )
+        iterator: Any = iter(source)
+        if change:
+            iterator = adopt(iterator, source)
+        seen, error = [], None
+        try:
+            for batch in iterator:
+                seen.append(int(batch[0, 0]))
+                if change and len(seen) == 1:
+                    iterator.resize(workers)
+                if len(seen) == 8:
+                    released.set()
+        except LookupError as caught:
+            error = str(caught)
+        iterator._shutdown_workers()
+        ends.append((error, sampler.generator.get_state().tolist()))
+        assert sorted(seen) == list(range(12 - fails)) or error
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_where_no_thread_can_be_started_that_feeds_a_worker_no_index_is_lost(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    source = loader()
+    plain = read(loader(), {})
+    iterator = adopt(iter(source), source)
+    seen = [tuple(next(iterator)[:, 0].tolist())]
+    left = [number]
+
+    def start(self: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    real = multiprocessing.queues.Queue._start_thread  # type: ignore[attr-defined]
+    monkeypatch.setattr(multiprocessing.queues.Queue, "_start_thread", start)
+    assert iterator.resize(4) == number
+    monkeypatch.undo()
+    assert source.num_workers == number
+    assert seen + [tuple(batch[:, 0].tolist()) for batch in iterator] == plain
+
+
+def test_a_thread_that_cannot_be_started_for_the_only_worker_is_an_error_that_loses_no_index(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = loader()
+    plain = read(loader(), {})
+    iterator = adopt(iter(source), source)
+    seen = [tuple(next(iterator)[:, 0].tolist())]
+
+    def fail(self: Any, item: Any, *args: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(multiprocessing.queues.Queue, "put", fail)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        next(iterator)
+    monkeypatch.undo()
+    rest = [tuple(batch[:, 0].tolist()) for batch in iterator]
+    assert seen + rest == plain[:1] + plain[2:]  # but for the batch in whose place the error came
+
+
+def test_a_worker_that_takes_the_number_of_one_that_left_has_a_random_stream_of_its_own() -> None:
+    source = loader(2, persistent_workers=True)
+    iterator = adopt(iter(source), source)
+    base = iterator._base_seed
+    seeds = []
+    for workers in (2, 1, 2, 1, 2):
+        iterator.resize(workers)
+        found = {int(seed) for batch in iterator for _, worker, seed in batch if worker == 1}
+        if workers == 2:
+            assert len(found) == 1
+            seeds.append(found.pop())
+        iter(source)
+    assert seeds[0] == base + 1
+    assert len(set(seeds)) == 3
+    iterator._shutdown_workers()
+
+
+class StuckAtFirst(Numbers):
+    """Workers but the first give nothing, until they are let go."""
+
+    def __init__(self, released: Any) -> None:
+        super().__init__()
+        self.released = released
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        worker = get_worker_info()
+        if worker is not None and worker.id:
+            self.released.wait()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("comes_late", [False, True])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_work_of_a_new_worker_that_is_stuck_goes_to_others(
+    monkeypatch: pytest.MonkeyPatch, persistent: bool, comes_late: bool
+) -> None:
+    monkeypatch.setattr(resize, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(_torch_loader.WorkersIterator._try_get_data, "__defaults__", (0.05,))
+    monkeypatch.setattr(resize.ResizableIterator._try_get_data, "__defaults__", (0.05,))
+    released = multiprocessing.Event()
+    source = DataLoader(StuckAtFirst(released), batch_size=2, num_workers=1, persistent_workers=persistent)
+    iterator = adopt(iter(source), source)
+    seen = [tuple(next(iterator)[:, 0].tolist())]
+    assert iterator.resize(3) == 3
+    for batch in iterator:
+        seen.append(tuple(batch[:, 0].tolist()))
+        if comes_late and len(seen) == 20:
+            released.set()
+        if len(seen) == 40:
+            assert iterator.failed_to_grow
+            assert (iterator._num_workers, source.num_workers) == (1, 1)
+            assert iterator.resize(2) == 2
+            assert (len(iterator._workers), source.num_workers) == (1, 2)  # from the next iterator on
+    assert seen == [(index, index + 1) for index in range(0, 240, 2)]
+    source.num_workers = 1
+    assert [tuple(batch[:, 0].tolist()) for batch in source] == seen
+    iterator._shutdown_workers()
+
+
+class Eager(InTurn):
+    """A sampler that draws as it is iterated, not at its first index."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.length).tolist()
+        return iter(order)
+
+
+def epochs_of(source: DataLoader[Any], workers: int, *, leave: int | None = None) -> list[Any]:
+    """Three epochs, as training reads them that draws from the global random state before and between its batches."""
+    torch.manual_seed(1)
+    seen: list[Any] = []
+    for _ in range(3):
+        source.num_workers, source.prefetch_factor = workers, 2 if workers else None
+        iterator: Any = first_workers(source) if workers else source._get_iterator()
+        seen.append(float(torch.rand(())))
+        try:
+            for number in itertools.count():
+                if number == leave:
+                    break
+                batch = next(iterator)
+                seen.append(batch[..., 0].flatten().tolist())
+                seen.append(float(torch.rand(())))
+                if workers and number == 3:
+                    iterator.resize(3)
+        except StopIteration:
+            seen.append("end")
+        except LookupError as error:
+            seen.append(str(error))
+        if workers:
+            iterator._shutdown_workers()
+    generator = getattr(source.sampler, "generator", None)
+    return [seen, torch.get_rng_state().tolist(), None if generator is None else generator.get_state().tolist()]
+
+
+@pytest.mark.parametrize("leave", [None, 5, 12])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"shuffle": True, "batch_size": 2},
+        {"shuffle": True, "batch_size": 2, "generator": 3},
+        {"shuffle": True, "batch_size": None},
+        {"batch_size": 2, "sampler": InTurn(24, False)},
+        {"batch_size": 2, "sampler": InTurn(24, True)},
+        {"batch_size": 2, "sampler": Eager(24, False)},
+        {"batch_size": None, "sampler": Eager(24, False)},
+    ],
+)
+def test_the_first_workers_of_a_loader_change_nothing_that_is_drawn(kwargs: dict[str, Any], leave: int | None) -> None:
+    results = []
+    for workers in (0, 1):
+        given = dict(kwargs)
+        if "generator" in given:
+            given["generator"] = torch.Generator().manual_seed(given["generator"])
+        if "sampler" in given:
+            given["sampler"] = type(given["sampler"])(given["sampler"].length, given["sampler"].fails)
+        results.append(epochs_of(DataLoader(Numbers(24), **given), workers, leave=leave))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("leave", [50, 58, 60, 62])
+@pytest.mark.parametrize("plan", [{5: 1}, {5: 6, 9: 1}, {57: 1}, {5: 1, 30: 8}])
+def test_an_epoch_left_early_with_fewer_workers_leaves_the_next_order_as_it_was(
+    plan: dict[int, int], leave: int
+) -> None:
+    orders = []
+    for given in ({}, plan):
+        source = loader(4, length=128)  # its generator is drawn from once more as an order ends
+        orders.append([read(source, given, leave), read(source, {}, None)])
+    assert orders[0] == orders[1]
+
+
+def test_the_error_of_a_sampler_comes_once_where_it_did_with_fewer_workers() -> None:
+    seen = []
+    for given in ({}, {2: 1}):
+        source = DataLoader(Numbers(30), sampler=InTurn(30, True), batch_size=1, num_workers=4)
+        iterator: Any = adopt(iter(source), source)
+        batches: list[Any] = []
+        for number in itertools.count():
+            try:
+                batches.append(int(next(iterator)[0, 0]))
+            except LookupError as error:
+                batches.append(str(error))
+            except StopIteration:
+                break
+            if number in given:
+                iterator.resize(given[number])
+        seen.append(batches)
+    assert seen[0] == seen[1]
+
+
+def begins_late(worker_id: int) -> None:
+    if worker_id:
+        signal.pause()
+
+
+def test_a_stuck_worker_that_had_nothing_to_do_does_not_hold_up_the_next_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resize, "_PATIENCE_S", 0.0)
+    for kind in (_torch_loader.WorkersIterator, resize.ResizableIterator):
+        monkeypatch.setattr(kind._try_get_data, "__defaults__", (0.05,))
+    source = DataLoader(Numbers(24), batch_size=2, num_workers=1, persistent_workers=True, worker_init_fn=begins_late)
+    iterator = adopt(iter(source), source)
+    for _ in range(11):
+        next(iterator)
+    assert iterator.resize(2) == 2  # for the next epoch: there is no work left
+    assert len(iterator._workers) == 1
+    iterator._start_workers(2)
+    assert len(list(source)) == 12
+    assert len(iterator._workers) == 1
+    iterator._shutdown_workers()
+
+
+def test_an_error_of_the_sampler_that_comes_as_an_iterator_is_adopted_is_training_s() -> None:
+    source = DataLoader(Numbers(6), sampler=InTurn(6, True), batch_size=1, num_workers=1, prefetch_factor=2)
+    iterator: Any = iter(source)
+    seen = [int(next(iterator)[0, 0])]
+    iterator = adopt(iterator, source, depth=8)  # as many as eight were asked for ahead before
+    with pytest.raises(LookupError, match="the last one is missing"):
+        seen.extend(int(batch[0, 0]) for batch in iterator)
+    seen += [int(batch[0, 0]) for batch in iterator]
+    assert seen == [0, 2, 3, 4]  # but for the batch in whose place the error came
+    iterator._shutdown_workers()

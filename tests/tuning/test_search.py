@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass, replace
 
 import pytest
 
+from benchmarks import workers_rules
 from lightning_gpuopt.diagnosis.loader_causes import data_finding
 from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.search import Choice, Search, model_of
@@ -64,10 +66,10 @@ def search(world: World, cap: Cap = CAP) -> tuple[list[int], Choice]:
         (World(0.032), [1, 16], 16, "max_num_workers"),  # waits for storage
         (World(0.032, step_s=0.005), [1, 6], 6, "consumer"),
         (World(0.032, step_s=0.05), [1], 1, "consumer"),
-        (World(0.032, 0.032), [1, 3, 2], 2, "cpu"),  # computes
-        (World(0.0002, 0.0002), [1, 2], 1, "consumer"),  # taking a batch costs more than making one
+        (World(0.032, 0.032), [1, 3, 2, 3], 2, "cpu"),  # computes
+        (World(0.0002, 0.0002), [1, 2, 2], 1, "consumer"),  # taking a batch costs more than making one
         (World(0.04, 0.008), [1, 10], 10, "cpu"),
-        (World(0.032, at_most_per_s=100), [1, 16, 8, 5, 8, 5], 5, "cpu"),  # a disk that gives no more than this
+        (World(0.032, at_most_per_s=100), [1, 16, 8, 5, 8], 5, "cpu"),  # a disk that gives no more than this
     ],
 )
 def test_a_few_trials_lead_to_the_knee(world: World, tried: list[int], chosen: int, limited_by: str) -> None:
@@ -136,9 +138,6 @@ def seen(world: World, *trials: tuple[int, float]) -> Search:
 SHARED = World(0.02, at_most_per_s=100)
 """A disk gives no more than 100 batches a second; one worker could give 50."""
 
-LARGE = World(0.02, step_s=0.005, receive_s=0.0065, own_cpu_s=0.0105)
-"""The consumer is what limits, from some number of workers on."""
-
 
 @pytest.mark.parametrize(
     ("world", "trials", "again", "chosen"),
@@ -148,33 +147,19 @@ LARGE = World(0.02, step_s=0.005, receive_s=0.0065, own_cpu_s=0.0105)
         (SHARED, [(1, 50), (3, 100), (2, 85), (2, 86)], None, 3),
         (SHARED, [(1, 50), (3, 100), (2, 70), (2, 86)], 2, 3),
         (SHARED, [(1, 50), (3, 100), (2, 70), (2, 80), (2, 90)], None, 3),
-        # then the chosen one, where it is a close thing
-        (SHARED, [(1, 50), (3, 100), (2, 93), (2, 94)], 3, 3),
-        (SHARED, [(1, 50), (3, 100), (2, 93), (2, 94), (3, 101)], None, 3),
-        (SHARED, [(1, 50), (3, 100), (2, 93), (2, 94), (3, 94)], 3, 3),
-        (SHARED, [(1, 50), (3, 97), (2, 93), (2, 94), (3, 96)], None, 2),
+        (SHARED, [(1, 50), (3, 100), (2, 93), (2, 94)], None, 3),
+        (SHARED, [(1, 50), (3, 97), (2, 93), (2, 94)], 3, 2),
         # not what could not do however undisturbed, nor what was too far from it
         (World(0.04), [(1, 25), (12, 300), (16, 400)], None, 16),
         (SHARED, [(1, 50), (3, 100), (2, 63)], 2, 3),
         (SHARED, [(1, 50), (3, 100), (2, 62)], None, 3),
-        # a larger one that was worse, unless one is known to be no better
+        # the best of the larger ones that were worse
         (SHARED, [(1, 50), (3, 80), (2, 96)], 3, 2),
         (SHARED, [(1, 50), (3, 80), (2, 96), (3, 99)], 3, 2),
         (SHARED, [(1, 50), (3, 80), (2, 90), (3, 99)], 2, 3),
         (SHARED, [(1, 50), (3, 80), (2, 96), (3, 81)], None, 2),
-        (SHARED, [(1, 50), (3, 81), (2, 96), (3, 81), (5, 85)], None, 2),
-        # the choice itself may have been lucky
-        (SHARED, [(1, 50), (3, 90), (2, 96), (3, 91)], 2, 2),
-        (SHARED, [(1, 50), (3, 90), (2, 96), (3, 91), (2, 80)], 2, 2),
-        (SHARED, [(1, 50), (3, 90), (2, 96), (3, 91), (2, 80), (2, 81)], None, 3),
-        # where the consumer is fed, only a far smaller one, and the choice itself where its trials differ
-        (LARGE, [(1, 54), (2, 76), (3, 81), (5, 85)], 3, 5),
-        (LARGE, [(1, 54), (2, 76), (3, 81), (5, 85), (3, 85)], 2, 3),
-        (LARGE, [(1, 54), (2, 76), (3, 84), (4, 85), (2, 76)], None, 3),
-        (LARGE, [(1, 54), (2, 70), (3, 78), (4, 85), (2, 70)], None, 4),
-        (LARGE, [(1, 57), (2, 79), (4, 95), (7, 83), (2, 78)], None, 4),
-        (LARGE, [(1, 57), (2, 79), (4, 95), (7, 83), (2, 94)], 2, 2),
-        (LARGE, [(1, 57), (2, 79), (4, 95), (7, 83), (2, 94), (2, 80)], None, 4),
+        (SHARED, [(1, 50), (3, 81), (2, 96), (3, 81), (5, 85)], 5, 2),
+        (SHARED, [(1, 50), (3, 90), (2, 96), (3, 91)], None, 2),
     ],
 )
 def test_what_may_have_been_disturbed_is_tried_again(
@@ -185,36 +170,6 @@ def test_what_may_have_been_disturbed_is_tried_again(
     assert search.next_count(cap) == again
     assert search.next_count(cap, in_haste=True) is None
     assert search.choose(cap).num_workers == chosen
-
-
-@pytest.mark.parametrize(
-    ("world", "trials", "again"),
-    [
-        (World(0.033, 0.033), [(1, 31), (3, 50), (2, 60)], None),  # no CPU is free
-        (World(0.00585), [(1, 171), (7, 688), (5, 855)], 7),  # a consumer that computes for 86 % of its time
-        (World(0.00585), [(1, 171), (7, 688), (5, 955)], None),
-    ],
-)
-def test_more_workers_are_not_tried_again_where_they_could_not_help(
-    world: World, trials: list[tuple[int, float]], again: int | None
-) -> None:
-    assert seen(world, *trials).next_count(Cap(trials[1][0], "memory")) == again
-
-
-@pytest.mark.parametrize(
-    ("world", "trials", "between"),
-    [
-        (World(0.0435), [(1, 23), (9, 187), (16, 192)], 12),
-        (World(0.0435), [(1, 23), (9, 187), (12, 190), (16, 192)], None),  # one more is no news
-        (World(0.0435), [(1, 23), (9, 160), (16, 162)], None),  # nine do not give nine times as much
-        (World(0.0435, 0.011), [(1, 23), (9, 187), (16, 192)], None),  # no CPU is free
-        (World(0.0435, receive_s=0.0054), [(1, 23), (9, 187), (16, 192)], None),  # the consumer is fed
-    ],
-)
-def test_far_more_workers_that_are_hardly_better_hide_a_number_between(
-    world: World, trials: list[tuple[int, float]], between: int | None
-) -> None:
-    assert seen(world, *trials).next_count(Cap(16, "memory"), in_haste=True) == between
 
 
 def test_where_only_one_worker_is_left_of_what_was_tried_the_model_counts() -> None:
@@ -254,25 +209,6 @@ def test_fewer_workers_are_chosen_within_the_tolerance_only(rate: float, chosen:
     assert search.choose(CAP).num_workers == chosen
 
 
-FED = replace(World(0.03, step_s=0.004).try_(6), trial=Trial(6, 160.0, 0.00225))  # workers idle for a fifth of the time
-
-
-@pytest.mark.parametrize(
-    ("last", "limited_by"),
-    [
-        (FED, "consumer"),
-        (replace(FED, unevenness=0.5), "max_num_workers"),  # one is late, and the others wait for their turn
-        (replace(FED, trial=Trial(6, 160.0, 0.008)), "max_num_workers"),
-        (replace(FED, service_s=0.034), "max_num_workers"),
-        (replace(FED, service_s=0.01, unevenness=9.0), "consumer"),
-    ],
-)
-def test_idle_workers_mean_a_consumer_that_is_fed_unless_batches_are_late(last: Measured, limited_by: str) -> None:
-    search = Search(cpus=2.0)
-    search.seen += [World(0.03, step_s=0.004).try_(1), last]
-    assert search.choose(Cap(6, "max_num_workers")).limited_by == limited_by
-
-
 def test_the_first_guess_is_what_the_diagnosis_advises_from_the_same_measurement() -> None:
     # 100 steps of 100 ms on two workers: 50 ms of waiting; a batch takes a worker 190 ms, next to no CPU
     seen = measurement(times(data_wait=5.0), workers=workers(data_s=0.19, cpu=0.01), host=host(0.01, process_cpus=0.1))
@@ -301,3 +237,11 @@ def test_one_disturbed_trial_does_not_change_what_is_found(wall_s: float, step_s
         smallest = next(count for count in range(1, CAP.num_workers + 1) if world.rate(count) >= 0.95 * best)
         assert world.rate(chosen) >= 0.95 * best, (world, search.seen, chosen)
         assert chosen <= 1.5 * smallest, (world, search.seen, chosen)
+
+
+def test_on_cases_that_no_rule_was_fitted_to_the_choices_are_good_and_lean() -> None:
+    chance = random.Random(1)
+    found = workers_rules.score(Search, [workers_rules.draw(chance) for _ in range(400)], 1)
+    assert found["at_least_95_percent"] >= 0.95
+    assert found["at_most_1.5x"] >= 0.95
+    assert found["trials"] < 4

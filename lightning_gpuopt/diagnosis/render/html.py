@@ -23,7 +23,7 @@ from lightning_gpuopt.diagnosis.render.charts import (
 
 _PACKAGE: Final = "lightning_gpuopt.diagnosis.render"
 _FOLDER: Final = "page"
-_FILTERS: Final = ("arguments", "evidence", "gain", "percent", "speedup", "words")
+_FILTERS: Final = ("arguments", "evidence", "gain", "percent", "place_rows", "places", "speedup", "words")
 
 
 def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
@@ -57,7 +57,10 @@ def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
             key_numbers=_key_numbers(report),
             headroom_line=wording.headroom_line(report),
             outlier_line=wording.outlier_line(report),
+            lightning_line=wording.lightning_line(report),
             outlier_rows=_outlier_rows(report),
+            change_rows=wording.change_rows(report.changes),
+            kept_code=wording.kept_code(report.changes),
             proofs=wording.all_proofs(report, comparison),
             charts=charts,
             figures={name: chart.figure for name, chart in charts.items()},

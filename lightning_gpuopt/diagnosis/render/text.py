@@ -31,20 +31,36 @@ def render_text(report: RunRecord, width: int = 80) -> str:
         The verdict, the table of phases, the findings with what they predict, and the proofs, without a newline at the
         end.
     """
-    console = _console(width)
+    console = new_console(width)
     console.print(Text(_headline(report)))
     if report.wall_s > 0:
         console.print(_phase_table(report))
     for count, finding in enumerate(report.findings, start=1):
         _print_finding(console, count, finding)
-    for line in (wording.headroom_line(report), wording.outlier_line(report)):
+    for line in (wording.headroom_line(report), wording.outlier_line(report), wording.lightning_line(report)):
         if line is not None:
             console.print(Text(line))
     for proof in report.proofs:
         console.print(Text(wording.proof_line(proof)))
+    _print_changes(console, report)
+    for hint in report.hints:
+        console.print(Text(f"Hint: {hint.text} {hint.setting}"))
     for note in report.notes:
         console.print(Text(f"Note: {note}"))
-    return _text_of(console)
+    return text_of(console)
+
+
+def _print_changes(console: Console, report: RunRecord) -> None:
+    if not report.changes:
+        return
+    console.print(Text("Changes while training ran:"))
+    for change in report.changes:
+        console.print(Padding(Text(wording.change_line(change)), (0, 0, 0, 2)))
+    code = wording.kept_code(report.changes)
+    if code:
+        console.print(Text("To have them from the start:"))
+    for line in code:
+        console.print(Padding(Text(line), (0, 0, 0, 2)))
 
 
 def render_comparison(comparison: Comparison, width: int = 80) -> str:
@@ -59,7 +75,7 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
         the end.
     """
     before, after = comparison.before, comparison.after
-    console = _console(width)
+    console = new_console(width)
     console.print(Text(f"Verdict: {before.verdict} → {after.verdict}"))
     if comparison.speedup is not None:
         console.print(Text(f"Measured speed-up: {wording.speedup(comparison.speedup)}"))
@@ -69,14 +85,16 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
     unproved = wording.no_proof_line(comparison)
     if unproved is not None:
         console.print(Text(unproved))
-    return _text_of(console)
+    return text_of(console)
 
 
-def _console(width: int) -> Console:
+def new_console(width: int) -> Console:
+    """A console of so many columns, whose text is read by :func:`text_of`."""
     return Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
 
 
-def _text_of(console: Console) -> str:
+def text_of(console: Console) -> str:
+    """What was printed, without blanks at the ends of lines."""
     file = console.file
     assert isinstance(file, io.StringIO)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
@@ -84,13 +102,15 @@ def _text_of(console: Console) -> str:
 
 def _headline(report: RunRecord) -> str:
     step = f", {report.step_s * 1e3:.1f} ms a step" if report.step_s is not None else ""
-    return f"Verdict: {report.verdict}   ({report.steps} steps in {report.wall_s:.1f} s{step})"
+    steps = "1 step" if report.steps == 1 else f"{report.steps} steps"
+    return f"Verdict: {report.verdict}   ({steps} in {report.wall_s:.1f} s{step})"
 
 
 def _print_finding(console: Console, count: int, finding: Finding) -> None:
     console.print(Text(f"{count}. {finding.cause}: {wording.percent(finding.share)} of the time"))
-    facts = ", ".join(f"{what} {value}" for what, value in wording.evidence(finding))
-    for line in (finding.advice, f"({facts})" if facts else ""):
+    facts = ", ".join(f"{what} {value}" for what, value in wording.evidence(finding) if what != "where")
+    where = finding.evidence.get("where")
+    for line in (finding.advice, f"where: {where}" if where else "", f"({facts})" if facts else ""):
         if line:
             console.print(Padding(Text(line), (0, 0, 0, 3)))
     if finding.predicted_speedup is not None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_gpuopt._places import INSTALLED, short
+from lightning_gpuopt.diagnosis.where import finding_name
 from lightning_gpuopt.tuning.model import HEADROOM_LEFT
 
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.compare import Comparison
-    from lightning_gpuopt.diagnosis.record import Finding, Proof, RunRecord
+    from lightning_gpuopt.diagnosis.gate import Gate
+    from lightning_gpuopt.diagnosis.record import Change, Finding, HotSpots, Proof, RunRecord
     from lightning_gpuopt.tuning.model import Interval
 
 _UNITS: Final = {"ms": "ms", "s": "s", "mib": "MiB", "mhz": "MHz", "percent": "%"}
@@ -47,6 +52,24 @@ def duration(seconds: float) -> str:
         return "{} min {:02d} s".format(*divmod(round(seconds), 60))
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else "{} h {:02d} min".format(*divmod(minutes, 60))
+
+
+def places(finding: Finding, report: RunRecord) -> list[HotSpots]:
+    """The hot spots of a finding: one or none."""
+    name = finding_name(finding)
+    return [each for each in report.hot_spots if each.finding == name and each.seconds > 0]
+
+
+def _path(file: str) -> str:
+    return short(file) if any(folder in file.split(os.sep) for folder in INSTALLED) else file
+
+
+def place_rows(spots: HotSpots) -> list[tuple[str, ...]]:
+    """Function, file and line, share, and transform of each place; the user's own files with their whole path."""
+    return [
+        (each.name, f"{_path(each.file)}:{each.line}", percent(each.seconds / spots.seconds), each.transform)
+        for each in spots.places
+    ]
 
 
 def gain(interval: Interval) -> str:
@@ -91,6 +114,44 @@ def proof_line(proof: Proof) -> str:
     return f"{proof.cause}: {arguments(proof.settings)}: {predicted}measured {speedup(proof.measured)}"
 
 
+def change_line(change: Change) -> str:
+    """What became of a change: what was predicted, what was measured, and whether it was kept."""
+    parts = [f"predicted {gain(change.predicted)}"] if change.predicted is not None else []
+    if change.measured is not None:
+        parts.append(f"measured {speedup(change.measured)}")
+    parts.append(outcome(change))
+    return f"{change.setting} {change.from_} → {change.to}: {', '.join(parts)}"
+
+
+def outcome(change: Change) -> str:
+    """``"kept"``, ``"taken back"`` or ``"advised"``, with the reason."""
+    word = {True: "kept", False: "taken back", None: "advised"}[change.kept]
+    return f"{word} ({change.why})" if change.why else word
+
+
+def change_rows(changes: Sequence[Change]) -> list[tuple[str, ...]]:
+    """A row for each change: setting, from, to, predicted, measured, outcome."""
+    return [
+        (
+            each.setting,
+            str(each.from_),
+            str(each.to),
+            gain(each.predicted) if each.predicted is not None else "not predicted",
+            speedup(each.measured) if each.measured is not None else "–",
+            outcome(each),
+        )
+        for each in changes
+    ]
+
+
+def kept_code(changes: Sequence[Change]) -> list[str]:
+    """The kept changes as code to paste: the last value of each setting."""
+    kept = {each.setting: each.to for each in changes if each.kept}
+    ahead = kept.pop("device_prefetch", None)
+    lines = [f"DataLoader(..., {arguments(kept)})"] if kept else []
+    return lines + (["Trainer(..., callbacks=[CudaPrefetcher()])"] if ahead else [])
+
+
 def all_proofs(report: RunRecord, comparison: Comparison | None) -> list[Proof]:
     """The report's own proofs, and those against an earlier run that it does not have yet."""
     more = comparison.proofs if comparison is not None else []
@@ -104,6 +165,15 @@ def headroom_line(report: RunRecord) -> str | None:
     return f"Nothing is left to gain: {percent(1 - report.headroom)} of a step is its own work."
 
 
+def lightning_line(report: RunRecord) -> str | None:
+    """What Lightning itself does in a step, with the largest parts."""
+    if not report.lightning_work:
+        return None
+    whole = duration(sum(report.lightning_work.values()))
+    largest = [f"{name} {duration(seconds)}" for name, seconds in list(report.lightning_work.items())[:3]]
+    return f"Lightning's own work: {whole} a step ({', '.join(largest)})."
+
+
 def outlier_line(report: RunRecord) -> str | None:
     """How many steps stood out, the slowest of them, and where most of them lost their time."""
     times = report.step_times
@@ -115,6 +185,31 @@ def outlier_line(report: RunRecord) -> str | None:
     return f"{count} took far longer than the rest; the slowest, step {slowest.step}, {duration(slowest.seconds)}. " + (
         f"Most of them lost it in {phase}." if times.outlier_count > 1 else f"It lost it in {phase}."
     )
+
+
+def gate_line(gate: Gate) -> str:
+    """What a gate found: ``"Slower by 21 %, 5 % allowed: data_wait takes 30 ms a step, 12 ms before."``."""
+    if gate.outcome == "not_judged":
+        return f"Not judged: {gate.reason}."
+    assert gate.slower_percent is not None
+    how = "Slower" if gate.slower_percent >= 0 else "Faster"
+    line = f"{how} by {abs(gate.slower_percent):.1f} %, {number(gate.allowed_percent)} % allowed"
+    if gate.outcome == "passed":
+        return f"{line}."
+    return f"{line}: {_growth(gate)}{_median_clause(gate)}."
+
+
+def _growth(gate: Gate) -> str:
+    if gate.phase is None or gate.phase_after_s is None or gate.phase_before_s is None:
+        return "no phase of the training process grew, the device's own work takes longer"
+    return f"{gate.phase} takes {duration(gate.phase_after_s)} a step, {duration(gate.phase_before_s)} before"
+
+
+def _median_clause(gate: Gate) -> str:
+    median = gate.median_slower_percent
+    if median is None or median > gate.allowed_percent:
+        return ""
+    return "; the median step is not, so few long steps make the difference"
 
 
 def no_proof_line(comparison: Comparison) -> str | None:

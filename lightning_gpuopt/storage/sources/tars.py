@@ -70,7 +70,7 @@ class TarSource(Source):
             last: str | None = None
             seen: set[str] = set()
             with tarfile.open(fileobj=stream, mode="r:") as tar:
-                while (member := tar.next()) is not None:
+                for member in tar:
                     tar.members = []  # type: ignore[attr-defined]  # they would fill the memory
                     named = _MEMBER.fullmatch(member.name)
                     if not member.isreg() or named is None or _is_meta(member.name):

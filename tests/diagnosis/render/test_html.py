@@ -168,7 +168,7 @@ def test_a_finding_has_advice_settings_prediction_and_evidence(page: Page) -> No
 
 
 def test_predicted_beside_measured(page: Page, comparison_page: Page) -> None:
-    head = ("Cause", "Setting", "Predicted", "Measured", "Kept")
+    head = ("Cause", "Setting", "Predicted", "Measured", "As predicted")
     assert list(itertools.islice(rows_after(page, *head), 5)) == [
         *("main_process_loading", "num_workers=2", "1.20x (1.10x to 1.30x)", "1.5x", "no")
     ]

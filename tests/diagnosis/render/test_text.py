@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -16,11 +17,11 @@ from tests.diagnosis.reports import after, before
 
 
 def test_the_report() -> None:
-    assert str(before()).splitlines() == [
+    assert [re.sub("─+", "─", line) for line in str(before()).splitlines()] == [  # older versions of rich draw one more
         "Verdict: slow_storage   (100 steps in 10.0 s, 100.0 ms a step)",
         "",
         " where the time went   seconds    share",
-        " ───────────────────────────────────────────────────────────────────────",
+        " ─",
         " data_wait                6.00   60.0 %   ██████████████████",
         " forward                  3.00   30.0 %   █████████",
         " other                    1.00   10.0 %   ███",

@@ -1,0 +1,108 @@
+"""What ``lightning-gpuopt watch --fix`` brings to a script as it is, beside ``watch`` alone.
+
+    python benchmarks/watch.py [--rounds N] [--output FILE]
+
+The script's samples wait 2 ms each, as for a remote storage, in batches of 8, with one worker; its step takes 3 ms. The
+two ways take turns. Printed are the medians over the rounds, with the machine and the versions; they go into
+``benchmarks/results/watch-cpu.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "watch-cpu.json"
+
+SCRIPT = """
+import time
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+class Remote(Dataset):
+    def __len__(self):
+        return 6000
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.full((64,), float(index))
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 1)
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.003)
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+trainer = pl.Trainer(
+    max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(Net(), DataLoader(Remote(), 8, shuffle=True, num_workers=1))
+"""
+
+
+def watched(folder: Path, *arguments: str) -> dict[str, Any]:
+    """The report of the script under ``watch``."""
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "lightning_gpuopt", "watch", *arguments, "--report-dir", "reports", "--"]
+    subprocess.run([*command, sys.executable, "train.py"], cwd=folder, check=True, capture_output=True)
+    newest = max((folder / "reports").glob("*/fit-1/report.json"), key=lambda path: path.stat().st_mtime)
+    report: dict[str, Any] = json.loads(newest.read_text())
+    return report
+
+
+def figures(reports: list[dict[str, Any]]) -> dict[str, float]:
+    return {
+        "training_s": median(each["wall_s"] for each in reports),
+        "step_ms": median(each["step_s"] for each in reports) * 1e3,
+        "data_wait_percent": median(each["phases"]["data_wait"] / each["wall_s"] for each in reports) * 100,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    plain, fixed = [], []
+    for _ in range(options.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            plain.append(watched(Path(folder)))
+            fixed.append(watched(Path(folder), "--fix"))
+    found = {
+        "machine": f"{len(os.sched_getaffinity(0))} CPUs, {platform.machine()}, no GPU is used",
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("torch", "lightning")},
+        "rounds": options.rounds,
+        "as_it_was": figures(plain),
+        "fixed": figures(fixed),
+        "changes": [each["changes"] for each in fixed],
+    }
+    found["speedup_of_the_step"] = found["as_it_was"]["step_ms"] / found["fixed"]["step_ms"]
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps({name: value for name, value in found.items() if name != "changes"}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

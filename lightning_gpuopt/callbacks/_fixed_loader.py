@@ -1,0 +1,398 @@
+"""The training loader under AutoFix: its settings are changed while it runs, or with its next iterator."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_gpuopt._lightning import Trainer, shadow, train_iterators, train_loaders
+from lightning_gpuopt._torch_loader import (
+    as_persistent,
+    is_like,
+    is_plain,
+    may_pin,
+    persistent_iterator,
+    reset_persistent,
+    running_workers,
+    set_prefetch,
+    shut_down,
+)
+from lightning_gpuopt.callbacks._loader_watch import SeesLoaders
+from lightning_gpuopt.callbacks._tuned_fit import Iterators
+from lightning_gpuopt.callbacks._tuned_loader import Options, has_own_state, why_left_alone
+from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
+from lightning_gpuopt.telemetry.host import usable_cpus
+from lightning_gpuopt.tuning.dataset_state import DatasetState, state_of
+from lightning_gpuopt.tuning.live import LivePolicy
+from lightning_gpuopt.tuning.probe import own_collate
+from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
+from lightning_gpuopt.tuning.without_workers import look, why_not_shared
+
+log = logging.getLogger(__name__)
+
+_LONGEST_LOOK_S: Final = 30.0
+_OPTIONS: Final = Options("live", None, None, 10.0, 0.05, iterable=False)
+
+_DRAW_AT_ONCE: Final = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+    ElasticSampler,
+)
+"""Samplers that draw from a random state when they are iterated, and not again for each index."""
+
+
+class CannotChange(Exception):
+    """A setting has to stay as it is; the message says why."""
+
+
+class FixedLoader:
+    """The one training loader of a ``fit``, whose settings can be changed.
+
+    Args:
+        trainer: the Trainer, in ``setup``: before it has asked for its loaders.
+
+    Attributes:
+        refused: a change that was to come with an iterator, and could not: setting and reason.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._seen: list[tuple[Any, str | None]] = []
+        self._running: RunningLoader | None = None
+        self._next: dict[str, Any] = {}
+        self._kept: Any = None
+        self._keeps_workers = False
+        self._states: list[DatasetState] = []
+        self._returns: set[str] = set()
+        self._is_shareable: bool | None = None
+        self._undo = ExitStack()
+        self.refused: dict[str, str] = {}
+        strategy = trainer.strategy
+        self._undo.callback(shadow(strategy, "process_dataloader", SeesLoaders(strategy.process_dataloader, self._see)))
+
+    # -- the loader passes, and makes its iterators
+
+    def _see(self, loader: Any) -> None:
+        if not self._trainer.training or any(each is loader for each, _ in self._seen):
+            return
+        reason = why_left_alone(loader, _OPTIONS)
+        if reason is None and not is_plain(loader):
+            reason = f"a {type(loader).__name__} alone: it makes its iterators itself"
+        self._seen.append((loader, reason))
+        if reason is None:
+            create = loader._get_iterator
+            ours = Iterators(create, lambda: self._new_iterator(loader, create))
+            self._undo.callback(shadow(loader, "_get_iterator", ours))
+
+    @property
+    def _loader(self) -> DataLoader[Any] | None:
+        """The training loader, where there is one alone, and it may be changed."""
+        loaders = train_loaders(self._trainer)
+        return loaders[0] if len(loaders) == 1 and self._why_not(loaders[0]) is None else None
+
+    def _why_not(self, loader: Any) -> str | None:
+        known = [reason for each, reason in self._seen if each is loader]
+        if not known:
+            return "the training loader was made before"
+        return None if known[0] is None else f"AutoFix leaves {known[0]}"
+
+    def _new_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
+        if not self._trainer.training or loader is not self._loader:  # validation may read the same loader
+            return create()
+        self._note_dataset(loader)
+        for setting in list(self._next):
+            value = self._next.pop(setting)
+            self._returns.discard(setting)
+            try:
+                self._set(loader, setting, value)
+            except Exception as error:
+                log.debug("a setting could not be changed", exc_info=not isinstance(error, CannotChange))
+                self.refused[setting] = str(error)
+        return self._iterator(loader, create)
+
+    def _iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            if self._keeps_workers and is_like(kept, loader) and self._is_dataset_the_same():
+                reset_persistent(kept, loader)
+                self._kept = kept
+                return kept
+            shut_down(kept)
+        make = create if self._running is None else lambda: self._running_iterator(create)
+        if not (self._keeps_workers and loader.num_workers):
+            return make()
+        self._kept = as_persistent(loader, make)
+        return self._kept
+
+    def _running_iterator(self, create: Callable[[], Any]) -> Any:
+        assert self._running is not None
+        return self._running.new_iterator(create)
+
+    def epoch_begins(self) -> None:
+        """The loader is about to be iterated; where its workers persist by the user's own setting, none is made."""
+        loader = self._loader
+        if loader is None:
+            return
+        iterator = persistent_iterator(loader)
+        if iterator is not None and "prefetch_factor" in self._next:
+            loader.prefetch_factor = self._next.pop("prefetch_factor")
+            set_prefetch(iterator, loader.prefetch_factor)
+        if self._running is not None:
+            self._running.before_epoch()
+
+    # -- changes
+
+    def now(self, setting: str) -> Any:
+        """What the loader has, without what waits for the next iterator.
+
+        Args:
+            setting: ``"num_workers"``, ``"prefetch_factor"``, ``"pin_memory"`` or ``"persistent_workers"``.
+        """
+        if setting == "persistent_workers" and self._keeps_workers:
+            return True
+        return getattr(self._loader, setting, None)
+
+    def change(self, setting: str, value: Any) -> bool:
+        """Change a setting.
+
+        Args:
+            setting: its name, a DataLoader's argument.
+            value: what it is to be.
+
+        Returns:
+            Whether it is in effect; else it will be with the next iterator.
+
+        Raises:
+            CannotChange: it has to stay as it is.
+        """
+        loaders, loader = train_loaders(self._trainer), self._loader
+        if len(loaders) > 1:
+            raise CannotChange("there are several training loaders")
+        if loader is None:
+            raise CannotChange((self._why_not(loaders[0]) if loaders else None) or "there is no training loader")
+        if self._trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+            raise CannotChange("the loaders are made anew while training runs")
+        if has_own_state(loader):
+            raise CannotChange(f"the state of a {type(loader).__name__} holds for the settings that it began with")
+        if self.now(setting) == value:
+            raise CannotChange("it is so already")
+        if setting == "num_workers" and loader.num_workers and value:
+            return self._resize(loader, value)
+        self._check(loader, setting, value)
+        if not self._has_next_epoch():
+            raise CannotChange("it takes a new iterator of the loader, and this epoch is the last")
+        self._next[setting] = value
+        return False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing waits for the next iterator."""
+        return not self._next
+
+    def is_waiting(self, setting: str) -> bool:
+        """Whether a change waits for the next iterator."""
+        loader, iterators = self._loader, train_iterators(self._trainer)
+        if setting == "num_workers" and loader is not None and iterators:
+            return setting in self._next or running_workers(loader, iterators[0]) != loader.num_workers
+        return setting in self._next
+
+    def take_back(self, setting: str, value: Any) -> None:
+        """Have a setting as it was, as soon as that can be.
+
+        Args:
+            setting: its name.
+            value: what it was.
+        """
+        if self._next.pop(setting, None) is not None or self._loader is None:
+            return
+        if setting == "num_workers" and value and self._running is not None:
+            self._running.apply(value)
+        elif setting == "persistent_workers":
+            self._keeps_workers = False
+        else:
+            self._next[setting] = value
+            self._returns.add(setting)
+
+    def step_done(self) -> str | None:
+        """Look after workers that were started while training runs; once a window.
+
+        Returns:
+            Why there are fewer than were asked for; None where that is not so.
+        """
+        if self._running is None:
+            return None
+        self._follow()
+        if self._running.gives_up_growing():
+            return "a worker that was started in mid-epoch never gave a batch"
+        cap = self._running.no_longer_fits()
+        if cap is None:
+            return None
+        self._running.apply(cap.num_workers)
+        return f"for more workers there is no room any longer, limited by {cap.limited_by}"
+
+    def _resize(self, loader: DataLoader[Any], workers: int) -> bool:
+        self._check_sampler(loader)
+        if workers > loader.num_workers:
+            self._check_shareable(loader)
+        running = self._run(loader, depth_of(loader))
+        self._follow()
+        if running.unknown is not None:
+            raise CannotChange(f"training fetches from its {running.unknown}")
+        cap = running.cap()
+        if cap.num_workers <= loader.num_workers < workers:
+            raise CannotChange(f"there is no room for more workers, limited by {cap.limited_by}")
+        before = loader.num_workers
+        running.apply(min(workers, cap.num_workers))
+        iterators = train_iterators(self._trainer)
+        there = bool(iterators) and running_workers(loader, iterators[0]) == loader.num_workers
+        if not there and not self._has_next_epoch():
+            running.apply(before)
+            why = running.problem or "all batches of the epoch are on their way"
+            raise CannotChange(f"running workers cannot be changed ({why}), and this epoch is the last")
+        return there
+
+    def _run(self, loader: DataLoader[Any], depth: int) -> RunningLoader:
+        if self._running is None:
+            ranks = max(min(self._trainer.num_devices, self._trainer.world_size), 1)
+            policy = LivePolicy(
+                loader.num_workers, cpus=usable_cpus() / ranks, prefetch_factor=loader.prefetch_factor or 2
+            )
+            self._running = RunningLoader(loader, policy, None, ranks, depth)
+            self._running.freeze()
+        return self._running
+
+    def _follow(self) -> None:
+        iterators = train_iterators(self._trainer)
+        if self._running is not None and iterators:
+            self._running.follow(iterators[0])
+
+    def _check(self, loader: DataLoader[Any], setting: str, value: Any) -> None:
+        """Raise what speaks against a change that comes with the next iterator."""
+        if setting == "num_workers" and not value:
+            raise CannotChange(
+                "without workers the training process draws what its workers draw now: training would be another"
+            )
+        if setting == "pin_memory":
+            if persistent_iterator(loader) is not None:
+                raise CannotChange("its workers persist: pinning takes new ones")
+            if not may_pin(loader):
+                raise CannotChange("its batches would come as other types, or no worker makes them")
+        if setting in ("num_workers", "prefetch_factor", "persistent_workers"):
+            self._check_sampler(loader)
+        if setting == "persistent_workers":
+            self._check_persistent(loader)
+
+    def _check_sampler(self, loader: DataLoader[Any]) -> None:
+        """More batches ahead are drawn earlier: that must not be from what training draws from as well."""
+        sampler = _sampler_of(loader)
+        if type(sampler) not in _DRAW_AT_ONCE or getattr(sampler, "generator", None) is torch.default_generator:
+            raise CannotChange(
+                f"its sampler ({type(sampler).__name__}) may draw random numbers for each index: another order would "
+                "come of it"
+            )
+
+    def _check_shareable(self, loader: DataLoader[Any]) -> None:
+        """What more workers would see otherwise than those that run: open files, a dataset that has changed since."""
+        if self._is_shareable is None:
+            self._is_shareable = why_not_shared(loader) is None
+        if not self._is_shareable:
+            raise CannotChange("the dataset holds what several workers cannot share, such as an open file")
+        if self._states and self._states[-1] != _state_of(loader):
+            raise CannotChange("the dataset has changed since its workers were started: new ones would see another")
+
+    def _check_persistent(self, loader: DataLoader[Any]) -> None:
+        kind = type(loader.dataset).__name__
+        state = _state_of(loader)
+        if state.has_epochs:
+            raise CannotChange(f"{kind} has set_epoch(), which workers that live on would not hear of")
+        if not state.is_whole:
+            raise CannotChange(f"{kind} holds too much to see whether it changes between epochs")
+        if not self._is_dataset_the_same():
+            raise CannotChange(f"{kind} changes between epochs, and workers that live on would keep the old one")
+
+    def _set(self, loader: DataLoader[Any], setting: str, value: Any) -> None:
+        """Change a setting right before an iterator is made."""
+        if setting == "num_workers":
+            self._set_workers(loader, value)
+        elif setting == "persistent_workers":
+            self._check_persistent(loader)
+            self._keeps_workers = bool(value)
+        else:
+            setattr(loader, setting, value)
+
+    def _set_workers(self, loader: DataLoader[Any], workers: int) -> None:
+        """From none to some, or back."""
+        if not workers:
+            loader.num_workers, loader.prefetch_factor, self._running = 0, None, None
+            return
+        if not self._is_dataset_the_same():
+            raise CannotChange("the dataset changes while training runs, and workers would keep the old one")
+        seen = look(loader, longest_s=_LONGEST_LOOK_S)
+        if seen.problem is not None:
+            raise CannotChange(seen.problem)
+        if seen.draws:
+            raise CannotChange(
+                "reading the dataset draws from the process's random state, which training's own draws follow: with "
+                "workers training would be another"
+            )
+        assign(loader, 1)
+        running = self._run(loader, 0)
+        assign(loader, min(workers, running.cap().num_workers))
+        running.policy.set(loader.num_workers)
+
+    def _has_next_epoch(self) -> bool:
+        trainer = self._trainer
+        last = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
+        return not last
+
+    # -- a dataset that changes between epochs
+
+    def _note_dataset(self, loader: DataLoader[Any]) -> None:
+        self._states = [*self._states[-1:], _state_of(loader)]
+
+    def _is_dataset_the_same(self) -> bool:
+        return len(self._states) < 2 or self._states[-1] == self._states[-2]
+
+    # -- the end
+
+    def undo(self, back: dict[str, Any]) -> None:
+        """Take away all that was placed, and end the workers that were kept; may be called more than once.
+
+        Args:
+            back: settings that the loader is to have again.
+        """
+        self._undo.close()
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            shut_down(kept)
+        loader = self._loader
+        back = {**{setting: self._next[setting] for setting in self._returns if setting in self._next}, **back}
+        self._running, self._next, self._returns, self._states, self._seen = None, {}, set(), [], []
+        if loader is None:
+            return
+        for setting, value in back.items():
+            if setting != "persistent_workers":  # which was never the loader's own
+                setattr(loader, setting, value)
+        if not loader.num_workers:
+            loader.prefetch_factor = None
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        return loader.sampler
+    return batches.sampler if type(batches) in (torch.utils.data.BatchSampler, ElasticBatchSampler) else batches
+
+
+def _state_of(loader: DataLoader[Any]) -> DatasetState:
+    """Of all that workers have a copy of."""
+    return state_of(loader.dataset, own_collate(loader), loader.worker_init_fn)

@@ -1,0 +1,24 @@
+"""Callbacks that keep to themselves what they find, for whoever brings them into a Trainer."""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from lightning_gpuopt._lightning import LightningModule, Trainer
+from lightning_gpuopt.callbacks.gpu_util_monitor import GpuUtilMonitor
+from lightning_gpuopt.callbacks.stall_detector import StallDetector
+
+
+class QuietMonitor(GpuUtilMonitor):
+    """Its figures are in :meth:`summary` alone."""
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._logs = False
+
+
+class QuietDetector(StallDetector):
+    """What it finds is in the report alone."""
+
+    logs = False

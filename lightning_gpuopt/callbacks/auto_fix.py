@@ -1,0 +1,192 @@
+"""``AutoFix``: what holds training up is mended while it runs, and kept where that has helped."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from lightning_gpuopt._arguments import real_number, refuse
+from lightning_gpuopt._lightning import STEP_OUTPUT, Callback, LightningModule, MisconfigurationException, Trainer
+from lightning_gpuopt.callbacks._guard import Guard
+from lightning_gpuopt.callbacks._mending import Mending, SleepingPrefetcher
+from lightning_gpuopt.callbacks._parts import Parts
+from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
+from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
+from lightning_gpuopt.callbacks.stall_detector import StallDetector
+from lightning_gpuopt.diagnosis.fixes import FIXES, Fix
+from lightning_gpuopt.diagnosis.record import Change
+
+WINDOW_SIZE = 20
+"""Steps in a window of its own StallDetector: several windows decide on a change, and runs are short at times."""
+
+
+class AutoFix(Callback):
+    """Mend what StallDetector finds while training runs, one setting at a time, and keep what proves its gain.
+
+    It brings a :class:`~lightning_gpuopt.StallDetector` into the Trainer, or listens to the one that is there. A
+    finding's settings are applied: ``num_workers`` to the workers that run, at once, as
+    :class:`~lightning_gpuopt.NumWorkersFinder` does; a loader's first workers, ``prefetch_factor``, ``pin_memory`` and
+    ``persistent_workers`` with the loader's next iterator, at the next epoch; ``device_prefetch`` is a
+    :class:`~lightning_gpuopt.CudaPrefetcher` that sleeps until it is needed. After each change the windows that follow
+    are compared with those before (a rank-sum test): a change that has not made the steps faster is taken back.
+
+    The samples, their order, and the random state of training stay as they are; random streams inside workers depend on
+    the number of workers. What would change more is advised, not applied: workers for a dataset that draws from the
+    process's random state, other settings for a ``StatefulDataLoader``, several training loaders, a change that takes a
+    new iterator in the last epoch. Weights are those of a run without it.
+
+    On several ranks rank 0 decides, and all apply. The report lists what was tried, predicted, measured and kept, and
+    gives the kept settings as code to paste.
+
+    Args:
+        threshold: share of wall time, 0-1, from which on a cause is mended.
+        fixes: ``"all"``, or a list of ``"num_workers"``, ``"prefetch_factor"``, ``"pin_memory"``,
+            ``"persistent_workers"``, ``"device_prefetch"``.
+        report_dir: folder of the report; by default ``<trainer.log_dir>/gpuopt``. Of a StallDetector that is there
+            already, its own counts.
+
+    Raises:
+        ValueError: an argument is out of range.
+        MisconfigurationException: two AutoFix in one Trainer.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+        from lightning_gpuopt import AutoFix
+
+        autofix = AutoFix()
+        trainer = Trainer(callbacks=[autofix])
+        trainer.fit(model, train_dataloader)
+        print(autofix.changes)
+    """
+
+    def __init__(
+        self,
+        threshold: float = 0.1,
+        fixes: Literal["all"] | list[Fix] = "all",
+        report_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        if report_dir is not None and not isinstance(report_dir, (str, os.PathLike)):
+            refuse("report_dir", "a path, or None", report_dir, wrong_type=True)
+        self.threshold = real_number("threshold", threshold, "a share of wall time", above=0, at_most=1)
+        self.fixes = _checked(fixes)
+        self.report_dir = report_dir
+        self._parts: Parts | None = None
+        self._mending: Mending | None = None
+        self._changes: list[Change] = []
+
+    @property
+    def changes(self) -> list[Change]:
+        """What was tried, in its order: ``setting``, ``from``, ``to``, ``predicted``, ``measured``, ``kept``.
+
+        ``from`` is a word of Python: ``change["from"]``, or ``change.from_``.
+        """
+        return list(self._changes if self._mending is None else self._mending.changes)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Bring what is missing, where a ``fit`` begins."""
+        if stage != "fit":
+            return
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(other, AutoFix) and other is not self for other in callbacks):
+            raise MisconfigurationException("Two AutoFix are in this Trainer. Expected one. Take one away.")
+        self._leave()
+        if self._parts is not None:  # of a fit whose end nobody told of
+            self._parts.leave()
+            self._parts = None
+        self._changes = []
+        with Guard(self, trainer):
+            self._begin(trainer)
+
+    def _begin(self, trainer: Trainer) -> None:
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        parts: list[Callback] = []
+        detector = next((each for each in callbacks if isinstance(each, StallDetector)), None)
+        if detector is None:
+            detector = StallDetector(self.threshold, WINDOW_SIZE, report_dir=self.report_dir)
+            parts.append(detector)
+        theirs = {
+            setting
+            for kind, setting in ((NumWorkersFinder, "num_workers"), (CudaPrefetcher, "device_prefetch"))
+            if any(isinstance(each, kind) for each in callbacks)
+        }
+        fixes = [fix for fix in self.fixes if fix not in theirs]
+        prefetcher = None
+        if "device_prefetch" in fixes and trainer.strategy.root_device.type == "cuda":
+            prefetcher = SleepingPrefetcher()
+            parts.append(prefetcher)
+        else:
+            fixes = [fix for fix in fixes if fix != "device_prefetch"]
+        self._mending = Mending(trainer, fixes, detector, prefetcher, Guard(self, trainer))
+        self._parts = Parts(trainer, self, parts)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The ranks can talk to one another now."""
+        if self._mending is not None:
+            with Guard(self, trainer):
+                self._mending.start()
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before the loader is iterated."""
+        if self._mending is not None:
+            with Guard(self, trainer):
+                self._mending.loader.epoch_begins()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        """On other ranks: do what rank 0 has decided."""
+        if self._mending is not None:
+            with Guard(self, trainer):
+                self._mending.obey()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the Trainer as it was; Lightning calls no ``teardown`` then."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.on_exception(pl_module, exception)
+        self._leave()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the Trainer as it was; the loader keeps the settings that were kept."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.teardown(pl_module, stage)
+        self._leave()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is under way: what is copied or sent to another process is at rest."""
+        bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
+        state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
+        return {**state, "_parts": None, "_mending": None, "_changes": self.changes}
+
+    def _leave(self) -> None:
+        mending, self._mending = self._mending, None
+        if mending is not None:
+            self._changes = mending.changes
+            mending.undo()  # its parts stay: they go on by themselves, and Lightning is walking through them
+
+    def _passes(self, error: Exception) -> bool:
+        return str(error).startswith("DataLoader worker (pid")  # torch's handler of signals speaks up anywhere
+
+
+def _checked(fixes: object) -> list[Fix]:
+    expected = f'"all", or a list of {", ".join(map(repr, FIXES))}'
+    if fixes == "all":
+        return list(FIXES)
+    if not isinstance(fixes, (list, tuple)):
+        refuse("fixes", expected, fixes, wrong_type=not isinstance(fixes, str))
+    unknown = [each for each in fixes if each not in FIXES]
+    if unknown or not fixes:
+        refuse("fixes", expected, fixes)
+    return list(dict.fromkeys(fixes))

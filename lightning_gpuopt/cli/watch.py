@@ -1,0 +1,110 @@
+"""``lightning-gpuopt watch -- COMMAND``: why the GPU waits in a script that knows nothing of this package."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_gpuopt._watch import Watch, new_folder
+from lightning_gpuopt.cli._child import end_like, run_child, signals_held
+from lightning_gpuopt.cli._parser import UsageError
+
+SUMMARY = "run a training script as it is, measure it, and print why the GPU waits"
+
+USAGE: Final = "lightning-gpuopt watch [--fix] [--report-dir DIR] -- COMMAND ..."
+
+TAKES_COMMAND: Final = True
+"""What stands behind ``--`` is no argument of ours."""
+
+DEFAULT_FOLDER: Final = "./gpuopt"
+
+_USAGE: Final = "lightning-gpuopt watch -- python train.py"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments of ``watch``."""
+    add = parser.add_argument
+    add("--fix", action="store_true", help="mend what is found while training runs, and keep what proves its gain")
+    add(
+        "--report-dir",
+        type=str,
+        metavar="DIR",
+        default=DEFAULT_FOLDER,
+        help="where the reports go, a folder for each run",
+    )
+
+
+def run(options: Namespace, command: Sequence[str]) -> int:
+    """Run the command, and print what was found on stderr when it has ended.
+
+    Args:
+        options: ours.
+        command: program and arguments.
+
+    Returns:
+        The command's exit code. Where a signal has ended it, this process ends by the same signal.
+
+    Raises:
+        UsageError: there is no command, it cannot be started, or the folder cannot be written to.
+    """
+    if not command:
+        raise UsageError(f"watch: expected a command behind --, got none; for example: {_USAGE}")
+    watch = _begin(Path(options.report_dir).absolute(), command, fix=options.fix)
+    try:
+        with signals_held() as mask:
+            code = run_child(command, watch.environment(os.environ), mask)
+            _print_end(watch, list(command), code, options.report_dir)
+            watch.end()
+    except OSError as error:
+        watch.end()
+        raise UsageError(
+            f"watch: expected a command that can be run, got {command[0]}: {error.strerror}; for example: {_USAGE}"
+        ) from error
+    return end_like(code)
+
+
+def _begin(parent: Path, command: Sequence[str], *, fix: bool) -> Watch:
+    try:
+        watch = Watch(str(_make_folder(parent)), fix)
+        try:
+            watch.begin(command)
+        except OSError:
+            watch.end()
+            raise
+    except OSError as error:
+        raise UsageError(
+            f"--report-dir: expected a place to write to, got {parent}: {error.strerror}; name another"
+        ) from error
+    return watch
+
+
+def _make_folder(parent: Path) -> Path:
+    """A new folder for this run, whoever else writes there."""
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    try:
+        (folder := parent / stamp).mkdir()
+    except FileExistsError:
+        folder = new_folder(parent, f"{stamp}_{{}}", first=2)
+    return folder
+
+
+def _print_end(watch: Watch, command: list[str], code: int, report_dir: str) -> None:
+    """On stderr: what was found must not get into what the command has printed on stdout."""
+    from lightning_gpuopt.cli._watched import render_end
+
+    try:
+        text = render_end(watch, command, code, report_dir if report_dir != DEFAULT_FOLDER else None)
+    except Exception as error:  # the command's exit code counts for more
+        text = f"lightning-gpuopt watch: the reports in {watch.folder} cannot be shown: {type(error).__name__}: {error}"
+    if sys.stderr is None:  # closed: print() would take stdout
+        return
+    with suppress(OSError, ValueError):  # whoever read our output has gone
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,97 @@
+"""A gate on two runs: whether the later one is slower, by more than is allowed, and in which phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from lightning_gpuopt._measured import BETWEEN_STEPS
+from lightning_gpuopt.diagnosis.compare import Comparison
+from lightning_gpuopt.diagnosis.record import RunRecord
+
+Outcome = Literal["passed", "slower", "not_judged"]
+
+_OTHER_WORK: Final = ("device", "ranks", "batch_size")
+"""With another of these a step is other work, and its time says nothing of the code. A changed model, precision or
+strategy is what a gate is there to judge."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What the gate found.
+
+    Attributes:
+        outcome: ``"passed"``, ``"slower"``, or ``"not_judged"``.
+        allowed_percent: by how much the step may be slower.
+        slower_percent: by how much the mean steady step is slower, negative where it is faster; None where a run has
+            no steady step.
+        median_slower_percent: the same of the median steady step: where only the mean is slower, a few long steps are
+            the reason.
+        phase: the phase that grew most, host time per step; None where none did.
+        phase_before_s: seconds of it per step in the earlier run.
+        phase_after_s: seconds of it per step in the later run.
+        reason: why it was not judged; empty where it was.
+    """
+
+    outcome: Outcome
+    allowed_percent: float
+    slower_percent: float | None = None
+    median_slower_percent: float | None = None
+    phase: str | None = None
+    phase_before_s: float | None = None
+    phase_after_s: float | None = None
+    reason: str = ""
+
+
+def judge(comparison: Comparison, allowed_percent: float) -> Gate:
+    """Whether the later run is slower by more than is allowed.
+
+    What is compared is ``step_s``, the mean steady step: after warm-up, without validation, checkpoints and the set-up
+    of epochs. No noise is taken off: what the same code varies by from run to run has to be within what is allowed.
+
+    Args:
+        comparison: the two runs.
+        allowed_percent: by how much the step may be slower, 0 or more.
+    """
+    before, after = comparison.before, comparison.after
+    other = [name for name in comparison.differences if name in _OTHER_WORK]
+    if other:
+        names = ", ".join(name.replace("_", " ") for name in other)
+        return Gate("not_judged", allowed_percent, reason=f"the runs differ in {names}")
+    if not before.step_s or not after.step_s:
+        which = "later" if before.step_s else "earlier"
+        return Gate("not_judged", allowed_percent, reason=f"the {which} run has no step after its warm-up")
+    slower_percent = (after.step_s / before.step_s - 1) * 100
+    first, second = before.step_times.median_s, after.step_times.median_s
+    grown, before_s, after_s = _phase_that_grew(before, after)
+    return Gate(
+        # rounding in the last digit is no slow-down
+        "slower" if slower_percent > allowed_percent + 1e-9 else "passed",
+        allowed_percent,
+        slower_percent,
+        (second / first - 1) * 100 if first and second else None,
+        grown,
+        before_s,
+        after_s,
+    )
+
+
+def phases_per_step(report: RunRecord) -> dict[str, float]:
+    """Host seconds of a mean step, by phase: of the steady part, as far as the report keeps it apart.
+
+    The first stretch of a run's timeline is its warm-up, wherever there is more than one.
+    """
+    steady = report.timeline[1:] or report.timeline
+    steps = sum(each.steps for each in steady)
+    if not steps:
+        return {name: seconds / report.steps for name, seconds in report.phases.items()} if report.steps else {}
+    return {name: sum(each.phases.get(name, 0.0) for each in steady) / steps for name in report.phases}
+
+
+def _phase_that_grew(before: RunRecord, after: RunRecord) -> tuple[str | None, float | None, float | None]:
+    first, second = phases_per_step(before), phases_per_step(after)
+    grown = {name: second[name] - first.get(name, 0.0) for name in second if name not in BETWEEN_STEPS}
+    phase = max(grown, key=lambda name: grown[name], default=None)
+    if phase is None or grown[phase] <= 0:
+        return None, None, None
+    return phase, first.get(phase, 0.0), second[phase]

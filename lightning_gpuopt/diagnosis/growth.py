@@ -1,0 +1,144 @@
+"""Whether the steps of a run get slower, since when, and which part of them grows. Pure: laps in, numbers out."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final
+
+from lightning_gpuopt._measured import GPU_WORK, Lap
+
+_LEAST_LAPS: Final = 6
+_LEAST_SLOW_LAPS: Final = 3
+_LEAST_GROWTH: Final = 0.1
+"""The last third takes longer than the first by this share."""
+
+_OVER_NOISE: Final = 4.0
+"""So many times the usual scatter, from lap to lap, lies between the first third and the last."""
+
+_BACK: Final = 0.25
+"""A lap that has come back to this share of the growth, or less, ends what was slow before it."""
+
+_BEGUN: Final = 0.1
+_SLOW_BEFORE: Final = 0.2
+"""Where more of the laps before the growth were slow as well, the steps come and go: a pattern, no growth."""
+
+_DOUBLED: Final = 2.0
+_MOSTLY: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Steps that take longer and longer.
+
+    Attributes:
+        from_s: seconds of a step in the first third of the laps, the median.
+        to_s: the same of the last third.
+        since_step: step at which the growth began.
+        lost_s: seconds that all steps since then took more than ``from_s``.
+        parts: seconds of those by part of the step, of parts that grew.
+        part: the part that grew most; where that is the GPU's work, and the host's time for a phase of the step grew as
+            well, that phase.
+        part_from_s: its seconds of a step in the first third.
+        part_to_s: the same of the last third.
+        first: the first lap.
+        last: the last lap.
+    """
+
+    from_s: float
+    to_s: float
+    since_step: int
+    lost_s: float
+    part: str
+    part_from_s: float
+    part_to_s: float
+    first: Lap
+    last: Lap
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def waits_s(self) -> dict[str, float]:
+        """Seconds of the device's waits that are due to the growth, by name: no other cause has them.
+
+        All of what has more than doubled: that it took some time at the beginning, too, is no cause of its own. Where
+        it is the host that is slower inside the step, ``"gpu_work"`` is idle time there.
+        """
+        waits = {name: seconds for name, seconds in self.parts.items() if name != GPU_WORK}
+        inside = self.part not in waits
+        if inside and self.part != GPU_WORK:
+            waits[GPU_WORK] = self.parts.get(GPU_WORK, 0.0)
+        if self.part_to_s >= _DOUBLED * self.part_from_s and self.part != GPU_WORK:
+            waits[GPU_WORK if inside else self.part] = math.inf
+        return waits
+
+
+def growth_of(laps: Sequence[Lap]) -> Growth | None:
+    """What grows over these laps; None where the steps do not get slower, or not for good.
+
+    One slow lap is smoothed away, a pattern that repeats itself is told apart by its slow laps before the last return,
+    and the growth has to stand out from the usual difference between neighbours.
+
+    Args:
+        laps: of a steady part, oldest first.
+    """
+    laps = [lap for lap in laps if lap.steps]
+    if len(laps) < _LEAST_LAPS:
+        return None
+    lap_s = [lap.seconds / lap.steps for lap in laps]
+    third = len(laps) // 3
+    if sum(lap_s[-third:]) < (1 + _LEAST_GROWTH) * third * min(lap_s[:third]):  # the usual case, at little cost
+        return None
+    step_s = _smooth(lap_s)
+    from_s, to_s = statistics.median(step_s[:third]), statistics.median(step_s[-third:])
+    changes = [after - before for before, after in pairwise(lap_s)]
+    usual_s = statistics.median(changes)
+    noise_s = statistics.median(abs(each - usual_s) for each in changes)
+    grown_s = to_s - from_s
+    if grown_s < _LEAST_GROWTH * from_s or grown_s < _OVER_NOISE * noise_s:
+        return None
+    begin = _after_last(step_s, from_s + _BACK * grown_s)
+    slow_before = sum(each > from_s + grown_s / 2 for each in step_s[:begin])
+    if len(laps) - begin < _LEAST_SLOW_LAPS or slow_before > _SLOW_BEFORE * begin:
+        return None
+    since = min(_after_last(step_s[:begin], from_s + _BEGUN * grown_s), begin)
+    lost_s = sum(max(lap.seconds - from_s * lap.steps, 0.0) for lap in laps[since:])
+    spans = _spans([lap.parts for lap in laps], [lap.steps for lap in laps])
+    parts = {
+        name: sum(max(lap.parts.get(name, 0.0) - before_s * lap.steps, 0.0) for lap in laps)
+        for name, (before_s, after_s) in spans.items()
+        if after_s > before_s
+    }
+    part = max(spans, key=lambda name: spans[name][1] - spans[name][0])
+    if part == GPU_WORK:
+        spans |= (host := _spans([lap.host for lap in laps], [lap.steps for lap in laps]))
+        part = max((GPU_WORK, *host), key=lambda name: _grown(spans[name]) * (_MOSTLY if name == GPU_WORK else 1.0))
+    since_step = laps[since].end_step - laps[since].steps
+    return Growth(from_s, to_s, since_step, lost_s, part, *spans[part], laps[0], laps[-1], parts)
+
+
+def _spans(parts: Sequence[Mapping[str, float]], steps: Sequence[int]) -> dict[str, tuple[float, float]]:
+    """Seconds of a step in the first third and in the last, the medians, by name."""
+    third = len(steps) // 3
+    spans = {}
+    for name in sorted({name for each in parts for name in each}):
+        per_step = [each.get(name, 0.0) / count for each, count in zip(parts, steps, strict=True)]
+        spans[name] = statistics.median(per_step[:third]), statistics.median(per_step[-third:])
+    return spans
+
+
+def _grown(span: tuple[float, float]) -> float:
+    return span[1] - span[0]
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """The median of each value and its neighbours."""
+    inner = [statistics.median(values[index - 1 : index + 2]) for index in range(1, len(values) - 1)]
+    return [statistics.median(values[:3]), *inner, statistics.median(values[-3:])]
+
+
+def _after_last(values: Sequence[float], level: float) -> int:
+    """The index after the last value that is no higher than a level."""
+    return 1 + max((index for index, each in enumerate(values) if each <= level), default=-1)

@@ -1,0 +1,213 @@
+"""Settings of a script that a run on a GPU could gain from, by what was seen of it. Pure: no torch, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_gpuopt.diagnosis.record import Hint
+
+__all__ = ["SeenRun", "hints_of"]
+
+_MOSTLY_WORK: Final = 0.5
+"""Where the GPU works for a smaller share of the time, faster kernels bring little."""
+
+_TENSOR_CORES: Final = (7, 0)
+_BFLOAT16: Final = (8, 0)
+"""Compute capabilities: Volta has tensor cores for float16; Ampere for bfloat16 and TF32 as well."""
+
+_LOOKS: Final = 4
+"""Batches that must have been looked at before their shapes count as fixed."""
+
+_LITTLE_ACTIVITY: Final = 60.0
+"""Share of the multiprocessors at work, 0-100 %, below which larger batches are likely to make better use of them."""
+
+_LARGER: Final = 1.5
+_FILLED: Final = 0.9
+"""A batch may grow until so much of the memory is in use; a limit that is reached to this share is in the way."""
+
+_NO_LARGER_BATCH: Final = 8.0
+"""Beyond that the estimate says no more than: much larger."""
+
+
+@dataclass(frozen=True)
+class SeenRun:
+    """What was seen of a run and its settings. What is not known is None.
+
+    Attributes:
+        work_share: share of the time, 0-1, in which the GPU worked.
+        causes: the findings' causes.
+        capability: compute capability of the GPU.
+        precision: the Trainer's: ``"32-true"``.
+        float32_weights: whether the model's weights are float32.
+        reduced: whether products of matrices or convolutions were computed in 16 bits; None where none were seen.
+        products: products of matrices in a step's graph.
+        convolutions: convolutions in it.
+        matmul_precision: ``torch.get_float32_matmul_precision()``.
+        cudnn_benchmark: ``torch.backends.cudnn.benchmark``.
+        deterministic: whether deterministic algorithms are asked for, so that there is no choice.
+        batches_seen: batches whose shapes were looked at.
+        shapes: different sets of shapes among them.
+        data_parallel: name of a module within ``nn.DataParallel``, and on how many GPUs it is; None without.
+        memory_fraction: ``set_per_process_memory_fraction``, 0-1, of the GPU's whole memory.
+        alloc_retries: how often the allocator had to free its cache and try again.
+        device_mib: the GPU's whole memory, in MiB.
+        total_mib: memory that this process may use on the GPU, in MiB: all of it, less what others hold.
+        peak_mib: most that tensors of this process took.
+        reserved_peak_mib: most that its allocator held.
+        resting_mib: what tensors take after a step: weights, gradients, states of the optimizer.
+        batch_size: samples of a batch.
+        sm_activity: mean share of the multiprocessors at work, 0-100 %.
+    """
+
+    work_share: float
+    causes: Collection[str] = ()
+    capability: tuple[int, int] | None = None
+    precision: str = ""
+    float32_weights: bool = True
+    reduced: bool | None = None
+    products: int = 0
+    convolutions: int = 0
+    matmul_precision: str | None = None
+    cudnn_benchmark: bool | None = None
+    deterministic: bool = False
+    batches_seen: int = 0
+    shapes: int = 0
+    data_parallel: tuple[str, int] | None = None
+    memory_fraction: float | None = None
+    alloc_retries: int = 0
+    device_mib: float | None = None
+    total_mib: float | None = None
+    peak_mib: float | None = None
+    reserved_peak_mib: float | None = None
+    resting_mib: float | None = None
+    batch_size: int | None = None
+    sm_activity: float | None = None
+
+
+def hints_of(run: SeenRun) -> list[Hint]:
+    """The settings that this run could gain from.
+
+    Args:
+        run: what was seen of it.
+
+    Example:
+        >>> hints_of(SeenRun(work_share=0.9, data_parallel=("Net", 4)))[0].setting
+        'Trainer(devices=4, strategy="ddp")'
+    """
+    return [*_data_parallel(run), *_precision(run), *_matmul(run), *_benchmark(run), *_fraction(run), *_batch(run)]
+
+
+def _data_parallel(run: SeenRun) -> Iterator[Hint]:
+    if run.data_parallel is not None:
+        name, devices = run.data_parallel
+        text = (
+            f"{name} is in nn.DataParallel on {devices} GPUs: one process copies the weights to all in each step, "
+            "and drives them from threads that share one interpreter. DDP has a process for each."
+        )
+        yield Hint("data_parallel", text, f'Trainer(devices={devices}, strategy="ddp")', {"devices": devices})
+
+
+def _precision(run: SeenRun) -> Iterator[Hint]:
+    if not _computes_in_float32(run) or run.capability is None or run.capability < _TENSOR_CORES:
+        return
+    kind = "bf16-mixed" if run.capability >= _BFLOAT16 else "16-mixed"
+    text = (
+        f"The GPU computes {run.work_share:.0%} of the time, in 32 bits, and its tensor cores work at full rate in 16: "
+        "mixed precision also halves what activations take of its memory. Watch the loss."
+    )
+    yield Hint("precision", text, f'Trainer(precision="{kind}")', {"work_percent": _percent(run.work_share)})
+
+
+def _matmul(run: SeenRun) -> Iterator[Hint]:
+    if not _computes_in_float32(run) or run.capability is None or run.capability < _BFLOAT16:
+        return
+    if run.matmul_precision == "highest" and run.products > run.convolutions:
+        text = (
+            f"A step multiplies {run.products} matrices in full float32: TF32 runs on the tensor cores, rounds their "
+            "inputs to 10 bits of mantissa, and leaves weights and activations as they are."
+        )
+        evidence = {"matrix_products": run.products, "work_percent": _percent(run.work_share)}
+        yield Hint("float32_matmul_precision", text, 'torch.set_float32_matmul_precision("high")', evidence)
+
+
+def _benchmark(run: SeenRun) -> Iterator[Hint]:
+    fixed = run.batches_seen >= _LOOKS and run.shapes == 1
+    if run.cudnn_benchmark is not False or run.deterministic or not fixed or not run.convolutions:
+        return
+    if run.work_share >= _MOSTLY_WORK:
+        text = (
+            f"A step has {run.convolutions} convolutions, and all {run.batches_seen} batches looked at had the same "
+            "shapes: cuDNN can try its algorithms once and keep the fastest."
+        )
+        evidence: dict[str, float] = {"convolutions": run.convolutions, "batches_seen": run.batches_seen}
+        yield Hint("cudnn_benchmark", text, "Trainer(benchmark=True)", evidence)
+
+
+def _fraction(run: SeenRun) -> Iterator[Hint]:
+    fraction, allowed_mib = run.memory_fraction, _limit_mib(run)
+    if fraction is None or allowed_mib is None or run.total_mib is None or run.reserved_peak_mib is None:
+        return
+    if allowed_mib >= run.total_mib:
+        return  # what others hold is in the way, not the limit
+    if run.alloc_retries or run.reserved_peak_mib >= _FILLED * allowed_mib:
+        text = (
+            f"set_per_process_memory_fraction({fraction:g}) leaves {allowed_mib:,.0f} MiB of {run.device_mib:,.0f}, "
+            f"and {run.reserved_peak_mib:,.0f} were in use"
+        )
+        text += (
+            f": {run.alloc_retries} allocations had to wait for the cache to be freed." if run.alloc_retries else "."
+        )
+        evidence = {"reserved_peak_mib": round(run.reserved_peak_mib, 1), "alloc_retries": float(run.alloc_retries)}
+        yield Hint("memory_fraction", text, "torch.cuda.set_per_process_memory_fraction(1.0)", evidence)
+
+
+def _batch(run: SeenRun) -> Iterator[Hint]:
+    if run.total_mib is None or run.peak_mib is None or run.resting_mib is None or run.alloc_retries:
+        return
+    starved = "launch_bound" in run.causes
+    if run.causes and not starved:
+        return  # a larger batch takes longer to load, and longer in hooks
+    little = run.sm_activity is not None and run.sm_activity < _LITTLE_ACTIVITY
+    of_batch_mib = run.peak_mib - run.resting_mib
+    if not (starved or little) or of_batch_mib <= 0:
+        return
+    limit_mib = _limit_mib(run)
+    allowed_mib = run.total_mib * _FILLED
+    if limit_mib is not None:
+        allowed_mib = min(allowed_mib, limit_mib)
+    larger = (allowed_mib - run.resting_mib) / of_batch_mib
+    if larger < _LARGER:
+        return
+    times = f"{larger:.1f}x the batch" if larger < _NO_LARGER_BATCH else "more than 8x the batch"
+    batch = f" of {run.batch_size}" if run.batch_size is not None else ""
+    why = "the host issues kernels too slowly for steps as short as these" if starved else "much of the GPU stands idle"
+    activity = f" ({run.sm_activity:.0f} % of its multiprocessors work)" if little and not starved else ""
+    text = (
+        f"There is memory for {times}{batch}: at most {run.peak_mib:,.0f} of {run.total_mib:,.0f} MiB were in use, and "
+        f"{why}{activity}. A larger batch changes the training: adapt the learning rate."
+    )
+    factor = min(larger, _NO_LARGER_BATCH)
+    setting = (
+        f"batch_size={int(run.batch_size * factor)} at most" if run.batch_size is not None else "a larger batch_size"
+    )
+    evidence = {"peak_mib": round(run.peak_mib), "total_mib": round(run.total_mib), "batch_factor": round(larger, 1)}
+    yield Hint("batch_size", text, setting, evidence)
+
+
+def _limit_mib(run: SeenRun) -> float | None:
+    """What ``set_per_process_memory_fraction`` leaves to this process; None without such a limit."""
+    if run.memory_fraction is None or run.memory_fraction >= 1 or run.device_mib is None:
+        return None
+    return run.memory_fraction * run.device_mib
+
+
+def _computes_in_float32(run: SeenRun) -> bool:
+    """Whether the GPU is busy, and with products in 32 bits, as far as can be seen."""
+    plain = run.precision in ("32-true", "32") and run.float32_weights
+    return plain and run.reduced is False and run.work_share >= _MOSTLY_WORK
+
+
+def _percent(share: float) -> float:
+    return round(share * 100, 1)

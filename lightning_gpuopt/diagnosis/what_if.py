@@ -1,0 +1,264 @@
+"""What a run would be like with other workers, CPUs, decoding or batches: simulated from what it measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from lightning_gpuopt.diagnosis.record import RunRecord
+from lightning_gpuopt.tuning.loader_costs import LoaderCosts
+from lightning_gpuopt.tuning.model import STEP_SPREAD, Interval
+from lightning_gpuopt.tuning.simulate import Pace, Pipeline, shape_of, simulate
+
+Limit = Literal["step", "workers", "cpus", "handing_over", "order", "training_process"]
+
+_OWN_WORK: Final = 1.05
+"""A step that takes no more than this over its own work is limited by that."""
+
+_IN_USE: Final = 0.9
+"""Workers, or CPUs, of whose time this share is used are the limit."""
+
+_EXPLAINS: Final = 0.1
+"""What is simulated of the run as it was may be off by so much before it is said."""
+
+
+_LEAST_CPUS: Final = 0.1
+"""CPUs that the run gets at worst where others were measured to use all."""
+
+_FEW: Final = 30
+"""Batches below which it is said that there were few."""
+
+
+class CannotSayError(ValueError):
+    """The report lacks what an answer needs; the text names it."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is to be changed; None stays as it is.
+
+    Attributes:
+        num_workers: worker processes; 0: the training process loads by itself.
+        prefetch_factor: batches that each worker prepares ahead.
+        cpus: CPUs that the run may use.
+        decode_speedup: the dataset's CPU time is divided by it.
+        batch_size: samples of a batch.
+    """
+
+    num_workers: int | None = None
+    prefetch_factor: int | None = None
+    cpus: float | None = None
+    decode_speedup: float | None = None
+    batch_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A run as it was, and as it would be.
+
+    Attributes:
+        measured_step_s: mean steady step of the run, in seconds.
+        simulated_step_s: the same run, simulated: how well the simulation knows it.
+        step_s: the step as it would be: (optimistic, expected, pessimistic).
+        speedup: samples per second, after over before: (low, mid, high).
+        limit_before: what limits the run as it was.
+        limit: what limits it then.
+        before: settings of the run as it was; what is not known is absent.
+        after: the same with the change.
+        notes: what is not known, and what was assumed for it.
+    """
+
+    measured_step_s: float
+    simulated_step_s: float
+    step_s: Interval
+    speedup: Interval
+    limit_before: Limit
+    limit: Limit
+    before: dict[str, float]
+    after: dict[str, float]
+    notes: list[str]
+
+
+def what_if(report: RunRecord, change: Change) -> Forecast:
+    """Forecast a run.
+
+    Args:
+        report: of a run whose loader is a ``DataLoader``.
+        change: what is to be changed.
+
+    Returns:
+        The forecast. With another batch size the step lies between one that takes as long as now and one that takes
+        longer in proportion; the loader's part is in proportion.
+
+    Raises:
+        CannotSayError: the report lacks what that needs.
+    """
+    costs, measured_s = report.loader_costs, report.step_s
+    if costs is None or not measured_s:
+        raise CannotSayError(
+            "expected a report that says what its loader costs, got one that does not: it is of an earlier version, "
+            "its loader is no DataLoader, or no step came after the warm-up"
+        )
+    factor = _batch_factor(report, change)
+    notes = _notes(report, costs, change)
+    now = [_pipeline(costs, side) for side in _SIDES]
+    if costs.num_workers:
+        now = _with_what_is_not_explained(now, measured_s)
+    paces = [simulate(each) for each in now]
+    then = [_changed(each, costs, change, factor, side) for each, side in zip(now, _SIDES, strict=True)]
+    after = [simulate(each) for each in then]
+    simulated_s = paces[1].step_s
+    off = simulated_s / measured_s - 1
+    if abs(off) > _EXPLAINS:
+        notes.append(
+            f"The simulation of the run as it was is {abs(off) * 100:.0f} % {'slower' if off > 0 else 'faster'} than "
+            "the run: it does not know all that happens there."
+        )
+    low_s, mid_s, high_s = sorted(each.step_s for each in after)
+    samples = factor or 1.0
+    return Forecast(
+        measured_step_s=measured_s,
+        simulated_step_s=simulated_s,
+        step_s=(low_s, mid_s, high_s),
+        speedup=(samples * measured_s / high_s, samples * measured_s / mid_s, samples * measured_s / low_s),
+        limit_before=_limit(now[1], paces[1]),
+        limit=_limit(then[1], after[1]),
+        before=_settings(report, costs, Change()),
+        after=_settings(report, costs, change),
+        notes=notes,
+    )
+
+
+@dataclass(frozen=True)
+class _Side:
+    """How things turn out: at best, as expected, at worst."""
+
+    index: int
+    sign: int
+
+
+_SIDES: Final = (_Side(0, -1), _Side(1, 0), _Side(2, 1))
+
+
+def _pipeline(costs: LoaderCosts, side: _Side) -> Pipeline:
+    """The run as it was."""
+    worker = 1 + side.sign * costs.spread
+    return Pipeline(
+        workers=costs.num_workers,
+        prefetch_factor=costs.prefetch_factor or 2,
+        service_s=costs.batch_s * worker,
+        cpu_s=costs.worker_cpu_s * worker,
+        receive_s=costs.receive_s[side.index],
+        receive_cpu_s=costs.receive_s[side.index],
+        consumer_s=costs.consumer_s * (1 + side.sign * STEP_SPREAD),
+        consumer_cpu_s=costs.consumer_cpu_s or 0.0,
+        cpus=_cpus(costs, Change(), side),
+        shape=shape_of(costs.edges_s, costs.counts),
+    )
+
+
+def _with_what_is_not_explained(now: list[Pipeline], measured_s: float) -> list[Pipeline]:
+    """The run as it was, with what it took longer than the step explains: for handing batches over.
+
+    Where workers or CPUs are the limit, nothing is known of that. At best it goes away with whatever is changed: it may
+    lie in the workers, and more of them do more.
+    """
+    best, mid, worst = now
+    pace = simulate(mid)
+    if pace.workers_busy >= _IN_USE or pace.cpus_busy >= _IN_USE:
+        return now
+    receive_s = max(mid.receive_s + measured_s - pace.step_s, best.receive_s)
+    mid = replace(mid, receive_s=receive_s, receive_cpu_s=min(mid.receive_cpu_s, receive_s))
+    return [best, mid, replace(worst, receive_s=max(receive_s, worst.receive_s))]
+
+
+def _changed(now: Pipeline, costs: LoaderCosts, change: Change, factor: float | None, side: _Side) -> Pipeline:
+    workers = now.workers if change.num_workers is None else change.num_workers
+    prefetch = now.prefetch_factor if change.prefetch_factor is None else change.prefetch_factor
+    then = replace(now, workers=workers, prefetch_factor=prefetch, cpus=_cpus(costs, change, side))
+    if change.decode_speedup is not None:
+        saved_s = costs.data_cpu_s * (1 - 1 / change.decode_speedup)
+        then = replace(then, service_s=max(then.service_s - saved_s, 0.0), cpu_s=max(then.cpu_s - saved_s, 0.0))
+    if factor is not None:
+        step = (min(factor, 1.0), (1 + factor) / 2, max(factor, 1.0))[side.index]
+        then = replace(
+            then,
+            service_s=then.service_s * factor,
+            cpu_s=then.cpu_s * factor,
+            receive_s=then.receive_s * max(factor, 1.0) if side.sign > 0 else then.receive_s,
+            consumer_s=then.consumer_s * step,
+            consumer_cpu_s=then.consumer_cpu_s * step,
+        )
+    return then
+
+
+def _cpus(costs: LoaderCosts, change: Change, side: _Side) -> float:
+    """CPUs that the run gets.
+
+    Other processes keep what they have, at worst; at best they leave all to us. What is expected is the former, but not
+    less than half: a scheduler that is asked for more takes it from them. CPUs that are given up are first those of
+    others; of CPUs that the run did not have it is not known who uses them.
+    """
+    usable, free = costs.usable_cpus, costs.free_cpus
+    if usable is None or free is None:
+        return change.cpus if change.cpus is not None else float("inf")
+    most = change.cpus if change.cpus is not None else usable
+    least = min(most, max(free + max(most - usable, 0.0), _LEAST_CPUS))
+    return (most, max(least, most / 2), least)[side.index]
+
+
+def _limit(pipeline: Pipeline, pace: Pace) -> Limit:
+    """What the step would be shorter without."""
+    if pace.step_s <= _OWN_WORK * pipeline.consumer_s:
+        return "step"
+    if pace.cpus_busy >= _IN_USE:
+        return "cpus"
+    if not pipeline.workers:
+        return "training_process"
+    if pace.workers_busy >= _IN_USE:
+        return "workers"
+    return "handing_over" if 2 * pipeline.receive_s >= pace.step_s - pipeline.consumer_s else "order"
+
+
+def _batch_size(report: RunRecord) -> int | None:
+    text = report.environment.get("batch_size", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def _batch_factor(report: RunRecord, change: Change) -> float | None:
+    if change.batch_size is None:
+        return None
+    size = _batch_size(report)
+    if size is None:
+        raise CannotSayError("expected a report that says how many samples are in a batch, got one that does not")
+    return change.batch_size / size
+
+
+def _settings(report: RunRecord, costs: LoaderCosts, change: Change) -> dict[str, float]:
+    workers = costs.num_workers if change.num_workers is None else change.num_workers
+    known: dict[str, float | None] = {
+        "num_workers": workers,
+        "prefetch_factor": (change.prefetch_factor or costs.prefetch_factor or 2) if workers else None,
+        "cpus": change.cpus or costs.usable_cpus,
+        "decode_speedup": change.decode_speedup,
+        "batch_size": change.batch_size or _batch_size(report),
+    }
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _notes(report: RunRecord, costs: LoaderCosts, change: Change) -> list[str]:
+    notes = []
+    if costs.usable_cpus is None and change.cpus is None:
+        notes.append("How many CPUs there are was not measured: enough are assumed.")
+    if costs.consumer_cpu_s is None:
+        notes.append("What the training process takes of the CPUs was not measured: nothing is assumed.")
+    if not costs.num_workers and change.num_workers:
+        notes.append(
+            "What handing a batch over costs was not measured in a run without workers: "
+            f"{costs.receive_s[1] * 1e3:.1f} ms is assumed."
+        )
+    if costs.batches < _FEW:
+        notes.append(f"Only {costs.batches} batches were measured: slow ones among them may have been missed.")
+    if report.loader.duplicates and change.num_workers and change.num_workers > 1:
+        notes.append("This IterableDataset does not divide its samples: each worker would give all of them.")
+    return notes

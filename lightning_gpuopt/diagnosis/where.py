@@ -1,0 +1,159 @@
+"""Where in the code the time of a finding goes: sampled stacks folded to places, and their sentence."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from lightning_gpuopt._places import INSTALLED, Call, Place, Sampled, Stack, short
+from lightning_gpuopt.diagnosis.record import Finding, HotSpots
+
+LOADER_CAUSES: Final = frozenset(
+    (
+        *("main_process_loading", "slow_storage", "slow_transform", "cpu_saturated", "cpu_throttled"),
+        *("head_of_line", "worker_transfer"),
+    )
+)
+"""Causes that lie in what the loader calls of the user's."""
+
+MEASURING: Final = frozenset(("AutoFix", "GpuUtilMonitor", "StallDetector", "WatchedRun"))
+"""Callbacks of ours that measure a run, and change what they find."""
+
+_OURS: Final = MEASURING | {"CudaPrefetcher", "NumWorkersFinder"}
+
+_MOST_PLACES: Final = 20
+_MOST_NAMED: Final = 3
+_WORTH_NAMING: Final = 0.05
+
+
+def is_in_user_code(finding: Finding) -> bool:
+    """Whether a finding is about code whose lines can be sampled: what the loader, callbacks and loggers run."""
+    if finding.cause == "callback":
+        return finding.evidence.get("callback") not in _OURS
+    return is_the_loaders(finding) or finding.cause == "logging"
+
+
+def is_the_loaders(finding: Finding) -> bool:
+    """Whether Python code of the loader takes the time; a pipeline of its own, as DALI's, has none."""
+    return finding.cause in LOADER_CAUSES and "bottleneck" not in finding.evidence
+
+
+def belongs_to(finding: Finding, activity: str) -> bool:
+    """Whether an activity of the training thread, or of a worker, is what a finding is about."""
+    if finding.cause == "callback":
+        return activity.rpartition(".")[0] == finding.evidence.get("callback")
+    if is_the_loaders(finding):
+        return activity == "data_wait"
+    return finding.cause == "logging" and activity == "logging"
+
+
+def locate(findings: Sequence[Finding], sampled: Sequence[Sampled]) -> list[Finding]:
+    """The findings, with ``evidence["where"]`` for those that something was sampled of."""
+    return [_located(finding, hot_spots_of(finding, sampled)) for finding in findings]
+
+
+def _located(finding: Finding, spots: HotSpots | None) -> Finding:
+    if spots is None or not spots.places:
+        return finding
+    return replace(finding, evidence=finding.evidence | {"where": sentence(spots)})
+
+
+def finding_name(finding: Finding) -> str:
+    """A finding's cause, for a callback with its name."""
+    return f"{finding.cause} {finding.evidence.get('callback', '')}".rstrip()
+
+
+def hot_spots_of(finding: Finding, sampled: Sequence[Sampled]) -> HotSpots | None:
+    """The places that a finding's time goes to; None where nothing was sampled of it."""
+    mine = [each for each in sampled if belongs_to(finding, each.activity) and each.stacks]
+    if not mine:
+        return None
+    stacks = [stack for each in mine for stack in each.stacks]
+    processes = sorted({each.process for each in mine})
+    seconds = sum(stack.seconds for stack in stacks)
+    return HotSpots(
+        finding_name(finding),
+        ", ".join(processes),
+        round(seconds, 6),
+        sum(stack.samples for stack in stacks),
+        places_of(stacks),
+    )
+
+
+def sentence(spots: HotSpots) -> str:
+    """The largest places, ``"62 % GaussianBlur.forward (augment.py:48), 21 % Image.open (data.py:31)"``."""
+    return in_shares(
+        [(f"{title(place)} ({short(place.file)}:{place.line})", place.seconds) for place in spots.places], spots.seconds
+    )
+
+
+def in_shares(places: Sequence[tuple[str, float]], whole: float) -> str:
+    """Places with their share, the largest first: all that is worth a word.
+
+    Args:
+        places: each with its amount, in falling order.
+        whole: what the amounts are shares of.
+    """
+    shares = [(amount / whole, name) for name, amount in places]
+    named = [each for number, each in enumerate(shares) if not number or each[0] >= _WORTH_NAMING][:_MOST_NAMED]
+    return ", ".join(f"{share * 100:.0f} % {name}" for share, name in named)
+
+
+def title(place: Place) -> str:
+    """A place's function, with the transform around it where its name does not tell."""
+    if not place.transform or place.transform in place.name.split("."):
+        return place.name
+    return f"{place.transform}: {place.name}"
+
+
+def places_of(stacks: Iterable[Stack]) -> tuple[Place, ...]:
+    """Fold stacks to places: the innermost frame of the user's own, and the library's function that it called there.
+
+    Where no frame is the user's own, as for a dataset of a library, the frames of that library take its place. Places
+    are told apart by function, not by line; each has the line that most of its time goes to.
+
+    Args:
+        stacks: what was sampled.
+
+    Returns:
+        The places, those with most time first; at most 20.
+    """
+    lines: dict[tuple[str, ...], dict[int, float]] = {}
+    for stack in stacks:
+        if not stack.calls:
+            continue
+        number = _own_frame(stack.calls)
+        at = stack.calls[number]
+        labelled = next((each for each, call in enumerate(stack.calls) if call.transform), None)
+        transform = stack.calls[labelled].transform if labelled is not None else ""
+        if labelled is not None and labelled < number:  # a library's transform: its name says more than its insides
+            name = transform
+        else:
+            name = stack.calls[number - 1].name if number else at.name
+        at_lines = lines.setdefault((name, at.name, at.file, transform), {})
+        at_lines[at.line] = at_lines.get(at.line, 0.0) + stack.seconds
+    places = [
+        Place(name, file, max(at_lines, key=at_lines.__getitem__), round(sum(at_lines.values()), 6), transform)
+        for (name, _, file, transform), at_lines in lines.items()
+    ]
+    return tuple(sorted(places, key=lambda place: -place.seconds)[:_MOST_PLACES])
+
+
+def _own_frame(calls: tuple[Call, ...]) -> int:
+    """Which frame is the innermost of the user's own, or of the library whose code the loop has called."""
+    own = next((number for number, call in enumerate(calls) if call.own), None)
+    if own is not None:
+        return own
+    package = _package(calls[-1].file)
+    return next(number for number, call in enumerate(calls) if _package(call.file) == package)
+
+
+def _package(file: str) -> str:
+    """The package that a library's file belongs to, or its folder."""
+    parts = file.split(os.sep)
+    for folder in INSTALLED:
+        if folder in parts[:-1]:
+            return parts[parts.index(folder) + 1]
+    return os.path.dirname(file)

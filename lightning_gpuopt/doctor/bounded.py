@@ -1,0 +1,75 @@
+"""A look at something that may never answer, such as a file system whose server is gone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+__all__ = ["NoAnswerError", "within"]
+
+T = TypeVar("T")
+
+_CLEAN_UP_S: Final = 2.0
+
+
+class NoAnswerError(Exception):
+    """The time was over before there was an answer."""
+
+
+class _GivenUp(BaseException):
+    """Nobody waits any more. No ``Exception``: what handles a look's errors is not to take it for one."""
+
+
+def within(
+    timeout_s: float,
+    look: Callable[[Callable[[], float]], T],
+    clock: Callable[[], float] = time.perf_counter,
+    clean_up_s: float | None = None,
+) -> T:
+    """The result of a function that runs on a thread of its own. A thread that hangs is left: the process can end.
+
+    Args:
+        timeout_s: the longest to wait, in seconds.
+        look: is given a clock, to be read often. Once nobody waits, by the time or by Ctrl-C, the clock raises: the
+            function ends, and removes what it has made.
+        clock: seconds, what the function's clock reads.
+        clean_up_s: so long it may take to end then, in seconds; None: 2.
+
+    Raises:
+        NoAnswerError: the time was over.
+        Exception: what the function raises.
+
+    Example:
+        >>> within(60.0, lambda clock: 6 * 7)
+        42
+    """
+    given_up, done = threading.Event(), threading.Event()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def read_clock() -> float:
+        if given_up.is_set():
+            raise _GivenUp
+        return clock()
+
+    def run() -> None:
+        try:
+            results.append(look(read_clock))
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    try:
+        threading.Thread(target=run, name="gpuopt-look", daemon=True).start()
+        if not done.wait(timeout_s):
+            raise NoAnswerError(f"no answer within {timeout_s:g} s")
+    except BaseException:
+        given_up.set()
+        done.wait(_CLEAN_UP_S if clean_up_s is None else clean_up_s)
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]

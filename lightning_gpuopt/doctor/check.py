@@ -1,0 +1,77 @@
+"""One check of the environment, as plain data, and what a list of them amounts to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+__all__ = ["SCHEMA_VERSION", "Check", "Status", "as_data", "by_weight", "not_known", "tally"]
+
+SCHEMA_VERSION: Final = 1
+
+Status = Literal["ok", "note", "problem", "unknown"]
+
+_WEIGHT: Final[tuple[Status, ...]] = ("problem", "note", "unknown", "ok")
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was looked at, what was found, and what follows from it.
+
+    Attributes:
+        name: what was looked at, such as ``"gpu0.pcie"``.
+        status: ``"ok"``; ``"note"``: worth knowing, or a matter of taste; ``"problem"``: it holds a GPU back, or will;
+            ``"unknown"``: it could not be found out.
+        found: what was found, in one line.
+        measured: the figures behind it; the unit is in each name.
+        why: why it matters; empty where all is well.
+        fix: the command or the setting that mends it; empty where there is none.
+    """
+
+    name: str
+    status: Status
+    found: str
+    measured: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+    fix: str = ""
+
+
+def not_known(name: str, reason: str, measured: dict[str, Any] | None = None) -> Check:
+    """A check that could not be made.
+
+    Args:
+        name: what was to be looked at.
+        reason: why it could not.
+        measured: what is known nevertheless.
+    """
+    return Check(name, "unknown", f"not known: {reason.rstrip('.')}", measured or {})
+
+
+def by_weight(checks: Iterable[Check]) -> list[Check]:
+    """The same, problems first and what is well last; else in their order."""
+    return sorted(checks, key=lambda check: _WEIGHT.index(check.status))
+
+
+def tally(checks: Iterable[Check]) -> dict[Status, int]:
+    """How many there are of each status."""
+    counts: dict[Status, int] = dict.fromkeys(_WEIGHT, 0)
+    for check in checks:
+        counts[check.status] += 1
+    return counts
+
+
+def as_data(checks: Sequence[Check]) -> dict[str, Any]:
+    """The checks as JSON has them, problems first."""
+    listed = [
+        {
+            "name": check.name,
+            "status": check.status,
+            "found": check.found,
+            "measured": check.measured,
+            "why": check.why,
+            "fix": check.fix,
+        }
+        for check in by_weight(checks)
+    ]
+    return {"schema_version": SCHEMA_VERSION, "problems": tally(checks)["problem"], "checks": listed}

@@ -1,0 +1,405 @@
+"""How fast the samples of a dataset are read at random, cold and warm, as they are and from an LMDB of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_gpuopt.doctor.facts import DataFacts, ReadRates
+from lightning_gpuopt.images.cost import measure_images
+from lightning_gpuopt.images.files import EXTENSIONS, class_names, read_file
+from lightning_gpuopt.storage.errors import StorageError
+from lightning_gpuopt.storage.format import Manifest
+from lightning_gpuopt.storage.reader import LMDBDataset
+from lightning_gpuopt.storage.region import blocks_read
+from lightning_gpuopt.storage.writer import LMDBWriter
+
+__all__ = ["data_facts"]
+
+_MIB: Final = 1024 * 1024
+
+_MOST_LISTED: Final = 200_000
+_LIST_S: Final = 3.0
+"""A larger folder, or a slow file system, is known by the files listed until then."""
+
+_MOST_SAMPLES: Final = 2048
+_MOST_BYTES: Final = 192 * _MIB
+_LARGEST_SAMPLE: Final = 16 * _MIB
+"""A larger file is no sample of a batch."""
+
+_COLLECT_S: Final = 5.0
+_READ_S: Final = 2.0
+"""No further batch is read after so long."""
+
+_BATCH: Final = 32
+
+_PART_READ: Final = 4
+"""One in so many of the records of the LMDB is read, and the same files: in a small LMDB of nothing but what is read,
+what the kernel reads ahead of one record would be the next one, which is not so in a large one."""
+
+_BLOCK: Final = 128 * 1024
+_LEAST_SAMPLES: Final = 8
+
+_UPPER_KIB: Final = (4, 16, 64, 128, 512, 2048)
+
+_CROP: Final = 224
+
+_Read = Callable[[Sequence[int]], int]
+"""Reads the samples of a batch; gives their bytes."""
+
+
+def data_facts(path: str, clock: Callable[[], float] = time.perf_counter) -> DataFacts:
+    """Look at a dataset, and measure how fast its samples are read.
+
+    A folder of files is compared with an LMDB of a part of them, in a temporary folder on the same file system, which
+    is removed before this returns, also by an exception.
+
+    Args:
+        path: a folder of files, an LMDB dataset of this package, or a file.
+        clock: seconds.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+    """
+    kind = "folder" if stat.S_ISDIR(os.stat(path).st_mode) else "file"
+    if kind == "folder":
+        with contextlib.suppress(StorageError, OSError):
+            Manifest.load(Path(path))
+            kind = "lmdb"
+    facts = DataFacts(path, kind, file_system_of(path))
+    look = {"folder": _folder, "lmdb": _lmdb, "file": _file}[kind]
+    try:
+        return look(facts, clock)
+    except OSError as error:
+        return replace(facts, failure=f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (StorageError, ValueError) as error:
+        return replace(facts, failure=f"{type(error).__name__}: {error}")
+
+
+def file_system_of(path: str, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """The type of the file system that a path lies on; empty where it is not known.
+
+    Args:
+        path: that is there.
+        mounts: Linux's list of what is mounted.
+    """
+    real = os.path.realpath(path)
+    best, kind = -1, ""
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        place, _, rest = line.partition(" - ")
+        fields = place.split()
+        if len(fields) < 5 or not rest:
+            continue
+        point = fields[4].replace("\\040", " ")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= best:  # of two at one place the later one is on top
+            best, kind = len(point), rest.split()[0]
+    return kind
+
+
+# ---- what there is ----
+
+
+@dataclass
+class _Listing:
+    paths: list[str] = field(default_factory=list)
+    bytes_: list[int] = field(default_factory=list)
+    complete: bool = True
+
+
+def _list(folder: str, clock: Callable[[], float]) -> _Listing:
+    """The files below a folder, and below those that links in it lead to, each of them once.
+
+    Raises:
+        OSError: the folder itself cannot be read.
+    """
+    os.scandir(folder).close()
+    listing = _Listing()
+    linked = {os.path.realpath(folder)}
+    until_s = clock() + _LIST_S
+    waiting = [folder]
+    random_order = random.Random(0)
+    while waiting:
+        # at random: where the time is over, what was listed is from all over the folder
+        chosen = random_order.randrange(len(waiting))
+        waiting[chosen], waiting[-1] = waiting[-1], waiting[chosen]
+        for entry in _entries(waiting.pop()):
+            if len(listing.paths) >= _MOST_LISTED or clock() > until_s:
+                listing.complete = False
+                return listing
+            with contextlib.suppress(OSError):
+                if entry.is_dir():
+                    if not entry.is_symlink() or _leads_on(entry.path, linked):
+                        waiting.append(entry.path)
+                elif entry.is_file():
+                    listing.paths.append(entry.path)
+                    listing.bytes_.append(entry.stat().st_size)
+    return listing
+
+
+def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
+    """What is in a folder and not hidden; nothing where it cannot be read."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        yield from (entry for entry in entries if not entry.name.startswith("."))
+
+
+def _leads_on(link: str, linked: set[str]) -> bool:
+    """Whether a link leads to a folder where no other has led, and not to one that it lies in."""
+    here, there = os.path.realpath(os.path.dirname(link)), os.path.realpath(link)
+    if there in linked or f"{here}/".startswith(f"{there}/"):
+        return False
+    linked.add(there)
+    return True
+
+
+def histogram(sizes: Sequence[int]) -> dict[str, int]:
+    """How many sizes there are, by the upper end of their range: ``"4_kib"``, ``"16_kib"``, ..., ``"more"``.
+
+    Args:
+        sizes: in bytes.
+
+    Example:
+        >>> histogram([1, 4096, 4097])
+        {'4_kib': 2, '16_kib': 1, '64_kib': 0, '128_kib': 0, '512_kib': 0, '2048_kib': 0, 'more': 0}
+    """
+    counts = dict.fromkeys([*(f"{upper}_kib" for upper in _UPPER_KIB), "more"], 0)
+    for size in sizes:
+        counts[next((f"{upper}_kib" for upper in _UPPER_KIB if size <= upper * 1024), "more")] += 1
+    return counts
+
+
+# ---- a folder ----
+
+
+def _folder(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
+    listing = _list(facts.path, clock)
+    facts = replace(
+        facts,
+        files=len(listing.paths),
+        complete=listing.complete,
+        total_mib=sum(listing.bytes_) / _MIB,
+        sizes=histogram(listing.bytes_),
+    )
+    candidates = [path for path, size in zip(listing.paths, listing.bytes_, strict=True) if 0 < size <= _LARGEST_SAMPLE]
+    if len(candidates) < _LEAST_SAMPLES:
+        failure = f"{len(candidates)} files of a sample's size; {_LEAST_SAMPLES} are needed"
+        large = any(size > _LARGEST_SAMPLE for size in listing.bytes_)
+        return replace(facts, failure=failure + ("; of large files name one" if large else ""))
+    random.Random(0).shuffle(candidates)
+    with _beside(facts.path) as (folder, same_disk):
+        with _without_advice():
+            paths, database, failure = _build(candidates, folder, clock)
+        if len(paths) < _LEAST_SAMPLES:
+            return replace(facts, failure=failure or f"{len(paths)} files can be read; {_LEAST_SAMPLES} are needed")
+        apart = _PART_READ if len(paths) >= _LEAST_SAMPLES * _PART_READ else 1
+        order = list(range(0, len(paths), apart))
+        random.Random(1).shuffle(order)
+        files = _measure(lambda batch: sum(_read_bytes(paths[i]) for i in batch), order, paths, clock)
+        as_lmdb = None
+        if database is not None:
+            shards = [str(each) for each in database.iterdir() if each.is_file()]
+            dataset = LMDBDataset(database, decode="raw")
+            as_lmdb = _measure(lambda batch: sum(map(len, dataset.__getitems__(batch))), order, shards, clock)
+            if not same_disk:  # another disk's figures say nothing of this one
+                as_lmdb = replace(as_lmdb, cold_per_s=None, cold_mib_s=None)
+                failure = "only warm reads are compared: no folder on the same file system can be written to"
+    decode_s = _decode_s(paths)
+    return replace(
+        facts,
+        read=files,
+        as_lmdb=as_lmdb,
+        decode_s=decode_s,
+        image_folder=decode_s is not None and bool(class_names(facts.path)[0]),
+        failure=failure,
+    )
+
+
+def _read_bytes(path: str) -> int:
+    """Reads a file; gives its bytes, none where it is gone meanwhile."""
+    try:
+        return len(read_file(path))
+    except OSError:
+        return 0
+
+
+def _build(candidates: Sequence[str], folder: Path, clock: Callable[[], float]) -> tuple[list[str], Path | None, str]:
+    """Write files into an LMDB, as many as the time and the disk allow.
+
+    Returns:
+        The files, the database or None, and why there is none.
+    """
+    until_s, room = clock() + _COLLECT_S, shutil.disk_usage(folder).free // 4
+    taken: list[str] = []
+    total = 0
+    writer = LMDBWriter(folder / "sample.lmdb")
+    try:
+        for path in candidates:
+            if len(taken) >= _MOST_SAMPLES or total >= _MOST_BYTES:
+                break
+            if clock() > until_s and len(taken) >= _LEAST_SAMPLES:
+                break
+            try:
+                data = read_file(path)
+            except OSError:  # removed meanwhile, or not ours to read
+                continue
+            if not data:
+                continue
+            total += len(data)
+            if total > room:
+                raise OSError("there is not enough room on the disk for a temporary LMDB")
+            writer.write(data)
+            taken.append(path)
+        if not taken:
+            writer.abort()
+            return taken, None, "none of the files can be read"
+        writer.close()
+    except OSError as error:
+        writer.abort()
+        return taken, None, str(error)
+    except BaseException:
+        writer.abort()
+        raise
+    return taken, folder / "sample.lmdb", ""
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Without the writer's words on how to go on with what was interrupted: it is thrown away."""
+    writers = logging.getLogger(LMDBWriter.__module__)
+    before, writers.disabled = writers.disabled, True
+    try:
+        yield
+    finally:
+        writers.disabled = before
+
+
+@contextlib.contextmanager
+def _beside(path: str) -> Iterator[tuple[Path, bool]]:
+    """A temporary folder, on the file system of the path where that can be; and whether it is."""
+    device = os.stat(path).st_dev
+    made, same = None, False
+    for place in (tempfile.gettempdir(), os.path.dirname(os.path.realpath(path))):
+        with contextlib.suppress(OSError):
+            if os.stat(place).st_dev == device:
+                made, same = tempfile.mkdtemp(prefix=".gpuopt-doctor-", dir=place), True
+                break
+    if made is None:
+        made = tempfile.mkdtemp(prefix=".gpuopt-doctor-")
+    try:
+        yield Path(made), same
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _decode_s(paths: Sequence[str]) -> float | None:
+    """Seconds of decoding an image with PIL, where the files are images."""
+    images = [path for path in paths if path.lower().endswith(EXTENSIONS)]
+    if 2 * len(images) < len(paths):
+        return None
+    costs = measure_images(lambda index: read_file(images[index]), range(len(images)), _CROP)
+    return costs.pil_decode_s if costs is not None else None
+
+
+# ---- what is one file, or a few ----
+
+
+def _lmdb(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
+    dataset = LMDBDataset(facts.path, decode="raw")
+    files = [each.path for each in _entries(facts.path) if each.is_file()]
+    facts = replace(facts, files=len(files), total_mib=sum(map(os.path.getsize, files)) / _MIB)
+    order = random.Random(1).sample(range(len(dataset)), min(len(dataset), _MOST_SAMPLES))
+
+    def read(batch: Sequence[int]) -> int:
+        dataset.read_ahead(batch)
+        return sum(len(bytes(dataset.value(index))) for index in batch)
+
+    return replace(facts, read=_measure(read, order, files, clock))
+
+
+def _file(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
+    size = os.path.getsize(facts.path)
+    facts = replace(facts, files=1, total_mib=size / _MIB)
+    blocks = size // _BLOCK
+    if blocks < _LEAST_SAMPLES:
+        return replace(facts, failure="less than 1 MiB is too little to measure")
+    order = random.Random(1).sample(range(blocks), min(blocks, _MOST_SAMPLES))
+    file = os.open(facts.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return replace(
+            facts,
+            read=_measure(
+                lambda batch: sum(len(os.pread(file, _BLOCK, index * _BLOCK)) for index in batch),
+                order,
+                [facts.path],
+                clock,
+            ),
+        )
+    finally:
+        os.close(file)
+
+
+# ---- measuring ----
+
+
+def _measure(read: _Read, order: Sequence[int], files: Sequence[str], clock: Callable[[], float]) -> ReadRates:
+    """Read samples batch by batch, first with the page cache emptied of their files, then again.
+
+    Args:
+        read: reads those of a batch, as a loader's worker does.
+        order: the samples, in the order in which they are read.
+        files: where they lie.
+        clock: seconds.
+    """
+    _forget(files)
+    before = blocks_read()
+    done, cold_bytes, cold_s = _run(read, order, clock)
+    from_disk = blocks_read() > before
+    again, _, warm_s = _run(read, order[:done], clock)
+    cold = from_disk and cold_s > 0
+    return ReadRates(
+        done,
+        done / cold_s if cold else None,
+        again / max(warm_s, 1e-9),
+        cold_bytes / _MIB / cold_s if cold else None,
+    )
+
+
+def _run(read: _Read, order: Sequence[int], clock: Callable[[], float]) -> tuple[int, int, float]:
+    """Samples read, their bytes, and the seconds it took."""
+    began_s = clock()
+    done = total = 0
+    for start in range(0, len(order), _BATCH):
+        batch = order[start : start + _BATCH]
+        total += read(batch)
+        done += len(batch)
+        if clock() - began_s > _READ_S:
+            break
+    return done, total, clock() - began_s
+
+
+def _forget(files: Sequence[str]) -> None:
+    """Have the kernel drop files from its page cache; what others have mapped stays."""
+    advise: Any = getattr(os, "posix_fadvise", None)
+    if advise is None:
+        return
+    for path in files:
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                advise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(file)

@@ -1,0 +1,130 @@
+"""All checks of an environment, one after the other."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from lightning_gpuopt.doctor.bounded import NoAnswerError, within
+from lightning_gpuopt.doctor.check import Check, not_known
+from lightning_gpuopt.doctor.facts import CopyRates, CudaFacts, TorchFacts
+from lightning_gpuopt.doctor.gather import CudaProbe, free_cpus, host_facts, torch_facts, versions_of
+from lightning_gpuopt.doctor.gpu_checks import copies_check, gpu_checks, torch_check, visible_check
+from lightning_gpuopt.doctor.version_checks import LOOKED_AT, version_checks
+from lightning_gpuopt.telemetry.health import HealthQuestion, NvmlHealth
+
+__all__ = ["examine"]
+
+_NVML_S: Final = 3.0
+_CUDA_S: Final = 15.0
+"""A machine of eight GPUs without persistence mode takes 5 s or so to start CUDA."""
+
+_PATH_S: Final = 5.0
+_DATA_S: Final = 60.0
+"""A file system that has not answered by then: half of it is what a slow one needs."""
+
+
+def examine(data: str | None = None, probe: Sequence[str] | None = None) -> list[Check]:
+    """Look at GPUs, host and versions, and at a dataset where one is given.
+
+    Args:
+        data: path of a dataset.
+        probe: the command that asks CUDA; None: ours.
+
+    Raises:
+        OSError: there is nothing at the path of the dataset, or neither a folder nor a file.
+    """
+    silent = ""
+    if data is not None:
+        try:
+            within(_PATH_S, lambda clock: _require(data))
+        except NoAnswerError as error:
+            silent = str(error)
+    free = free_cpus()  # before we are busy ourselves
+    question = HealthQuestion()
+    question.start()
+    checks: list[Check] = []
+    torch: TorchFacts | None = None
+    cuda: CudaFacts | None = None
+    try:
+        torch = torch_facts()
+    except Exception as error:  # a broken installation fails in ways of its own
+        line = (str(error) or repr(error)).splitlines()[0]
+        why = "Nothing trains without it."
+        checks.append(Check("torch", "problem", f"torch cannot be imported: {line}", {}, why, "reinstall torch"))
+    nvml = question.answer(_NVML_S)
+    if torch is not None:
+        cuda = _ask_cuda(torch, probe)
+        checks.append(torch_check(torch, nvml, cuda))
+    checks += _gpus(nvml, cuda)
+    if torch is not None:
+        gpus = len(nvml.visible or (cuda.devices if cuda is not None else ()))
+        from lightning_gpuopt.doctor.host_checks import host_checks  # with torch
+
+        checks += host_checks(host_facts(free), torch, gpus)
+    checks += version_checks(versions_of(LOOKED_AT), nvml.cuda)
+    if data is not None and torch is not None:
+        checks += [not_known("data", f"{data}: {silent}")] if silent else _of_data(data)
+    return checks
+
+
+def _require(path: str) -> None:
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):  # who reads a pipe or a device may wait for ever
+        raise OSError(errno.EINVAL, "neither a folder nor a file", path)
+
+
+def _of_data(path: str) -> Iterator[Check]:
+    from lightning_gpuopt.doctor.data import data_facts
+    from lightning_gpuopt.doctor.data_checks import data_check, lmdb_check
+
+    try:
+        facts = within(_DATA_S, lambda clock: data_facts(path, clock))
+    except NoAnswerError as error:
+        yield not_known("data", f"{path}: {error}")
+        return
+    yield data_check(facts)
+    lmdb = lmdb_check(facts)
+    if lmdb is not None:
+        yield lmdb
+
+
+def _ask_cuda(torch: TorchFacts, command: Sequence[str] | None) -> CudaFacts | None:
+    """What CUDA says, in a process of its own; None for a build of torch without it."""
+    if torch.cuda is None:
+        return None
+    try:
+        probe = CudaProbe() if command is None else CudaProbe(command)
+    except OSError as error:
+        return CudaFacts(failure=f"no process could be started: {error}")
+    try:
+        return probe.result(_CUDA_S)
+    finally:
+        probe.close()
+
+
+def _gpus(nvml: NvmlHealth, cuda: CudaFacts | None) -> Iterator[Check]:
+    seen = visible_check(nvml)
+    if seen is not None:
+        yield seen
+    split = {gpu.device.index for gpu in nvml.gpus if gpu.device.mig_slot is not None}
+    for gpu in nvml.gpus:
+        if gpu.device.mig_slot is not None:
+            if gpu.unknown:
+                yield not_known(f"gpu{gpu.device.index}.mig{gpu.device.mig_slot}", " ".join(gpu.unknown))
+            continue
+        copies = _copies_to(gpu.device.uuid, cuda)
+        yield from gpu_checks(gpu, has_instances=gpu.device.index in split, copies=copies)
+        if copies is not None:
+            yield copies_check(int(gpu.device.index), copies, gpu.values)
+
+
+def _copies_to(uuid: str, cuda: CudaFacts | None) -> CopyRates | None:
+    bare = uuid.removeprefix("GPU-").lower()
+    for device in cuda.devices if cuda is not None else ():
+        if device.uuid.removeprefix("GPU-").lower() == bare:
+            return device.copies
+    return None

@@ -1,0 +1,191 @@
+"""Who gathers the numbers for the checks: of the host, of torch, of what is installed, and of CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts, HostFacts, TorchFacts
+from lightning_gpuopt.telemetry.host import HostWatch, cgroups, quota_cpus, throttling
+
+__all__ = ["CudaProbe", "free_cpus", "host_facts", "torch_facts", "versions_of"]
+
+_MIB: Final = 1024 * 1024
+_IDLE_OVER_S: Final = 0.5
+_PROBE: Final = (sys.executable, "-m", "lightning_gpuopt.doctor.cuda_probe")
+
+
+def free_cpus(
+    proc: Path = Path("/proc"),
+    cgroup_root: Path = Path("/sys/fs/cgroup"),
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> float | None:
+    """CPUs that are idle just now, of those that this process may use; None where that cannot be read.
+
+    Args:
+        proc: where procfs is mounted.
+        cgroup_root: where the cgroup file systems are mounted.
+        sleep: waits for the seconds between two readings.
+        clock: seconds, monotonic.
+    """
+    watch = HostWatch(proc=proc, cgroup_root=cgroup_root, clock=clock)
+    watch.read()
+    sleep(_IDLE_OVER_S)
+    watch.read()
+    return watch.activity().free_cpus
+
+
+def host_facts(
+    free: float | None,
+    proc: Path = Path("/proc"),
+    cgroup_root: Path = Path("/sys/fs/cgroup"),
+    shm: Path = Path("/dev/shm"),
+) -> HostFacts:
+    """What the host leaves to a training process.
+
+    Args:
+        free: from :func:`free_cpus`.
+        proc: where procfs is mounted.
+        cgroup_root: where the cgroup file systems are mounted.
+        shm: where shared memory is mounted.
+    """
+    from lightning_gpuopt.tuning.caps import available_memory
+
+    quota = quota_cpus(cgroup_root, proc)
+    stopped = throttling([f"{group}/cpu.stat" for group in cgroups("cpu", cgroup_root, proc)])
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shm_total, shm_free = _space(shm)
+    memory_total: float | None = None
+    memory_available: float | None = None
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no /proc/meminfo, or one with other lines
+        memory_total = psutil.virtual_memory().total / _MIB
+        memory_available = available_memory(cgroup_root, proc) / _MIB
+    return HostFacts(
+        machine_cpus=os.cpu_count() or 1,
+        affinity_cpus=_affinity(),
+        quota_cpus=None if math.isinf(quota) else quota,
+        throttled_percent=None if stopped is None else 100.0 * stopped[1] / stopped[0],
+        free_cpus=free,
+        memory_total_mib=memory_total,
+        memory_available_mib=memory_available,
+        shm_total_mib=shm_total,
+        shm_free_mib=shm_free,
+        files_limit=None if soft == resource.RLIM_INFINITY else soft,
+        files_open=_entries(proc / "self/fd"),
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        mkl_num_threads=os.environ.get("MKL_NUM_THREADS"),
+    )
+
+
+def torch_facts() -> TorchFacts:
+    """The torch that is installed; imports it.
+
+    Raises:
+        Exception: whatever an installation that is broken raises.
+    """
+    import torch
+    import torch.multiprocessing
+
+    major, _, minor = (torch.version.cuda or "").partition(".")
+    cuda = (int(major), int(minor.partition(".")[0] or 0)) if major else None
+    sharing: str = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    return TorchFacts(str(torch.__version__), cuda, torch.get_num_threads(), sharing)
+
+
+def versions_of(names: Iterable[str]) -> dict[str, str]:
+    """The versions of those distributions that are installed."""
+    found: dict[str, str] = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+class CudaProbe:
+    """Asks CUDA in a process of its own, which may hang or die.
+
+    Args:
+        command: what prints the facts as a line of JSON.
+    """
+
+    def __init__(self, command: Sequence[str] = _PROBE) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def result(self, timeout_s: float) -> CudaFacts:
+        """What it found.
+
+        Args:
+            timeout_s: after so many seconds it is ended.
+        """
+        try:
+            printed, _ = self._process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return CudaFacts(failure=f"CUDA has not answered within {timeout_s:g} s")
+        finally:
+            self.close()
+        if self._process.returncode:
+            return CudaFacts(failure=f"the process that asks CUDA ended with code {self._process.returncode}")
+        try:
+            return _cuda_facts(json.loads(printed.splitlines()[-1]))
+        except (ValueError, IndexError, KeyError, TypeError) as error:
+            return CudaFacts(failure=f"the process that asks CUDA printed something else ({error!r})")
+
+    def close(self) -> None:
+        """End it, if it has not ended; one that the kernel does not let go is left."""
+        if self._process.poll() is None:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def _cuda_facts(data: dict[str, Any]) -> CudaFacts:
+    devices = tuple(
+        CudaDeviceFacts(
+            each["name"],
+            each["uuid"],
+            (each["capability"][0], each["capability"][1]),
+            CopyRates(**each["copies"]) if each["copies"] is not None else None,
+        )
+        for each in data["devices"]
+    )
+    return CudaFacts(data["available"], tuple(data["architectures"]), devices, data["failure"], data["refusal"])
+
+
+def _affinity() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # not Linux
+        return os.cpu_count() or 1
+
+
+def _space(path: Path) -> tuple[float, float] | tuple[None, None]:
+    """MiB of a file system, and what of it is free."""
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return None, None
+    return status.f_blocks * status.f_frsize / _MIB, status.f_bavail * status.f_frsize / _MIB
+
+
+def _entries(folder: Path) -> int | None:
+    try:
+        return len(os.listdir(folder))
+    except OSError:
+        return None

@@ -1,0 +1,169 @@
+"""Checks of CPUs, threads, memory, shared memory and open files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Final
+
+from lightning_gpuopt.doctor.check import Check, not_known
+from lightning_gpuopt.doctor.facts import HostFacts, TorchFacts
+from lightning_gpuopt.doctor.gpu_checks import count_of_gpus
+from lightning_gpuopt.tuning.caps import files_wanted
+from lightning_gpuopt.tuning.model import most_workers
+
+__all__ = ["host_checks"]
+
+_CPUS_A_GPU: Final = 2.0
+"""One for the training process and one for a worker, at least."""
+
+_BUSY_SHARE: Final = 0.5
+"""Where less than this share of the CPUs is idle, others use them."""
+
+_THROTTLED_PERCENT: Final = 5.0
+
+_LEAST_SHM_MIB: Final = 1024
+"""Docker's 64 MiB hold not even a batch or two; 16 workers with two batches of 20 MB each need 640 MB."""
+
+_LEAST_MEMORY_MIB: Final = 2048
+
+_TENSORS: Final = 8
+"""Tensors in a batch, for an estimate: images and labels are two, a detection or text batch has more."""
+
+
+def host_checks(host: HostFacts, torch: TorchFacts | None, gpus: int) -> Iterator[Check]:
+    """What the host leaves to training.
+
+    Args:
+        host: the machine and the container.
+        torch: the torch that is installed; None where there is none.
+        gpus: GPUs that are visible; each rank has its own workers.
+    """
+    yield _cpus(host, gpus)
+    yield _free(host)
+    if torch is not None:
+        yield _threads(host, torch)
+    yield _shared_memory(host)
+    yield _files(host, torch)
+    yield _memory(host)
+
+
+def _cpus(host: HostFacts, gpus: int) -> Check:
+    usable = host.usable_cpus
+    measured: dict[str, Any] = {"machine_cpus": host.machine_cpus, "affinity_cpus": host.affinity_cpus}
+    if host.quota_cpus is not None:
+        measured["quota_cpus"] = host.quota_cpus
+    if host.throttled_percent is not None:
+        measured["throttled_percent"] = round(host.throttled_percent, 1)
+    found = f"{_count(usable)} of {host.machine_cpus} CPUs may be used"
+    if host.affinity_cpus == 1 < host.machine_cpus:
+        why = "The training process and all its workers take turns on one CPU."
+        fix = "ask for more (srun --cpus-per-task, --cpuset-cpus, taskset); unset GOMP_CPU_AFFINITY and OMP_PROC_BIND"
+        return Check("cpus", "problem", f"{found}: this process is bound to one", measured, why, fix)
+    if gpus and usable < _CPUS_A_GPU * gpus:
+        why = "Each GPU needs a CPU for its training process, and more for its workers."
+        fix = "ask for more CPUs (--cpus, --cpus-per-task, the pod's limits.cpu), or decode on the GPU (DALIDataModule)"
+        return Check("cpus", "problem", f"{found}, for {count_of_gpus(gpus)}", measured, why, fix)
+    if (host.throttled_percent or 0.0) >= _THROTTLED_PERCENT:
+        why = "The cgroup's quota stops its processes: workers and the training process stand still meanwhile."
+        found = f"{found}; the quota has stopped them in {host.throttled_percent:.0f} % of its periods"
+        return Check(
+            "cpus", "problem", found, measured, why, "raise the quota (--cpus, limits.cpu), or start fewer workers"
+        )
+    if host.quota_cpus is not None and host.quota_cpus < host.affinity_cpus:
+        why = f"os.cpu_count() says {host.machine_cpus}: numbers of workers and threads made from it are too large."
+        fix = f"num_workers and OMP_NUM_THREADS by {_count(usable)} CPUs: lightning-gpuopt find-workers measures it"
+        return Check("cpus", "note", f"{found}: a cgroup quota", measured, why, fix)
+    return Check("cpus", "ok", found, measured)
+
+
+def _free(host: HostFacts) -> Check:
+    if host.free_cpus is None:
+        return not_known("free_cpus", "/proc/stat cannot be read")
+    free, usable = host.free_cpus, host.usable_cpus
+    measured = {"free_cpus": round(free, 1), "usable_cpus": round(usable, 2)}
+    found = f"{free:.1f} of {_count(usable)} CPUs are idle"
+    if free < _BUSY_SHARE * usable:
+        why = "Other programs use them: workers wait for a CPU, and what is measured here now is too slow."
+        return Check(
+            "free_cpus", "note", found, measured, why, "see who it is with top; measure again when they are idle"
+        )
+    return Check("free_cpus", "ok", found, measured)
+
+
+def _threads(host: HostFacts, torch: TorchFacts) -> Check:
+    usable = max(math.ceil(host.usable_cpus), 1)
+    measured: dict[str, Any] = {"torch_threads": torch.threads, "usable_cpus": round(host.usable_cpus, 2)}
+    for name, value in (("omp_num_threads", host.omp_num_threads), ("mkl_num_threads", host.mkl_num_threads)):
+        if value is not None:
+            measured[name] = value
+    found = f"torch uses {torch.threads} threads for an operation on {_count(host.usable_cpus)} CPUs"
+    asked = _number(host.omp_num_threads)
+    if asked > max(torch.threads, usable):  # torch may use fewer all the same, other libraries do not
+        found += f", OMP_NUM_THREADS is {asked}"
+    if max(torch.threads, asked) > usable:
+        why = "More threads than CPUs wait for one another; libraries in workers (OpenCV, NumPy) start as many in each."
+        return Check(
+            "threads", "problem", found, measured, why, f"export OMP_NUM_THREADS={usable} MKL_NUM_THREADS={usable}"
+        )
+    return Check("threads", "ok", found, measured)
+
+
+def _shared_memory(host: HostFacts) -> Check:
+    if host.shm_total_mib is None or host.shm_free_mib is None:
+        return not_known("shared_memory", "there is no /dev/shm, through which workers send their batches")
+    measured = {"shm_total_mib": round(host.shm_total_mib), "shm_free_mib": round(host.shm_free_mib)}
+    found = f"/dev/shm: {_mib(host.shm_free_mib)} free of {_mib(host.shm_total_mib)}"
+    if host.shm_free_mib < _LEAST_SHM_MIB:
+        why = "Workers send batches through it; what does not fit kills them with a bus error."
+        if host.shm_total_mib < _LEAST_SHM_MIB:
+            fix = "docker run --shm-size=16g (or --ipc=host); in a pod an emptyDir with medium: Memory at /dev/shm"
+        else:
+            fix = "remove what others have left there: ls -l /dev/shm"
+        return Check("shared_memory", "problem", found, measured, why, fix)
+    return Check("shared_memory", "ok", found, measured)
+
+
+def _files(host: HostFacts, torch: TorchFacts | None) -> Check:
+    workers = most_workers(host.usable_cpus)
+    sharing = torch.sharing if torch is not None else "file_descriptor"
+    wanted = files_wanted(workers, 2, _TENSORS if sharing == "file_descriptor" else 0)
+    measured: dict[str, Any] = {"sharing_strategy": sharing, "workers": workers, "files_wanted": wanted}
+    if host.files_limit is None:
+        return Check("open_files", "ok", "no limit of open files", measured)
+    measured["files_limit"] = host.files_limit
+    found = f"{host.files_limit} open files are allowed, {workers} workers take about {wanted}"
+    if host.files_limit - (host.files_open or 0) < wanted:
+        why = f"With torch's sharing strategy {sharing} each tensor of a batch on its way is an open file."
+        return Check(
+            "open_files", "problem", found, measured, why, "ulimit -n 65536 (limits.conf, or docker --ulimit nofile)"
+        )
+    return Check("open_files", "ok", found, measured)
+
+
+def _memory(host: HostFacts) -> Check:
+    if host.memory_available_mib is None:
+        return not_known("memory", "the system does not tell")
+    measured = {"memory_available_mib": round(host.memory_available_mib)}
+    found = f"{_mib(host.memory_available_mib)} of memory available"
+    if host.memory_total_mib is not None:
+        measured["memory_total_mib"] = round(host.memory_total_mib)
+        found += f", the machine has {_mib(host.memory_total_mib)}"
+    if host.memory_available_mib < _LEAST_MEMORY_MIB:
+        why = "Each worker takes a few hundred MiB; what does not fit is swapped, or killed."
+        return Check("memory", "problem", found, measured, why, "free memory, or raise the container's limit")
+    return Check("memory", "ok", found, measured)
+
+
+def _number(variable: str | None) -> int:
+    """What an OpenMP variable asks for at the outermost level; 0 where it asks for nothing."""
+    first = (variable or "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
+
+
+def _count(cpus: float) -> str:
+    return f"{cpus:.0f}" if cpus == round(cpus) else f"{cpus:.2g}"
+
+
+def _mib(mib: float) -> str:
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"

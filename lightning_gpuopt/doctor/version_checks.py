@@ -1,0 +1,95 @@
+"""Checks of what is installed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from lightning_gpuopt.doctor.check import Check
+
+__all__ = ["LOOKED_AT", "version_checks"]
+
+_COMPROMISED: Final = ("2.6.2", "2.6.3")
+"""Of lightning: uploads that were not its makers', GHSA-w37p-236h-pfx3."""
+
+_OLDEST_DALI: Final = 12
+"""Major version of CUDA of the oldest DALI that the extras install."""
+
+_DALI: Final = re.compile(r"nvidia-dali-cuda(\d+)0")
+
+LOOKED_AT: Final = (
+    "torch",
+    "lightning",
+    "pytorch-lightning",
+    "torchmetrics",
+    "nvidia-ml-py",
+    "pynvml",
+    "nvidia-dali-cuda110",
+    "nvidia-dali-cuda120",
+    "nvidia-dali-cuda130",
+)
+"""Names of distributions."""
+
+
+def version_checks(versions: Mapping[str, str], driver_cuda: tuple[int, int] | None) -> Iterator[Check]:
+    """What the installed versions say.
+
+    Args:
+        versions: by the name of the distribution, of those in :data:`LOOKED_AT` that are installed.
+        driver_cuda: the newest CUDA that the driver runs; None where that is not known.
+    """
+    yield _lightning(versions)
+    yield _nvml(versions)
+    dali = _dali(versions, driver_cuda)
+    if dali is not None:
+        yield dali
+
+
+def _lightning(versions: Mapping[str, str]) -> Check:
+    names = ("torch", "lightning", "pytorch-lightning", "torchmetrics")
+    measured = {name.replace("-", "_"): versions[name] for name in names if name in versions}
+    found = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
+    bad = [name for name in ("lightning", "pytorch-lightning") if versions.get(name) in _COMPROMISED]
+    if bad:
+        why = "These uploads were compromised (GHSA-w37p-236h-pfx3): they steal credentials."
+        pins = " ".join(f'"{name}!=2.6.2,!=2.6.3"' for name in bad)
+        fix = f"pip install -U {pins}; then change the keys and tokens that this machine holds"
+        return Check("versions", "problem", found, measured, why, fix)
+    return Check("versions", "ok", found, measured)
+
+
+def _nvml(versions: Mapping[str, str]) -> Check:
+    measured = {name.replace("-", "_"): versions[name] for name in ("nvidia-ml-py", "pynvml") if name in versions}
+    found = ", ".join(f"{name} {versions[name]}" for name in ("nvidia-ml-py", "pynvml") if name in versions)
+    old = versions.get("pynvml")
+    if old is None:
+        return Check("nvml_binding", "ok", found or "nvidia-ml-py is not installed", measured)
+    fix = "pip uninstall pynvml; pip install --force-reinstall nvidia-ml-py"
+    if int(re.match(r"\d*", old)[0] or 0) < 12:  # type: ignore[index]
+        why = "The distribution pynvml is deprecated, and before 12 it has a module of the same name as nvidia-ml-py's."
+        return Check("nvml_binding", "problem", found, measured, why, fix)
+    return Check(
+        "nvml_binding", "note", found, measured, "The distribution pynvml is deprecated; torch warns of it.", fix
+    )
+
+
+def _dali(versions: Mapping[str, str], driver_cuda: tuple[int, int] | None) -> Check | None:
+    installed = {name: int(match[1]) for name in versions if (match := _DALI.fullmatch(name))}
+    if not installed:
+        return None
+    measured = {name.replace("-", "_"): versions[name] for name in installed}
+    found = ", ".join(f"{name} {versions[name]}" for name in installed)
+    if len(installed) > 1:
+        why = "They write into the same folder: which files are there depends on the order of installation."
+        extra = "dali" if driver_cuda is not None and driver_cuda[0] < 13 else "dali-cuda13"
+        fix = f'pip uninstall {" ".join(installed)}; pip install "lightning-gpuopt[{extra}]"'
+        return Check("dali", "problem", found, measured, why, fix)
+    (name, major), *_ = installed.items()
+    if driver_cuda is not None and driver_cuda[0] < major:
+        why = f"It is built for CUDA {major}; this driver runs CUDA up to {driver_cuda[0]}.{driver_cuda[1]}."
+        fix = "update the driver"
+        if driver_cuda[0] >= _OLDEST_DALI:
+            fix = f'pip uninstall {name}; pip install "lightning-gpuopt[dali]", or {fix}'
+        return Check("dali", "problem", found, measured, why, fix)
+    return Check("dali", "ok", found, measured)

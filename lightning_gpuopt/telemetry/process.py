@@ -1,0 +1,48 @@
+"""What this process holds: memory, open files and threads, by Linux's ``/proc``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReading:
+    """What the process holds. A figure that could not be read is None.
+
+    Attributes:
+        rss_mib: MiB of memory that is resident.
+        open_files: file descriptors.
+        threads: threads.
+    """
+
+    rss_mib: float | None = None
+    open_files: int | None = None
+    threads: int | None = None
+
+
+def read_process(proc: str = "/proc") -> ProcessReading:
+    """Read what this process holds; costs some 50 µs, and more with thousands of open files.
+
+    Args:
+        proc: where procfs is mounted.
+    """
+    return ProcessReading(_rss_mib(proc), _count(f"{proc}/self/fd"), _count(f"{proc}/self/task"))
+
+
+def _rss_mib(proc: str) -> float | None:
+    try:
+        with open(f"{proc}/self/statm", "rb", buffering=0) as file:
+            pages = int(file.read(256).split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / _MIB
+    except (AttributeError, OSError, ValueError, IndexError):
+        return None
+
+
+def _count(folder: str) -> int | None:
+    try:
+        return len(os.listdir(folder))
+    except OSError:
+        return None

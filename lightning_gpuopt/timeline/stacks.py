@@ -1,0 +1,207 @@
+"""Samples what one thread does, from a thread of its own: which stacks, and for how long.
+
+Each sample stands for the time since the one before. A call into C that holds the interpreter's lock keeps the sampling
+thread waiting, and is what the sampled thread has just come out of when that gets its turn: so its whole time is
+attributed to it, where samples of equal weight would miss it.
+
+While it samples, the interpreter's switch interval is short. With the usual 5 ms a thread that waits for the lock
+begins to wait anew whenever the lock is let go of for a moment, as torch does in every operation: samples would come
+5 ms after such a moment, and always find the same lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any, ClassVar, Final
+
+from lightning_gpuopt._places import Stack
+from lightning_gpuopt.timeline.frames import RawFrame, calls_of, raw_frames
+
+log = logging.getLogger(__name__)
+
+_INTERVAL_S: Final = 0.02
+_FIRST_INTERVAL_S: Final = 0.01
+_FIRST_SAMPLES: Final = 60
+"""Samples that come twice as often, for runs that are over soon."""
+
+_SWITCH_S: Final = 0.0002
+_MOST_COST: Final = 0.01
+"""Sampling takes at most this share of the time of the thread that does it."""
+
+_IDLE_SAMPLES: Final = 25
+"""After so many samples of nothing that is asked for, the switch interval is the program's again."""
+
+_MOST_STACKS: Final = 2_000
+"""Different stacks that are kept of an activity."""
+
+
+class _ShortInterval:
+    """The interpreter's switch interval, short while a sampler needs it; a forked process gets the usual one."""
+
+    _before_s: ClassVar[list[float]] = []
+    """What to go back to, of each sampler that has shortened it."""
+
+    def __init__(self) -> None:
+        self._ours_s: float | None = None
+        self._was_s = 0.0
+
+    def set(self, short: bool) -> None:
+        """Shorten it, or put it back where the program has not set it meanwhile."""
+        if short == (self._ours_s is not None):
+            return
+        if short:
+            self._was_s = sys.getswitchinterval()
+            self._before_s.append(self._was_s)
+            sys.setswitchinterval(min(self._was_s, _SWITCH_S))
+            self._ours_s = sys.getswitchinterval()
+            return
+        if sys.getswitchinterval() == self._ours_s:
+            sys.setswitchinterval(self._was_s)
+        self._ours_s = None
+        self._before_s.remove(self._was_s)
+
+    @classmethod
+    def forked(cls) -> None:
+        """In a new process no sampler runs."""
+        if cls._before_s:
+            sys.setswitchinterval(max(cls._before_s))
+            cls._before_s.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_ShortInterval.forked)
+
+
+class StackSampler:
+    """Samples one thread of this process until it is stopped.
+
+    Args:
+        thread: the ident of the thread to sample.
+        activity: what that thread does now, by a name; None: nothing that is asked for. Called on the sampling thread.
+        is_over: whether to end; asked after each sample, on the sampling thread.
+        frames: gives the innermost frame of each thread; ``sys._current_frames`` by default.
+        clock: seconds.
+
+    Example::
+
+        sampler = StackSampler(threading.get_ident(), activity=lambda: "data_wait")
+        sampler.start()
+        ...
+        sampler.stop()
+        sampler.stacks("data_wait")
+    """
+
+    def __init__(
+        self,
+        thread: int,
+        activity: Callable[[], str | None],
+        is_over: Callable[[], bool] = lambda: False,
+        frames: Callable[[], Mapping[int, FrameType]] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._target = thread
+        self._activity = activity
+        self._is_over = is_over
+        self._frames = frames or sys._current_frames
+        self._clock = clock
+        self._last = clock()
+        self._seen: dict[str, dict[tuple[RawFrame, ...], list[float]]] = {}
+        self._cost_s = 0.0
+        self._count = 0
+        self._idle = self._sampled = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._random = random.Random(0)  # the global one is the program's
+
+    @property
+    def running(self) -> bool:
+        """Whether it samples still."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begin to sample, on a daemon thread."""
+        self._last = self._clock()
+        self._thread = threading.Thread(target=self._run, name="gpuopt-stacks", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 1.0) -> None:
+        """End the thread; what was seen stays."""
+        self._stop.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+    def sample(self) -> bool:
+        """Take one sample; False where the thread did nothing that is asked for."""
+        now = self._clock()
+        since, self._last = now - self._last, now
+        activity = self._activity()
+        if activity is None:
+            return False
+        frame = self._frames().get(self._target)
+        stack = raw_frames(frame)
+        del frame
+        if not stack:
+            return True
+        seen = self._seen.setdefault(activity, {})
+        entry = seen.get(stack)
+        if entry is None:
+            if len(seen) >= _MOST_STACKS:
+                return True
+            entry = seen[stack] = [0.0, 0]
+        entry[0] += since
+        entry[1] += 1
+        return True
+
+    def samples(self, activity: str) -> int:
+        """How many samples there are of an activity."""
+        return sum(int(count) for _, count in list(self._seen.get(activity, {}).values()))
+
+    def stacks(self, activity: str) -> tuple[Stack, ...]:
+        """The stacks of an activity, those with most time first."""
+        seen = list(self._seen.get(activity, {}).items())
+        stacks = [Stack(calls_of(raw), seconds, int(count)) for raw, (seconds, count) in seen]
+        return tuple(sorted(stacks, key=lambda stack: -stack.seconds))
+
+    def _run(self) -> None:
+        short = _ShortInterval()
+        try:
+            while not self._stop.wait(self._interval_s()):
+                began = time.thread_time()
+                seen = self.sample()
+                self._sampled += seen
+                self._idle = 0 if seen else self._idle + 1
+                short.set(self._idle <= _IDLE_SAMPLES)
+                over = self._is_over()
+                self._cost_s += time.thread_time() - began
+                self._count += 1
+                if over:
+                    return
+        except Exception:  # the sampled program has to go on
+            log.debug("sampling stacks failed", exc_info=True)
+        finally:
+            short.set(False)
+
+    def _interval_s(self) -> float:
+        """Seconds until the next sample, at random, so that no rhythm of the program falls in with ours."""
+        mean_s = self._cost_s / self._count if self._count else 0.0
+        interval_s = _FIRST_INTERVAL_S if self._sampled < _FIRST_SAMPLES else _INTERVAL_S
+        return max(interval_s, mean_s / _MOST_COST) * self._random.uniform(0.6, 1.4)
+
+
+def start_sampling(*args: Any, **kwargs: Any) -> StackSampler | None:
+    """A sampler that runs; None where no thread can be started."""
+    sampler = StackSampler(*args, **kwargs)
+    try:
+        sampler.start()
+    except RuntimeError:  # can't start new thread
+        log.debug("no thread for sampling stacks", exc_info=True)
+        return None
+    return sampler

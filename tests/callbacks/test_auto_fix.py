@@ -1,0 +1,656 @@
+"""AutoFix: real loaders and real Trainers; what it is told is written by the test, or found in a real run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset
+from torch.utils.data._utils.pin_memory import pin_memory
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_gpuopt import AutoFix, CudaPrefetcher, NumWorkersFinder, StallDetector, StallReport
+from lightning_gpuopt._lightning import train_iterators
+from lightning_gpuopt.callbacks._fixed_loader import FixedLoader
+from lightning_gpuopt.callbacks._mending import Mending
+from lightning_gpuopt.diagnosis.render.html import render_html
+from lightning_gpuopt.loading.loader import make_loader
+from lightning_gpuopt.loading.order import Order
+from lightning_gpuopt.loading.sampler import ElasticSampler
+from lightning_gpuopt.tuning.caps import Cap
+from lightning_gpuopt.tuning.running import RunningLoader
+from tests.callbacks.mended import FAST, SLOW, Model, Numbers, Run, Script, Shuffles, finding, loader, script, train
+from tests.gpu_simulator import SimulatedModule, Step, Work, simulated_gpu
+from tests.helpers import run_ranks, tiny_trainer, wait_for
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*checkpoint.*", "ignore:This DataLoader will create")
+
+
+SLOWER = Numbers(takes_s=0.002)
+"""Makes a batch slower than a worker hands it over."""
+
+
+def full_from(monkeypatch: pytest.MonkeyPatch, look: int) -> None:
+    """From this look on, which comes once a window, memory is full with more than one worker."""
+    looks = itertools.count(1)
+
+    def no_longer_fits(running: RunningLoader) -> Cap | None:
+        return Cap(1, "memory") if next(looks) >= look and running.loader.num_workers > 1 else None
+
+    monkeypatch.setattr(RunningLoader, "no_longer_fits", no_longer_fits)
+
+
+class TestRunningWorkers:
+    def test_they_grow_at_once_and_are_kept_when_the_windows_after_prove_it(self, tmp_path):
+        run = Run(tmp_path, script([finding(num_workers=2)]), loader())
+        assert run.changes == [("num_workers", 1, 2, True)]
+        [change] = run.autofix.changes
+        assert (change.predicted, change.measured, change.why) == ((1.5, 2.0, 2.5), pytest.approx(2.0), "")
+        counts = [len(pids) for pids in run.workers.pids]
+        assert counts[:8] == [1] * 8  # four windows are seen first
+        assert set(counts[9:]) == {2}
+        assert run.loader.num_workers == 2
+        assert run.same_as_without(tmp_path, loader())
+        assert run.callbacks_after
+        assert run.left == []
+
+    @pytest.mark.parametrize(
+        ("after", "why"),
+        [((0.012,), "no gain that could be told from noise"), ((0.0099,), "no gain that could be told from noise")],
+        ids=["slower", "too-small"],
+    )
+    def test_they_are_taken_back_where_it_is_not_proved(self, tmp_path, after, why):
+        run = Run(tmp_path, script([finding(num_workers=3)], *after), loader())
+        assert run.changes == [("num_workers", 1, 3, False)]
+        assert run.why == [why]
+        counts = [len(pids) for pids in run.workers.pids]
+        assert max(counts) == 3
+        assert run.loader.num_workers == 1
+        assert counts[-1] == 1
+        assert run.same_as_without(tmp_path, loader())
+
+    def test_one_thing_at_a_time(self, tmp_path):
+        both = [finding(num_workers=2), finding("head_of_line", prefetch_factor=4)]
+        run = Run(tmp_path, Script([(SLOW, both)] * 5 + [(FAST, both[1:])]), loader())
+        assert run.changes == [("num_workers", 1, 2, True), ("prefetch_factor", 2, 4, False)]
+        assert run.loader.prefetch_factor == 2
+        assert run.same_as_without(tmp_path, loader())
+
+    def test_what_has_failed_is_not_tried_again(self, tmp_path):
+        run = Run(tmp_path, Script([(SLOW, [finding(num_workers=2)])]), loader())
+        assert run.changes == [("num_workers", 1, 2, False)]
+
+    def test_training_ends_before_it_is_proved(self, tmp_path):
+        run = Run(tmp_path, script([finding(num_workers=2)]), loader(), max_steps=12)
+        assert run.changes == [("num_workers", 1, 2, False)]
+        assert run.why == ["training ended before a gain was proved"]
+        assert run.loader.num_workers == 1
+
+    def test_only_what_may_be_changed(self, tmp_path):
+        run = Run(tmp_path, script([finding(num_workers=2)]), loader(), fixes=["pin_memory"])
+        assert run.changes == []
+        assert {len(pids) for pids in run.workers.pids} == {1}
+
+
+class TestFirstWorkers:
+    def test_they_come_with_the_next_epoch(self, tmp_path):
+        run = Run(
+            tmp_path, script([finding("main_process_loading", num_workers=2)], before=12), loader(SLOWER, num_workers=0)
+        )
+        assert run.changes == [("num_workers", 0, 2, True)]
+        assert [len(pids) for pids in run.workers.pids] == [0] * 20 + [2] * 40
+        assert run.same_as_without(tmp_path, loader(SLOWER, num_workers=0))
+        assert run.left == []
+
+    def test_they_are_taken_back_with_the_next(self, tmp_path):
+        run = Run(tmp_path, Script([(SLOW, [finding(num_workers=2)])]), loader(SLOWER, num_workers=0))
+        assert run.changes == [("num_workers", 0, 2, False)]
+        assert [len(pids) for pids in run.workers.pids] == [0] * 20 + [2] * 20 + [0] * 20
+        assert run.same_as_without(tmp_path, loader(SLOWER, num_workers=0))
+        assert (run.loader.num_workers, run.loader.prefetch_factor) == (0, None)
+
+    @pytest.mark.parametrize("draws", ["torch", "numpy", "random"])
+    def test_a_dataset_that_draws_random_numbers_keeps_its_process(self, tmp_path, draws):
+        slow = script([finding("main_process_loading", num_workers=2)])
+        run = Run(tmp_path, slow, loader(Numbers(draws=draws, takes_s=0.002), num_workers=0))
+        assert run.changes == [("num_workers", 0, 2, None)]
+        assert "draws from the process's random state" in run.why[0]
+        assert run.workers.pids == [[]] * 60
+        assert run.same_as_without(tmp_path, loader(Numbers(draws=draws, takes_s=0.002), num_workers=0))
+
+    def test_in_the_last_epoch_they_are_advised(self, tmp_path):
+        run = Run(tmp_path, script([finding(num_workers=2)]), loader(SLOWER, num_workers=0), max_epochs=1)
+        assert run.changes == [("num_workers", 0, 2, None)]
+        assert run.why == ["it takes a new iterator of the loader, and this epoch is the last"]
+
+    def test_where_training_ends_first_that_is_said(self, tmp_path):
+        run = Run(tmp_path, script([finding(num_workers=2)]), loader(SLOWER, num_workers=0), max_steps=15)
+        assert run.changes == [("num_workers", 0, 2, None)]
+        assert run.why == ["training ended before it could take effect"]
+        assert run.loader.num_workers == 0
+
+
+class TestWorkersThatLiveOn:
+    FOUND = finding("epoch_restart", None, persistent_workers=True)
+
+    def test_they_do_and_nothing_else_changes(self, tmp_path, monkeypatch):
+        pauses = iter([1.0, 1.0, 1.0] + [0.1] * 9)
+        _set_ups(monkeypatch, pauses)
+        run = Run(tmp_path, script([self.FOUND], before=30), loader(), max_epochs=8)
+        assert run.changes == [("persistent_workers", False, True, True)]
+        epochs = [run.workers.pids[start : start + 20] for start in range(0, 160, 20)]
+        alive = [{tuple(pids) for pids in epoch} for epoch in epochs]
+        assert all(len(each) == 1 for each in alive)
+        assert alive[0] != alive[1]
+        assert len(set.union(*alive[3:])) == 1  # one and the same worker to the end
+        assert run.same_as_without(tmp_path, loader(), max_epochs=8)
+        assert run.loader.persistent_workers is False
+        wait_for(lambda: multiprocessing.active_children() == [])
+
+    def test_a_dataset_that_changes_is_brought_to_new_workers(self, tmp_path, monkeypatch):
+        _set_ups(monkeypatch, iter([1.0, 1.0, 1.0] + [0.1] * 9))
+
+        class Changes(Callback):
+            def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+                if trainer.current_epoch >= 5:
+                    trainer.train_dataloader.dataset.extra = 100 * trainer.current_epoch
+
+        run = Run(tmp_path, script([self.FOUND], before=30), loader(), callbacks=(Changes(),), max_epochs=8)
+        assert run.changes == [("persistent_workers", False, True, True)]
+        seen = [run.model.seen[start : start + 40] for start in range(0, 320, 40)]
+        assert [min(epoch) // 100 * 100 for epoch in seen] == [0, 0, 0, 0, 0, 500, 600, 700]
+
+    def test_they_end_when_training_fails_though_its_error_is_kept(self, tmp_path, monkeypatch):
+        _set_ups(monkeypatch, iter([1.0, 1.0, 1.0] + [0.1] * 9))
+
+        class Fails(Callback):
+            def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+                if trainer.current_epoch == 5:
+                    iterators = train_iterators(trainer)
+                    raise RuntimeError(f"with {len(iterators)} iterators in its frame")
+
+        with pytest.raises(RuntimeError, match="with 1 iterators") as error:
+            Run(tmp_path, script([self.FOUND], before=30), loader(), callbacks=(Fails(),), max_epochs=8)
+        wait_for(lambda: multiprocessing.active_children() == [])
+        assert error.value.__traceback__ is not None
+
+    def test_a_dataset_with_epochs_of_its_own_is_left(self, tmp_path):
+        class Epochs(Numbers):
+            def set_epoch(self, epoch: int) -> None:
+                self.extra = epoch
+
+        run = Run(tmp_path, script([self.FOUND], before=12), loader(Epochs()))
+        assert run.changes == [("persistent_workers", False, True, None)]
+        assert run.why == ["Epochs has set_epoch(), which workers that live on would not hear of"]
+
+    def test_a_sampler_that_draws_as_it_likes_is_left(self, tmp_path):
+        run = Run(tmp_path, script([self.FOUND], before=12), loader(shuffle=False, sampler=Shuffles(40)))
+        assert run.changes == [("persistent_workers", False, True, None)]
+        assert "its sampler (Shuffles) may draw random numbers" in run.why[0]
+
+
+class TestOtherSettings:
+    def test_batches_ahead_come_with_the_next_epoch(self, tmp_path):
+        found = finding("head_of_line", prefetch_factor=5)
+        run = Run(tmp_path, script([found], before=12), loader())
+        assert run.changes == [("prefetch_factor", 2, 5, True)]
+        assert run.loader.prefetch_factor == 5
+        assert run.same_as_without(tmp_path, loader())
+
+    def test_of_workers_that_live_on_too(self, tmp_path):
+        found = finding("head_of_line", prefetch_factor=5)
+        run = Run(tmp_path, script([found], before=12), loader(persistent_workers=True))
+        assert run.changes == [("prefetch_factor", 2, 5, True)]
+        assert run.same_as_without(tmp_path, loader(persistent_workers=True))
+
+    def test_not_where_the_sampler_would_draw_earlier(self, tmp_path):
+        found = finding("head_of_line", prefetch_factor=5)
+        run = Run(tmp_path, script([found], before=12), loader(shuffle=False, sampler=Shuffles(40)))
+        assert run.changes == [("prefetch_factor", 2, 5, None)]
+        assert "its sampler (Shuffles) may draw random numbers" in run.why[0]
+
+    def test_pinning_comes_with_the_next_epoch(self, tmp_path):
+        found = finding("host_to_device", pin_memory=True)
+        run = Run(tmp_path, script([found], before=12, on_gpu=True), loader(), fixes=["pin_memory"])
+        pins = type(pin_memory(("",))) is tuple  # torch 2.4 makes a list of it
+        assert run.changes == [("pin_memory", False, True, True if pins else None)]
+        assert run.loader.pin_memory is pins
+
+    def test_no_workers_instead_of_some_is_advised(self, tmp_path):
+        run = Run(tmp_path, script([finding("worker_transfer", num_workers=0)]), loader())
+        assert run.changes == [("num_workers", 1, 0, None)]
+        assert "training would be another" in run.why[0]
+
+
+class PerIndex(RandomSampler):
+    """Derives from a sampler that is known, and draws as it likes."""
+
+    def __iter__(self) -> Any:
+        return iter(Shuffles(len(self)))
+
+
+class Nested(Numbers):
+    """Holds its samples a level deeper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = {"numbers": [Numbers()]}
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.inner["numbers"][0][index]
+
+
+class InAFile(Numbers):
+    """Reads with one position in an open file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        path.write_bytes(bytes(range(40)))
+        self.file = open(path, "rb")  # noqa: SIM115
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.file.seek(index)
+        return torch.tensor([float(self.file.read(1)[0]), 0.0])
+
+
+class Closed:
+    """Holds what nobody may take away."""
+
+    def __getstate__(self) -> Any:
+        raise TypeError("cannot pickle a Closed")
+
+
+class ChangesIt(Callback):
+    """Changes the dataset, from some step on."""
+
+    def __init__(self, change: Callable[[Any, int], None], since: int = 0) -> None:
+        self.change, self.since = change, since
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.steps += 1
+        if self.steps >= self.since:
+            self.change(trainer.train_dataloader.dataset, self.steps)
+
+
+class TestOrderAndSamplesStay:
+    @pytest.mark.parametrize("workers", [0, 1])
+    @pytest.mark.parametrize(
+        "sampler",
+        [
+            lambda: Shuffles(40),
+            lambda: PerIndex(range(40)),
+            lambda: RandomSampler(range(40), replacement=True, generator=torch.default_generator),
+        ],
+        ids=["own", "derived", "default-generator"],
+    )
+    def test_of_samplers_that_draw_for_each_index(self, tmp_path, workers, sampler):
+        def made() -> Any:
+            return loader(SLOWER, shuffle=False, sampler=sampler(), num_workers=workers)
+
+        run = Run(tmp_path, script([finding(num_workers=2)]), made())
+        assert run.changes == [("num_workers", workers, 2, None)]
+        assert "may draw random numbers for each index" in run.why[0]
+        assert run.same_as_without(tmp_path, made())
+
+    def test_of_an_open_file(self, tmp_path):
+        run = Run(tmp_path, script([finding(num_workers=3)]), loader(InAFile(tmp_path / "file")))
+        assert run.changes == [("num_workers", 1, 3, None)]
+        assert "cannot share, such as an open file" in run.why[0]
+        assert run.same_as_without(tmp_path, loader(InAFile(tmp_path / "file")))
+
+    def test_of_a_dataset_that_has_changed_since_its_workers_were_started(self, tmp_path):
+        def change(dataset: Any, step: int) -> None:
+            dataset.inner["numbers"][0].extra = 100
+
+        run = Run(tmp_path, script([finding(num_workers=2)]), loader(Nested()), callbacks=(ChangesIt(change),))
+        assert run.changes == [("num_workers", 1, 2, None)]
+        assert "new ones would see another" in run.why[0]
+
+    def test_of_a_dataset_that_training_changes_in_each_step(self, tmp_path):
+        def change(dataset: Any, step: int) -> None:
+            dataset.extra = step
+
+        def made() -> Any:
+            return loader(Numbers(takes_s=0.002), num_workers=0)
+
+        run = Run(tmp_path, script([finding(num_workers=2)]), made(), callbacks=(ChangesIt(change),))
+        assert run.changes == [("num_workers", 0, 2, None)]
+        assert run.why == ["the dataset changes while training runs, and workers would keep the old one"]
+
+    def test_of_a_nested_dataset_whose_workers_were_kept(self, tmp_path, monkeypatch):
+        _set_ups(monkeypatch, iter([1.0, 1.0, 1.0] + [0.1] * 9))
+
+        def change(dataset: Any, step: int) -> None:
+            dataset.dataset.extra = 100
+
+        made = loader(Subset(Numbers(), range(40)))
+        callbacks = (ChangesIt(change, since=110),)  # in the sixth epoch
+        run = Run(tmp_path, script([TestWorkersThatLiveOn.FOUND], before=30), made, callbacks=callbacks, max_epochs=8)
+        assert run.changes == [("persistent_workers", False, True, True)]
+        assert [min(run.model.seen[start : start + 40]) // 100 for start in range(0, 320, 40)] == [0] * 6 + [1] * 2
+
+    def test_of_a_dataset_in_a_subset_that_has_epochs(self, tmp_path):
+        class Epochs(Numbers):
+            def set_epoch(self, epoch: int) -> None:
+                self.extra = epoch
+
+        made = loader(Subset(Epochs(), range(40)))
+        run = Run(tmp_path, script([TestWorkersThatLiveOn.FOUND], before=30), made, max_epochs=5)
+        assert run.changes == [("persistent_workers", False, True, None)]
+        assert "has set_epoch()" in run.why[0]
+
+    def test_of_a_dataset_that_cannot_be_looked_into(self, tmp_path):
+        dataset = Numbers()
+        dataset.closed = Closed()
+        run = Run(tmp_path, script([finding("epoch_restart", persistent_workers=True)], before=20), loader(dataset))
+        assert run.changes == [("persistent_workers", False, True, None)]
+        assert run.same_as_without(tmp_path, loader(dataset))
+
+    def test_of_our_own_data_modules(self, tmp_path):
+        def made() -> Any:
+            return make_loader(Numbers(takes_s=0.001), ElasticSampler(Order(40, seed=1), 2), num_workers=1)
+
+        found = finding("head_of_line", prefetch_factor=5)
+        run = Run(tmp_path, script([found], before=14), made())
+        assert [change[0] for change in run.changes] == ["prefetch_factor"]
+        assert "may draw" not in "".join(run.why)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter(torch.zeros(40, 2))
+
+
+class Keeps(DataLoader[torch.Tensor]):
+    """Somebody's own loader with a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class TestWhatIsLeftAlone:
+    @pytest.mark.parametrize(
+        ("made", "why"),
+        [
+            (lambda: [loader(), loader()], "there are several training loaders"),
+            (lambda: StatefulDataLoader(Numbers(), 2, num_workers=1), "AutoFix leaves a StatefulDataLoader alone"),
+            (
+                lambda: Keeps(Numbers(), 2, num_workers=1),
+                "the state of a Keeps holds for the settings that it began with",
+            ),
+            (lambda: DataLoader(Stream(), 2, num_workers=1), "AutoFix leaves an IterableDataset alone"),
+        ],
+        ids=["several", "stateful", "with-a-state", "iterable"],
+    )
+    def test_a_loader_that_cannot_be_changed(self, tmp_path, made, why):
+        autofix, detector = AutoFix(), script([finding(num_workers=3)])
+
+        class Any2(Model):
+            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+                return super().training_step(batch if isinstance(batch, torch.Tensor) else batch[0], batch_idx)
+
+        trainer = tiny_trainer(tmp_path, max_steps=20, callbacks=[autofix, detector])
+        trainer.fit(Any2(), made())
+        assert [(each.setting, each.kept) for each in autofix.changes] == [("num_workers", None)]
+        assert why in autofix.changes[0].why
+        assert autofix.changes[0].from_ is not None
+
+    def test_what_another_callback_of_the_users_does(self, tmp_path):
+        run = Run(tmp_path, script([finding(num_workers=2)]), loader(), callbacks=(NumWorkersFinder("off"),))
+        assert run.changes == []
+
+    def test_a_users_own_detector_is_listened_to_and_not_doubled(self, tmp_path):
+        seen: list[int] = []
+
+        class Counts(Callback):
+            def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+                seen.append(sum(isinstance(each, StallDetector) for each in trainer.callbacks))
+
+        Run(tmp_path, script([]), loader(), callbacks=(Counts(),))
+        _, trainer = train(tmp_path, loader(), [AutoFix(report_dir=tmp_path / "own"), Counts()], max_epochs=1)
+        assert seen == [1, 1]
+        assert [type(each).__name__ for each in trainer.callbacks] == ["AutoFix", "Counts"]
+        assert (tmp_path / "own" / "report.json").is_file()
+
+    def test_two_of_them(self, tmp_path):
+        with pytest.raises(MisconfigurationException, match="Two AutoFix are in this Trainer"):
+            train(tmp_path, loader(), [AutoFix(), AutoFix()])
+
+
+class TestWhenThingsGoWrong:
+    def test_a_training_that_fails_leaves_all_as_it_was(self, tmp_path):
+        class Fails(Callback):
+            def on_train_batch_end(
+                self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+            ) -> None:
+                if batch_idx == 12:
+                    raise RuntimeError("the user's own")
+
+        autofix, detector = AutoFix(), script([finding(num_workers=2)])
+        own = [autofix, detector, Fails()]
+        trainer = tiny_trainer(tmp_path, max_steps=-1, max_epochs=3, callbacks=own)
+        made = loader()
+        with pytest.raises(RuntimeError, match="the user's own"):
+            trainer.fit(Model(), made)
+        assert [(each.setting, each.kept) for each in autofix.changes] == [("num_workers", False)]
+        assert made.num_workers == 1
+        assert trainer.callbacks == own
+        assert "_get_iterator" not in vars(made)
+
+    def test_a_fault_of_its_own_takes_nobody_s_turn_and_its_parts_go_on(self, tmp_path, monkeypatch):
+        def broken(self: Any) -> None:
+            raise ValueError("ours")
+
+        class Behind(Callback):
+            def __init__(self) -> None:
+                self.steps: list[int] = []
+
+            def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+                self.steps.append(args[-1])
+
+        monkeypatch.setattr(FixedLoader, "step_done", broken)
+        autofix, behind = AutoFix(report_dir=tmp_path), Behind()
+        with pytest.warns(UserWarning, match="AutoFix disables itself, training goes on: ValueError: ours"):
+            _, trainer = train(tmp_path, loader(Numbers(200)), [autofix, behind], max_epochs=1)
+        assert behind.steps == list(range(100))
+        assert [type(each).__name__ for each in trainer.callbacks] == ["AutoFix", "Behind"]
+        assert (tmp_path / "report.json").is_file()
+        assert "process_dataloader" not in vars(trainer.strategy)
+
+    def test_what_is_taken_back_in_the_last_epoch_is_the_loader_s_again(self, tmp_path):
+        found = [finding("head_of_line", prefetch_factor=5)]
+        run = Run(tmp_path, Script([(SLOW, found)]), loader(), max_epochs=2)
+        assert run.changes == [("prefetch_factor", 2, 5, False)]
+        assert run.loader.prefetch_factor == 2
+        run = Run(tmp_path, Script([(SLOW, [finding(num_workers=2)])]), loader(SLOWER, num_workers=0), max_epochs=2)
+        assert run.changes == [("num_workers", 0, 2, False)]
+        assert (run.loader.num_workers, run.loader.prefetch_factor) == (0, None)
+
+    def test_workers_that_cannot_come_at_once_are_judged_when_they_have_come(self, tmp_path):
+        run = Run(tmp_path, script([finding(num_workers=2)], before=12), loader(timeout=30))
+        assert run.changes == [("num_workers", 1, 2, True)]
+        assert [len(pids) for pids in run.workers.pids] == [1] * 20 + [2] * 40
+
+    def test_workers_that_cannot_come_any_more_are_advised_and_the_loader_keeps_its_own(self, tmp_path):
+        run = Run(tmp_path, script([finding(num_workers=2)]), loader(timeout=30), max_epochs=1)
+        assert run.changes == [("num_workers", 1, 2, None)]
+        assert run.why == [
+            "running workers cannot be changed (the first batches of new workers may take longer than the loader's "
+            "timeout=30), and this epoch is the last"
+        ]
+        assert run.loader.num_workers == 1
+
+    def test_in_the_last_batches_workers_are_advised_and_the_loader_keeps_its_own(self, tmp_path):
+        run = Run(tmp_path, script([finding(num_workers=2)], before=19), loader(prefetch_factor=30), max_epochs=1)
+        assert run.changes == [("num_workers", 1, 2, None)]
+        assert run.why == [
+            "running workers cannot be changed (all batches of the epoch are on their way), and this epoch is the last"
+        ]
+        assert run.loader.num_workers == 1
+
+    def test_workers_for_which_there_is_no_room_any_longer_go(self, tmp_path, monkeypatch):
+        full_from(monkeypatch, 14)
+        run = Run(tmp_path, script([finding(num_workers=2)]), loader())
+        assert run.changes == [("num_workers", 1, 2, True), ("num_workers", 2, 1, True)]
+        assert run.why == ["", "for more workers there is no room any longer, limited by memory"]
+        assert run.loader.num_workers == 1
+
+    def test_a_worker_that_never_gave_a_batch_is_a_note(self, tmp_path, monkeypatch):
+        looks = itertools.count(1)
+        monkeypatch.setattr(RunningLoader, "gives_up_growing", lambda running: next(looks) == 14)
+        run = Run(tmp_path, script([finding(num_workers=2)]), loader())
+        assert run.changes == [("num_workers", 1, 2, True)]
+        assert (
+            "AutoFix starts workers at the beginning of an epoch only: a worker that was started in mid-epoch never "
+            "gave a batch."
+        ) in run.detector.report.notes
+
+    def test_what_is_tried_meanwhile_is_not_judged_by_windows_with_other_workers(self, tmp_path, monkeypatch):
+        full_from(monkeypatch, 12)
+        found = [(SLOW, [finding(num_workers=2)])] * 5 + [(FAST, [finding("head_of_line", prefetch_factor=4)])]
+        run = Run(tmp_path, Script(found), loader(Numbers(80)))
+        assert run.changes == [
+            ("num_workers", 1, 2, True),
+            ("prefetch_factor", 2, 4, False),
+            ("num_workers", 2, 1, True),
+        ]
+        assert run.why[1] == "the number of workers has changed meanwhile"
+        assert (run.loader.num_workers, run.loader.prefetch_factor) == (1, 2)
+
+    def test_a_fault_of_its_own_ends_no_training(self, tmp_path, monkeypatch):
+        def broken(self: Any) -> None:
+            raise ValueError("ours")
+
+        monkeypatch.setattr(FixedLoader, "step_done", broken)
+        with pytest.warns(UserWarning, match="disables itself, training goes on: ValueError: ours"):
+            run = Run(tmp_path, script([finding(num_workers=2)]), loader())
+        assert len(run.model.seen) == 120
+        assert run.changes == []
+
+    @pytest.mark.parametrize(
+        ("arguments", "error"),
+        [
+            ({"threshold": 0}, ValueError),
+            ({"fixes": []}, ValueError),
+            ({"fixes": ["workers"]}, ValueError),
+            ({"fixes": "num_workers"}, ValueError),
+            ({"fixes": 3}, TypeError),
+            ({"report_dir": 3}, TypeError),
+        ],
+    )
+    def test_wrong_arguments(self, arguments, error):
+        with pytest.raises(error, match=next(iter(arguments))):
+            AutoFix(**arguments)
+
+    def test_from_yaml(self):
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--callback", type=Callback)
+        text = "callback: {class_path: lightning_gpuopt.AutoFix, init_args: {threshold: 0.2, fixes: [num_workers]}}"
+        made = parser.instantiate_classes(parser.parse_string(text)).callback
+        assert (made.threshold, made.fixes) == (0.2, ["num_workers"])
+
+
+def test_the_report_tells_what_was_tried(tmp_path):
+    both = [finding(num_workers=2), finding("head_of_line", prefetch_factor=4)]
+    detector = Script([(SLOW, both)] * 5 + [(FAST, both[1:])], report_dir=tmp_path)
+    run = Run(tmp_path, detector, loader())
+    report = StallReport.from_json((tmp_path / "report.json").read_text())
+    assert report.changes == run.autofix.changes
+    first = json.loads((tmp_path / "report.json").read_text())["changes"][0]
+    assert {name: first[name] for name in ("setting", "from", "to", "kept")} == {
+        "setting": "num_workers",
+        "from": 1,
+        "to": 2,
+        "kept": True,
+    }
+    lines = str(report).splitlines()
+    at = lines.index("Changes while training ran:")
+    assert lines[at + 1 : at + 6] == [
+        "  num_workers 1 → 2: predicted 2.0x (1.5x to 2.5x), measured 2.0x, kept",
+        "  prefetch_factor 2 → 4: predicted 2.0x (1.5x to 2.5x), measured 1.00x, taken",
+        "  back (no gain that could be told from noise)",
+        "To have them from the start:",
+        "  DataLoader(..., num_workers=2)",
+    ]
+    assert "DataLoader(..., num_workers=2)" in render_html(report)
+
+
+class Slow(Dataset[torch.Tensor]):
+    """Each sample is waited for."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.004)
+        return torch.full((2,), float(index))
+
+
+class TestInARealRun:
+    def test_workers_that_are_too_few_become_more(self, tmp_path):
+        autofix = AutoFix(fixes=["num_workers"])
+        made = DataLoader(Slow(), 2, shuffle=True, num_workers=1)
+        train(tmp_path, made, [autofix], max_steps=400, max_epochs=1)
+        first, *_ = autofix.changes
+        assert (first.setting, first["from"], first.kept) == ("num_workers", 1, True)
+        assert first.measured > 1.3
+        assert made.num_workers >= first.to
+
+    def test_a_copy_is_hidden_from_the_next_batch_on(self, tmp_path):
+        copy_s = 0.01
+        with simulated_gpu(bandwidth=32 / copy_s, pageable_bandwidth=32 / copy_s) as gpu:
+            autofix = AutoFix(fixes=["device_prefetch"])
+            model = SimulatedModule(gpu, Step(Work(0.002), Work(0.02)), num_workers=1)
+            trainer = tiny_trainer(tmp_path, accelerator="gpu", max_steps=260, max_epochs=-1, callbacks=[autofix])
+            trainer.fit(model)
+        [change] = autofix.changes
+        assert (change.setting, change["from"], change.to, change.kept) == ("device_prefetch", False, True, True)
+        assert change.predicted[0] < change.measured < change.predicted[2] * 1.1
+
+
+def test_rank_0_decides_and_all_apply():
+    first, second = run_ranks("tests.callbacks.mended_rank", "grow", 2)
+    assert first["changes"] == [["num_workers", 1, 2, True]]
+    assert second["changes"] == []
+    assert first["workers"] == second["workers"] == [1, 2]
+
+
+def test_the_users_prefetcher_is_left(tmp_path):
+    found = finding("host_to_device", pin_memory=True)
+    run = Run(
+        tmp_path, script([found], on_gpu=True), loader(), fixes=["device_prefetch"], callbacks=(CudaPrefetcher(),)
+    )
+    assert run.changes == []
+
+
+def _set_ups(monkeypatch: pytest.MonkeyPatch, pauses: Any) -> None:
+    """Have the set-up of each epoch take so long, as AutoFix sees it."""
+    original = Mending._note_pauses
+    told: list[float] = []
+
+    def note(self: Any, setup_s: float, epochs: int) -> None:
+        while len(told) < epochs:
+            told.append(next(pauses))
+        original(self, sum(told), epochs)
+
+    monkeypatch.setattr(Mending, "_note_pauses", note)
+
+
+def test_no_path_is_left_in_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Run(tmp_path, script([finding(num_workers=2)]), loader(), max_epochs=1)
+    assert sorted(path.name for path in Path().iterdir()) == ["gpuopt"]

@@ -1,0 +1,139 @@
+"""``lightning-gpuopt what-if``: the forecast of a saved report, and one line for what cannot be said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_gpuopt.cli import main
+from lightning_gpuopt.diagnosis.render.what_if import forecast_data, render_forecast
+from lightning_gpuopt.diagnosis.what_if import Change, what_if
+from tests.diagnosis.reports import before
+from tests.diagnosis.test_what_if import COMPUTING
+
+REPORT = replace(before(), loader_costs=COMPUTING, environment={"batch_size": "32"})
+ASKED = "--num-workers 12 --prefetch-factor 4 --cpus 16 --decode-speedup 1.9 --batch-size 512"
+CHANGE = Change(12, 4, 16.0, 1.9, 512)
+
+
+@pytest.fixture(autouse=True)
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``report.json``, and ``old.json`` of an earlier version, in the working folder; a terminal of 70 columns."""
+    REPORT.save_json(tmp_path / "report.json")
+    before().save_json(tmp_path / "old.json")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "70")
+
+
+def test_the_forecast_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["what-if", "report.json", *ASKED.split()]) == 0
+    assert capsys.readouterr() == (f"{render_forecast(what_if(REPORT, CHANGE), 70)}\n", "")
+
+
+def test_the_forecast_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["what-if", "report.json", *ASKED.split(), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert (json.loads(out), err) == (json.loads(json.dumps(forecast_data(what_if(REPORT, CHANGE)))), "")
+
+
+def test_no_workers_is_a_number_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["what-if", "report.json", "--num-workers", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["limit"] == "training_process"
+
+
+def test_the_largest_numbers_have_a_forecast(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--num-workers 4096 --prefetch-factor 65536 --batch-size 1000000000"
+    assert main(["what-if", "report.json", *arguments.split(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["after"]["num_workers"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (
+            "report.json",
+            "what-if: expected a change, got none; give one or more of --num-workers, --prefetch-factor, --cpus, "
+            "--decode-speedup, --batch-size",
+        ),
+        (
+            "nowhere.json --cpus 4",
+            "expected a report.json, got nowhere.json: No such file or directory; "
+            "StallDetector leaves one in its report_dir",
+        ),
+        (
+            "old.json --cpus 4",
+            "old.json: expected a report that says what its loader costs, got one that does not: it is of an earlier "
+            "version, its loader is no DataLoader, or no step came after the warm-up; record one with StallDetector "
+            "and give that",
+        ),
+    ],
+)
+def test_what_cannot_be_said_is_one_line_and_exit_code_2(
+    arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["what-if", *arguments.split()]) == 2
+    assert capsys.readouterr() == ("", f"error: {complaint}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--num-workers -1",
+        "--num-workers two",
+        "--num-workers 4097",
+        "--num-workers 30000000",
+        "--prefetch-factor 0",
+        "--prefetch-factor 2000000000",
+        "--cpus 0",
+        "--cpus nan",
+        "--decode-speedup 0",
+        "--batch-size 0",
+        "--batch-size 2000000000",
+    ],
+)
+def test_a_wrong_number_is_one_line_and_exit_code_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["what-if", "report.json", *arguments.split()]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"error: {arguments.split()[0]}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("receive_s", [1]), ("batches", "x"), ("usable_cpus", 0), ("counts", [1]), ("num_workers", -1)]
+)
+@pytest.mark.parametrize("command", ["what-if damaged.json --cpus 8", "report damaged.json"])
+def test_damaged_costs_are_one_line_and_exit_code_2(
+    command: str, name: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads(REPORT.to_json())
+    data["loader_costs"][name] = value
+    (tmp_path / "damaged.json").write_text(json.dumps(data))
+    assert main(command.split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("error: damaged.json: expected a whole stall report, got one with a part missing or strange")
+
+
+@pytest.mark.parametrize("costs", [{"free_cpus": 0.0}, {"edges_s": (0.0, 0.0), "counts": (5,)}])
+def test_what_was_measured_as_nothing_has_a_forecast(
+    costs: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace(REPORT, loader_costs=replace(COMPUTING, **costs)).save_json(tmp_path / "report.json")
+    assert main(["what-if", "report.json", "--num-workers", "4", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["step_s"]) == 3
+
+
+def test_it_imports_neither_torch_nor_lightning() -> None:
+    code = (
+        "import sys; from lightning_gpuopt.cli import main;"
+        "main(['what-if', 'report.json', '--cpus', '8']);"
+        "print({'torch', 'lightning', 'pytorch_lightning'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"

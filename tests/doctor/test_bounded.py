@@ -1,0 +1,57 @@
+"""A look that may never end: it hangs on an event, and Ctrl-C is a real signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from lightning_gpuopt.doctor.bounded import NoAnswerError, within
+
+
+def test_what_a_look_finds_and_what_it_raises():
+    assert within(60.0, lambda clock: clock(), lambda: 7.0) == 7.0
+    with pytest.raises(ZeroDivisionError):
+        within(60.0, lambda clock: 1 / 0)
+
+
+def test_one_that_hangs_is_left():
+    answers = threading.Event()
+    try:
+        with pytest.raises(NoAnswerError, match=r"no answer within 0\.01 s"):
+            within(0.01, lambda clock: answers.wait(), clean_up_s=0.01)
+    finally:
+        answers.set()
+
+
+class Endless:
+    """A look that goes on as long as its clock does, and then cleans up."""
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        self._then = then
+        self.clean = False
+
+    def __call__(self, clock: Callable[[], float]) -> None:
+        self._then()
+        try:
+            while True:
+                clock()
+        finally:
+            self.clean = True
+
+
+def test_one_that_takes_too_long_cleans_up():
+    look = Endless()
+    with pytest.raises(NoAnswerError):
+        within(0.01, look, clean_up_s=60.0)
+    assert look.clean
+
+
+def test_ctrl_c_ends_it_and_it_cleans_up():
+    look = Endless(then=lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        within(60.0, look, clean_up_s=60.0)
+    assert look.clean

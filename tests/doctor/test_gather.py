@@ -1,0 +1,180 @@
+"""The gatherers: a fake /proc and cgroup, real processes, and a simulated GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from lightning_gpuopt.doctor import cuda_probe
+from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts
+from lightning_gpuopt.doctor.gather import CudaProbe, free_cpus, host_facts, torch_facts, versions_of
+from tests.gpu_simulator import simulated_gpu
+from tests.helpers import Clock
+from tests.nvml_simulator import Gpu, Simulator, hang
+from tests.simulated_time import SimulatedTime
+
+
+@pytest.fixture
+def cgroup(tmp_path: Path) -> Path:
+    """A cgroup with a quota of 2.5 CPUs, which was stopped in a quarter of its periods, with 512 MiB left."""
+    root = tmp_path / "cgroup"
+    root.mkdir()
+    (root / "cpu.max").write_text("250000 100000\n")
+    (root / "cpu.stat").write_text("usage_usec 5\nnr_periods 400\nnr_throttled 100\nthrottled_usec 7\n")
+    (root / "memory.max").write_text(str(1024 << 20))
+    (root / "memory.current").write_text(str(600 << 20))
+    (root / "memory.stat").write_text(f"inactive_file {88 << 20}\n")
+    return root
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    folder = tmp_path / "proc"
+    (folder / "self/fd").mkdir(parents=True)
+    for number in range(7):
+        (folder / f"self/fd/{number}").touch()
+    (folder / "self/cgroup").write_text("0::/\n")
+    return folder
+
+
+class TestHost:
+    def test_what_the_container_allows(self, proc: Path, cgroup: Path, tmp_path: Path, monkeypatch):
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+        facts = host_facts(1.5, proc, cgroup, tmp_path)
+        assert (facts.quota_cpus, facts.throttled_percent, facts.free_cpus) == (2.5, 25.0, 1.5)
+        assert facts.memory_available_mib == 512.0
+        assert facts.files_open == 7
+        assert (facts.omp_num_threads, facts.mkl_num_threads) == ("3", None)
+        assert facts.affinity_cpus == len(os.sched_getaffinity(0))
+        assert facts.usable_cpus == min(2.5, facts.affinity_cpus)
+
+    def test_what_cannot_be_read_is_not_known(self, tmp_path: Path):
+        nowhere = tmp_path / "nowhere"
+        facts = host_facts(None, nowhere, nowhere, nowhere)
+        assert (facts.quota_cpus, facts.throttled_percent, facts.shm_total_mib, facts.shm_free_mib) == (None,) * 4
+        assert facts.files_open is None
+
+    def test_without_meminfo_memory_is_not_known(self, tmp_path: Path, monkeypatch):
+        def refused() -> None:
+            raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
+
+        monkeypatch.setattr(psutil, "virtual_memory", refused)
+        facts = host_facts(None, tmp_path, tmp_path, tmp_path)
+        assert (facts.memory_total_mib, facts.memory_available_mib) == (None, None)
+
+    def test_cpus_that_are_idle(self, proc: Path, cgroup: Path):
+        clock = Clock()
+        cpus = sorted(os.sched_getaffinity(0))
+
+        def stat(idle_ticks: int) -> None:
+            lines = [f"cpu{cpu} 0 0 0 {idle_ticks if cpu == cpus[0] else 0} 0 0\n" for cpu in cpus]
+            (proc / "stat").write_text("cpu 0 0 0 0 0\n" + "".join(lines) + "intr 1\n")
+
+        def sleep(seconds: float) -> None:
+            assert seconds == 0.5
+            clock.now_s += seconds
+            stat(os.sysconf("SC_CLK_TCK") // 5)
+
+        stat(0)
+        assert free_cpus(proc, cgroup, sleep, clock) == pytest.approx(0.4)
+        assert free_cpus(proc / "nowhere", cgroup, sleep, clock) is None
+
+
+def test_torch_as_it_is_installed():
+    facts = torch_facts()
+    assert (facts.version, facts.threads) == (torch.__version__, torch.get_num_threads())
+    assert (facts.cuda is None) == (torch.version.cuda is None)
+    assert facts.sharing in ("file_descriptor", "file_system")
+
+
+def test_versions_of_what_is_installed_only():
+    found = versions_of(["torch", "there-is-no-such-distribution"])
+    assert list(found) == ["torch"]
+
+
+class TestCudaProbe:
+    FACTS = CudaFacts(
+        True,
+        ("sm_90",),
+        (CudaDeviceFacts("H200", "0-1", (9, 0), CopyRates(55.0, 9.0, 5)), CudaDeviceFacts("H200", "0-2", (9, 0))),
+    )
+
+    def probe(self, code: str) -> CudaProbe:
+        return CudaProbe([sys.executable, "-c", code])
+
+    def test_what_it_prints_last_is_its_answer(self):
+        line = json.dumps(asdict(self.FACTS))
+        probe = self.probe(f"print('a banner'); print({line!r})")
+        assert probe.result(60.0) == self.FACTS
+
+    def test_the_real_one_on_a_build_without_cuda(self):
+        if torch.cuda.is_available():
+            pytest.skip("this machine has a GPU")
+        assert CudaProbe().result(120.0) == CudaFacts()
+
+    def test_one_that_hangs_is_ended(self):
+        probe = self.probe("import time; time.sleep(600)")
+        assert probe.result(0.1) == CudaFacts(failure="CUDA has not answered within 0.1 s")
+        assert probe._process.returncode == -9
+
+    def test_one_that_dies_is_a_line(self):
+        probe = self.probe("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+        assert probe.result(60.0) == CudaFacts(failure="the process that asks CUDA ended with code -11")
+
+    def test_one_that_prints_something_else_is_a_line(self):
+        assert self.probe("print('hello')").result(60.0).failure.startswith("the process that asks CUDA printed")
+
+
+class TestOnASimulatedGpu:
+    """With copies at 25 GB/s from pinned memory and 6 GB/s from ordinary memory."""
+
+    def test_copies_and_the_link_while_they_run(self, simulated_time: SimulatedTime, simulator: Simulator):
+        simulator.machine(Gpu(pcie_generation=4))
+        with simulated_gpu(simulated_time):
+            rates = cuda_probe.copy_rates(
+                torch.device("cuda", 0), "00000000-aaaa-bbbb-cccc-dddddddddddd", simulated_time
+            )
+        assert rates.pinned_gb_s == pytest.approx(25.0, rel=0.02)
+        assert rates.pageable_gb_s == pytest.approx(6.0, rel=0.02)
+        assert (rates.generation, rates.lanes) == (4, 16)
+
+    def test_an_nvml_that_hangs_costs_the_generation_only(self, simulated_time: SimulatedTime, simulator: Simulator):
+        simulator.machine(Gpu(), hang("nvmlDeviceGetCurrPcieLinkGeneration"))
+        with simulated_gpu(simulated_time):
+            rates = cuda_probe.copy_rates(
+                torch.device("cuda", 0), "00000000-aaaa-bbbb-cccc-dddddddddddd", simulated_time
+            )
+        assert (rates.generation, rates.lanes) == (None, None)
+
+    def test_torch_s_words_on_why_it_can_use_no_gpu_are_kept(self, monkeypatch: pytest.MonkeyPatch):
+        def refused() -> bool:
+            warnings.warn(
+                "CUDA initialization: Error 802: system\nnot yet initialized (Triggered internally at CUDA.cpp:36.)",
+                stacklevel=1,
+            )
+            return False
+
+        monkeypatch.setattr(torch.cuda, "is_available", refused)
+        assert cuda_probe.probe() == CudaFacts(refusal="CUDA initialization: Error 802: system not yet initialized")
+
+    def test_a_device_that_refuses_is_named_and_the_others_are_told(self, monkeypatch: pytest.MonkeyPatch):
+        def refuse(device: torch.device, uuid: str, clock: object) -> CopyRates:
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
+
+        monkeypatch.setattr(cuda_probe, "copy_rates", refuse)
+        with simulated_gpu():
+            monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
+            facts = cuda_probe.probe()
+        assert facts.failure == "cuda:0: CUDA error: out of memory"
+        assert [(each.name, each.capability, each.copies) for each in facts.devices] == [
+            ("Simulated GPU", (9, 0), None)
+        ]

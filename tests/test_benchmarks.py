@@ -1,0 +1,158 @@
+"""The benchmarks run from end to end; what they measure is no matter of tests."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+SECTIONS = [
+    *("demo", "event_clock", "detector_idle", "causes", "overhead", "telemetry", "gpm_without_root", "stalls"),
+    *("prefetch", "workers", "dali", "gpu_tests"),
+]
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, "-W", "ignore", str(BENCHMARKS / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def results() -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in (BENCHMARKS / "results").iterdir()}
+
+
+@pytest.mark.matrix
+@pytest.mark.xdist_group("benchmarks")
+class TestGpuOnTheSimulators:
+    def test_every_section_has_an_outcome_or_a_reason(self, tmp_path: Path, simulator_library: Path) -> None:
+        before = results()
+        run("gpu.py", "--simulated", "--output", str(tmp_path))
+        assert results() == before
+        (file,) = tmp_path.iterdir()
+        assert file.name == "simulated.json"
+        found: dict[str, Any] = json.loads(file.read_text())
+        assert (found["gpu"], found["simulated"]) == ("simulated", True)
+        assert list(found["sections"]) == SECTIONS
+        for name, outcome in found["sections"].items():
+            assert outcome["form"] == "trial"
+            assert ("skipped" in outcome) != bool(outcome.get("checks") or outcome.get("answers")), name
+        ran = {name for name, outcome in found["sections"].items() if outcome.get("checks")}
+        assert ran >= {"event_clock", "detector_idle", "causes", "overhead", "telemetry", "stalls", "prefetch"}
+        assert ran >= {"demo", "workers"}
+        assert {each["section"] for each in found["claims"]} == ran
+        assert found["claims_held"] + found["claims_failed"] == len(found["claims"])
+        assert found["environment"]["lightning-gpuopt"] != "missing"
+        assert all(outcome["holds"] for outcome in found["claims"] if outcome["section"] == "telemetry")
+        runs = found["sections"]["demo"]["runs"]
+        assert (runs[0]["steps"], runs[0]["gpu_utilization_percent"]) == (60, 50.0)
+
+    def test_what_no_longer_fits_is_skipped_with_a_word(self, tmp_path: Path) -> None:
+        run("gpu.py", "--simulated", "--minutes", "0", "--sections", "demo", "stalls", "--output", str(tmp_path))
+        found = json.loads((tmp_path / "simulated.json").read_text())
+        assert found["skipped"] == {
+            "demo": "needs about 90 s, 0 s are left (--minutes, --full)",
+            "stalls": "needs about 75 s, 0 s are left (--minutes, --full)",
+        }
+        assert found["claims"] == []
+
+
+@pytest.mark.matrix
+@pytest.mark.xdist_group("benchmarks")
+def test_scale_runs_in_a_tiny_form(tmp_path: Path) -> None:
+    before = results()
+    run("scale.py", "--tiny", "--output", str(tmp_path / "scale.json"))
+    assert results() == before
+    found = json.loads((tmp_path / "scale.json").read_text())
+    assert found["tiny"] is True
+    order = found["order"]
+    assert order["samples_of_one_step"] == order["different_samples_of_one_step"] == 256 * 40
+    assert found["report"]["straggler_found"] is True
+    assert found["report"]["monitor_keys_per_window"] == 40 * 12 + 3
+    assert found["manifest"]["opened"]["shards"] == 16
+    assert found["build"] == {
+        "arithmetic": True,
+        "shards": 256,
+        "samples_per_shard": 3907,
+        "gb_per_shard": 0.390625,
+        "parts_that_have_work": 40,
+        "record_tables_gb": 0.012012544,
+        "record_tables_percent": 0.012012544,
+    }
+
+
+def test_the_figures_of_scale_are_those_of_the_whole_size() -> None:
+    found = json.loads((BENCHMARKS / "results/scale-cpu.json").read_text())
+    assert found["tiny"] is False
+    assert (found["size"]["samples"], found["size"]["ranks"]) == (10**9, 1000)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu
+
+    return gpu
+
+
+def outcome(**more: Any) -> dict[str, Any]:
+    return {"form": "quick", "seconds": 1.0, "date": "2026-01-01", **more}
+
+
+class TestResultsOfGpu:
+    HERE: dict[str, str] = {"gpu": "NVIDIA H200", "driver": "580"}  # noqa: RUF012
+
+    def test_a_skipped_section_leaves_an_earlier_outcome(self, gpu: Any, tmp_path: Path) -> None:
+        target = tmp_path / "nvidia-h200.json"
+        first = gpu.Results(target, self.HERE, simulated=False)
+        first.add("stalls", outcome(checks={"a": True, "b": False}))
+        second = gpu.Results(target, self.HERE, simulated=False)
+        second.add("stalls", outcome(skipped="no time"))
+        second.add("dali", outcome(skipped="missing: nvidia"))
+        found = json.loads(target.read_text())
+        assert found["sections"]["stalls"]["checks"] == {"a": True, "b": False}
+        assert found["skipped"] == {"stalls": "no time", "dali": "missing: nvidia"}
+        assert found["claims"] == [
+            {"section": "stalls", "claim": "a", "holds": True, "form": "quick"},
+            {"section": "stalls", "claim": "b", "holds": False, "form": "quick"},
+        ]
+        assert (found["claims_held"], found["claims_failed"]) == (1, 1)
+        assert [path.name for path in tmp_path.iterdir()] == ["nvidia-h200.json"]
+
+    def test_another_driver_begins_anew(self, gpu: Any, tmp_path: Path) -> None:
+        target = tmp_path / "nvidia-h200.json"
+        gpu.Results(target, self.HERE, simulated=False).add("stalls", outcome(checks={"a": True}))
+        after = gpu.Results(target, {**self.HERE, "driver": "590"}, simulated=False)
+        assert after.sections == {}
+
+    def test_a_section_is_stopped_when_the_time_is_over(self, gpu: Any) -> None:
+        section = gpu.Section(lambda simulated, form: signal.pause(), 0.0)
+        stopped = gpu.measured(section, simulated=True, form="trial", limit_s=0.01)
+        assert stopped["skipped"] == "stopped after 0 s: the time was over"
+        assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+    def test_what_is_missing_is_a_word_and_what_fails_is_an_error(self, gpu: Any) -> None:
+        def missing(simulated: bool, form: str) -> dict[str, Any]:
+            raise ModuleNotFoundError("No module named 'nvidia'", name="nvidia")
+
+        def broken(simulated: bool, form: str) -> dict[str, Any]:
+            raise ZeroDivisionError("by zero")
+
+        def gave_up(simulated: bool, form: str) -> dict[str, Any]:
+            sys.exit("nothing was staged")
+
+        first, second, third = (
+            gpu.measured(gpu.Section(each, 0.0), simulated=True, form="trial", limit_s=9)
+            for each in (missing, broken, gave_up)
+        )
+        assert first["skipped"] == "missing: nvidia"
+        assert (third["error"], third["checks"]) == ("SystemExit: nothing was staged", {"ran": False})
+        assert (second["error"], second["checks"]) == ("ZeroDivisionError: by zero", {"ran": False})

@@ -1,0 +1,38 @@
+"""The lanes of the tests: each is run by ``.ci/run``, and together they are all tests."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import FEW, LANES, MATRIX, TIMED
+
+ROOT = Path(__file__).parents[1]
+NEEDS_A_GPU = "gpu"
+
+
+def test_the_core_lane_is_what_has_no_lanes_marker(pytestconfig: pytest.Config) -> None:
+    declared = [line.partition(":")[0] for line in pytestconfig.getini("markers") if "(make test-" in line]
+    assert declared == list(LANES)
+    options = pytestconfig.getini("addopts")
+    assert options[options.index("-m") + 1] == " and ".join(f"not {lane}" for lane in LANES)
+
+
+def test_every_lane_has_its_target_and_is_called() -> None:
+    recipes = dict(re.findall(r"^(test[a-z-]*): .*\n\t(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = re.findall(r"^make (\S+)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert " -m " not in recipes["test"].partition("pytest")[2]
+    selected = {name: re.findall(r"pytest .* -m (\w+)", recipe) for name, recipe in recipes.items()}
+    for lane in LANES:
+        (target,) = [name for name, lanes in selected.items() if lanes == [lane]]
+        assert (target in called) == (lane != NEEDS_A_GPU)
+    assert "test" in called
+
+
+@pytest.mark.parametrize("name", [*FEW, *MATRIX, *TIMED])
+def test_what_the_tables_name_is_there(name: str) -> None:
+    file, *parts = name.split("::")
+    text = (ROOT / file).read_text()
+    assert [part for part in parts if f"class {part}" not in text and f"def {part}" not in text] == []

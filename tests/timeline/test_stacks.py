@@ -1,0 +1,153 @@
+"""A sampler weighs each stack by the time since the sample before, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from types import FrameType
+
+import pytest
+
+from lightning_gpuopt.timeline.stacks import StackSampler, start_sampling
+from tests.helpers import wait_for
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Target:
+    """A thread that does one thing, then another."""
+
+    def __init__(self) -> None:
+        self.frame: FrameType | None = None
+        self.doing: str | None = "data_wait"
+
+    def first(self) -> None:
+        self.frame = sys._getframe()
+
+    def second(self) -> None:
+        self.frame = sys._getframe()
+
+    def frames(self) -> Mapping[int, FrameType]:
+        return {7: self.frame} if self.frame is not None else {}
+
+
+def innermost(sampler: StackSampler, activity: str) -> list[tuple[str, float, int]]:
+    return [
+        (each.calls[0].name.rpartition(".")[2], round(each.seconds, 6), each.samples)
+        for each in sampler.stacks(activity)
+    ]
+
+
+def test_each_sample_counts_as_long_as_it_came_after_the_one_before() -> None:
+    clock, target = Clock(), Target()
+    sampler = StackSampler(7, lambda: target.doing, frames=target.frames, clock=clock)
+    for function, seconds in ((target.first, 0.005), (target.second, 0.1), (target.first, 0.005)):
+        function()
+        clock.now_s += seconds
+        sampler.sample()
+    # the call that held the lock for 100 ms was seen once
+    assert innermost(sampler, "data_wait") == [("second", 0.1, 1), ("first", 0.01, 2)]
+    assert sampler.samples("data_wait") == 3
+
+
+def test_time_in_which_nothing_is_asked_for_counts_for_nobody() -> None:
+    clock, target = Clock(), Target()
+    sampler = StackSampler(7, lambda: target.doing, frames=target.frames, clock=clock)
+    target.first()
+    for doing, seconds in ((None, 5.0), ("logging", 0.01), (None, 3.0), ("data_wait", 0.02)):
+        target.doing = doing
+        clock.now_s += seconds
+        sampler.sample()
+    assert innermost(sampler, "logging") == [("first", 0.01, 1)]
+    assert innermost(sampler, "data_wait") == [("first", 0.02, 1)]
+    assert sampler.stacks("validation") == ()
+
+
+def test_a_thread_that_is_gone_has_no_stacks() -> None:
+    sampler = StackSampler(7, lambda: "data_wait", frames=dict, clock=Clock())
+    sampler.sample()
+    assert sampler.stacks("data_wait") == ()
+
+
+@pytest.fixture
+def interval() -> Iterator[float]:
+    before = sys.getswitchinterval()
+    yield before
+    sys.setswitchinterval(before)
+
+
+def test_the_switch_interval_is_short_while_it_samples(interval: float) -> None:
+    sampler = start_sampling(threading.get_ident(), lambda: "data_wait")
+    assert sampler is not None
+    wait_for(lambda: sampler.samples("data_wait") > 0)
+    assert sys.getswitchinterval() < interval
+    sampler.stop()
+    assert not sampler.running
+    assert sys.getswitchinterval() == pytest.approx(interval)
+
+
+def test_a_switch_interval_that_the_program_has_set_meanwhile_stays(interval: float) -> None:
+    sampler = start_sampling(threading.get_ident(), lambda: "data_wait")
+    assert sampler is not None
+    wait_for(lambda: sampler.samples("data_wait") > 0)
+    sys.setswitchinterval(0.003)
+    sampler.stop()
+    assert sys.getswitchinterval() == pytest.approx(0.003)
+
+
+def test_a_process_that_is_forked_meanwhile_has_the_usual_interval(interval: float) -> None:
+    sampler = start_sampling(threading.get_ident(), lambda: "data_wait")
+    assert sampler is not None
+    wait_for(lambda: sys.getswitchinterval() < interval)
+    process = os.fork()
+    if not process:
+        os._exit(0 if sys.getswitchinterval() == interval else 1)
+    sampler.stop()
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+
+def test_while_there_is_nothing_to_sample_the_interval_is_the_usual_one(interval: float) -> None:
+    doing: list[str | None] = ["data_wait"]
+    sampler = start_sampling(threading.get_ident(), lambda: doing[0])
+    assert sampler is not None
+    wait_for(lambda: sys.getswitchinterval() < interval)
+    doing[0] = None
+    wait_for(lambda: sys.getswitchinterval() == pytest.approx(interval))
+    doing[0] = "data_wait"
+    wait_for(lambda: sys.getswitchinterval() < interval)
+    sampler.stop()
+    assert sys.getswitchinterval() == pytest.approx(interval)
+
+
+def test_it_ends_by_itself_when_it_is_over() -> None:
+    sampler: StackSampler
+    sampler = StackSampler(threading.get_ident(), lambda: "data_wait", lambda: sampler.samples("data_wait") >= 2)
+    sampler.start()
+    wait_for(lambda: not sampler.running)
+    assert sampler.samples("data_wait") == 2
+
+
+def test_what_fails_on_its_thread_ends_it_and_nothing_else(interval: float) -> None:
+    def fails() -> str:
+        raise RuntimeError("not this one")
+
+    sampler = start_sampling(threading.get_ident(), fails)
+    assert sampler is not None
+    wait_for(lambda: not sampler.running)
+    assert sys.getswitchinterval() == pytest.approx(interval)
+
+
+def test_where_no_thread_can_be_started_there_is_no_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert start_sampling(threading.get_ident(), lambda: "data_wait") is None

@@ -1,0 +1,177 @@
+"""Whether a loader without workers can have some: real datasets, real worker processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
+
+from lightning_gpuopt.tuning import without_workers
+from lightning_gpuopt.tuning.without_workers import why_not_shared
+from tests.tuning.datasets import Broken, Numbers, Stream, Stuck
+
+
+class Reads(Numbers):
+    """Draws as it reads."""
+
+    def __init__(self, draw: Any = None) -> None:
+        super().__init__(64)
+        self.draw = draw
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.draw is not None:
+            self.draw()
+        return super().__getitem__(index)
+
+
+@pytest.fixture(autouse=True)
+def _worth_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking a batch from a worker costs nothing, however fast this machine is."""
+    monkeypatch.setattr(without_workers, "receive_cost", lambda nbytes: (0.0, 0.0, 0.0))
+
+
+def look(source: DataLoader[Any], longest_s: float = 30.0, **kwargs: Any) -> without_workers.FirstLook:
+    return without_workers.look(source, longest_s=longest_s, **kwargs)
+
+
+def loader(dataset: Dataset[Any], **kwargs: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=8, **kwargs)
+
+
+def test_a_loader_that_a_worker_can_serve() -> None:
+    torch.manual_seed(0)
+    source = loader(Reads(), shuffle=True)
+    before = torch.get_rng_state()
+    seen = look(source)
+    assert (seen.problem, seen.shuffles) == (None, False)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert source.num_workers == 0
+    assert source.dataset.read == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("draw", "kwargs", "shuffles"),
+    [
+        ("torch", {"shuffle": True}, True),
+        ("torch", {"sampler": SubsetRandomSampler(range(64))}, True),
+        ("torch", {"shuffle": True, "generator": torch.Generator()}, False),
+        ("torch", {}, False),
+        ("torch", {"sampler": list(range(64))}, True),  # who knows what a sampler of one's own draws
+        ("numpy", {"sampler": list(range(64))}, True),
+        ("numpy", {"shuffle": True}, False),  # torch's samplers are seeded from torch's state
+        ("python", {"shuffle": True}, False),
+    ],
+)
+def test_a_dataset_that_draws_from_what_the_sampler_is_seeded_from(
+    draw: str, kwargs: dict[str, Any], shuffles: bool
+) -> None:
+    drawn = {"torch": lambda: torch.rand(1), "numpy": np.random.random, "python": random.random}[draw]
+    assert look(loader(Reads(drawn), **kwargs)).shuffles is shuffles
+
+
+def test_a_collate_fn_that_draws_counts_too() -> None:
+    def collate(samples: Any) -> Any:
+        return torch.stack(samples) + torch.rand(())
+
+    assert look(loader(Reads(), collate_fn=collate, shuffle=True)).shuffles
+
+
+class Holding(Numbers):
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = {"deep": [held]}
+
+
+def numbers() -> Any:
+    yield from range(3)
+
+
+@pytest.mark.parametrize("what", ["file", "generator", "connection"])
+def test_what_other_processes_cannot_have_is_named(tmp_path: Path, what: str) -> None:
+    connection = sqlite3.connect(":memory:")
+    with (tmp_path / "data").open("wb") as file:
+        held = {"file": file, "generator": numbers(), "connection": connection}[what]
+        problem = look(loader(Holding(held))).problem
+    connection.close()
+    name = {"file": "BufferedWriter", "generator": "generator", "connection": "Connection"}[what]
+    assert problem is not None
+    assert problem.startswith("its dataset holds what other processes cannot have: TypeError: cannot pickle")
+    assert name in problem
+
+
+def test_a_file_behind_a_function_is_found(tmp_path: Path) -> None:
+    with (tmp_path / "data").open("wb") as file:
+        source = loader(Numbers(), collate_fn=lambda samples: file.write(b""))
+        assert "BufferedWriter" in (why_not_shared(source) or "")
+
+
+class Local:
+    """Pickles nothing, and says so when it is asked to."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("never copied")
+
+
+def test_functions_classes_and_arrays_are_let_through_unread() -> None:
+    class Inner(Dataset[Any]):
+        transform = staticmethod(lambda x: x)
+
+        def __init__(self) -> None:
+            self.big = np.zeros((1 << 20,), np.uint8)
+            self.tensor, self.kind, self.function = torch.zeros(1 << 20), Inner, lambda: self.tensor
+            self.generator, self.module = torch.Generator(), np
+            self.lock, self.count = threading.Lock(), multiprocessing.Value("i", 0)
+            self.itself = [self]
+
+    assert why_not_shared(loader(Inner(), sampler=[0])) is None
+    assert "never copied" in (why_not_shared(loader(Holding(Local()))) or "")
+
+
+def test_an_error_in_a_worker_is_told() -> None:
+    assert (look(loader(Broken())).problem or "").startswith("a worker process fails: KeyError: 'no sample")
+
+
+def test_a_worker_that_gives_nothing_is_not_waited_for() -> None:
+    seen = look(loader(Stuck(from_the_start=True)), longest_s=0.2)
+    assert seen.problem == "a worker process gave no batch within 0.2 s"
+
+
+def test_batches_that_are_made_sooner_than_handed_over_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(without_workers, "receive_cost", lambda nbytes: (0.0, 0.05 * nbytes, 0.0))
+    assert look(loader(TensorDataset(torch.zeros(800, 0)))).problem is None
+    problem = look(loader(TensorDataset(torch.zeros(800, 4)))).problem  # 128 bytes a batch
+    assert problem is not None
+    assert "sooner than a worker process can hand it over" in problem
+
+
+def test_a_stream_is_read_where_that_is_allowed() -> None:
+    assert "iterable=True" in (look(loader(Stream(64))).problem or "")
+    assert look(loader(Stream(64)), iterable=True).problem is None
+
+
+@pytest.fixture
+def spawned() -> Iterator[None]:
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.usefixtures("spawned")
+def test_a_dataset_that_cannot_be_sent_to_a_spawned_worker_is_told() -> None:
+    class Here(Numbers):
+        pass
+
+    problem = look(loader(Here())).problem
+    assert problem is not None
+    assert "worker" in problem
+    assert "pickle" in problem
