@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,6 +120,9 @@ FEW = {
 for _name in ("lightning.pytorch", "pytorch_lightning"):
     # Imported before pytest listens, they keep their messages from it.
     logging.getLogger(_name).propagate = True
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job; tests press Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

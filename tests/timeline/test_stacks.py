@@ -11,6 +11,7 @@ from types import FrameType
 import pytest
 
 from lightning_gpuopt.timeline.stacks import StackSampler, start_sampling
+from tests.fork_server import run_code
 from tests.helpers import wait_for
 
 
@@ -151,3 +152,46 @@ def test_where_no_thread_can_be_started_there_is_no_sampler(monkeypatch: pytest.
 
     monkeypatch.setattr(threading.Thread, "start", start)
     assert start_sampling(threading.get_ident(), lambda: "data_wait") is None
+
+
+COLLECTED_MEANWHILE = """
+import gc, threading, time
+from lightning_gpuopt.timeline.stacks import StackSampler
+
+collected, done, stop = threading.Event(), threading.Event(), threading.Event()
+
+class Garbage:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):  # lets other threads run, until one has come and gone
+        collected.set()
+        done.wait(20)
+
+def starts_a_thread():
+    collected.wait()
+    threading.Thread(target=done.set).start()
+
+others = [threading.Thread(target=stop.wait) for _ in range(60)] + [threading.Thread(target=starts_a_thread)]
+for each in others:
+    each.start()
+gc.collect()
+gc.set_threshold(30)
+Garbage()
+StackSampler(threading.get_ident(), lambda: "data_wait").sample()
+print(gc.isenabled())
+gc.collect()
+stop.set()
+for each in others:
+    each.join()
+"""
+
+
+def test_a_collection_of_garbage_while_it_samples_does_not_stop_the_process() -> None:
+    ran = run_code(COLLECTED_MEANWHILE)
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("True\n", "", 0)
+
+
+def test_a_collector_that_is_switched_off_stays_so() -> None:
+    ran = run_code(COLLECTED_MEANWHILE.replace("gc.set_threshold(30)", "gc.disable()"))
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)
