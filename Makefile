@@ -22,8 +22,9 @@ demo: $(READY)
 #   test-matrix    every combination of what the core lane shows with a few
 #   test-gpu       what needs an NVIDIA GPU
 # Two processes share a lane's tests. Those that wait for real time, or for processes of their own, are one group: they
-# run one after the other.
-PARALLEL ?= -n 2 --dist loadgroup
+# run one after the other. A process that dies ends the lane, with the name of its test: another in its place would wait
+# for ever for more tests than are left.
+PARALLEL ?= -n 2 --dist loadgroup --max-worker-restart 0
 
 test: $(READY)
 	$(BIN)/python -m pytest -q $(PARALLEL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import multiprocessing
@@ -9,7 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from time import monotonic, sleep  # bound here: also real where a test simulates the time
@@ -20,6 +21,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.fork_server import run_module
 
@@ -137,13 +139,36 @@ def ends_new_workers() -> Iterator[None]:
     try:
         yield
     finally:
-        for worker in multiprocessing.active_children():
-            if worker.daemon and worker not in before:
-                worker.terminate()  # torch takes this for a good end
+        left = [each for each in multiprocessing.active_children() if each.daemon and each not in before]
+        if left:
+            _terminate(left)
 
 
-def error_of_a_killed_worker(iterator: Any, number: int) -> Exception:
+def _terminate(workers: list[Any]) -> None:
+    """End workers of loaders at once, with nothing in their hands.
+
+    For each batch a worker looks whether its iterator's event of the end is set. One that ends in that look keeps the
+    event's lock, and then the iterator, once it is collected, waits for ever.
+    """
+    iterators = [each for each in gc.get_objects() if issubclass(type(each), _MultiProcessingDataLoaderIter)]
+    with ExitStack() as held:
+        for iterator in iterators:
+            event = getattr(iterator, "_workers_done_event", None)
+            if event is not None and event._cond.acquire(timeout=5):
+                held.callback(event._cond.release)
+        for worker in workers:
+            worker.terminate()  # torch takes this for a good end
+            worker.join(5)
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def error_of_a_killed_worker(iterator: Any, number: int, kill: Callable[[int], object] = _kill) -> Exception:
     """Kill a worker of a DataLoader's iterator, and give the error that comes of it; all of its workers are ended.
+
+    It must be killed where it holds no lock of the iterator's, as while it reads a sample: else torch waits for ever.
 
     Torch's handler of SIGCHLD raises it at once, wherever the program is. Where a Trainer has run in this process,
     Lightning has put back the handler that Python knew of: then a fetch ends in it, or, with a batch of that worker
@@ -151,7 +176,7 @@ def error_of_a_killed_worker(iterator: Any, number: int) -> Exception:
     """
     worker = iterator._workers[number]
     try:
-        os.kill(worker.pid, signal.SIGKILL)
+        kill(worker.pid)
         worker.join()
         for _ in iterator:
             pass

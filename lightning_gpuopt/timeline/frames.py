@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import operator
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from types import CodeType, FrameType
-from typing import Final
+from typing import Any, Final
 
 from lightning_gpuopt._places import Call, short
 
@@ -79,6 +81,40 @@ def _is_in(file: str, library: str, folders: tuple[str, ...]) -> bool:
     return root is not None and file.startswith(root) and file[len(root) :].replace(os.sep, "/").startswith(folders)
 
 
+def _call(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+if sys.version_info >= (3, 11) and sys.version_info < (3, 12):
+    # Python 3.11 makes the object of a frame when somebody asks for it. As any object that is made, it may set off a
+    # garbage collection, in which finalizers may let other threads run. Then the frame of another thread may end while
+    # its object is made, and what comes to lie in its memory is overwritten. Besides, until 3.11.12 sys._current_frames
+    # holds a lock of the interpreter; a thread that starts another one meanwhile waits for it, and holds the GIL: the
+    # process stands still (github.com/python/cpython/issues/106883).
+    # So the collector is off. It is one call into C: no other thread runs meanwhile, and none finds the collector off.
+
+    def _call(function: Callable[[], Any]) -> Any:
+        if not gc.isenabled():
+            return function()
+        try:
+            return list(map(operator.call, (gc.disable, function, gc.enable)))[1]
+        except BaseException:
+            gc.enable()
+            raise
+
+
+def innermost_frames() -> Mapping[int, FrameType]:
+    """The innermost frame of each thread, by the thread's ident."""
+    frames: Mapping[int, FrameType] = _call(sys._current_frames)
+    return frames
+
+
+def _caller_of(frame: FrameType) -> FrameType | None:
+    """The frame that called this one, which may be another thread's."""
+    caller: FrameType | None = _call(partial(getattr, frame, "f_back"))
+    return caller
+
+
 def raw_frames(frame: FrameType | None) -> tuple[RawFrame, ...]:
     """The frames from this one outwards to the training loop's, innermost first.
 
@@ -97,7 +133,7 @@ def raw_frames(frame: FrameType | None) -> tuple[RawFrame, ...]:
             break
         if not _is_between(file):
             frames.append(frame)
-        frame = frame.f_back
+        frame = _caller_of(frame)
     found: list[RawFrame] = [
         (each.f_code, each.f_code.co_filename, each.f_lineno or each.f_code.co_firstlineno, "") for each in frames
     ]

@@ -11,9 +11,7 @@ begins to wait anew whenever the lock is let go of for a moment, as torch does i
 
 from __future__ import annotations
 
-import gc
 import logging
-import operator
 import os
 import random
 import sys
@@ -24,7 +22,7 @@ from types import FrameType
 from typing import Any, ClassVar, Final
 
 from lightning_gpuopt._places import Stack
-from lightning_gpuopt.timeline.frames import RawFrame, calls_of, raw_frames
+from lightning_gpuopt.timeline.frames import RawFrame, calls_of, innermost_frames, raw_frames
 
 log = logging.getLogger(__name__)
 
@@ -42,27 +40,6 @@ _IDLE_SAMPLES: Final = 25
 
 _MOST_STACKS: Final = 2_000
 """Different stacks that are kept of an activity."""
-
-
-_innermost_frames: Callable[[], Mapping[int, FrameType]] = sys._current_frames
-"""Gives the innermost frame of each thread, by the thread's ident."""
-
-if sys.version_info >= (3, 11) and sys.version_info < (3, 11, 12):
-    # There sys._current_frames makes objects while it holds a lock of the interpreter. A garbage collection that this
-    # sets off may run a finalizer that lets other threads run; one that starts or ends a thread then holds the GIL and
-    # waits for that lock, and the process hangs for ever (github.com/python/cpython/issues/106883).
-    # One call into C, in which no other thread runs and so none sees that the collector was off:
-    _WITHOUT_COLLECTION: Final = (gc.disable, sys._current_frames, gc.enable)
-
-    def _innermost_frames() -> Mapping[int, FrameType]:
-        if not gc.isenabled():
-            return sys._current_frames()
-        try:
-            frames: Mapping[int, FrameType] = list(map(operator.call, _WITHOUT_COLLECTION))[1]
-        except BaseException:
-            gc.enable()
-            raise
-        return frames
 
 
 class _ShortInterval:
@@ -132,7 +109,7 @@ class StackSampler:
         self._target = thread
         self._activity = activity
         self._is_over = is_over
-        self._frames = frames or _innermost_frames
+        self._frames = frames or innermost_frames
         self._clock = clock
         self._last = clock()
         self._seen: dict[str, dict[tuple[RawFrame, ...], list[float]]] = {}

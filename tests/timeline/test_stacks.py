@@ -155,43 +155,57 @@ def test_where_no_thread_can_be_started_there_is_no_sampler(monkeypatch: pytest.
 
 
 COLLECTED_MEANWHILE = """
-import gc, threading, time
+import gc, sys, threading
 from lightning_gpuopt.timeline.stacks import StackSampler
-
-collected, done, stop = threading.Event(), threading.Event(), threading.Event()
 
 class Garbage:
     def __init__(self):
         self.itself = self
 
-    def __del__(self):  # lets other threads run, until one has come and gone
+    def __del__(self):  # lets other threads run, until one has gone on, come and gone
         collected.set()
         done.wait(20)
 
-def starts_a_thread():
+def deep(levels, *others):
+    if levels:
+        return deep(levels - 1, *others)
+    ready.set()
     collected.wait()
-    threading.Thread(target=done.set).start()
 
-others = [threading.Thread(target=stop.wait) for _ in range(60)] + [threading.Thread(target=starts_a_thread)]
-for each in others:
-    each.start()
-gc.collect()
-gc.set_threshold(30)
-Garbage()
-StackSampler(threading.get_ident(), lambda: "data_wait").sample()
-print(gc.isenabled())
-gc.collect()
-stop.set()
-for each in others:
-    each.join()
+def sampled():
+    deep(90)
+    deep(60, *range(20))
+    starting = threading.Thread(target=done.set)
+    starting.start()
+    starting.join()
+    deep(30, *range(40))
+
+for threshold in range(20, 150, 10):
+    collected, done, ready, stop = (threading.Event() for _ in range(4))
+    others = [threading.Thread(target=stop.wait) for _ in range(60)]
+    target = threading.Thread(target=sampled)
+    for each in (target, *others):
+        each.start()
+    ready.wait()
+    gc.collect()
+    gc.set_threshold(threshold)
+    Garbage()
+    StackSampler(target.ident, lambda: "data_wait").sample()
+    gc.set_threshold(100_000)
+    is_enabled = gc.isenabled()
+    gc.collect()
+    stop.set()
+    for each in (target, *others):
+        each.join()
+print(is_enabled)
 """
 
 
-def test_a_collection_of_garbage_while_it_samples_does_not_stop_the_process() -> None:
+def test_a_collection_of_garbage_while_it_samples_does_no_harm() -> None:
     ran = run_code(COLLECTED_MEANWHILE)
     assert (ran.stdout, ran.stderr, ran.returncode) == ("True\n", "", 0)
 
 
 def test_a_collector_that_is_switched_off_stays_so() -> None:
-    ran = run_code(COLLECTED_MEANWHILE.replace("gc.set_threshold(30)", "gc.disable()"))
+    ran = run_code("import gc; gc.disable()" + COLLECTED_MEANWHILE)
     assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 import time
 from typing import Any
@@ -19,7 +20,13 @@ from tests.helpers import error_of_a_killed_worker
 
 
 class Counts(Dataset[Any]):
-    """Samples that take a moment, each with the number of sampling threads in its process, and that process."""
+    """Samples that take a moment, each with the number of sampling threads in its process, and that process.
+
+    Once ``ends`` is set, the next to be read is the end of its worker.
+    """
+
+    def __init__(self) -> None:
+        self.ends = torch.zeros(1).share_memory_()
 
     def __len__(self) -> int:
         return 1_000_000
@@ -27,7 +34,8 @@ class Counts(Dataset[Any]):
     def __getitem__(self, index: int) -> torch.Tensor:
         end = time.perf_counter() + 0.005
         while time.perf_counter() < end:
-            pass
+            if self.ends:
+                os.kill(os.getpid(), signal.SIGKILL)
         samplers = sum(thread.name == "gpuopt-stacks" for thread in threading.enumerate())
         return torch.tensor([samplers, os.getpid()])
 
@@ -92,7 +100,7 @@ def test_a_worker_that_is_killed_while_it_samples_itself_gives_the_error_of_torc
     batches, _, stacks = watched(num_workers=1)
     stacks.ask(0)
     until(batches, lambda batch: batch[0] == 1)
-    error = error_of_a_killed_worker(batches, 0)
+    error = error_of_a_killed_worker(batches, 0, lambda pid: batches._dataset.ends.fill_(1))
     if isinstance(error, RuntimeError):  # else there was a batch of the dead worker, whose memory is gone
         assert re.search("is killed by signal: Killed|exited unexpectedly", f"{error} {error.__cause__}")
     stacks.answer()  # whatever was there, or nothing
