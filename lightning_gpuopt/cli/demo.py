@@ -32,6 +32,9 @@ EnoughImages = restricted_number_type(f"int>={SMALLEST_NUMBER_OF_IMAGES}", int, 
 RESULTS = ("report.json", "report.html", "metrics.csv", "stacks.speedscope.json")
 """What a run leaves in its folder."""
 
+MARK = ".lightning-gpuopt-demo"
+"""A file in a folder of results: this one is the demo's, which removes there what an earlier one has left."""
+
 BEFORE = "before"
 """Folder of the first run's results, where others followed it."""
 
@@ -69,13 +72,14 @@ def run(options: Namespace) -> int:
     if options.accelerator == "gpu":
         _require_gpu()
     _make_room(data_dir.parent, "--data-dir")
-    _make_room(output_dir, "--output-dir")
+    _make_room_for_results(output_dir)
     _prepare_images(data_dir, _demo_data.Recipe(options.images, options.seed))
 
     from lightning_gpuopt.cli._demo_steps import STEP_NAMES
     from lightning_gpuopt.cli._demo_table import Run
     from lightning_gpuopt.cli._demo_training import Settings, train
 
+    (output_dir / MARK).touch()
     for name in ("", BEFORE, *STEP_NAMES):
         _remove_results(output_dir / name)
     settings = Settings(
@@ -189,6 +193,15 @@ def _make_room(folder: Path, argument: str) -> None:
         raise UsageError(
             f"{argument}: expected a place to write to, got {folder}: {error.strerror}; name another"
         ) from error
+
+
+def _make_room_for_results(folder: Path) -> None:
+    _make_room(folder, "--output-dir")
+    if any(folder.iterdir()) and not (folder / MARK).exists():
+        raise UsageError(
+            f"--output-dir: expected a new or empty folder, or one of the demo's, got {folder}, which holds other "
+            f"files; name another"
+        )
 
 
 def _prepare_images(folder: Path, recipe: _demo_data.Recipe) -> None:

@@ -16,6 +16,7 @@ from PIL import Image
 
 from lightning_gpuopt.cli import _demo_data, main
 from lightning_gpuopt.cli._demo_data import ForeignFolderError, Recipe, is_whole, make
+from lightning_gpuopt.cli.demo import MARK
 
 SMALL = Recipe(images=128)
 CLASSES = list(_demo_data.PHOTOGRAPHS)
@@ -157,6 +158,20 @@ def test_a_folder_of_somebody_else_is_refused_and_left_alone(
     assert (folder / "precious.txt").read_text() == "mine"
 
 
+def test_reports_of_somebody_else_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "report.json").write_text("mine")
+    assert main(demo(tmp_path)) == 2
+    assert capsys.readouterr().err == (
+        f"error: --output-dir: expected a new or empty folder, or one of the demo's, got {folder}, which holds other "
+        "files; name another\n"
+    )
+    assert [path.name for path in folder.iterdir()] == ["report.json"]
+    assert (folder / "report.json").read_text() == "mine"
+    assert not (tmp_path / "data").exists()
+
+
 def test_a_making_that_fails_leaves_the_old_data_and_nothing_else(photographs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     make(folder, SMALL)
@@ -201,7 +216,7 @@ def test_ctrl_c_in_training_leaves_whole_files_only(tmp_path: Path) -> None:
     assert is_whole(tmp_path / "data", SMALL)
     written = {path.name for path in (tmp_path / "run").iterdir()}
     # the flame graph where a look had begun, the hyperparameters by Lightning before 2.6
-    assert written <= {"report.json", "report.html", "stacks.speedscope.json", "metrics.csv", "hparams.yaml"}
+    assert written <= {MARK, "report.json", "report.html", "stacks.speedscope.json", "metrics.csv", "hparams.yaml"}
     if "report.json" in written:
         assert json.loads((tmp_path / "run/report.json").read_text())["steps"] >= 15
 
@@ -210,6 +225,7 @@ def test_ctrl_c_in_training_leaves_whole_files_only(tmp_path: Path) -> None:
 def test_a_demo_says_where_the_time_went_and_writes_the_report(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.csv").write_text("of an earlier demo")
+    (tmp_path / "run" / MARK).touch()
     process = start(*demo(tmp_path, "--no-fix"))
     out, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (0, "")

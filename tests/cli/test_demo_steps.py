@@ -19,6 +19,7 @@ from lightning_gpuopt.cli._demo_data import Recipe, make
 from lightning_gpuopt.cli._demo_steps import Machine, Step, next_step, settings_after
 from lightning_gpuopt.cli._demo_table import Run, gain_line, table
 from lightning_gpuopt.cli._demo_training import Outcome, Settings
+from lightning_gpuopt.cli.demo import MARK
 from lightning_gpuopt.diagnosis.record import Finding, Proof
 from lightning_gpuopt.diagnosis.report import StallReport
 from tests.cli.test_demo import demo, start, train
@@ -311,6 +312,7 @@ def test_the_table_holds_the_figures_of_the_reports(tmp_path: Path, capsys: pyte
 @pytest.mark.usefixtures("advised")
 def test_a_second_demo_in_the_same_folder_replaces_the_first(tmp_path: Path) -> None:
     (tmp_path / "run/smaller-images/images/train.lmdb.half-built").mkdir(parents=True)
+    (tmp_path / "run" / MARK).touch()
     for _ in range(2):
         assert main(demo(tmp_path, "--max-steps", "8")) == 0
     images = tmp_path / "run/smaller-images/images"
@@ -328,7 +330,7 @@ def test_no_fix_trains_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "\n15 steps on cpu, " in out
     written = {path.name for path in (tmp_path / "run").iterdir()} - {"hparams.yaml"}  # Lightning before 2.6 has it
     written -= {"stacks.speedscope.json"}  # where a look had begun before so short a run was over
-    assert written == {"report.json", "report.html", "metrics.csv"}
+    assert written == {"report.json", "report.html", "metrics.csv", MARK}
 
 
 @pytest.mark.example
