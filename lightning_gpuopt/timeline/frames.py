@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from lightning_gpuopt._places import Call, short
 
@@ -104,15 +104,16 @@ if sys.version_info >= (3, 11) and sys.version_info < (3, 12):
 
 
 def innermost_frames() -> Mapping[int, FrameType]:
-    """The innermost frame of each thread, by the thread's ident."""
-    frames: Mapping[int, FrameType] = _call(sys._current_frames)
-    return frames
+    """The innermost frame of each thread, by the thread's ident.
+
+    One is the caller's thread's own. To name the mapping there would be a circle, which keeps what all frames hold.
+    """
+    return cast("Mapping[int, FrameType]", _call(sys._current_frames))
 
 
 def _caller_of(frame: FrameType) -> FrameType | None:
     """The frame that called this one, which may be another thread's."""
-    caller: FrameType | None = _call(partial(getattr, frame, "f_back"))
-    return caller
+    return cast("FrameType | None", _call(partial(getattr, frame, "f_back")))
 
 
 def raw_frames(frame: FrameType | None) -> tuple[RawFrame, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import time
 from pathlib import Path
@@ -148,6 +149,7 @@ class Run:
         own = [self.autofix, self.workers, detector, *callbacks]
         self.model, self.trainer = train(tmp_path, loader, own, **trainer)
         self.callbacks_after = list(self.trainer.callbacks) == own  # type: ignore[attr-defined]
+        self.left = multiprocessing.active_children()
 
     @property
     def changes(self) -> list[tuple[Any, ...]]:

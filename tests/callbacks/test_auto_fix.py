@@ -62,7 +62,7 @@ class TestRunningWorkers:
         assert run.loader.num_workers == 2
         assert run.same_as_without(tmp_path, loader())
         assert run.callbacks_after
-        wait_for(lambda: multiprocessing.active_children() == [])  # a sampling thread may hold an iterator for a moment
+        assert run.left == []
 
     @pytest.mark.parametrize(
         ("after", "why"),
@@ -110,7 +110,7 @@ class TestFirstWorkers:
         assert run.changes == [("num_workers", 0, 2, True)]
         assert [len(pids) for pids in run.workers.pids] == [0] * 20 + [2] * 40
         assert run.same_as_without(tmp_path, loader(SLOWER, num_workers=0))
-        wait_for(lambda: multiprocessing.active_children() == [])  # a sampling thread may hold an iterator for a moment
+        assert run.left == []
 
     def test_they_are_taken_back_with_the_next(self, tmp_path):
         run = Run(tmp_path, Script([(SLOW, [finding(num_workers=2)])]), loader(SLOWER, num_workers=0))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -152,6 +155,30 @@ def test_where_no_thread_can_be_started_there_is_no_sampler(monkeypatch: pytest.
 
     monkeypatch.setattr(threading.Thread, "start", start)
     assert start_sampling(threading.get_ident(), lambda: "data_wait") is None
+
+
+def test_a_sample_keeps_nothing_alive() -> None:
+    ready, go_on = threading.Event(), threading.Event()
+    kept: list[weakref.ref[Any]] = []
+
+    def work() -> None:
+        held = Target()
+        kept.append(weakref.ref(held))
+        ready.set()
+        go_on.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ready.wait()
+    assert thread.ident is not None
+    gc.disable()
+    try:
+        StackSampler(thread.ident, lambda: "data_wait").sample()
+        go_on.set()
+        thread.join()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 COLLECTED_MEANWHILE = """
