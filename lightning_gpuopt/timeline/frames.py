@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import accumulate, repeat, takewhile
 from types import CodeType, FrameType
 from typing import Any, Final, cast
 
@@ -52,6 +53,8 @@ _MODULE_CALLS: Final = ("_wrapped_call_impl", "_call_impl")
 
 _INNER_FUNCTIONS: Final = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>")
 _DEEPEST: Final = 96
+_AT_ONCE: Final = 16
+"""So many frames are stepped outwards in one call."""
 
 
 @lru_cache(maxsize=4096)
@@ -111,22 +114,29 @@ def innermost_frames() -> Mapping[int, FrameType]:
     return cast("Mapping[int, FrameType]", _call(sys._current_frames))
 
 
-def _caller_of(frame: FrameType) -> FrameType | None:
-    """The frame that called this one, which may be another thread's."""
-    return cast("FrameType | None", _call(partial(getattr, frame, "f_back")))
+def _outwards(frame: FrameType) -> Iterator[FrameType]:
+    """A frame, which may be another thread's, the one that called it, and so on."""
+    while True:
+        step_by_step = accumulate(repeat("f_back", _AT_ONCE), getattr, initial=frame)
+        frames = _call(partial(list, takewhile(bool, step_by_step)))
+        if len(frames) <= _AT_ONCE:
+            yield from frames
+            return
+        frame = frames.pop()
+        yield from frames
 
 
-def raw_frames(frame: FrameType | None) -> tuple[RawFrame, ...]:
+def raw_frames(innermost: FrameType | None) -> tuple[RawFrame, ...]:
     """The frames from this one outwards to the training loop's, innermost first.
 
     Where the loader's own code is innermost, as in torch's default collate, its frame is the only one. What this
     package puts in between is never one, nor are Lightning's loops: then there is none.
 
     Args:
-        frame: the innermost frame of another thread, or of this one.
+        innermost: the innermost frame of another thread, or of this one.
     """
     frames: list[FrameType] = []
-    while frame is not None and len(frames) < _DEEPEST:
+    for frame in () if innermost is None else _outwards(innermost):
         file = frame.f_code.co_filename
         if is_loop(file):
             if not frames and file.startswith(library_folders()["torch"]):
@@ -134,7 +144,8 @@ def raw_frames(frame: FrameType | None) -> tuple[RawFrame, ...]:
             break
         if not _is_between(file):
             frames.append(frame)
-        frame = _caller_of(frame)
+        if len(frames) == _DEEPEST:
+            break
     found: list[RawFrame] = [
         (each.f_code, each.f_code.co_filename, each.f_lineno or each.f_code.co_firstlineno, "") for each in frames
     ]
