@@ -21,7 +21,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tests.fork_server import run_module
 
@@ -145,12 +145,12 @@ def ends_new_workers() -> Iterator[None]:
 
 
 def _terminate(workers: list[Any]) -> None:
-    """End workers of loaders at once, with nothing in their hands.
+    """End workers of loaders at once, though not while they hold the lock of the event of their end.
 
     For each batch a worker looks whether its iterator's event of the end is set. One that ends in that look keeps the
     event's lock, and then the iterator, once it is collected, waits for ever.
     """
-    iterators = [each for each in gc.get_objects() if issubclass(type(each), _MultiProcessingDataLoaderIter)]
+    iterators = [each for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]
     with ExitStack() as held:
         for iterator in iterators:
             event = getattr(iterator, "_workers_done_event", None)
@@ -158,7 +158,8 @@ def _terminate(workers: list[Any]) -> None:
                 held.callback(event._cond.release)
         for worker in workers:
             worker.terminate()  # torch takes this for a good end
-            worker.join(5)
+        for worker in workers:
+            worker.join(1)
 
 
 def _kill(pid: int) -> None:
@@ -177,14 +178,14 @@ def error_of_a_killed_worker(iterator: Any, number: int, kill: Callable[[int], o
     worker = iterator._workers[number]
     try:
         kill(worker.pid)
-        worker.join()
+        worker.join(1)  # one that ends in its next sample may have to be asked for it
         for _ in iterator:
             pass
     except (RuntimeError, OSError, EOFError) as error:
         return error
     finally:  # as long as torch knows of a dead worker, its handler raises at the end of any child
         with suppress(RuntimeError):
-            worker.join()
+            worker.join(5)
         iterator._shutdown_workers()
     raise AssertionError("nothing was raised")
 

@@ -33,7 +33,7 @@ RESULTS = ("report.json", "report.html", "metrics.csv", "stacks.speedscope.json"
 """What a run leaves in its folder."""
 
 MARK = ".lightning-gpuopt-demo"
-"""A file in a folder of results: this one is the demo's, which removes there what an earlier one has left."""
+"""Marks a folder as the demo's: only there does it remove an earlier run's results."""
 
 BEFORE = "before"
 """Folder of the first run's results, where others followed it."""
@@ -71,15 +71,16 @@ def run(options: Namespace) -> int:
     data_dir, output_dir = Path(options.data_dir).resolve(), Path(options.output_dir).resolve()
     if options.accelerator == "gpu":
         _require_gpu()
+    _refuse_results_of_others(output_dir)
     _make_room(data_dir.parent, "--data-dir")
-    _make_room_for_results(output_dir)
+    _make_room(output_dir, "--output-dir")
     _prepare_images(data_dir, _demo_data.Recipe(options.images, options.seed))
 
     from lightning_gpuopt.cli._demo_steps import STEP_NAMES
     from lightning_gpuopt.cli._demo_table import Run
     from lightning_gpuopt.cli._demo_training import Settings, train
 
-    (output_dir / MARK).touch()
+    _mark(output_dir)
     for name in ("", BEFORE, *STEP_NAMES):
         _remove_results(output_dir / name)
     settings = Settings(
@@ -195,13 +196,24 @@ def _make_room(folder: Path, argument: str) -> None:
         ) from error
 
 
-def _make_room_for_results(folder: Path) -> None:
-    _make_room(folder, "--output-dir")
-    if any(folder.iterdir()) and not (folder / MARK).exists():
+def _refuse_results_of_others(folder: Path) -> None:
+    if (folder / MARK).exists():
+        return
+    for name in (*RESULTS, *(f"{BEFORE}/{name}" for name in RESULTS)):
+        if (folder / name).exists():
+            raise UsageError(
+                f"--output-dir: expected a new folder, or one of the demo's, got {folder}, whose {name} the demo has "
+                f"not written; name another"
+            )
+
+
+def _mark(folder: Path) -> None:
+    try:
+        (folder / MARK).touch()
+    except OSError as error:
         raise UsageError(
-            f"--output-dir: expected a new or empty folder, or one of the demo's, got {folder}, which holds other "
-            f"files; name another"
-        )
+            f"--output-dir: expected a place to write to, got {folder}: {error.strerror}; name another"
+        ) from error
 
 
 def _prepare_images(folder: Path, recipe: _demo_data.Recipe) -> None:

@@ -9,11 +9,13 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate, repeat, takewhile
+from itertools import accumulate, chain, repeat, takewhile
 from types import CodeType, FrameType
-from typing import Any, Final, cast
+from typing import Final, TypeVar
 
 from lightning_gpuopt._places import Call, short
+
+_Result = TypeVar("_Result")
 
 RawFrame = tuple[CodeType, str, int, str]
 """Code, its file (code objects of two files may be equal), line, and the transform that a container called here."""
@@ -84,41 +86,45 @@ def _is_in(file: str, library: str, folders: tuple[str, ...]) -> bool:
     return root is not None and file.startswith(root) and file[len(root) :].replace(os.sep, "/").startswith(folders)
 
 
-def _call(function: Callable[[], Any]) -> Any:
+def _undisturbed(function: Callable[[], _Result]) -> _Result:
     return function()
 
 
 if sys.version_info >= (3, 11) and sys.version_info < (3, 12):
-    # Python 3.11 makes the object of a frame when somebody asks for it. As any object that is made, it may set off a
-    # garbage collection, in which finalizers may let other threads run. Then the frame of another thread may end while
-    # its object is made, and what comes to lie in its memory is overwritten. Besides, until 3.11.12 sys._current_frames
+    # Python 3.11 makes the object of a frame when somebody asks for it. Like any allocation, that may start a garbage
+    # collection, in which finalizers may let other threads run. Then the frame of another thread may end while its
+    # object is made, and what comes to lie in its memory is overwritten. Besides, before 3.11.12 sys._current_frames
     # holds a lock of the interpreter; a thread that starts another one meanwhile waits for it, and holds the GIL: the
-    # process stands still (github.com/python/cpython/issues/106883).
-    # So the collector is off. It is one call into C: no other thread runs meanwhile, and none finds the collector off.
+    # process hangs (github.com/python/cpython/issues/106883).
+    # So the collector is off. To look whether it is on, to switch it off, to call and to switch it on again is one call
+    # into C, in which no other thread runs: what the program does with its collector stays as the program has it.
+    # Results get no name, see innermost_frames().
 
-    def _call(function: Callable[[], Any]) -> Any:
-        if not gc.isenabled():
-            return function()
+    def _undisturbed(function: Callable[[], _Result]) -> _Result:
+        as_it_is, switched_off = iter((function,)), iter((gc.disable, function, gc.enable))
+        ways = map(operator.getitem, ((as_it_is, switched_off),), map(operator.call, (gc.isenabled,)))
         try:
-            return list(map(operator.call, (gc.disable, function, gc.enable)))[1]
+            return list(map(operator.call, chain.from_iterable(ways)))[-2:][0]
         except BaseException:
-            gc.enable()
+            if next(switched_off, None) is gc.enable:
+                gc.enable()
             raise
 
 
 def innermost_frames() -> Mapping[int, FrameType]:
     """The innermost frame of each thread, by the thread's ident.
 
-    One is the caller's thread's own. To name the mapping there would be a circle, which keeps what all frames hold.
+    Do not bind the mapping to a name: it holds the very frame that would hold it, a reference cycle that keeps alive
+    what all frames hold.
     """
-    return cast("Mapping[int, FrameType]", _call(sys._current_frames))
+    return _undisturbed(sys._current_frames)
 
 
 def _outwards(frame: FrameType) -> Iterator[FrameType]:
     """A frame, which may be another thread's, the one that called it, and so on."""
     while True:
-        step_by_step = accumulate(repeat("f_back", _AT_ONCE), getattr, initial=frame)
-        frames = _call(partial(list, takewhile(bool, step_by_step)))
+        step_by_step: Iterator[FrameType] = accumulate(repeat("f_back", _AT_ONCE), getattr, initial=frame)
+        frames: list[FrameType] = _undisturbed(partial(list, takewhile(bool, step_by_step)))
         if len(frames) <= _AT_ONCE:
             yield from frames
             return

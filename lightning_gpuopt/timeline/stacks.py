@@ -35,6 +35,9 @@ _SWITCH_S: Final = 0.0002
 _MOST_COST: Final = 0.01
 """Sampling takes at most this share of the time of the thread that does it."""
 
+_FRAMES_ARE_SAFE: Final = sys.version_info[:3] != (3, 11, 0) and getattr(sys, "_is_gil_enabled", lambda: True)()
+"""Python 3.11.0 shows frames that are being taken down, and without the GIL a thread runs on while it is looked at."""
+
 _IDLE_SAMPLES: Final = 25
 """After so many samples of nothing that is asked for, the switch interval is the program's again."""
 
@@ -146,8 +149,10 @@ class StackSampler:
         if activity is None:
             return False
         frame = self._frames().get(self._target)
-        stack = raw_frames(frame)
-        del frame
+        try:
+            stack = raw_frames(frame)
+        finally:
+            del frame
         if not stack:
             return True
         seen = self._seen.setdefault(activity, {})
@@ -197,7 +202,9 @@ class StackSampler:
 
 
 def start_sampling(*args: Any, **kwargs: Any) -> StackSampler | None:
-    """A sampler that runs; None where no thread can be started."""
+    """A sampler that runs; None where no thread can be started, or this Python lets none look at another's frames."""
+    if not _FRAMES_ARE_SAFE:
+        return None
     sampler = StackSampler(*args, **kwargs)
     try:
         sampler.start()

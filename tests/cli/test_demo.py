@@ -15,7 +15,9 @@ import pytest
 from PIL import Image
 
 from lightning_gpuopt.cli import _demo_data, main
+from lightning_gpuopt.cli import demo as demo_module
 from lightning_gpuopt.cli._demo_data import ForeignFolderError, Recipe, is_whole, make
+from lightning_gpuopt.cli._parser import UsageError
 from lightning_gpuopt.cli.demo import MARK
 
 SMALL = Recipe(images=128)
@@ -164,12 +166,24 @@ def test_reports_of_somebody_else_are_left_alone(tmp_path: Path, capsys: pytest.
     (folder / "report.json").write_text("mine")
     assert main(demo(tmp_path)) == 2
     assert capsys.readouterr().err == (
-        f"error: --output-dir: expected a new or empty folder, or one of the demo's, got {folder}, which holds other "
-        "files; name another\n"
+        f"error: --output-dir: expected a new folder, or one of the demo's, got {folder}, whose report.json the demo "
+        "has not written; name another\n"
     )
     assert [path.name for path in folder.iterdir()] == ["report.json"]
     assert (folder / "report.json").read_text() == "mine"
     assert not (tmp_path / "data").exists()
+
+
+def test_a_folder_with_other_files_takes_the_reports(tmp_path: Path) -> None:
+    make(tmp_path / "run" / "data", SMALL)
+    (tmp_path / "run" / ".gitkeep").touch()
+    demo_module._refuse_results_of_others(tmp_path / "run")
+    (tmp_path / "run" / "before").mkdir()
+    (tmp_path / "run" / "before" / "metrics.csv").touch()
+    with pytest.raises(UsageError, match=r"whose before/metrics\.csv the demo has not written"):
+        demo_module._refuse_results_of_others(tmp_path / "run")
+    demo_module._mark(tmp_path / "run")
+    demo_module._refuse_results_of_others(tmp_path / "run")
 
 
 def test_a_making_that_fails_leaves_the_old_data_and_nothing_else(photographs: Path, tmp_path: Path) -> None:

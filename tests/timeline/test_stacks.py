@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from lightning_gpuopt.timeline import stacks
+from lightning_gpuopt.timeline.frames import innermost_frames
 from lightning_gpuopt.timeline.stacks import StackSampler, start_sampling
 from tests.fork_server import run_code
 from tests.helpers import wait_for
@@ -171,14 +173,40 @@ def test_a_sample_keeps_nothing_alive() -> None:
     thread.start()
     ready.wait()
     assert thread.ident is not None
-    gc.disable()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10**8)  # on, and yet nothing is collected
     try:
         StackSampler(thread.ident, lambda: "data_wait").sample()
         go_on.set()
         thread.join()
         assert kept[0]() is None
     finally:
+        go_on.set()
+        gc.set_threshold(*thresholds)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_collector_is_as_it_was_after_a_sample_that_fails(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:
+    seen = []
+
+    def fail() -> Mapping[int, FrameType]:
+        seen.append(gc.isenabled())
+        raise MemoryError
+
+    monkeypatch.setattr(sys, "_current_frames", fail)
+    (gc.enable if is_on else gc.disable)()
+    try:
+        with pytest.raises(MemoryError):
+            innermost_frames()
+        assert gc.isenabled() == is_on
+    finally:
         gc.enable()
+    assert seen == [is_on and sys.version_info[:2] != (3, 11)]
+
+
+def test_where_frames_are_not_safe_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "_FRAMES_ARE_SAFE", False)
+    assert start_sampling(threading.get_ident(), lambda: "data_wait") is None
 
 
 COLLECTED_MEANWHILE = """
