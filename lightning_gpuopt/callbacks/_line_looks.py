@@ -13,6 +13,7 @@ from lightning_gpuopt._places import Sampled
 from lightning_gpuopt.callbacks._loader_watch import LoaderWatch
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.where import LOADER_CAUSES, belongs_to, finding_name, is_in_user_code
+from lightning_gpuopt.timeline import stacks
 from lightning_gpuopt.timeline.phases import Timeline
 from lightning_gpuopt.timeline.stacks import StackSampler, start_sampling
 
@@ -108,6 +109,8 @@ class LineLooks:
         ]
 
     def _why_blind(self, finding: Finding) -> str:
+        if not stacks.FRAMES_ARE_SAFE:
+            return "in this Python one thread cannot safely read another's stack"
         if not self._looks.get(finding_name(finding)):
             return "the run was over before it could be looked at"
         if finding.cause in LOADER_CAUSES and self._loader.facts.num_workers:

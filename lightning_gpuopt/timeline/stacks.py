@@ -35,7 +35,7 @@ _SWITCH_S: Final = 0.0002
 _MOST_COST: Final = 0.01
 """Sampling takes at most this share of the time of the thread that does it."""
 
-_FRAMES_ARE_SAFE: Final = sys.version_info[:3] != (3, 11, 0) and getattr(sys, "_is_gil_enabled", lambda: True)()
+FRAMES_ARE_SAFE: Final = sys.version_info[:3] != (3, 11, 0) and getattr(sys, "_is_gil_enabled", lambda: True)()
 """Python 3.11.0 shows frames that are being taken down, and without the GIL a thread runs on while it is looked at."""
 
 _IDLE_SAMPLES: Final = 25
@@ -203,7 +203,7 @@ class StackSampler:
 
 def start_sampling(*args: Any, **kwargs: Any) -> StackSampler | None:
     """A sampler that runs; None where no thread can be started, or this Python lets none look at another's frames."""
-    if not _FRAMES_ARE_SAFE:
+    if not FRAMES_ARE_SAFE:
         return None
     sampler = StackSampler(*args, **kwargs)
     try:

@@ -205,7 +205,7 @@ def test_the_collector_is_as_it_was_after_a_sample_that_fails(monkeypatch: pytes
 
 
 def test_where_frames_are_not_safe_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_FRAMES_ARE_SAFE", False)
+    monkeypatch.setattr(stacks, "FRAMES_ARE_SAFE", False)
     assert start_sampling(threading.get_ident(), lambda: "data_wait") is None
 
 
