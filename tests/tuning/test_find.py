@@ -75,10 +75,11 @@ def test_the_result_is_what_to_give_a_dataloader() -> None:
     assert [trial.num_workers for trial in result.trials] == [1]
     assert result.settings == {
         "num_workers": 1,
-        "prefetch_factor": 2,
+        "prefetch_factor": result.prefetch_factor,
         "pin_memory": False,
         "persistent_workers": True,
     }
+    assert (result.prefetch_factor or 0) >= 2  # more where a batch was late
     assert result.predicted_batches_per_s == result.trials[0].batches_per_s
     DataLoader(Numbers(), 4, **result.settings)
 
@@ -115,7 +116,7 @@ def test_the_loader_its_parts_and_the_random_state_are_as_before() -> None:
 
 def test_the_loaders_own_parts_do_the_work(tmp_path: Path) -> None:
     def collate(samples: list[torch.Tensor]) -> torch.Tensor:
-        (tmp_path / "collated").write_text(f"{len(samples)}")
+        (tmp_path / f"collated {len(samples)}").touch()
         return torch.stack(samples)
 
     def begin(worker_id: int) -> None:
@@ -130,8 +131,8 @@ def test_the_loaders_own_parts_do_the_work(tmp_path: Path) -> None:
     clock, undo = watched
     result = find_num_workers(loader, step_time_s=0.01, max_num_workers=1)
     undo()
-    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"collated": "5", "begun 0": ""}
-    assert result.prefetch_factor == 3
+    assert {file.name for file in tmp_path.iterdir()} == {"collated 5", "begun 0"}
+    assert (result.prefetch_factor or 0) >= 3
     assert clock.times().batches == 0  # another clock's figures are its own
     assert loader.collate_fn is collate
 
@@ -170,7 +171,7 @@ def test_what_goes_wrong_comes_out_as_in_training(
     loader: DataLoader[Any], error: type[BaseException], text: str | None
 ) -> None:
     with pytest.raises(error, match=text):
-        find_num_workers(loader, max_seconds=1, **QUICK)
+        find_num_workers(loader, **QUICK)
 
 
 def test_a_dataset_that_gives_nothing_takes_no_longer_than_the_budget() -> None:
@@ -180,7 +181,7 @@ def test_a_dataset_that_gives_nothing_takes_no_longer_than_the_budget() -> None:
 
 
 def test_a_worker_that_gets_stuck_ends_the_trial_and_what_was_seen_counts() -> None:
-    result = find_num_workers(DataLoader(Stuck(), 4), max_seconds=0.5, max_num_workers=1)
+    result = find_num_workers(DataLoader(Stuck(), 4), max_seconds=2, max_num_workers=1)
     assert (result.num_workers, len(result.trials)) == (1, 1)
 
 
