@@ -90,7 +90,7 @@ def cases(gpu: SimulatedGpu) -> dict[str, tuple[SimulatedModule, list[Callback]]
 
 def main(name: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory() as folder, simulated_gpu(copy_s=0.001) as gpu:
+    with tempfile.TemporaryDirectory() as folder, simulated_gpu(copy_s=0.0002) as gpu:
         model, callbacks = cases(gpu)[name]
         report_dir = Path(folder)
         detector = StallDetector(on_stall="ignore", window_size=20, warmup_steps=WARMUP_STEPS, report_dir=report_dir)

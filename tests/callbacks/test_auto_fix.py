@@ -607,7 +607,7 @@ class TestInARealRun:
         train(tmp_path, made, [autofix], max_steps=400, max_epochs=1)
         first, *_ = autofix.changes
         assert (first.setting, first["from"], first.kept) == ("num_workers", 1, True)
-        assert first.measured > 1.3
+        assert first.measured > 1
         assert made.num_workers >= first.to
 
     def test_a_copy_is_hidden_from_the_next_batch_on(self, tmp_path):

@@ -170,7 +170,7 @@ class CountsSamplers(parts.Takes):
 def test_workers_of_later_epochs_do_not_sample_themselves_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_line_looks, "_LONGEST_S", 0.3)
+    monkeypatch.setattr(_line_looks, "_LONGEST_S", 0.6)
     monkeypatch.setattr(_line_looks, "_MOST_LOOKS", 1)
     samplers: list[float] = []
 

@@ -1184,7 +1184,7 @@ def test_a_rank_that_fails_leaves_no_worker_and_holds_up_nobody(how: str, ended:
 def test_the_ranks_of_a_node_probe_together_and_agree() -> None:
     ranks = run_ranks("tests.callbacks.tuned_rank", "probe", 2)
     assert [rank["num_workers"] for rank in ranks] == [3, 3]  # what rank 1 needs
-    assert ranks[1]["tried"] == [1, 3]
+    assert {1, 3} <= set(ranks[1]["tried"])
 
 
 def test_spawned_workers_of_a_loader_without_any_are_not_changed_while_it_runs(

@@ -55,7 +55,7 @@ def test_what_watches_collections_and_compilations_is_taken_away(tmp_path: Path,
 
 
 def test_a_callback_that_collects_is_named_once(tmp_path: Path) -> None:
-    report = fit(tmp_path, Model(LOADER, step_s=0.0), CollectsAfterEachStep())
+    report = fit(tmp_path, Model(LOADER, step_s=0.0), CollectsAfterEachStep(), steps=100)
     assert [each.cause for each in report.findings][:1] == ["garbage_collection"]
     assert "callback" not in [each.cause for each in report.findings]
     evidence = report.findings[0].evidence
