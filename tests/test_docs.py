@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -180,7 +182,7 @@ def run_in_training_step(block: Block, names: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def page_folder(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
+def page_folder(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Path]]:
     """A folder with the data that a page finds, in which its code runs under short Trainers."""
     for name, value in SETTINGS.items():
         monkeypatch.setenv(f"PL_TRAINER_{name.upper()}", repr(value) if not isinstance(value, str) else value)
@@ -192,7 +194,8 @@ def page_folder(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.chdir(tmp_path)
         return tmp_path
 
-    return prepare
+    with patch.dict(os.environ):  # where a Trainer of several processes leaves its rank
+        yield prepare
 
 
 @pytest.mark.matrix

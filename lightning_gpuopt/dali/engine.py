@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import os
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -17,18 +16,6 @@ from lightning_gpuopt.dali.source import EncodedBatch
 
 _KEPT: Final = 2
 """Batches whose bytes are kept after they came out: a GPU may still copy them then."""
-
-_running: weakref.WeakSet[Any] = weakref.WeakSet()
-_of_parent: list[Any] = []
-
-
-def _keep_the_parent_s() -> None:
-    _of_parent.extend(_running)
-
-
-# A forked worker has the pipelines without their threads: freeing one there, as a garbage collection may, waits for
-# them for ever.
-os.register_at_fork(after_in_child=_keep_the_parent_s)
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
@@ -78,7 +65,6 @@ class Engine:
         self.close()
         before = _threads()
         self._pipeline, self.state = self._build(None if not state else base64.b64decode(state)), state
-        _running.add(self._pipeline)
         self._threads = sorted(set(_threads()) - set(before))
 
     def submit(self, batch: EncodedBatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning_gpuopt.dali.library import DALI, is_pipeline_def, load_dali
+from lightning_gpuopt.dali.library import DALI, held_in_forks, is_pipeline_def, load_dali
 
 ENCODED, LABELS, AREAS = "encoded", "labels", "areas"
 """Names of a pipeline's inputs."""
@@ -178,7 +178,7 @@ def build(
         prefetch_queue_depth=_DEPTH,
         **more,
     )
-    pipeline.build()
+    held_in_forks(pipeline).build()
     if pipeline.num_outputs != len(OUTPUTS):
         raise PipelineError(
             f"{settings.name}: expected a pipeline that returns (images, labels), got {pipeline.num_outputs} outputs"
@@ -211,18 +211,27 @@ def undecodable(settings: Settings, images: Sequence[Any]) -> dict[int, Exceptio
             prefetch_queue_depth=_DEPTH,
         )
         try:
-            pipeline.build()
+            held_in_forks(pipeline).build()
             pipeline.feed_input(ENCODED, list(group))
             pipeline.schedule_run()
             pipeline.outputs()
         except Exception as error:
             if len(group) == 1:
-                return {first: error}
+                return {first: _without_frames(error)}
             half = len(group) // 2
             return try_out(first, group[:half]) | try_out(first + half, group[half:])
         return {}
 
     return try_out(0, images) if images else {}
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The error, which keeps nothing alive: the frames that it went through have the pipeline."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__context__
+    return error
 
 
 def _decoder(dali: DALI, settings: Settings) -> dict[str, Any]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_gpuopt import DALIDataModule, LMDBWriter
+from lightning_gpuopt.dali import library
+from lightning_gpuopt.dali.pipelines import Settings, undecodable
 from lightning_gpuopt.images.errors import CorruptSampleError
 from tests.dali.runs import SIZE, Notes, small
 from tests.helpers import run_ranks, tiny_trainer
@@ -211,3 +215,17 @@ def test_the_last_image_of_the_epoch_and_of_an_own_pipeline(tmp_path: Path) -> N
     datamodule = DALIDataModule(val=data, **small(batch_size=4, on_corrupt="skip", eval_pipeline=plain))
     with pytest.warns(UserWarning, match="left out"):
         assert labels_of(datamodule.val_dataloader()) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+
+
+def test_the_errors_of_a_trial_keep_no_pipeline() -> None:
+    gc.collect()
+    before = len(library._pipelines)
+    broken = np.frombuffer(b"\xff\xd8\xff\xe0 and no JPEG", np.uint8)
+    settings = Settings(4, 1, None, SIZE, (0.0,) * 3, (1.0,) * 3, "uint8", "CHW", 0.0)
+    gc.disable()
+    try:
+        errors = undecodable(settings, [broken, broken])
+        assert sorted(errors) == [0, 1]
+        assert len(library._pipelines) == before
+    finally:
+        gc.enable()
