@@ -24,6 +24,9 @@ _LIST_THREADS_EVERY = 5
 _WAIT_PER_CPU_S = 200
 """Seconds from one reading to the next per second of CPU that a reading takes: together at most 0.5 % of a core."""
 
+_LONGEST_WAIT_S = 20.0
+"""However much a reading took: a collection of garbage that falls into one is nothing that it costs."""
+
 
 _MIB = 1024 * 1024
 _MOST_BYTES = 4096
@@ -195,13 +198,13 @@ def _idle_s(file: str) -> float | None:
 
 
 def wait_after(reading_cpu_s: float, interval_s: float) -> float:
-    """Seconds to wait after a reading, so that readings never take more than 0.5 % of a core.
+    """Seconds to wait after a reading, so that readings of up to 0.1 s never take more than 0.5 % of a core.
 
     Args:
         reading_cpu_s: seconds of CPU that the reading has taken.
         interval_s: seconds to wait at least.
     """
-    return max(interval_s, _WAIT_PER_CPU_S * reading_cpu_s)
+    return max(interval_s, min(_WAIT_PER_CPU_S * reading_cpu_s, _LONGEST_WAIT_S))
 
 
 class HostWatch:

@@ -14,9 +14,11 @@ from __future__ import annotations
 import logging
 import os
 import random
+import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, ClassVar, Final
@@ -34,6 +36,10 @@ _FIRST_SAMPLES: Final = 60
 _SWITCH_S: Final = 0.0002
 _MOST_COST: Final = 0.01
 """Sampling takes at most this share of the time of the thread that does it."""
+
+_COSTS_KEPT: Final = 15
+_LONGEST_INTERVAL_S: Final = 1.0
+"""However much the last samples took: a collection of garbage on the sampling thread is nothing that sampling costs."""
 
 FRAMES_ARE_SAFE: Final = sys.version_info[:3] != (3, 11, 0) and getattr(sys, "_is_gil_enabled", lambda: True)()
 """Python 3.11.0 shows frames that are being taken down, and without the GIL a thread runs on while it is looked at."""
@@ -116,8 +122,7 @@ class StackSampler:
         self._clock = clock
         self._last = clock()
         self._seen: dict[str, dict[tuple[RawFrame, ...], list[float]]] = {}
-        self._cost_s = 0.0
-        self._count = 0
+        self._costs_s: deque[float] = deque(maxlen=_COSTS_KEPT)
         self._idle = self._sampled = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -185,8 +190,7 @@ class StackSampler:
                 self._idle = 0 if seen else self._idle + 1
                 short.set(self._idle <= _IDLE_SAMPLES)
                 over = self._is_over()
-                self._cost_s += time.thread_time() - began
-                self._count += 1
+                self._costs_s.append(time.thread_time() - began)
                 if over:
                     return
         except Exception:  # the sampled program has to go on
@@ -196,9 +200,11 @@ class StackSampler:
 
     def _interval_s(self) -> float:
         """Seconds until the next sample, at random, so that no rhythm of the program falls in with ours."""
-        mean_s = self._cost_s / self._count if self._count else 0.0
         interval_s = _FIRST_INTERVAL_S if self._sampled < _FIRST_SAMPLES else _INTERVAL_S
-        return max(interval_s, mean_s / _MOST_COST) * self._random.uniform(0.6, 1.4)
+        if self._costs_s:
+            usual_s = statistics.median_low(self._costs_s)
+            interval_s = max(interval_s, min(usual_s / _MOST_COST, _LONGEST_INTERVAL_S))
+        return interval_s * self._random.uniform(0.6, 1.4)
 
 
 def start_sampling(*args: Any, **kwargs: Any) -> StackSampler | None:

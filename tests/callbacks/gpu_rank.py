@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import StallDetector
 from tests.gpu_simulator import SimulatedGpu, SimulatedModule, Step, Work, simulated_gpu
+from tests.standstill import Standstill
 
 RANK = int(os.environ.get("RANK", "0"))
 WARMUP_STEPS = 5
@@ -90,7 +91,7 @@ def cases(gpu: SimulatedGpu) -> dict[str, tuple[SimulatedModule, list[Callback]]
 
 def main(name: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory() as folder, simulated_gpu(copy_s=0.0002) as gpu:
+    with tempfile.TemporaryDirectory() as folder, simulated_gpu(copy_s=0.0002) as gpu, Standstill() as standstill:
         model, callbacks = cases(gpu)[name]
         report_dir = Path(folder)
         detector = StallDetector(on_stall="ignore", window_size=20, warmup_steps=WARMUP_STEPS, report_dir=report_dir)
@@ -113,6 +114,7 @@ def main(name: str) -> dict[str, Any]:
         "step_s": report.step_s,
         "idle_s": report.gpu_idle_s,
         "notes": report.notes,
+        "stood_still_s": standstill.longest_s,
         "profiler_on": torch.autograd._profiler_enabled(),  # type: ignore[attr-defined]
     }
 

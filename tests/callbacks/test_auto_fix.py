@@ -32,6 +32,7 @@ from lightning_gpuopt.tuning.running import RunningLoader
 from tests.callbacks.mended import FAST, SLOW, Model, Numbers, Run, Script, Shuffles, finding, loader, script, train
 from tests.gpu_simulator import SimulatedModule, Step, Work, simulated_gpu
 from tests.helpers import run_ranks, tiny_trainer, wait_for
+from tests.standstill import undisturbed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpoint.*", "ignore:This DataLoader will create")
 
@@ -602,9 +603,13 @@ class Slow(Dataset[torch.Tensor]):
 
 class TestInARealRun:
     def test_workers_that_are_too_few_become_more(self, tmp_path):
-        autofix = AutoFix(fixes=["num_workers"])
-        made = DataLoader(Slow(), 2, shuffle=True, num_workers=1)
-        train(tmp_path, made, [autofix], max_steps=400, max_epochs=1)
+        def run() -> tuple[AutoFix, DataLoader[Any]]:
+            autofix = AutoFix(fixes=["num_workers"])
+            made = DataLoader(Slow(), 2, shuffle=True, num_workers=1)
+            train(tmp_path, made, [autofix], max_steps=400, max_epochs=1)
+            return autofix, made
+
+        autofix, made = undisturbed(run)
         first, *_ = autofix.changes
         assert (first.setting, first["from"], first.kept) == ("num_workers", 1, True)
         assert first.measured > 1

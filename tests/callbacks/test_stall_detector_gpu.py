@@ -26,6 +26,7 @@ from tests.gpu_simulator import NvmlFollower, SimulatedGpu, SimulatedModule, Ste
 from tests.helpers import BROADCASTS, RecordingLogger, run_ranks, wait_for
 from tests.nvml_simulator import Gpu, Simulator
 from tests.simulated_time import SimulatedTime
+from tests.standstill import of_ranks, undisturbed
 
 STEPS, WARMUP_STEPS = 45, 5
 EACH_READING = "nvmlDeviceGetUtilizationRates"
@@ -137,7 +138,8 @@ class TestVerdicts:
 
     def test_a_slow_loader_behind_a_bar_that_waits_for_the_gpu(self, real_gpu: SimulatedGpu, tmp_path: Path) -> None:
         # 60 ms a batch from the worker, 30 on the GPU
-        report = fit(real_gpu, tmp_path, module(real_gpu, sample_s=0.03, workers=1), Bar(real_gpu), steps=25)
+        slow = module(real_gpu, sample_s=0.03, workers=1)
+        report = undisturbed(lambda: fit(real_gpu, tmp_path, slow, Bar(real_gpu), steps=25))
         (finding,) = report.findings
         assert finding.cause in OF_WORKERS
         assert finding.evidence["exposed_by"] == "Bar.on_train_batch_end"
@@ -327,7 +329,9 @@ class TestRanks:
     def test_what_rank_0_reports(self, name: str, found: dict[str, dict[str, Any]], tmp_path: Path) -> None:
         if not BROADCASTS and name in ("loader", "slow_data", "gathers_slow_data"):
             found = {}  # nothing holds up the host, which loads while the GPU computes
-        first, second = run_ranks("tests.callbacks.gpu_rank", name, 2, rank_environment(tmp_path, 2))
+        first, second = undisturbed(
+            lambda: run_ranks("tests.callbacks.gpu_rank", name, 2, rank_environment(tmp_path, 2)), of_ranks
+        )
         assert [cause for cause, _, _ in first["findings"]] == list(found)
         for cause, _, evidence in first["findings"]:
             assert found[cause].items() <= evidence.items()

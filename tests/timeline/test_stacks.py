@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from types import FrameType
@@ -139,6 +140,23 @@ def test_it_ends_by_itself_when_it_is_over() -> None:
     sampler.start()
     wait_for(lambda: not sampler.running)
     assert sampler.samples("data_wait") == 2
+
+
+def test_a_sample_that_takes_long_by_chance_does_not_put_off_the_next() -> None:
+    """As where a collection of garbage falls into it, on the sampling thread."""
+    burned: list[bool] = []
+
+    def activity() -> str:
+        until_s = time.thread_time() + 0.5
+        while not burned and time.thread_time() < until_s:
+            pass
+        burned.append(True)
+        return "data_wait"
+
+    sampler = start_sampling(threading.get_ident(), activity)
+    assert sampler is not None
+    wait_for(lambda: sampler.samples("data_wait") >= 5)
+    sampler.stop()
 
 
 def test_what_fails_on_its_thread_ends_it_and_nothing_else(interval: float) -> None:
