@@ -373,7 +373,7 @@ def test_other_readings_open_no_list_of_threads(proc: Proc, watch: HostWatch, mo
     assert listed == [*own, f"{proc.root}/11/task"] * 2
 
 
-@pytest.mark.parametrize(("reading_cpu_s", "wait_s"), [(0.0, 0.2), (0.001, 0.2), (0.005, 1.0), (0.1, 20.0), (2.0, 20.0)])
+@pytest.mark.parametrize(("reading_cpu_s", "wait_s"), [(0.0, 0.2), (0.001, 0.2), (0.005, 1), (0.1, 20), (2.0, 20)])
 def test_dear_readings_are_further_apart(reading_cpu_s: float, wait_s: float) -> None:
     assert wait_after(reading_cpu_s, interval_s=0.2) == pytest.approx(wait_s)
 
