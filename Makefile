@@ -24,7 +24,7 @@ demo: $(READY)
 # Two processes share a lane's tests. Those that wait for real time, or for processes of their own, are one group: they
 # run one after the other. A process that dies ends the lane, with the name of its test: another in its place would wait
 # for ever for more tests than are left.
-PARALLEL ?= -n 2 --dist loadgroup --max-worker-restart 0
+PARALLEL ?= -n 2 --max-worker-restart 0
 
 test: $(READY)
 	$(BIN)/python -m pytest -q $(PARALLEL)

@@ -9,12 +9,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import one_thread  # noqa: F401 (before what imports torch)
 from tests.helpers import ends_new_workers
 from tests.nvml_simulator import Simulator, build
+from tests.scheduling import OneGroup
 from tests.simulated_time import SimulatedTime
 
 LANES = ("example", "matrix", "gpu")
@@ -127,7 +129,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's backgro
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put each test into its lane, and what waits for real time into one group, which one process works through."""
+    """Put each test into its lane."""
     for family, few in FEW.items():
         collected = [item.nodeid.rstrip("]").partition("[")[2] for item in items if item.nodeid.startswith(family)]
         gone = set(few.split()) - set(collected)
@@ -136,11 +138,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(MATRIX) or not _is_one_of_few(item.nodeid):
             item.add_marker("matrix")
-        if item.nodeid.startswith(TIMED):
-            item.add_marker(pytest.mark.xdist_group("timed"))
         lanes = [lane for lane in LANES if item.get_closest_marker(lane) is not None]
         if len(lanes) > 1:
             raise pytest.UsageError(f"{item.nodeid} is in several lanes: {', '.join(lanes)}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneGroup:
+    """What waits for real time is one group, which one of the processes works through."""
+    return OneGroup(config, log, TIMED)
 
 
 def _is_one_of_few(nodeid: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,24 @@ def test_what_the_tables_name_is_there(name: str) -> None:
     file, *parts = name.split("::")
     text = (ROOT / file).read_text()
     assert [part for part in parts if f"class {part}" not in text and f"def {part}" not in text] == []
+
+
+def test_one_process_runs_the_tests_that_wait_for_real_time(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "from tests.scheduling import OneGroup\n"
+        "GROUP = ('test_one.py', 'test_two.py::B')\n"
+        "def pytest_xdist_make_scheduler(config, log): return OneGroup(config, log, GROUP)\n"
+    )
+    a_test = "    def test_it(self): pass\n"
+    (tmp_path / "test_one.py").write_text("".join(f"class A{number}:\n{a_test}" for number in range(10)))
+    (tmp_path / "test_two.py").write_text("".join(f"class {name}{n}:\n{a_test}" for n in range(10) for name in "BC"))
+    (tmp_path / "pytest.ini").write_text("[pytest]\npython_classes = A B C\n")
+    code = "import sys, pytest; sys.path.insert(0, sys.argv.pop(1)); sys.exit(pytest.main(sys.argv[1:]))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT), "-n2", "-v", "-p", "no:cacheprovider"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    ran = re.findall(r"^\[(gw\d)\] .* PASSED (\S+)", ended.stdout, re.MULTILINE)
+    assert len(ran) == 30, ended.stdout + ended.stderr
+    assert len({process for process, name in ran if "::C" not in name}) == 1
+    assert len({process for process, _ in ran}) == 2
