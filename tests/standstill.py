@@ -1,7 +1,8 @@
 """A machine that lets a process stand still for a moment, as one does that has more to do: a run in real time shows it.
 
 What a test wants to know of such a run is asked again of another one. A run that is wrong without such a moment is not
-repeated.
+repeated. Code that keeps the GIL for as long cannot be told from the machine: what is wrong in one run because of it is
+seen only if it is so in each.
 """
 
 from __future__ import annotations

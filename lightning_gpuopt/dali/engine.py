@@ -65,6 +65,7 @@ class Engine:
         self.close()
         before = _threads()
         self._pipeline, self.state = self._build(None if not state else base64.b64decode(state)), state
+        self._pipeline.reads = self._flight, self._done  # as long as it lives, and a fork may keep it
         self._threads = sorted(set(_threads()) - set(before))
 
     def submit(self, batch: EncodedBatch) -> None:
@@ -125,9 +126,8 @@ class Engine:
         """Free the pipeline, its memory and its threads."""
         self._cpu_s_before = self.cpu_s()
         self._threads = []
-        self._pipeline = None  # before the bytes that it may still read
-        self._flight.clear()
-        self._done.clear()
+        self._pipeline = None
+        self._flight, self._done = deque(), deque(maxlen=_KEPT)
 
     def cpu_s(self) -> float:
         """CPU seconds of the threads that decode and transform, so far."""

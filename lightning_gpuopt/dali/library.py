@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
 
-_pipelines: weakref.WeakSet[Any] = weakref.WeakSet()
-_held: list[list[Any]] = []
-"""What is held during the forks under way; in a forked process also what was held when it was forked."""
+_pipelines: set[weakref.ref[Any]] = set()
+
+
+class _Held(threading.local):
+    """What a thread holds during its fork; in a forked process, first of all, what was held when it was forked."""
+
+    def __init__(self) -> None:
+        self.pipelines: list[list[Any]] = []
+
+
+_held = _Held()
 
 
 @dataclass(frozen=True)
@@ -50,9 +59,10 @@ def load_dali() -> DALI:
 
 
 def held_in_forks(pipeline: Any) -> Any:
-    """Have a pipeline never freed in a process that is forked from this one, not even by a garbage collection.
+    """Keep a pipeline alive in every process that is forked from this one.
 
-    A forked process has the pipeline without its threads, and to free it there would wait for these for ever.
+    A forked process has the pipeline without its threads, and to free it there, as a garbage collection may, waits for
+    these for ever. The process that forks holds the pipeline during the fork, too: what it reads has to live as long.
 
     Args:
         pipeline: of DALI.
@@ -60,17 +70,17 @@ def held_in_forks(pipeline: Any) -> Any:
     Returns:
         The pipeline.
     """
-    _pipelines.add(pipeline)
+    _pipelines.add(weakref.ref(pipeline, _pipelines.discard))
     return pipeline
 
 
 def _hold() -> None:
-    _held.append(list(_pipelines))
+    references = list(_pipelines)  # at once: another thread may build a pipeline
+    _held.pipelines.append([pipeline for each in references if (pipeline := each()) is not None])
 
 
 def _release() -> None:
-    if _held:
-        _held.pop()
+    _held.pipelines.pop()
 
 
 # Held from before the fork on: in the child the first to run is Python's own, and a collection may begin with that.

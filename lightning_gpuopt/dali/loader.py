@@ -210,7 +210,7 @@ class DALILoader:
             except PipelineError:
                 raise
             except Exception as error:
-                self._recover(error)
+                self._recover(error.with_traceback(None))  # its frames refer to the pipeline
                 continue
             finally:
                 self._wait_s += time.perf_counter() - began

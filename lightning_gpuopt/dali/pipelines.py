@@ -216,22 +216,17 @@ def undecodable(settings: Settings, images: Sequence[Any]) -> dict[int, Exceptio
             pipeline.schedule_run()
             pipeline.outputs()
         except Exception as error:
-            if len(group) == 1:
-                return {first: _without_frames(error)}
-            half = len(group) // 2
-            return try_out(first, group[:half]) | try_out(first + half, group[half:])
-        return {}
+            refused = error.with_traceback(None)  # its frames refer to the pipeline
+            refused.__context__ = None
+        else:
+            return {}
+        if len(group) == 1:
+            return {first: refused}
+        del pipeline, refused
+        half = len(group) // 2
+        return try_out(first, group[:half]) | try_out(first + half, group[half:])
 
     return try_out(0, images) if images else {}
-
-
-def _without_frames(error: Exception) -> Exception:
-    """The error, which keeps nothing alive: the frames that it went through have the pipeline."""
-    each: BaseException | None = error
-    while each is not None:
-        each.__traceback__ = None
-        each = each.__context__
-    return error
 
 
 def _decoder(dali: DALI, settings: Settings) -> dict[str, Any]:

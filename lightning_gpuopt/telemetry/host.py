@@ -22,10 +22,10 @@ _LIST_THREADS_EVERY = 5
 """Readings for which a worker's list of threads is kept; a thread that began since then is read from the next on."""
 
 _WAIT_PER_CPU_S = 200
-"""Seconds from one reading to the next per second of CPU that a reading takes: together at most 0.5 % of a core."""
+"""Seconds from one reading to the next per second of CPU that a reading takes: together 0.5 % of a core."""
 
 _LONGEST_WAIT_S = 20.0
-"""However much a reading took: a collection of garbage that falls into one is nothing that it costs."""
+"""However much a reading took: a garbage collection that falls into one is not a cost of reading."""
 
 
 _MIB = 1024 * 1024

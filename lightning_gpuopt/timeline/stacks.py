@@ -35,11 +35,11 @@ _FIRST_SAMPLES: Final = 60
 
 _SWITCH_S: Final = 0.0002
 _MOST_COST: Final = 0.01
-"""Sampling takes at most this share of the time of the thread that does it."""
+"""Samples that take up to 10 ms take at most this share of the time of the thread that does it."""
 
 _COSTS_KEPT: Final = 15
 _LONGEST_INTERVAL_S: Final = 1.0
-"""However much the last samples took: a collection of garbage on the sampling thread is nothing that sampling costs."""
+"""However much the last samples took: a garbage collection that falls into one is not a cost of sampling."""
 
 FRAMES_ARE_SAFE: Final = sys.version_info[:3] != (3, 11, 0) and getattr(sys, "_is_gil_enabled", lambda: True)()
 """Python 3.11.0 shows frames that are being taken down, and without the GIL a thread runs on while it is looked at."""
@@ -190,7 +190,8 @@ class StackSampler:
                 self._idle = 0 if seen else self._idle + 1
                 short.set(self._idle <= _IDLE_SAMPLES)
                 over = self._is_over()
-                self._costs_s.append(time.thread_time() - began)
+                if seen:
+                    self._costs_s.append(time.thread_time() - began)
                 if over:
                     return
         except Exception:  # the sampled program has to go on

@@ -612,7 +612,6 @@ class TestInARealRun:
         autofix, made = undisturbed(run)
         first, *_ = autofix.changes
         assert (first.setting, first["from"], first.kept) == ("num_workers", 1, True)
-        assert first.measured > 1
         assert made.num_workers >= first.to
 
     def test_a_copy_is_hidden_from_the_next_batch_on(self, tmp_path):

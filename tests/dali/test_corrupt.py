@@ -229,3 +229,24 @@ def test_the_errors_of_a_trial_keep_no_pipeline() -> None:
         assert len(library._pipelines) == before
     finally:
         gc.enable()
+
+
+def test_the_error_of_a_loader_keeps_no_pipeline_and_takes_no_traceback(tmp_path: Path) -> None:
+    gc.collect()
+    before = len(library._pipelines)
+    datamodule = DALIDataModule(val=list_with(tmp_path / "f", {5: unknown_table(WHOLE)}), **small(batch_size=4))
+    loader = datamodule.val_dataloader()
+    gc.disable()
+    try:
+        try:
+            raise LookupError("the user's own, which is being handled")
+        except LookupError as error:
+            with pytest.raises(CorruptSampleError) as found:
+                labels_of(loader)
+            handled = error
+        assert handled.__traceback__ is not None
+        assert "05.jpg" in str(found.value)
+        loader.close()
+        assert len(library._pipelines) == before
+    finally:
+        gc.enable()

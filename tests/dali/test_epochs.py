@@ -390,6 +390,55 @@ def test_a_forked_process_frees_no_pipeline_of_its_parent(data: Path) -> None:
     assert (ended.returncode, ended.stdout.split()) == (0, ["7", "1", "0"]), ended.stderr
 
 
+def test_a_pipeline_that_a_fork_holds_has_its_bytes(data: Path) -> None:
+    """One that is closed while another thread forks: it may still decode."""
+    program = (
+        "import gc, os, sys, threading, weakref; gc.disable()\n"
+        "forking, closed = threading.Event(), threading.Event()\n"
+        "os.register_at_fork(before=lambda: (forking.set(), closed.wait()))\n"
+        "from lightning_gpuopt import DALIDataModule\n"
+        "from lightning_gpuopt.dali import library\n"
+        "module = DALIDataModule(val=sys.argv[1], batch_size=4, crop_size=8, resize_size=8, device='cpu')\n"
+        "loader = module.val_dataloader(); next(iter(loader))\n"
+        "def fork():\n"
+        "    child = os.fork()\n"
+        "    if not child: os._exit(0)\n"
+        "    os.waitpid(child, 0)\n"
+        "forks = threading.Thread(target=fork); forks.start(); forking.wait()\n"
+        "images = [weakref.ref(image) for batch in loader.engine.flight for image in batch.images]\n"
+        "def alive(): return len(library._pipelines), sum(each() is not None for each in images)\n"
+        "had = len(images); loader.close(); during = alive()\n"
+        "closed.set(); forks.join(); print(had > 0, during == (1, had), alive())"
+    )
+    ended = run_code(program, data)
+    assert (ended.returncode, ended.stdout) == (0, "True True (0, 0)\n"), ended.stderr
+
+
+def test_forks_of_several_threads_hold_what_there_is_at_each(data: Path) -> None:
+    """A fork that begins during another, and ends after it, holds the pipeline that was built in between."""
+    program = (
+        "import gc, os, sys, threading; gc.disable()\n"
+        "begun, goes_on = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]\n"
+        "mine = threading.local()\n"
+        "os.register_at_fork(before=lambda: (begun[mine.at].set(), goes_on[mine.at].wait()))\n"
+        "from lightning_gpuopt import DALIDataModule\n"
+        "from lightning_gpuopt.dali import library\n"
+        "module = DALIDataModule(val=sys.argv[1], batch_size=4, crop_size=8, resize_size=8, device='cpu')\n"
+        "codes = [None, None]\n"
+        "def fork(at):\n"
+        "    mine.at = at; child = os.fork()\n"
+        "    if not child: os._exit(len(library._held.pipelines[0]))\n"
+        "    codes[at] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        "threads = [threading.Thread(target=fork, args=(at,)) for at in (0, 1)]\n"
+        "threads[0].start(); begun[0].wait()\n"
+        "loader = module.val_dataloader(); next(iter(loader)); threads[1].start(); begun[1].wait()\n"
+        "goes_on[0].set(); threads[0].join(); goes_on[1].set(); threads[1].join()\n"
+        "print(codes, len(library._pipelines)); loader.close(); print(len(library._pipelines))"
+    )
+    ended = run_code(program, data)
+    assert (ended.returncode, ended.stdout.split("\n")[:2]) == (0, ["[0, 1] 1", "0"]), ended.stderr
+
+
 def test_no_thread_stays_behind(tmp_path: Path, data: Path) -> None:
     class Fails(Notes):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

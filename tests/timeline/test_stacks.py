@@ -6,7 +6,6 @@ import gc
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Mapping
 from types import FrameType
@@ -142,21 +141,22 @@ def test_it_ends_by_itself_when_it_is_over() -> None:
     assert sampler.samples("data_wait") == 2
 
 
-def test_a_sample_that_takes_long_by_chance_does_not_put_off_the_next() -> None:
-    """As where a collection of garbage falls into it, on the sampling thread."""
-    burned: list[bool] = []
-
-    def activity() -> str:
-        until_s = time.thread_time() + 0.5
-        while not burned and time.thread_time() < until_s:
-            pass
-        burned.append(True)
-        return "data_wait"
-
-    sampler = start_sampling(threading.get_ident(), activity)
-    assert sampler is not None
-    wait_for(lambda: sampler.samples("data_wait") >= 5)
-    sampler.stop()
+@pytest.mark.parametrize(
+    ("costs_s", "interval_s"),
+    [
+        ([], stacks._INTERVAL_S),
+        ([0.00001] * 15, stacks._INTERVAL_S),
+        ([0.0005] * 15, 0.05),
+        ([0.0005] * 14 + [2.0], 0.05),  # a garbage collection that fell into one
+        ([2.0], 1.0),
+    ],
+)
+def test_dear_samples_are_further_apart_by_what_they_usually_take(costs_s: list[float], interval_s: float) -> None:
+    sampler = StackSampler(7, lambda: None)
+    sampler._sampled = 10**6
+    sampler._costs_s.extend(costs_s)
+    low, high = 0.6 * interval_s - 1e-9, 1.4 * interval_s + 1e-9
+    assert all(low <= sampler._interval_s() <= high for _ in range(100))
 
 
 def test_what_fails_on_its_thread_ends_it_and_nothing_else(interval: float) -> None:
