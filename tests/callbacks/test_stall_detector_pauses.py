@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_gpuopt import StallDetector, StallReport
 from tests.faults.parts import Model, quiet
-from tests.faults.pause_parts import CollectsAfterEachStep, Compiles
+from tests.faults.pause_parts import CollectsAfterEachStep, Compiles, KeepsObjects
 
 LOADER: dict[str, Any] = {"dataset": torch.ones(1000, 8)}
 
@@ -55,7 +55,8 @@ def test_what_watches_collections_and_compilations_is_taken_away(tmp_path: Path,
 
 
 def test_a_callback_that_collects_is_named_once(tmp_path: Path) -> None:
-    report = fit(tmp_path, Model(LOADER, step_s=0.0), CollectsAfterEachStep(), steps=100)
+    # few steps: collections that take longer from some step on, beside other programs, would be a slowdown
+    report = fit(tmp_path, KeepsObjects(LOADER, step_s=0.0, objects=100_000), CollectsAfterEachStep(), steps=55)
     assert [each.cause for each in report.findings][:1] == ["garbage_collection"]
     assert "callback" not in [each.cause for each in report.findings]
     evidence = report.findings[0].evidence

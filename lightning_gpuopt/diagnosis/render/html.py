@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.resources import files
 from typing import Final
 
@@ -72,6 +73,7 @@ def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
     return page
 
 
+@cache
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader(_PACKAGE, _FOLDER),
