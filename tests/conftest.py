@@ -15,7 +15,7 @@ import pytest
 
 from tests import one_thread  # noqa: F401 (before what imports torch)
 from tests.nvml_simulator import Simulator, build
-from tests.scheduling import OneGroup
+from tests.scheduling import Groups
 from tests.simulated_time import SimulatedTime
 
 LANES = ("example", "matrix", "gpu")
@@ -41,7 +41,18 @@ TIMED = (
     "tests/tuning/test_find.py",
     "tests/tuning/test_probe.py",
 )
-"""Tests whose figures are of real time: they run one after the other."""
+"""Tests whose figures are of real time."""
+
+GROUPS = {
+    "timed": TIMED,
+    "examples": ("tests/test_examples.py",),  # each script runs once in a process
+    "docs": (
+        "tests/test_docs.py::test_the_code_of_a_page_runs",
+        "tests/test_docs.py::test_the_reader_in_the_format_s_page",
+    ),
+    "benchmarks": ("tests/test_benchmarks.py",),
+}
+"""Tests that run one after the other, in one process."""
 
 MATRIX = (
     "tests/callbacks/test_auto_fix.py::TestInARealRun::test_a_copy_is_hidden_from_the_next_batch_on",
@@ -93,7 +104,7 @@ MATRIX = (
     "tests/tuning/test_resize.py::test_a_spawned_worker_comes_and_goes",
     "tests/tuning/test_resize.py::test_a_stuck_worker_that_had_nothing_to_do_does_not_hold_up_the_next_epoch",
 )
-"""Long tests of the matrix lane, in files that say so nowhere themselves."""
+"""Long tests of the matrix lane, beside those that are marked in their files."""
 
 FEW = {
     "tests/callbacks/test_auto_fix.py::TestOrderAndSamplesStay::test_of_samplers_that_draw_for_each_index": (
@@ -168,9 +179,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneGroup:
-    """What waits for real time is one group, which one of the processes works through."""
-    return OneGroup(config, log, TIMED)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups | None:
+    """Who gives out the tests, unless another way was asked for than that of ``-n``."""
+    return Groups(config, log, GROUPS) if config.getvalue("dist") == "load" else None
 
 
 def _is_one_of_few(nodeid: str) -> bool:

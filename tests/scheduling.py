@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from xdist.scheduler import LoadScopeScheduling
@@ -11,23 +12,23 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
 
 
-class OneGroup(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives out tests one by one, but one group of them together: a single process works through it, first of all.
+class Groups(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives out tests one by one, but those of a group to a single process, which runs them one after the other.
 
-    The groups of xdist itself are told by the ends of the tests' names, which the newest pytest does not let it change:
-    it takes no notice of them then.
+    xdist marks its own groups by a suffix of the tests' node ids. With the newest pytest these cannot be changed, and
+    ``--dist loadgroup`` has no effect.
     """
 
-    def __init__(self, config: pytest.Config, log: Producer, group: tuple[str, ...]) -> None:
+    def __init__(self, config: pytest.Config, log: Producer, groups: Mapping[str, tuple[str, ...]]) -> None:
         """Give out tests.
 
         Args:
             config: of pytest.
             log: of xdist.
-            group: what the names of its tests begin with.
+            groups: by name, what the node ids of a group's tests begin with.
         """
         super().__init__(config, log)
-        self._group = group
+        self._groups = groups
 
     def _split_scope(self, nodeid: str) -> str:
-        return "group" if nodeid.startswith(self._group) else nodeid
+        return next((name for name, begins in self._groups.items() if nodeid.startswith(begins)), nodeid)

@@ -31,7 +31,6 @@ def results() -> dict[str, int]:
 
 
 @pytest.mark.matrix
-@pytest.mark.xdist_group("benchmarks")
 class TestGpuOnTheSimulators:
     def test_every_section_has_an_outcome_or_a_reason(self, tmp_path: Path, simulator_library: Path) -> None:
         before = results()
@@ -66,7 +65,6 @@ class TestGpuOnTheSimulators:
 
 
 @pytest.mark.matrix
-@pytest.mark.xdist_group("benchmarks")
 def test_scale_runs_in_a_tiny_form(tmp_path: Path) -> None:
     before = results()
     run("scale.py", "--tiny", "--output", str(tmp_path / "scale.json"))

@@ -199,7 +199,6 @@ def page_folder(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.matrix
-@pytest.mark.xdist_group("docs")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
 def test_the_code_of_a_page_runs(page: Path, page_folder: Callable[[Path], Path]) -> None:
@@ -215,7 +214,6 @@ def test_the_code_of_a_page_runs(page: Path, page_folder: Callable[[Path], Path]
 
 
 @pytest.mark.matrix
-@pytest.mark.xdist_group("docs")
 def test_the_reader_in_the_format_s_page_reads_what_is_written(page_folder: Callable[[Path], Path]) -> None:
     page = ROOT / "docs/lmdb-format.md"
     folder = page_folder(page)

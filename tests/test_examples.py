@@ -15,7 +15,7 @@ import pytest
 from lightning_gpuopt import LMDBDataset, build_lmdb
 from tests.helpers import free_port
 
-pytestmark = [pytest.mark.example, pytest.mark.xdist_group("examples")]  # in one process: each script runs once
+pytestmark = pytest.mark.example
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FOLDERS = sorted(path for path in EXAMPLES.iterdir() if path.is_dir())

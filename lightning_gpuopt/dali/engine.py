@@ -65,20 +65,31 @@ class Engine:
         self.close()
         before = _threads()
         self._pipeline, self.state = self._build(None if not state else base64.b64decode(state)), state
-        self._pipeline.reads = self._flight, self._done  # as long as it lives, and a fork may keep it
+        # What it reads is not copied: it has to live as long as the pipeline, which a fork may keep beyond close().
+        self._pipeline._gpuopt_reads = self._flight, self._done
         self._threads = sorted(set(_threads()) - set(before))
 
     def submit(self, batch: EncodedBatch) -> None:
         """Put a batch in. Its bytes are not copied."""
         self.start()
+        self._flight.append(batch)
+        try:
+            self._feed(batch)
+            self._pipeline.schedule_run()
+        except Exception:
+            self._flight.pop()
+            raise
+        except BaseException:  # Ctrl-C: nobody knows whether the batch went in
+            self.close()
+            raise
+
+    def _feed(self, batch: EncodedBatch) -> None:
         inputs = {ENCODED: batch.images, LABELS: batch.labels}
         for name, values in inputs.items() if batch.areas is None else {**inputs, AREAS: batch.areas}.items():
             try:
                 self._pipeline.feed_input(name, values)
             except KeyError:
                 raise PipelineError(f"{self.name}: expected a pipeline that uses {name}, it does not") from None
-        self._pipeline.schedule_run()
-        self._flight.append(batch)
 
     def collect(self) -> tuple[torch.Tensor, ...]:
         """Take the oldest batch out: its tensors are DALI's own memory, on the stream that is current in torch.

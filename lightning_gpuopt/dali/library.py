@@ -19,6 +19,8 @@ class _Held(threading.local):
 
 
 _held = _Held()
+_kept: list[list[Any]] = []
+"""Of a forked process, whose thread may end before it does: what it held when it was forked."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,17 @@ def _hold() -> None:
     _held.pipelines.append([pipeline for each in references if (pipeline := each()) is not None])
 
 
+def _keep() -> None:
+    _kept.extend(_held.pipelines)
+
+
 def _release() -> None:
-    _held.pipelines.pop()
+    if _held.pipelines:  # none where this module was imported during the fork
+        _held.pipelines.pop()
 
 
 # Held from before the fork on: in the child the first to run is Python's own, and a collection may begin with that.
-os.register_at_fork(before=_hold, after_in_parent=_release)
+os.register_at_fork(before=_hold, after_in_child=_keep, after_in_parent=_release)
 
 
 def is_pipeline_def(function: Any) -> bool:

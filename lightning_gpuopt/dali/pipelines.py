@@ -216,7 +216,7 @@ def undecodable(settings: Settings, images: Sequence[Any]) -> dict[int, Exceptio
             pipeline.schedule_run()
             pipeline.outputs()
         except Exception as error:
-            refused = error.with_traceback(None)  # its frames refer to the pipeline
+            refused = error.with_traceback(None)  # the frames refer to the pipeline, those of an error before as well
             refused.__context__ = None
         else:
             return {}

@@ -22,7 +22,7 @@ _LIST_THREADS_EVERY = 5
 """Readings for which a worker's list of threads is kept; a thread that began since then is read from the next on."""
 
 _WAIT_PER_CPU_S = 200
-"""Seconds from one reading to the next per second of CPU that a reading takes: together 0.5 % of a core."""
+"""Seconds of wait per second of CPU that a reading takes: 0.5 % of a core, up to the longest wait."""
 
 _LONGEST_WAIT_S = 20.0
 """However much a reading took: a garbage collection that falls into one is not a cost of reading."""

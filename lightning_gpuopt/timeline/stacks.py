@@ -38,6 +38,7 @@ _MOST_COST: Final = 0.01
 """Samples that take up to 10 ms take at most this share of the time of the thread that does it."""
 
 _COSTS_KEPT: Final = 15
+_LEAST_COSTS: Final = 3
 _LONGEST_INTERVAL_S: Final = 1.0
 """However much the last samples took: a garbage collection that falls into one is not a cost of sampling."""
 
@@ -97,6 +98,7 @@ class StackSampler:
         is_over: whether to end; asked after each sample, on the sampling thread.
         frames: gives the innermost frame of each thread, by its ident; Python's own by default.
         clock: seconds.
+        cpu_clock: seconds of CPU of the thread that asks.
 
     Example::
 
@@ -114,12 +116,14 @@ class StackSampler:
         is_over: Callable[[], bool] = lambda: False,
         frames: Callable[[], Mapping[int, FrameType]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._target = thread
         self._activity = activity
         self._is_over = is_over
         self._frames = frames or innermost_frames
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self._last = clock()
         self._seen: dict[str, dict[tuple[RawFrame, ...], list[float]]] = {}
         self._costs_s: deque[float] = deque(maxlen=_COSTS_KEPT)
@@ -184,14 +188,8 @@ class StackSampler:
         short = _ShortInterval()
         try:
             while not self._stop.wait(self._interval_s()):
-                began = time.thread_time()
-                seen = self.sample()
-                self._sampled += seen
-                self._idle = 0 if seen else self._idle + 1
+                over = self._look()
                 short.set(self._idle <= _IDLE_SAMPLES)
-                over = self._is_over()
-                if seen:
-                    self._costs_s.append(time.thread_time() - began)
                 if over:
                     return
         except Exception:  # the sampled program has to go on
@@ -199,10 +197,21 @@ class StackSampler:
         finally:
             short.set(False)
 
+    def _look(self) -> bool:
+        """Take a sample, and remember what it took where there was one to take; whether it was the last."""
+        began = self._cpu_clock()
+        seen = self.sample()
+        self._sampled += seen
+        self._idle = 0 if seen else self._idle + 1
+        over = self._is_over()
+        if seen:
+            self._costs_s.append(self._cpu_clock() - began)
+        return over
+
     def _interval_s(self) -> float:
         """Seconds until the next sample, at random, so that no rhythm of the program falls in with ours."""
         interval_s = _FIRST_INTERVAL_S if self._sampled < _FIRST_SAMPLES else _INTERVAL_S
-        if self._costs_s:
+        if len(self._costs_s) >= _LEAST_COSTS:
             usual_s = statistics.median_low(self._costs_s)
             interval_s = max(interval_s, min(usual_s / _MOST_COST, _LONGEST_INTERVAL_S))
         return interval_s * self._random.uniform(0.6, 1.4)

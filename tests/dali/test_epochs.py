@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from nvidia.dali import fn, types
-from nvidia.dali.pipeline import pipeline_def
+from nvidia.dali.pipeline import Pipeline, pipeline_def
 
 from lightning_gpuopt import DALIDataModule, LMDBDataModule, LMDBWriter
 from lightning_gpuopt.dali.engine import Engine
@@ -427,7 +427,7 @@ def test_forks_of_several_threads_hold_what_there_is_at_each(data: Path) -> None
         "codes = [None, None]\n"
         "def fork(at):\n"
         "    mine.at = at; child = os.fork()\n"
-        "    if not child: os._exit(len(library._held.pipelines[0]))\n"
+        "    if not child: os._exit(len(library._kept[0]))\n"
         "    codes[at] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
         "threads = [threading.Thread(target=fork, args=(at,)) for at in (0, 1)]\n"
         "threads[0].start(); begun[0].wait()\n"
@@ -437,6 +437,28 @@ def test_forks_of_several_threads_hold_what_there_is_at_each(data: Path) -> None
     )
     ended = run_code(program, data)
     assert (ended.returncode, ended.stdout.split("\n")[:2]) == (0, ["[0, 1] 1", "0"]), ended.stderr
+
+
+@pytest.mark.parametrize("when", [2, 5])
+def test_after_ctrl_c_while_a_batch_goes_in_the_next_epoch_is_whole(
+    data: Path, monkeypatch: pytest.MonkeyPatch, when: int
+) -> None:
+    loader = DALIDataModule(val=data, **small(batch_size=4)).val_dataloader()
+    whole = labels_of(loader)
+    went_in, schedule = 0, Pipeline.schedule_run
+
+    def interrupted(pipeline: Pipeline) -> None:
+        nonlocal went_in
+        schedule(pipeline)
+        went_in += 1
+        if went_in == when:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pipeline, "schedule_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        labels_of(loader)
+    assert labels_of(loader) == whole
+    loader.close()
 
 
 def test_no_thread_stays_behind(tmp_path: Path, data: Path) -> None:

@@ -144,17 +144,35 @@ def test_it_ends_by_itself_when_it_is_over() -> None:
 @pytest.mark.parametrize(
     ("costs_s", "interval_s"),
     [
-        ([], stacks._INTERVAL_S),
         ([0.00001] * 15, stacks._INTERVAL_S),
         ([0.0005] * 15, 0.05),
         ([0.0005] * 14 + [2.0], 0.05),  # a garbage collection that fell into one
-        ([2.0], 1.0),
+        ([2.0] * 2, stacks._INTERVAL_S),
+        ([2.0] * 3, 1.0),
+        ([2.0] * 3 + [0.0005] * 15, 0.05),
     ],
 )
-def test_dear_samples_are_further_apart_by_what_they_usually_take(costs_s: list[float], interval_s: float) -> None:
-    sampler = StackSampler(7, lambda: None)
-    sampler._sampled = 10**6
-    sampler._costs_s.extend(costs_s)
+@pytest.mark.parametrize("idle", [0, 20])
+def test_dear_samples_are_further_apart_by_what_they_usually_take(
+    costs_s: list[float], interval_s: float, idle: int
+) -> None:
+    """However many there are between them in which there is nothing to sample, which cost next to nothing."""
+    target, now_s, costs = Target(), 0.0, iter(costs_s)
+    target.first()
+
+    def activity() -> str | None:
+        nonlocal now_s
+        now_s += next(costs) if target.doing is not None else 0.000001
+        return target.doing
+
+    sampler = StackSampler(7, activity, frames=target.frames, cpu_clock=lambda: now_s)
+    sampler._sampled = stacks._FIRST_SAMPLES
+    for _ in costs_s:
+        target.doing = "data_wait"
+        sampler._look()
+        target.doing = None
+        for _ in range(idle):
+            sampler._look()
     low, high = 0.6 * interval_s - 1e-9, 1.4 * interval_s + 1e-9
     assert all(low <= sampler._interval_s() <= high for _ in range(100))
 
