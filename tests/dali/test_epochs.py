@@ -439,22 +439,24 @@ def test_forks_of_several_threads_hold_what_there_is_at_each(data: Path) -> None
     assert (ended.returncode, ended.stdout.split("\n")[:2]) == (0, ["[0, 1] 1", "0"]), ended.stderr
 
 
+@pytest.mark.parametrize("call", ["schedule_run", "outputs"])
 @pytest.mark.parametrize("when", [2, 5])
-def test_after_ctrl_c_while_a_batch_goes_in_the_next_epoch_is_whole(
-    data: Path, monkeypatch: pytest.MonkeyPatch, when: int
+def test_after_ctrl_c_while_a_batch_goes_in_or_comes_out_the_next_epoch_is_whole(
+    data: Path, monkeypatch: pytest.MonkeyPatch, call: str, when: int
 ) -> None:
     loader = DALIDataModule(val=data, **small(batch_size=4)).val_dataloader()
     whole = labels_of(loader)
-    went_in, schedule = 0, Pipeline.schedule_run
+    calls, real = 0, getattr(Pipeline, call)
 
-    def interrupted(pipeline: Pipeline) -> None:
-        nonlocal went_in
-        schedule(pipeline)
-        went_in += 1
-        if went_in == when:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        result = real(*args, **kwargs)
+        calls += 1
+        if calls == when:
             raise KeyboardInterrupt
+        return result
 
-    monkeypatch.setattr(Pipeline, "schedule_run", interrupted)
+    monkeypatch.setattr(Pipeline, call, interrupted)
     with pytest.raises(KeyboardInterrupt):
         labels_of(loader)
     assert labels_of(loader) == whole
