@@ -6,6 +6,7 @@ what happens when it is gone. What looking ahead needs is checked once, by :func
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from lightning_gpuopt._lightning import LightningModule, Trainer, is_plain_hook
 
 _STRATEGY: Final = ("lightning.pytorch.strategies.strategy", "pytorch_lightning.strategies.strategy")
 _FETCHER: Final = ("_PrefetchDataFetcher", "_DataFetcher")
+_MOST_FRAMES: Final = 40
 _FETCHER_ATTRIBUTES: Final = (
     "batches",
     "done",
@@ -58,6 +60,25 @@ def missing_names(trainer: Trainer, pl_module: LightningModule) -> str | None:
 def fetcher_of(loop: Any) -> Any:
     """The fetcher from which a loop will take its batches; ``_Loop._data_fetcher`` (Lightning 2.5.0 to 2.6.6)."""
     return loop._data_fetcher
+
+
+def is_begun_by_fetcher(trainer: Trainer) -> bool:
+    """Whether the iterator that is being made is the training loop's: its fetcher is among the callers.
+
+    False where somebody else iterates the loader, as a callback that looks at a batch. Looks for the frame of
+    ``_DataFetcher.__iter__`` of ``fit_loop._data_fetcher`` (Lightning 2.5.0 to 2.6.6); were that another, nobody's
+    iterator is the loop's.
+    """
+    fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
+    behind = {id(each) for each in (fetcher, getattr(fetcher, "stock", None)) if each is not None}
+    frame = sys._getframe(1)
+    for _ in range(_MOST_FRAMES):
+        if frame.f_code.co_name == "__iter__" and id(frame.f_locals.get("self")) in behind:
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
 
 
 def set_fetcher(loop: Any, fetcher: Any) -> None:

@@ -26,6 +26,8 @@ the local ``self`` of a fetcher's ``fetch``      2.4 - 2.15   what a worker does
 ``_worker_loop``'s parameters, ``torch._C``'s                 next epoch on; ``dataset`` is ``dataset_holder`` in 2.15
 ``_set_worker_pids``, ``_remove_worker_pids``
 ``_workers_num_tasks``                           2.6 - 2.15   there is nothing to count (before 2.6)
+``_DatasetKind.create_fetcher``,                 2.4 - 2.15   a loader without workers is given none
+``_pin_memory``, ``_pin_memory_device``
 ===============================================  ===========  ==========================================================
 """
 
@@ -314,9 +316,13 @@ class WorkerBatches:
 
 
 def has_workers(iterator: Any) -> bool:
-    """Whether worker processes feed this iterator, in the way that :class:`WorkerBatches` knows."""
+    """Whether worker processes feed this iterator, in the way that :class:`WorkerBatches` knows.
+
+    Not where they do so in place of the training process: there a batch must be as the dataset is when its turn comes.
+    """
     return (
         all(hasattr(iterator, name) for name in _AHEAD)
+        and not getattr(iterator, "as_without_workers", False)
         and isinstance(iterator._task_info, dict)
         and callable(getattr(iterator, "_try_put_index", None))
         and callable(getattr(type(iterator), "_next_data", None))
@@ -385,12 +391,20 @@ def as_persistent(loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
 
 
 def reset_persistent(iterator: Any, loader: DataLoader[Any]) -> None:
-    """Have an iterator of :func:`as_persistent` begin another epoch.
+    """Have an iterator of :func:`as_persistent` begin another epoch; :func:`why_not_reset` must be None.
 
     A new iterator would have drawn a base seed: that is drawn here, so that what is drawn after it stays the same.
     """
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     iterator._reset(loader)
+
+
+def why_not_reset() -> str | None:
+    """Why an iterator of :func:`as_persistent` cannot begin another epoch with this torch; None where it can."""
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        if list(signature(WorkersIterator._reset).parameters) == ITERATOR_METHODS["_reset"]:
+            return None
+    return f"in torch {torch.__version__} the iterator's _reset is not as expected"
 
 
 def end_persistent(loader: DataLoader[Any]) -> int | None:
@@ -479,6 +493,28 @@ def worker_process(
     )
     worker.daemon = True
     return worker
+
+
+def fetcher_here(iterator: Any) -> Callable[[Any], Any]:
+    """What makes the batches of an iterator in this process, as an iterator without workers does.
+
+    Raises:
+        AttributeError: this torch has no such thing.
+    """
+    create: Any = torch.utils.data._DatasetKind.create_fetcher
+    fetcher = create(
+        iterator._dataset_kind, iterator._dataset, iterator._auto_collation, iterator._collate_fn, iterator._drop_last
+    )
+
+    def fetch(index: Any) -> Any:
+        batch = fetcher.fetch(index)
+        if not iterator._pin_memory:
+            return batch
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return pin_memory(batch, iterator._pin_memory_device)  # type: ignore[no-untyped-call]
+
+    return fetch
 
 
 def watch_pids(iterator: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -15,9 +15,11 @@ from lightning_gpuopt._lightning import LightningModule, Trainer
 from lightning_gpuopt._measured import STEP_HOOKS, PhaseTimes
 from lightning_gpuopt._version import __version__
 from lightning_gpuopt.callbacks._seen_run import SeenRunWatch
+from lightning_gpuopt.diagnosis.epoch_causes import restart_in_run
+from lightning_gpuopt.diagnosis.fixes import without_refuted
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import headroom, loader_costs
-from lightning_gpuopt.diagnosis.record import Stretch
+from lightning_gpuopt.diagnosis.record import Change, Finding, Stretch
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.diagnosis.stalls import diagnose, remarks, verdict_of
 from lightning_gpuopt.diagnosis.where import hot_spots_of
@@ -48,7 +50,7 @@ def report_of(
         seen_run: what was looked at of the script's settings; None on other devices than CUDA.
         **known: fields of the report that are known already.
     """
-    findings = diagnose(measured, threshold) if measured is not None else []
+    findings = _findings(times, measured, threshold, known.get("changes", ()))
     waterfall = measured.waterfall if measured is not None else None
     read = measured is not None and measured.gpu is not None and measured.gpu.steps > 0
     return StallReport(
@@ -70,6 +72,20 @@ def report_of(
         ],
         **known,
     )
+
+
+def _findings(
+    times: PhaseTimes, measured: Measurement | None, threshold: float, changes: Sequence[Change]
+) -> list[Finding]:
+    """Of the steady part; with what only the whole run shows, and without what was tried in it in vain."""
+    if measured is None:
+        return []
+    found = diagnose(measured, threshold)
+    persists = any(each.setting == "persistent_workers" and each.kept for each in changes)
+    restart = None if persists else restart_in_run(times, measured, threshold)
+    if restart is not None and all(each.cause != restart.cause for each in found):
+        found = sorted([*found, restart], key=lambda each: each.share, reverse=True)
+    return without_refuted(found, changes)
 
 
 def notes_of(

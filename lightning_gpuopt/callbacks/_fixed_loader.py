@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Final
 
-import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader
 
 from lightning_gpuopt._lightning import Trainer, shadow, train_iterators, train_loaders
+from lightning_gpuopt._lightning_loops import is_begun_by_fetcher
 from lightning_gpuopt._torch_loader import (
     as_persistent,
     is_like,
@@ -22,32 +22,22 @@ from lightning_gpuopt._torch_loader import (
     running_workers,
     set_prefetch,
     shut_down,
+    why_not_reset,
 )
 from lightning_gpuopt.callbacks._loader_watch import SeesLoaders
 from lightning_gpuopt.callbacks._tuned_fit import Iterators
 from lightning_gpuopt.callbacks._tuned_loader import Options, has_own_state, why_left_alone
-from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
 from lightning_gpuopt.telemetry.host import usable_cpus
-from lightning_gpuopt.tuning.dataset_state import DatasetState, state_of
 from lightning_gpuopt.tuning.live import LivePolicy
-from lightning_gpuopt.tuning.probe import own_collate
 from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
-from lightning_gpuopt.tuning.without_workers import look, why_not_shared
+from lightning_gpuopt.tuning.sampler_draws import why_not_earlier
+from lightning_gpuopt.tuning.sharing import WorkersStart, forks, state_of
+from lightning_gpuopt.tuning.without_workers import look
 
 log = logging.getLogger(__name__)
 
 _LONGEST_LOOK_S: Final = 30.0
 _OPTIONS: Final = Options("live", None, None, 10.0, 0.05, iterable=False)
-
-_DRAW_AT_ONCE: Final = (
-    SequentialSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    DistributedSampler,
-    ElasticSampler,
-)
-"""Samplers that draw from a random state when they are iterated, and not again for each index."""
 
 
 class CannotChange(Exception):
@@ -62,6 +52,7 @@ class FixedLoader:
 
     Attributes:
         refused: a change that was to come with an iterator, and could not: setting and reason.
+        looked_s: seconds spent in the set-ups of epochs to see whether workers can make the batches.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -71,11 +62,13 @@ class FixedLoader:
         self._next: dict[str, Any] = {}
         self._kept: Any = None
         self._keeps_workers = False
-        self._states: list[DatasetState] = []
+        self._start: WorkersStart | None = None
+        self._own_workers: int | None = None
+        self._changes = False
         self._returns: set[str] = set()
-        self._is_shareable: bool | None = None
         self._undo = ExitStack()
         self.refused: dict[str, str] = {}
+        self.looked_s = 0.0
         strategy = trainer.strategy
         self._undo.callback(shadow(strategy, "process_dataloader", SeesLoaders(strategy.process_dataloader, self._see)))
 
@@ -106,7 +99,8 @@ class FixedLoader:
         return None if known[0] is None else f"AutoFix leaves {known[0]}"
 
     def _new_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
-        if not self._trainer.training or loader is not self._loader:  # validation may read the same loader
+        # validation may read the same loader, and other callbacks as well
+        if not self._trainer.training or loader is not self._loader or not is_begun_by_fetcher(self._trainer):
             return create()
         self._note_dataset(loader)
         for setting in list(self._next):
@@ -122,7 +116,7 @@ class FixedLoader:
     def _iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
         kept, self._kept = self._kept, None
         if kept is not None:
-            if self._keeps_workers and is_like(kept, loader) and self._is_dataset_the_same():
+            if self._keeps_workers and is_like(kept, loader) and not self._changes and why_not_reset() is None:
                 reset_persistent(kept, loader)
                 self._kept = kept
                 return kept
@@ -194,6 +188,16 @@ class FixedLoader:
         return False
 
     @property
+    def starts_slowly(self) -> bool:
+        """Whether workers are started otherwise than by forking, which takes seconds."""
+        return self._loader is not None and forks(self._loader) is not None
+
+    @property
+    def draws(self) -> bool:
+        """Whether a worker that was added was seen to draw random numbers."""
+        return self._running is not None and self._running.draws
+
+    @property
     def is_settled(self) -> bool:
         """Whether nothing waits for the next iterator."""
         return not self._next
@@ -231,6 +235,8 @@ class FixedLoader:
         if self._running is None:
             return None
         self._follow()
+        if self._running.fetches_here:
+            return "the dataset was changed while training ran, and workers would have kept the old one"
         if self._running.gives_up_growing():
             return "a worker that was started in mid-epoch never gave a batch"
         cap = self._running.no_longer_fits()
@@ -241,9 +247,9 @@ class FixedLoader:
 
     def _resize(self, loader: DataLoader[Any], workers: int) -> bool:
         self._check_sampler(loader)
-        if workers > loader.num_workers:
-            self._check_shareable(loader)
         running = self._run(loader, depth_of(loader))
+        if workers > loader.num_workers:
+            self._check_shareable()
         self._follow()
         if running.unknown is not None:
             raise CannotChange(f"training fetches from its {running.unknown}")
@@ -252,6 +258,8 @@ class FixedLoader:
             raise CannotChange(f"there is no room for more workers, limited by {cap.limited_by}")
         before = loader.num_workers
         running.apply(min(workers, cap.num_workers))
+        if running.no_more is not None:
+            raise CannotChange(running.no_more)
         iterators = train_iterators(self._trainer)
         there = bool(iterators) and running_workers(loader, iterators[0]) == loader.num_workers
         if not there and not self._has_next_epoch():
@@ -266,7 +274,8 @@ class FixedLoader:
             policy = LivePolicy(
                 loader.num_workers, cpus=usable_cpus() / ranks, prefetch_factor=loader.prefetch_factor or 2
             )
-            self._running = RunningLoader(loader, policy, None, ranks, depth)
+            self._running = RunningLoader(loader, policy, None, ranks, depth, own_workers=self._own_workers)
+            self._running.start = self._start
             self._running.freeze()
         return self._running
 
@@ -293,30 +302,28 @@ class FixedLoader:
 
     def _check_sampler(self, loader: DataLoader[Any]) -> None:
         """More batches ahead are drawn earlier: that must not be from what training draws from as well."""
-        sampler = _sampler_of(loader)
-        if type(sampler) not in _DRAW_AT_ONCE or getattr(sampler, "generator", None) is torch.default_generator:
-            raise CannotChange(
-                f"its sampler ({type(sampler).__name__}) may draw random numbers for each index: another order would "
-                "come of it"
-            )
+        if (reason := why_not_earlier(loader)) is not None:
+            raise CannotChange(reason)
 
-    def _check_shareable(self, loader: DataLoader[Any]) -> None:
+    def _check_shareable(self) -> None:
         """What more workers would see otherwise than those that run: open files, a dataset that has changed since."""
-        if self._is_shareable is None:
-            self._is_shareable = why_not_shared(loader) is None
-        if not self._is_shareable:
-            raise CannotChange("the dataset holds what several workers cannot share, such as an open file")
-        if self._states and self._states[-1] != _state_of(loader):
+        if self._start is None:
+            return
+        if (reason := self._start.why_no_more()) is not None:
+            raise CannotChange(reason)
+        if self._start.has_changed:
             raise CannotChange("the dataset has changed since its workers were started: new ones would see another")
 
     def _check_persistent(self, loader: DataLoader[Any]) -> None:
         kind = type(loader.dataset).__name__
-        state = _state_of(loader)
+        if (reason := why_not_reset()) is not None:
+            raise CannotChange(reason)
+        state = state_of(loader)
         if state.has_epochs:
             raise CannotChange(f"{kind} has set_epoch(), which workers that live on would not hear of")
         if not state.is_whole:
             raise CannotChange(f"{kind} holds too much to see whether it changes between epochs")
-        if not self._is_dataset_the_same():
+        if self._changes:
             raise CannotChange(f"{kind} changes between epochs, and workers that live on would keep the old one")
 
     def _set(self, loader: DataLoader[Any], setting: str, value: Any) -> None:
@@ -334,9 +341,11 @@ class FixedLoader:
         if not workers:
             loader.num_workers, loader.prefetch_factor, self._running = 0, None, None
             return
-        if not self._is_dataset_the_same():
+        if self._changes:
             raise CannotChange("the dataset changes while training runs, and workers would keep the old one")
+        began = time.perf_counter()
         seen = look(loader, longest_s=_LONGEST_LOOK_S)
+        self.looked_s += time.perf_counter() - began
         if seen.problem is not None:
             raise CannotChange(seen.problem)
         if seen.draws:
@@ -357,10 +366,10 @@ class FixedLoader:
     # -- a dataset that changes between epochs
 
     def _note_dataset(self, loader: DataLoader[Any]) -> None:
-        self._states = [*self._states[-1:], _state_of(loader)]
-
-    def _is_dataset_the_same(self) -> bool:
-        return len(self._states) < 2 or self._states[-1] == self._states[-2]
+        if self._own_workers is None:
+            self._own_workers = loader.num_workers
+        self._changes = self._start is not None and self._start.has_changed
+        self._start = WorkersStart(loader, self._own_workers)
 
     # -- the end
 
@@ -376,7 +385,7 @@ class FixedLoader:
             shut_down(kept)
         loader = self._loader
         back = {**{setting: self._next[setting] for setting in self._returns if setting in self._next}, **back}
-        self._running, self._next, self._returns, self._states, self._seen = None, {}, set(), [], []
+        self._running, self._next, self._returns, self._start, self._seen = None, {}, set(), None, []
         if loader is None:
             return
         for setting, value in back.items():
@@ -384,15 +393,3 @@ class FixedLoader:
                 setattr(loader, setting, value)
         if not loader.num_workers:
             loader.prefetch_factor = None
-
-
-def _sampler_of(loader: DataLoader[Any]) -> Any:
-    batches: Any = loader.batch_sampler
-    if batches is None:
-        return loader.sampler
-    return batches.sampler if type(batches) in (torch.utils.data.BatchSampler, ElasticBatchSampler) else batches
-
-
-def _state_of(loader: DataLoader[Any]) -> DatasetState:
-    """Of all that workers have a copy of."""
-    return state_of(loader.dataset, own_collate(loader), loader.worker_init_fn)

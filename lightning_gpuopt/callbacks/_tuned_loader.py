@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -13,9 +13,12 @@ from lightning_gpuopt._lightning import Trainer, logging_step, rank_zero_info, s
 from lightning_gpuopt.loading.loader import ElasticLoader
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.agree import NodeRanks
+from lightning_gpuopt.tuning.caps import room, worker_cap
 from lightning_gpuopt.tuning.find import check, find_num_workers
 from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
+from lightning_gpuopt.tuning.sampler_draws import why_not_earlier
+from lightning_gpuopt.tuning.sharing import forks, held_by, why_not_shared
 from lightning_gpuopt.tuning.without_workers import look
 from lightning_gpuopt.tuning.workers import LimitedBy, NumWorkersResult, Trial
 
@@ -29,6 +32,13 @@ _PATIENCE_S: Final = 10.0
 
 _GRACE_S: Final = 2.0
 """Nor longer than this after the time for the trials is over."""
+
+
+DRAWS: Final = (
+    "random numbers are drawn in the workers: as everywhere in PyTorch they depend on how many workers there are; the "
+    "samples and their order do not"
+)
+"""Said with another number of workers, where a draw was seen."""
 
 
 class LeftAlone(Exception):
@@ -58,6 +68,7 @@ class Choice:
         trials: what was measured.
         limited_by: why not more.
         prefetch_factor: batches that each worker prepares ahead; None: as the user had set it.
+        making_s: seconds that the training process would take to make a batch, where the user had set no workers.
     """
 
     num_workers: int
@@ -66,19 +77,33 @@ class Choice:
     trials: tuple[Trial, ...] = ()
     limited_by: LimitedBy = "consumer"
     prefetch_factor: int | None = None
+    making_s: float | None = None
 
     def __str__(self) -> str:
         ahead = "" if self.prefetch_factor is None else f", prefetch_factor={self.prefetch_factor}"
         if self.num_workers == self.before:
             return f"num_workers {self.before} is left as it is{ahead}: limited by {self.limited_by}"
         text = f"num_workers {self.before} → {self.num_workers}{ahead}: "
-        pace: dict[int, float] = {}
-        for trial in self.trials:  # of repeated ones the best
-            pace[trial.num_workers] = max(trial.batches_per_s, pace.get(trial.num_workers, 0.0))
-        first, now = (pace.get(number) for number in (self.trials[0].num_workers, self.num_workers)) if pace else (0, 0)
-        if first and now and now >= 1.05 * first:
-            text += f"{now / first:.1f}× faster input, "
+        if (gain := self._gain) is not None and gain >= 1.05:
+            text += f"{gain:.1f}× faster input, "
         return f"{text}limited by {self.limited_by}"
+
+    @property
+    def _gain(self) -> float | None:
+        """Batches per second over those with the user's own number; None where that is not known."""
+        best: dict[int, Trial] = {}
+        for trial in self.trials:  # of repeated ones the best
+            if trial.num_workers not in best or trial.batches_per_s > best[trial.num_workers].batches_per_s:
+                best[trial.num_workers] = trial
+        now, own = best.get(self.num_workers), best.get(self.before)
+        if now is None:
+            return None
+        if own is not None:
+            return now.batches_per_s / own.batches_per_s if own.batches_per_s else None
+        if self.before or self.making_s is None:
+            return None
+        step_s = max(1 / now.batches_per_s - now.data_wait_s, 0.0)
+        return (step_s + self.making_s) * now.batches_per_s
 
 
 @dataclass(frozen=True)
@@ -136,10 +161,13 @@ class TunedLoader:
         self._result: NumWorkersResult | None = None
         self._prefetch_factor: int | None = None
         self._told: int | None = None
-        self._restored = restored
+        self._making_s: float | None = None
+        self._draws = False
         self._keeps_state = has_own_state(loader)
         self.before = loader.num_workers
         depth = 0 if not self.before else depth_of(loader)
+        self._check(loader)
+        self._restored = restored = None if restored is None else self._fitting(restored)
         if restored is not None:
             self.before = restored.before
             assign(loader, restored.num_workers)
@@ -157,10 +185,46 @@ class TunedLoader:
             tolerance=options.tolerance,
             prefetch_factor=loader.prefetch_factor or 2,
         )
-        self.running = RunningLoader(loader, policy, options.max_num_workers, place.local_ranks, depth)
+        self.running = RunningLoader(
+            loader, policy, options.max_num_workers, place.local_ranks, depth, own_workers=self.before
+        )
         first = place.trainer.global_rank - place.trainer.local_rank
         peers = range(first, first + place.local_ranks)
         self._ranks = NodeRanks(f"num-workers-{first}-{place.index}", place.trainer.global_rank, peers)
+
+    def _check(self, loader: DataLoader[Any]) -> None:
+        """Raise what speaks against any other number of workers."""
+        if isinstance(loader.dataset, IterableDataset):
+            return
+        if not self.before and (method := forks(loader)) is not None:
+            raise LeftAlone(
+                f"a loader with num_workers=0 alone: its workers would be started by {method!r}, which runs the "
+                "program's script again. Give the DataLoader num_workers= itself"
+            )
+        if (reason := why_not_earlier(loader)) is not None:
+            raise LeftAlone(f"a loader alone: {reason}")
+        if (reason := why_not_shared(loader, held_by(loader), workers=self.before)) is not None:
+            raise LeftAlone(f"a loader with num_workers={self.before} alone: {reason}")
+
+    def _fitting(self, choice: Choice) -> Choice:
+        """A restored choice as this machine has room for it; measured again where it has not."""
+        cap = worker_cap(
+            room(0), max_num_workers=self._options.max_num_workers, local_world_size=self._place.local_ranks
+        )
+        if choice.num_workers <= cap.num_workers:
+            return choice
+        name = self._place.name
+        if self._keeps_state:
+            rank_zero_info(
+                f"NumWorkersFinder: {name}num_workers={choice.num_workers} is kept, though there is room for "
+                f"{cap.num_workers} here: the state that the loader resumes from holds for that number only"
+            )
+            return choice
+        rank_zero_info(
+            f"NumWorkersFinder: {name}the checkpoint has num_workers={choice.num_workers}, and there is room for "
+            f"{cap.num_workers} here: it is measured again"
+        )
+        return replace(choice, num_workers=cap.num_workers, settled=False, trials=())
 
     def _first_worker(self, loader: DataLoader[Any]) -> None:
         """Give a loader that has no workers its first one."""
@@ -177,10 +241,12 @@ class TunedLoader:
                 "without workers decides how the epochs after the first are shuffled: with workers their order is "
                 "another. Give the DataLoader a generator=, or NumWorkersFinder(mode='off'), to keep it.",
             )
+        self._making_s, self._draws = seen.making_s, seen.draws
         assign(loader, 1)
 
     def restore(self, choice: Choice) -> None:
         """Go on with a choice that comes late, before the first step, instead of what was found until now."""
+        choice = self._fitting(choice)
         self._restored, self._result, self.before = choice, None, choice.before
         if self._keeps_state:  # it runs already
             return
@@ -217,12 +283,14 @@ class TunedLoader:
         settled, trials, limited_by = self.running.frozen or policy.settled, tuple(policy.trials), policy.limited_by
         if self._result is not None:
             settled, trials, limited_by = True, self._result.trials, self._result.limited_by
-        return Choice(number, settled, self.before, trials, limited_by, self._prefetch_factor)
+        return Choice(number, settled, self.before, trials, limited_by, self._prefetch_factor, self._making_s)
 
     def replace(self, loader: DataLoader[Any]) -> None:
         """Lightning has asked for its loaders again: the new one goes on where the last one was."""
         old = self.running
-        self.running = RunningLoader(loader, old.policy, self._options.max_num_workers, self._place.local_ranks)
+        self.running = RunningLoader(
+            loader, old.policy, self._options.max_num_workers, self._place.local_ranks, own_workers=self.before
+        )
         self.running.take_over(old)
         if self._prefetch_factor is not None:
             loader.prefetch_factor = self._prefetch_factor
@@ -247,6 +315,11 @@ class TunedLoader:
                 raise LeftAlone(
                     f"a {type(running.loader).__name__} alone: training fetches from its {running.unknown}, behind "
                     "which the DataLoader's own iterator cannot be seen"
+                )
+            if running.fetches_here:
+                raise LeftAlone(
+                    "a loader with num_workers=0 alone: its dataset was changed while training ran, and workers would "
+                    "have kept the old one"
                 )
             if running.gives_up_growing():
                 self._not_live()
@@ -283,9 +356,25 @@ class TunedLoader:
             self._tell()
 
     def _apply(self, number: int) -> None:
-        self.running.apply(number)
-        if self.running.problem is not None:
+        running = self.running
+        before = running.loader.num_workers
+        running.apply(number)
+        if running.no_more is not None:
+            say_once(
+                self._place.trainer,
+                f"num-workers-no-more-{self._place.index}",
+                f"NumWorkersFinder: {self._place.name}num_workers stays {running.loader.num_workers}: "
+                f"{running.no_more}.",
+            )
+        elif running.problem is not None and running.loader.num_workers != before:
             self._not_live()
+        if running.loader.num_workers > before and running.start and (held := running.start.shared_file) is not None:
+            say_once(
+                self._place.trainer,
+                f"num-workers-shared-{self._place.index}",
+                f"NumWorkersFinder: {self._place.name}the workers share {held}: where they move its position, each "
+                "reads what another asked for. With the number of workers that you gave they share it as well.",
+            )
 
     def _not_live(self) -> None:
         say_once(
@@ -345,6 +434,8 @@ class TunedLoader:
             return
         self._told = choice.num_workers
         rank_zero_info(f"NumWorkersFinder: {self._place.name}{choice}")
+        if (self._draws or self.running.draws) and choice.num_workers != choice.before:
+            rank_zero_info(f"NumWorkersFinder: {self._place.name}{DRAWS}")
         if (advice := self._advice(choice)) is not None:
             rank_zero_info(f"NumWorkersFinder: {self._place.name}{advice}")
         for logger in trainer.loggers:

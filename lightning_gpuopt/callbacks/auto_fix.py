@@ -31,12 +31,14 @@ class AutoFix(Callback):
     :class:`~lightning_gpuopt.NumWorkersFinder` does; a loader's first workers, ``prefetch_factor``, ``pin_memory`` and
     ``persistent_workers`` with the loader's next iterator, at the next epoch; ``device_prefetch`` is a
     :class:`~lightning_gpuopt.CudaPrefetcher` that sleeps until it is needed. After each change the windows that follow
-    are compared with those before (a rank-sum test): a change that has not made the steps faster is taken back.
+    are compared with those before (a rank-sum test), the set-up of an epoch spread over its steps: a change that has
+    not made them faster is taken back.
 
-    The samples, their order, and the random state of training stay as they are; random streams inside workers depend on
-    the number of workers. What would change more is advised, not applied: workers for a dataset that draws from the
-    process's random state, other settings for a ``StatefulDataLoader``, several training loaders, a change that takes a
-    new iterator in the last epoch. Weights are those of a run without it.
+    The samples, their order, and the random state of training stay as they are; random numbers that are drawn in
+    workers depend on their number and life, as everywhere in PyTorch. What would change more is advised, not applied:
+    workers for a dataset that draws from the process's random state, other settings for a ``StatefulDataLoader``,
+    several training loaders, a change that takes a new iterator in the last epoch. Weights are those of a run without
+    it, where workers draw no random numbers.
 
     On several ranks rank 0 decides, and all apply. The report lists what was tried, predicted, measured and kept, and
     gives the kept settings as code to paste.

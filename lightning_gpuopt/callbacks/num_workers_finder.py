@@ -30,19 +30,27 @@ class NumWorkersFinder(Callback):
     Then it looks again now and then, and takes workers away at once where memory no longer has room for them. Which
     samples come, and in which order, does not change.
 
-    A loader with ``num_workers=0`` is given a worker before its first batch, if a worker can make its batches, and not
-    slower than they are handed over; else it says why not. The order of the first epoch is the same, and so are the
-    later ones unless the dataset draws from the global random state: that is said. A loader that resumes from a state
+    Where workers would read other samples, the loader keeps its own, and one line says why: a dataset that holds an
+    open file or a connection which your workers do not share already, or, from 0 or 1 workers, a random generator; one
+    that was changed after its workers were started; a sampler that draws each index from a global random state.
+
+    A loader with ``num_workers=0`` is given a worker before its first batch, if processes are forked, a worker can make
+    its batches, not slower than they are handed over, and the dataset keeps nothing of what it reads; else it says why
+    not. The order of the first epoch is the same, and so are the
+    later ones unless the dataset draws from the global random state: that is said. Once your program changes the
+    dataset, its batches are made in the training process again. A loader that resumes from a state
     of its own, as torchdata's ``StatefulDataLoader``, gets its number by trials before its first batch, and keeps it.
 
     ``mode="probe"`` measures a few trials of its own before training goes on, as ``find_num_workers`` does. Under
     several ranks those of a node measure side by side, and take the largest number that one of them needs.
 
     Each loader of several gets its own number; validation loaders are left alone. The choice is said in one line,
-    logged as ``loader/num_workers``, and kept in checkpoints: a resumed run starts with it.
+    logged as ``loader/num_workers``, and kept in checkpoints: a resumed run starts with it, and measures again where
+    this machine has less room.
 
-    Random streams inside workers depend on the number of workers (the seed of a worker is a base seed plus its number):
-    the order of samples does not change, random augmentation does.
+    Random numbers that are drawn in workers depend on their number and life, as everywhere in PyTorch (the seed of a
+    worker is a base seed plus its number): the order of samples does not change, random augmentation does. A line says
+    so with the change where a worker that was added was seen to draw.
 
     Args:
         mode: ``"live"``, ``"probe"`` or ``"off"`` (or False, which is what YAML makes of an unquoted ``off``).

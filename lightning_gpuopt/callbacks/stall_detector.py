@@ -178,6 +178,11 @@ class StallDetector(Callback):
         if not any(each is listener for each in self._listeners):
             self._listeners.append(listener)
 
+    def set_ups(self, run: ObservedFit) -> tuple[float, int]:
+        """The set-ups of epochs until now: their seconds, and how many there were."""
+        times = run.timeline.times()
+        return times.phases["epoch_setup"], times.epochs
+
     def remove_listener(self, listener: WindowListener) -> None:
         """Have it told no more; nothing happens where it is none."""
         self._listeners = [each for each in self._listeners if each is not listener]

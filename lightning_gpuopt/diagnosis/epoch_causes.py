@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from lightning_gpuopt._measured import PhaseTimes
 from lightning_gpuopt.diagnosis.causes import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.step_causes import Candidate
 
 _NAMES: Final = {"workers": "starting workers", "first_batch": "the first batch", "buffer": "filling a shuffle buffer"}
+_LEAST_EPOCHS: Final = 2
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,29 @@ def _restart(measurement: Measurement, pause: Pause, restart_s: float) -> Findin
     if pause.largest == "first_batch":
         advice += " Most of the pause is the first batch itself: fewer, longer epochs make it rarer."
     return Finding("epoch_restart", waterfall.share(restart_s), evidence, advice, {"persistent_workers": True})
+
+
+def restart_in_run(run: PhaseTimes, measurement: Measurement, threshold: float) -> Finding | None:
+    """Workers that were started again for every epoch, where the steady part has seen none begin.
+
+    The steady part begins anew with each change of the workers, which may be in the last epoch.
+
+    Args:
+        run: the phases of the whole run.
+        measurement: of the steady part.
+        threshold: share of the run's wall time from which on it is reported, 0-1.
+    """
+    loader = measurement.loader
+    if measurement.times.epochs or run.epochs < _LEAST_EPOCHS or not run.wall_s:
+        return None
+    if not loader.num_workers or loader.persistent_workers or loader.duplicates is not None:
+        return None
+    per_epoch_s = run.phases["epoch_setup"] / run.epochs
+    share = per_epoch_s * (run.epochs - 1) / run.wall_s  # the first epoch's workers have to be started anyway
+    if share < threshold:
+        return None
+    evidence: dict[str, float | str] = {"epoch_setup_s_per_epoch": round(per_epoch_s, 3), "epochs": run.epochs}
+    return Finding("epoch_restart", share, evidence, CAUSES["epoch_restart"].advice, {"persistent_workers": True})
 
 
 def pause_note(measurement: Measurement, threshold: float) -> str | None:

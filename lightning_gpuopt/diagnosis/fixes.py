@@ -6,14 +6,14 @@ Numbers in, decisions out: no torch, no clock.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import comb
 from statistics import fmean
 from typing import Any, Final, Literal, get_args
 
 from lightning_gpuopt._measured import LoaderFacts
-from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.diagnosis.record import Change, Finding
 from lightning_gpuopt.tuning.model import Interval
 
 Fix = Literal["num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "device_prefetch"]
@@ -36,6 +36,10 @@ LEAST_GAIN: Final = 1.02
 
 _CHANCE: Final = 0.01
 """Where windows are independent, a change that does nothing looks like a gain in this share of the looks."""
+
+TOO_SHORT: Final = "training ended before a gain was proved"
+COSTS_MORE: Final = "starting the workers takes longer than they save"
+"""Reasons for which a change is not kept."""
 
 _LEAST_PAUSE_SAVED: Final = 0.3
 """Share of the set-up of an epoch that persistent workers must save."""
@@ -178,3 +182,111 @@ def judge_pauses(before_s: Sequence[float], after_s: Sequence[float]) -> bool | 
     if not before_s or not after_s:
         return None
     return max(after_s) < min(before_s) and fmean(after_s) <= (1 - _LEAST_PAUSE_SAVED) * fmean(before_s)
+
+
+@dataclass(frozen=True)
+class SetUps:
+    """What beginning epochs costs around a change, to be spread over their steps.
+
+    Attributes:
+        steps: batches of an epoch; 0: not known, and nothing is spread.
+        before_s: seconds of each epoch's set-up before the change.
+        after_s: of each since it took effect.
+        persist: whether the workers live on from then on: what starting them took was spent once.
+        epochs_left: epochs that were to come when it took effect.
+        persisted: whether they lived on before the change as well.
+    """
+
+    steps: int
+    before_s: Sequence[float]
+    after_s: Sequence[float]
+    persist: bool = False
+    epochs_left: int = 1
+    persisted: bool = False
+
+    @property
+    def per_step_s(self) -> tuple[float, float]:
+        """Seconds a step before, and after; zeros where no epoch has begun since, or none before."""
+        if not self.steps or not self.before_s or not self.after_s:
+            return 0.0, 0.0
+        after_s = sum(self.after_s) / max(self.epochs_left, 1) if self.persist else fmean(self.after_s)
+        before = self.before_s[1:] or self.before_s  # the first begins with other things as well
+        return 0.0 if self.persisted else fmean(before) / self.steps, after_s / self.steps
+
+
+def workers_worth_starting(
+    wanted: int,
+    now: int,
+    *,
+    step_s: float,
+    speedup: float,
+    set_up_s: float,
+    steps: int,
+    epochs_left: int,
+    cpus: float,
+    persist: bool = False,
+) -> int | None:
+    """How many workers pay for what starting them takes, where they are not forked; None: not even one more.
+
+    They start side by side, as far as there are CPUs, and then live on.
+
+    Args:
+        wanted: workers that would be best, were starting them free.
+        now: workers that run, at least 1.
+        step_s: seconds of a step now.
+        speedup: steps per second with the workers wanted, over now.
+        set_up_s: seconds of an epoch's set-up in which the workers that run were started.
+        steps: of an epoch.
+        epochs_left: epochs to come.
+        cpus: usable CPUs.
+        persist: whether those that run live on already.
+
+    Example::
+
+        >>> workers_worth_starting(8, 1, step_s=0.03, speedup=7.5, set_up_s=4.0, steps=200, epochs_left=4, cpus=2)
+        3
+    """
+    one_s = set_up_s / max(now / cpus, 1.0)
+
+    def saved_s(workers: int) -> float:
+        faster = min(workers / now, speedup)
+        starting_s = 0.0 if persist and workers == now else one_s * max(workers / cpus, 1.0)
+        return epochs_left * steps * step_s * (1 - 1 / faster) - starting_s
+
+    best = max(range(now, wanted + 1), key=lambda workers: (saved_s(workers), -workers))
+    return best if best > now else None
+
+
+def without_refuted(findings: Sequence[Finding], changes: Sequence[Change]) -> list[Finding]:
+    """The findings, without the advice that was tried in the same run and did not help.
+
+    Args:
+        findings: of the run.
+        changes: what was tried in it.
+    """
+    in_vain = [each for each in changes if _is_refuted(each)]
+    return [_without(finding, in_vain) for finding in findings]
+
+
+def _is_refuted(change: Change) -> bool:
+    return change.why.startswith(COSTS_MORE) or (change.kept is False and change.why != TOO_SHORT)
+
+
+def _without(finding: Finding, in_vain: Sequence[Change]) -> Finding:
+    for change in in_vain:
+        advised = finding.settings.get(change.setting)
+        if advised is None or not _is_as_far(advised, change):
+            continue
+        measured = "" if change.measured is None else f", and measured {change.measured:.2f}x"
+        tried = f"was tried in this run{measured}: it" if change.kept is not None else "would not pay: it"
+        advice = f"{change.setting} {change.from_} → {change.to} {tried} is not advised ({change.why})."
+        return replace(finding, advice=advice, settings={}, predicted_speedup=None)
+    return finding
+
+
+def _is_as_far(advised: Any, change: Change) -> bool:
+    """Whether what is advised is what was tried, or goes further in the same direction."""
+    numbers = (advised, change.from_, change.to)
+    if any(isinstance(each, bool) or not isinstance(each, (int, float)) for each in numbers):
+        return bool(advised == change.to)
+    return bool(advised >= change.to > change.from_ or advised <= change.to < change.from_)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from lightning_gpuopt.tuning.indices import own_sampling
 from lightning_gpuopt.tuning.model import most_workers, prefetch_needed
 from lightning_gpuopt.tuning.probe import Clocks, OutOfTime, run_trial
 from lightning_gpuopt.tuning.search import UNEVEN, Search, model_of
+from lightning_gpuopt.tuning.sharing import forks, held_by, why_not_shared
 from lightning_gpuopt.tuning.workers import NumWorkersResult
 
 _USUAL_PREFETCH: Final = 2
@@ -53,7 +55,8 @@ def find_num_workers(
 
     Raises:
         ValueError: an argument is wrong, or the loader cannot be tried (no DataLoader, an IterableDataset, a dataset
-            without a length, or one that cannot be sent to worker processes).
+            without a length, one that cannot be sent to worker processes, or one that holds an open file or connection
+            where the loader has fewer than two workers, so that no workers share it yet).
         Exception: whatever the dataset raises in a worker, as it would come out in training.
 
     Example::
@@ -68,6 +71,7 @@ def find_num_workers(
     if max_num_workers is not None:
         max_num_workers = whole_number("max_num_workers", max_num_workers, "a number of workers", least=1, or_none=True)
     sampling = check(dataloader, flag("iterable", iterable))
+    _check_shared(dataloader)
     if not workers_can_run(dataloader):
         return NumWorkersResult(0, (), "shared_memory", pin_memory=_pin_memory(dataloader))
     finder = _Finder(dataloader, sampling, step_time_s, max_num_workers, max_seconds, tolerance, local_world_size)
@@ -109,6 +113,24 @@ def check(dataloader: DataLoader[Any], iterable: bool = False) -> dict[str, Any]
             dataloader.dataset,
         )
     return {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+
+
+def _check_shared(dataloader: DataLoader[Any]) -> None:
+    """Refuse what more workers than the user's own would read wrongly, and warn of what those read wrongly already."""
+    if isinstance(dataloader.dataset, IterableDataset):
+        return
+    held = held_by(dataloader)
+    files = [each for each in held if each.kind == "file"]
+    if files and forks(dataloader) is None and dataloader.num_workers >= 2:
+        warnings.warn(
+            f"find_num_workers: the workers share {files[0]}: where they move its position, each reads what another "
+            "asked for. Open it in the worker, when the first sample is read.",
+            stacklevel=3,
+        )
+    if (reason := why_not_shared(dataloader, files, workers=dataloader.num_workers)) is not None:
+        raise ValueError(f"dataloader: expected a dataset that workers can share, but {reason}")
+    if (reason := why_not_shared(dataloader, held, workers=dataloader.num_workers)) is not None:
+        warnings.warn(f"find_num_workers: {reason}.", stacklevel=3)
 
 
 def _pin_memory(dataloader: DataLoader[Any]) -> bool:

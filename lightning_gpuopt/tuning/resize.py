@@ -29,11 +29,15 @@ from torch.utils.data import DataLoader
 from lightning_gpuopt._torch_loader import (
     CHECK_EVERY_S,
     WorkersIterator,
+    fetcher_here,
     watch_pids,
     why_not_as_expected,
     why_torch_is_not_as_expected,
     worker_process,
 )
+from lightning_gpuopt.tuning.dataset_state import DatasetState
+from lightning_gpuopt.tuning.draws import DrawWatch
+from lightning_gpuopt.tuning.stand_ins import End, Raises, Same
 
 log = logging.getLogger(__name__)
 
@@ -48,45 +52,12 @@ _SEED_STEP: Final = 0x9E3779B97F4A7C15
 _SEEDS: Final = 1 << 63
 
 
+_MOST_COMPARED: Final = 2000
+"""So many objects of a dataset are compared before each batch that workers make in place of the training process."""
+
+
 class ResizeUnsupported(RuntimeError):
     """This iterator cannot be given other workers while it runs; the message says why."""
-
-
-class _End:
-    """Sent to a worker in place of work: as it unpickles this, it leaves its loop as it would at a Ctrl-C.
-
-    torch has a way to end one worker only for iterable datasets, or with all the others. At a KeyboardInterrupt the
-    worker's loop ends without a word, its results are flushed, and its exit code is 0.
-    """
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _leave, ()
-
-
-def _leave() -> None:
-    raise KeyboardInterrupt
-
-
-class _Raises:
-    """In place of a sampler's iterator: raises what that has raised, and ends."""
-
-    def __init__(self, error: Exception) -> None:
-        self._errors = [error]
-
-    def __next__(self) -> Any:
-        if not self._errors:
-            raise StopIteration
-        raise self._errors.pop()
-
-
-class _Same:
-    """In place of a sampler: its iterator that there is already."""
-
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
-
-    def __iter__(self) -> Any:
-        return self._iterator
 
 
 class ResizableIterator(WorkersIterator):
@@ -119,6 +90,14 @@ class ResizableIterator(WorkersIterator):
     """Processes that were told to end, with their index queues."""
     _gpuopt_stuck: list[tuple[Any, Any]]
     """Processes that never gave a batch, with their index queues."""
+    _gpuopt_draws: DrawWatch
+    """Of the workers that were started here."""
+    _gpuopt_state: DatasetState | None
+    """What workers were given that work in place of the training process; None where the user has workers."""
+    _gpuopt_given: dict[int, Any]
+    """The indices of the batches that those workers were asked for."""
+    _gpuopt_fetch: Callable[[Any], Any] | None
+    """Makes the batches in this process, since the dataset has changed; None before."""
 
     def _gpuopt_begin(self, loader: DataLoader[Any], depth: int, workers: int) -> None:
         self._gpuopt_loader = weakref.ref(loader)
@@ -129,10 +108,27 @@ class ResizableIterator(WorkersIterator):
         self._gpuopt_starts = dict.fromkeys(range(workers), 1)
         self._gpuopt_new, self._gpuopt_again = {}, {}
         self._gpuopt_ended, self._gpuopt_stuck = [], []
+        self._gpuopt_draws = DrawWatch()
+        self._gpuopt_state, self._gpuopt_given, self._gpuopt_fetch = None, {}, None
         self.failed_to_grow = False
 
     failed_to_grow: bool
     """Whether a worker that was started in mid-epoch never gave a batch, or was given none: here no more are."""
+
+    @property
+    def as_without_workers(self) -> bool:
+        """Whether workers do what the training process would do: each batch is as the dataset is when it is taken."""
+        return self._gpuopt_state is not None
+
+    @property
+    def fetches_here(self) -> bool:
+        """Whether the training process makes the batches, since the dataset is no longer what the workers have."""
+        return self._gpuopt_fetch is not None
+
+    @property
+    def draws(self) -> bool:
+        """Whether a worker that was started here was seen to draw random numbers."""
+        return self._gpuopt_draws.seen
 
     def resize(self, num_workers: int) -> int:
         """Have so many workers; call it between two batches, on the thread that takes them.
@@ -198,7 +194,11 @@ class ResizableIterator(WorkersIterator):
         index_queue.cancel_join_thread()
         earlier = self._gpuopt_starts.get(worker_id, 0)
         seed = (int(self._base_seed) + earlier * _SEED_STEP) % _SEEDS
-        worker = worker_process(self, context, index_queue, worker_id, num_workers, seed)
+        collate_fn, self._collate_fn = self._collate_fn, self._gpuopt_draws.around(self._collate_fn)
+        try:
+            worker = worker_process(self, context, index_queue, worker_id, num_workers, seed)
+        finally:
+            self._collate_fn = collate_fn
         try:
             worker.start()
         except BaseException:
@@ -262,7 +262,7 @@ class ResizableIterator(WorkersIterator):
             if self._gpuopt_at_end or (self._gpuopt_depth and self._handed_out + self._gpuopt_depth > self._send_idx):
                 raise
             # Training meets it where it would have with the workers that it began with.
-            self._sampler_iter = _Raises(error.with_traceback(self._without_us(error.__traceback__)))
+            self._sampler_iter = Raises(error.with_traceback(self._without_us(error.__traceback__)))
             self._gpuopt_length = self._send_idx
             raise StopIteration from None
 
@@ -314,6 +314,9 @@ class ResizableIterator(WorkersIterator):
             new = self._gpuopt_new.get(self._workers[self._task_info[number][0]]) if self._gpuopt_new else None
             if new is not None:
                 new[1][number] = self._gpuopt_drawn[0]
+            if self._gpuopt_state is not None:
+                self._gpuopt_given = {each: self._gpuopt_given.get(each) for each in self._task_info}
+                self._gpuopt_given[number] = self._gpuopt_drawn[0]
             self._gpuopt_drawn.popleft()
 
     def _drop_unused(self) -> bool:
@@ -334,6 +337,10 @@ class ResizableIterator(WorkersIterator):
     # -- batches come
 
     def _next_data(self) -> Any:
+        if self._is_out_of_date():
+            self._fetch_from_here_on()
+        if self._gpuopt_fetch is not None:
+            return self._gpuopt_fetch(self._next_index_here())
         if self._gpuopt_waits:
             self._gpuopt_waits = False
             for _ in range(self._prefetch_factor * self._num_workers):
@@ -342,6 +349,30 @@ class ResizableIterator(WorkersIterator):
             self._gpuopt_at_end = True  # without workers the sampler is asked now
             self._try_put_index()
         return super()._next_data()  # type: ignore[no-untyped-call]
+
+    def _is_out_of_date(self) -> bool:
+        """Whether workers that work in place of the training process have another dataset than that by now."""
+        state = self._gpuopt_state
+        if state is None or self._gpuopt_fetch is not None or self._shutdown:
+            return False
+        return state.has_changed(most=_MOST_COMPARED)
+
+    def _fetch_from_here_on(self) -> None:
+        """Make this batch and all later ones in the training process: the dataset is no longer what workers have."""
+        self._gpuopt_fetch = fetcher_here(self)
+        given = [index for number, index in sorted(self._gpuopt_given.items()) if number in self._task_info]
+        self._gpuopt_drawn.extendleft(reversed(given))
+        self._gpuopt_given.clear()
+        self._shutdown_workers()
+        self._set_active(0)
+        loader = self._gpuopt_loader()
+        if loader is not None:
+            loader.num_workers, loader.prefetch_factor = 0, None
+
+    def _next_index_here(self) -> Any:
+        if self._gpuopt_drawn:
+            return self._gpuopt_drawn.popleft()
+        return next(self._sampler_iter)
 
     def _try_get_data(self, timeout: float = CHECK_EVERY_S) -> tuple[bool, Any]:
         try:
@@ -422,11 +453,11 @@ class ResizableIterator(WorkersIterator):
         self._gpuopt_ended = [ended for ended in self._gpuopt_ended if ended[0].is_alive()] + leaving
         for worker, index_queue in leaving:
             self._gpuopt_new.pop(worker, None)
-            index_queue.put(_End())
+            index_queue.put(End())
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if first_iter:  # without workers the sampler is iterated once
-            sampler, self._index_sampler = self._index_sampler, _Same(self._sampler_iter)
+            sampler, self._index_sampler = self._index_sampler, Same(self._sampler_iter)
             try:
                 super()._reset(loader, first_iter)
             finally:
@@ -465,7 +496,7 @@ class ResizableIterator(WorkersIterator):
     def _join_ended(self) -> None:
         for _, index_queue in self._gpuopt_stuck:
             with contextlib.suppress(Exception):  # no thread may start that feeds the queue
-                index_queue.put(_End())  # should its worker only be slow
+                index_queue.put(End())  # should its worker only be slow
         for worker, index_queue in (*self._gpuopt_stuck, *self._gpuopt_ended):
             worker.join(timeout=_GRACE_S)
             if worker.is_alive():
@@ -513,18 +544,20 @@ def adopt(iterator: Any, loader: DataLoader[Any], depth: int | None = None) -> R
     try:
         adopted._draw_as_far_as_before()
     except Exception as error:  # the sampler's: whoever takes the next batch meets it
-        adopted._sampler_iter = _Raises(error.with_traceback(adopted._without_us(error.__traceback__)))
+        adopted._sampler_iter = Raises(error.with_traceback(adopted._without_us(error.__traceback__)))
     return adopted
 
 
-def first_workers(loader: DataLoader[Any]) -> ResizableIterator:
+def first_workers(loader: DataLoader[Any], state: DatasetState) -> ResizableIterator:
     """An iterator with workers for a loader that had none until now, in place of the one that it would have made.
 
     What the loader draws from random states, and when, is as without workers: nothing is asked of the sampler until the
-    first batch is asked for.
+    first batch is asked for. Before each batch the dataset is compared with what the workers were given: once it has
+    changed, that batch and all later ones are made in the training process, and the loader has no workers any more.
 
     Args:
         loader: over a map-style dataset; its ``num_workers`` and ``prefetch_factor`` say what is wanted now.
+        state: what the workers are given, taken down before they start.
 
     Raises:
         ResizeUnsupported: this torch is not as expected.
@@ -534,5 +567,11 @@ def first_workers(loader: DataLoader[Any]) -> ResizableIterator:
         raise ResizeUnsupported(reason)
     iterator = ResizableIterator.__new__(ResizableIterator)
     iterator._gpuopt_begin(loader, 0, loader.num_workers)
+    iterator._gpuopt_state = state
     WorkersIterator.__init__(iterator, loader)
+    try:
+        fetcher_here(iterator)
+    except Exception as error:
+        iterator._shutdown_workers()
+        raise ResizeUnsupported(f"this torch makes no batches here: {error}") from error
     return iterator

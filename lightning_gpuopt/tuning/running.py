@@ -49,6 +49,7 @@ from lightning_gpuopt.tuning.caps import (
 from lightning_gpuopt.tuning.live import LivePolicy, Seen
 from lightning_gpuopt.tuning.model import most_workers, receive_cost, taking
 from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt, first_workers
+from lightning_gpuopt.tuning.sharing import WorkersStart
 
 log = logging.getLogger(__name__)
 
@@ -179,8 +180,11 @@ class RunningLoader:
         local_world_size: ranks on this node.
         depth: batches that the loader asks for ahead as the user has set it; 0: it has no workers.
         clock: seconds.
+        own_workers: the number that the user has given it; None: what it has now.
 
     Attributes:
+        start: what the workers that run were given; None before some were started.
+        no_more: why no worker may be added; None where one may.
         frozen: whether nothing is looked at any more.
         problem: why the running iterator cannot be changed; None where it can.
         unknown: what the consumer fetches from, where that cannot be timed; None where it can.
@@ -194,9 +198,13 @@ class RunningLoader:
         local_world_size: int = 1,
         depth: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        own_workers: int | None = None,
     ) -> None:
         self.loader = loader
         self.policy = policy
+        self.start: WorkersStart | None = None
+        self.no_more: str | None = None
+        self._own_workers = loader.num_workers if own_workers is None else own_workers
         self.meter = FetchMeter(policy.skip, policy.window)
         self.problem: str | None = None
         self.unknown: str | None = None
@@ -224,6 +232,11 @@ class RunningLoader:
         Args:
             create: the loader's own ``_get_iterator``.
         """
+        self.start = WorkersStart(self.loader, self._own_workers)
+        if self.loader.num_workers > self._own_workers and (reason := self.start.why_no_more()) is not None:
+            self.no_more = reason
+            assign(self.loader, self._own_workers)
+            self.policy.set(self.loader.num_workers, settle=True)
         if self.loader.num_workers <= usable_cpus():
             return self._create(create)
         # What is measured is no reason to warn of more workers than CPUs. Only then: each change of the filters has
@@ -241,14 +254,14 @@ class RunningLoader:
 
     def _create_first(self, create: Callable[[], Any]) -> Any:
         """An iterator with workers for a loader that had none, which goes on without where none can be started."""
+        assert self.start is not None
         states, generator = RandomStates(), self.loader.generator
         state = None if generator is None else generator.get_state()
         try:
-            return first_workers(self.loader)
-        except ResizeUnsupported:
-            return create()
-        except Exception:  # no more processes, memory or files
-            log.warning("no worker of the DataLoader could be started", exc_info=True)
+            return first_workers(self.loader, self.start.state)
+        except Exception as error:  # another torch than expected; no more processes, memory or files
+            trace = not isinstance(error, ResizeUnsupported)
+            log.warning("no worker of the DataLoader could be started: %s", error, exc_info=trace)
             states.restore()
             if generator is not None and state is not None:
                 generator.set_state(state)
@@ -256,6 +269,16 @@ class RunningLoader:
             self.policy.set(0, settle=True)
             self.freeze()
             return create()
+
+    @property
+    def fetches_here(self) -> bool:
+        """Whether the loader goes on without workers, since its dataset is not what they were given any more."""
+        return isinstance(self._iterator, ResizableIterator) and self._iterator.fetches_here
+
+    @property
+    def draws(self) -> bool:
+        """Whether a worker that was added was seen to draw random numbers."""
+        return isinstance(self._iterator, ResizableIterator) and self._iterator.draws
 
     def _create_as_if_persistent(self, create: Callable[[], Any]) -> Any:
         """A new iterator draws its base seed, which one that went on would not have done: not from the user's state."""
@@ -314,6 +337,7 @@ class RunningLoader:
     def take_over(self, old: RunningLoader) -> None:
         """Go on where the loader that this one replaces has stopped."""
         assign(self.loader, old.loader.num_workers)
+        self._own_workers = old._own_workers
         self.meter, self.frozen, self._depth = old.meter, old.frozen, old._depth
         self._waits_for_next, self._batch = old._waits_for_next, old._batch
         self._grow_at_epochs = old._grow_at_epochs
@@ -408,6 +432,9 @@ class RunningLoader:
         """
         iterator = self._iterator
         fewer = iterator is not None and num_workers < running_workers(self.loader, iterator)
+        if num_workers > self.loader.num_workers and not self._may_grow():
+            num_workers = self.loader.num_workers
+            self.policy.set(num_workers, settle=True)
         if isinstance(iterator, ResizableIterator) and (fewer or self.problem is None):
             num_workers = iterator.resize(num_workers)
             self._waits_for_next = running_workers(self.loader, iterator) != num_workers
@@ -419,6 +446,17 @@ class RunningLoader:
         self.look()
         return num_workers
 
+    def _may_grow(self) -> bool:
+        """Whether workers may be added, now or with the next iterator; else ``no_more`` says why not."""
+        if self.start is None:
+            return True
+        self.no_more = self.start.why_no_more()
+        if self.no_more is None and self.start.has_changed:
+            self.problem = "its dataset has changed since they were started, and others would see it as it is now"
+            if self.loader.persistent_workers:
+                self.no_more = "its dataset has changed since its workers were started, which persist"
+        return self.no_more is None
+
     def before_epoch(self) -> None:
         """Persistent workers of another number than the loader should have must go before it is iterated again."""
         self.meter.epoch_begins(max(self.policy.num_workers, 1))
@@ -428,8 +466,13 @@ class RunningLoader:
         resizable = isinstance(iterator, ResizableIterator)
         if resizable:
             set_prefetch(iterator, self.loader.prefetch_factor)
-        if not is_like(iterator, self.loader) or (resizable and iterator.failed_to_grow):
-            self._base_seed = end_persistent(self.loader)
+        if is_like(iterator, self.loader) and not (resizable and iterator.failed_to_grow):
+            return
+        if self.start is not None and self.start.has_changed:  # those that persist go on with what they were given
+            assign(self.loader, running_workers(self.loader, iterator))
+            self.policy.set(self.loader.num_workers, settle=True)
+            return
+        self._base_seed = end_persistent(self.loader)
 
     def end(self, running: Sequence[Any] = ()) -> None:
         """End the workers at once: training has failed, and what it failed with may keep the iterator alive.

@@ -1,20 +1,20 @@
 """A loader without workers: whether worker processes can do for it what the training process does.
 
 With ``num_workers=0`` a dataset may hold what cannot be shared among processes, or not even used in another: an open
-file, whose position all would move; a generator, of which each would have its own; tensors on a GPU. So what the loader
-holds is gone through first, and then a worker makes a few batches, in an order of ours.
+file, whose position all would move; a generator, of which each would have its own; tensors on a GPU. It may keep what
+it has read, which a worker would keep for itself. So what the loader holds is gone through first, and then a worker
+makes a few batches, in an order of ours.
 """
 
 from __future__ import annotations
 
-import pickle
-import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
-from typing import Any, Final
+from itertools import islice
+from statistics import fmean
+from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import (
     DataLoader,
@@ -27,12 +27,19 @@ from torch.utils.data import (
 
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.prefetch.randomness import RandomStates
-from lightning_gpuopt.timeline.worker_clock import TimedCollate, nbytes_of
+from lightning_gpuopt.timeline.worker_clock import nbytes_of
+from lightning_gpuopt.tuning.dataset_state import DatasetState
 from lightning_gpuopt.tuning.find import check, workers_can_run
 from lightning_gpuopt.tuning.model import receive_cost
 from lightning_gpuopt.tuning.probe import OutOfTime, first_batches, own_collate
+from lightning_gpuopt.tuning.sharing import forks, held_by, state_of, why_not_shared
 
-_BATCHES: Final = 4
+_BATCHES: Final = 5
+_AGAIN: Final = 2
+"""The batch that is the one before it again: what was kept of that is read faster."""
+
+_KEPT: Final = 1.5
+"""A batch that is read so many times as fast when it is read again was kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +52,13 @@ class FirstLook:
             workers that decides what the next shuffle is, with workers it does not.
         draws: whether it draws from any random state of the process: without workers that decides what training draws
             afterwards.
+        making_s: seconds that a batch takes to be made.
     """
 
     problem: str | None = None
     shuffles: bool = False
     draws: bool = False
+    making_s: float | None = None
 
 
 def look(loader: DataLoader[Any], *, longest_s: float, iterable: bool = False) -> FirstLook:
@@ -62,28 +71,62 @@ def look(loader: DataLoader[Any], *, longest_s: float, iterable: bool = False) -
         iterable: an ``IterableDataset`` will do.
         longest_s: seconds to wait for a batch.
     """
+    if (method := forks(loader)) is not None:
+        return FirstLook(
+            f"its workers would be started by {method!r}, which runs the program's script again: set num_workers there"
+        )
     if not workers_can_run(loader):
         return FirstLook("worker processes cannot share memory here")
-    if (held := why_not_shared(loader)) is not None:
+    if (held := why_not_shared(loader, held_by(loader), workers=0)) is not None:
         return FirstLook(held)
-    timed = TimedCollate(_Looking(own_collate(loader)))
     try:
-        batches = first_batches(loader, check(loader, iterable), timed, _BATCHES, longest_s)
+        sampling, again = _second_twice(check(loader, iterable))
+        looking = _Looking(own_collate(loader), loader, again)
+        batches = first_batches(loader, sampling, looking, _BATCHES, longest_s)
     except OutOfTime:
         return FirstLook(f"a worker process gave no batch within {longest_s:g} s")
     except Exception as error:  # such as CUDA in a forked process
         return FirstLook(f"a worker process fails: {_first_line(error)}")
-    drawn = {state for _, each in batches for state in each}
-    shuffles, times = _shuffles(loader, drawn), timed.times(1)
+    return _judged(loader, batches)
+
+
+def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]]) -> FirstLook:
+    drawn = {seen.drawn for _, seen in batches if seen.drawn is not None}
+    shuffles = _shuffles(loader, drawn)
+    read_s = [seen.read_s for number, (_, seen) in enumerate(batches) if number not in (0, _AGAIN)]
+    making_s = fmean(read_s) if read_s else None
+    if (kept := _why_kept([seen for _, seen in batches])) is not None:
+        return FirstLook(kept, shuffles, bool(drawn), making_s)
     taking_s = receive_cost(float(nbytes_of(batches[-1][0])))[1]
-    if times.batches and times.busy_s < taking_s * times.batches:
-        making_ms = times.busy_s / times.batches * 1e3
-        return FirstLook(
-            f"a batch is made in {making_ms:.2g} ms, sooner than a worker process can hand it over",
-            shuffles,
-            bool(drawn),
-        )
-    return FirstLook(None, shuffles, bool(drawn))
+    if making_s is not None and making_s < taking_s:
+        problem = f"a batch is made in {making_s * 1e3:.2g} ms, sooner than a worker process can hand it over"
+        return FirstLook(problem, shuffles, bool(drawn), making_s)
+    return FirstLook(None, shuffles, bool(drawn), making_s)
+
+
+def _second_twice(sampling: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """Have the second batch come again as the third.
+
+    Returns:
+        The arguments of a loader, and the numbers of the samples in that batch.
+    """
+    name = next((each for each in ("batch_sampler", "sampler") if each in sampling), None)
+    if name is None:  # an IterableDataset
+        return sampling, []
+    first, second, *others = islice(sampling[name], _BATCHES - 1)
+    numbers = [each for each in (second if isinstance(second, list) else [second]) if isinstance(each, int)]
+    return {**sampling, name: [first, second, second, *others]}, numbers
+
+
+def _why_kept(seen: Sequence[_Seen]) -> str | None:
+    """Why workers would lose by what the dataset keeps of the samples; None where it keeps nothing to speak of."""
+    change = next((each.change for each in seen if each.change is not None), None)
+    if change is None:
+        return None
+    read_s = [each.read_s for number, each in enumerate(seen) if number not in (0, _AGAIN)]
+    if change == "entries" and len(seen) > _AGAIN and min(read_s) < _KEPT * seen[_AGAIN].read_s:
+        return None  # such as the parts of a graph, which are quickly made again
+    return "its dataset changes as it is read, as one that keeps its samples: each worker would keep its own"
 
 
 def _shuffles(loader: DataLoader[Any], drawn: set[str]) -> bool:
@@ -96,77 +139,57 @@ def _shuffles(loader: DataLoader[Any], drawn: set[str]) -> bool:
     return bool(drawn)
 
 
-def why_not_shared(loader: DataLoader[Any]) -> str | None:
-    """Why other processes should not have what a loader holds; None where nothing speaks against it.
-
-    What cannot be pickled is more than a matter of starting processes by ``spawn``: files, connections, locks and
-    generators are such. Functions and classes are let through, and the contents of arrays and tensors not looked at.
-    """
-    try:
-        _Dry(_Nowhere()).dump((loader.dataset, own_collate(loader), loader.worker_init_fn))
-    except RecursionError:  # a long chain of objects is no reason
-        return None
-    except Exception as error:
-        if str(error).startswith("fast mode: can't pickle cyclic objects"):
-            return None
-        return f"its dataset holds what other processes cannot have: {_first_line(error)}"
-    return None
-
-
 def _first_line(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     # An error from a worker is its traceback as text; the last line says what it was.
     return lines[-1] if lines and lines[0].startswith("Caught ") else f"{type(error).__name__}: {''.join(lines[:1])}"
 
 
-_LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
-"""Each process has its own."""
+class _Seen(NamedTuple):
+    """What was seen in a worker beside a batch.
 
+    Attributes:
+        drawn: the global random state that was drawn from.
+        change: how reading it has changed the dataset.
+        read_s: seconds since the batch before.
+    """
 
-class _Nowhere:
-    """A file that forgets what is written."""
-
-    def write(self, data: Any) -> int:
-        return len(data)
-
-
-class _Dry(pickle.Pickler):
-    """Goes through what an object holds."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file, protocol=5)
-        self.fast = True  # else it would remember each of a million paths
-        self._functions: list[FunctionType] = []
-
-    def reducer_override(self, held: Any) -> Any:
-        if held is bool or held is tuple:
-            return NotImplemented
-        if isinstance(held, torch.Tensor) and held.is_cuda:
-            raise TypeError("cannot share a tensor on a GPU")
-        if isinstance(held, FunctionType) and not any(held is each for each in self._functions):
-            self._functions.append(held)  # it may hold itself
-            return tuple, ([cell.cell_contents for cell in held.__closure__ or ()],)
-        if isinstance(held, np.ndarray) and held.dtype.hasobject:
-            return NotImplemented
-        if isinstance(held, (torch.Tensor, np.ndarray, FunctionType, type, ModuleType, torch.Generator, *_LOCKS)):
-            return bool, ()
-        if type(held).__module__.startswith("multiprocessing."):  # made to be shared
-            return bool, ()
-        return NotImplemented
+    drawn: str | None
+    change: str | None
+    read_s: float
 
 
 class _Looking:
-    """In place of a ``collate_fn``, in a worker: the batch, and from which global random state was drawn for it."""
+    """In place of a ``collate_fn``, in a worker: the batch, and what reading it has drawn, and has changed.
 
-    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+    Args:
+        collate_fn: the loader's own.
+        loader: what the worker has of it.
+        numbers: of the samples in the second batch.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any], loader: DataLoader[Any], numbers: Sequence[int]) -> None:
         self._collate_fn = collate_fn
-        self._states: tuple[torch.Tensor, RandomStates] | None = None
+        self._loader = loader
+        self._numbers = numbers
+        self._random: tuple[torch.Tensor, RandomStates] | None = None
+        self._held: DatasetState | None = None
+        self._ended = time.perf_counter()
 
-    def __call__(self, samples: Any) -> tuple[Any, set[str]]:
+    def __call__(self, samples: Any) -> tuple[Any, _Seen]:
         batch = self._collate_fn(samples)
-        before, self._states = self._states, (torch.get_rng_state(), RandomStates())
-        if before is None:  # before its first batch a worker is seeded
-            return batch, set()
-        if not torch.equal(before[0], self._states[0]):
-            return batch, {"torch"}
-        return batch, {"another"} if before[1] != self._states[1] else set()
+        read_s = time.perf_counter() - self._ended
+        before, self._random = self._random, (torch.get_rng_state(), RandomStates())
+        change = None
+        if self._held is not None:
+            change = self._held.change_by_reading()
+        else:  # what is opened once is open by now
+            self._held = state_of(self._loader, also=self._numbers)
+        drawn = None
+        if before is not None:  # before its first batch a worker is seeded
+            if not torch.equal(before[0], self._random[0]):
+                drawn = "torch"
+            elif before[1] != self._random[1]:
+                drawn = "another"
+        self._ended = time.perf_counter()
+        return batch, _Seen(drawn, change, read_s)

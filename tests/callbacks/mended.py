@@ -34,11 +34,19 @@ class Script(StallDetector):
     Args:
         windows: for each window mean seconds per step, and the findings; the last one stays.
         on_gpu: whether they are a GPU's.
+        epochs_s: seconds of the set-up of each epoch that has begun, the last one for all to come; None: as it was.
     """
 
-    def __init__(self, windows: list[tuple[float, list[Finding]]], *, on_gpu: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        windows: list[tuple[float, list[Finding]]],
+        *,
+        on_gpu: bool = False,
+        epochs_s: list[float] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(window_size=WINDOW, warmup_steps=0, on_stall="ignore", print_report=False, **kwargs)
-        self.windows, self.on_gpu = windows, on_gpu
+        self.windows, self.on_gpu, self.epochs_s = windows, on_gpu, epochs_s
         self.number = 0
         self.taken = 0
         self.trainer: Any = None
@@ -54,12 +62,24 @@ class Script(StallDetector):
         for listener in self._listeners:
             listener.window_closed(self._run, window, findings)
 
+    def set_ups(self, run: Any) -> tuple[float, int]:
+        seconds, epochs = super().set_ups(run)
+        if self.epochs_s is None:
+            return seconds, epochs
+        given = self.epochs_s[:epochs]
+        return sum(given) + self.epochs_s[-1] * (epochs - len(given)), epochs
+
     def _close_window(self, trainer: Any, run: Any) -> None:
         run.close_window()
 
 
 def script(findings: list[Finding], *after: float, before: int = 5, **kwargs: Any) -> Script:
-    """Slow windows with findings, and then windows without any; their mean seconds per step."""
+    """Slow windows with findings, and then windows without any; their mean seconds per step.
+
+    Epochs begin in no time, but for those of a finding about them.
+    """
+    if all(each.cause != "epoch_restart" for each in findings):
+        kwargs.setdefault("epochs_s", [0.0])
     return Script([(SLOW, findings)] * before + [(each, []) for each in after or (FAST,)], **kwargs)
 
 

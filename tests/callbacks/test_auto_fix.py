@@ -301,13 +301,13 @@ class TestOrderAndSamplesStay:
 
         run = Run(tmp_path, script([finding(num_workers=2)]), made())
         assert run.changes == [("num_workers", workers, 2, None)]
-        assert "may draw random numbers for each index" in run.why[0]
+        assert "another order would come of it" in run.why[0]
         assert run.same_as_without(tmp_path, made())
 
     def test_of_an_open_file(self, tmp_path):
         run = Run(tmp_path, script([finding(num_workers=3)]), loader(InAFile(tmp_path / "file")))
         assert run.changes == [("num_workers", 1, 3, None)]
-        assert "cannot share, such as an open file" in run.why[0]
+        assert "its dataset holds dataset.file (BufferedReader" in run.why[0]
         assert run.same_as_without(tmp_path, loader(InAFile(tmp_path / "file")))
 
     def test_of_a_dataset_that_has_changed_since_its_workers_were_started(self, tmp_path):
@@ -381,6 +381,48 @@ class Keeps(DataLoader[torch.Tensor]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
+
+
+class TestWhatStartingWorkersCosts:
+    def test_a_change_whose_epochs_begin_too_slowly_is_taken_back(self, tmp_path):
+        run = Run(tmp_path, script([finding(num_workers=2)], epochs_s=[0.0, 0.5]), loader(SLOWER))
+        assert run.changes == [("num_workers", 1, 2, False)]
+        assert run.why == ["starting the workers takes longer than they save"]
+        assert run.autofix.changes[0].measured < 1
+        assert run.loader.num_workers == 1
+
+    def test_also_where_it_was_kept_before_an_epoch_began_with_it(self, tmp_path):
+        detector = script([finding(num_workers=2)], epochs_s=[0.0, 0.5])
+        run = Run(tmp_path, detector, loader(Numbers(160, takes_s=0.002)))
+        assert run.changes == [("num_workers", 1, 2, False)]
+        assert run.why == ["starting the workers takes longer than they save"]
+        assert run.loader.num_workers == 1
+        assert run.same_as_without(tmp_path, loader(Numbers(160)))
+
+    def test_a_start_that_is_paid_for_is_kept(self, tmp_path):
+        detector = script([finding(num_workers=2)], epochs_s=[0.0, 0.01])
+        run = Run(tmp_path, detector, loader(Numbers(160, takes_s=0.002)))
+        assert run.changes == [("num_workers", 1, 2, True)]
+
+    def test_workers_that_are_not_forked_are_tried_only_where_they_pay(self, tmp_path):
+        found = finding(num_workers=3)
+        # 20 steps of 10 ms an epoch: more workers save 0.1 s in each of the two that are left
+        made = loader(multiprocessing_context="spawn", persistent_workers=True)
+        run = Run(tmp_path, script([found], epochs_s=[30.0]), made)
+        assert run.changes == [("num_workers", 1, 3, None)]
+        assert run.why == ["starting the workers takes longer than they save"]
+        assert "not tried" in str(run.detector.report)
+
+    @pytest.mark.matrix
+    def test_workers_that_are_not_forked_come_with_persistence(self, tmp_path):
+        found = finding(num_workers=2)
+        made = loader(multiprocessing_context="spawn")
+        run = Run(tmp_path, script([found], epochs_s=[0.0], before=11), made, max_epochs=4)
+        assert run.changes == [("num_workers", 1, 2, True), ("persistent_workers", False, True, True)]
+        assert run.same_as_without(tmp_path, loader(multiprocessing_context="spawn"), max_epochs=4)
+        pids = {tuple(each) for each in run.workers.pids[-40:]}
+        assert len(pids) == 1  # the same two in the last two epochs
+        assert run.left == []
 
 
 class TestWhatIsLeftAlone:

@@ -1023,7 +1023,7 @@ def test_a_loader_that_workers_cannot_serve_stays_without(
         monkeypatch.setattr(without_workers, "receive_cost", lambda nbytes: (9.0, 9.0, 9.0))
     datasets = {"file": lambda: HoldsAFile(path), "error": Corrupted, "cheap": Numbers}
     reasons = {
-        "file": "its dataset holds what other processes cannot have: TypeError: cannot pickle",
+        "file": "its dataset holds dataset.file (BufferedReader",
         "error": "a worker process fails: RuntimeError: Cannot re-initialize CUDA in forked subprocess",
         "cheap": "sooner than a worker process can hand it over",
     }

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import io
+import logging
+import os
 import random
+import re
+import sqlite3
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
+import pyarrow.feather
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from PIL import Image
 
-from lightning_gpuopt.tuning.dataset_state import state_of
+from lightning_gpuopt.tuning.dataset_state import DatasetState
 
 
 class Held:
@@ -40,48 +54,38 @@ def _set(name: str, value: Any) -> Callable[[Any], None]:
 )
 def test_a_change_is_seen_and_none_is_none(held, change):
     root = held()
-    before = state_of(root)
-    assert state_of(root) == before
+    before = DatasetState(dataset=root)
+    assert not before.has_changed()
     change(root)
-    assert state_of(root) != before
+    assert before.has_changed()
 
 
 def test_a_circle_ends():
     root = Held()
     root.own = root
-    assert state_of(root) == state_of(root)
+    assert not DatasetState(dataset=root).has_changed()
 
 
 def test_epochs_are_found_deep_inside():
     class Epochs:
         def set_epoch(self, epoch: int) -> None: ...
 
-    assert state_of(Held(inner=[Epochs()])).has_epochs
-    assert not state_of(Held(inner=[Held()])).has_epochs
+    assert DatasetState(dataset=Held(inner=[Epochs()])).has_epochs
+    assert not DatasetState(dataset=Held(inner=[Held()])).has_epochs
 
 
-def test_what_is_not_sent_to_a_worker_is_no_state():
-    class Opens:
-        def __init__(self) -> None:
-            self.handle: Any = None
-
-        def __getstate__(self) -> dict[str, Any]:
-            return {**vars(self), "handle": None}
-
-    root = Opens()
-    before = state_of(root)
-    root.handle = object()
-    assert state_of(root) == before
+def test_a_file_that_is_opened_when_it_is_needed_is_no_change() -> None:
+    root = Held(handle=None, rows=1)
+    before = DatasetState(dataset=root)
+    with open(os.devnull, "rb") as root.handle:
+        assert not before.has_changed()
+        root.rows = 2
+        assert before.has_changed()
 
 
 def test_of_much_a_part_is_looked_at_and_of_too_much_that_is_said():
-    assert state_of(Held(paths=[f"/{number}" for number in range(1_000_000)])).is_whole
-    assert not state_of([[Held() for _ in range(250)] for _ in range(200)]).is_whole
-
-
-class Refuses:
-    def __getstate__(self) -> Any:
-        raise TypeError("cannot pickle")
+    assert DatasetState(dataset=Held(paths=[f"/{number}" for number in range(1_000_000)])).is_whole
+    assert not DatasetState(dataset=[[Held() for _ in range(250)] for _ in range(200)]).is_whole
 
 
 def _chain(length: int) -> Held:
@@ -105,21 +109,188 @@ def _inference() -> torch.Tensor:
         return torch.zeros(3)
 
 
-@pytest.mark.parametrize(
-    "odd", [Refuses, lambda: _chain(5000), _empty_closure, _inference], ids=["state", "chain", "closure", "tensor"]
-)
+@pytest.mark.parametrize("odd", [_empty_closure, _inference], ids=["closure", "tensor"])
 def test_what_cannot_be_looked_into_is_known_by_its_identity(odd: Callable[[], Any]) -> None:
     held = Held(odd=odd(), extra=1)
-    before = state_of(held)
-    assert state_of(held) == before
+    before = DatasetState(dataset=held)
+    assert not before.has_changed()
     assert not before.is_whole
     held.extra = 2
-    assert state_of(held) != before
+    assert before.has_changed()
+
+
+def test_a_long_chain_is_gone_through_to_its_end() -> None:
+    chain = Held(odd=_chain(5000))
+    before = DatasetState(dataset=chain)
+    assert before.is_whole
+    last = chain.odd
+    while hasattr(last, "next"):
+        last = last.next
+    last.extra = 1
+    assert before.has_changed()
+
+
+class Calls:
+    """Pickles in ways of its own, none of which is to be called."""
+
+    def __init__(self) -> None:
+        self.extra = 1
+
+    def __getstate__(self) -> Any:
+        raise TypeError("never asked")
+
+
+def test_a_getstate_of_the_users_is_not_called() -> None:
+    held = Calls()
+    before = DatasetState(dataset=held)
+    assert before.is_whole
+    assert before.held == []
+    held.extra = 2
+    assert before.has_changed()
+
+
+class Slots:
+    __slots__ = ("extra",)
+
+    def __init__(self) -> None:
+        self.extra = 1
+
+
+def test_slots_are_seen() -> None:
+    held = Held(inner=Slots())
+    before = DatasetState(dataset=held)
+    assert not before.has_changed()
+    held.inner.extra = 2
+    assert before.has_changed()
+
+
+def _held(value: Any) -> list[tuple[str, str]]:
+    return [(each.kind, str(each)) for each in DatasetState(dataset=Held(inner={"deep": [value]})).held]
+
+
+def test_what_processes_cannot_have_a_copy_of_is_named(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["images"] = np.zeros(3)
+        where = "dataset.inner['deep'][...]"
+        assert _held(file) == [("file", f"{where} (File)")]
+        assert _held(file["images"]) == [("file", f"{where} (Dataset)")]
+    assert _held(file) == []  # it is closed
+    (tmp_path / "data").write_bytes(b"0")
+    with (tmp_path / "data").open("rb") as opened:
+        assert _held(opened) == [("file", f"{where} (BufferedReader {tmp_path / 'data'})")]
+    assert _held(opened) == []
+    with sqlite3.connect(":memory:") as connection:
+        assert _held(connection) == [("file", f"{where} (Connection)")]
+    connection.close()
+    assert _held(np.random.default_rng(0)) == [("generator", f"{where} (Generator)")]
+    assert _held(random.Random(0)) == [("generator", f"{where} (Random)")]
+    assert _held(torch.Generator()) == [("generator", f"{where} (Generator)")]
+    assert _held(random.Random(0).random) == [("generator", f"{where} (Random)")]
+
+
+def test_what_processes_can_have_is_let_through(tmp_path: Path) -> None:
+    np.save(tmp_path / "array.npy", np.zeros(8))
+    table = pyarrow.table({"a": [1, 2, 3]})
+    pyarrow.feather.write_feather(table, tmp_path / "table.arrow", compression="uncompressed")
+    fine = [
+        [1, "two", 3.0],
+        np.load(tmp_path / "array.npy", mmap_mode="r"),
+        pyarrow.feather.read_table(tmp_path / "table.arrow", memory_map=True),
+        tmp_path,
+        io.BytesIO(b"data"),
+        sys.stderr,
+        threading.Lock(),
+        re.compile("a"),
+        logging.getLogger(__name__),
+        random.random,
+        np.random.random,
+        torch.nn.Sequential(torch.nn.Linear(1, 1)),
+        Image.new("RGB", (2, 2)),
+        lambda x: x,
+        range(3),
+        {1, 2},
+    ]
+    assert [_held(each) for each in fine] == [[]] * len(fine)
+
+
+def test_what_reading_changes_is_told_apart() -> None:
+    held = Held(kept={}, rows=[None] * 5000, count=0, rng=random.Random(0), file=None, files={})
+    held.kept[0] = "first"
+    before = DatasetState(dataset=held, also=[4321])
+    held.rng.random()
+    assert before.change_by_reading() is None
+    with open(os.devnull, "rb") as file:
+        held.file, held.files["a"] = file, file
+        assert before.change_by_reading() is None  # opened when it is needed
+        held.kept[1] = "second"
+        assert before.change_by_reading() == "entries"
+        del held.kept[1]
+        held.rows[4321] = "row"
+        assert before.change_by_reading() == "entries"
+        held.count += 1
+        assert before.change_by_reading() == "other"
+
+
+@functools.cache
+def _cached(index: int) -> int:
+    return index
+
+
+class CachedByAFunction:
+    def __getitem__(self, index: int) -> int:
+        return _cached(index)
+
+
+def test_a_cache_of_a_function_is_seen() -> None:
+    dataset = CachedByAFunction()
+    before = DatasetState(dataset=dataset)
+    dataset[3]
+    assert before.change_by_reading() == "entries"
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.longest, self.losses = torch.nn.Linear(1, 1), 4, [0.0]
+
+    def collate(self, samples: Any) -> Any:
+        return self.cut(samples)
+
+    def cut(self, samples: Any) -> Any:
+        return samples[: self.longest]
+
+
+def test_of_a_module_whose_method_collates_only_what_that_reads_counts() -> None:
+    module = Module()
+    before = DatasetState(collate_fn=module.collate)
+    module.losses.append(1.0)
+    with torch.no_grad():
+        module.layer.weight.add_(1)
+    assert not before.has_changed()
+    module.longest = 8
+    assert before.has_changed()
+
+
+def test_the_pages_of_a_memory_map_are_not_read(tmp_path: Path) -> None:
+    code = """
+import os, sys
+import numpy as np
+from lightning_gpuopt.tuning.dataset_state import DatasetState
+np.save(sys.argv[1], np.zeros(1 << 20))
+mapped = np.load(sys.argv[1], mmap_mode="r")
+os.truncate(sys.argv[1], 128)  # to read its pages ends the process now
+state = DatasetState(dataset=[mapped, mapped[5:], np.asarray(mapped)])
+print(state.has_changed(), state.is_whole)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "map.npy")], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "False True\n"), done.stderr
 
 
 def test_an_array_that_is_not_contiguous_is_not_copied() -> None:
     held = Held(array=np.broadcast_to(np.float32(0), (1 << 20, 1 << 20)))  # four terabytes, were it copied
-    assert state_of(held).is_whole
+    assert DatasetState(dataset=held).is_whole
 
 
 class Loads(Mapping[str, Any]):
@@ -136,4 +307,4 @@ class Loads(Mapping[str, Any]):
 
 
 def test_a_mapping_that_loads_is_not_read() -> None:
-    assert state_of(Held(samples=Loads())).is_whole
+    assert DatasetState(dataset=Held(samples=Loads())).is_whole

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from lightning_gpuopt import _torch_loader
 from lightning_gpuopt.tuning import resize
 from lightning_gpuopt.tuning.resize import ResizeUnsupported, adopt, first_workers
+from lightning_gpuopt.tuning.sharing import state_of
 from tests.helpers import error_of_a_killed_worker, wait_for
 from tests.shared_memory import shared_files
 
@@ -529,7 +530,7 @@ def epochs_of(source: DataLoader[Any], workers: int, *, leave: int | None = None
     seen: list[Any] = []
     for _ in range(3):
         source.num_workers, source.prefetch_factor = workers, 2 if workers else None
-        iterator: Any = first_workers(source) if workers else source._get_iterator()
+        iterator: Any = first_workers(source, state_of(source)) if workers else source._get_iterator()
         seen.append(float(torch.rand(())))
         try:
             for number in itertools.count():

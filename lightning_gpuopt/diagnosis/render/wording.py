@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_gpuopt._places import INSTALLED, short
+from lightning_gpuopt.diagnosis.fixes import COSTS_MORE
 from lightning_gpuopt.diagnosis.where import finding_name
 from lightning_gpuopt.tuning.model import HEADROOM_LEFT
 
@@ -124,8 +125,10 @@ def change_line(change: Change) -> str:
 
 
 def outcome(change: Change) -> str:
-    """``"kept"``, ``"taken back"`` or ``"advised"``, with the reason."""
+    """``"kept"``, ``"taken back"``, ``"advised"`` or ``"not tried"``, with the reason."""
     word = {True: "kept", False: "taken back", None: "advised"}[change.kept]
+    if change.kept is None and change.why.startswith(COSTS_MORE):
+        word = "not tried"
     return f"{word} ({change.why})" if change.why else word
 
 

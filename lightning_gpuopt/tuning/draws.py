@@ -1,0 +1,62 @@
+"""Whether workers draw random numbers as they read: what they draw depends on how many they are."""
+
+from __future__ import annotations
+
+import copy
+import mmap
+from collections.abc import Callable
+from typing import Any, Final
+
+from lightning_gpuopt.prefetch.randomness import RandomStates
+from lightning_gpuopt.timeline.worker_clock import TimedCollate
+
+_BATCHES: Final = 50
+"""A worker that has not drawn for so many batches is not looked at any longer."""
+
+
+class DrawWatch:
+    """Looks whether forked workers draw from the global random states of torch, numpy and Python.
+
+    Example::
+
+        watch = DrawWatch()
+        collate_fn = watch.around(loader.collate_fn)  # for a worker that is about to be forked
+        ...
+        watch.seen
+    """
+
+    def __init__(self) -> None:
+        self._flag: mmap.mmap | None = None
+
+    @property
+    def seen(self) -> bool:
+        """Whether one of them was seen to draw."""
+        return self._flag is not None and self._flag[0] != 0
+
+    def around(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A ``collate_fn`` that looks, around this one."""
+        if self._flag is None:
+            self._flag = mmap.mmap(-1, 1)  # shared with what is forked
+        if not isinstance(collate_fn, TimedCollate):
+            return _Looks(collate_fn, self._flag)
+        timed = copy.copy(collate_fn)  # which is to stay what the worker's fetcher calls
+        vars(timed).update(vars(collate_fn), collate_fn=_Looks(collate_fn.collate_fn, self._flag))
+        return timed
+
+
+class _Looks:
+    def __init__(self, collate_fn: Callable[[Any], Any], flag: mmap.mmap) -> None:
+        self._collate_fn = collate_fn
+        self._flag = flag
+        self._left = _BATCHES
+        self._before: RandomStates | None = None
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self._collate_fn(samples)
+        if self._left:
+            self._left -= 1
+            before, self._before = self._before, RandomStates()
+            if before is not None and before != self._before:
+                self._flag[0] = 1
+                self._left = 0
+        return batch

@@ -1,0 +1,113 @@
+"""Whether a loader's sampler may be asked for indices earlier than it would have been: what it draws from, and when.
+
+More workers have more batches under way, so their indices are drawn earlier. Where a sampler draws each of them from a
+random state that training draws from as well, they would come out otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
+from lightning_gpuopt.prefetch.randomness import RandomStates
+
+_DRAW_AT_ONCE: Final = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+    ElasticSampler,
+)
+"""Samplers that draw from a random state when they are iterated, and not again for each index."""
+
+_WRAPS: Final = (BatchSampler, ElasticBatchSampler)
+_MOST_S: Final = 1.0
+"""So long a copy of an unknown sampler is iterated at most."""
+
+_EPOCHS: Final = 2
+"""A sampler that never ends has been seen whole when it gave so many times the dataset's length."""
+
+
+def why_not_earlier(loader: DataLoader[Any]) -> str | None:
+    """Why a map-style loader's sampler must be asked when it would have been; None where that is no matter.
+
+    Of a sampler that is not torch's a copy is iterated, while the random states are put back afterwards.
+
+    Example::
+
+        >>> why_not_earlier(DataLoader(dataset, shuffle=True))
+    """
+    sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    while _iterates_as(sampler, _WRAPS) and hasattr(sampler, "sampler"):
+        sampler = sampler.sampler
+    if getattr(sampler, "generator", None) is torch.default_generator:
+        return f"its sampler ({type(sampler).__name__}) draws from the global generator: another order would come of it"
+    if _iterates_as(sampler, _DRAW_AT_ONCE) or type(sampler) in (list, tuple, range):
+        return None
+    return _why_not_by_a_copy(sampler, loader)
+
+
+def _iterates_as(sampler: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether a sampler is of these, or of a class that derives from one and has its ``__iter__``."""
+    return any(isinstance(sampler, kind) and type(sampler).__iter__ is kind.__iter__ for kind in kinds)  # type: ignore[attr-defined]
+
+
+def _why_not_by_a_copy(sampler: Any, loader: DataLoader[Any]) -> str | None:
+    name, states = type(sampler).__name__, RandomStates()
+    shared = {id(held): held for held in _shared(sampler, loader)}
+    try:
+        numbers = iter(copy.deepcopy(sampler, shared))
+        next(numbers, None)
+        first = RandomStates()
+        whole = _exhaust(numbers, _EPOCHS * _length(loader))
+        draws = RandomStates() != first
+    except Exception:
+        return f"its sampler ({name}) cannot be copied to see whether it draws random numbers for each index"
+    finally:
+        states.restore()
+    if draws:
+        return f"its sampler ({name}) draws random numbers for each index: another order would come of it"
+    return None if whole else f"its sampler ({name}) is too slow to see whether it draws random numbers for each index"
+
+
+def _shared(sampler: Any, loader: DataLoader[Any]) -> Iterable[Any]:
+    """What a copy of a sampler has in common with it: what is large, and not drawn from."""
+    yield loader.dataset
+    for value in getattr(sampler, "__dict__", {}).values():
+        if isinstance(value, (torch.utils.data.Dataset, torch.Tensor)):
+            yield value
+
+
+def _exhaust(numbers: Iterable[Any], most: int) -> bool:
+    """Iterate to the end, or so far; False where the time is up before."""
+    until = time.perf_counter() + _MOST_S
+    seen = 0
+    for number in numbers:
+        seen += len(number) if isinstance(number, (list, tuple)) else 1
+        if seen >= most:
+            break
+        if time.perf_counter() > until:
+            return False
+    return True
+
+
+def _length(loader: DataLoader[Any]) -> int:
+    try:
+        return max(len(loader.dataset), 1)  # type: ignore[arg-type]
+    except Exception:
+        return 1

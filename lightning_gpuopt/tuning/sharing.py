@@ -1,0 +1,94 @@
+"""What the workers of a loader share, or have a copy of: whether more of them would read what those that run do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.multiprocessing
+from torch.utils.data import DataLoader
+
+from lightning_gpuopt.tuning.dataset_state import DatasetState, Held
+from lightning_gpuopt.tuning.probe import own_collate
+
+
+def forks(loader: DataLoader[Any]) -> str | None:
+    """How a loader's workers are started where that is not by forking; None where they are forked."""
+    context: Any = loader.multiprocessing_context or torch.multiprocessing.get_context()
+    method: str = context.get_start_method()
+    return None if method == "fork" else method
+
+
+def state_of(loader: DataLoader[Any], also: Sequence[int] = ()) -> DatasetState:
+    """The state of all that workers have a copy of.
+
+    Args:
+        loader: the loader.
+        also: numbers of samples, as for :class:`~lightning_gpuopt.tuning.dataset_state.DatasetState`.
+    """
+    return DatasetState(
+        also=also, dataset=loader.dataset, collate_fn=own_collate(loader), worker_init_fn=loader.worker_init_fn
+    )
+
+
+def held_by(loader: DataLoader[Any]) -> list[Held]:
+    """What in a loader its workers cannot simply have a copy of."""
+    return state_of(loader).held
+
+
+def why_not_shared(loader: DataLoader[Any], held: Sequence[Held], *, workers: int) -> str | None:
+    """Why a loader must not have more workers, by what it holds; None where nothing speaks against it.
+
+    Args:
+        loader: the loader.
+        held: what it holds, from :func:`held_by`.
+        workers: how many the user has given it: what two of them share, more may.
+    """
+    for each in held:
+        if each.kind == "device" and not workers:
+            return f"its dataset holds a tensor on a GPU, {each}: other processes cannot have it"
+        if each.kind == "file" and workers < 2 and forks(loader) is None:
+            return (
+                f"its dataset holds {each}, which forked processes would share, and so read at each other's position. "
+                "Open it in the worker, when the first sample is read"
+            )
+        if each.kind == "generator" and workers < 2 and loader.worker_init_fn is None:
+            return (
+                f"its dataset holds a random generator, {each}: workers would have copies of it that draw alike. "
+                "Draw from torch's, numpy's or Python's global state, or seed it in worker_init_fn"
+            )
+    return None
+
+
+class WorkersStart:
+    """What a loader's workers were given when they were started.
+
+    Args:
+        loader: the loader, about to start workers.
+        own_workers: the number that the user has given it.
+    """
+
+    def __init__(self, loader: DataLoader[Any], own_workers: int) -> None:
+        self._loader = loader
+        self._own_workers = own_workers
+        self.state = state_of(loader)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether workers that are started now would see another dataset than those that run."""
+        return self.state.has_changed()
+
+    def why_no_more(self) -> str | None:
+        """Why no worker may be added, now or later: what the loader holds now; None where nothing speaks against it."""
+        before = {id(each.value) for each in self.state.held}
+        held = held_by(self._loader)
+        new = [each for each in held if id(each.value) not in before]
+        return why_not_shared(self._loader, held, workers=self._own_workers) or why_not_shared(
+            self._loader, new, workers=0
+        )
+
+    @property
+    def shared_file(self) -> Held | None:
+        """A file that the user's workers share already; None where there is none."""
+        files = (each for each in self.state.held if each.kind == "file")
+        return next(files, None) if self._own_workers >= 2 and forks(self._loader) is None else None
