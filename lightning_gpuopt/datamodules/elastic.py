@@ -73,9 +73,10 @@ class ElasticDataModule(ResumableDataModule):
         interpolation: How photographs are resized; with antialiasing but for ``"nearest"``.
         weights: Relative weight of each sample of `train`, the path of a ``.npy`` file of them, or ``"balanced"``
             (every class equally often, by the dataset's targets): an epoch is then as many draws with replacement.
-        on_corrupt: What becomes of a sample that cannot be read: ``"raise"`` an error that names it, or ``"skip"``:
-            its batch is smaller, and it is counted (`num_skipped`) and listed in ``gpuopt/skipped-*.csv`` below the
-            Trainer's log directory. A batch of which no sample can be read is an error still.
+        on_corrupt: What becomes of a sample whose image cannot be decoded, or whose stored bytes are damaged:
+            ``"raise"`` an error that names it, or ``"skip"``: its batch is smaller, and it is counted (`num_skipped`)
+            and listed in ``gpuopt/skipped-*.csv`` below the Trainer's log directory. A batch of which no sample can be
+            read is an error still, and so is whatever is not a decoder's word: a file that is gone, storage that fails.
 
     Raises:
         ValueError: An argument is out of its range.

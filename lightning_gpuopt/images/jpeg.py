@@ -59,7 +59,7 @@ def orientation_of(data: bytes | memoryview) -> int:
 def baseline_frame(data: bytes | memoryview) -> int | None:
     """Where the frame header of a JPEG file is, if it is coded row by row (baseline or extended sequential Huffman)."""
     for marker, at, _ in _segments(data):
-        if marker in (0xC0, 0xC1):
+        if marker in (0xC0, 0xC1) and at + 9 <= len(data):
             return at
     return None
 

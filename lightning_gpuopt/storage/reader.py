@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from lightning_gpuopt._arguments import choice, flag, refuse
 from lightning_gpuopt.images.decode import decode_pil, decode_tensor
-from lightning_gpuopt.images.errors import reason_of
+from lightning_gpuopt.images.errors import is_bad_image, raised_in, reason_of
 from lightning_gpuopt.loading.datasets import duplicate
 from lightning_gpuopt.loading.memory import keep_heap
 from lightning_gpuopt.loading.transforms import name_sample, transformed
@@ -278,7 +278,8 @@ class LMDBDataset(Dataset[Any]):
 
         Raises:
             IndexError: The index is out of range.
-            DamagedError: The sample is not what was written.
+            DamagedError: The sample is not what was written, or its image cannot be decoded.
+            Exception: What else `image` raises.
         """
         if type(index) is int and 0 <= index < self._num_samples:  # as _locate does, without the call
             at = bisect_right(self.starts, index) - 1
@@ -366,6 +367,7 @@ class LMDBDataset(Dataset[Any]):
             DamagedSampleError: The sample is at fault.
             DamagedError: Its shard is.
             OSError: Of the shard's own files.
+            Exception: Neither is: what was raised.
         """
         shard = self.manifest.shards[at]
         name = f"{self.path}: sample {self.starts[at] + within}"
@@ -375,6 +377,9 @@ class LMDBDataset(Dataset[Any]):
             raise DamagedError(f"{name} ({shard.name}): {err}") from err
         if isinstance(err, DamagedError):
             what = f"{err}; run `lightning-gpuopt lmdb verify` on it, and copy or build the dataset again"
+        elif not (is_bad_image(err) or raised_in(err)[0] == codec.__name__):
+            name_sample(err, name, "the decoding")
+            raise err
         else:
             what = (
                 f"it cannot be decoded ({type(err).__name__}: {reason_of(err)}); `lightning-gpuopt lmdb verify "

@@ -74,7 +74,9 @@ def build_lmdb(
             done.
         overwrite: Replace the dataset at `path`, which stays until the new one is whole.
         strict: Stop at the first image that cannot be decoded. Otherwise such images are left out, counted, and listed
-            in ``skipped.csv`` with their index in the source, name and the reason.
+            in ``skipped.csv`` with their index in the source, name and the reason: those of which a decoder says so
+            (``PIL.UnidentifiedImageError``, or an error that PIL's plugins, simplejpeg or torchvision.io raise about
+            the bytes). Every other error stops the build, and `resume` goes on.
         allow_pickle: Unpickle the values of an LMDB, which runs whatever code its author wished.
         image_size: Bring the shorter side of larger images down to as many pixels. They become JPEG, whatever they
             were, with the EXIF orientation applied. PIL images of another mode than RGB (masks, depth maps) are
@@ -97,7 +99,8 @@ def build_lmdb(
         TypeError: A sample of the source is of a type that cannot be stored.
         StorageError: The source is damaged or all its images are broken, another process builds there, a process of the
             build died, or an image is broken and `strict` is set.
-        OSError: The disk is full, or one may not write there.
+        OSError: The disk is full, one may not write there, or a file of the source cannot be read.
+        RuntimeError: A Dataset raised an error; it is the cause.
 
     Example::
 
