@@ -23,6 +23,7 @@ import torch
 from numpy.lib import format as npy_format
 from PIL import Image
 
+from lightning_gpuopt.images.decode import with_pixels_as_stored
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.value import buffers, bytes_at, head_fields, pack, parse, sample_number
 
@@ -175,7 +176,8 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 def image_bytes(image: Image.Image) -> bytes:
     """A PIL image as an image file: the file that it was opened from, if it is untouched and the only image in there.
 
-    Else it is written without loss: as PNG, or as TIFF in the modes that PNG does not have.
+    An EXIF orientation is taken out of it: pixels come back as they are in the image. Else it is written without loss:
+    as PNG, or as TIFF in the modes that PNG does not have.
     """
     source = getattr(image, "fp", None)
     opened = source is not None and getattr(image, "tile", None) and image.format is not None  # and not yet decoded
@@ -184,7 +186,9 @@ def image_bytes(image: Image.Image) -> bytes:
         source.seek(0)
         data: bytes = source.read()
         source.seek(position)
-        return data
+        same = with_pixels_as_stored(image, data)
+        if same is not None:
+            return same
     out = io.BytesIO()
     if image.mode in _TIFF_MODES:
         image.save(out, "TIFF", compression="tiff_deflate")
@@ -193,7 +197,7 @@ def image_bytes(image: Image.Image) -> bytes:
             image = Image.fromarray(np.asarray(image).astype("<u2"))
         elif image.mode not in _PNG_MODES:  # its bands as they are; the reader knows the mode
             image = Image.frombytes(_CARRIERS[len(image.getbands())], image.size, image.tobytes())
-        image.save(out, "PNG", compress_level=1)
+        image.save(out, "PNG", compress_level=1, exif=b"")
     return out.getvalue()
 
 

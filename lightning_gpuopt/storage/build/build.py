@@ -56,6 +56,9 @@ def build_lmdb(
     are, and whether or not it was interrupted. Images are stored as they came, unless `image_size` asks for smaller
     ones.
 
+    The EXIF orientation of image files is applied where they are read. PIL images that a Dataset returns come back with
+    the pixels that they have.
+
     Where a Dataset draws random numbers from Python, numpy or torch, these are seeded for each shard by
     ``torch.initial_seed()``, so that no two processes draw the same and the result does not depend on `num_proc`.
 
