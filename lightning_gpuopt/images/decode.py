@@ -170,12 +170,16 @@ def with_pixels_as_stored(image: Image.Image, data: bytes) -> bytes | None:
         return None
     if image.mode != "RGB":  # read in its mode, and never turned
         return data
-    # A PNG tells of its metadata by decoding.
-    turned = _turned(image) if image.format != "PNG" else _MAY_BE_TURNED.search(data) and _turned(_opened(data))
+    turned = is_turned(data) if image.format == "PNG" else _turned(image)  # a PNG is decoded to tell of its metadata
     if turned and data[:3] == jpeg.MAGIC:
         data = jpeg.with_orientation_1(data)
         turned = _turned(_opened(data))  # by its XMP
     return None if turned else data
+
+
+def is_turned(data: bytes) -> bool:
+    """Whether readers would turn an image file by its metadata; a TIFF PIL itself turns as it decodes it."""
+    return (data[:3] == jpeg.MAGIC or _MAY_BE_TURNED.search(data) is not None) and _turned(_opened(data))
 
 
 def _turned(image: Image.Image) -> bool:

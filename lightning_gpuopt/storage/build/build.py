@@ -56,8 +56,9 @@ def build_lmdb(
     are, and whether or not it was interrupted. Images are stored as they came, unless `image_size` asks for smaller
     ones.
 
-    The EXIF orientation of image files is applied where they are read. PIL images that a Dataset returns come back with
-    the pixels that they have.
+    Image files are photographs, which are read as upright RGB, but for these, which keep mode and values: a part of a
+    sample that is named mask, seg, label or depth (a word of its extension, column or key), and in samples of several
+    images those of mode P, 1, I, I;16 or F. PIL images that a Dataset returns come back with the pixels that they have.
 
     Where a Dataset draws random numbers from Python, numpy or torch, these are seeded for each shard by
     ``torch.initial_seed()``, so that no two processes draw the same and the result does not depend on `num_proc`.
@@ -82,8 +83,8 @@ def build_lmdb(
             the bytes). Every other error stops the build, and `resume` goes on.
         allow_pickle: Unpickle the values of an LMDB, which runs whatever code its author wished.
         image_size: Bring the shorter side of larger images down to as many pixels. They become JPEG, whatever they
-            were, with the EXIF orientation applied. PIL images of another mode than RGB (masks, depth maps) are
-            resized with nearest neighbour and stay lossless.
+            were, with the EXIF orientation applied. Masks and depth maps are resized with nearest neighbour and stay
+            lossless.
         image_quality: The JPEG quality (1 to 95) of images that are made smaller.
         check: How images are checked: ``"header"`` looks at the header and the end of a JPEG and at the checksums of a
             PNG, and decodes others; ``"decode"`` decodes every image in full, which takes several times as long.
