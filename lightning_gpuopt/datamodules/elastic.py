@@ -17,7 +17,7 @@ from lightning_gpuopt.datamodules.resumable import Data, ResumableDataModule, is
 from lightning_gpuopt.images.crop import RATIO, SCALE, CenterCrops, RandomCrops
 from lightning_gpuopt.images.normalize import Normalize
 from lightning_gpuopt.loading.collate import make_of
-from lightning_gpuopt.loading.datasets import balanced_weights, exact_images, mean_bytes, targets_of
+from lightning_gpuopt.loading.datasets import as_written, balanced_weights, mean_bytes, targets_of
 from lightning_gpuopt.loading.loader import ElasticLoader, make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
@@ -56,10 +56,11 @@ class ElasticDataModule(ResumableDataModule):
         persistent_workers: Keep workers between epochs. ``"auto"``: where there are workers, but for several
             evaluation loaders of one stage, whose workers would all stay.
         prefetch_factor: Batches that each worker makes ahead.
-        normalize: ``(mean, std)`` per channel on the 0-1 scale. uint8 images ``[B, C, H, W]`` of a batch travel as they
-            are, and become floating point in the Trainer's precision, scaled to 0-1 and normalised, on the device.
-            Images that were stored in a mode of their own (masks, depth) stay as they are. The LightningModule's
-            ``on_after_batch_transfer`` comes after it.
+        normalize: ``(mean, std)`` per channel on the 0-1 scale. Photographs, ``[B, C, H, W]``, travel as uint8, and
+            become floating point in the Trainer's precision, scaled to 0-1 and normalised, on the device. Arrays,
+            tensors, masks and depth maps of an LMDB stay as they were written. What a transform, a `collate_fn` or a
+            dataset of your own gives is a photograph where it is uint8 with as many channels as the mean has: give
+            targets another dtype there. The LightningModule's ``on_after_batch_transfer`` comes after it.
         crop_size: With ``decode="tensor"``: square crops of this side, random-resized in training, from the middle
             in evaluation, as uint8. Masks and depth maps of a sample get the same area, by nearest neighbour.
         collate_fn: Makes a batch of a list of samples; None: torch's ``default_collate``.
@@ -263,20 +264,21 @@ class ElasticDataModule(ResumableDataModule):
         """Normalise where `normalize` asks for it; then the LightningModule's hook of that name has its turn."""
         trainer = self.trainer
         if self.normalize is not None:
-            batch, found = self.normalize(batch, self._float_dtype(), self._exact_images(dataloader_idx))
+            batch, found = self.normalize(batch, self._float_dtype(), self._as_written(dataloader_idx))
             if not found and trainer is not None:
                 _lightning.say_once(
                     trainer,
                     "nothing-to-normalize",
                     f"normalize= finds nothing to normalise: expected uint8 images [B, {len(self.normalize.mean)}, H, "
                     f"W], got {make_of(batch)}. Give decode='tensor' or crop_size=, let the transform give uint8, or "
-                    "leave normalize out (images that were written in another mode than RGB are never normalised)",
+                    "leave normalize out (arrays, tensors and images written in another mode than RGB are never "
+                    "normalised: write photographs as RGB images)",
                 )
         module = None if trainer is None else trainer.lightning_module
         return batch if module is None else module.on_after_batch_transfer(batch, dataloader_idx)
 
-    def _exact_images(self, dataloader_idx: int) -> set[tuple[int | str, ...]]:
-        """Where in a batch of this stage images lie whose values count, where it has its samples' structure."""
+    def _as_written(self, dataloader_idx: int) -> set[tuple[int | str, ...]]:
+        """Where in a batch of this stage what is never normalised lies, where it has its samples' structure."""
         trainer = self.trainer
         stage = None if trainer is None else trainer.state.stage
         name = _READ_BY.get(getattr(stage, "value", None) or "train", "train")
@@ -284,7 +286,7 @@ class ElasticDataModule(ResumableDataModule):
         changed = self.train_transform if name == "train" else self.eval_transform
         if changed is not None or self.collate_fn is not None or dataloader_idx >= len(datasets):
             return set()
-        return exact_images(datasets[dataloader_idx])
+        return as_written(datasets[dataloader_idx])
 
     def _float_dtype(self) -> torch.dtype:
         """What the Trainer's precision makes of float32 inputs."""

@@ -357,14 +357,14 @@ def _layout(structure: bytes) -> tuple[list[_Leaf | _Mode], _Assemble]:
     return leaves, assemble
 
 
-def exact_images(structure: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[int | str, ...]]:
-    """Where in a structure's tree images lie whose mode is kept, by indices and keys from the outside in."""
+def as_written(structure: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[int | str, ...]]:
+    """Where in a structure's tree arrays, tensors and images lie that are kept exactly, from the outside in."""
     kind, *rest = structure
-    if kind == "image" and rest:
+    if kind in ("array", "tensor") or (kind == "image" and rest):
         yield path
     elif kind in ("tuple", "list", "dict"):
         for key, child in zip(rest[0] if kind == "dict" else range(len(rest[-1])), rest[-1], strict=True):
-            yield from exact_images(child, (*path, key))
+            yield from as_written(child, (*path, key))
 
 
 def structure_of(value: Source | memoryview) -> Any:

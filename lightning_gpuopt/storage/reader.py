@@ -133,13 +133,16 @@ class LMDBDataset(Dataset[Any]):
         return found[0]
 
     @cached_property
-    def exact_images(self) -> set[tuple[int | str, ...]]:
-        """Where in a sample images lie that are read exactly as they were written, as the first sample has them.
+    def as_written(self) -> set[tuple[int | str, ...]]:
+        """Where in a sample arrays, tensors and images in a mode of their own lie, by indices and keys from outside in.
 
-        By indices and keys, from the outside in.
+        As the first sample of each shard has them; nowhere where a transform, or a subclass, makes other samples.
         """
+        if not self._own or self.transform is not None or not self._num_samples:
+            return set()
         with contextlib.suppress(DamagedError):  # which whoever reads the sample is told
-            return set(codec.exact_images(self._structure)) if self._num_samples else set()
+            trees = [self._structure, *(shard.structure for shard in self.manifest.shards if shard.structure)]
+            return {path for tree in trees for path in codec.as_written(tree)}
         return set()
 
     @cached_property
@@ -230,9 +233,8 @@ class LMDBDataset(Dataset[Any]):
 
     def gather(self, datasets: Sequence[LMDBDataset], indices: Any, pin_memory: bool) -> Gather | None:
         """What takes whole batches from datasets of this kind, where their records are equal arrays and numbers."""
-        own = ("__getitem__", "__getitems__", "__len__", "read", "transformed")
-        if any(getattr(type(self), name) is not getattr(LMDBDataset, name) for name in own):
-            return None  # a subclass that makes something else of its samples
+        if not self._own or type(self).__len__ is not LMDBDataset.__len__:
+            return None
         return gather(datasets, indices, pin_memory)
 
     def read_ahead(self, indices: Sequence[int]) -> None:
@@ -345,6 +347,12 @@ class LMDBDataset(Dataset[Any]):
         if self.transform is None and self.target_transform is None:
             return sample
         return transformed(sample, self.transform, self.target_transform, str(self.path), rich=self._rich)
+
+    @property
+    def _own(self) -> bool:
+        """Whether no subclass makes something else of the samples."""
+        own = ("__getitem__", "__getitems__", "read", "transformed")
+        return all(getattr(type(self), name) is getattr(LMDBDataset, name) for name in own)
 
     @property
     def _plain(self) -> bool:
