@@ -49,7 +49,7 @@ class ElasticDataModule(ResumableDataModule):
         decode: What images become, where a path is given: ``"pil"``, ``"tensor"`` (uint8 ``[3, H, W]``) or ``"raw"``.
         shuffle: Shuffle `train` anew each epoch.
         shuffle_window: Shuffle among so many samples at a time, which are made of runs of neighbours of about a MiB:
-            reads become sequential. For datasets larger than RAM.
+            reads become sequential. For datasets larger than RAM. Not together with `weights`.
         seed: Seed of the orders and crops.
         drop_last: Leave out what does not make a full batch on every rank, in training.
         pin_memory: Batches in page-locked memory. ``"auto"``: where the Trainer's device is CUDA.
@@ -158,6 +158,11 @@ class ElasticDataModule(ResumableDataModule):
             raise MisconfigurationException(
                 f"crop_size={self.crop_size} works on tensors: give decode='tensor' with it (got "
                 f"decode={self.decode!r})"
+            )
+        if self.weights is not None and self.shuffle_window is not None:
+            raise MisconfigurationException(
+                f"weights= draws from all samples with replacement, and shuffle_window={self.shuffle_window} shuffles "
+                "within windows: expected one of them, got both: leave one out"
             )
         for name in self._sources:
             argument = "train_transform" if name == "train" else "eval_transform"

@@ -134,6 +134,11 @@ def _leaf(value: Any, where: str) -> tuple[list[Any], bytes]:
         return ["float"], _FLOAT.pack(value)
     if isinstance(value, str):
         return ["str"], value.encode("utf-8", "surrogatepass")
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{where} is a numpy masked array, whose mask would be lost; expected a plain array: store "
+            "value.filled(...), or value.data and np.ma.getmaskarray(value) as two parts"
+        )
     if isinstance(value, np.ndarray):
         return ["array", _numpy_descr(value.dtype, where), list(value.shape)], value.tobytes()
     if isinstance(value, torch.Tensor):

@@ -159,7 +159,8 @@ class LMDBWriter:
                 for the orientation.
 
         Raises:
-            TypeError: It has a part that cannot be stored without pickle; the writer goes on with the next sample.
+            TypeError: It has a part that cannot be stored without pickle, or not without loss (a masked array); the
+                writer goes on with the next sample.
             StorageError: It is larger than what LMDB stores.
             OSError: The disk is full; what was committed is safe, and what was not is kept for the next commit, this
                 sample included.
