@@ -5,6 +5,8 @@ Sections (``--sections``, all by default):
 - ``raw``: random single records of 47 KB, one process: ours, open() + read() of files, py-lmdb's own loops, h5py.
   With ``--cold`` (as root) also with an empty page cache.
 - ``small``: 50,000 arrays of 3x32x32 uint8 end to end, shuffled, in batches of 128: samples per second.
+- ``busy``: what a batch of these takes to gather while another process keeps a core busy, in milliseconds, beside the
+  same with torch's index_select, which shares the copy among its threads.
 - ``jpeg``: JPEG of 500x375 to random-resized crops of 224, shuffled, batches of 128, 2 workers: images per second.
 - ``recipe``: the same with horizontal flips, normalised to float32 on the CPU.
 - ``build``: a folder of 5,000 JPEG files into each format, until it is on disk (fsync).
@@ -52,12 +54,13 @@ from storage_peers import BATCH, CROP, WORKERS, Peer
 from lightning_gpuopt.datamodules.image_folder import ImageFolderDataModule
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.build.build import build_lmdb
+from lightning_gpuopt.storage.gather import gather
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.writer import LMDBWriter
 
 OURS = "lightning-gpuopt"
 RECORD = 47_000
-SECTIONS = ("raw", "small", "jpeg", "recipe", "build", "memory")
+SECTIONS = ("raw", "small", "busy", "jpeg", "recipe", "build", "memory")
 
 
 def rounds(contestants: dict[str, Callable[[], float]], count: int, before: Callable[[], None] | None = None) -> Any:
@@ -286,6 +289,41 @@ def small(work: Path, scale: float, count: int) -> dict[str, Any]:
         "missing": missing,
         "warm": rounds({name: epoch(loader) for name, loader in loaders.items()}, count),
     }
+
+
+def busy(work: Path, scale: float, count: int) -> dict[str, Any]:
+    arrays = np.random.default_rng(0).integers(0, 256, (int(50_000 * scale), 3, 32, 32), dtype=np.uint8)
+    with LMDBWriter(work / "ours") as writer:
+        for index, array in enumerate(arrays):
+            writer.write((array, index % 10))
+    ours, threads = (gather([LMDBDataset(work / "ours")]) for _ in range(2))
+    region = threads._opened.region
+    whole = torch.from_numpy(region._whole)
+
+    def select(starts: Any, size: int) -> Any:
+        return whole.as_strided((len(whole) - size + 1, size), (1, 1)).index_select(0, torch.from_numpy(starts)).numpy()
+
+    region.rows = select
+    took: dict[str, list[float]] = {OURS: [], "torch.index_select": []}
+    torch.set_num_threads(max(2, torch.get_num_threads()))
+    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        for batch in np.random.default_rng(1).integers(0, len(arrays), (200 * count, BATCH)):
+            began = time.perf_counter()
+            ours.__getitems__(batch)
+            between = time.perf_counter()
+            threads.__getitems__(batch)
+            took["torch.index_select"].append(time.perf_counter() - between)
+            took[OURS].append(between - began)
+    finally:
+        spinning.kill()
+        spinning.wait()
+    figures = {
+        name: {"median_ms": 1e3 * statistics.median(each), "worst_ms": 1e3 * max(each)} for name, each in took.items()
+    }
+    other = figures["torch.index_select"]
+    times = {name: other[name] / figures[OURS][name] for name in other}
+    return {"threads": torch.get_num_threads(), "batches": figures, "ours_is_times": times}
 
 
 def make_jpegs(folder: Path, count: int) -> list[Path]:
@@ -527,7 +565,7 @@ def main() -> None:
             elif section == "memory":
                 result = memory(work, options.scale)
             else:
-                result = {"small": small, "jpeg": jpeg, "recipe": recipe, "build": build}[section](
+                result = {"small": small, "busy": busy, "jpeg": jpeg, "recipe": recipe, "build": build}[section](
                     work, options.scale, options.rounds
                 )
         results[section] = result

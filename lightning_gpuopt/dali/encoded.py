@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch.utils.data import Dataset
 
-from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
+from lightning_gpuopt.images.errors import CorruptSampleError
 from lightning_gpuopt.images.files import Strings, read_file
 from lightning_gpuopt.loading.datasets import for_loader, leaves, locate, offers, read_ahead, sample_name, targets_of
 
@@ -60,17 +60,11 @@ class EncodedImages:
         """The bytes of a sample's image file: uint8 ``[N]``; of an LMDB without a copy.
 
         Raises:
-            CorruptSampleError: There is no image, or its bytes cannot be read.
+            CorruptSampleError: There is no image, or its stored bytes are damaged.
+            OSError: Its file cannot be read.
         """
         owner, at = locate(self._dataset, index)
-        try:
-            data = owner.encoded_image(at)
-        except CorruptSampleError:
-            raise
-        except OSError as error:
-            if not is_bad_image(error):
-                raise
-            raise CorruptSampleError(f"{self.name(index)}: it cannot be read: {reason_of(error)}") from error
+        data = owner.encoded_image(at)
         if not data:
             what = "expected an image in the sample, there is none" if data is None else "the file is empty"
             raise CorruptSampleError(f"{self.name(index)}: {what}")

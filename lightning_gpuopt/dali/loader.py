@@ -13,7 +13,7 @@ from lightning_gpuopt.dali.encoded import Bytes
 from lightning_gpuopt.dali.engine import Engine
 from lightning_gpuopt.dali.pipelines import PipelineError
 from lightning_gpuopt.dali.source import PPM, BatchSource, EncodedBatch, as_ppm, none_left
-from lightning_gpuopt.images.errors import CorruptSampleError
+from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image
 from lightning_gpuopt.loading.sampler import ElasticSampler
 
 Batches = Generator[EncodedBatch, None, None]
@@ -266,6 +266,8 @@ class DALILoader:
                 rewritten[at] = as_ppm(image)
                 self.source.decode_by_pil(index)
             except Exception as reason:
+                if not is_bad_image(reason):
+                    raise
                 error = self.source.undecodable(index, reason)
                 error.__cause__ = refused
                 self.source.leave_out(index, error)

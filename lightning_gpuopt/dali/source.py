@@ -20,7 +20,7 @@ import numpy as np
 from lightning_gpuopt.dali.encoded import Bytes, EncodedImages, Labels
 from lightning_gpuopt.images.crop import RATIO, SCALE, draw_area, keyed_generator, resized_center
 from lightning_gpuopt.images.decode import decode_pil, for_other_decoder
-from lightning_gpuopt.images.errors import CorruptSampleError, reason_of
+from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
 from lightning_gpuopt.loading.memory import keep_heap
 from lightning_gpuopt.loading.order import mix
 from lightning_gpuopt.loading.sampler import BatchIndices
@@ -279,6 +279,8 @@ class BatchSource:
             image = np.frombuffer(data, np.uint8)
             return (as_ppm(image) if index in self._by_pil else image), height, width
         except Exception as error:
+            if not is_bad_image(error):
+                raise
             raise self.undecodable(index, error) from error
 
     def undecodable(self, index: int, error: Exception) -> CorruptSampleError:

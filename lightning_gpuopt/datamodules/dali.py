@@ -79,7 +79,7 @@ class DALIDataModule(ResumableDataModule):
         on_corrupt: What becomes of an image that cannot be decoded: ``"raise"`` an error that names its file, or
             ``"skip"``: files are looked through when a folder is opened; bad ones are left out, counted
             (`num_skipped`) and listed in ``gpuopt/skipped.csv`` below the Trainer's log directory. A batch of
-            which no image can be decoded is an error still.
+            which no image can be decoded is an error still, and so is a file that cannot be read.
 
     Raises:
         ImportError: DALI is not installed; the text says what to install.

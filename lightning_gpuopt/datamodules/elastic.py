@@ -17,7 +17,7 @@ from lightning_gpuopt.datamodules.resumable import Data, ResumableDataModule, is
 from lightning_gpuopt.images.crop import RATIO, SCALE, CenterCrops, RandomCrops
 from lightning_gpuopt.images.normalize import Normalize
 from lightning_gpuopt.loading.collate import make_of
-from lightning_gpuopt.loading.datasets import balanced_weights, exact_images, mean_bytes, targets_of
+from lightning_gpuopt.loading.datasets import as_written, balanced_weights, mean_bytes, targets_of
 from lightning_gpuopt.loading.loader import ElasticLoader, make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
@@ -49,17 +49,18 @@ class ElasticDataModule(ResumableDataModule):
         decode: What images become, where a path is given: ``"pil"``, ``"tensor"`` (uint8 ``[3, H, W]``) or ``"raw"``.
         shuffle: Shuffle `train` anew each epoch.
         shuffle_window: Shuffle among so many samples at a time, which are made of runs of neighbours of about a MiB:
-            reads become sequential. For datasets larger than RAM.
+            reads become sequential. For datasets larger than RAM. Not together with `weights`.
         seed: Seed of the orders and crops.
         drop_last: Leave out what does not make a full batch on every rank, in training.
         pin_memory: Batches in page-locked memory. ``"auto"``: where the Trainer's device is CUDA.
         persistent_workers: Keep workers between epochs. ``"auto"``: where there are workers, but for several
             evaluation loaders of one stage, whose workers would all stay.
         prefetch_factor: Batches that each worker makes ahead.
-        normalize: ``(mean, std)`` per channel on the 0-1 scale. uint8 images ``[B, C, H, W]`` of a batch travel as they
-            are, and become floating point in the Trainer's precision, scaled to 0-1 and normalised, on the device.
-            Images that were stored in a mode of their own (masks, depth) stay as they are. The LightningModule's
-            ``on_after_batch_transfer`` comes after it.
+        normalize: ``(mean, std)`` per channel on the 0-1 scale. Photographs, ``[B, C, H, W]``, travel as uint8, and
+            become floating point in the Trainer's precision, scaled to 0-1 and normalised, on the device. Arrays,
+            tensors, masks and depth maps of an LMDB stay as they were written. What a transform, a `collate_fn` or a
+            dataset of your own gives is a photograph where it is uint8 with as many channels as the mean has: give
+            targets another dtype there. The LightningModule's ``on_after_batch_transfer`` comes after it.
         crop_size: With ``decode="tensor"``: square crops of this side, random-resized in training, from the middle
             in evaluation, as uint8. Masks and depth maps of a sample get the same area, by nearest neighbour.
         collate_fn: Makes a batch of a list of samples; None: torch's ``default_collate``.
@@ -73,9 +74,10 @@ class ElasticDataModule(ResumableDataModule):
         interpolation: How photographs are resized; with antialiasing but for ``"nearest"``.
         weights: Relative weight of each sample of `train`, the path of a ``.npy`` file of them, or ``"balanced"``
             (every class equally often, by the dataset's targets): an epoch is then as many draws with replacement.
-        on_corrupt: What becomes of a sample that cannot be read: ``"raise"`` an error that names it, or ``"skip"``:
-            its batch is smaller, and it is counted (`num_skipped`) and listed in ``gpuopt/skipped-*.csv`` below the
-            Trainer's log directory. A batch of which no sample can be read is an error still.
+        on_corrupt: What becomes of a sample whose image cannot be decoded, or whose stored bytes are damaged:
+            ``"raise"`` an error that names it, or ``"skip"``: its batch is smaller, and it is counted (`num_skipped`)
+            and listed in ``gpuopt/skipped-*.csv`` below the Trainer's log directory. A batch of which no sample can be
+            read is an error still, and so is whatever is not a decoder's word: a file that is gone, storage that fails.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -156,6 +158,11 @@ class ElasticDataModule(ResumableDataModule):
             raise MisconfigurationException(
                 f"crop_size={self.crop_size} works on tensors: give decode='tensor' with it (got "
                 f"decode={self.decode!r})"
+            )
+        if self.weights is not None and self.shuffle_window is not None:
+            raise MisconfigurationException(
+                f"weights= draws from all samples with replacement, and shuffle_window={self.shuffle_window} shuffles "
+                "within windows: expected one of them, got both: leave one out"
             )
         for name in self._sources:
             argument = "train_transform" if name == "train" else "eval_transform"
@@ -262,20 +269,21 @@ class ElasticDataModule(ResumableDataModule):
         """Normalise where `normalize` asks for it; then the LightningModule's hook of that name has its turn."""
         trainer = self.trainer
         if self.normalize is not None:
-            batch, found = self.normalize(batch, self._float_dtype(), self._exact_images(dataloader_idx))
+            batch, found = self.normalize(batch, self._float_dtype(), self._as_written(dataloader_idx))
             if not found and trainer is not None:
                 _lightning.say_once(
                     trainer,
                     "nothing-to-normalize",
                     f"normalize= finds nothing to normalise: expected uint8 images [B, {len(self.normalize.mean)}, H, "
                     f"W], got {make_of(batch)}. Give decode='tensor' or crop_size=, let the transform give uint8, or "
-                    "leave normalize out (images that were written in another mode than RGB are never normalised)",
+                    "leave normalize out (arrays, tensors and images written in another mode than RGB are never "
+                    "normalised: write photographs as RGB images)",
                 )
         module = None if trainer is None else trainer.lightning_module
         return batch if module is None else module.on_after_batch_transfer(batch, dataloader_idx)
 
-    def _exact_images(self, dataloader_idx: int) -> set[tuple[int | str, ...]]:
-        """Where in a batch of this stage images lie whose values count, where it has its samples' structure."""
+    def _as_written(self, dataloader_idx: int) -> set[tuple[int | str, ...]]:
+        """Where in a batch of this stage what is never normalised lies, where it has its samples' structure."""
         trainer = self.trainer
         stage = None if trainer is None else trainer.state.stage
         name = _READ_BY.get(getattr(stage, "value", None) or "train", "train")
@@ -283,7 +291,7 @@ class ElasticDataModule(ResumableDataModule):
         changed = self.train_transform if name == "train" else self.eval_transform
         if changed is not None or self.collate_fn is not None or dataloader_idx >= len(datasets):
             return set()
-        return exact_images(datasets[dataloader_idx])
+        return as_written(datasets[dataloader_idx])
 
     def _float_dtype(self) -> torch.dtype:
         """What the Trainer's precision makes of float32 inputs."""

@@ -9,6 +9,8 @@ from typing import Any, Final
 import simplejpeg
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from lightning_gpuopt.images.errors import is_bad_image, reason_of
+
 _JPEG: Final = b"\xff\xd8\xff"
 _END_OF_IMAGE: Final = b"\xff\xd9"
 _MAGIC: Final = (_JPEG, b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*")
@@ -110,27 +112,15 @@ def shrunk_size(full: tuple[int, int], size: int) -> tuple[int, int]:
     return (size, longer) if full[0] <= full[1] else (longer, size)
 
 
-def bad_image(error: BaseException) -> BadImage | None:
-    """An error that a Dataset raised as a `BadImage`, if it is one of those that PIL has for images; else None."""
-    decoding = isinstance(error, OSError) and error.errno is None  # such as "image file is truncated"
-    known = (UnidentifiedImageError, Image.DecompressionBombError, FileNotFoundError)
-    if not (decoding or isinstance(error, known) or (isinstance(error, SyntaxError) and _raised_by_pil(error))):
-        return None
-    return BadImage(" ".join(str(error).split()) or type(error).__name__)
-
-
-def _raised_by_pil(error: BaseException) -> bool:
-    """PIL has SyntaxError for some broken files; a Dataset's own, from an import or eval, is another matter."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("PIL.")
-
-
 class PILErrors:
-    """Turns PIL's many errors into `BadImage`, and keeps its warnings to itself."""
+    """Turns PIL's many errors into `BadImage`, and keeps its warnings to itself.
 
-    def __init__(self, data: bytes) -> None:
+    Args:
+        data: An image file, all of which is in memory: nothing else can be at fault. None: it is still to be read, and
+            the errors of whatever it is read from come through.
+    """
+
+    def __init__(self, data: bytes | None) -> None:
         self._data = data
         self._warnings = warnings.catch_warnings()
 
@@ -142,6 +132,8 @@ class PILErrors:
         self._warnings.__exit__(kind, error, trace)
         if error is None or not isinstance(error, Exception) or isinstance(error, (BadImage, MemoryError)):
             return
-        if isinstance(error, UnidentifiedImageError):
+        if self._data is None and not is_bad_image(error):
+            return
+        if isinstance(error, UnidentifiedImageError) and self._data is not None:
             raise BadImage(f"not an image file (it begins with {self._data[:12]!r})") from None
-        raise BadImage(" ".join(str(error).split()) or type(error).__name__) from None
+        raise BadImage(reason_of(error)) from None

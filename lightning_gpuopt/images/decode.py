@@ -46,7 +46,7 @@ def decode_pil(data: bytes | memoryview, mode: str | None = None) -> Image.Image
     image.load()
     if mode is not None:
         return image if image.mode == mode else _in_mode(image, mode)
-    if image.getexif().get(jpeg.ORIENTATION, 1) != 1:
+    if _turned(image):
         image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):  # PIL would cut every value at 255: a white image
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -156,6 +156,40 @@ _KNOWN: Final = frozenset({"PNG", "WEBP", "BMP", "PPM"})
 _MAY_BE_TURNED: Final = re.compile(b"eXIf|EXIF|Raw profile type|Orientation")
 
 
+def with_pixels_as_stored(image: Image.Image, data: bytes) -> bytes | None:
+    """An image file which readers show as it is stored, for an image that was opened from one and not decoded yet.
+
+    Args:
+        image: What was opened.
+        data: The image file.
+
+    Returns:
+        The same file, or with its EXIF orientation set to 1; None where no file is known that gives these pixels.
+    """
+    if getattr(image, "decoderconfig", ()):  # a draft, which is smaller
+        return None
+    if image.mode != "RGB":  # read in its mode, and never turned
+        return data
+    turned = is_turned(data) if image.format == "PNG" else _turned(image)  # a PNG is decoded to tell of its metadata
+    if turned and data[:3] == jpeg.MAGIC:
+        data = jpeg.with_orientation_1(data)
+        turned = _turned(_opened(data))  # by its XMP
+    return None if turned else data
+
+
+def is_turned(data: bytes) -> bool:
+    """Whether readers would turn an image file by its metadata; a TIFF PIL itself turns as it decodes it."""
+    return (data[:3] == jpeg.MAGIC or _MAY_BE_TURNED.search(data) is not None) and _turned(_opened(data))
+
+
+def _turned(image: Image.Image) -> bool:
+    return bool(image.getexif().get(jpeg.ORIENTATION, 1) != 1)
+
+
+def _opened(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data))
+
+
 def for_other_decoder(data: bytes | memoryview) -> tuple[bytes | memoryview, int, int]:
     """An image file for a decoder outside Python, with its height and width as it is shown, upright.
 
@@ -177,7 +211,7 @@ def for_other_decoder(data: bytes | memoryview) -> tuple[bytes | memoryview, int
         return (data, width, height) if orientation in _UPRIGHT and _UPRIGHT[orientation][0] else (data, height, width)
     with Image.open(io.BytesIO(data)) as image:
         width, height = image.size
-        known = image.format in _KNOWN or (image.format == "JPEG" and image.getexif().get(jpeg.ORIENTATION, 1) == 1)
+        known = image.format in _KNOWN or (image.format == "JPEG" and not _turned(image))
     if known and not (image.format != "JPEG" and _MAY_BE_TURNED.search(data)):
         return data, height, width
     decoded = decode_pil(data)

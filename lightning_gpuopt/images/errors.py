@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 import re
-import struct
+from typing import Final
 
 
 class CorruptSampleError(RuntimeError):
-    """A sample cannot be read or decoded; the text names it, by its file where it has one."""
+    """A sample's image cannot be decoded, or its bytes are damaged; the text names it, by its file where it has one."""
+
+
+_DECODERS: Final = re.compile(r"PIL\.(\w+ImagePlugin|ImageFile|_binary)|(simplejpeg|torchvision\.io)(\.\w+)*")
 
 
 def is_bad_image(error: BaseException) -> bool:
-    """Whether an error is PIL's word, or simplejpeg's, for a file that is no image, or only part of one."""
-    if isinstance(error, OSError):
-        return error.errno is None or isinstance(error, FileNotFoundError)  # UnidentifiedImageError is one without
-    if isinstance(error, SyntaxError):
-        return error.filename is None  # of a broken PNG, not of Python code
-    if isinstance(error, (struct.error, EOFError)):
-        return True
-    from PIL.Image import DecompressionBombError
+    """Whether an error is what a decoder says of an image's bytes.
 
-    return isinstance(error, DecompressionBombError)
+    Decoders raise errors of every type, and so do storage and programs: the place where it was raised decides. Ask in
+    the process that raised it, since a traceback does not travel.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+        return False
+    if isinstance(error, (UnidentifiedImageError, Image.DecompressionBombError)):
+        return True
+    module, function = raised_in(error)
+    if (module, function) == ("PIL.Image", "load"):  # a palette that is none
+        return True
+    plugins = {factory.__module__ for factory, _ in Image.OPEN.values()}  # other packages bring some, too
+    is_decoder = _DECODERS.fullmatch(module) is not None or module in plugins
+    return is_decoder and function != "read_file"  # torchvision's, which has RuntimeError for what the storage says
+
+
+def raised_in(error: BaseException) -> tuple[str, str]:
+    """The module and the function that raised an error; what torch raises in an operator is its caller's."""
+    module, function = "", ""
+    trace = error.__traceback__
+    while trace is not None:
+        name = str(trace.tb_frame.f_globals.get("__name__", ""))
+        if name != "torch._ops":
+            module, function = name, trace.tb_frame.f_code.co_name
+        trace = trace.tb_next
+    return module, function
 
 
 def reason_of(error: BaseException) -> str:

@@ -50,16 +50,25 @@ def orientation_of(data: bytes | memoryview) -> int:
 
     Reads the segments before the frame header only (JPEG: ITU-T T.81, annex B; EXIF 2.3, section 4.5).
     """
-    for marker, at, length in _segments(data):
-        if marker == 0xE1 and bytes(data[at + 4 : at + 10]) == b"Exif\0\0":
-            return _tiff_orientation(bytes(data[at + 10 : at + 2 + length]))
-    return 1
+    found = _orientation(data)
+    return 1 if found is None else found[0]
+
+
+def with_orientation_1(data: bytes) -> bytes:
+    """A JPEG file whose EXIF orientation, if it has one, says that it is upright; nothing else of it changes."""
+    found = _orientation(data)
+    if found is None:
+        return data
+    _, at, form = found
+    changed = bytearray(data)
+    struct.pack_into(form, changed, at, 1)
+    return bytes(changed)
 
 
 def baseline_frame(data: bytes | memoryview) -> int | None:
     """Where the frame header of a JPEG file is, if it is coded row by row (baseline or extended sequential Huffman)."""
     for marker, at, _ in _segments(data):
-        if marker in (0xC0, 0xC1):
+        if marker in (0xC0, 0xC1) and at + 9 <= len(data):
             return at
     return None
 
@@ -75,10 +84,18 @@ def _segments(data: bytes | memoryview) -> Iterator[tuple[int, int, int]]:
         at += 2 + length
 
 
-def _tiff_orientation(tiff: bytes) -> int:
-    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
+def _orientation(data: bytes | memoryview) -> tuple[int, int, str] | None:
+    """The EXIF orientation, where it is in the file, and its struct format."""
+    for marker, at, length in _segments(data):
+        if marker == 0xE1 and bytes(data[at + 4 : at + 10]) == b"Exif\0\0":
+            return _tiff_orientation(data[at + 10 : at + 2 + length], at + 10)
+    return None
+
+
+def _tiff_orientation(tiff: bytes | memoryview, begin: int) -> tuple[int, int, str] | None:
+    order = {b"II": "<", b"MM": ">"}.get(bytes(tiff[:2]))
     if order is None:
-        return 1
+        return None
     try:
         (start,) = struct.unpack_from(order + "I", tiff, 4)
         (count,) = struct.unpack_from(order + "H", tiff, start)
@@ -86,7 +103,7 @@ def _tiff_orientation(tiff: bytes) -> int:
             tag, kind, _ = struct.unpack_from(order + "HHI", tiff, entry)
             if tag == ORIENTATION and kind == 3:
                 (value,) = struct.unpack_from(order + "H", tiff, entry + 8)
-                return int(value) if 1 <= value <= 8 else 1
+                return (int(value), begin + entry + 8, order + "H") if 1 <= value <= 8 else None
     except struct.error:
         pass
-    return 1
+    return None

@@ -59,7 +59,7 @@ class Normalize:
         Args:
             batch: Tensors in any nest of tuples, lists and mappings.
             dtype: Of the result; the arithmetic is float32's, or float64's.
-            exact: Where images lie whose values count (masks, depth maps): these stay as they are.
+            exact: Where arrays, tensors and images lie whose values count (masks, depth maps): these stay as they are.
         """
         normalized = 0
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 MemoryFormat = Literal["channels_last", "contiguous"]
@@ -93,13 +94,41 @@ def make_of(value: Any) -> str:
 
 def _stack(batch: Any, *, collate_fn_map: Any = None, channels_last: bool) -> torch.Tensor:
     first = batch[0]
-    stack = default_collate_fn_map[torch.Tensor]
-    if first.dim() == 3 and first.stride(0) == 1 < first.size(0) and all(t.stride(0) == 1 for t in batch):
-        images: torch.Tensor = stack([t.permute(1, 2, 0) for t in batch], collate_fn_map=collate_fn_map)
-        images = images.permute(0, 3, 1, 2)
-        return images if channels_last else images.contiguous()
-    stacked: torch.Tensor = stack(batch, collate_fn_map=collate_fn_map)
-    return stacked
+    if channels_last and first.dim() == 3 and all(t.stride(0) == 1 < t.size(0) for t in batch):
+        return _stacked([t.permute(1, 2, 0) for t in batch]).permute(0, 3, 1, 2)
+    stacked = _stacked(batch)
+    return stacked if channels_last else stacked.contiguous()
+
+
+def _stacked(tensors: list[Any]) -> torch.Tensor:
+    """What torch's own gives, in one thread.
+
+    Where torch has several (a worker has one), a large copy is shared among them by OpenMP, and the training process
+    waits for each: tens of milliseconds where a core is busy.
+    """
+    first = tensors[0]
+    small = len(tensors) * first.numel() < _PARALLEL_FROM
+    if small or get_worker_info() is not None or not all(_like(t, first) for t in tensors):
+        stacked: torch.Tensor = default_collate_fn_map[torch.Tensor](tensors)
+        return stacked
+    words = _WORDS[first.itemsize]  # numpy does not know all of torch's dtypes
+    out = torch.empty((len(tensors), *first.shape), dtype=first.dtype)
+    np.stack([t.view(words).numpy() for t in tensors], out=out.view(words).numpy())
+    return out
+
+
+_PARALLEL_FROM: Final = 1 << 15
+"""Elements from which on torch copies in several threads (its ``at::internal::GRAIN_SIZE``)."""
+
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def _like(tensor: Any, other: torch.Tensor) -> bool:
+    """Whether a tensor is plain values in memory, of the same shape and dtype as another."""
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        return False
+    return bool(tensor.dtype == other.dtype and tensor.shape == other.shape)
 
 
 _CHANNELS_LAST: dict[Any, Any] = {**default_collate_fn_map, torch.Tensor: partial(_stack, channels_last=True)}

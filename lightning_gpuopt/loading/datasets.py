@@ -10,7 +10,8 @@ The class of a dataset may offer any of these; none has to:
 - ``for_loader()``: a copy of it that a loader reads, sample by sample.
 - ``read_ahead(indices)``: begin to read these samples, without waiting for them.
 - ``targets``: the label of each sample, without reading the samples.
-- ``exact_images``: where in a sample images lie whose values count (masks, depth), which are never normalised.
+- ``as_written``: where in a sample arrays, tensors and masks lie that come as they were written: these are never
+  normalised.
 - ``encoded_image(index)``: the bytes of a sample's image file, for decoders outside Python; None where it has none.
 - ``sample_name(index)``: what users call a sample, such as its file's path.
 """
@@ -202,9 +203,11 @@ def leaves(dataset: Any) -> Iterator[Any]:
         yield dataset
 
 
-def exact_images(dataset: Any) -> set[tuple[int | str, ...]]:
-    """Where in a sample images lie whose values count, by indices and keys from the outside in."""
-    return {path for leaf in leaves(dataset) if hasattr(type(leaf), "exact_images") for path in leaf.exact_images}
+def as_written(dataset: Any) -> set[tuple[int | str, ...]]:
+    """Where in a sample what is never normalised lies, by indices and keys from the outside in."""
+    if not _is_plain(dataset):
+        return set()
+    return {path for leaf in leaves(dataset) if hasattr(type(leaf), "as_written") for path in leaf.as_written}
 
 
 def mean_bytes(dataset: Any) -> int | None:

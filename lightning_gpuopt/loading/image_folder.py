@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from functools import cached_property
 from pathlib import Path
@@ -68,7 +67,8 @@ class ImageFolder(Dataset[Any]):
 
         Raises:
             IndexError: There is no such sample.
-            CorruptSampleError: Its file is gone, or is no image.
+            OSError: Its file cannot be read.
+            CorruptSampleError: It is no image that can be decoded.
         """
         size = len(self.files)
         at = index + size if index < 0 else index
@@ -85,12 +85,16 @@ class ImageFolder(Dataset[Any]):
             raise
 
     def _read(self, index: int) -> Any:
+        data = self.files.read(index)
         try:
-            return self._decoder(self.files.read(index))
+            return self._decoder(data)
         except Exception as error:
-            if not (is_bad_image(error) or isinstance(error, ValueError) or _is_damage(error)):
+            if not is_bad_image(error):
                 raise
-            raise CorruptSampleError(f"{self.sample_name(index)}: {_why(error)}") from error
+            raise CorruptSampleError(
+                f"{self.sample_name(index)}: it is not an image that can be decoded ({type(error).__name__}: "
+                f"{reason_of(error)}); replace or remove it"
+            ) from error
 
     @property
     def classes(self) -> list[str] | None:
@@ -136,27 +140,5 @@ class ImageFolder(Dataset[Any]):
         return self.files.read(index)
 
     def encoded_image(self, index: int) -> bytes:
-        """The same, for a decoder outside Python.
-
-        Raises:
-            CorruptSampleError: The file is gone, or the disk cannot give it.
-        """
-        try:
-            return self.files.read(index)
-        except OSError as error:
-            if not (is_bad_image(error) or _is_damage(error)):
-                raise
-            raise CorruptSampleError(f"{self.sample_name(index)}: {_why(error)}") from error
-
-
-def _is_damage(error: Exception) -> bool:
-    """Whether the disk cannot give the file, which another file may not share (as too many open files would)."""
-    return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EISDIR, errno.ESTALE, errno.EACCES)
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "there is no such file (it was removed, or it is a link that leads nowhere)"
-    if isinstance(error, OSError) and error.errno is not None:
-        return f"it cannot be read: {error.strerror}"
-    return f"it is not an image that can be decoded ({type(error).__name__}: {reason_of(error)}); replace or remove it"
+        """The same, for a decoder outside Python."""
+        return self.files.read(index)

@@ -97,7 +97,7 @@ class Order:
         window: Samples among which the shuffle mixes. Neighbours are then read together: an epoch goes through
             windows, each made of runs of neighbouring samples from random places. None: over all samples.
         weights: Relative weight of each sample, shape ``[num_samples]``: an epoch is then `num_samples` draws with
-            replacement.
+            replacement, and `window` has no effect.
         run: Samples that a run of neighbours has at most; None: 1/64 of a window. Shorter ones mix better where
             neighbours are alike, as the classes of a folder are.
     """

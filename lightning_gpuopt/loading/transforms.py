@@ -51,12 +51,12 @@ def transformed(
     return type(sample)((sample[0], target_transform(sample[1])))
 
 
-def name_sample(error: Exception, name: str) -> None:
-    """Have the traceback of a user's own error say which sample it was raised for; the error stays what it is."""
+def name_sample(error: Exception, name: str, what: str = "a transform") -> None:
+    """Have the traceback of an error say which sample it was raised for; the error stays what it is."""
     if hasattr(error, "add_note"):
-        error.add_note(f"raised by a transform of {name}")
+        error.add_note(f"raised by {what} of {name}")
     else:  # Python 3.10
-        log.error("a transform of %s raised %s", name, type(error).__name__)
+        log.error("%s of %s raised %s", what, name, type(error).__name__)
 
 
 def is_label(part: Any) -> bool:

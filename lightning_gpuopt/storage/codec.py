@@ -23,6 +23,7 @@ import torch
 from numpy.lib import format as npy_format
 from PIL import Image
 
+from lightning_gpuopt.images.decode import with_pixels_as_stored
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.value import buffers, bytes_at, head_fields, pack, parse, sample_number
 
@@ -133,6 +134,11 @@ def _leaf(value: Any, where: str) -> tuple[list[Any], bytes]:
         return ["float"], _FLOAT.pack(value)
     if isinstance(value, str):
         return ["str"], value.encode("utf-8", "surrogatepass")
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{where} is a numpy masked array, whose mask would be lost; expected a plain array: store "
+            "value.filled(...), or value.data and np.ma.getmaskarray(value) as two parts"
+        )
     if isinstance(value, np.ndarray):
         return ["array", _numpy_descr(value.dtype, where), list(value.shape)], value.tobytes()
     if isinstance(value, torch.Tensor):
@@ -175,7 +181,8 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 def image_bytes(image: Image.Image) -> bytes:
     """A PIL image as an image file: the file that it was opened from, if it is untouched and the only image in there.
 
-    Else it is written without loss: as PNG, or as TIFF in the modes that PNG does not have.
+    An EXIF orientation is taken out of it: pixels come back as they are in the image. Else it is written without loss:
+    as PNG, or as TIFF in the modes that PNG does not have.
     """
     source = getattr(image, "fp", None)
     opened = source is not None and getattr(image, "tile", None) and image.format is not None  # and not yet decoded
@@ -184,7 +191,9 @@ def image_bytes(image: Image.Image) -> bytes:
         source.seek(0)
         data: bytes = source.read()
         source.seek(position)
-        return data
+        same = with_pixels_as_stored(image, data)
+        if same is not None:
+            return same
     out = io.BytesIO()
     if image.mode in _TIFF_MODES:
         image.save(out, "TIFF", compression="tiff_deflate")
@@ -193,7 +202,7 @@ def image_bytes(image: Image.Image) -> bytes:
             image = Image.fromarray(np.asarray(image).astype("<u2"))
         elif image.mode not in _PNG_MODES:  # its bands as they are; the reader knows the mode
             image = Image.frombytes(_CARRIERS[len(image.getbands())], image.size, image.tobytes())
-        image.save(out, "PNG", compress_level=1)
+        image.save(out, "PNG", compress_level=1, exif=b"")
     return out.getvalue()
 
 
@@ -353,14 +362,14 @@ def _layout(structure: bytes) -> tuple[list[_Leaf | _Mode], _Assemble]:
     return leaves, assemble
 
 
-def exact_images(structure: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[int | str, ...]]:
-    """Where in a structure's tree images lie whose mode is kept, by indices and keys from the outside in."""
+def as_written(structure: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[int | str, ...]]:
+    """Where in a structure's tree arrays, tensors and images lie that are kept exactly, from the outside in."""
     kind, *rest = structure
-    if kind == "image" and rest:
+    if kind in ("array", "tensor") or (kind == "image" and rest):
         yield path
     elif kind in ("tuple", "list", "dict"):
         for key, child in zip(rest[0] if kind == "dict" else range(len(rest[-1])), rest[-1], strict=True):
-            yield from exact_images(child, (*path, key))
+            yield from as_written(child, (*path, key))
 
 
 def structure_of(value: Source | memoryview) -> Any:

@@ -1,7 +1,11 @@
-"""Batches of equal records, gathered without worker processes: one copy from the page cache to the batch."""
+"""Batches of equal records, gathered without worker processes: one copy from the page cache to the batch.
+
+Into page-locked memory it is two, the first of which is in a cache by then.
+"""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -181,15 +185,20 @@ class Gather:
         wanted = self._stored(indices)
         before = blocks_read()
         starts = self._locate(wanted)
-        columns = []
-        for start, dtype, shape in self._plan.columns:
-            column = torch.empty((len(wanted), *shape), dtype=dtype, pin_memory=self.pin_memory)
-            if column.numel():
-                flat = column.view(len(wanted), -1).view(torch.uint8)
-                self._opened.region.rows(starts + start, flat.size(1), flat)
-            columns.append(column)
+        columns = [self._column(starts + start, dtype, shape) for start, dtype, shape in self._plan.columns]
         self._from_disk = self._asked or blocks_read() != before
         return self._plan.assemble(columns)
+
+    def _column(self, starts: Indices, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A part of these records, ``[B, *shape]``; `starts` is where it begins in each."""
+        if not self.pin_memory and len(starts) and 0 not in shape:
+            rows = self._opened.region.rows(starts, dtype.itemsize * math.prod(shape))
+            return torch.from_numpy(rows).view(dtype).view(len(starts), *shape)
+        column = torch.empty((len(starts), *shape), dtype=dtype, pin_memory=self.pin_memory)
+        if column.numel():
+            flat = column.view(len(starts), -1).view(torch.uint8).numpy()
+            flat[...] = self._opened.region.rows(starts, flat.shape[1])
+        return column
 
     def announce(self, indices: Sequence[int]) -> None:
         """Have the kernel begin to read a batch that is gathered soon, where the last one came from the disk.
@@ -216,7 +225,7 @@ class Gather:
             )
         return wanted if self.indices is None else self.indices[wanted]
 
-    def _locate(self, wanted: Indices) -> torch.Tensor:
+    def _locate(self, wanted: Indices) -> Indices:
         """Where these records begin in the region, int64 ``[B]``; each is looked at as a single read would.
 
         Raises:
@@ -226,11 +235,11 @@ class Gather:
         starts, numbers, good = files.places(wanted, plan.record_bytes)
         if good is None or good.all():
             # The checksums are not compared here, as they are not where samples are read one by one.
-            heads = files.rows(starts + plan.skipped, 8 * plan.head_words).view(np.uint64)
+            heads = files.region.rows(starts + plan.skipped, 8 * plan.head_words).view(np.uint64)
             alike = heads & plan.mask == plan.prefix
             right = heads[:, 1].view(">i8") == numbers
             if right.all() and alike.all():
-                return torch.from_numpy(starts)
+                return starts
             good = right & alike.all(1)
         bad = int(wanted[~good][0])
         self._sample(bad)  # says what is wrong with it
@@ -258,7 +267,7 @@ class _Files:
         self._data, self._tables = self.region.starts[0::2], self.region.starts[1::2] + TABLE_HEAD_BYTES
         self._sizes = np.array([shard.file_bytes for _, shard in shards], dtype=np.int64)
         self._numbers = np.array([shard.number for _, shard in shards], dtype=np.int64)
-        digests = self.rows(self.region.starts[1::2] + TABLE_HEAD_BYTES - 8, 8)
+        digests = self.region.rows(self.region.starts[1::2] + TABLE_HEAD_BYTES - 8, 8)
         for (dataset, shard), digest in zip(shards, digests, strict=True):
             if digest.tobytes().hex() != shard.digest:
                 raise DamagedError(
@@ -279,13 +288,9 @@ class _Files:
     def _look_up(self, wanted: Indices, record_bytes: int) -> tuple[Indices, Indices, np.ndarray[Any, Any]]:
         shards = self._firsts.searchsorted(wanted, side="right") - 1
         within = wanted - self._firsts[shards]
-        offsets = self.rows(self._tables[shards] + 8 * within, 8).view(np.int64)[:, 0]
+        offsets = self.region.rows(self._tables[shards] + 8 * within, 8).view(np.int64)[:, 0]
         good = (offsets >= 0) & (offsets <= self._sizes[shards] - record_bytes)
         return self._data[shards] + offsets, sample_number(self._numbers[shards], within), good
-
-    def rows(self, starts: Indices, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Bytes from the region, uint8 ``[B, num_bytes]``."""
-        return self.region.rows(torch.from_numpy(starts), num_bytes).numpy()
 
     def read_ahead(self, wanted: Indices, record_bytes: int) -> None:
         """Have the kernel begin to read records, without waiting for them."""

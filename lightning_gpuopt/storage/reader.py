@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from lightning_gpuopt._arguments import choice, flag, refuse
 from lightning_gpuopt.images.decode import decode_pil, decode_tensor
-from lightning_gpuopt.images.errors import reason_of
+from lightning_gpuopt.images.errors import is_bad_image, raised_in, reason_of
 from lightning_gpuopt.loading.datasets import duplicate
 from lightning_gpuopt.loading.memory import keep_heap
 from lightning_gpuopt.loading.transforms import name_sample, transformed
@@ -133,13 +133,16 @@ class LMDBDataset(Dataset[Any]):
         return found[0]
 
     @cached_property
-    def exact_images(self) -> set[tuple[int | str, ...]]:
-        """Where in a sample images lie that are read exactly as they were written, as the first sample has them.
+    def as_written(self) -> set[tuple[int | str, ...]]:
+        """Where in a sample arrays, tensors and images in a mode of their own lie, by indices and keys from outside in.
 
-        By indices and keys, from the outside in.
+        As the first sample of each shard has them; nowhere where a transform, or a subclass, makes other samples.
         """
+        if not self._own or self.transform is not None or not self._num_samples:
+            return set()
         with contextlib.suppress(DamagedError):  # which whoever reads the sample is told
-            return set(codec.exact_images(self._structure)) if self._num_samples else set()
+            trees = [self._structure, *(shard.structure for shard in self.manifest.shards if shard.structure)]
+            return {path for tree in trees for path in codec.as_written(tree)}
         return set()
 
     @cached_property
@@ -230,9 +233,8 @@ class LMDBDataset(Dataset[Any]):
 
     def gather(self, datasets: Sequence[LMDBDataset], indices: Any, pin_memory: bool) -> Gather | None:
         """What takes whole batches from datasets of this kind, where their records are equal arrays and numbers."""
-        own = ("__getitem__", "__getitems__", "__len__", "read", "transformed")
-        if any(getattr(type(self), name) is not getattr(LMDBDataset, name) for name in own):
-            return None  # a subclass that makes something else of its samples
+        if not self._own or type(self).__len__ is not LMDBDataset.__len__:
+            return None
         return gather(datasets, indices, pin_memory)
 
     def read_ahead(self, indices: Sequence[int]) -> None:
@@ -278,7 +280,8 @@ class LMDBDataset(Dataset[Any]):
 
         Raises:
             IndexError: The index is out of range.
-            DamagedError: The sample is not what was written.
+            DamagedError: The sample is not what was written, or its image cannot be decoded.
+            Exception: What else `image` raises.
         """
         if type(index) is int and 0 <= index < self._num_samples:  # as _locate does, without the call
             at = bisect_right(self.starts, index) - 1
@@ -346,6 +349,12 @@ class LMDBDataset(Dataset[Any]):
         return transformed(sample, self.transform, self.target_transform, str(self.path), rich=self._rich)
 
     @property
+    def _own(self) -> bool:
+        """Whether no subclass makes something else of the samples."""
+        own = ("__getitem__", "__getitems__", "read", "transformed")
+        return all(getattr(type(self), name) is getattr(LMDBDataset, name) for name in own)
+
+    @property
     def _plain(self) -> bool:
         """Whether a sample is what was stored, as far as a subclass and the transforms go."""
         own = type(self).__getitem__ is LMDBDataset.__getitem__
@@ -366,6 +375,7 @@ class LMDBDataset(Dataset[Any]):
             DamagedSampleError: The sample is at fault.
             DamagedError: Its shard is.
             OSError: Of the shard's own files.
+            Exception: Neither is: what was raised.
         """
         shard = self.manifest.shards[at]
         name = f"{self.path}: sample {self.starts[at] + within}"
@@ -375,6 +385,9 @@ class LMDBDataset(Dataset[Any]):
             raise DamagedError(f"{name} ({shard.name}): {err}") from err
         if isinstance(err, DamagedError):
             what = f"{err}; run `lightning-gpuopt lmdb verify` on it, and copy or build the dataset again"
+        elif not (is_bad_image(err) or raised_in(err)[0] == codec.__name__):
+            name_sample(err, name, "the decoding")
+            raise err
         else:
             what = (
                 f"it cannot be decoded ({type(err).__name__}: {reason_of(err)}); `lightning-gpuopt lmdb verify "

@@ -6,16 +6,17 @@ import ctypes
 import mmap
 import os
 import resource
-import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 
 from lightning_gpuopt.storage.errors import DamagedError
+
+Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
@@ -51,28 +52,27 @@ class Region:
         for (path, size), start in zip(files, self.starts.tolist(), strict=True):
             _map_file(path, size, base + start)
         whole = (ctypes.c_uint8 * self._bytes).from_address(base)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            self._whole = torch.from_numpy(_read_only(np.ctypeslib.as_array(whole)))
+        self._whole = np.ctypeslib.as_array(whole)
+        self._whole.flags.writeable = False
 
-    def rows(self, starts: torch.Tensor, num_bytes: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Copies of stretches of equal length.
+    def rows(self, starts: Indices, num_bytes: int) -> Bytes:
+        """Copies of stretches of equal length, made in this thread alone.
+
+        torch's index_select would have its OpenMP threads share them, and the training process wait for each of these,
+        for tens of milliseconds where a core is busy.
 
         Args:
             starts: Where each begins, in bytes from the region's begin: int64 ``[B]``.
             num_bytes: Length of each.
-            out: uint8 ``[B, num_bytes]`` to fill; None: a new tensor.
 
         Returns:
             uint8 ``[B, num_bytes]``.
         """
         # A window of num_bytes at every byte: a view, no memory.
-        windows = self._whole.as_strided((self._bytes - num_bytes + 1, num_bytes), (1, 1))
-        if out is None:
-            return torch.index_select(windows, 0, starts)
-        return torch.index_select(windows, 0, starts, out=out)
+        windows: Bytes = np.ndarray((self._bytes - num_bytes + 1, num_bytes), np.uint8, self._whole, 0, (1, 1))
+        return windows[starts]
 
-    def will_need(self, starts: np.ndarray[Any, np.dtype[np.int64]], num_bytes: int) -> None:
+    def will_need(self, starts: Indices, num_bytes: int) -> None:
         """Have the kernel begin to read stretches from the disk, without waiting for them.
 
         Args:
@@ -88,11 +88,6 @@ def blocks_read() -> int:
     """Blocks and pages that this thread has had to wait for, or has asked for, from a disk."""
     usage = resource.getrusage(resource.RUSAGE_THREAD)
     return usage.ru_inblock + usage.ru_majflt
-
-
-def _read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    array.flags.writeable = False
-    return array
 
 
 def _map_file(path: Path, size: int, address: int) -> None:

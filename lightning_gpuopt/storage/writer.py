@@ -154,10 +154,13 @@ class LMDBWriter:
 
         Args:
             sample: bytes, int, float, bool, str, None, a numpy array, a tensor, a PIL image, or a tuple, list or dict
-                of these. PIL images that were opened from a file, and not changed, are stored as that file.
+                of these. A PIL image comes back with the pixels that it has here: its EXIF orientation, as that of any
+                object, is not applied. One that was opened from a file, and not changed, is stored as that file, but
+                for the orientation.
 
         Raises:
-            TypeError: It has a part that cannot be stored without pickle; the writer goes on with the next sample.
+            TypeError: It has a part that cannot be stored without pickle, or not without loss (a masked array); the
+                writer goes on with the next sample.
             StorageError: It is larger than what LMDB stores.
             OSError: The disk is full; what was committed is safe, and what was not is kept for the next commit, this
                 sample included.

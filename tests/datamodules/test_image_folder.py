@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import logging
 import os
 import shutil
@@ -15,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from PIL import Image
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lightning_gpuopt import ImageFolderDataModule, LMDBDataModule, build_lmdb
 from lightning_gpuopt.datamodules import image_folder as image_folder_module
@@ -27,7 +28,7 @@ from tests.datamodules.test_lmdb import Sees, epoch_trainer, labels
 from tests.datamodules.test_samples import Keeps
 from tests.datamodules.training import Interrupted, SaveAndEnd
 from tests.helpers import safely, tiny_trainer
-from tests.images.pictures import photo
+from tests.images.pictures import encoded, photo
 
 CLASSES = ("bee", "ant", "cat")
 IMAGES = 21
@@ -211,20 +212,65 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path, make: str) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("damage", ["gone", "broken", "truncated", "a folder"])
-def test_an_image_that_cannot_be_read_is_named(tmp_path: Path, folder: Path, workers: int, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["broken", "truncated", "empty"])
+def test_an_image_that_cannot_be_decoded_is_named(tmp_path: Path, folder: Path, workers: int, damage: str) -> None:
     datamodule = ImageFolderDataModule(folder, shuffle=False, **options(num_workers=workers))
     datamodule.setup("fit")
     file = folder / "bee" / "nested" / "003.png"
     whole = file.read_bytes()
+    file.write_bytes({"broken": b"no image", "truncated": whole[:-30], "empty": b""}[damage])
+    with pytest.raises(CorruptSampleError, match=r"train/bee/nested/003\.png: it is not an image that can be decoded"):
+        epoch_trainer(tmp_path).fit(Sees(), datamodule)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("damage", ["gone", "a folder"])
+@pytest.mark.parametrize("on_corrupt", ["raise", "skip"])
+def test_a_file_that_cannot_be_read_ends_training(
+    tmp_path: Path, folder: Path, workers: int, damage: str, on_corrupt: Any
+) -> None:
+    datamodule = ImageFolderDataModule(folder, shuffle=False, on_corrupt=on_corrupt, **options(num_workers=workers))
+    datamodule.setup("fit")
+    file = folder / "bee" / "nested" / "003.png"
     file.unlink()
-    if damage == "broken":
-        file.write_bytes(b"no image")
-    elif damage == "truncated":
-        file.write_bytes(whole[:-30])
-    elif damage == "a folder":
+    if damage == "a folder":
         file.mkdir()
-    with pytest.raises(CorruptSampleError, match=r"train/bee/nested/003\.png: (there is no such|it is not|it cannot)"):
+    with pytest.raises((FileNotFoundError, IsADirectoryError), match=r"train/bee/nested/003\.png"):
+        epoch_trainer(tmp_path).fit(Sees(), datamodule)
+
+
+class OnStorage(Dataset[Any]):
+    """Images of which one cannot be decoded and another cannot be read."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5 and self.error is not None:
+            raise self.error
+        data = b"no image" if index == 2 else encoded(photo(8, 8), "PNG")
+        return np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).copy(), index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_an_image_that_a_dataset_cannot_decode_is_skipped(tmp_path: Path, workers: int) -> None:
+    datamodule = LMDBDataModule(OnStorage(None), batch_size=4, num_workers=workers, shuffle=False, on_corrupt="skip")
+    model = Sees()
+    epoch_trainer(tmp_path).fit(model, datamodule)
+    assert labels(model.seen["train"]) == [0, 1, 3, 4, 5, 6, 7]
+    assert datamodule.num_skipped == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("error", [OSError("unable to read"), EOFError("x"), FileNotFoundError(2, "x")])
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_what_the_storage_of_a_dataset_says_ends_training(tmp_path: Path, workers: int, error: Exception) -> None:
+    datamodule = LMDBDataModule(OnStorage(error), batch_size=4, num_workers=workers, shuffle=False, on_corrupt="skip")
+    with pytest.raises(type(error)):
         epoch_trainer(tmp_path).fit(Sees(), datamodule)
 
 
@@ -245,12 +291,8 @@ def test_corrupt_samples_are_skipped_counted_and_listed(
         file.write_bytes(content)
     else:
         (folder / "ant" / "nested" / "003.png").write_bytes(b"no image")
-        (folder / "bee" / "nested" / "003.png").unlink()
-    datamodule = kind(path, on_corrupt="skip", **options(num_workers=workers, shuffle=False))
-    if kind is ImageFolderDataModule:  # it vanishes after the folder was listed
         (folder / "bee" / "nested" / "003.png").write_bytes(b"")
-        datamodule.setup("fit")
-        (folder / "bee" / "nested" / "003.png").unlink()
+    datamodule = kind(path, on_corrupt="skip", **options(num_workers=workers, shuffle=False))
     model = Sees()
     with pytest.warns(UserWarning, match="2 samples cannot be read and were left out of their batches"):
         epoch_trainer(tmp_path, max_epochs=2).fit(model, datamodule)

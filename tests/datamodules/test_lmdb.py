@@ -287,6 +287,9 @@ def test_arguments_that_do_not_go_together_are_refused(data: Path) -> None:
         LMDBDataModule(data, crop_size=224)
     with pytest.raises(MisconfigurationException, match="brings its own transform"):
         LMDBDataModule(LMDBDataset(data), train_transform=_width)
+    for weights in ("balanced", [1.0] * SAMPLES, "weights.npy"):
+        with pytest.raises(MisconfigurationException, match=r"shuffle_window=8 .*expected one of them, got both"):
+            LMDBDataModule(data, weights=weights, shuffle_window=8)
     with pytest.raises(MisconfigurationException, match="one dataset"):
         LMDBDataModule([data, data])  # type: ignore[arg-type]
 

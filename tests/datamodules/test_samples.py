@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from PIL import Image
+from torch.utils.data import ConcatDataset, Subset
 
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.reader import LMDBDataset
@@ -164,11 +165,106 @@ def test_only_photographs_are_normalised(tmp_path: Path) -> None:
     data = write(tmp_path / "data", sample, sample)
     batch = fit(tmp_path, data, decode="tensor", normalize=((0.2, 0.2, 0.2), (0.5, 0.5, 0.5)))
     assert {name: part.dtype for name, part in batch.items()} == {
-        "image": torch.float32, "mask": torch.uint8, "other": torch.uint8, "array": torch.float32,
+        "image": torch.float32, "mask": torch.uint8, "other": torch.uint8, "array": torch.uint8,
     }  # fmt: skip
-    torch.testing.assert_close(batch["array"], torch.zeros(2, 3, 2, 2))
+    assert batch["array"].unique().tolist() == [51]
     grey = fit(tmp_path, data, decode="tensor", normalize=((0.2,), (0.5,)))
     assert grey["mask"].dtype == torch.uint8
+
+
+ARRAY = np.full((3, 40, 60), 51, np.uint8)
+HALF: Any = ((0.5,) * 3, (0.25,) * 3)
+
+
+def dtypes(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {key: dtypes(value) for key, value in batch.items()}
+    return [dtypes(value) for value in batch] if isinstance(batch, (list, tuple)) else batch.dtype
+
+
+FLOAT, UINT8 = torch.float32, torch.uint8
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        ((photo(60, 40), ARRAY), [FLOAT, UINT8]),
+        ((ARRAY, photo(60, 40)), [UINT8, FLOAT]),
+        ((photo(60, 40), torch.from_numpy(ARRAY)), [FLOAT, UINT8]),
+        ((photo(60, 40), photo(60, 40)), [FLOAT, FLOAT]),
+        (
+            {"views": [photo(60, 40), photo(60, 40)], "more": {"array": ARRAY}},
+            {"views": [FLOAT] * 2, "more": {"array": UINT8}},
+        ),
+        (photo(60, 40), FLOAT),
+    ],
+)
+def test_every_photograph_is_normalised_and_no_array(tmp_path: Path, sample: Any, expected: Any, workers: int) -> None:
+    data = write(tmp_path / "data", *[sample] * 4)
+    assert dtypes(fit(tmp_path, data, decode="tensor", normalize=HALF, num_workers=workers)) == expected
+
+
+@pytest.mark.parametrize("sample", [(ARRAY, 1), ARRAY, (torch.from_numpy(ARRAY), ARRAY)])
+def test_arrays_that_are_gathered_are_as_they_were_written(tmp_path: Path, sample: Any) -> None:
+    data = write(tmp_path / "data", *[sample] * 4)
+    with pytest.warns(
+        UserWarning, match="arrays, tensors and images .* are never normalised: write photographs as RGB"
+    ):
+        batch = fit(tmp_path, data, normalize=HALF)
+    first = batch if isinstance(batch, torch.Tensor) else batch[0]
+    assert (first.dtype, first.unique().tolist()) == (UINT8, [51])
+
+
+def flipped(sample: Any) -> Any:
+    return sample[0], sample[0].flip(-1)
+
+
+class Twice(Subset[Any]):
+    """A Subset that makes two views of the first part."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return flipped(super().__getitem__(index))
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class Views(LMDBDataset):
+    """A subclass that does."""
+
+    def __getitem__(self, index: int) -> Any:
+        return flipped(super().__getitem__(index))
+
+
+@pytest.mark.parametrize("how", ["train_transform", "transform", "subset", "subclass"])
+def test_photographs_in_the_place_of_an_array_are_normalised(tmp_path: Path, how: str) -> None:
+    data: Any = write(tmp_path / "data", *[(photo(60, 40), ARRAY)] * 4)
+    options: dict[str, Any] = {}
+    if how == "train_transform":
+        options = {"train_transform": flipped}
+    elif how == "transform":
+        data = LMDBDataset(data, flipped, decode="tensor")
+    elif how == "subset":
+        data = Twice(LMDBDataset(data, decode="tensor"), range(4))
+    else:
+        data = Views(data, decode="tensor")
+    assert dtypes(fit(tmp_path, data, decode="tensor", normalize=HALF, **options)) == [FLOAT, FLOAT]
+
+
+def test_subsets_and_what_is_put_together_keep_arrays(tmp_path: Path) -> None:
+    datasets = [
+        LMDBDataset(write(tmp_path / name, *[(photo(60, 40), ARRAY)] * 2), decode="tensor") for name in ("a", "b")
+    ]
+    both = Subset(ConcatDataset(datasets), [3, 0, 1])
+    assert dtypes(fit(tmp_path, both, normalize=HALF)) == [FLOAT, UINT8]  # type: ignore[arg-type]
+
+
+def test_a_target_transform_makes_no_photograph(tmp_path: Path) -> None:
+    data = write(tmp_path / "data", *[(photo(60, 40), ARRAY)] * 2)
+    batch = fit(tmp_path, data, decode="tensor", normalize=HALF, target_transform=lambda array: array + 1)
+    assert dtypes(batch) == [FLOAT, UINT8]
+    assert batch[1].unique().tolist() == [52]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from PIL import Image
 
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.writer import LMDBWriter
@@ -54,10 +55,15 @@ def test_gathered_batches_are_in_page_locked_memory(data: Path, tmp_path: Path) 
         assert all(part.is_pinned() for part in batch)
 
 
-def test_uint8_travels_and_is_normalised_on_the_device(data: Path, tmp_path: Path) -> None:
+def test_uint8_travels_and_is_normalised_on_the_device(tmp_path: Path) -> None:
     mean, std = (0.5, 0.4, 0.3), (0.2, 0.25, 0.5)
     model = Images()
-    trainer(tmp_path).fit(model, LMDBDataModule(data, batch_size=16, shuffle=False, normalize=(mean, std)))
+    photos = tmp_path / "photos"
+    with LMDBWriter(photos) as writer:
+        for index in range(64):
+            writer.write((Image.new("RGB", (8, 8), (index,) * 3), index))
+    datamodule = LMDBDataModule(photos, batch_size=16, shuffle=False, decode="tensor", normalize=(mean, std))
+    trainer(tmp_path).fit(model, datamodule)
     images = torch.cat([images for images, _ in model.batches])
     labels = torch.cat([labels for _, labels in model.batches])
     assert images.device.type == labels.device.type == "cuda"

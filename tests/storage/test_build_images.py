@@ -15,7 +15,7 @@ from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo
 from lightning_gpuopt.storage.reader import LMDBDataset
-from tests.storage.source_files import image_file, stored, write_tar
+from tests.storage.source_files import image_file, stored, write_folder, write_tar
 
 
 def build(source: Any, path: Path, **options: Any) -> LMDBInfo:
@@ -161,38 +161,48 @@ class Failing:
         self._folder = folder
 
     def __len__(self) -> int:
-        return 6
+        return 5
 
     def __getitem__(self, index: int) -> Any:
-        if index == 4:
+        if index == 3:
             raise Image.DecompressionBombError("Image size (1000000000 pixels) exceeds limit")
         return Image.open(self._folder / f"{index}").convert("RGB")
 
 
 @pytest.fixture
 def failing(tmp_path: Path) -> Failing:
-    """Number 5 is a good image, 4 too large, 3 is not there."""
+    """Number 4 is a good image, 3 too large."""
     good = image_file(0, size=(200, 200))
     png = image_file(0, "PNG", (300, 300))
     second = png.index(b"IDAT", png.index(b"IDAT") + 4)
     for index, data in enumerate([b"no image", good[:-2000], png[:second] + b"\0\0\0\0" + png[second + 4 :]]):
         (tmp_path / f"{index}").write_bytes(data)
-    (tmp_path / "5").write_bytes(good)
+    (tmp_path / "4").write_bytes(good)
     return Failing(tmp_path)
 
 
 def test_images_that_a_dataset_cannot_decode_are_left_out(tmp_path: Path, failing: Failing) -> None:
-    with pytest.warns(UserWarning, match=r"5 of 6 samples are left out.*Failing\[0\]: cannot identify image file"):
+    with pytest.warns(UserWarning, match=r"4 of 5 samples are left out.*Failing\[0\]: cannot identify image file"):
         info = build(failing, tmp_path / "out")
-    assert (info.num_samples, info.num_skipped) == (1, 5)
+    assert (info.num_samples, info.num_skipped) == (1, 4)
     rows = (tmp_path / "out/skipped.csv").read_text().splitlines()
-    reasons = ["cannot identify", "image file is truncated", "broken PNG file", "No such file", "exceeds limit"]
+    reasons = ["cannot identify", "image file is truncated", "broken PNG file", "exceeds limit"]
     assert all(reason in row for reason, row in zip(reasons, rows[1:], strict=True))
     with pytest.raises(StorageError, match=r"Failing\[0\]: cannot be decoded"):
         build(failing, tmp_path / "strict", strict=True)
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), PermissionError(13, "denied"), SyntaxError("mine"), ValueError("y")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("x"),
+        PermissionError(13, "denied"),
+        FileNotFoundError(2, "No such file or directory"),
+        OSError("Can't synchronously read data"),
+        SyntaxError("mine"),
+        ValueError("y"),
+    ],
+)
 def test_other_errors_of_a_dataset_end_the_build(
     tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +212,72 @@ def test_other_errors_of_a_dataset_end_the_build(
     monkeypatch.setattr(Failing, "__getitem__", fail)
     with pytest.raises(RuntimeError, match=f"raised {type(error).__name__}.*resume=True"):
         build(Failing(tmp_path), tmp_path / "out")
+
+
+class OnStorage:
+    """A Dataset on a storage that fails for 30 of 100 samples until it is repaired."""
+
+    repaired = False
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 70 and not OnStorage.repaired:
+            if self._folder is None:
+                raise OSError("Can't synchronously read data (file read failed)")  # h5py's: no errno
+            return Image.open(self._folder / "gone.png").convert("RGB"), index
+        return Image.new("RGB", (4, 4), (index, 0, 0)), index
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+@pytest.mark.parametrize("files", [False, True])
+def test_storage_that_fails_stops_the_build_which_can_go_on(
+    tmp_path: Path, num_proc: int, files: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = OnStorage(tmp_path if files else None)
+    with pytest.raises(RuntimeError, match=r"OnStorage\[70\] raised (OSError|FileNotFoundError).*resume=True"):
+        build(dataset, tmp_path / "out", num_proc=num_proc)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(OnStorage, "repaired", True)
+    info = build(dataset, tmp_path / "out", num_proc=num_proc, resume=True)
+    assert (info.num_samples, info.num_skipped) == (100, 0)
+
+
+def test_files_of_a_folder_that_are_gone_stop_the_build(tmp_path: Path) -> None:
+    files = write_folder(tmp_path / "in", {"a": 2, "b": 1})
+    gone = tmp_path / "in/b/00000.jpg"
+    gone.rename(tmp_path / "elsewhere")
+    gone.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"resume=True: '.*b/00000\.jpg'"):
+        build(tmp_path / "in", tmp_path / "out")
+    gone.unlink()
+    (tmp_path / "elsewhere").rename(gone)
+    assert build(tmp_path / "in", tmp_path / "out", resume=True).num_samples == len(files) == 3
+
+
+class Connection(io.BytesIO):
+    """A file that can be read until it breaks."""
+
+    broken = False
+
+    def read(self, size: int | None = -1) -> bytes:
+        if self.broken:
+            raise OSError("connection broken")
+        return super().read(size)
+
+
+def test_an_image_whose_file_cannot_be_read_is_no_bad_image(tmp_path: Path) -> None:
+    connection = Connection(image_file(0))
+    image = Image.open(connection)
+    connection.broken = True
+    with pytest.raises(
+        RuntimeError, match=r"list\[0\]: its image cannot be read \(OSError: connection broken\).*resume"
+    ):
+        build([(image, 0)], tmp_path / "out")
 
 
 def test_broken_images_in_a_tar_are_left_out(tmp_path: Path) -> None:

@@ -158,6 +158,12 @@ class _Strange:
         ({"\ud800": 2}, "keys or nesting cannot be stored"),
         (np.array([object()]), "numpy array of Python objects, which would need pickle"),
         (torch.eye(2).to_sparse(), "sparse or quantized tensor"),
+        (
+            {"x": np.ma.masked_equal(np.arange(3), 1)},
+            r"sample\['x'\] is a numpy masked array, whose mask would be lost",
+        ),
+        (np.ma.masked_array([1, 2]), r"expected a plain array: store value\.filled"),
+        ((np.ma.masked,), r"sample\[0\] is a numpy masked array"),
     ],
 )
 def test_what_would_need_pickle_is_refused_with_its_place(sample: Any, text: str) -> None:

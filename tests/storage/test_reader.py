@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Subset, random_split
 
 from lightning_gpuopt.storage import reader as reader_module
 from lightning_gpuopt.storage.codec import EncodedImage
-from lightning_gpuopt.storage.errors import DamagedError
+from lightning_gpuopt.storage.errors import DamagedError, DamagedSampleError
 from lightning_gpuopt.storage.format import LMDBInfo
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.shard import ShardMap
@@ -400,3 +400,21 @@ def test_columns_of_numbers_are_the_numbers(tmp_path: Path, sample: Any) -> None
     for key in dataset[0] if isinstance(dataset[0], dict) else (0, 1, -1):
         expected = [sample(index)[key] for index in range(30)]
         assert dataset.column(key) == expected
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't allocate memory"), OSError(5, "x"), ValueError("y"), MemoryError()]
+)
+def test_only_what_is_wrong_with_an_image_is_its_samples_fault(tmp_path: Path, error: Exception) -> None:
+    with LMDBWriter(tmp_path / "data") as writer:
+        writer.write((EncodedImage(b"no image"), 0))
+
+    def decoder(data: memoryview) -> Any:
+        raise error
+
+    dataset = LMDBDataset(tmp_path / "data")
+    with pytest.raises(DamagedSampleError, match=r"sample 0 .*cannot be decoded"):
+        dataset[0]
+    with pytest.raises(type(error)) as found:
+        dataset.with_decoder(decoder)[0]
+    assert found.value is error

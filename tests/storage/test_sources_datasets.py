@@ -144,13 +144,18 @@ def test_a_subset_of_an_image_folder_or_of_a_stored_dataset_is_its_files_too(
         open_source(Subset(LMDBDataset(tmp_path / "one"), []))
 
 
-def test_a_file_that_is_gone_or_broken_is_left_out(tmp_path: Path, files: dict[str, bytes]) -> None:
+def test_a_broken_file_is_left_out_and_one_that_is_gone_stops_the_build(
+    tmp_path: Path, files: dict[str, bytes]
+) -> None:
     dataset = ImageFolder(tmp_path / "images")
     (tmp_path / "images/a/00000.jpg").write_bytes(b"broken")
     (tmp_path / "images/b/00001.jpg").unlink()
-    with pytest.warns(UserWarning, match="2 of 5 samples are left out"):
+    with pytest.raises(FileNotFoundError, match=r"resume=True: '.*b/00001\.jpg'"):
         build_lmdb(dataset, tmp_path / "out", progress=False)
-    names = ("a/00001.jpg", "a/00002.jpg", "b/00000.jpg")
+    (tmp_path / "images/b/00001.jpg").write_bytes(files["b/00001.jpg"])
+    with pytest.warns(UserWarning, match="1 of 5 samples are left out"):
+        build_lmdb(dataset, tmp_path / "out", progress=False, resume=True)
+    names = ("a/00001.jpg", "a/00002.jpg", "b/00000.jpg", "b/00001.jpg")
     assert [data for data, _ in stored(tmp_path / "out")] == [files[name] for name in names]
 
 

@@ -56,6 +56,10 @@ def build_lmdb(
     are, and whether or not it was interrupted. Images are stored as they came, unless `image_size` asks for smaller
     ones.
 
+    Image files are photographs, which are read as upright RGB, but for these, which keep mode and values: a part of a
+    sample that is named mask, seg, label or depth (a word of its extension, column or key), and in samples of several
+    images those of mode P, 1, I, I;16 or F. PIL images that a Dataset returns come back with the pixels that they have.
+
     Where a Dataset draws random numbers from Python, numpy or torch, these are seeded for each shard by
     ``torch.initial_seed()``, so that no two processes draw the same and the result does not depend on `num_proc`.
 
@@ -74,11 +78,13 @@ def build_lmdb(
             done.
         overwrite: Replace the dataset at `path`, which stays until the new one is whole.
         strict: Stop at the first image that cannot be decoded. Otherwise such images are left out, counted, and listed
-            in ``skipped.csv`` with their index in the source, name and the reason.
+            in ``skipped.csv`` with their index in the source, name and the reason: those of which a decoder says so
+            (``PIL.UnidentifiedImageError``, or an error that PIL's plugins, simplejpeg or torchvision.io raise about
+            the bytes). Every other error stops the build, and `resume` goes on.
         allow_pickle: Unpickle the values of an LMDB, which runs whatever code its author wished.
         image_size: Bring the shorter side of larger images down to as many pixels. They become JPEG, whatever they
-            were, with the EXIF orientation applied. PIL images of another mode than RGB (masks, depth maps) are
-            resized with nearest neighbour and stay lossless.
+            were, with the EXIF orientation applied. Masks and depth maps are resized with nearest neighbour and stay
+            lossless.
         image_quality: The JPEG quality (1 to 95) of images that are made smaller.
         check: How images are checked: ``"header"`` looks at the header and the end of a JPEG and at the checksums of a
             PNG, and decodes others; ``"decode"`` decodes every image in full, which takes several times as long.
@@ -97,7 +103,8 @@ def build_lmdb(
         TypeError: A sample of the source is of a type that cannot be stored.
         StorageError: The source is damaged or all its images are broken, another process builds there, a process of the
             build died, or an image is broken and `strict` is set.
-        OSError: The disk is full, or one may not write there.
+        OSError: The disk is full, one may not write there, or a file of the source cannot be read.
+        RuntimeError: A Dataset raised an error; it is the cause.
 
     Example::
 

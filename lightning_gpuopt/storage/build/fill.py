@@ -158,7 +158,16 @@ def finish_shard(job: Job, filled: Filled) -> None:
 
 
 def _encode(job: Job, index: int) -> codec.Encoded:
-    sample = prepare(job.source.read(index), job.images)
+    sample = job.source.read(index)
+    try:
+        sample = prepare(sample, job.images)
+    except (BadImage, MemoryError):
+        raise
+    except Exception as error:  # of the file that an image was opened from
+        raise RuntimeError(
+            f"{job.source.path}: {job.source.name(index)}: its image cannot be read ({type(error).__name__}: {error}); "
+            "repair that, then go on with resume=True"
+        ) from error
     try:
         return codec.encode(sample)
     except TypeError as error:

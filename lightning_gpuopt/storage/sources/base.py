@@ -11,6 +11,9 @@ from typing import Any, Final, Generic, TypeVar
 
 import xxhash
 
+from lightning_gpuopt.images.files import read_file
+from lightning_gpuopt.storage.codec import EncodedImage
+
 T = TypeVar("T")
 
 PART_BYTES: Final = 8 << 20  # how much of a source is held in memory at a time, about
@@ -78,6 +81,19 @@ class PerProcess(Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_opener": self._opener, "_pid": 0, "_value": None}
+
+
+def read_image(path: str) -> EncodedImage:
+    """An image file, as it is.
+
+    Raises:
+        OSError: It cannot be read; the text says how to go on.
+    """
+    try:
+        return EncodedImage(read_file(path))
+    except OSError as error:
+        what = f"{error.strerror}; repair that, then go on with resume=True"
+        raise OSError(error.errno, what, path) from error
 
 
 def digest(parts: Iterable[bytes]) -> str:

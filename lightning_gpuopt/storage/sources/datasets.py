@@ -12,14 +12,15 @@ import numpy as np
 from PIL import Image, ImageOps
 from torch.utils.data import Subset
 
-from lightning_gpuopt.images.checks import BadImage, bad_image
+from lightning_gpuopt.images.checks import BadImage
+from lightning_gpuopt.images.errors import is_bad_image, reason_of
 from lightning_gpuopt.images.files import Strings
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.format import Manifest
 from lightning_gpuopt.storage.shard import ShardMap, locate, open_shard
-from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest
+from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest, read_image
 
 _MAPPED_SHARDS: Final = 64
 _SIZES: Final = 512  # files looked at to know about how large they all are
@@ -90,8 +91,8 @@ class DatasetSource(Source):
         try:
             return self._dataset[index]
         except Exception as error:
-            if (bad := bad_image(error)) is not None:
-                raise bad from error
+            if is_bad_image(error):
+                raise BadImage(reason_of(error)) from error
             raise RuntimeError(
                 f"source: {self.name(index)} raised {type(error).__name__}: {error}; repair the Dataset, then go on "
                 "with resume=True"
@@ -127,10 +128,7 @@ class FilesSource(Source):
 
     def read(self, index: int) -> tuple[EncodedImage, int]:
         """The image file and its label."""
-        try:
-            return EncodedImage(Path(self._files[index]).read_bytes()), int(self._labels[index])
-        except FileNotFoundError:
-            raise BadImage("there is no such file") from None
+        return read_image(self._files[index]), int(self._labels[index])
 
     def fingerprint(self) -> dict[str, Any]:
         """Names of the files, folders above their own left out, and the labels."""
@@ -142,7 +140,7 @@ class FilesSource(Source):
 def _gives_files(dataset: Any) -> bool:
     """Whether a dataset looks like torchvision's ImageFolder, and its samples are the images in its files.
 
-    The first, the middle and the last sample are compared; of those that cannot be decoded nothing can be told.
+    The first, the middle and the last sample are compared; of those that cannot be read nothing can be told.
     """
     samples = getattr(dataset, "samples", None)
     changed = any(getattr(dataset, name, None) is not None for name in ("transform", "target_transform", "transforms"))
@@ -164,7 +162,7 @@ def _is_file_and_label(sample: Any) -> bool:
 
 
 def _same_image(dataset: Any, index: int) -> bool | None:
-    """Whether a sample is its file's image and label; None where it cannot be decoded."""
+    """Whether a sample is its file's image and label; None where it cannot be read."""
     path, label = dataset.samples[index]
     try:
         sample = dataset[index]
@@ -172,7 +170,7 @@ def _same_image(dataset: Any, index: int) -> bool | None:
             upright = ImageOps.exif_transpose(opened).convert("RGB")
             plain = opened.convert("RGB")
     except Exception as error:
-        return None if bad_image(error) is not None else False
+        return None if isinstance(error, OSError) or is_bad_image(error) else False
     if type(sample) is not tuple or len(sample) != 2 or type(sample[1]) is not int or sample[1] != label:
         return False
     image = sample[0]

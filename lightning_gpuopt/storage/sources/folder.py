@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.images.files import find_images
 from lightning_gpuopt.storage.codec import EncodedImage
-from lightning_gpuopt.storage.sources.base import Source
+from lightning_gpuopt.storage.sources.base import Source, read_image
 
 
 class FolderSource(Source):
@@ -30,10 +30,7 @@ class FolderSource(Source):
 
     def read(self, index: int) -> tuple[EncodedImage, int]:
         """The image file and its label."""
-        try:
-            return EncodedImage(self._files.read(index)), self._files.label(index)
-        except FileNotFoundError:
-            raise BadImage("there is no such file (a link that leads nowhere, or it was removed)") from None
+        return read_image(os.path.join(self._files.path, self._files.name(index))), self._files.label(index)
 
     def fingerprint(self) -> dict[str, Any]:
         """Names of all files; not their sizes, since a broken image may be mended before a build goes on."""

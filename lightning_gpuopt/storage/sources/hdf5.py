@@ -12,6 +12,7 @@ from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.sources.arrays import same_length
 from lightning_gpuopt.storage.sources.base import PART_BYTES, PerProcess, Source, missing_extra
+from lightning_gpuopt.storage.sources.kinds import with_kinds
 
 if TYPE_CHECKING:
     import h5py
@@ -106,6 +107,7 @@ class HDF5Source(Source):
             rows = {column.name: column.row(file[column.name], index) for column in self._columns}
         except OSError as error:
             raise DamagedError(f"{self.path}: row {index} cannot be read ({error}); copy it again") from None
+        rows = with_kinds(rows, several=sum(column.is_image for column in self._columns) > 1)
         return rows if len(rows) > 1 else next(iter(rows.values()))
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from lightning_gpuopt.images.checks import BadImage, looks_like_image
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.sources.base import PART_BYTES, PerProcess, Source, digest, missing_extra
+from lightning_gpuopt.storage.sources.kinds import with_kinds
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -112,7 +113,7 @@ class ParquetSource(Source):
         """The row."""
         return f"row {index}"
 
-    def read(self, index: int) -> dict[str, Any]:
+    def read(self, index: int) -> Any:
         """The row as a dict."""
         import pyarrow as pa
 
@@ -127,7 +128,7 @@ class ParquetSource(Source):
                 sample[name] = convert(column[row])
             except BadImage as error:
                 raise BadImage(f"{name}: {error}") from None
-        return sample
+        return with_kinds(sample, several=len(self._image_columns) > 1)
 
     def close(self) -> None:
         """Close the file that is being read."""

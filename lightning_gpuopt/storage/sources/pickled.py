@@ -15,6 +15,7 @@ import lmdb
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.format import LMDB_MAGIC
 from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest
+from lightning_gpuopt.storage.sources.kinds import with_kinds
 from lightning_gpuopt.storage.sources.prepare import find_images
 
 # mdb.c of LMDB 0.9, MDB_meta: after a page header of 16 bytes magic, version, address and size of the map, then twice
@@ -71,11 +72,11 @@ class ForeignSource(Source):
         if data is None:
             raise DamagedError(f"{self.path}: {self.name(index)} is listed, but not there; copy it again")
         if not data.startswith(_PICKLE):
-            return find_images(bytes(data))
+            return with_kinds(find_images(bytes(data)))
         if not self._allow_pickle:
             raise _pickled(self.path, self.name(index))
         try:
-            return find_images(pickle.loads(data))
+            return with_kinds(find_images(pickle.loads(data)))
         except Exception as error:
             raise StorageError(
                 f"{self.path}: {self.name(index)} cannot be unpickled ({type(error).__name__}: {error}); what it was "

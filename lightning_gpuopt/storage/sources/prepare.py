@@ -52,7 +52,7 @@ def prepare(sample: Any, options: ImageOptions) -> Any:
     if kind is dict:
         return {key: _prepare_entry(key, value, options) for key, value in sample.items()}
     if isinstance(sample, Image.Image):
-        with PILErrors(b""):
+        with PILErrors(None):
             data = codec.image_bytes(sample)
         return _prepare_image(EncodedImage(data, None if sample.mode == "RGB" else sample.mode), options)
     return sample

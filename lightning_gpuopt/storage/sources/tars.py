@@ -21,6 +21,7 @@ from lightning_gpuopt.images.files import Strings
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest
+from lightning_gpuopt.storage.sources.kinds import with_kinds
 
 _MEMBER: Final = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)")
 _BLOCK: Final = 512
@@ -114,7 +115,7 @@ class TarSource(Source):
     def _tar_of(self, index: int) -> int:
         return bisect_right(self._tar_starts, index) - 1
 
-    def read(self, index: int) -> dict[str, Any]:
+    def read(self, index: int) -> Any:
         """The sample's members by their extensions, decoded as far as that loses nothing."""
         first = self._starts[index]
         last = self._starts[index + 1] if index + 1 < len(self._starts) else len(self._offsets)
@@ -127,7 +128,7 @@ class TarSource(Source):
                 sample[extension] = _decode(extension, data)
             except (ValueError, EOFError) as error:
                 raise ValueError(f"{self.name(index)}.{extension}: cannot be read as its name says: {error}") from None
-        return sample
+        return with_kinds(sample)
 
     def _read_member(self, tar: int, offset: int, size: int) -> bytes:
         files = self._files.get()
