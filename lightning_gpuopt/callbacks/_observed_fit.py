@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from lightning_gpuopt import _lightning
 from lightning_gpuopt._lightning import LightningModule, Trainer
+from lightning_gpuopt._lightning_loops import batches_left
 from lightning_gpuopt._measured import ImageSamples, PhaseTimes, RankWork
 from lightning_gpuopt._measured_gpu import AheadCopies
 from lightning_gpuopt._places import Sampled
@@ -29,7 +30,7 @@ from lightning_gpuopt.callbacks._placement import Placement, forward_is_a_ranks_
 from lightning_gpuopt.callbacks._rank_watch import RankWatch
 from lightning_gpuopt.callbacks._seen_run import SeenRunWatch
 from lightning_gpuopt.callbacks._steady_part import SteadyPart, work_of
-from lightning_gpuopt.callbacks._step_looks import StepLooks
+from lightning_gpuopt.callbacks._step_looks import Profile, StepLooks
 from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
 from lightning_gpuopt.diagnosis.compare import proofs_of
 from lightning_gpuopt.diagnosis.measurement import Measurement
@@ -71,6 +72,7 @@ class Options:
         warmup_steps: training batches that are left out of findings.
         hang_timeout: seconds without a step that count as a hang; None: no watch.
         nvtx: phases as NVTX ranges.
+        profile: whether torch.profiler may look at a few steps.
     """
 
     threshold: float
@@ -78,6 +80,7 @@ class Options:
     warmup_steps: int
     hang_timeout: float | None
     nvtx: bool
+    profile: Profile = "auto"
 
 
 class ObservedFit:
@@ -226,8 +229,15 @@ class ObservedFit:
             self._trainer.strategy.root_device, self.timeline, forward=self._own_forward, links=several
         )
         self._device = device
-        rhythm = self._trainer.accumulate_grad_batches
-        self._looks = StepLooks(device, self._options.threshold, several_ranks=several, rhythm=rhythm)
+        self._looks = StepLooks(
+            device,
+            self._options.threshold,
+            profile=self._options.profile,
+            batches_left=lambda: batches_left(self._trainer),
+            rank=self._trainer.global_rank,
+            several_ranks=several,
+            rhythm=self._trainer.accumulate_grad_batches,
+        )
         self._placed.undo.callback(device.close)
         self._placed.undo.callback(self._looks.finish)
 

@@ -28,6 +28,7 @@ from lightning_gpuopt._places import Sampled
 from lightning_gpuopt.callbacks._guard import Guard
 from lightning_gpuopt.callbacks._observed_fit import ObservedFit, Options
 from lightning_gpuopt.callbacks._progress_bar import BarItem, print_once_fit_has_ended
+from lightning_gpuopt.callbacks._step_looks import Profile
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.render.speedscope import STACKS_FILE, speedscope
@@ -62,8 +63,8 @@ class StallDetector(Callback):
 
     On a CUDA device only the time counts in which the GPU was idle, measured with CUDA events that are read later,
     without a synchronize: a host that works or waits while the GPU is busy is no stall. The inside of the step is
-    looked at once, over three steps, with torch.profiler, where NVML's figures give reason to, or where several ranks
-    train.
+    looked at once, over three steps, with torch.profiler, where NVML's figures give reason to and ``profile`` allows
+    it.
 
     Every ``window_size`` batches it logs ``step/time_s`` (mean seconds per batch, without validation, checkpoints and
     the set-up of epochs), ``step/{phase}_percent`` (share of the window's wall time, 0-100) and ``stall/count`` (causes
@@ -101,9 +102,14 @@ class StallDetector(Callback):
             came after the warm-up: then nothing was diagnosed.
         prog_bar: show ``data 42 %`` in the Trainer's progress bar: the share of the last window's wall time, on CUDA of
             the GPU's, in which it waited for data. Refreshed with each window.
+        profile: whether torch.profiler may record a few steps on CUDA, once, where the inside of the step has to be
+            looked at. Once used, it can slow down what follows. ``"auto"``: with one rank, in the last steps before an
+            end that can be foreseen (``max_steps``; ``max_epochs`` with a known number of batches). ``"on"`` (or True):
+            whenever it is wanted; of several ranks on rank 0. ``"off"`` (or False): never. Where a look was needed and
+            not allowed, and nothing else was found, the verdict is ``"unknown"``, and a note says how to allow it.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or ``capture_trace=True`` with ``profile="off"``.
         MisconfigurationException: two StallDetectors in one Trainer.
         StallError: a stall was found, with ``on_stall="raise"``.
 
@@ -133,6 +139,7 @@ class StallDetector(Callback):
         capture_trace: bool = False,
         print_report: bool = True,
         prog_bar: bool = False,
+        profile: Profile | bool = "auto",
     ) -> None:
         super().__init__()
         if report_dir is not None and not isinstance(report_dir, (str, os.PathLike)):
@@ -149,6 +156,13 @@ class StallDetector(Callback):
         self.capture_trace = flag("capture_trace", capture_trace)
         self.print_report = flag("print_report", print_report)
         self.prog_bar = flag("prog_bar", prog_bar)
+        words: dict[object, object] = {True: "on", False: "off"}  # what YAML makes of an unquoted on or off
+        word = words[profile] if isinstance(profile, bool) else profile
+        self.profile: Profile = choice("profile", word, get_args(Profile))  # type: ignore[arg-type]
+        if self.capture_trace and self.profile == "off":
+            raise ValueError(
+                'capture_trace=True records with torch.profiler, and profile="off" forbids that: leave one of them out'
+            )
         self._bar_item = BarItem("data")
         self._listeners: list[WindowListener] = []
         self._run: ObservedFit | None = None
@@ -208,7 +222,9 @@ class StallDetector(Callback):
             if not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 self._folder = f"{str(log_dir or trainer.default_root_dir).rstrip('/')}/gpuopt"
         self._baseline = _read_report(self._folder)
-        options = Options(self.threshold, self.window_size, self.warmup_steps, self.hang_timeout, self.nvtx)
+        options = Options(
+            self.threshold, self.window_size, self.warmup_steps, self.hang_timeout, self.nvtx, self.profile
+        )
         with Guard(self, trainer):
             self._run = ObservedFit(trainer, pl_module, options)
 

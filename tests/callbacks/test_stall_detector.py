@@ -503,6 +503,8 @@ def test_two_detectors_in_one_trainer_are_refused(tmp_path: Path) -> None:
         ({"hang_timeout": float("nan")}, r"hang_timeout: .* got nan"),
         ({"report_dir": 5}, r"report_dir: expected a path, or None, got 5"),
         ({"nvtx": "no"}, r"nvtx: .* got 'no'"),
+        ({"profile": "sometimes"}, r"profile: expected one of 'auto', 'on', 'off', got 'sometimes'"),
+        ({"profile": False, "capture_trace": True}, r'capture_trace=True records .* profile="off" forbids that'),
         ({"on_stall": "shout"}, r"on_stall: expected one of 'warn', 'raise', 'ignore', got 'shout'"),
     ],
 )
