@@ -41,6 +41,7 @@ from lightning_gpuopt.diagnosis.storage_step import STORAGE_CAUSES
 from lightning_gpuopt.timeline.hang import HangWatch, write_state
 from lightning_gpuopt.timeline.pauses import PauseWatch
 from lightning_gpuopt.timeline.steps import StepClock
+from lightning_gpuopt.timeline.trace import TraceCapture
 from lightning_gpuopt.timeline.windows import Windows
 
 log = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class ObservedFit:
         self._placed.undo.callback(self.loader.undo)
         self._device: DeviceWatch | None = None
         self._looks: StepLooks | None = None
+        self._trace: TraceCapture | None = None
         self._seen_run: SeenRunWatch | None = None
         self._together: RankWatch | None = None
         self._lines: LineLooks | None = None
@@ -237,6 +239,7 @@ class ObservedFit:
             rank=self._trainer.global_rank,
             several_ranks=several,
             rhythm=self._trainer.accumulate_grad_batches,
+            is_taken=lambda: self._trace is not None and self._trace.recording,
         )
         self._placed.undo.callback(device.close)
         self._placed.undo.callback(self._looks.finish)
@@ -260,10 +263,37 @@ class ObservedFit:
         """Have something undone with the rest, when the fit ends."""
         self._placed.undo.callback(undo)
 
-    @property
-    def recording(self) -> bool:
-        """Whether torch.profiler records a few steps for a close look."""
-        return self._looks is not None and self._looks.recording
+    def record_trace(self, path: Path) -> None:
+        """Record the next five steps, as soon as torch.profiler is not at work for a look; once."""
+        if self._trace is None:
+            self._trace = TraceCapture(path)
+            self._placed.undo.callback(self._end_trace)
+            self._begin_trace()
+
+    def _begin_trace(self) -> None:
+        trace = self._trace
+        if trace is None or trace.over or trace.recording:
+            return
+        if self._looks is not None and not self._looks.leaves_time_for(trace.steps_left):
+            return
+        try:
+            trace.begin()
+        except RuntimeError as error:
+            trace.end()
+            self.notes.append(f"No trace was recorded: {error}")
+
+    def _advance_trace(self, trace: TraceCapture) -> None:
+        if trace.recording:
+            trace.step_done()
+        else:
+            self._begin_trace()
+
+    def _end_trace(self) -> None:
+        try:
+            if self._trace is not None:
+                self._trace.end()
+        except Exception:
+            log.warning("StallDetector could not write its trace", exc_info=True)
 
     def stop(self) -> None:
         """Freeze the figures, and take in what the other ranks have to say."""
@@ -305,6 +335,8 @@ class ObservedFit:
                 self._steady.step_done()
             gpu = self._steady.gpu if self._steady is not None else None
             self._looks.step_done(timeline.steps - self._options.warmup_steps, gpu)
+        if self._trace is not None and not self._trace.over:
+            self._advance_trace(self._trace)
         if self._lines is not None:
             self._lines.step_done()
             if self._lines.due(timeline.steps - self._options.warmup_steps) and (measured := self._measured()):

@@ -47,6 +47,7 @@ class StepLooks:
         rank: this process's global rank.
         several_ranks: whether there are others.
         rhythm: batches after which steps repeat themselves.
+        is_taken: whether torch.profiler is at work for a trace, for which a look waits.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class StepLooks:
         rank: int,
         several_ranks: bool,
         rhythm: int = 1,
+        is_taken: Callable[[], bool] = lambda: False,
     ) -> None:
         self.syncs: SyncSighting | None = None
         self.look: StepLook | None = None
@@ -70,6 +72,7 @@ class StepLooks:
         self._rank = rank
         self._together = several_ranks
         self._rhythm = rhythm
+        self._is_taken = is_taken
         self._over = False
         self._sync_look: SyncLook | None = None
         self._profiler_look: ProfilerLook | None = None
@@ -123,6 +126,13 @@ class StepLooks:
         """Whether torch.profiler is at work for us."""
         return self._profiler_look is not None and not self._reading
 
+    def leaves_time_for(self, steps: int) -> bool:
+        """Whether something else may have torch.profiler for so many steps, and a look does not come too late."""
+        if self.recording:
+            return False
+        left = self._batches_left() if self._profile == "auto" and self._wanted and self.pending else None
+        return left is None or left - steps > self._last_steps
+
     def step_done(self, steps: int, since_warm: Callable[[], GpuTimes] | None) -> None:
         """A step has ended.
 
@@ -140,7 +150,7 @@ class StepLooks:
             return
         elif self._sync_look_due(steps, since_warm):
             self._begin_sync_look()
-        elif self.look is None and not self._profiler_failed and self._due(steps, since_warm):
+        elif self.look is None and not self._profiler_failed and not self._is_taken() and self._due(steps, since_warm):
             self._step_s_before = _step_s(since_warm())
             self._begin_profiler()
 
@@ -192,11 +202,16 @@ class StepLooks:
             return False
         return self._together or (steps == _SETTLED_STEPS and self._may_idle(since_warm()))
 
+    @property
+    def _last_steps(self) -> int:
+        """So many batches before the end that is foreseen a look begins."""
+        return ProfilerLook(self._rhythm).lasts + _SPARE_STEPS
+
     def _due(self, steps: int, since_warm: Callable[[], GpuTimes]) -> bool:
         if self._profile == "on":
             return self._rank == 0 and (steps >= _PROFILER_AFTER if self._together else self._wanted)
         left = None if self._together or self._profile == "off" else self._batches_left()
-        if left is None or left > ProfilerLook(self._rhythm).lasts + _SPARE_STEPS:
+        if left is None or left > self._last_steps:
             return False
         self._suspect(since_warm())
         return self._wanted

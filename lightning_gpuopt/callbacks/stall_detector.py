@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import tempfile
@@ -36,9 +35,6 @@ from lightning_gpuopt.diagnosis.render.text import render_text
 from lightning_gpuopt.diagnosis.report import Finding, StallReport, write_whole
 from lightning_gpuopt.diagnosis.stalls import StallError
 from lightning_gpuopt.diagnosis.where import finding_name
-from lightning_gpuopt.timeline.trace import TraceCapture
-
-logger = logging.getLogger(__name__)
 
 OnStall = Literal["warn", "raise", "ignore"]
 
@@ -96,7 +92,8 @@ class StallDetector(Callback):
             for each hang. Training is not ended.
         nvtx: mark the phases as NVTX ranges as well, for Nsight Systems. Needs a CUDA build of torch.
         capture_trace: when a stall is found, record the next five steps, once, with ``torch.profiler``, into
-            ``report_dir/trace.json.gz``, which Perfetto opens.
+            ``report_dir/trace.json.gz``, which Perfetto opens; under ``profile="auto"`` as well. It waits for a look
+            inside the step that is under way.
         print_report: print the report's table when ``fit`` has ended, on rank 0's stdout and as wide as the terminal,
             under ``on_stall="ignore"`` too. Also after Ctrl-C, but not after other exceptions, and not where no step
             came after the warm-up: then nothing was diagnosed.
@@ -171,8 +168,6 @@ class StallDetector(Callback):
         self._baseline: StallReport | None = None
         self._folder: str | None = None
         self._told: set[str] = set()
-        self._trace: TraceCapture | None = None
-        self._traced = False
 
     @property
     def report(self) -> StallReport:
@@ -213,7 +208,6 @@ class StallDetector(Callback):
         self._told.clear()
         self._report = None
         self._sampled = ()
-        self._traced = False
         self._folder = None
         if self.report_dir is not None:  # no other rank is asked: one may be without a detector, under a watch
             self._folder = str(self.report_dir).rstrip("/")
@@ -251,8 +245,6 @@ class StallDetector(Callback):
             run.see_batch(batch)
             if run.step_done():
                 self._close_window(trainer, run)
-            elif self._trace is not None:
-                self._trace.step_done()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Look at the graphs of the first losses."""
@@ -281,7 +273,7 @@ class StallDetector(Callback):
         """Without what is under way: what is copied or sent to another process is a detector at rest."""
         bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
         state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
-        return {**state, "_run": None, "_trace": None, "_listeners": []}
+        return {**state, "_run": None, "_listeners": []}
 
     def _close_window(self, trainer: Trainer, run: ObservedFit) -> None:
         closed = run.close_window()
@@ -294,8 +286,9 @@ class StallDetector(Callback):
             listener.window_closed(run, window, findings)
         if window.waterfall.wall_s > 0:
             self._bar_item.set_percent(window.waterfall.share(window.waterfall.wait("data_wait")) * 100)
-        if findings and self.capture_trace and not self._traced and not run.recording:
-            self._begin_trace(trainer, run)
+        local = self._folder if trainer.is_global_zero else None
+        if findings and self.capture_trace and local is not None and "://" not in local:
+            run.record_trace(Path(local) / "trace.json.gz")
         self._tell(findings)
 
     def _tell(self, findings: list[Finding]) -> None:
@@ -322,18 +315,6 @@ class StallDetector(Callback):
             f"{path}. Training goes on waiting.",
             stacklevel=2,
         )
-
-    def _begin_trace(self, trainer: Trainer, run: ObservedFit) -> None:
-        if self._folder is None or "://" in self._folder or not trainer.is_global_zero:
-            return
-        self._traced = True
-        trace = TraceCapture(Path(self._folder) / "trace.json.gz")
-        try:
-            trace.begin()
-        except RuntimeError as error:
-            run.notes.append(f"No trace was recorded: {error}")
-            return
-        self._trace = trace
 
     def _finish(self, trainer: Trainer, *, tell: bool) -> None:
         run = self._run
@@ -398,15 +379,8 @@ class StallDetector(Callback):
 
     def _leave(self) -> None:
         run, self._run = self._run, None
-        trace, self._trace = self._trace, None
-        try:
-            if trace is not None:
-                trace.end()
-        except Exception:
-            logger.warning("StallDetector could not write its trace", exc_info=True)
-        finally:
-            if run is not None:
-                run.undo()
+        if run is not None:
+            run.undo()
 
     def _passes(self, error: Exception) -> bool:
         return isinstance(error, StallError)

