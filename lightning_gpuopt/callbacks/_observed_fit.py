@@ -38,7 +38,7 @@ from lightning_gpuopt.diagnosis.record import Change, Finding, Proof
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.diagnosis.stalls import count_stalls, diagnose
 from lightning_gpuopt.diagnosis.storage_step import STORAGE_CAUSES
-from lightning_gpuopt.timeline.hang import HangWatch, write_state
+from lightning_gpuopt.timeline.hang import HangWatch, Watched, write_state
 from lightning_gpuopt.timeline.pauses import PauseWatch
 from lightning_gpuopt.timeline.steps import StepClock
 from lightning_gpuopt.timeline.trace import TraceCapture
@@ -71,7 +71,7 @@ class Options:
         threshold: share of wall time from which on a cause is reported, 0-1.
         window_size: training batches in a window.
         warmup_steps: training batches that are left out of findings.
-        hang_timeout: seconds without a step that count as a hang; None: no watch.
+        hang_timeout: seconds without progress that count as a hang; None: no watch.
         nvtx: phases as NVTX ranges.
         profile: whether torch.profiler may look at a few steps.
     """
@@ -253,11 +253,18 @@ class ObservedFit:
             self._placed.observers.connect(event, getattr(device.clock, event), refused)
 
     def watch_for_hangs(self, write: Callable[[float], None]) -> None:
-        """Have ``write`` called, on a thread of its own, when no step is finished for ``hang_timeout`` seconds."""
+        """Have ``write`` called, on a thread of its own, when nothing progresses for ``hang_timeout`` seconds."""
         if self._options.hang_timeout is not None:
             self._hang = HangWatch(self._options.hang_timeout, write)
             self._placed.undo.callback(self._hang.stop)
+            saves = Watched(self._trainer.save_checkpoint, self._hang)
+            self._placed.undo.callback(_lightning.shadow(self._trainer, "save_checkpoint", saves))
             self._hang.start()
+
+    def progress(self) -> None:
+        """A batch of an evaluation has begun, or was finished."""
+        if self._hang is not None:
+            self._hang.progress()
 
     def at_end(self, undo: Callable[[], None]) -> None:
         """Have something undone with the rest, when the fit ends."""

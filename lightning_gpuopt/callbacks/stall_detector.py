@@ -87,9 +87,10 @@ class StallDetector(Callback):
         on_stall: ``"warn"`` once for each cause, ``"raise"`` a ``StallError`` at the end of the window, or
             ``"ignore"``.
         report_dir: folder of the report; by default ``<trainer.log_dir>/gpuopt``, and none under ``fast_dev_run``.
-        hang_timeout: seconds without a finished step, counted from ``on_train_start``, after which the stacks of this
-            process and the state of its workers are written to ``report_dir/hang-*.txt`` and a warning is given, once
-            for each hang. Training is not ended.
+        hang_timeout: seconds without progress (a finished step, validation batch or save), counted from
+            ``on_train_start``, after which the stacks of this process and the state of its workers are written to
+            ``report_dir/hang-*.txt`` and a warning is given, once for each hang. A validation batch and a save are
+            timed from their own beginning. Training is not ended.
         nvtx: mark the phases as NVTX ranges as well, for Nsight Systems. Needs a CUDA build of torch.
         capture_trace: when a stall is found, record the next five steps, once, with ``torch.profiler``, into
             ``report_dir/trace.json.gz``, which Perfetto opens; under ``profile="auto"`` as well. It waits for a look
@@ -246,6 +247,26 @@ class StallDetector(Callback):
             if run.step_done():
                 self._close_window(trainer, run)
 
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """No hang: a batch has come."""
+        if self._run is not None:
+            self._run.progress()
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """No hang: a batch is done."""
+        if self._run is not None:
+            self._run.progress()
+
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Look at the graphs of the first losses."""
         if self._run is not None and self._run.started:
@@ -311,7 +332,7 @@ class StallDetector(Callback):
         local = Path(folder) if folder is not None and "://" not in folder else Path(tempfile.gettempdir())
         path = run.write_hang(local, quiet_s)
         warnings.warn(
-            f"StallDetector: no step was finished for {quiet_s:.0f} s. What every thread and worker is doing is in "
+            f"StallDetector: no progress for {quiet_s:.0f} s. What every thread and worker is doing is in "
             f"{path}. Training goes on waiting.",
             stacklevel=2,
         )

@@ -9,7 +9,7 @@ import pickle
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt import StallDetector, StallError
 from lightning_gpuopt._measured import PHASES
+from lightning_gpuopt.callbacks import _observed_fit
 from lightning_gpuopt.callbacks._observed_fit import ObservedFit
 from lightning_gpuopt.callbacks._quiet import QuietDetector
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA
+from lightning_gpuopt.timeline.hang import HangWatch
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
 from tests.callbacks.stalls import FAST, STEPS, Broken, Model, Raiser, Sleeper, SleepyData, run
-from tests.helpers import FEATURES, RecordingLogger, final_weights, tiny_trainer
+from tests.helpers import FEATURES, Clock, RecordingLogger, final_weights, tiny_trainer
 
 pytestmark = pytest.mark.usefixtures("simulated_time")
 
@@ -605,6 +607,47 @@ class TestCopiesInMidFit:
         assert isinstance(copies["logger"], CSVLogger)
         for twin in (copies["detector"], copies["deep"]):
             assert twin.report.notes == ["No training has run yet."]
+
+
+def test_validation_batches_and_saves_are_progress_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    clock = Clock()
+
+    class Watched(HangWatch):
+        """Looks at each second of the test's clock; its thread has nothing to do."""
+
+        def __init__(self, timeout_s: float, write: Callable[[float], None]) -> None:
+            super().__init__(timeout_s, lambda quiet_s: told.append(f"{where}: {quiet_s:.0f} s"), clock)
+            watches.append(self)
+
+    def passes(seconds: int, what: str) -> None:
+        nonlocal where
+        where = what
+        for _ in range(seconds):
+            clock.now_s += 1
+            if watches:
+                watches[0].look()
+
+    class Takes(Callback):
+        def on_validation_batch_end(self, *args: Any) -> None:
+            passes(9, "validation")
+
+        def on_save_checkpoint(self, trainer: Trainer, *args: Any) -> None:
+            passes(9 if trainer.global_step < 8 else 15, f"save at {trainer.global_step}")
+
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            passes(5, "step")
+            if trainer.global_step % 4 == 0:
+                trainer.save_checkpoint(tmp_path / "last.ckpt")
+            passes(5, "step")
+
+    where = ""
+    watches: list[HangWatch] = []
+    monkeypatch.setattr(_observed_fit, "HangWatch", Watched)
+    detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "report", hang_timeout=10.5)
+    trainer = {"max_steps": 8, "limit_val_batches": 3, "val_check_interval": 2}
+    run(tmp_path, Model(), Takes(), detector=detector, **trainer)
+    assert told == ["save at 8: 11 s"]
 
 
 def test_without_a_hang_there_is_no_file(tmp_path: Path) -> None:
