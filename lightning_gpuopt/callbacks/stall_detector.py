@@ -125,6 +125,9 @@ class StallDetector(Callback):
     logs: ClassVar[bool] = True
     """Whether the figures of each window go to the Trainer's loggers."""
 
+    writes_page: ClassVar[bool] = True
+    """Whether ``report.html`` is written beside ``report.json``."""
+
     def __init__(
         self,
         threshold: float = 0.1,
@@ -391,7 +394,8 @@ class StallDetector(Callback):
 
     def _write_into(self, folder: str, report: StallReport) -> None:
         report.save_json(f"{folder}/report.json")
-        report.save_html(f"{folder}/report.html")
+        if self.writes_page:
+            report.save_html(f"{folder}/report.html")
         stacks = Path(folder) / STACKS_FILE
         if self._sampled:
             write_whole(stacks, json.dumps(speedscope(self._sampled)))

@@ -108,6 +108,8 @@ def test_every_trainer_once_and_the_users_own_detector_is_kept(tmp_path):
         "fit-3/report.json",  # the user's own detector's
         "fit-4/report.json",
     ]
+    [page] = re.findall(r"\nReport: gpuopt/\S+/(fit-\d/report.html)\n", err)
+    assert [name for name in reports(tmp_path) if name.endswith(".html")] == [page]  # the one that is shown
 
 
 @pytest.mark.matrix
@@ -312,8 +314,11 @@ class TestWords:
         assert lines[0] == "300 times fit:"
         assert lines[1:21] == [f"  fit-{number}: compute_bound, 3 steps" for number in range(1, 21)]
         assert lines[21:23] == [f"  ... and 280 more, in {tmp_path}", "The longest, fit-1:"]
+        assert list(tmp_path.rglob("*.html")) == [tmp_path / "fit-1" / "report.html"]
+        assert f"Report: {tmp_path / 'fit-1' / 'report.html'}" in lines
 
-    def test_a_report_without_its_page(self, tmp_path):
+    def test_a_page_that_cannot_be_written(self, tmp_path):
+        (tmp_path / "report.html").mkdir()
         fit = Fit(tmp_path, StallReport("compute_bound", 1.0, {}, [], steps=3))
         lines = _found([fit], Watch(str(tmp_path)), ["python"], None, 80)
         assert f"Report: {tmp_path / 'report.json'}" in lines
