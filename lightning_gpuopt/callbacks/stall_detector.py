@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
@@ -24,6 +25,7 @@ from lightning_gpuopt._lightning import (
 )
 from lightning_gpuopt._measured import PHASES
 from lightning_gpuopt._places import Sampled
+from lightning_gpuopt._rank_stop import RankStop
 from lightning_gpuopt.callbacks._guard import Guard
 from lightning_gpuopt.callbacks._observed_fit import ObservedFit, Options
 from lightning_gpuopt.callbacks._progress_bar import BarItem, print_once_fit_has_ended
@@ -85,7 +87,8 @@ class StallDetector(Callback):
         warmup_steps: training batches at the beginning of ``fit`` that are left out of findings (compilation, cold
             caches); they are still in the report's ``phases``.
         on_stall: ``"warn"`` once for each cause, ``"raise"`` a ``StallError`` at the end of the window, or
-            ``"ignore"``.
+            ``"ignore"``. Several ranks raise at the same step, a few after the window, of which they have agreed
+            through the key-value store of ``torch.distributed``, or when training ends; rank 0's findings count.
         report_dir: folder of the report; by default ``<trainer.log_dir>/gpuopt``, and none under ``fast_dev_run``.
         hang_timeout: seconds without progress (a finished step, validation batch or save), counted from
             ``on_train_start``, after which the stacks of this process and the state of its workers are written to
@@ -167,6 +170,7 @@ class StallDetector(Callback):
         self._bar_item = BarItem("data")
         self._listeners: list[WindowListener] = []
         self._run: ObservedFit | None = None
+        self._stop: RankStop | None = None
         self._report: StallReport | None = None
         self._sampled: tuple[Sampled, ...] = ()
         self._baseline: StallReport | None = None
@@ -237,6 +241,12 @@ class StallDetector(Callback):
                 self._bar_item = BarItem("data")
                 run.at_end(self._bar_item.show_in(trainer))
             run.watch_for_hangs(lambda quiet_s: self._tell_hang(run, quiet_s))
+            if self.on_stall == "raise" and trainer.world_size > 1:
+                stop = RankStop("stall-detector-stop", trainer.global_rank, trainer.world_size)
+                if stop.problem is None:
+                    self._stop = stop
+                else:
+                    run.notes.append(f"A stall is raised on each rank by itself: {stop.problem}.")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -249,6 +259,8 @@ class StallDetector(Callback):
             run.see_batch(batch)
             if run.step_done():
                 self._close_window(trainer, run)
+            if self._stop is not None and (why := self._stop.step_done(run.timeline.steps)) is not None:
+                raise StallError(why)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -297,7 +309,7 @@ class StallDetector(Callback):
         """Without what is under way: what is copied or sent to another process is a detector at rest."""
         bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
         state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
-        return {**state, "_run": None, "_listeners": []}
+        return {**state, "_run": None, "_stop": None, "_listeners": []}
 
     def _close_window(self, trainer: Trainer, run: ObservedFit) -> None:
         closed = run.close_window()
@@ -313,9 +325,20 @@ class StallDetector(Callback):
         local = self._folder if trainer.is_global_zero else None
         if findings and self.capture_trace and local is not None and "://" not in local:
             run.record_trace(Path(local) / "trace.json.gz")
-        self._tell(findings)
+        self._tell(trainer, findings)
 
-    def _tell(self, findings: list[Finding]) -> None:
+    def _tell(self, trainer: Trainer, findings: list[Finding]) -> None:
+        for text in self._untold(findings):
+            if self.on_stall == "raise":
+                if self._stop is None:
+                    raise StallError(text)
+                if trainer.is_global_zero:  # the verdict is its own
+                    self._stop.ask(text)
+            if self.on_stall == "warn":
+                rank_zero_warn(f"StallDetector: {text}")
+
+    def _untold(self, findings: list[Finding]) -> Iterator[str]:
+        """What there is to say of causes of which nothing was said yet."""
         for finding in findings:
             who = finding_name(finding)
             if who in self._told:
@@ -324,10 +347,7 @@ class StallDetector(Callback):
             text = f"Training waits: {who} takes {finding.share * 100:.0f} % of the time. {finding.advice}"
             if "where" in finding.evidence and finding.cause != "gpu_sync":  # whose advice has it
                 text += f" Where: {finding.evidence['where']}."
-            if self.on_stall == "raise":
-                raise StallError(text)
-            if self.on_stall == "warn":
-                rank_zero_warn(f"StallDetector: {text}")
+            yield text
 
     def _tell_hang(self, run: ObservedFit, quiet_s: float) -> None:
         """Called on the thread of the watch; any rank may be the one that hangs."""
@@ -341,6 +361,22 @@ class StallDetector(Callback):
         )
 
     def _finish(self, trainer: Trainer, *, tell: bool) -> None:
+        stop, self._stop = self._stop, None
+        try:
+            self._freeze(trainer, tell=tell)
+            findings = self._report.findings if self._report is not None else []
+            if tell and stop is None:
+                self._tell(trainer, findings)
+            elif tell and stop is not None:
+                why = stop.end(next(self._untold(findings), None))
+                if why is not None:
+                    raise StallError(why)
+        finally:
+            if stop is not None:
+                stop.close()
+
+    def _freeze(self, trainer: Trainer, *, tell: bool) -> None:
+        """Make the report, write it, and leave the Trainer as it was."""
         run = self._run
         if run is None or not run.started:
             self._leave()
@@ -362,8 +398,6 @@ class StallDetector(Callback):
             return
         if trainer.is_global_zero and self._folder is not None:
             self._write(trainer, self._folder, self._report)
-        if tell:
-            self._tell(self._report.findings)
 
     def _print(self, trainer: Trainer, *, interrupted: bool = False) -> None:
         report = self._report
@@ -404,6 +438,9 @@ class StallDetector(Callback):
 
     def _leave(self) -> None:
         run, self._run = self._run, None
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            stop.close()
         if run is not None:
             run.undo()
 
