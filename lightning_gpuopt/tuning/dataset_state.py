@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -34,7 +35,7 @@ class DatasetState:
         digest: the same for the same state, as far as was looked.
         has_epochs: whether something in it has a ``set_epoch`` method.
         is_whole: whether all of it was looked at, but for what large containers and arrays hold. What cannot be looked
-            into is the same as long as it is the same object.
+            into is the same as long as it is the same object, and a memory map as long as it is the same one.
     """
 
     digest: int
@@ -87,6 +88,8 @@ class _Walk:
         """What makes up a value: hashes as they are, and what is to be walked through as such."""
         if isinstance(value, torch.Tensor):
             yield hash((id(value), value._version, tuple(value.shape)))
+        elif isinstance(value, np.ndarray) and _is_mapped(value):  # its pages are files', and may be on a slow disk
+            yield hash((value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str))
         elif isinstance(value, np.ndarray):
             # ravel() would copy what is not contiguous, such as a transposed memory map
             yield hash((id(value), value.shape, value.flat[:: max(value.size // _LARGE, 1)].tobytes()))
@@ -134,6 +137,14 @@ class _Walk:
         for name in sorted(held):
             yield hash(name)
             yield self.of(held[name])
+
+
+def _is_mapped(array: np.ndarray[Any, Any]) -> bool:
+    """Whether it lies in a memory map."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
 
 
 def _some(items: Iterable[Any], length: int) -> Iterator[Any]:

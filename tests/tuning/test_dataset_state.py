@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,30 @@ import pytest
 import torch
 
 from lightning_gpuopt.tuning.dataset_state import state_of
+
+MAPPED = """
+import mmap, os, sys
+import numpy as np
+from lightning_gpuopt.tuning.dataset_state import state_of
+
+path = sys.argv[1]
+np.arange(1 << 16).tofile(path)
+with open(path, "r+b") as file:
+    plain = mmap.mmap(file.fileno(), 0)
+mapped = np.memmap(path, dtype=np.int64, mode="r", shape=(256, 256))
+held = [mapped, mapped[1:, ::2], np.frombuffer(plain, dtype=np.int64), np.asarray(mapped).T]
+assert state_of(*held) == state_of(*held)
+assert len({state_of(each).digest for each in held}) == 4
+state = state_of(*held)
+os.truncate(path, 0)  # whoever reads a page now is ended by SIGBUS
+assert state_of(*held) == state
+"""
+
+
+def test_the_pages_of_a_memory_map_are_not_read(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MAPPED, str(tmp_path / "large.bin")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 class Held:
