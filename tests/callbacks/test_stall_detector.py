@@ -16,6 +16,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -512,6 +513,16 @@ def test_two_detectors_in_one_trainer_are_refused(tmp_path: Path) -> None:
 def test_wrong_arguments_are_refused_in_words(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StallDetector(**kwargs)
+
+
+@pytest.mark.parametrize(("text", "word"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'off'", "off")])
+def test_what_yaml_makes_of_the_words_of_profile_is_understood(text: str, word: str, tmp_path: Path) -> None:
+    (tmp_path / "fit.yaml").write_text(f"detector:\n  profile: {text}\n")
+    parser = ArgumentParser()
+    parser.add_class_arguments(StallDetector, "detector")
+    parser.add_argument("--config", action="config")
+    asked = parser.parse_args(["--config", str(tmp_path / "fit.yaml")]).detector.profile
+    assert StallDetector(profile=asked).profile == word
 
 
 def test_it_pickles_before_and_after_fit(tmp_path: Path) -> None:
