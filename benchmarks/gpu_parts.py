@@ -61,6 +61,8 @@ def new_detector(**arguments: Any) -> StallDetector:
     quiet: dict[str, Any] = {"on_stall": "ignore"}
     if "print_report" in inspect.signature(StallDetector).parameters:
         quiet["print_report"] = False
+    if "profile" in inspect.signature(StallDetector).parameters:
+        quiet["profile"] = "on"  # the steps after a look show what it costs
     return StallDetector(**(quiet | arguments))
 
 

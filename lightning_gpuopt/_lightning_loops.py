@@ -238,6 +238,28 @@ def is_before_max_steps(trainer: Trainer, further: int, optimizer_steps: float |
     return bool(trainer.global_step + steps < trainer.max_steps)
 
 
+def batches_left(trainer: Trainer) -> int | None:
+    """Training batches after the current one, up to the end of ``fit``; None where no end can be foreseen.
+
+    By ``max_steps`` and ``max_epochs``; ``limit_train_batches`` is in the number of an epoch's batches. Where the last
+    batches of an epoch make a step of their own, or a module optimizes by itself, it is an estimate. Called in
+    ``on_train_batch_end``. Reads ``_TrainingEpochLoop.batch_progress`` (Lightning 2.5.0 to 2.6.6).
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    of_an_epoch, left = trainer.num_training_batches, []
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0 and of_an_epoch != float("inf"):
+        epochs = max(trainer.max_epochs - trainer.current_epoch - 1, 0)
+        left.append(epochs * int(of_an_epoch) + int(of_an_epoch) - progress.current.ready)
+    if trainer.max_steps is not None and trainer.max_steps >= 0:
+        steps = trainer.max_steps - trainer.global_step
+        if trainer.lightning_module.automatic_optimization:
+            rhythm = min(max(trainer.accumulate_grad_batches, 1), of_an_epoch)
+            left.append(int(steps * rhythm - progress.current.ready % rhythm))
+        elif trainer.global_step:
+            left.append(int(steps * progress.total.ready / trainer.global_step))
+    return max(min(left), 0) if left else None
+
+
 def why_batches_move_otherwise(trainer: Trainer, pl_module: LightningModule) -> str | None:
     """Why batches do not come to the device in Lightning's plain way; None where they do."""
     for owner in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]

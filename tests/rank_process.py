@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from itertools import count
 
 import torch.distributed as dist
 
-from lightning_gpuopt import _ranks
+from lightning_gpuopt import _rank_stop, _ranks
+from lightning_gpuopt._rank_stop import RankStop
 from lightning_gpuopt._ranks import RankGather
 from tests.helpers import wait_for
 
@@ -70,6 +73,52 @@ def the_first_dies(rank: int, world_size: int) -> object:
     gather.close()
     os.write(1, json.dumps({"problem": gather.problem is not None, "ready": gather.ready()}).encode())
     os._exit(0)
+
+
+def all_stop(rank: int, world_size: int) -> object:
+    """No rank waits for another: when rank 0 asks, in its third step, each is where it is. Then a second run."""
+    seen = []
+    for run in range(2):
+        stop = RankStop("test", rank, world_size)
+        for step in count(1):
+            time.sleep(0.001 * (1 + rank))  # its work
+            if rank == 0 and step == 3:
+                stop.ask(f"run {run}")
+                stop.ask("again")
+            if (why := stop.step_done(step)) is not None:
+                break
+        stop.close()
+        seen.append([step, why])
+    return {"seen": seen, "problem": stop.problem}
+
+
+def all_end(rank: int, world_size: int) -> object:
+    """Training ends: with nothing to say, with a reason, with one that was asked for shortly before, and in silence."""
+    seen = []
+    for run in range(4):
+        stop = RankStop("test", rank, world_size)
+        if rank == 0 and run == 2:
+            stop.ask("asked")
+        if rank or run < 3:
+            seen.append(stop.end("at the end" if rank == 0 and run in (1, 2) else None))
+        stop.close()
+    return {"seen": seen, "problem": stop.problem}
+
+
+def one_never_answers(rank: int, world_size: int) -> object:
+    """Rank 0 asks, and the last rank is gone."""
+    if rank == world_size - 1:
+        os._exit(0)
+    _rank_stop._PATIENCE_S = 3.0 if rank == 0 else 30.0
+    stop = RankStop("test", rank, world_size)
+    if rank == 0:
+        stop.ask("asked")
+    for step in count(1):
+        time.sleep(0.001)  # its work
+        if (why := stop.step_done(step)) is not None:
+            break
+    stop.close()
+    return {"step": step, "why": why}
 
 
 def wait_for_the_others() -> None:

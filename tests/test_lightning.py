@@ -10,10 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt import _lightning
-from tests.helpers import TinyModel
+from lightning_gpuopt._lightning_loops import batches_left
+from tests.helpers import TinyModel, tiny_trainer
 
 needs_both = pytest.mark.skipif(
     importlib.util.find_spec("pytorch_lightning") is None, reason="needs pytorch_lightning as well"
@@ -159,3 +162,59 @@ def test_metrics_that_are_reduced_in_steps() -> None:
     assert _lightning.metrics_reduced_in_steps(trainer) == ["loss"]
     del loop._results
     assert _lightning.metrics_reduced_in_steps(trainer) == []
+
+
+class ByHand(TinyModel):
+    """Two optimizer steps a batch."""
+
+    def __init__(self) -> None:
+        super().__init__(num_batches=5)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        for _ in range(2):
+            self.optimizers().step()  # type: ignore[union-attr]
+        return loss
+
+
+class Unsized(TinyModel):
+    """A loader that knows no length."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(iter_of(self._loader().dataset), batch_size=2)
+
+
+def iter_of(samples: Any) -> IterableDataset[Any]:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return (samples[index] for index in range(10))
+
+    return Stream()
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "left"),
+    [
+        (TinyModel, {"max_steps": 4}, [3, 2, 1, 0]),
+        (lambda: TinyModel(num_batches=3), {"max_steps": 4, "max_epochs": 1}, [2, 1, 0]),
+        (TinyModel, {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 2}, [3, 2, 1, 0]),
+        (TinyModel, {"max_steps": 2, "accumulate_grad_batches": 2}, [3, 2, 1, 0]),
+        (lambda: TinyModel(num_batches=2), {"max_steps": 2, "accumulate_grad_batches": 9}, [3, 2, 1, 0]),
+        (ByHand, {"max_steps": 8}, [3, 2, 1, 0]),
+        (Unsized, {"max_steps": -1, "max_epochs": 1}, [None] * 5),
+        (Unsized, {"max_steps": 4, "max_epochs": 1}, [3, 2, 1, 0]),
+    ],
+)
+def test_the_batches_up_to_an_end_that_can_be_foreseen(
+    model: Any, trainer: dict[str, Any], left: list[int | None], tmp_path: Path
+) -> None:
+    seen = []
+
+    class Counts(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            seen.append(batches_left(trainer))
+
+    tiny_trainer(tmp_path, callbacks=[Counts()], **trainer).fit(model())
+    assert seen == left

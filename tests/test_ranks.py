@@ -87,3 +87,24 @@ def test_closing_without_waiting_gives_out_what_is_there(monkeypatch):
     gather.post(0, "mine")
     gather.close(timeout_s=0.0)
     assert gather.ready() == [Gathered(0, {0: "mine"})]
+
+
+def test_all_ranks_stop_at_the_same_step_wherever_they_are():
+    ranks = run_ranks("tests.rank_process", "all_stop", 3)
+    assert [each["problem"] for each in ranks] == [None] * 3
+    assert ranks[1] == ranks[2] == ranks[0]
+    assert [why for _, why in ranks[0]["seen"]] == ["run 0", "run 1"]
+    assert all(step >= 3 for step, _ in ranks[0]["seen"])
+
+
+def test_ranks_whose_training_ends_are_told_what_rank_0_says():
+    first, second = run_ranks("tests.rank_process", "all_end", 2)
+    assert first == {"seen": [None, "at the end", "asked"], "problem": None}
+    assert second["seen"] == [None, "at the end", "asked", None]
+
+
+def test_a_rank_that_is_gone_keeps_nobody_from_stopping():
+    first, second, gone = run_ranks("tests.rank_process", "one_never_answers", 3)
+    assert gone is None
+    assert first == second
+    assert first["why"] == "asked"

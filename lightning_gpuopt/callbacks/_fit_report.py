@@ -54,7 +54,7 @@ def report_of(
     waterfall = measured.waterfall if measured is not None else None
     read = measured is not None and measured.gpu is not None and measured.gpu.steps > 0
     return StallReport(
-        verdict=verdict_of(findings),
+        verdict=verdict_of(findings, look_missed=measured is not None and measured.look_missed),
         wall_s=times.wall_s,
         phases=times.phases,
         findings=findings,

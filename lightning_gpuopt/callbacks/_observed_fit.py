@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from lightning_gpuopt import _lightning
 from lightning_gpuopt._lightning import LightningModule, Trainer
+from lightning_gpuopt._lightning_loops import batches_left
 from lightning_gpuopt._measured import ImageSamples, PhaseTimes, RankWork
 from lightning_gpuopt._measured_gpu import AheadCopies
 from lightning_gpuopt._places import Sampled
@@ -29,7 +30,7 @@ from lightning_gpuopt.callbacks._placement import Placement, forward_is_a_ranks_
 from lightning_gpuopt.callbacks._rank_watch import RankWatch
 from lightning_gpuopt.callbacks._seen_run import SeenRunWatch
 from lightning_gpuopt.callbacks._steady_part import SteadyPart, work_of
-from lightning_gpuopt.callbacks._step_looks import StepLooks
+from lightning_gpuopt.callbacks._step_looks import Profile, StepLooks
 from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
 from lightning_gpuopt.diagnosis.compare import proofs_of
 from lightning_gpuopt.diagnosis.measurement import Measurement
@@ -37,9 +38,10 @@ from lightning_gpuopt.diagnosis.record import Change, Finding, Proof
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.diagnosis.stalls import count_stalls, diagnose
 from lightning_gpuopt.diagnosis.storage_step import STORAGE_CAUSES
-from lightning_gpuopt.timeline.hang import HangWatch, write_state
+from lightning_gpuopt.timeline.hang import HangWatch, Watched, write_state
 from lightning_gpuopt.timeline.pauses import PauseWatch
 from lightning_gpuopt.timeline.steps import StepClock
+from lightning_gpuopt.timeline.trace import TraceCapture
 from lightning_gpuopt.timeline.windows import Windows
 
 log = logging.getLogger(__name__)
@@ -69,8 +71,9 @@ class Options:
         threshold: share of wall time from which on a cause is reported, 0-1.
         window_size: training batches in a window.
         warmup_steps: training batches that are left out of findings.
-        hang_timeout: seconds without a step that count as a hang; None: no watch.
+        hang_timeout: seconds without progress that count as a hang; None: no watch.
         nvtx: phases as NVTX ranges.
+        profile: whether torch.profiler may look at a few steps.
     """
 
     threshold: float
@@ -78,6 +81,7 @@ class Options:
     warmup_steps: int
     hang_timeout: float | None
     nvtx: bool
+    profile: Profile = "auto"
 
 
 class ObservedFit:
@@ -112,6 +116,7 @@ class ObservedFit:
         self._placed.undo.callback(self.loader.undo)
         self._device: DeviceWatch | None = None
         self._looks: StepLooks | None = None
+        self._trace: TraceCapture | None = None
         self._seen_run: SeenRunWatch | None = None
         self._together: RankWatch | None = None
         self._lines: LineLooks | None = None
@@ -226,8 +231,16 @@ class ObservedFit:
             self._trainer.strategy.root_device, self.timeline, forward=self._own_forward, links=several
         )
         self._device = device
-        rhythm = self._trainer.accumulate_grad_batches
-        self._looks = StepLooks(device, self._options.threshold, several_ranks=several, rhythm=rhythm)
+        self._looks = StepLooks(
+            device,
+            self._options.threshold,
+            profile=self._options.profile,
+            batches_left=lambda: batches_left(self._trainer),
+            rank=self._trainer.global_rank,
+            several_ranks=several,
+            rhythm=self._trainer.accumulate_grad_batches,
+            is_taken=lambda: self._trace is not None and self._trace.recording,
+        )
         self._placed.undo.callback(device.close)
         self._placed.undo.callback(self._looks.finish)
 
@@ -240,20 +253,54 @@ class ObservedFit:
             self._placed.observers.connect(event, getattr(device.clock, event), refused)
 
     def watch_for_hangs(self, write: Callable[[float], None]) -> None:
-        """Have ``write`` called, on a thread of its own, when no step is finished for ``hang_timeout`` seconds."""
+        """Have ``write`` called, on a thread of its own, when nothing progresses for ``hang_timeout`` seconds."""
         if self._options.hang_timeout is not None:
             self._hang = HangWatch(self._options.hang_timeout, write)
             self._placed.undo.callback(self._hang.stop)
+            saves = Watched(self._trainer.save_checkpoint, self._hang)
+            self._placed.undo.callback(_lightning.shadow(self._trainer, "save_checkpoint", saves))
             self._hang.start()
+
+    def progress(self) -> None:
+        """A batch of an evaluation has begun, or was finished."""
+        if self._hang is not None:
+            self._hang.progress()
 
     def at_end(self, undo: Callable[[], None]) -> None:
         """Have something undone with the rest, when the fit ends."""
         self._placed.undo.callback(undo)
 
-    @property
-    def recording(self) -> bool:
-        """Whether torch.profiler records a few steps for a close look."""
-        return self._looks is not None and self._looks.recording
+    def record_trace(self, path: Path) -> None:
+        """Record the next five steps, as soon as torch.profiler is not at work for a look; once."""
+        if self._trace is None:
+            self._trace = TraceCapture(path)
+            self._placed.undo.callback(self._end_trace)
+            self._begin_trace()
+
+    def _begin_trace(self) -> None:
+        trace = self._trace
+        if trace is None or trace.over or trace.recording:
+            return
+        if self._looks is not None and not self._looks.leaves_time_for(trace.steps_left):
+            return
+        try:
+            trace.begin()
+        except RuntimeError as error:
+            trace.end()
+            self.notes.append(f"No trace was recorded: {error}")
+
+    def _advance_trace(self, trace: TraceCapture) -> None:
+        if trace.recording:
+            trace.step_done()
+        else:
+            self._begin_trace()
+
+    def _end_trace(self) -> None:
+        try:
+            if self._trace is not None:
+                self._trace.end()
+        except Exception:
+            log.warning("StallDetector could not write its trace", exc_info=True)
 
     def stop(self) -> None:
         """Freeze the figures, and take in what the other ranks have to say."""
@@ -295,6 +342,8 @@ class ObservedFit:
                 self._steady.step_done()
             gpu = self._steady.gpu if self._steady is not None else None
             self._looks.step_done(timeline.steps - self._options.warmup_steps, gpu)
+        if self._trace is not None and not self._trace.over:
+            self._advance_trace(self._trace)
         if self._lines is not None:
             self._lines.step_done()
             if self._lines.due(timeline.steps - self._options.warmup_steps) and (measured := self._measured()):

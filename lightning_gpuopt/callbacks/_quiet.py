@@ -19,6 +19,7 @@ class QuietMonitor(GpuUtilMonitor):
 
 
 class QuietDetector(StallDetector):
-    """What it finds is in the report alone."""
+    """What it finds is in ``report.json`` alone: whoever reads that makes the page."""
 
     logs = False
+    writes_page = False

@@ -217,6 +217,7 @@ class SteadyPart:
             syncs=self._looks.syncs,
             look=self._looks.look,
             look_pending=self._looks.pending,
+            look_missed=self._looks.missed,
         )
 
 

@@ -39,6 +39,8 @@ _CLOSE_TIMEOUT_S = 1.0
 _GATHER_TIMEOUT_S = 3.0
 """How long the end of ``fit`` waits for the other ranks' last figures."""
 
+_INTERVAL_S = 0.1
+
 _BAR_EVERY_N_STEPS = 50
 """How often the progress bar's figure is refreshed where nothing is logged."""
 
@@ -60,8 +62,10 @@ class GpuUtilMonitor(Callback):
         devices: ``"auto"``: the GPU that this rank trains on, nothing on a CPU Trainer. ``"all"``: every visible GPU.
             Or a list of CUDA ordinals (after ``CUDA_VISIBLE_DEVICES``) and UUIDs (``"GPU-…"``, ``"MIG-…"``), each
             once.
-        sample_interval: seconds from one reading to the next, at least 0.001; more where readings would take more than
-            0.5 % of a core. Utilization is read each time, what changes slowly every fifth time, or every 0.5 s.
+        sample_interval: seconds from one reading to the next, in the mean (each is at a random moment of its interval),
+            at least 0.001. At the default, 0.1, more where readings would take more than 0.5 % of a core; any other is
+            kept. Utilization is read each time, where there is one from the buffer that the driver fills by itself;
+            what changes slowly every fifth time, or every 0.5 s.
         log_every_n_steps: optimizer steps from one logged window to the next, 0 for never; None: the Trainer's.
         prog_bar: show ``gpu 31 %`` in the Trainer's progress bar: the last window's utilization, the mean where there
             is more than one GPU. Refreshed with each window (every 50 steps where none is logged).
@@ -89,7 +93,7 @@ class GpuUtilMonitor(Callback):
         self,
         metrics: Literal["default", "all"] | list[str] = "default",
         devices: Literal["auto", "all"] | list[int | str] = "auto",
-        sample_interval: float = 0.1,
+        sample_interval: float = _INTERVAL_S,
         log_every_n_steps: int | None = None,
         prog_bar: bool = False,
     ) -> None:
@@ -199,6 +203,7 @@ class GpuUtilMonitor(Callback):
             self._selected,
             self.devices,
             interval_s=self.sample_interval,
+            bounded=self.sample_interval == _INTERVAL_S,
             current=trainer.strategy.root_device.index or 0,
             rank=trainer.global_rank,
             world_size=trainer.world_size,

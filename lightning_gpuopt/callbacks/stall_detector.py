@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
@@ -25,9 +25,11 @@ from lightning_gpuopt._lightning import (
 )
 from lightning_gpuopt._measured import PHASES
 from lightning_gpuopt._places import Sampled
+from lightning_gpuopt._rank_stop import RankStop
 from lightning_gpuopt.callbacks._guard import Guard
 from lightning_gpuopt.callbacks._observed_fit import ObservedFit, Options
 from lightning_gpuopt.callbacks._progress_bar import BarItem, print_once_fit_has_ended
+from lightning_gpuopt.callbacks._step_looks import Profile
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.render.speedscope import STACKS_FILE, speedscope
@@ -35,9 +37,6 @@ from lightning_gpuopt.diagnosis.render.text import render_text
 from lightning_gpuopt.diagnosis.report import Finding, StallReport, write_whole
 from lightning_gpuopt.diagnosis.stalls import StallError
 from lightning_gpuopt.diagnosis.where import finding_name
-from lightning_gpuopt.timeline.trace import TraceCapture
-
-logger = logging.getLogger(__name__)
 
 OnStall = Literal["warn", "raise", "ignore"]
 
@@ -62,8 +61,8 @@ class StallDetector(Callback):
 
     On a CUDA device only the time counts in which the GPU was idle, measured with CUDA events that are read later,
     without a synchronize: a host that works or waits while the GPU is busy is no stall. The inside of the step is
-    looked at once, over three steps, with torch.profiler, where NVML's figures give reason to, or where several ranks
-    train.
+    looked at once, over three steps, with torch.profiler, where NVML's figures give reason to and ``profile`` allows
+    it.
 
     Every ``window_size`` batches it logs ``step/time_s`` (mean seconds per batch, without validation, checkpoints and
     the set-up of epochs), ``step/{phase}_percent`` (share of the window's wall time, 0-100) and ``stall/count`` (causes
@@ -88,22 +87,30 @@ class StallDetector(Callback):
         warmup_steps: training batches at the beginning of ``fit`` that are left out of findings (compilation, cold
             caches); they are still in the report's ``phases``.
         on_stall: ``"warn"`` once for each cause, ``"raise"`` a ``StallError`` at the end of the window, or
-            ``"ignore"``.
+            ``"ignore"``. Several ranks raise at the same step, a few after the window, of which they have agreed
+            through the key-value store of ``torch.distributed``, or when training ends; rank 0's findings count.
         report_dir: folder of the report; by default ``<trainer.log_dir>/gpuopt``, and none under ``fast_dev_run``.
-        hang_timeout: seconds without a finished step, counted from ``on_train_start``, after which the stacks of this
-            process and the state of its workers are written to ``report_dir/hang-*.txt`` and a warning is given, once
-            for each hang. Training is not ended.
+        hang_timeout: seconds without progress (a finished step, validation batch or save), counted from
+            ``on_train_start``, after which the stacks of this process and the state of its workers are written to
+            ``report_dir/hang-*.txt`` and a warning is given, once for each hang. A validation batch and a save are
+            timed from their own beginning. Training is not ended.
         nvtx: mark the phases as NVTX ranges as well, for Nsight Systems. Needs a CUDA build of torch.
         capture_trace: when a stall is found, record the next five steps, once, with ``torch.profiler``, into
-            ``report_dir/trace.json.gz``, which Perfetto opens.
+            ``report_dir/trace.json.gz``, which Perfetto opens; under ``profile="auto"`` as well. It waits for a look
+            inside the step that is under way.
         print_report: print the report's table when ``fit`` has ended, on rank 0's stdout and as wide as the terminal,
             under ``on_stall="ignore"`` too. Also after Ctrl-C, but not after other exceptions, and not where no step
             came after the warm-up: then nothing was diagnosed.
         prog_bar: show ``data 42 %`` in the Trainer's progress bar: the share of the last window's wall time, on CUDA of
             the GPU's, in which it waited for data. Refreshed with each window.
+        profile: whether torch.profiler may record a few steps on CUDA, once, where the inside of the step has to be
+            looked at. Once used, it can slow down what follows. ``"auto"``: with one rank, in the last steps before an
+            end that can be foreseen (``max_steps``; ``max_epochs`` with a known number of batches). ``"on"`` (or True):
+            whenever it is wanted; of several ranks on rank 0. ``"off"`` (or False): never. Where a look was needed and
+            not allowed, and nothing else was found, the verdict is ``"unknown"``, and a note says how to allow it.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or ``capture_trace=True`` with ``profile="off"``.
         MisconfigurationException: two StallDetectors in one Trainer.
         StallError: a stall was found, with ``on_stall="raise"``.
 
@@ -121,6 +128,9 @@ class StallDetector(Callback):
     logs: ClassVar[bool] = True
     """Whether the figures of each window go to the Trainer's loggers."""
 
+    writes_page: ClassVar[bool] = True
+    """Whether ``report.html`` is written beside ``report.json``."""
+
     def __init__(
         self,
         threshold: float = 0.1,
@@ -133,6 +143,7 @@ class StallDetector(Callback):
         capture_trace: bool = False,
         print_report: bool = True,
         prog_bar: bool = False,
+        profile: Profile | bool = "auto",
     ) -> None:
         super().__init__()
         if report_dir is not None and not isinstance(report_dir, (str, os.PathLike)):
@@ -149,16 +160,22 @@ class StallDetector(Callback):
         self.capture_trace = flag("capture_trace", capture_trace)
         self.print_report = flag("print_report", print_report)
         self.prog_bar = flag("prog_bar", prog_bar)
+        words: dict[object, object] = {True: "on", False: "off"}  # what YAML makes of an unquoted on or off
+        word = words[profile] if isinstance(profile, bool) else profile
+        self.profile: Profile = choice("profile", word, get_args(Profile))  # type: ignore[arg-type]
+        if self.capture_trace and self.profile == "off":
+            raise ValueError(
+                'capture_trace=True records with torch.profiler, and profile="off" forbids that: leave one of them out'
+            )
         self._bar_item = BarItem("data")
         self._listeners: list[WindowListener] = []
         self._run: ObservedFit | None = None
+        self._stop: RankStop | None = None
         self._report: StallReport | None = None
         self._sampled: tuple[Sampled, ...] = ()
         self._baseline: StallReport | None = None
         self._folder: str | None = None
         self._told: set[str] = set()
-        self._trace: TraceCapture | None = None
-        self._traced = False
 
     @property
     def report(self) -> StallReport:
@@ -204,7 +221,6 @@ class StallDetector(Callback):
         self._told.clear()
         self._report = None
         self._sampled = ()
-        self._traced = False
         self._folder = None
         if self.report_dir is not None:  # no other rank is asked: one may be without a detector, under a watch
             self._folder = str(self.report_dir).rstrip("/")
@@ -213,7 +229,9 @@ class StallDetector(Callback):
             if not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 self._folder = f"{str(log_dir or trainer.default_root_dir).rstrip('/')}/gpuopt"
         self._baseline = _read_report(self._folder)
-        options = Options(self.threshold, self.window_size, self.warmup_steps, self.hang_timeout, self.nvtx)
+        options = Options(
+            self.threshold, self.window_size, self.warmup_steps, self.hang_timeout, self.nvtx, self.profile
+        )
         with Guard(self, trainer):
             self._run = ObservedFit(trainer, pl_module, options)
 
@@ -228,6 +246,12 @@ class StallDetector(Callback):
                 self._bar_item = BarItem("data")
                 run.at_end(self._bar_item.show_in(trainer))
             run.watch_for_hangs(lambda quiet_s: self._tell_hang(run, quiet_s))
+            if self.on_stall == "raise" and trainer.world_size > 1:
+                stop = RankStop("stall-detector-stop", trainer.global_rank, trainer.world_size)
+                if stop.problem is None:
+                    self._stop = stop
+                else:
+                    run.notes.append(f"A stall is raised on each rank by itself: {stop.problem}.")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -240,8 +264,28 @@ class StallDetector(Callback):
             run.see_batch(batch)
             if run.step_done():
                 self._close_window(trainer, run)
-            elif self._trace is not None:
-                self._trace.step_done()
+            if self._stop is not None and (why := self._stop.step_done(run.timeline.steps)) is not None:
+                raise StallError(why)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """No hang: a batch has come."""
+        if self._run is not None:
+            self._run.progress()
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """No hang: a batch is done."""
+        if self._run is not None:
+            self._run.progress()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Look at the graphs of the first losses."""
@@ -270,7 +314,7 @@ class StallDetector(Callback):
         """Without what is under way: what is copied or sent to another process is a detector at rest."""
         bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
         state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
-        return {**state, "_run": None, "_trace": None, "_listeners": []}
+        return {**state, "_run": None, "_stop": None, "_listeners": []}
 
     def _close_window(self, trainer: Trainer, run: ObservedFit) -> None:
         closed = run.close_window()
@@ -283,11 +327,23 @@ class StallDetector(Callback):
             listener.window_closed(run, window, findings)
         if window.waterfall.wall_s > 0:
             self._bar_item.set_percent(window.waterfall.share(window.waterfall.wait("data_wait")) * 100)
-        if findings and self.capture_trace and not self._traced and not run.recording:
-            self._begin_trace(trainer, run)
-        self._tell(findings)
+        local = self._folder if trainer.is_global_zero else None
+        if findings and self.capture_trace and local is not None and "://" not in local:
+            run.record_trace(Path(local) / "trace.json.gz")
+        self._tell(trainer, findings)
 
-    def _tell(self, findings: list[Finding]) -> None:
+    def _tell(self, trainer: Trainer, findings: list[Finding]) -> None:
+        for text in self._untold(findings):
+            if self.on_stall == "raise":
+                if self._stop is None:
+                    raise StallError(text)
+                if trainer.is_global_zero:  # the verdict is its own
+                    self._stop.ask(text)
+            if self.on_stall == "warn":
+                rank_zero_warn(f"StallDetector: {text}")
+
+    def _untold(self, findings: list[Finding]) -> Iterator[str]:
+        """What there is to say of causes of which nothing was said yet."""
         for finding in findings:
             who = finding_name(finding)
             if who in self._told:
@@ -296,10 +352,7 @@ class StallDetector(Callback):
             text = f"Training waits: {who} takes {finding.share * 100:.0f} % of the time. {finding.advice}"
             if "where" in finding.evidence and finding.cause != "gpu_sync":  # whose advice has it
                 text += f" Where: {finding.evidence['where']}."
-            if self.on_stall == "raise":
-                raise StallError(text)
-            if self.on_stall == "warn":
-                rank_zero_warn(f"StallDetector: {text}")
+            yield text
 
     def _tell_hang(self, run: ObservedFit, quiet_s: float) -> None:
         """Called on the thread of the watch; any rank may be the one that hangs."""
@@ -307,24 +360,28 @@ class StallDetector(Callback):
         local = Path(folder) if folder is not None and "://" not in folder else Path(tempfile.gettempdir())
         path = run.write_hang(local, quiet_s)
         warnings.warn(
-            f"StallDetector: no step was finished for {quiet_s:.0f} s. What every thread and worker is doing is in "
+            f"StallDetector: no progress for {quiet_s:.0f} s. What every thread and worker is doing is in "
             f"{path}. Training goes on waiting.",
             stacklevel=2,
         )
 
-    def _begin_trace(self, trainer: Trainer, run: ObservedFit) -> None:
-        if self._folder is None or "://" in self._folder or not trainer.is_global_zero:
-            return
-        self._traced = True
-        trace = TraceCapture(Path(self._folder) / "trace.json.gz")
-        try:
-            trace.begin()
-        except RuntimeError as error:
-            run.notes.append(f"No trace was recorded: {error}")
-            return
-        self._trace = trace
-
     def _finish(self, trainer: Trainer, *, tell: bool) -> None:
+        stop, self._stop = self._stop, None
+        try:
+            self._freeze(trainer, tell=tell)
+            findings = self._report.findings if self._report is not None else []
+            if tell and stop is None:
+                self._tell(trainer, findings)
+            elif tell and stop is not None:
+                why = stop.end(next(self._untold(findings), None))
+                if why is not None:
+                    raise StallError(why)
+        finally:
+            if stop is not None:
+                stop.close()
+
+    def _freeze(self, trainer: Trainer, *, tell: bool) -> None:
+        """Make the report, write it, and leave the Trainer as it was."""
         run = self._run
         if run is None or not run.started:
             self._leave()
@@ -346,8 +403,6 @@ class StallDetector(Callback):
             return
         if trainer.is_global_zero and self._folder is not None:
             self._write(trainer, self._folder, self._report)
-        if tell:
-            self._tell(self._report.findings)
 
     def _print(self, trainer: Trainer, *, interrupted: bool = False) -> None:
         report = self._report
@@ -378,7 +433,8 @@ class StallDetector(Callback):
 
     def _write_into(self, folder: str, report: StallReport) -> None:
         report.save_json(f"{folder}/report.json")
-        report.save_html(f"{folder}/report.html")
+        if self.writes_page:
+            report.save_html(f"{folder}/report.html")
         stacks = Path(folder) / STACKS_FILE
         if self._sampled:
             write_whole(stacks, json.dumps(speedscope(self._sampled)))
@@ -387,15 +443,11 @@ class StallDetector(Callback):
 
     def _leave(self) -> None:
         run, self._run = self._run, None
-        trace, self._trace = self._trace, None
-        try:
-            if trace is not None:
-                trace.end()
-        except Exception:
-            logger.warning("StallDetector could not write its trace", exc_info=True)
-        finally:
-            if run is not None:
-                run.undo()
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            stop.close()
+        if run is not None:
+            run.undo()
 
     def _passes(self, error: Exception) -> bool:
         return isinstance(error, StallError)

@@ -131,7 +131,6 @@ class WatchedRun(Callback):
                 write_whole(folder / GPU_FILE, json.dumps(figures, indent=2))
             if detector.folder != str(folder):  # the user's own
                 detector.report.save_json(folder / "report.json")
-                detector.report.save_html(folder / "report.html")
         self._watch.note("end", folder=str(folder), messages=list(self._messages))
         with suppress(OSError):  # it is empty where training never began, as Tuner ends its fit: the next one's, then
             folder.rmdir()

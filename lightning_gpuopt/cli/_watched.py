@@ -1,4 +1,8 @@
-"""What ``watch`` prints when the command has ended: read from the notes and reports of the processes under it."""
+"""What ``watch`` prints when the command has ended: read from the notes and reports of the processes under it.
+
+A page is made of one report alone, the one that is shown: it is of some 5 MB, and a search for hyperparameters has
+hundreds of fits.
+"""
 
 from __future__ import annotations
 
@@ -151,9 +155,12 @@ def _found(fits: list[Fit], watch: Watch, command: Sequence[str], report_dir: st
     lines += [render_text(report, width)]
     lines += gpu_lines(longest.gpu)
     lines += [f"Note: {message}" for message in longest.messages]
-    page = longest.folder / "report.html"
-    path = page.with_name("report.json")
-    lines.append(f"Report: {_short(page if page.is_file() else path)}")
+    path, page = longest.folder / "report.json", longest.folder / "report.html"
+    try:
+        report.save_html(page)
+    except OSError:  # a disk that is full
+        page = path
+    lines.append(f"Report: {_short(page)}")
     lines.append(f"Next:   {next_command(report, path, watch, command, report_dir)}")
     return lines
 

@@ -30,6 +30,12 @@ COMPUTE_BOUND: Final = Cause(
     "compute_bound", "Nothing holds the training up: the time goes into the steps' own work.", ""
 )
 
+UNKNOWN: Final = Cause(
+    "unknown",
+    "The GPU may wait inside the steps: a look was needed and not allowed. A note says how to allow it.",
+    "",
+)
+
 _ALL: Final = (
     Cause(
         "main_process_loading",
@@ -168,5 +174,5 @@ CAUSES: Final = {cause.name: cause for cause in _ALL}
 
 def meaning_of(verdict: str) -> str:
     """The sentence for a verdict; empty for one that is not known, as in a report of another version."""
-    cause = COMPUTE_BOUND if verdict == COMPUTE_BOUND.name else CAUSES.get(verdict)
+    cause = {each.name: each for each in (COMPUTE_BOUND, UNKNOWN)}.get(verdict) or CAUSES.get(verdict)
     return cause.meaning if cause is not None else ""

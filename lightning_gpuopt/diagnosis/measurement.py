@@ -45,6 +45,7 @@ class Measurement:
         syncs: what a close look for synchronizing calls saw; None where there was no look.
         look: what a close look at the step's kernels saw; None where there was no look.
         look_pending: whether such a look is still to come: until then nothing is said of the inside of the step.
+        look_missed: whether such a look was needed, and not allowed.
         ranks: the work of all ranks; empty on one.
         reducer: what DDP's reducer did on the CPU; None on other devices, and without DDP.
         gradients: how gradients are reduced; None on one rank.
@@ -73,6 +74,7 @@ class Measurement:
     syncs: SyncSighting | None = None
     look: StepLook | None = None
     look_pending: bool = False
+    look_missed: bool = False
     ranks: tuple[RankWork, ...] = ()
     reducer: ReducerTimes | None = None
     gradients: GradientSync | None = None

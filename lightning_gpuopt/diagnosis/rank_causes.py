@@ -22,6 +22,11 @@ _LOOK_AT: Final = {
     "compute": "what else runs on its CPUs and GPU, and at work that only this rank does.",
 }
 
+_OR_A_SLOWER_RANK: Final = (
+    " Only rank 0 was looked at: where another rank's forward is slower and has collectives in it, this is the wait "
+    "for that rank."
+)
+
 _MIB: Final = 1024 * 1024
 
 _HOOKS: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
@@ -61,6 +66,10 @@ def communication(measurement: Measurement) -> Iterator[Candidate]:
     waterfall, exposed_s = measurement.waterfall, measurement.communication_s
     if exposed_s is None:
         return
+    alone = waterfall.on_gpu and len(measurement.ranks) > 1 and not _others_looked(measurement.ranks)
+    if alone:  # the wait for a slower rank is in it
+        slower_s = (excess_s for _, rank, excess_s, _ in _excesses(measurement.ranks) if rank.communication_s is None)
+        exposed_s = max(exposed_s - max(slower_s, default=0.0), 0.0)
     seconds = exposed_s * waterfall.steps
     yield (
         waterfall.share(seconds),
@@ -68,10 +77,14 @@ def communication(measurement: Measurement) -> Iterator[Candidate]:
             "communication",
             waterfall.share(seconds),
             per_step(seconds, measurement) | {"exposed_ms_per_step": round(exposed_s * 1e3, 3)} | _sent(measurement),
-            _send_less(measurement),
+            _send_less(measurement) + (_OR_A_SLOWER_RANK if alone else ""),
             predicted_speedup=speedup_without(measurement, seconds),
         ),
     )
+
+
+def _others_looked(ranks: tuple[RankWork, ...]) -> bool:
+    return sum(rank.communication_s is not None for rank in ranks) > 1
 
 
 def _sent(measurement: Measurement) -> dict[str, float | str]:
@@ -129,10 +142,10 @@ def _send_less(measurement: Measurement) -> str:
 
 def _excesses(ranks: tuple[RankWork, ...]) -> list[_Excess]:
     found = [_slowest(ranks, "data", lambda rank: rank.data_wait_s)]
-    if all(rank.forward_s is None for rank in ranks):
+    if any(rank.forward_s is None for rank in ranks):
         found.append(_slowest(ranks, "compute", lambda rank: rank.compute_s))
     else:
-        found.append(_slowest(ranks, "compute", lambda rank: rank.compute_s + (rank.forward_s or 0.0)))
+        found.append(_slowest_forward(ranks))
     waits = {rank.rank: rank.communication_s for rank in ranks if rank.communication_s is not None}
     if len(waits) == len(ranks) and any(rank.forward_s is None for rank in ranks):
         found.append(_least_waiting(ranks, waits))
@@ -144,6 +157,14 @@ def _slowest(ranks: tuple[RankWork, ...], kind: str, seconds: Callable[[RankWork
     slowest = max(ranks, key=seconds)
     others_s = statistics.median(seconds(rank) for rank in ranks if rank is not slowest)
     return kind, slowest, seconds(slowest) - others_s, others_s
+
+
+def _slowest_forward(ranks: tuple[RankWork, ...]) -> _Excess:
+    """The same with the forward: what a rank waits in it for another's data or compute evens their sums out."""
+    work_s = {rank.rank: rank.compute_s + (rank.forward_s or 0.0) for rank in ranks}
+    kind, slowest, excess_s, others_s = _slowest(ranks, "compute", lambda rank: work_s[rank.rank])
+    others = statistics.median(rank.data_wait_s + work_s[rank.rank] for rank in ranks if rank is not slowest)
+    return kind, slowest, min(excess_s, slowest.data_wait_s + work_s[slowest.rank] - others), others_s
 
 
 def _least_waiting(ranks: tuple[RankWork, ...], waits: dict[int, float]) -> _Excess:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lightning_gpuopt._measured import GPU_WORK
 from lightning_gpuopt.diagnosis import epoch_causes, pause_causes, rank_causes, step_causes
-from lightning_gpuopt.diagnosis.causes import COMPUTE_BOUND
+from lightning_gpuopt.diagnosis.causes import COMPUTE_BOUND, UNKNOWN
 from lightning_gpuopt.diagnosis.loader_causes import data_finding
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.pipeline_causes import pipeline_finding
@@ -41,9 +41,16 @@ def count_stalls(measurement: Measurement, threshold: float) -> int:
     return sum(share >= threshold for share, _ in _causes(measurement, threshold))
 
 
-def verdict_of(findings: list[Finding]) -> str:
-    """The cause of the largest finding, or ``"compute_bound"``."""
-    return findings[0].cause if findings else COMPUTE_BOUND.name
+def verdict_of(findings: list[Finding], *, look_missed: bool = False) -> str:
+    """The cause of the largest finding; without one ``"compute_bound"``, or ``"unknown"``.
+
+    Args:
+        findings: the largest first.
+        look_missed: whether a look inside the step was needed, and not allowed.
+    """
+    if findings:
+        return findings[0].cause
+    return (UNKNOWN if look_missed else COMPUTE_BOUND).name
 
 
 def remarks(measurement: Measurement, threshold: float) -> list[str]:

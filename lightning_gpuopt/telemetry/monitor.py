@@ -25,7 +25,8 @@ class GpuMonitor:
         metrics: what to report (``keys.select_metrics``).
         devices: ``"auto"``, ``"all"``, or CUDA ordinals and UUIDs.
         current: the CUDA ordinal that ``"auto"`` means.
-        interval_s: from one reading to the next, in seconds.
+        interval_s: from one reading to the next in the mean, in seconds.
+        bounded: more where readings are dear.
         rank: this process's global rank; the ranks' figures come together on rank 0.
         world_size: number of ranks.
         node: number of this machine.
@@ -47,6 +48,7 @@ class GpuMonitor:
         devices: str | Sequence[int | str],
         *,
         interval_s: float,
+        bounded: bool = True,
         current: int = 0,
         rank: int = 0,
         world_size: int = 1,
@@ -59,7 +61,7 @@ class GpuMonitor:
         self._fleet = Fleet(metrics, multi_node=num_nodes > 1)
         self._gather = RankGather("gpu-monitor", rank, world_size)
         choose = chooser(devices, current, self._own_notices)
-        self._sampler = GpuSampler(readings_of(metrics), choose, interval_s=interval_s)
+        self._sampler = GpuSampler(readings_of(metrics), choose, interval_s=interval_s, bounded=bounded)
         self._sampler.start()
 
     def wait_until_open(self, timeout_s: float) -> DeviceNotFoundError | None:

@@ -93,13 +93,11 @@ def ways_to_read(reading: str, handles: Handles) -> tuple[str, ...]:
     """The sources that may know a reading, best first."""
     if reading in ("utilization", "memory_utilization") and handles.gpu_instance is not None:
         return ()
-    if reading == "utilization" and handles.architecture < pynvml.NVML_DEVICE_ARCH_HOPPER:
-        return ("buffer", "rates")
     return _WAYS.get(reading, (reading,))
 
 
 _WAYS = {
-    "utilization": ("rates",),
+    "utilization": ("buffer", "rates"),
     "memory_utilization": ("rates",),
     "sm_activity": ("gpm",),
     "tensor_activity": ("gpm",),
@@ -237,7 +235,10 @@ class _Memory(Source):
 
 
 class _Buffer(Source):
-    """Utilization from the buffer that the driver fills by itself: finer than point readings, and nothing is missed."""
+    """Utilization from the buffer that the driver fills by itself: finer than point readings, and nothing is missed.
+
+    Until it has given anything, point readings stand in.
+    """
 
     least_pause_s = 0.2
     covers_span = True
@@ -247,15 +248,24 @@ class _Buffer(Source):
         self._last_us = 0
         self._heard_s = clock()
 
+    def _point(self) -> Value:
+        return Value("utilization", float(pynvml.nvmlDeviceGetUtilizationRates(self._handles.own).gpu))
+
     def read(self) -> Iterator[Value | Failed]:
         try:
             kind, entries = pynvml.nvmlDeviceGetSamples(
                 self._handles.own, pynvml.NVML_GPU_UTILIZATION_SAMPLES, self._last_us
             )
         except pynvml.NVMLError_NotFound:
+            if not self._last_us:
+                yield self._point()
             if self._clock() - self._heard_s > _SILENT_BUFFER_S:
                 yield Failed("utilization", pynvml.NVML_ERROR_NOT_SUPPORTED)
             return
+        except pynvml.NVMLError as error:
+            if error.value in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
+                yield self._point()
+            raise
         except pynvml.NVMLError_InsufficientSize:  # an entry came between pynvml's two calls: the next drain has it
             return
         self._heard_s = self._clock()

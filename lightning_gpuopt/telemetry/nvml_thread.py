@@ -8,6 +8,7 @@ ends with its last.
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -174,15 +175,23 @@ if hasattr(os, "register_at_fork"):
 
 
 class Pace:
-    """When a user's next reading is due: on the grid of its interval, or later where readings are dear.
+    """When a user's next reading is due: once in each interval, at a random moment of it.
+
+    On a grid, readings of what comes and goes in the grid's own time would all fall into the same part of it.
 
     Args:
-        interval_s: seconds from one reading to the next, at least.
-        now_s: when the first is due.
+        interval_s: seconds of an interval.
+        now_s: when the first reading is due.
+        bounded: make intervals longer where readings are dear.
+        jitter: gives where in its interval a reading is, 0-1; by default from a generator of its own.
     """
 
-    def __init__(self, interval_s: float, now_s: float) -> None:
-        self.due_s = now_s
+    def __init__(
+        self, interval_s: float, now_s: float, *, bounded: bool = True, jitter: Callable[[], float] | None = None
+    ) -> None:
+        self.due_s = self._begins_s = now_s
+        self._bounded = bounded
+        self._jitter = jitter or random.Random().random
         self._interval_s = interval_s
         self._cost_s = 0.0
         self._readings = -1
@@ -192,16 +201,19 @@ class Pace:
 
         Args:
             now_s: the time.
-            cpu_s: seconds of CPU that it took; in the mean, readings take 0.5 % of a core at most. The first one, which
-                sets up what the others use, does not count.
+            cpu_s: seconds of CPU that it took; where that is bounded, readings take 0.5 % of a core at most in the
+                mean. The first one, which sets up what the others use, does not count.
         """
         self._readings += 1
         if self._readings:
             self._cost_s += (cpu_s - self._cost_s) / min(self._readings, _COST_MEMORY)
-        self.due_s = next_due(self.due_s, now_s, max(self._interval_s, _WAIT_PER_CPU_S * self._cost_s))
+        interval_s = max(self._interval_s, _WAIT_PER_CPU_S * self._cost_s) if self._bounded else self._interval_s
+        late_s = now_s - self.due_s
+        self._begins_s = next_due(self._begins_s, self._begins_s + late_s, interval_s)
+        self.due_s = self._begins_s + self._jitter() * interval_s
 
 
 def next_due(due_s: float, now_s: float, interval_s: float) -> float:
-    """When the next reading is due: on the grid of the first one, leaving out what a slow call has missed."""
+    """When the next interval begins: on the grid of the first one, leaving out what a slow call has missed."""
     missed = max(0, int((now_s - due_s) / interval_s))
     return due_s + (missed + 1) * interval_s

@@ -38,7 +38,8 @@ class GpuSampler:
         readings: the series wanted: those of ``keys.readings_of``, and ``"slowed_percent"``,
             ``"power_capped_percent"``, ``"sm_clock_max_mhz"`` and ``"active_nvlinks"``.
         choose: picks from what NVML lists; called on the thread. See ``cuda.choose_current``.
-        interval_s: from one reading to the next, in seconds; more where readings are dear, see ``nvml_thread.Pace``.
+        interval_s: from one reading to the next in the mean, in seconds.
+        bounded: more where readings are dear, see ``nvml_thread.Pace``.
         clock: seconds, monotonic.
 
     Attributes:
@@ -61,6 +62,7 @@ class GpuSampler:
         choose: Callable[[Sequence[NvmlDevice]], Sequence[Chosen]],
         *,
         interval_s: float,
+        bounded: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.notices: deque[Notice] = deque()
@@ -69,6 +71,7 @@ class GpuSampler:
         self._readings = frozenset(readings)
         self._choose = choose
         self._interval_s = interval_s
+        self._bounded = bounded
         self._clock = clock
         self._said: set[str] = set()
         self._readers: list[DeviceReader] = []
@@ -82,7 +85,7 @@ class GpuSampler:
 
     def start(self) -> None:
         """Begin, on the daemon thread of all samplers."""
-        self._pace = Pace(self._interval_s, self._clock())
+        self._pace = Pace(self._interval_s, self._clock(), bounded=self._bounded)
         self._thread = join_thread(self)
 
     def wait_until_open(self, timeout_s: float) -> bool:

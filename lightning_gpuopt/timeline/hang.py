@@ -1,4 +1,4 @@
-"""Notices when no step is finished for too long, and writes down what every thread and every worker is doing."""
+"""Notices when training makes no progress for too long, and writes down what every thread and worker is doing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from functools import update_wrapper
 from pathlib import Path
+from typing import Any
+
+from lightning_gpuopt.timeline.spans import itself
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +31,8 @@ class HangWatch:
         watch = HangWatch(600.0, write=lambda seconds: print(f"no step for {seconds:.0f} s"))
         watch.start()
         watch.progress()     # after each step
+        with watch:          # something else that may be long is timed from its own beginning
+            trainer.save_checkpoint("last.ckpt")
         watch.stop()
     """
 
@@ -48,8 +54,14 @@ class HangWatch:
         self._thread.start()
 
     def progress(self) -> None:
-        """A step was finished."""
+        """A step was finished, or something else has begun or was finished."""
         self._last_s = self._clock()
+
+    def __enter__(self) -> None:
+        self.progress()
+
+    def __exit__(self, *error: object) -> None:
+        self.progress()
 
     def stop(self) -> None:
         """End the thread."""
@@ -78,6 +90,28 @@ class HangWatch:
             wait_s = self.look()
 
 
+class Watched:
+    """A function that is progress when it begins and when it is over; pickled and copied as the function itself.
+
+    Args:
+        function: what to call.
+        watch: who is told.
+    """
+
+    def __init__(self, function: Callable[..., Any], watch: HangWatch) -> None:
+        self._function = function
+        self._watch = watch
+        update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        with self._watch:
+            return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return itself, (self._function,)
+
+
 def write_state(path: Path, quiet_s: float, workers: Sequence[tuple[int, str]]) -> None:
     """Write the stacks of all threads of this process and the state of its workers.
 
@@ -85,14 +119,14 @@ def write_state(path: Path, quiet_s: float, workers: Sequence[tuple[int, str]]) 
 
     Args:
         path: the file; its folder is made as needed.
-        quiet_s: seconds since the last step.
+        quiet_s: seconds since the last progress.
         workers: process id and, in words, what it is doing, for each worker of the loader.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     under_way = path.with_name(f"{path.name}.part")
     with under_way.open("w", encoding="utf-8") as file:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        file.write(f"{now}: process {os.getpid()} has finished no step for {quiet_s:.1f} s\n\n")
+        file.write(f"{now}: process {os.getpid()} has made no progress for {quiet_s:.1f} s\n\n")
         file.write(f"Workers of the training loader: {len(workers) or 'none'}\n")
         for pid, doing in workers:
             file.write(f"  {pid}: {_process_state(pid)}; {doing}\n")

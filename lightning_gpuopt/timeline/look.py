@@ -1,8 +1,8 @@
 """A close look at a few steps with torch.profiler: kernels, copies and calls of the CUDA runtime, without stacks.
 
 Once in a run, after a step of warm-up, whose cost would land in the record (pytorch/kineto#328). CUPTI stays attached
-after the first use and can slow the rest of the run down (pytorch#144455): it is detached where that is safe, with CUDA
-12.6 and later (before, it crashed with CUDA graphs).
+after the first use and can slow the rest of the run down (pytorch#144455). It is never detached by us: kineto does that
+on a thread of its own, steered by an environment variable, and its races crash (pytorch/kineto#1554).
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -26,9 +25,6 @@ log = logging.getLogger(__name__)
 _STEPS: Final = 3
 _MOST_STEPS: Final = 16
 _WARMUP_STEPS: Final = 1
-_DETACH: Final = "TEARDOWN_CUPTI"
-_SAFE_TO_DETACH: Final = (12, 6)
-
 
 OURS: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 """Profilers that this package has made; they may lie around for a while when they are done."""
@@ -58,6 +54,11 @@ class ProfilerLook:
         self._steps = min(max(_STEPS, rhythm), _MOST_STEPS)
         self._left = _WARMUP_STEPS + self._steps
         self._recorded_s = (0.0, 0.0)
+
+    @property
+    def lasts(self) -> int:
+        """Steps that it takes, its warm-up included."""
+        return _WARMUP_STEPS + self._steps
 
     @property
     def recorded_s(self) -> tuple[float, float]:
@@ -95,11 +96,10 @@ class ProfilerLook:
         self._left -= 1
         last = self._left == 0
         try:
-            with _cupti_detached() if last else contextlib.nullcontext():
-                self._profiler.step()
-                if last:  # to stop recording waits for the GPU, which so has finished these steps
-                    self._recorded_s = (self._recorded_s[0], time.perf_counter())
-                    self._profiler.stop()
+            self._profiler.step()
+            if last:  # to stop recording waits for the GPU, which so has finished these steps
+                self._recorded_s = (self._recorded_s[0], time.perf_counter())
+                self._profiler.stop()
         except Exception as error:
             self._profiler = None
             raise CannotLookError(f"{type(error).__name__}: {error}") from error
@@ -133,7 +133,7 @@ class ProfilerLook:
         """Stop early; what was recorded is dropped."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
-            with _cupti_detached(), contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):
                 profiler.stop()
 
 
@@ -150,20 +150,6 @@ def refuse_beside_another() -> None:
         isinstance(kind, type) and issubclass(type(each), kind) and each not in OURS for each in gc.get_objects()
     ):
         raise CannotLookError("the program has a torch.profiler of its own")
-
-
-@contextlib.contextmanager
-def _cupti_detached() -> Iterator[None]:
-    """While a profiler stops: have Kineto detach CUPTI, unless the user has decided that, or it is not safe."""
-    version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
-    if _DETACH in os.environ or version < _SAFE_TO_DETACH:
-        yield
-        return
-    os.environ[_DETACH] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(_DETACH, None)
 
 
 def _activities_of(profiler: Any, begin_s: float) -> list[Activity]:

@@ -18,6 +18,9 @@ class TraceCapture:
         path: the file, ``.json`` or ``.json.gz``.
         steps: training batches to record.
 
+    Attributes:
+        over: whether it has recorded, or never will.
+
     Example::
 
         capture = TraceCapture(Path("trace.json.gz"))
@@ -27,8 +30,19 @@ class TraceCapture:
 
     def __init__(self, path: Path, steps: int = 5) -> None:
         self.path = path
+        self.over = False
         self._left = steps
         self._profiler: torch.profiler.profile | None = None
+
+    @property
+    def recording(self) -> bool:
+        """Whether torch.profiler is at work for it."""
+        return self._profiler is not None
+
+    @property
+    def steps_left(self) -> int:
+        """Training batches that it has still to record."""
+        return self._left
 
     def begin(self) -> None:
         """Record from now on.
@@ -58,6 +72,7 @@ class TraceCapture:
     def end(self) -> None:
         """Stop recording, and write what there is."""
         profiler, self._profiler = self._profiler, None
+        self.over = True
         if profiler is not None:
             profiler.stop()
             self.path.parent.mkdir(parents=True, exist_ok=True)

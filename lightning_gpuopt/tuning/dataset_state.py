@@ -8,6 +8,7 @@ open file, whose position they would share; a generator, of which each would dra
 from __future__ import annotations
 
 import io
+import mmap
 import random
 import sys
 from collections import deque
@@ -370,10 +371,8 @@ def _is_mapped(value: np.ndarray[Any, Any]) -> bool:
     """Whether an array's memory is a file's."""
     base: Any = value
     while isinstance(base, np.ndarray):
-        if isinstance(base, np.memmap):
-            return True
         base = base.base
-    return type(base).__name__ == "mmap"
+    return isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
 
 
 def _drawn_to(generator: Any) -> bytes:

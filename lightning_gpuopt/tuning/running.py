@@ -47,6 +47,7 @@ from lightning_gpuopt.tuning.caps import (
     worker_memory,
 )
 from lightning_gpuopt.tuning.live import LivePolicy, Seen
+from lightning_gpuopt.tuning.memory_watch import MemoryWatch
 from lightning_gpuopt.tuning.model import most_workers, receive_cost, taking
 from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt, first_workers
 from lightning_gpuopt.tuning.sharing import WorkersStart
@@ -218,6 +219,7 @@ class RunningLoader:
         self._depth = depth_of(loader) if depth is None else depth
         self._clock = clock
         self._fits_until = clock() + _FITS_FOR_S
+        self._memory = MemoryWatch(lambda pid: worker_memory(pid))
         self._batch = (0.0, 0)
         self._grow_at_epochs = False
 
@@ -300,6 +302,7 @@ class RunningLoader:
             return
         self._current = weakref.ref(iterator)
         self.problem = None
+        self._look_at_memory()
         try:
             if (reason := self._why_not_live()) is not None:
                 raise ResizeUnsupported(reason)
@@ -400,9 +403,10 @@ class RunningLoader:
         workers = workers_of(running)
         factor = int(self.loader.prefetch_factor or 2)
         batch_bytes, tensors = self._batch
-        # the first has run for longest, the last is what another would be like
-        sizes = [worker_memory(each.pid or 0) for each in {*workers[:1], *workers[-1:]}]
-        one = max((size for size in sizes if size is not None), default=None)
+        self._look_at_memory()
+        if not keep:
+            self._memory.await_first()
+        one = self._memory.largest
         here = len(workers) * self._local_world_size
         lying = int((batches_there(running) or 0) * batch_bytes) * self._local_world_size
         most = self._max_num_workers or most_workers(usable_cpus())
@@ -423,6 +427,12 @@ class RunningLoader:
             prefetch_factor=factor,
             keep=keep,
         )
+
+    def _look_at_memory(self) -> None:
+        """Have it read what a worker takes, where that is due."""
+        workers = workers_of(self._iterator)
+        # the first has run for longest, the last is what another would be like
+        self._memory.look([each.pid or 0 for each in {*workers[:1], *workers[-1:]}])
 
     def apply(self, num_workers: int) -> int:
         """Have so many workers: now where that can be done, else from the next iterator on.

@@ -19,7 +19,9 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import StallDetector
+from lightning_gpuopt.diagnosis import waterfall
 from tests.gpu_simulator import SimulatedGpu, SimulatedModule, Step, Work, simulated_gpu
+from tests.nvml_simulator import Simulator
 from tests.standstill import Standstill
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -81,6 +83,7 @@ def cases(gpu: SimulatedGpu) -> dict[str, tuple[SimulatedModule, list[Callback]]
         "gathers_slow_data": (gathers, []),
         "gathers_slow_gpu": (Gathers(gpu, step(0.05 if RANK == 1 else 0.02), batches=1000), []),
         "healthy": (module(step()), []),
+        "suspect": (module(step()), [Bar(gpu)]),
         "bar": (module(step()), [Bar(gpu)] if RANK == 0 else []),
         "loader": (module(step(), sample_s=0.012), []),
         "slow_gpu": (module(step(0.05 if RANK == 1 else 0.02)), []),
@@ -91,10 +94,19 @@ def cases(gpu: SimulatedGpu) -> dict[str, tuple[SimulatedModule, list[Callback]]
 
 def main(name: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
+    if "NVML_SIM_LIBRARY" in os.environ:
+        Simulator(Path(os.environ["NVML_SIM_LIBRARY"]), Path(os.environ["NVML_SIM_SCENARIO"]))
+        waterfall.ENOUGH_S = 1.0  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder, simulated_gpu(copy_s=0.0002) as gpu, Standstill() as standstill:
         model, callbacks = cases(gpu)[name]
         report_dir = Path(folder)
-        detector = StallDetector(on_stall="ignore", window_size=20, warmup_steps=WARMUP_STEPS, report_dir=report_dir)
+        detector = StallDetector(
+            on_stall="ignore",
+            window_size=20,
+            warmup_steps=WARMUP_STEPS,
+            report_dir=report_dir,
+            profile=os.environ["PROFILE"],  # type: ignore[arg-type]
+        )
         Trainer(
             **gpu.trainer_arguments(),
             max_steps=WARMUP_STEPS + 45,

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_gpuopt import GpuUtilMonitor
 from lightning_gpuopt.callbacks import gpu_util_monitor
+from lightning_gpuopt.telemetry import nvml_thread
 from tests.helpers import RecordingLogger, TinyModel, final_weights, tiny_trainer, wait_for
 from tests.nvml_simulator import Gpu, Simulator, error, hang, mig_instance, slow
 
@@ -227,6 +228,13 @@ def test_what_is_left_at_the_end_is_logged_at_the_last_step(simulator, run):
     simulator.machine(Gpu())
     logger = run(GpuUtilMonitor(devices=[0], sample_interval=FAST), max_steps=5, log_every_n_steps=3)
     assert logger.steps("gpu/") == [2, 4]
+
+
+def test_an_interval_that_is_given_is_kept_however_dear_readings_are(simulator, run, monkeypatch):
+    simulator.machine(Gpu(), Gpu())
+    monkeypatch.setattr(nvml_thread, "_WAIT_PER_CPU_S", 1e9)  # any reading is dear
+    logger = run(GpuUtilMonitor(devices="all", sample_interval=FAST), max_steps=10, log_every_n_steps=5)
+    assert logger.steps("gpu/") == [4, 9]
 
 
 def test_a_step_is_an_optimizer_step_however_many_batches_it_takes(simulator, run):

@@ -1222,14 +1222,17 @@ def test_workers_that_run_are_kept_where_no_more_would_be_started(monkeypatch: p
     follower = RunningLoader(source, LivePolicy(3, cpus=1.0))
     iterator = iter(source)
     next(iterator)
-    follower.follow(iterator)
     gib = 1 << 30
-    monkeypatch.setattr(running, "worker_memory", lambda pid: 24 * gib)
+    readers: list[int] = []
+    monkeypatch.setattr(running, "worker_memory", lambda pid: readers.append(threading.get_ident()) or 24 * gib)
+    follower.follow(iterator)
     monkeypatch.setattr(running, "room", lambda files: caps.Room(0.25, 20 * gib, None, 20, 30))
     assert follower.cap().num_workers == 1
     assert follower.cap(keep=True).num_workers == 3
     monkeypatch.setattr(running, "room", lambda files: caps.Room(0.25, 0, None, 20, 30))
     assert follower.cap(keep=True) == caps.Cap(2, "memory")
+    assert len(readers) == 2  # the first and the last worker, once
+    assert threading.get_ident() not in readers
     iterator._shutdown_workers()
 
 

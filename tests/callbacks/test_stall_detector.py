@@ -9,13 +9,14 @@ import pickle
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -25,12 +26,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt import StallDetector, StallError
 from lightning_gpuopt._measured import PHASES
+from lightning_gpuopt.callbacks import _observed_fit
 from lightning_gpuopt.callbacks._observed_fit import ObservedFit
 from lightning_gpuopt.callbacks._quiet import QuietDetector
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA
+from lightning_gpuopt.timeline.hang import HangWatch
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
 from tests.callbacks.stalls import FAST, STEPS, Broken, Model, Raiser, Sleeper, SleepyData, run
-from tests.helpers import FEATURES, RecordingLogger, final_weights, tiny_trainer
+from tests.helpers import FEATURES, Clock, RecordingLogger, final_weights, tiny_trainer
 
 pytestmark = pytest.mark.usefixtures("simulated_time")
 
@@ -450,14 +453,13 @@ class TestAsBefore:
 
         class Break(Callback):
             def on_train_batch_end(self, *args: Any) -> None:
-                if detector._trace is not None:
+                if detector._run is not None and detector._run._trace is not None:
                     monkeypatch.setattr(detector._run, "step_done", lambda: 1 / 0)
 
         with pytest.warns(UserWarning, match="disables itself"):
             run(tmp_path, Model(), Sleeper("on_train_batch_end", 0.01), Break(), detector=detector)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             pass  # refused while another one records
-        assert detector._trace is None
 
     def test_the_profiler_in_place_during_training_is_ours(self, tmp_path: Path) -> None:
         seen = []
@@ -503,12 +505,24 @@ def test_two_detectors_in_one_trainer_are_refused(tmp_path: Path) -> None:
         ({"hang_timeout": float("nan")}, r"hang_timeout: .* got nan"),
         ({"report_dir": 5}, r"report_dir: expected a path, or None, got 5"),
         ({"nvtx": "no"}, r"nvtx: .* got 'no'"),
+        ({"profile": "sometimes"}, r"profile: expected one of 'auto', 'on', 'off', got 'sometimes'"),
+        ({"profile": False, "capture_trace": True}, r'capture_trace=True records .* profile="off" forbids that'),
         ({"on_stall": "shout"}, r"on_stall: expected one of 'warn', 'raise', 'ignore', got 'shout'"),
     ],
 )
 def test_wrong_arguments_are_refused_in_words(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StallDetector(**kwargs)
+
+
+@pytest.mark.parametrize(("text", "word"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'off'", "off")])
+def test_what_yaml_makes_of_the_words_of_profile_is_understood(text: str, word: str, tmp_path: Path) -> None:
+    (tmp_path / "fit.yaml").write_text(f"detector:\n  profile: {text}\n")
+    parser = ArgumentParser()
+    parser.add_class_arguments(StallDetector, "detector")
+    parser.add_argument("--config", action="config")
+    asked = parser.parse_args(["--config", str(tmp_path / "fit.yaml")]).detector.profile
+    assert StallDetector(profile=asked).profile == word
 
 
 def test_it_pickles_before_and_after_fit(tmp_path: Path) -> None:
@@ -606,6 +620,47 @@ class TestCopiesInMidFit:
             assert twin.report.notes == ["No training has run yet."]
 
 
+def test_validation_batches_and_saves_are_progress_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    clock = Clock()
+
+    class Watched(HangWatch):
+        """Looks at each second of the test's clock; its thread has nothing to do."""
+
+        def __init__(self, timeout_s: float, write: Callable[[float], None]) -> None:
+            super().__init__(timeout_s, lambda quiet_s: told.append(f"{where}: {quiet_s:.0f} s"), clock)
+            watches.append(self)
+
+    def passes(seconds: int, what: str) -> None:
+        nonlocal where
+        where = what
+        for _ in range(seconds):
+            clock.now_s += 1
+            if watches:
+                watches[0].look()
+
+    class Takes(Callback):
+        def on_validation_batch_end(self, *args: Any) -> None:
+            passes(9, "validation")
+
+        def on_save_checkpoint(self, trainer: Trainer, *args: Any) -> None:
+            passes(9 if trainer.global_step < 8 else 15, f"save at {trainer.global_step}")
+
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            passes(5, "step")
+            if trainer.global_step % 4 == 0:
+                trainer.save_checkpoint(tmp_path / "last.ckpt")
+            passes(5, "step")
+
+    where = ""
+    watches: list[HangWatch] = []
+    monkeypatch.setattr(_observed_fit, "HangWatch", Watched)
+    detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "report", hang_timeout=10.5)
+    trainer = {"max_steps": 8, "limit_val_batches": 3, "val_check_interval": 2}
+    run(tmp_path, Model(), Takes(), detector=detector, **trainer)
+    assert told == ["save at 8: 11 s"]
+
+
 def test_without_a_hang_there_is_no_file(tmp_path: Path) -> None:
     detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "report", hang_timeout=600.0)
     run(tmp_path, Model(), detector=detector)
@@ -619,6 +674,21 @@ class TestTraceAndRanges:
         trace = json.loads(gzip.decompress((tmp_path / "r" / "trace.json.gz").read_bytes()))
         steps = [event for event in trace["traceEvents"] if event.get("name") == "Optimizer.step#SGD.step"]
         assert len(steps) == 5
+
+    @pytest.mark.parametrize("window_size", [1, 2, 10])
+    def test_five_steps_are_recorded_whatever_the_window(self, tmp_path: Path, window_size: int) -> None:
+        recorded: list[bool] = []
+
+        class Sees(Callback):
+            def on_train_batch_start(self, *args: Any) -> None:
+                recorded.append(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+        detector = StallDetector(
+            on_stall="ignore", report_dir=tmp_path / "r", capture_trace=True, window_size=window_size, warmup_steps=3
+        )
+        run(tmp_path, Model(), Sleeper("on_train_batch_end", 0.01), Sees(), detector=detector, max_steps=40)
+        assert len(recorded) == 40
+        assert recorded.count(True) == 5
 
     def test_a_run_without_a_stall_records_nothing(self, tmp_path: Path) -> None:
         detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "r", capture_trace=True, **FAST)

@@ -94,6 +94,15 @@ def test_every_rank_trained_to_the_end_with_the_same_weights(two: list[Any]) -> 
         assert two[0][name]["weights"] == two[1][name]["weights"]
 
 
+def test_all_ranks_raise_at_the_same_step() -> None:
+    first, second = run_ranks("tests.callbacks.watched_rank", "raise", 2)
+    assert first == second
+    assert {name: run["error"] for name, run in first.items()} == dict.fromkeys(first, "StallError")
+    assert all(run["text"].startswith("Training waits: main_process_loading takes ") for run in first.values())
+    assert 15 < first["window"]["batches"] < 2000
+    assert first["end"]["batches"] == 30
+
+
 def test_ranks_of_which_one_begins_anew_still_end_their_windows_together() -> None:
     ranks = run_ranks("tests.callbacks.watched_rank", "grown", 2)
     assert ranks == [{"posts": 3, "began_anew": None}, {"posts": 3, "began_anew": 8}]

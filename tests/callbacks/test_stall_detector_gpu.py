@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_gpuopt import GpuUtilMonitor, NumWorkersFinder, StallDetector, StallError, StallReport
 from lightning_gpuopt.callbacks import _device_watch
 from lightning_gpuopt.callbacks._device_watch import DeviceWatch
+from lightning_gpuopt.callbacks._step_looks import Profile
 from lightning_gpuopt.telemetry import nvml_thread
 from tests.callbacks.gpu_rank import Bar, Samples
 from tests.callbacks.stalls import OF_WORKERS
@@ -95,10 +98,11 @@ def fit(
     *callbacks: Callback,
     steps: int = STEPS,
     detector: StallDetector | None = None,
+    profile: Profile = "auto",
     **trainer: Any,
 ) -> StallReport:
     detector = detector or StallDetector(
-        on_stall="ignore", window_size=20, warmup_steps=WARMUP_STEPS, report_dir=folder
+        on_stall="ignore", window_size=20, warmup_steps=WARMUP_STEPS, report_dir=folder, profile=profile
     )
     defaults: dict[str, Any] = {
         "max_steps": steps,
@@ -217,12 +221,117 @@ class TestInsideTheStep:
         follow(gpu, nvml, simulated_time)
         return gpu
 
-    def test_a_host_that_issues_too_slowly(self, watched: SimulatedGpu, tmp_path: Path) -> None:
-        report = fit(watched, tmp_path, module(watched, MANY_KERNELS), steps=self.LONG)
+    @pytest.mark.parametrize("profile", ["auto", "on"])
+    def test_a_host_that_issues_too_slowly(self, watched: SimulatedGpu, tmp_path: Path, profile: Profile) -> None:
+        report = fit(watched, tmp_path, module(watched, MANY_KERNELS), steps=self.LONG, profile=profile)
         assert causes(report) == ["launch_bound"]
         assert report.findings[0].share == pytest.approx(24 / 33, abs=0.02)
         assert report.findings[0].evidence["busy_ms_per_step"] == pytest.approx(8.0, rel=0.02)
         assert any(note.startswith("torch.profiler looked at") for note in report.notes)
+
+    @pytest.mark.parametrize(
+        ("profile", "trainer", "recorded"),
+        [
+            ("auto", {}, range(LONG - 6, LONG - 2)),
+            ("auto", {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 130}, range(254, 258)),
+            ("auto", {"max_steps": LONG // 2, "accumulate_grad_batches": 2}, range(LONG - 6, LONG - 2)),
+            ("auto", {"max_steps": -1, "max_epochs": -1}, []),
+            ("off", {}, []),
+        ],
+    )
+    def test_by_itself_only_the_last_steps_before_an_end_that_can_be_foreseen_are_recorded(
+        self, watched: SimulatedGpu, tmp_path: Path, profile: Profile, trainer: dict[str, Any], recorded: Sequence[int]
+    ) -> None:
+        seen: list[int] = []
+
+        class Sees(Callback):
+            steps = 0
+
+            def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+                seen.extend([self.steps] if watched.tracer is not None else [])
+                self.steps += 1
+                trainer.should_stop = self.steps == TestInsideTheStep.LONG
+
+        report = fit(
+            watched,
+            tmp_path,
+            module(watched, MANY_KERNELS),
+            Sees(),
+            profile=profile,
+            **{"max_steps": self.LONG} | trainer,
+        )
+        assert (report.steps, seen) == (self.LONG, list(recorded))
+        assert causes(report) == ["launch_bound"]  # without a look by NVML's figures
+        notes = [note for note in report.notes if "torch.profiler" in note]
+        assert len(notes) == 1
+        if recorded:
+            assert re.fullmatch(r"torch.profiler looked at 3 steps, which took \d+\.\d\d s\.", notes[0])
+        else:
+            assert notes[0].startswith("torch.profiler was not allowed to look for idle time inside the steps")
+            assert notes[0].endswith('StallDetector(profile="on") has it record three steps.')
+
+    @pytest.mark.parametrize(("profile", "verdict"), [("auto", "compute_bound"), ("off", "unknown")])
+    def test_small_kernels_are_suspect_until_they_were_looked_at(
+        self, gpu: SimulatedGpu, nvml: Simulator, tmp_path: Path, profile: Profile, verdict: str
+    ) -> None:
+        nvml.machine(Gpu(gpm={2: 10.0}, utilization=100))
+        report = fit(gpu, tmp_path, module(gpu), Bar(gpu), steps=self.LONG, profile=profile)
+        assert (report.verdict, report.findings) == (verdict, [])
+        assert any("was not allowed to look" in note for note in report.notes) == (profile == "off")
+
+    @pytest.mark.parametrize("profile", ["auto", "off"])
+    def test_where_nothing_is_suspected_nothing_is_unknown(
+        self, gpu: SimulatedGpu, nvml: Simulator, tmp_path: Path, profile: Profile
+    ) -> None:
+        nvml.machine(Gpu(gpm={2: 97.0}, utilization=100))
+        report = fit(gpu, tmp_path, module(gpu), Bar(gpu), steps=self.LONG, profile=profile)
+        assert (report.verdict, report.findings) == ("compute_bound", [])
+        assert not any("torch.profiler" in note for note in report.notes)
+
+    def test_a_look_leaves_the_environment_alone(
+        self, watched: SimulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
+        before, changed = dict(os.environ), []
+        watching = True
+        sys.addaudithook(lambda event, args: changed.append(args) if event == "os.putenv" and watching else None)
+        report = fit(watched, tmp_path, module(watched, MANY_KERNELS), steps=self.LONG)
+        watching = False
+        assert any(note.startswith("torch.profiler looked at") for note in report.notes)
+        assert (changed, dict(os.environ)) == ([], before)
+
+    @pytest.mark.parametrize(
+        ("profile", "steps", "steps_recorded"),
+        [
+            ("on", 60, [26, 27, 28, 29, 30, 32, 33, 34, 35]),  # the trace, then the look
+            ("auto", 30, [25, 26, 27, 28, 30]),  # the look, then as much of the trace as there is time for
+            ("auto", 34, [29, 30, 31, 32, 34]),  # the trace would leave no time for the look
+        ],
+    )
+    def test_a_trace_and_a_look_wait_for_each_other(
+        self, watched: SimulatedGpu, tmp_path: Path, profile: Profile, steps: int, steps_recorded: list[int]
+    ) -> None:
+        recorded: list[int] = []
+
+        class Sees(Callback):
+            steps = 0
+
+            def on_train_batch_start(self, *args: Any) -> None:
+                self.steps += 1
+                recorded.extend([self.steps] if watched.tracer is not None else [])
+
+        # in the first window the hook is found, and NVML's figures give reason to look; 8 s a window
+        slow = Step(Work(0.04, kernels=20, host_s=0.16), Work(0.04, kernels=20, host_s=0.16))
+        detector = StallDetector(
+            on_stall="ignore", window_size=20, warmup_steps=5, report_dir=tmp_path, capture_trace=True, profile=profile
+        )
+        hook = At("on_train_batch_end", lambda: time.sleep(0.1))
+        report = fit(watched, tmp_path, module(watched, slow), hook, Sees(), detector=detector, steps=steps)
+        assert causes(report) == ["launch_bound", "callback"]
+        assert any(note.startswith("torch.profiler looked at 3 steps") for note in report.notes)
+        assert not any("could not be looked at" in note or "No trace" in note for note in report.notes)
+        assert recorded == steps_recorded
+        assert (tmp_path / "trace.json.gz").is_file()
 
     def test_a_line_of_the_user_that_waits(self, watched: SimulatedGpu, tmp_path: Path) -> None:
         class Waits(SimulatedModule):
@@ -262,7 +371,9 @@ class TestInsideTheStep:
     def test_nothing_is_told_before_the_look_is_over(
         self, watched: SimulatedGpu, simulated_time: SimulatedTime, tmp_path: Path
     ) -> None:
-        detector = StallDetector(on_stall="raise", window_size=20, warmup_steps=WARMUP_STEPS, report_dir=tmp_path)
+        detector = StallDetector(
+            on_stall="raise", window_size=20, warmup_steps=WARMUP_STEPS, report_dir=tmp_path, profile="on"
+        )
         seen: list[tuple[float, list[str]]] = []
         at = At("on_train_batch_end", lambda: seen.append((simulated_time(), causes(detector.report))))
         with pytest.raises(StallError, match="launch_bound"):
@@ -307,6 +418,13 @@ class TestInsideTheStep:
         assert causes(hot) == ["gpu_throttled"]
 
 
+def ranks(folder: Path, name: str, profile: Profile, nvml: Simulator | None = None) -> list[Any]:
+    environment = {**rank_environment(folder, 2), "PROFILE": profile}
+    if nvml is not None:
+        environment |= {"NVML_SIM_LIBRARY": str(nvml.library), "NVML_SIM_SCENARIO": str(nvml.scenario)}
+    return undisturbed(lambda: run_ranks("tests.callbacks.gpu_rank", name, 2, environment), of_ranks)
+
+
 class TestRanks:
     """Two processes, each with a GPU of its own, under Lightning's broadcast before every step."""
 
@@ -321,23 +439,30 @@ class TestRanks:
             ),
             pytest.param("slow_gpu", {"straggler": {"rank": 1, "kind": "compute"}}, marks=pytest.mark.matrix),
             ("slow_data", {"straggler": {"rank": 1, "kind": "data"}}),
-            pytest.param("gathers_slow_gpu", {"straggler": {"rank": 1, "kind": "compute"}}, marks=pytest.mark.matrix),
+            pytest.param("gathers_slow_gpu", {"communication": {}}, marks=pytest.mark.matrix),
             pytest.param("gathers_slow_data", {"straggler": {"rank": 1, "kind": "data"}}, marks=pytest.mark.matrix),
             ("communication", {"communication": {"gradient_dtype": "float32", "accumulate_grad_batches": 1}}),
         ],
     )
     def test_what_rank_0_reports(self, name: str, found: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+        first, second = ranks(tmp_path, name, "on")
         if not BROADCASTS and name in ("loader", "slow_data", "gathers_slow_data"):
             found = {}  # nothing holds up the host, which loads while the GPU computes
-        first, second = undisturbed(
-            lambda: run_ranks("tests.callbacks.gpu_rank", name, 2, rank_environment(tmp_path, 2)), of_ranks
-        )
         assert [cause for cause, _, _ in first["findings"]] == list(found)
         for cause, _, evidence in first["findings"]:
             assert found[cause].items() <= evidence.items()
         assert not first["profiler_on"]
         looked = [[note for note in each["notes"] if "torch.profiler looked" in note] for each in (first, second)]
-        assert [len(each) for each in looked] == [1, 1]  # the same steps on each
+        assert [len(each) for each in looked] == [1, 0]
+
+    def test_by_itself_no_rank_records(self, simulator: Simulator, tmp_path: Path) -> None:
+        simulator.machine(*[Gpu(gpm={2: 10.0}, utilization=100)] * 2)
+        first, second = ranks(tmp_path, "suspect", "auto", simulator)
+        assert (first["verdict"], first["findings"]) == ("unknown", [])
+        notes = [[note for note in each["notes"] if "torch.profiler" in note] for each in (first, second)]
+        assert [len(each) for each in notes] == [1, 1]
+        assert notes[0][0].endswith('StallDetector(profile="on") has it record three steps on rank 0.')
+        assert "idle time inside the steps, which NVML's figures suggest and exposed communication" in notes[0][0]
 
 
 class TestWhenThingsGoWrong:

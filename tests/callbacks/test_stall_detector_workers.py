@@ -222,7 +222,7 @@ def test_a_hang_is_written_with_its_workers_and_training_goes_on(tmp_path: Path)
 
     detector = StallDetector(on_stall="ignore", report_dir=written, hang_timeout=0.3)
     model = Hanging(dataset=SleepyData(length=100), num_workers=2)
-    with pytest.warns(UserWarning, match="no step was finished for"):
+    with pytest.warns(UserWarning, match="no progress for"):
         run(tmp_path, model, detector=detector, max_steps=8)
     assert "Workers of the training loader: 2" in stuck_in_step()[0]
     assert detector.report.steps == 8

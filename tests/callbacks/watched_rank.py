@@ -164,7 +164,39 @@ def fit(
     }
 
 
+def raises(window_size: int, step_s: float = 0.0, **trainer: Any) -> dict[str, Any]:
+    """A run in which rank 0 waits for its data, and rank 1 for rank 0: what ends it, and after which batch."""
+    done = Done()
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        detector = StallDetector(
+            on_stall="raise", window_size=window_size, warmup_steps=5, report_dir=Path(folder), print_report=False
+        )
+        arguments = {"devices": 2, "strategy": "ddp", "max_steps": 2000, "callbacks": [done, detector]} | trainer
+        try:
+            tiny_trainer(Path(folder), **arguments).fit(Model(step_s, 0.01 if RANK == 0 else 0.0))
+        except Exception as error:
+            return {"error": type(error).__name__, "text": str(error), "batches": done.batches}
+    return {"error": None}
+
+
+class Done(Callback):
+    """Counts batches."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+
+
 def main(what: str) -> dict[str, Any]:
+    if what == "raise":
+        return {
+            "window": raises(10),
+            "accumulated": raises(10, accumulate_grad_batches=16),
+            "end": raises(1000, max_steps=30),
+        }
     if what == "grown":
         return grown()
     if what == "four":

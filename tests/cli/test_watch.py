@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
@@ -42,7 +46,9 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_watch.tempfile, "NamedTemporaryFile", lambda *_, **__: full())
 
 
-def start(tmp_path: Path, *command: str, ours: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def start(
+    tmp_path: Path, *command: str, ours: tuple[str, ...] = (), new_session: bool = False
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "lightning_gpuopt", "watch", *ours, "--", *command],
         cwd=tmp_path,
@@ -50,6 +56,7 @@ def start(tmp_path: Path, *command: str, ours: tuple[str, ...] = ()) -> subproce
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        start_new_session=new_session,
     )
 
 
@@ -108,6 +115,8 @@ def test_every_trainer_once_and_the_users_own_detector_is_kept(tmp_path):
         "fit-3/report.json",  # the user's own detector's
         "fit-4/report.json",
     ]
+    [page] = re.findall(r"\nReport: gpuopt/\S+/(fit-\d/report.html)\n", err)
+    assert [name for name in reports(tmp_path) if name.endswith(".html")] == [page]  # the one that is shown
 
 
 @pytest.mark.matrix
@@ -155,6 +164,102 @@ def test_signals_are_sent_on_and_the_end_is_the_same(tmp_path, number):
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == -number
+
+
+COUNTS = """
+import os, signal, sys
+signals = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+told, tell = os.pipe()
+who = "worker" if (pid := os.fork()) == 0 else "script"
+if who == "script":
+    os.read(told, 1)
+os.write(1, f"{who} is up\\n".encode())
+os.write(tell, b".")
+while (number := signal.sigwait(signals)) != signal.SIGUSR2:
+    os.write(1, f"{who} {number.name}\\n".encode())
+if who == "script":
+    os.kill(pid, signal.SIGUSR2)
+    os.waitpid(pid, 0)
+"""
+"""A script with a process of its own, which both tell of each signal until SIGUSR2 ends them."""
+
+
+def signalled(tmp_path: Path, send: Callable[[int], None], lines: int) -> list[str]:
+    """What the script and its process got of signals that are sent to a watch, of which so many are waited for.
+
+    Each is sent when those before were taken: the kernel makes one of two that wait. What is sent last comes last.
+    """
+    process = start(tmp_path, sys.executable, "-c", COUNTS, new_session=True)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["worker is up\n", "script is up\n"]
+    got = []
+    for _ in range(3):
+        send(process.pid)
+        got += sorted(process.stdout.readline() for _ in range(lines))
+    process.send_signal(signal.SIGUSR2)
+    rest, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    return [*got, *rest.splitlines(keepends=True)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_to_the_group_comes_once_to_each_of_its_processes(tmp_path, number):
+    for _ in range(3):
+        assert (
+            signalled(tmp_path, lambda pid: os.killpg(pid, number), 2)
+            == [
+                f"script {number.name}\n",
+                f"worker {number.name}\n",
+            ]
+            * 3
+        )
+
+
+def test_a_signal_to_the_command_alone_comes_once_to_the_script_alone(tmp_path):
+    assert signalled(tmp_path, lambda pid: os.kill(pid, signal.SIGUSR1), 1) == ["script SIGUSR1\n"] * 3
+
+
+def test_a_signal_to_both_processes_of_the_command_and_to_the_script_comes_once(tmp_path):
+    def send(pid: int) -> None:  # as Slurm does with all processes of a step, one after the other
+        for each in (pid, *psutil.Process(pid).children()):
+            os.kill(each if isinstance(each, int) else each.pid, signal.SIGUSR1)
+
+    assert signalled(tmp_path, send, 1) == ["script SIGUSR1\n"] * 3
+
+
+def test_a_terminals_ctrl_c_comes_once_and_does_not_hide_a_later_signal(tmp_path):
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(tmp_path)
+        command = [sys.executable, "-m", "lightning_gpuopt", "watch", "--", sys.executable, "-c", COUNTS]
+        os.execve(sys.executable, command, ENVIRONMENT)
+    with os.fdopen(terminal, "rb", buffering=0) as stream:
+        lines = iter(lambda: stream.readline().decode().strip(), "")
+        assert [next(lines) for _ in range(2)] == ["worker is up", "script is up"]
+        os.write(terminal, b"\x03")
+        assert sorted(next(lines).removeprefix("^C") for _ in range(2)) == ["script SIGINT", "worker SIGINT"]
+        os.kill(pid, signal.SIGINT)
+        assert next(lines) == "script SIGINT"
+        os.kill(pid, signal.SIGUSR2)
+        assert next(lines).startswith("── lightning-gpuopt watch")
+        with suppress(OSError):  # Linux: the other side of the terminal is closed
+            while stream.read(4096):
+                pass
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_no_process_of_the_command_is_left_when_it_is_killed(tmp_path):
+    process = start(tmp_path, sys.executable, "-c", COUNTS, new_session=True)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["worker is up\n", "script is up\n"]
+    children = psutil.Process(process.pid).children()
+    [witness] = [each for each in children if each.cmdline()[1:3] == ["-m", "lightning_gpuopt"]]
+    process.kill()
+    psutil.wait_procs([witness], timeout=20)
+    assert not witness.is_running()
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
 
 
 def test_a_command_that_handles_its_signal_ends_as_it_likes(tmp_path):
@@ -312,8 +417,11 @@ class TestWords:
         assert lines[0] == "300 times fit:"
         assert lines[1:21] == [f"  fit-{number}: compute_bound, 3 steps" for number in range(1, 21)]
         assert lines[21:23] == [f"  ... and 280 more, in {tmp_path}", "The longest, fit-1:"]
+        assert list(tmp_path.rglob("*.html")) == [tmp_path / "fit-1" / "report.html"]
+        assert f"Report: {tmp_path / 'fit-1' / 'report.html'}" in lines
 
-    def test_a_report_without_its_page(self, tmp_path):
+    def test_a_page_that_cannot_be_written(self, tmp_path):
+        (tmp_path / "report.html").mkdir()
         fit = Fit(tmp_path, StallReport("compute_bound", 1.0, {}, [], steps=3))
         lines = _found([fit], Watch(str(tmp_path)), ["python"], None, 80)
         assert f"Report: {tmp_path / 'report.json'}" in lines

@@ -14,7 +14,7 @@ import pytest
 
 import lightning_gpuopt.diagnosis
 from lightning_gpuopt._measured import QueueTimes
-from lightning_gpuopt.diagnosis.causes import CAUSES, COMPUTE_BOUND, meaning_of
+from lightning_gpuopt.diagnosis.causes import CAUSES, COMPUTE_BOUND, UNKNOWN, meaning_of
 from lightning_gpuopt.diagnosis.loader_causes import data_finding
 from tests.diagnosis.numbers import TWO_WORKERS, host, measurement, times, workers
 
@@ -135,5 +135,6 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
 
 def test_every_verdict_has_a_sentence() -> None:
     assert meaning_of("compute_bound") == COMPUTE_BOUND.meaning
+    assert meaning_of("unknown") == UNKNOWN.meaning
     assert meaning_of("slow_storage") == CAUSES["slow_storage"].meaning
     assert meaning_of("of another version") == ""

@@ -22,6 +22,7 @@ def find(measured: PhaseTimes, threshold: float = 0.1, loader: LoaderFacts = WOR
 def test_a_run_that_only_computes_has_no_finding() -> None:
     assert find(times()) == []
     assert verdict_of([]) == "compute_bound"
+    assert verdict_of([], look_missed=True) == "unknown"
 
 
 def test_nothing_is_reported_below_the_threshold() -> None:
@@ -444,6 +445,26 @@ class TestStraggler:
         look = StepLook(3, 0.1, 0.0, 0.0, communication_s=0.035, calls=9)
         (finding,) = find(times(), gpu=gpu(compute_s=10.0), look=look, ranks=waits)
         assert (finding.evidence["rank"], finding.evidence["kind"]) == (1, "data")
+
+    def test_what_a_rank_waits_in_its_forward_for_anothers_data_is_not_its_own(self) -> None:
+        waits = (RankWork(0, 0.0, 0.002, None, 0.05), RankWork(1, 0.03, 0.002, None, 0.02))
+        (finding,) = find(times(), gpu=gpu(compute_s=10.0), ranks=waits)
+        assert (finding.cause, finding.evidence["rank"], finding.evidence["kind"]) == ("straggler", 1, "data")
+
+    def test_a_forward_that_one_rank_does_not_know_is_compared_with_none(self) -> None:
+        waits = (RankWork(0, 0.0, 0.002, None, None, 0.001), RankWork(1, 0.0, 0.002, None, 0.05))
+        assert find(times(), gpu=gpu(compute_s=10.0), ranks=waits) == []
+
+    def test_where_rank_0_alone_looked_the_wait_for_a_slower_rank_is_no_communication(self) -> None:
+        waits = (RankWork(0, 0.0, 0.002, None, 0.02, 0.035), RankWork(1, 0.03, 0.002, None, 0.02))
+        look = StepLook(3, 0.1, 0.0, 0.0, communication_s=0.035, calls=9)
+        (finding,) = find(times(), gpu=gpu(compute_s=10.0), look=look, ranks=waits)
+        assert (finding.cause, finding.evidence["rank"], finding.evidence["kind"]) == ("straggler", 1, "data")
+        slow_itself = (RankWork(0, 0.03, 0.002, None, 0.02, 0.035), RankWork(1, 0.0, 0.002, None, 0.02))
+        found = find(times(), gpu=gpu(compute_s=10.0), look=look, ranks=slow_itself)
+        assert [each.cause for each in found] == ["communication", "straggler"]
+        assert found[0].share == pytest.approx(0.35)
+        assert found[0].advice.endswith("this is the wait for that rank.")
 
     def test_collectives_that_all_ranks_see_exposed_are_communication(self) -> None:
         waits = (RankWork(0, 0.0, 0.002, communication_s=0.035), RankWork(1, 0.0, 0.002, communication_s=0.034))

@@ -304,7 +304,9 @@ def train(fault: GpuFault, library: Path, rank: int, folder: Path) -> dict[str, 
         if fault.nvml_follows:
             gpu.follow_nvml(simulator, rank, sm_share=fault.sm_share)
         parts = fault.parts(Scene(gpu, rank, folder))
-        detector = StallDetector(window_size=20, warmup_steps=WARMUP_STEPS, on_stall="ignore", print_report=False)
+        detector = StallDetector(
+            window_size=20, warmup_steps=WARMUP_STEPS, on_stall="ignore", print_report=False, profile="on"
+        )
         truth = Truth(gpu, WARMUP_STEPS)
         arguments = quiet(folder, max_steps=fault.steps, max_epochs=-1, log_every_n_steps=1)
         arguments |= gpu.trainer_arguments() | parts.trainer

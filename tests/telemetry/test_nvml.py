@@ -279,7 +279,7 @@ def test_an_old_driver_s_name_for_clock_reasons_is_tried_too(open_reader, simula
     assert simulator.calls("nvmlDeviceGetCurrentClocksThrottleReasons") == 1
 
 
-# ---- the utilization buffer before Hopper ----
+# ---- the utilization buffer ----
 
 
 def test_the_buffer_is_drained_once_and_begins_when_we_do(open_reader):
@@ -291,22 +291,23 @@ def test_the_buffer_is_drained_once_and_begins_when_we_do(open_reader):
 
 def test_a_buffer_that_stays_silent_gives_way_to_point_readings(open_reader, clock):
     reader = open_reader({"utilization"}, Gpu(architecture=AMPERE, utilization=42, samples=[[], [], [], [], [(1, 1)]]))
-    assert reader.read() == []
-    clock.now_s += 2.5
-    assert reader.read() == []
-    assert plain(reader.read()) == {"utilization": 42}
+    for seconds in (0.0, 2.5, 0.1):
+        clock.now_s += seconds
+        assert plain(reader.read()) == {"utilization": 42}
     assert not reader.notices
 
 
 def test_a_driver_without_the_buffer_gives_point_readings(open_reader):
     reader = open_reader({"utilization"}, Gpu(architecture=AMPERE, utilization=[41, 42], samples=[]))
-    assert [plain(reader.read()) for _ in range(2)] == [{}, {"utilization": 41}]
+    assert [plain(reader.read()) for _ in range(2)] == [{"utilization": 41}, {"utilization": 42}]
 
 
-def test_hopper_is_read_by_points(open_reader, simulator):
-    reader = open_reader({"utilization"}, Gpu(utilization=[50, 90], samples=[[(1, 1)], [(2, 2)]]))
-    assert [plain(reader.read()) for _ in range(2)] == [{"utilization": 50}, {"utilization": 90}]
-    assert simulator.calls("nvmlDeviceGetSamples") == 0
+def test_a_mean_is_of_the_buffer_whatever_the_points_are(open_reader, simulator):
+    samples = [[(1, 0)], [(2, 100), (3, 0), (4, 100), (5, 24)]]
+    reader = open_reader({"utilization"}, Gpu(utilization=100, samples=samples))
+    values = [value.value for _ in range(2) for value in reader.read()]
+    assert sum(values) / len(values) == 56
+    assert simulator.calls("nvmlDeviceGetUtilizationRates") == 0
 
 
 # ---- GPM ----

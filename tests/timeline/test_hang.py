@@ -43,6 +43,20 @@ def test_each_hang_is_told_once() -> None:
     assert told == [10.0, 15.0]
 
 
+def test_what_is_open_is_timed_from_its_own_beginning() -> None:
+    clock, told = Clock(), []
+    watch = HangWatch(10.0, told.append, clock)
+    clock.now_s = 8.0
+    with watch:
+        clock.now_s = 17.0
+        assert watch.look() == 1.0
+        clock.now_s = 19.0
+        watch.look()
+    clock.now_s = 28.0
+    watch.look()
+    assert told == [11.0]
+
+
 def test_a_timeout_longer_than_a_thread_can_wait_is_cut_to_that() -> None:
     watch = HangWatch(1e300, lambda quiet_s: None, Clock())
     assert watch.look() == threading.TIMEOUT_MAX
@@ -91,7 +105,7 @@ def test_the_file_shows_threads_and_workers(tmp_path: Path) -> None:
         asleep.kill()
         asleep.communicate()
     text = path.read_text()
-    assert f"process {os.getpid()} has finished no step for 12.5 s" in text
+    assert f"process {os.getpid()} has made no progress for 12.5 s" in text
     assert "Workers of the training loader: 2" in text
     assert f"  {asleep.pid}: sleeps" in text
     assert "; reads samples for 12.0 s" in text

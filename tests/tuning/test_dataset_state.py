@@ -273,13 +273,15 @@ def test_of_a_module_whose_method_collates_only_what_that_reads_counts() -> None
 
 def test_the_pages_of_a_memory_map_are_not_read(tmp_path: Path) -> None:
     code = """
-import os, sys
+import mmap, os, sys
 import numpy as np
 from lightning_gpuopt.tuning.dataset_state import DatasetState
 np.save(sys.argv[1], np.zeros(1 << 20))
 mapped = np.load(sys.argv[1], mmap_mode="r")
-os.truncate(sys.argv[1], 128)  # to read its pages ends the process now
-state = DatasetState(dataset=[mapped, mapped[5:], np.asarray(mapped)])
+with open(sys.argv[1], "r+b") as file:
+    plain = mmap.mmap(file.fileno(), 0)
+os.truncate(sys.argv[1], 0)  # to read its pages ends the process now
+state = DatasetState(dataset=[mapped, mapped[5::2], np.asarray(mapped).T, np.frombuffer(plain, dtype=np.uint8)])
 print(state.has_changed(), state.is_whole)
 """
     done = subprocess.run(
