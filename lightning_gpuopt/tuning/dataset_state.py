@@ -34,7 +34,7 @@ _WHOLE: Final = (type, ModuleType, torch.dtype, torch.device)
 """What is the same as long as it is the same object."""
 
 _GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_GLOBAL_GENERATORS: Final = (
+GLOBAL_GENERATORS: Final = (
     torch.default_generator,
     getattr(random.random, "__self__", None),
     getattr(np.random.random, "__self__", None),
@@ -175,7 +175,7 @@ class DatasetState:
         elif isinstance(value, np.ndarray):
             return self._of_array(path, value)
         elif isinstance(value, _GENERATORS):
-            if not any(value is each for each in _GLOBAL_GENERATORS):
+            if not any(value is each for each in GLOBAL_GENERATORS):
                 self._note("generator", path, value)
             self._watch(lambda: _drawn_to(value), is_generator=True)
         elif isinstance(value, (dict, MappingProxyType)):  # other mappings may load what they hold

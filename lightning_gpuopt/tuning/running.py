@@ -50,7 +50,7 @@ from lightning_gpuopt.tuning.live import LivePolicy, Seen
 from lightning_gpuopt.tuning.memory_watch import MemoryWatch
 from lightning_gpuopt.tuning.model import most_workers, receive_cost, taking
 from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt, first_workers
-from lightning_gpuopt.tuning.sharing import WorkersStart
+from lightning_gpuopt.tuning.sharing import WorkersStart, why_not_shared
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +235,8 @@ class RunningLoader:
             create: the loader's own ``_get_iterator``.
         """
         self.start = WorkersStart(self.loader, self._own_workers)
-        if self.loader.num_workers > self._own_workers and (reason := self.start.why_no_more()) is not None:
+        reason = why_not_shared(self.loader, self.start.state.held, workers=self._own_workers)
+        if self.loader.num_workers > self._own_workers and reason is not None:
             self.no_more = reason
             assign(self.loader, self._own_workers)
             self.policy.set(self.loader.num_workers, settle=True)
@@ -459,7 +460,8 @@ class RunningLoader:
     def _may_grow(self) -> bool:
         """Whether workers may be added, now or with the next iterator; else ``no_more`` says why not."""
         if self.start is None:
-            return True
+            self.no_more = "its workers run since an earlier fit, and their dataset may be another by now"
+            return False
         self.no_more = self.start.why_no_more()
         if self.no_more is None and self.start.has_changed:
             self.problem = "its dataset has changed since they were started, and others would see it as it is now"
@@ -502,7 +504,9 @@ def depth_of(loader: DataLoader[Any]) -> int:
 def assign(loader: DataLoader[Any], num_workers: int) -> None:
     """Set a loader's ``num_workers``, and what goes with it."""
     loader.num_workers = num_workers
-    if num_workers and loader.prefetch_factor is None:
+    if not num_workers:
+        loader.prefetch_factor = None
+    elif loader.prefetch_factor is None:
         loader.prefetch_factor = 2
 
 

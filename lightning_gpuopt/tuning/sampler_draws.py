@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
 from lightning_gpuopt.prefetch.randomness import RandomStates
+from lightning_gpuopt.tuning.dataset_state import GLOBAL_GENERATORS
 
 _DRAW_AT_ONCE: Final = (
     SequentialSampler,
@@ -69,7 +70,7 @@ def _iterates_as(sampler: Any, kinds: tuple[type, ...]) -> bool:
 
 def _why_not_by_a_copy(sampler: Any, loader: DataLoader[Any]) -> str | None:
     name, states = type(sampler).__name__, RandomStates()
-    shared = {id(held): held for held in _shared(sampler, loader)}
+    shared = {id(held): copied for held, copied in _held_by(sampler, loader)}
     try:
         numbers = iter(copy.deepcopy(sampler, shared))
         next(numbers, None)
@@ -85,12 +86,15 @@ def _why_not_by_a_copy(sampler: Any, loader: DataLoader[Any]) -> str | None:
     return None if whole else f"its sampler ({name}) is too slow to see whether it draws random numbers for each index"
 
 
-def _shared(sampler: Any, loader: DataLoader[Any]) -> Iterable[Any]:
-    """What a copy of a sampler has in common with it: what is large, and not drawn from."""
-    yield loader.dataset
+def _held_by(sampler: Any, loader: DataLoader[Any]) -> Iterable[tuple[Any, Any]]:
+    """What a copy of a sampler has in common with it: what is large, the global states; and copies of generators."""
+    yield loader.dataset, loader.dataset
+    yield from ((each, each) for each in GLOBAL_GENERATORS)
     for value in getattr(sampler, "__dict__", {}).values():
         if isinstance(value, (torch.utils.data.Dataset, torch.Tensor)):
-            yield value
+            yield value, value
+        elif isinstance(value, torch.Generator):  # which the oldest torch cannot copy
+            yield value, torch.Generator().set_state(value.get_state())
 
 
 def _exhaust(numbers: Iterable[Any], most: int) -> bool:

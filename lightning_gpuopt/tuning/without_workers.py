@@ -35,8 +35,8 @@ from lightning_gpuopt.tuning.probe import OutOfTime, first_batches, own_collate
 from lightning_gpuopt.tuning.sharing import forks, held_by, state_of, why_not_shared
 
 _BATCHES: Final = 5
-_AGAIN: Final = 2
-"""The batch that is the one before it again: what was kept of that is read faster."""
+_AGAIN: Final = (2, 3)
+"""The batches that are the second again: what was kept of that is read faster."""
 
 _KEPT: Final = 1.5
 """A batch that is read so many times as fast when it is read again was kept."""
@@ -93,7 +93,7 @@ def look(loader: DataLoader[Any], *, longest_s: float, iterable: bool = False) -
 def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]]) -> FirstLook:
     drawn = {seen.drawn for _, seen in batches if seen.drawn is not None}
     shuffles = _shuffles(loader, drawn)
-    read_s = [seen.read_s for number, (_, seen) in enumerate(batches) if number not in (0, _AGAIN)]
+    read_s = [seen.read_s for number, (_, seen) in enumerate(batches) if number not in (0, *_AGAIN)]
     making_s = fmean(read_s) if read_s else None
     if (kept := _why_kept([seen for _, seen in batches])) is not None:
         return FirstLook(kept, shuffles, bool(drawn), making_s)
@@ -105,7 +105,7 @@ def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]]) -> Fi
 
 
 def _second_twice(sampling: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-    """Have the second batch come again as the third.
+    """Have the second batch come again, and again.
 
     Returns:
         The arguments of a loader, and the numbers of the samples in that batch.
@@ -113,9 +113,9 @@ def _second_twice(sampling: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     name = next((each for each in ("batch_sampler", "sampler") if each in sampling), None)
     if name is None:  # an IterableDataset
         return sampling, []
-    first, second, *others = islice(sampling[name], _BATCHES - 1)
+    first, second, *others = islice(sampling[name], _BATCHES - len(_AGAIN))
     numbers = [each for each in (second if isinstance(second, list) else [second]) if isinstance(each, int)]
-    return {**sampling, name: [first, second, second, *others]}, numbers
+    return {**sampling, name: [first, second, *[second] * len(_AGAIN), *others]}, numbers
 
 
 def _why_kept(seen: Sequence[_Seen]) -> str | None:
@@ -123,8 +123,9 @@ def _why_kept(seen: Sequence[_Seen]) -> str | None:
     change = next((each.change for each in seen if each.change is not None), None)
     if change is None:
         return None
-    read_s = [each.read_s for number, each in enumerate(seen) if number not in (0, _AGAIN)]
-    if change == "entries" and len(seen) > _AGAIN and min(read_s) < _KEPT * seen[_AGAIN].read_s:
+    once_s = [each.read_s for number, each in enumerate(seen) if number not in (0, *_AGAIN)]
+    again_s = [each.read_s for number, each in enumerate(seen) if number in _AGAIN]
+    if change == "entries" and again_s and min(once_s) < _KEPT * min(again_s):
         return None  # such as the parts of a graph, which are quickly made again
     return "its dataset changes as it is read, as one that keeps its samples: each worker would keep its own"
 

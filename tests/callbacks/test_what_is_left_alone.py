@@ -21,7 +21,7 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_gpuopt import NumWorkersFinder, _torch_loader, find_num_workers
+from lightning_gpuopt import CudaPrefetcher, NumWorkersFinder, _torch_loader, find_num_workers
 from lightning_gpuopt.callbacks import _tuned_loader
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning import without_workers
@@ -225,6 +225,16 @@ class TestChangedDatasets:
         assert fit.num_workers == 0
         assert [each for each in fit.said if "its dataset was changed while training ran" in each]
         assert not multiprocessing.active_children()
+
+    def test_of_no_workers_beside_a_prefetcher(self, tmp_path, caplog):
+        def made() -> DataLoader[Any]:
+            return loader(workers=0)
+
+        expected = plain(tmp_path, made(), Changes("step", 7))
+        prefetcher = CudaPrefetcher(enabled=True)
+        fit = Fit(tmp_path, caplog, made(), Changes("step", 7), prefetcher)
+        assert fit.model.seen == expected
+        assert prefetcher.stats["staged"] == 0
 
     def test_of_no_workers_with_autofix(self, tmp_path):
         def made() -> DataLoader[Any]:
