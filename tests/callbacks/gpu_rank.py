@@ -83,7 +83,8 @@ def cases(gpu: SimulatedGpu) -> dict[str, tuple[SimulatedModule, list[Callback]]
         "gathers_slow_data": (gathers, []),
         "gathers_slow_gpu": (Gathers(gpu, step(0.05 if RANK == 1 else 0.02), batches=1000), []),
         "healthy": (module(step()), []),
-        "suspect": (module(step()), [Bar(gpu)]),
+        # the host issues for half of the step
+        "suspect": (module(Step(Work(0.02, kernels=4, host_s=0.012), Work(0.04, kernels=8, host_s=0.024))), [Bar(gpu)]),
         "bar": (module(step()), [Bar(gpu)] if RANK == 0 else []),
         "loader": (module(step(), sample_s=0.012), []),
         "slow_gpu": (module(step(0.05 if RANK == 1 else 0.02)), []),
