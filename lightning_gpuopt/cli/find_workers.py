@@ -65,10 +65,11 @@ def run(options: Namespace) -> int:
     """
     loader = _load(options.loader)
     from lightning_gpuopt._arguments import ArgumentTypeError
-    from lightning_gpuopt.tuning.find import check, find_num_workers
+    from lightning_gpuopt.tuning.find import check, check_shared, find_num_workers
 
     try:
         check(loader, options.iterable)
+        check_shared(loader)
     except (ArgumentTypeError, ValueError) as error:
         raise UsageError(_in_words(str(error), options.loader)) from error
     result = find_num_workers(

@@ -71,7 +71,8 @@ def find_num_workers(
     if max_num_workers is not None:
         max_num_workers = whole_number("max_num_workers", max_num_workers, "a number of workers", least=1, or_none=True)
     sampling = check(dataloader, flag("iterable", iterable))
-    _check_shared(dataloader)
+    check_shared(dataloader)
+    _warn_of_shared(dataloader)
     if not workers_can_run(dataloader):
         return NumWorkersResult(0, (), "shared_memory", pin_memory=_pin_memory(dataloader))
     finder = _Finder(dataloader, sampling, step_time_s, max_num_workers, max_seconds, tolerance, local_world_size)
@@ -115,20 +116,29 @@ def check(dataloader: DataLoader[Any], iterable: bool = False) -> dict[str, Any]
     return {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
 
 
-def _check_shared(dataloader: DataLoader[Any]) -> None:
-    """Refuse what more workers than the user's own would read wrongly, and warn of what those read wrongly already."""
+def check_shared(dataloader: DataLoader[Any]) -> None:
+    """Refuse a loader whose samples more workers would read wrongly.
+
+    Raises:
+        ValueError: its dataset holds an open file or the like that no two of its workers share already.
+    """
     if isinstance(dataloader.dataset, IterableDataset):
         return
-    held = held_by(dataloader)
-    files = [each for each in held if each.kind == "file"]
-    if files and forks(dataloader) is None and dataloader.num_workers >= 2:
+    files = [each for each in held_by(dataloader) if each.kind == "file"]
+    if (reason := why_not_shared(dataloader, files, workers=dataloader.num_workers)) is not None:
+        raise ValueError(f"dataloader: expected a dataset that workers can share, but {reason}")
+
+
+def _warn_of_shared(dataloader: DataLoader[Any]) -> None:
+    """Warn of what the workers read wrongly already, and of generators that they would have copies of."""
+    held = [] if isinstance(dataloader.dataset, IterableDataset) else held_by(dataloader)
+    shared = next((each for each in held if each.kind == "file" and forks(dataloader) is None), None)
+    if shared is not None:
         warnings.warn(
-            f"find_num_workers: the workers share {files[0]}: where they move its position, each reads what another "
+            f"find_num_workers: the workers share {shared}: where they move its position, each reads what another "
             "asked for. Open it in the worker, when the first sample is read.",
             stacklevel=3,
         )
-    if (reason := why_not_shared(dataloader, files, workers=dataloader.num_workers)) is not None:
-        raise ValueError(f"dataloader: expected a dataset that workers can share, but {reason}")
     if (reason := why_not_shared(dataloader, held, workers=dataloader.num_workers)) is not None:
         warnings.warn(f"find_num_workers: {reason}.", stacklevel=3)
 

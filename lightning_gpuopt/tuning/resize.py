@@ -52,7 +52,7 @@ _SEED_STEP: Final = 0x9E3779B97F4A7C15
 _SEEDS: Final = 1 << 63
 
 
-_MOST_COMPARED: Final = 2000
+_MOST_COMPARED: Final = 1000
 """So many objects of a dataset are compared before each batch that workers make in place of the training process."""
 
 

@@ -6,6 +6,7 @@ there is nothing to look at, that is a counter that goes down.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import warnings
@@ -50,7 +51,7 @@ from lightning_gpuopt.tuning.live import LivePolicy, Seen
 from lightning_gpuopt.tuning.memory_watch import MemoryWatch
 from lightning_gpuopt.tuning.model import most_workers, receive_cost, taking
 from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt, first_workers
-from lightning_gpuopt.tuning.sharing import WorkersStart, why_not_shared
+from lightning_gpuopt.tuning.sharing import WorkersStart, forks, why_not_shared
 
 log = logging.getLogger(__name__)
 
@@ -206,6 +207,8 @@ class RunningLoader:
         self.start: WorkersStart | None = None
         self.no_more: str | None = None
         self._own_workers = loader.num_workers if own_workers is None else own_workers
+        self._began: float | None = None
+        self._set_up: tuple[float, int] | None = None
         self.meter = FetchMeter(policy.skip, policy.window)
         self.problem: str | None = None
         self.unknown: str | None = None
@@ -220,7 +223,7 @@ class RunningLoader:
         self._clock = clock
         self._fits_until = clock() + _FITS_FOR_S
         self._memory = MemoryWatch(lambda pid: worker_memory(pid))
-        self._batch = (0.0, 0)
+        self._batch, self._wait_s = (0.0, 0), 0.0
         self._grow_at_epochs = False
 
     @property
@@ -234,19 +237,23 @@ class RunningLoader:
         Args:
             create: the loader's own ``_get_iterator``.
         """
-        self.start = WorkersStart(self.loader, self._own_workers)
+        self.start, self._began = WorkersStart(self.loader, self._own_workers), self._clock()
         reason = why_not_shared(self.loader, self.start.state.held, workers=self._own_workers)
         if self.loader.num_workers > self._own_workers and reason is not None:
             self.no_more = reason
             assign(self.loader, self._own_workers)
             self.policy.set(self.loader.num_workers, settle=True)
         if self.loader.num_workers <= usable_cpus():
-            return self._create(create)
-        # What is measured is no reason to warn of more workers than CPUs. Only then: each change of the filters has
-        # Python show once more what it has shown once.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
-            return self._create(create)
+            iterator = self._create(create)
+        else:
+            # What is measured is no reason to warn of more workers than CPUs. Only then: each change of the filters
+            # has Python show once more what it has shown once.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="This DataLoader will create")
+                iterator = self._create(create)
+        with contextlib.suppress(AttributeError):
+            iterator._gpuopt_start = self.start  # for a later fit, where its workers persist
+        return iterator
 
     def _create(self, create: Callable[[], Any]) -> Any:
         if self._base_seed is not None:
@@ -303,6 +310,10 @@ class RunningLoader:
             return
         self._current = weakref.ref(iterator)
         self.problem = None
+        if self.start is None:
+            self.start = getattr(iterator, "_gpuopt_start", None)
+        if self._began is not None:
+            self._set_up, self._began = (self._clock() - self._began, self.loader.num_workers), None
         self._look_at_memory()
         try:
             if (reason := self._why_not_live()) is not None:
@@ -364,7 +375,7 @@ class RunningLoader:
         seen = self.meter.seen
         if seen is None:
             return None
-        self._batch = seen.batch_bytes, seen.batch_tensors
+        self._batch, self._wait_s = (seen.batch_bytes, seen.batch_tensors), seen.wait_s
         wanted = self.policy.decide(seen, self.cap())
         self.look()
         return wanted
@@ -443,7 +454,7 @@ class RunningLoader:
         """
         iterator = self._iterator
         fewer = iterator is not None and num_workers < running_workers(self.loader, iterator)
-        if num_workers > self.loader.num_workers and not self._may_grow():
+        if num_workers > self.loader.num_workers and not self._may_grow(num_workers):
             num_workers = self.loader.num_workers
             self.policy.set(num_workers, settle=True)
         if isinstance(iterator, ResizableIterator) and (fewer or self.problem is None):
@@ -457,17 +468,39 @@ class RunningLoader:
         self.look()
         return num_workers
 
-    def _may_grow(self) -> bool:
+    def _may_grow(self, num_workers: int) -> bool:
         """Whether workers may be added, now or with the next iterator; else ``no_more`` says why not."""
+        if self.start is None and self._iterator is None and persistent_iterator(self.loader) is None:
+            return True  # nothing runs yet
         if self.start is None:
             self.no_more = "its workers run since an earlier fit, and their dataset may be another by now"
             return False
         self.no_more = self.start.why_no_more()
+        if self.no_more is None and not self._pays(num_workers):
+            self.no_more = (
+                f"starting {num_workers} for every epoch would take longer than they save; give the DataLoader "
+                "persistent_workers=True"
+            )
         if self.no_more is None and self.start.has_changed:
             self.problem = "its dataset has changed since they were started, and others would see it as it is now"
             if self.loader.persistent_workers:
                 self.no_more = "its dataset has changed since its workers were started, which persist"
         return self.no_more is None
+
+    def _pays(self, num_workers: int) -> bool:
+        """Whether workers that are not forked, and started anew for each epoch, save more than their start takes.
+
+        They start side by side as far as there are CPUs.
+        """
+        if forks(self.loader) is None or self.loader.persistent_workers or self._set_up is None:
+            return True
+        set_up_s, before = self._set_up
+        length = length_of(self.loader)
+        if length is None or not before:
+            return True
+        cpus = max(usable_cpus() / self._local_world_size, 1.0)
+        longer_s = set_up_s * (max(num_workers / cpus, 1.0) / max(before / cpus, 1.0) - 1)
+        return self._wait_s * length * (1 - before / num_workers) > longer_s
 
     def before_epoch(self) -> None:
         """Persistent workers of another number than the loader should have must go before it is iterated again."""
@@ -494,6 +527,14 @@ class RunningLoader:
         """
         for iterator in (self._iterator, persistent_iterator(self.loader), *running):
             shut_down(iterator)
+
+
+def length_of(loader: DataLoader[Any]) -> int | None:
+    """Batches of an epoch; None where the loader does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def depth_of(loader: DataLoader[Any]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,7 @@ class Script(StallDetector):
         windows: list[tuple[float, list[Finding]]],
         *,
         on_gpu: bool = False,
-        epochs_s: list[float] | None = None,
+        epochs_s: Sequence[float] | None = (0.0,),
         **kwargs: Any,
     ) -> None:
         super().__init__(window_size=WINDOW, warmup_steps=0, on_stall="ignore", print_report=False, **kwargs)
@@ -78,8 +79,8 @@ def script(findings: list[Finding], *after: float, before: int = 5, **kwargs: An
 
     Epochs begin in no time, but for those of a finding about them.
     """
-    if all(each.cause != "epoch_restart" for each in findings):
-        kwargs.setdefault("epochs_s", [0.0])
+    if any(each.cause == "epoch_restart" for each in findings):
+        kwargs.setdefault("epochs_s", None)
     return Script([(SLOW, findings)] * before + [(each, []) for each in after or (FAST,)], **kwargs)
 
 

@@ -24,12 +24,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_gpuopt import CudaPrefetcher, NumWorkersFinder, _torch_loader, find_num_workers
 from lightning_gpuopt.callbacks import _tuned_loader
 from lightning_gpuopt.telemetry.host import usable_cpus
-from lightning_gpuopt.tuning import without_workers
+from lightning_gpuopt.tuning import running, without_workers
 from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.live import LivePolicy, Seen
 from lightning_gpuopt.tuning.model import most_workers
+from lightning_gpuopt.tuning.running import RunningLoader
 from lightning_gpuopt.tuning.workers import Trial
-from tests.callbacks.mended import Run, finding, script, train
+from tests.callbacks.mended import Numbers, Run, finding, script, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -514,3 +515,24 @@ class TestRandomNumbers:
         run = Run(tmp_path, script([finding(num_workers=3)]), loader(Augmented()))
         assert run.changes == [("num_workers", 1, 3, True)]
         assert "random numbers are drawn in the workers" in run.why[0]
+
+
+class TestSpawnedWorkers:
+    @pytest.mark.matrix
+    def test_no_more_are_started_for_each_epoch_than_save_what_that_takes(self, tmp_path, caplog):
+        source = loader(Numbers(40), multiprocessing_context="spawn")
+        with pytest.warns(UserWarning, match="num_workers stays 1: starting 4 for every epoch would take longer than"):
+            fit = Fit(tmp_path, caplog, source, max_epochs=1)
+        assert fit.num_workers == 1
+        kept = loader(Numbers(40), multiprocessing_context="spawn", persistent_workers=True)
+        assert Fit(tmp_path, caplog, kept, max_epochs=1).num_workers == 4  # from the next epoch on
+
+    @pytest.mark.parametrize(
+        ("set_up_s", "wait_s", "pays"), [(4.0, 0.1, True), (4.0, 0.01, False), (0.1, 0.01, True), (None, 0.0, True)]
+    )
+    def test_what_pays(self, monkeypatch, set_up_s, wait_s, pays):
+        monkeypatch.setattr(running, "usable_cpus", lambda: 2.0)
+        one = RunningLoader(loader(Numbers(200), multiprocessing_context="spawn"), LivePolicy(1, cpus=2.0))
+        one._set_up, one._wait_s = None if set_up_s is None else (set_up_s, 1), wait_s
+        # four workers take twice as long to start as one; they save three quarters of 100 waits
+        assert one._pays(4) is pays

@@ -24,6 +24,10 @@ make_loader = lambda: DataLoader(Numbers(), 4)
 make_stream = lambda: DataLoader(Stream(100_000), 4)
 make_broken = lambda: DataLoader(Broken(), 4)
 make_list = lambda: [1]
+def make_file():
+    dataset = Numbers()
+    dataset.file = open(__file__)
+    return DataLoader(dataset, 4)
 def fails(): raise OSError("the disk is gone")
 """
 
@@ -113,6 +117,10 @@ def test_every_switch_reaches_the_search(module: str, monkeypatch: pytest.Monkey
         ("HERE:not_callable", "HERE:not_callable: expected a function that returns a DataLoader, got 3"),
         ("HERE:make_list", "HERE:make_list: expected a torch.utils.data.DataLoader, got [1]"),
         ("HERE:make_stream", "HERE:make_stream: expected a map-style dataset, or --iterable, since"),
+        (
+            "HERE:make_file",
+            "HERE:make_file: expected a dataset that workers can share, but its dataset",
+        ),
         ("HERE_lame:make", "No module named 'no_such_library'"),
         ("HERE:make_loader --tolerance 0", "--tolerance: Not of type"),
         ("HERE:make_loader --max-seconds 0", "--max-seconds: Not of type"),
