@@ -64,8 +64,13 @@ def why_not_earlier(loader: DataLoader[Any]) -> str | None:
 
 
 def _iterates_as(sampler: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether a sampler is of these, or of a class that derives from one and has its ``__iter__``."""
-    return any(isinstance(sampler, kind) and type(sampler).__iter__ is kind.__iter__ for kind in kinds)  # type: ignore[attr-defined]
+    """Whether a sampler is of these, or of a class that derives from one and has its ``__iter__``.
+
+    Those of torchdata iterate as torch's, and count.
+    """
+    own = getattr(type(sampler), "__iter__", None)
+    counts = type(sampler).__module__.startswith("torchdata.")
+    return any(isinstance(sampler, kind) and (counts or own is vars(kind).get("__iter__")) for kind in kinds)
 
 
 def _why_not_by_a_copy(sampler: Any, loader: DataLoader[Any]) -> str | None:
