@@ -194,7 +194,9 @@ class ResizableIterator(WorkersIterator):
         index_queue.cancel_join_thread()
         earlier = self._gpuopt_starts.get(worker_id, 0)
         seed = (int(self._base_seed) + earlier * _SEED_STEP) % _SEEDS
-        collate_fn, self._collate_fn = self._collate_fn, self._gpuopt_draws.around(self._collate_fn)
+        collate_fn = self._collate_fn
+        if context.get_start_method() == "fork":
+            self._collate_fn = self._gpuopt_draws.around(collate_fn)
         try:
             worker = worker_process(self, context, index_queue, worker_id, num_workers, seed)
         finally:

@@ -7,6 +7,7 @@ random state that training draws from as well, they would come out otherwise.
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Iterable
 from typing import Any, Final
@@ -25,6 +26,8 @@ from torch.utils.data import (
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.tuning.dataset_state import GLOBAL_GENERATORS
+
+log = logging.getLogger(__name__)
 
 _DRAW_AT_ONCE: Final = (
     SequentialSampler,
@@ -77,14 +80,20 @@ def _why_not_by_a_copy(sampler: Any, loader: DataLoader[Any]) -> str | None:
     name, states = type(sampler).__name__, RandomStates()
     shared = {id(held): copied for held, copied in _held_by(sampler, loader)}
     try:
-        numbers = iter(copy.deepcopy(sampler, shared))
+        twin = copy.deepcopy(sampler, shared)
+    except Exception:
+        states.restore()
+        return f"its sampler ({name}) cannot be copied to see whether it draws random numbers for each index"
+    first, whole = states, True
+    try:
+        numbers = iter(twin)
         next(numbers, None)
         first = RandomStates()
         whole = _exhaust(numbers, _EPOCHS * _length(loader))
-        draws = RandomStates() != first
-    except Exception:
-        return f"its sampler ({name}) cannot be copied to see whether it draws random numbers for each index"
+    except Exception:  # training meets it where the sampler raises it
+        log.debug("a copy of the sampler fails", exc_info=True)
     finally:
+        draws = RandomStates() != first
         states.restore()
     if draws:
         return f"its sampler ({name}) draws random numbers for each index: another order would come of it"

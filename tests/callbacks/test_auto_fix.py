@@ -197,7 +197,7 @@ class TestWorkersThatLiveOn:
     def test_a_sampler_that_draws_as_it_likes_is_left(self, tmp_path):
         run = Run(tmp_path, script([self.FOUND], before=12), loader(shuffle=False, sampler=Shuffles(40)))
         assert run.changes == [("persistent_workers", False, True, None)]
-        assert "its sampler (Shuffles) may draw random numbers" in run.why[0]
+        assert "its sampler (Shuffles) draws random numbers" in run.why[0]
 
 
 class TestOtherSettings:
@@ -218,7 +218,7 @@ class TestOtherSettings:
         found = finding("head_of_line", prefetch_factor=5)
         run = Run(tmp_path, script([found], before=12), loader(shuffle=False, sampler=Shuffles(40)))
         assert run.changes == [("prefetch_factor", 2, 5, None)]
-        assert "its sampler (Shuffles) may draw random numbers" in run.why[0]
+        assert "its sampler (Shuffles) draws random numbers" in run.why[0]
 
     def test_pinning_comes_with_the_next_epoch(self, tmp_path):
         found = finding("host_to_device", pin_memory=True)
@@ -265,10 +265,11 @@ class InAFile(Numbers):
 
 
 class Closed:
-    """Holds what nobody may take away."""
+    """Cannot be looked into."""
 
-    def __getstate__(self) -> Any:
-        raise TypeError("cannot pickle a Closed")
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise TypeError("nobody looks into a Closed")
 
 
 class ChangesIt(Callback):
