@@ -31,7 +31,7 @@ from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
 from lightning_gpuopt.tuning.sampler_draws import why_not_earlier
-from lightning_gpuopt.tuning.sharing import WorkersStart, forks, state_of
+from lightning_gpuopt.tuning.sharing import WorkersStart, forks, own_workers, state_of
 from lightning_gpuopt.tuning.without_workers import look
 
 log = logging.getLogger(__name__)
@@ -367,7 +367,9 @@ class FixedLoader:
 
     def _note_dataset(self, loader: DataLoader[Any]) -> None:
         if self._own_workers is None:
-            self._own_workers = loader.num_workers
+            self._own_workers = own_workers(loader)
+            if not self._own_workers and loader.num_workers:  # of an earlier fit: in place of the training process
+                self._run(loader, 0)
         self._changes = self._start is not None and self._start.has_changed
         self._start = WorkersStart(loader, self._own_workers)
 
@@ -380,6 +382,8 @@ class FixedLoader:
             back: settings that the loader is to have again.
         """
         self._undo.close()
+        if self._running is not None:
+            self._running.done()
         kept, self._kept = self._kept, None
         if kept is not None:
             shut_down(kept)

@@ -17,6 +17,7 @@ from lightning_gpuopt._lightning import (
     train_iterators,
     train_loaders,
 )
+from lightning_gpuopt._lightning_loops import is_begun_by_fetcher
 from lightning_gpuopt._torch_loader import persistent_iterator
 from lightning_gpuopt.callbacks._loader_watch import SeesLoaders
 from lightning_gpuopt.callbacks._tuned_loader import Choice, LeftAlone, Options, Place, TunedLoader, why_left_alone
@@ -114,6 +115,8 @@ class TunedFit:
         self._choices = self.choices
         while self._tuned:
             index, tuned = self._tuned.popitem()
+            with suppress(Exception):
+                tuned.running.done()
             if failed:
                 with suppress(Exception):  # the workers of other loaders have to end as well
                     tuned.running.end(iterators[index : index + 1])
@@ -136,10 +139,11 @@ class TunedFit:
 
     def _new_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
         """In place of the loader's own way to make an iterator."""
-        if not self.trainer.training:  # validation may read the same loader
+        # validation may read the same loader, and other callbacks as well
+        if not self.trainer.training or not is_begun_by_fetcher(self.trainer):
             return create()
         tuned = self._tuned_of(loader) or self._take_in(loader, train_loaders(self.trainer))
-        return create() if tuned is None else tuned.running.new_iterator(create)
+        return create() if tuned is None else tuned.new_iterator(create)
 
     def _tuned_of(self, loader: DataLoader[Any]) -> TunedLoader | None:
         return next((tuned for tuned in self._tuned.values() if tuned.running.loader is loader), None)
@@ -153,7 +157,7 @@ class TunedFit:
             return None
         self._let_go(loaders)
         try:
-            if index in self._tuned:
+            if index in self._tuned and self._tuned[index].goes_on_with(loader):
                 self._tuned[index].replace(loader)
             else:
                 place = Place(self.trainer, index, len(loaders) == 1, self._local_ranks)

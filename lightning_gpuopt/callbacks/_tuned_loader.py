@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -18,7 +19,7 @@ from lightning_gpuopt.tuning.find import check, find_num_workers
 from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
 from lightning_gpuopt.tuning.sampler_draws import why_not_earlier
-from lightning_gpuopt.tuning.sharing import forks, held_by, why_not_shared
+from lightning_gpuopt.tuning.sharing import forks, held_by, own_workers, why_not_shared
 from lightning_gpuopt.tuning.without_workers import look
 from lightning_gpuopt.tuning.workers import LimitedBy, NumWorkersResult, Trial
 
@@ -164,7 +165,7 @@ class TunedLoader:
         self._making_s: float | None = None
         self._draws = False
         self._keeps_state = has_own_state(loader)
-        self.before = loader.num_workers
+        self.before = own_workers(loader)
         depth = 0 if not self.before else depth_of(loader)
         self._check(loader)
         self._restored = restored = None if restored is None else self._fitting(restored)
@@ -176,7 +177,7 @@ class TunedLoader:
             raise LeftAlone(
                 f"a {type(loader).__name__} alone: the state that it resumes from holds for its num_workers only"
             )
-        elif not self.before:
+        elif not self.before and not loader.num_workers:
             self._first_worker(loader)
         assign(loader, self._allowed(loader.num_workers))
         policy = LivePolicy(
@@ -285,8 +286,25 @@ class TunedLoader:
             settled, trials, limited_by = True, self._result.trials, self._result.limited_by
         return Choice(number, settled, self.before, trials, limited_by, self._prefetch_factor, self._making_s)
 
+    def goes_on_with(self, loader: DataLoader[Any]) -> bool:
+        """Whether a loader is as the last one was to begin with; else it is another, to be tuned anew."""
+        return loader.num_workers == self.before
+
+    def new_iterator(self, create: Callable[[], Any]) -> Any:
+        """In place of the loader's own way to make an iterator."""
+        iterator = self.running.new_iterator(create)
+        self._warn_of_shared()
+        return iterator
+
     def replace(self, loader: DataLoader[Any]) -> None:
-        """Lightning has asked for its loaders again: the new one goes on where the last one was."""
+        """Lightning has asked for its loaders again: the new one goes on where the last one was.
+
+        Raises:
+            LeftAlone: it cannot have other workers.
+        """
+        self._check(loader)
+        if not self.before and loader.dataset is not self.running.loader.dataset:
+            self._first_worker(loader)
         old = self.running
         self.running = RunningLoader(
             loader, old.policy, self._options.max_num_workers, self._place.local_ranks, own_workers=self.before
@@ -368,7 +386,13 @@ class TunedLoader:
             )
         elif running.problem is not None and running.loader.num_workers != before:
             self._not_live()
-        if running.loader.num_workers > before and running.start and (held := running.start.shared_file) is not None:
+        self._warn_of_shared()
+
+    def _warn_of_shared(self) -> None:
+        """Where more workers than the user's own share a file."""
+        running = self.running
+        held = running.start.shared_file if running.start is not None else None
+        if held is not None and running.loader.num_workers > self.before:
             say_once(
                 self._place.trainer,
                 f"num-workers-shared-{self._place.index}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -87,6 +88,10 @@ def _is_in_our_group(pid: int) -> bool:
         return True  # and gone: there is nothing to send on
 
 
+_LONGEST_ANSWER_S = 2.0
+"""A witness that does not answer by then is stopped: what came is taken for ours alone."""
+
+
 class _Witness:
     """A process in our group that does nothing but get signals; made, and ended, with these signals held back.
 
@@ -95,6 +100,7 @@ class _Witness:
 
     def __init__(self) -> None:
         self._line, its = socket.socketpair()
+        self._line.settimeout(_LONGEST_ANSWER_S)
         try:
             self._pid = os.fork()
         except OSError:  # no process to spare: whatever comes is taken for ours alone
@@ -110,6 +116,8 @@ class _Witness:
     def __exit__(self, *error: object) -> None:
         self._line.close()
         if self._pid > 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)  # it may be stopped
             os.waitpid(self._pid, 0)
 
     def got(self, number: int) -> bool:

@@ -262,12 +262,12 @@ class _Buffer(Source):
             if self._clock() - self._heard_s > _SILENT_BUFFER_S:
                 yield Failed("utilization", pynvml.NVML_ERROR_NOT_SUPPORTED)
             return
+        except pynvml.NVMLError_InsufficientSize:  # an entry came between pynvml's two calls: the next drain has it
+            return
         except pynvml.NVMLError as error:
             if error.value in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
                 yield self._point()
             raise
-        except pynvml.NVMLError_InsufficientSize:  # an entry came between pynvml's two calls: the next drain has it
-            return
         self._heard_s = self._clock()
         first, self._last_us = not self._last_us, max(entry.timeStamp for entry in entries)
         if not first:  # the first drain brings what was before us

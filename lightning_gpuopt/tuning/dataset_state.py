@@ -7,30 +7,66 @@ open file, whose position they would share; a generator, of which each would dra
 
 from __future__ import annotations
 
+import array
+import ctypes
 import io
-import mmap
 import random
-import sys
+import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count
+from multiprocessing import connection, sharedctypes
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-_MOST_OBJECTS: Final = 20_000
-_LARGE: Final = 256
-"""Of containers with more items so many are looked at, evenly spread."""
+from lightning_gpuopt.tuning.object_facts import (
+    HUGE,
+    LARGE,
+    LRU_CACHE,
+    SHARED_ON_PURPOSE,
+    WHOLE_BYTES,
+    arrays_of,
+    attributes_of,
+    data_of,
+    digest,
+    digest_of,
+    drawn_to,
+    entries_of,
+    entry_of,
+    facts_of,
+    has_data,
+    in_cell,
+    is_copyable,
+    is_in,
+    is_mapped,
+    is_of,
+    is_open,
+    items_of,
+    length_of,
+    module_of,
+    names_in,
+    number_of,
+    row_digest,
+    some_of,
+)
 
-_HUGE: Final = 4096
-"""Dicts with more items are looked at at their beginning and their end: to walk through them takes too long."""
+_MOST_OBJECTS: Final = 20_000
+
+
+_NEAR: Final = 32
+"""What lies in longer containers is data, and looked at after everything else."""
+
+
+_FAR_AT_ONCE: Final = 64
+"""Of what lies in long containers so many objects are compared for each batch, in turn."""
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
-_WHOLE: Final = (type, ModuleType, torch.dtype, torch.device)
+_WHOLE: Final = (ModuleType, torch.dtype, torch.device, memoryview, ctypes._SimpleCData, ctypes._Pointer, ctypes.CDLL)
 """What is the same as long as it is the same object."""
 
 _GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -41,16 +77,12 @@ GLOBAL_GENERATORS: Final = (
 )
 """Each worker seeds its own."""
 
-_SHARED_ON_PURPOSE: Final = ("multiprocessing", "threading", "_thread", "logging", "weakref", "contextvars", "mmap")
-"""Modules whose objects each process may have: made to be shared, or with a state of its own in each."""
+_FILES: Final = (socket.socket, connection._ConnectionBase, GeneratorType)
+_FILE_MODULES: Final = ("h5py.", "sqlite3.", "lmdb.", "netCDF4.", "tables.", "rasterio.", "pysam.", "zipfile.")
 
-_FORK_SAFE: Final = (*_SHARED_ON_PURPOSE, "torch", "numpy", "pyarrow", "pandas", "lightning_gpuopt")
-"""Modules whose objects hold no position that processes could move for one another, though some cannot be pickled."""
 
 _LIGHTNING: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
-_FRAMEWORK_NAMES: Final = frozenset({"trainer", "_trainer", "_fabric", "_log_hyperparams", "log", "log_dict"})
-
-_PICKLES_ITS_WAY: Final = ("__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__")
+_FRAMEWORK_NAMES: Final = frozenset({"trainer", "fabric", "log", "log_dict", "training", "prepare_data_per_node"})
 
 
 @dataclass(frozen=True)
@@ -77,40 +109,55 @@ class Held:
 class _Part:
     """One object whose content may change: how that is read, and how it was."""
 
-    __slots__ = ("is_entries", "is_generator", "read", "was")
+    __slots__ = ("kind", "read", "was")
 
-    def __init__(self, read: Callable[[], Any], *, is_generator: bool = False, is_entries: bool = False) -> None:
-        self.read, self.was = read, read()
-        self.is_generator, self.is_entries = is_generator, is_entries
+    def __init__(self, read: Callable[[], Any], kind: str) -> None:
+        self.read, self.was, self.kind = read, read(), kind
 
     def has_changed(self) -> bool:
         try:
-            return bool(self.read() != self.was)
+            now = self.read()
+            return bool(now != self.was) and not _has_only_opened(self.was, now)
         except Exception:  # arrays or tensors beside one another: others than before, or they would be the same objects
             return True
 
-    def has_only_opened(self) -> bool:
-        """Whether all that is new are files and other resources, as they are opened when they are needed."""
-        now, was = self.read(), self.was
-        if not isinstance(now, dict) or not isinstance(was, dict) or not was.keys() <= now.keys():
-            return False
-        return all(now[name] is was.get(name) or is_resource(now[name]) for name in now)
+
+class _Place(NamedTuple):
+    """Where an object was found.
+
+    Attributes:
+        path: as code has it.
+        near: whether it is no item of a long container.
+        sample: of which sample's entry it is a part; None: of none.
+        is_packed: whether something above it says itself what of it is sent to another process.
+    """
+
+    path: str
+    near: bool = True
+    sample: int | None = None
+    is_packed: bool = False
+
+    def __truediv__(self, name: str) -> _Place:
+        return self._replace(path=f"{self.path}{name}"[:200])
 
 
 class DatasetState:
     """What these objects hold, as it is now, to be compared with what they hold later.
 
-    Nothing of the user's is called, and whatever the objects are, nothing is raised. Of large containers and arrays a
-    part is looked at; the content of a memory map is not.
+    Of large containers and arrays a part is looked at, and the entries of the samples that are asked for; the content
+    of a memory map is not. Whatever the objects are, nothing is raised.
 
     Args:
         **roots: a dataset, and what workers are given with it, by name; None is left out.
         also: numbers of samples whose entries are looked at in containers of any size.
+        by_sample: look at the entries of all samples, in containers as long as the dataset, as far as 20,000 objects
+            go; for :meth:`has_changed_for`.
 
     Attributes:
         held: what processes cannot simply have a copy of.
         has_epochs: whether something in it has a ``set_epoch`` method.
         is_whole: whether all of it was looked at, but for the content of large containers and arrays.
+        has_failed: whether an object could not be looked into.
 
     Example::
 
@@ -119,35 +166,54 @@ class DatasetState:
         state.has_changed()
     """
 
-    def __init__(self, *, also: Sequence[int] = (), **roots: Any) -> None:
+    def __init__(self, *, also: Sequence[int] = (), by_sample: bool = False, **roots: Any) -> None:
         self.held: list[Held] = []
-        self.has_epochs = False
+        self.has_epochs = self.has_failed = False
         self.is_whole = True
         self._also = tuple(also)
-        self._parts: list[_Part] = []
+        self._length = length_of(next(iter(roots.values()), None)) if by_sample else None
+        self._near: list[_Part] = []
+        self._far: list[_Part] = []
+        self._of_samples: dict[int, list[_Part]] = {}
+        self._turn = 0
         self._met: dict[int, Any] = {}  # and keeps them alive: an id is of one object only as long as that lives
-        self._picklable: dict[type, bool] = {}
-        queue = deque((name, value) for name, value in roots.items() if value is not None)
-        while queue:
-            path, value = queue.popleft()
+        near: deque[tuple[_Place, Any]] = deque((_Place(name), value) for name, value in roots.items())
+        far: deque[tuple[_Place, Any]] = deque()
+        while near or far:
+            place, value = (near or far).popleft()
+            for found in self._meet(place, value):
+                (near if found[0].near else far).append(found)
+
+    def _meet(self, place: _Place, value: Any) -> Iterable[tuple[_Place, Any]]:
+        try:
             if isinstance(value, (*_PLAIN, *_WHOLE)) or id(value) in self._met:
-                continue
+                return ()
             if len(self._met) >= _MOST_OBJECTS:
                 self.is_whole = False
-                break
+                return ()
             self._met[id(value)] = value
-            try:
-                queue.extend(self._look_into(path, value))
-            except Exception:  # a property of somebody's own, a tensor without a version, an empty closure
-                self.is_whole = False
+            return list(self._look_into(place, value))
+        except ReferenceError:  # what it stands for is gone
+            return ()
+        except Exception:
+            self.has_failed, self.is_whole = True, False
+            return ()
 
-    def has_changed(self, *, most: int | None = None) -> bool:
-        """Whether something is no longer as it was, but for files and the like that were opened since.
+    def has_changed(self) -> bool:
+        """Whether something is no longer as it was, but for files and the like that were opened since."""
+        parts = chain(self._near, self._far, *self._of_samples.values())
+        return any(each.has_changed() for each in parts if each.kind != "cache")
+
+    def has_changed_for(self, samples: Iterable[Any]) -> bool:
+        """The same, quickly: of what lies in long containers only what belongs to these samples, and a few by turns.
 
         Args:
-            most: look at so many of the objects only, those nearest to the roots; None: at all.
+            samples: the numbers of the samples of a batch.
         """
-        return any(each.has_changed() and not each.has_only_opened() for each in islice(self._parts, most))
+        some = self._far[self._turn : self._turn + _FAR_AT_ONCE]
+        self._turn = self._turn + _FAR_AT_ONCE if self._turn + _FAR_AT_ONCE < len(self._far) else 0
+        theirs = (self._of_samples.get(each, ()) for each in samples if isinstance(each, int))
+        return any(each.has_changed() for each in chain(self._near, some, *theirs) if each.kind != "cache")
 
     def change_by_reading(self) -> Literal["entries", "other"] | None:
         """What reading samples has changed, but for generators and what is opened when it is needed.
@@ -155,147 +221,214 @@ class DatasetState:
         Returns:
             ``"entries"``: only what is kept for single samples, as in a cache; None: nothing.
         """
-        changed = [each for each in self._parts if not each.is_generator and each.has_changed()]
-        changed = [each for each in changed if not each.has_only_opened()]
+        parts = chain(self._near, self._far, *self._of_samples.values())
+        changed = {each.kind for each in parts if each.kind != "generator" and each.has_changed()}
         if not changed:
             return None
-        return "entries" if all(each.is_entries for each in changed) else "other"
+        return "entries" if changed <= {"entries", "cache"} else "other"
 
     # -- looking
 
-    def _watch(self, read: Callable[[], Any], *, is_generator: bool = False, is_entries: bool = False) -> None:
-        self._parts.append(_Part(read, is_generator=is_generator, is_entries=is_entries))
+    def _watch(self, place: _Place, read: Callable[[], Any], kind: str = "value") -> None:
+        part = _Part(read, kind)
+        if place.sample is not None:
+            self._of_samples.setdefault(place.sample, []).append(part)
+        else:
+            (self._near if place.near else self._far).append(part)
 
-    def _look_into(self, path: str, value: Any) -> Iterable[tuple[str, Any]]:
+    def _look_into(self, place: _Place, value: Any) -> Iterable[tuple[_Place, Any]]:
         """Note what there is to compare of one object; what it holds, to be looked into next."""
+        kind = type(value)
+        if isinstance(value, type):
+            return self._of_class(place, value)
         if isinstance(value, torch.Tensor):
-            if value.device.type not in ("cpu", "meta"):
-                self._note("device", path, value)
-            self._watch(lambda: (value._version, value.shape), is_entries=True)
+            self._of_tensor(place, value)
         elif isinstance(value, np.ndarray):
-            return self._of_array(path, value)
+            return self._of_array(place, value)
+        elif isinstance(value, (bytearray, array.array)):
+            self._watch(place, lambda: (len(value), digest(memoryview(value).cast("B"))), "entries")
         elif isinstance(value, _GENERATORS):
             if not any(value is each for each in GLOBAL_GENERATORS):
-                self._note("generator", path, value)
-            self._watch(lambda: _drawn_to(value), is_generator=True)
+                self._note("generator", place, value)
+            self._watch(place, lambda: drawn_to(value), "generator")
         elif isinstance(value, (dict, MappingProxyType)):  # other mappings may load what they hold
-            self._watch(lambda: _of_dict(value, self._also), is_entries=True)
-            return [(f"{path}[{key!r}]"[:200], item) for key, item in _some_of(value, self._also)]
+            return self._of_dict(place, value)
         elif isinstance(value, (list, tuple, deque)):
-            return self._of_sequence(path, value)
+            return self._of_sequence(place, value)
         elif isinstance(value, (set, frozenset)):
-            self._watch(lambda: set(value) if len(value) <= _LARGE else len(value))
+            self._watch(place, lambda: set(value) if len(value) <= HUGE else len(value), "entries")
         elif isinstance(value, FunctionType):
-            return self._of_function(path, value)
+            return self._of_function(place, value)
         elif isinstance(value, BuiltinFunctionType):
-            return [(path, value.__self__)]
+            return [(place, value.__self__)]
         elif isinstance(value, MethodType):
-            if _is_of(value.__self__, _LIGHTNING):
-                return self._of_lightning_method(path, value)
-            return [(path, value.__func__), (path, value.__self__)]
+            if is_of(value.__self__, _LIGHTNING):
+                return self._of_lightning_method(place, value)
+            return [(place, value.__func__), (place, value.__self__)]
         elif isinstance(value, partial):
-            self._watch(lambda: (value.args, value.keywords))
-            return [(path, each) for each in (value.func, *value.args, *value.keywords.values())]
-        elif isinstance(value, (io.IOBase, GeneratorType)):
-            if isinstance(value, GeneratorType) or _is_open(value):
-                self._note("file", path, value)
-        elif not _is_of(value, _LIGHTNING):  # which hold the whole run
-            return self._of_object(path, value)
+            self._watch(place, lambda: (value.args, dict(value.keywords)))
+            return [(place, each) for each in (value.func, *value.args, *value.keywords.values())]
+        elif isinstance(value, count):
+            self._watch(place, lambda: repr(value))
+        elif isinstance(value, _FILES):
+            self._note("file", place, value)
+        elif isinstance(value, io.IOBase):
+            if is_open(value):
+                self._note("file", place, value)
+        elif isinstance(value, (sharedctypes.SynchronizedBase, sharedctypes.Synchronized)):
+            self._watch(place, lambda: bytes(value.get_obj()))
+        elif is_of(value, _LIGHTNING):
+            return self._of_lightning(place, value)
+        elif not module_of(kind).startswith((*SHARED_ON_PURPOSE, "pyarrow.", "re.")):
+            return self._of_object(place, value)
         return ()
 
-    def _of_array(self, path: str, value: np.ndarray[Any, Any]) -> Iterable[tuple[str, Any]]:
-        if _is_mapped(value):
-            self._watch(lambda: (value.shape, value.dtype))
+    def _of_class(self, place: _Place, value: type) -> Iterable[tuple[_Place, Any]]:
+        """What a class of the user's holds beside its functions; others are the same."""
+        if not has_data(value):
             return ()
-        step = max(value.size // _LARGE, 1)
-        rows = [each for each in self._also if value.ndim and each < len(value)]
+        self._watch(place, lambda: data_of(value))
+        return [(place / f".{name}", item) for name, item in data_of(value).items()]
+
+    def _of_tensor(self, place: _Place, value: torch.Tensor) -> None:
+        if value.device.type not in ("cpu", "meta"):
+            self._note("device", place, value)
+        is_small = value.device.type == "cpu" and value.nelement() * value.element_size() <= WHOLE_BYTES
+        if is_small and value.layout is torch.strided and not value.is_quantized and value.dtype != torch.bfloat16:
+            numbers = value.detach().resolve_conj().resolve_neg().numpy()
+            self._watch(place, lambda: (value.shape, digest_of(numbers)), "entries")
+        elif not value.is_inference():
+            self._watch(place, lambda: (value._version, value.shape), "entries")
+
+    def _of_array(self, place: _Place, value: np.ndarray[Any, Any]) -> Iterable[tuple[_Place, Any]]:
+        if is_mapped(value):
+            self._watch(place, lambda: (value.shape, value.dtype))
+            return ()
         if value.dtype.hasobject:
-            self._watch(lambda: (value.shape, value.flat[::step].tolist()))
-            return [(path, item) for item in value.flat[::step].tolist()]
-        # ravel() would copy what is not contiguous
-        self._watch(
-            lambda: (value.shape, value.flat[::step].tobytes(), value[rows].tobytes() if rows else b""), is_entries=True
-        )
+            step = max(value.size // LARGE, 1)
+            self._watch(place, lambda: (value.shape, value.flat[::step].tolist()), "entries")
+            return [(place._replace(near=False), item) for item in value.flat[::step].tolist()]
+        rows = [each for each in self._also if value.ndim and each < len(value)]
+        self._watch(place, lambda: (value.shape, digest_of(value), value[rows].tobytes() if rows else b""), "entries")
+        if value.ndim and len(value) == self._length and value.nbytes > WHOLE_BYTES:
+            self._of_rows(place, value)
         return ()
 
-    def _of_sequence(self, path: str, value: Sequence[Any]) -> Iterable[tuple[str, Any]]:
+    def _of_rows(self, place: _Place, value: np.ndarray[Any, Any]) -> None:
+        """Have the rows of an array that is too large to be compared whole compared as their samples are asked for."""
+        if len(value) > _MOST_OBJECTS - len(self._met):
+            return
+        for sample in range(len(value)):
+            self._watch(place._replace(sample=sample), partial(row_digest, value, sample), "entries")
+
+    def _of_dict(self, place: _Place, value: Any) -> Iterable[tuple[_Place, Any]]:
+        self._watch(place, lambda: entries_of(value, self._also), "entries")
+        if len(value) == self._length and len(value) > _NEAR and place.sample is None:
+            found = [(each, value[each]) for each in range(len(value)) if each in value]
+            return self._entries(place, value, found)
+        inside = place._replace(near=place.near and len(value) <= _NEAR)
+        return [(inside / f"[{key!r}]", item) for key, item in some_of(value, self._also)]
+
+    def _of_sequence(self, place: _Place, value: Sequence[Any]) -> Iterable[tuple[_Place, Any]]:
         if not isinstance(value, tuple):
-            self._watch(lambda: len(value))
-            self._watch(lambda: _items(value, self._also), is_entries=True)
+            self._watch(place, lambda: len(value))
+            self._watch(place, lambda: items_of(value, self._also), "entries")
         names = getattr(type(value), "_fields", None)
         if names is not None and len(names) == len(value):
-            return [(f"{path}.{name}", item) for name, item in zip(names, value, strict=True)]
-        return [(f"{path}[...]", item) for item in _items(value, self._also)]
+            return [(place / f".{name}", item) for name, item in zip(names, value, strict=True)]
+        if len(value) == self._length and len(value) > _NEAR and place.sample is None and not isinstance(value, deque):
+            return self._entries(place, value, list(enumerate(value)))
+        inside = (place / "[...]")._replace(near=place.near and len(value) <= _NEAR)
+        return [(inside, item) for item in items_of(value, self._also)]
 
-    def _of_function(self, path: str, value: FunctionType) -> Iterable[tuple[str, Any]]:
+    def _entries(self, place: _Place, value: Any, found: Sequence[tuple[int, Any]]) -> Iterable[tuple[_Place, Any]]:
+        """The entries of a container that has one for each sample, as far as there is room for them."""
+        if len(found) > _MOST_OBJECTS - len(self._met):
+            inside = (place / "[...]")._replace(near=False)
+            return [(inside, item) for _, item in found[:: max(len(found) // LARGE, 1)]]
+        if not isinstance(value, tuple):
+            for sample, _ in found:
+                self._watch(place._replace(sample=sample), partial(entry_of, value, sample), "entries")
+        return [((place / "[...]")._replace(near=False, sample=sample), item) for sample, item in found]
+
+    def _of_function(self, place: _Place, value: FunctionType) -> Iterable[tuple[_Place, Any]]:
         cells = value.__closure__ or ()
-        self._watch(lambda: [cell.cell_contents for cell in cells])
-        held = [*zip(value.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=False)]
-        held += [("", each) for each in (value.__defaults__ or ())]
-        return [(name or path, item) for name, item in held]
+        self._watch(place, lambda: ([in_cell(each) for each in cells], value.__defaults__, dict(vars(value))))
+        held = [*zip(value.__code__.co_freevars, (in_cell(each) for each in cells), strict=False)]
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values())
+        return [
+            *((_Place(name, place.near, place.sample), item) for name, item in held),
+            *((place, item) for item in defaults),
+        ]
 
-    def _of_lightning_method(self, path: str, value: MethodType) -> Iterable[tuple[str, Any]]:
+    def _of_lightning_method(self, place: _Place, value: MethodType) -> Iterable[tuple[_Place, Any]]:
         """A ``collate_fn`` of the module's own: of the module, only what the method and what it calls read."""
         owner, todo, names = value.__self__, [value.__func__], set[str]()
         while todo:
-            code = getattr(todo.pop(), "__code__", None)
-            for name in set(_names_in(code)) - names:
+            for name in set(names_in(getattr(todo.pop(), "__code__", None))) - names:
                 names.add(name)
                 method = getattr(type(owner), name, None)
-                if isinstance(method, FunctionType) and not method.__module__.startswith(_LIGHTNING):
+                method = method.fget if isinstance(method, property) else method
+                if isinstance(method, FunctionType) and not is_in(method.__module__, _LIGHTNING):
                     todo.append(method)
+        if "hparams" in names:
+            names.add("_hparams")
         held = vars(owner)
         read = sorted(name for name in names - _FRAMEWORK_NAMES if name in held)
         steps = sorted(names & {"current_epoch", "global_step"})
-        self._watch(lambda: [held.get(name) for name in read] + [getattr(owner, name) for name in steps])
-        return [(f"{path}.{name}", held[name]) for name in read if not isinstance(held[name], torch.nn.Module)]
+        self._watch(place, lambda: [held.get(name) for name in read] + [number_of(owner, name) for name in steps])
+        modules = held.get("_modules", {})
+        inside = {**{name: modules[name] for name in names & {*modules}}, **{name: held[name] for name in read}}
+        return [(place / f".{name}", item) for name, item in inside.items()]
 
-    def _of_object(self, path: str, value: Any) -> Iterable[tuple[str, Any]]:
-        kind = type(value)
-        self.has_epochs |= callable(getattr(kind, "set_epoch", None))
-        if _module_of(kind).startswith(_SHARED_ON_PURPOSE) or _module_of(kind).startswith(("pyarrow.", "re.")):
-            return ()
-        if _module_of(kind).startswith("pandas."):  # its indices keep what they were asked for
-            arrays = list(getattr(getattr(value, "_mgr", None), "arrays", ()))
-            self._watch(lambda: [id(each) for each in getattr(getattr(value, "_mgr", None), "arrays", ())])
-            return [(path, each) for each in arrays]
-        if _module_of(kind).startswith("PIL."):
-            return [(f"{path}.fp", value.fp)] if getattr(value, "fp", None) is not None else ()
-        if _module_of(kind).startswith("h5py.") and not value:
+    def _of_lightning(self, place: _Place, value: Any) -> Iterable[tuple[_Place, Any]]:
+        """A module or data module that the dataset knows: what the user has put into it, without its parameters."""
+
+        def own() -> dict[str, Any]:
+            return {
+                name: item
+                for name, item in vars(value).items()
+                if (name == "_hparams" or not name.startswith("_")) and name not in _FRAMEWORK_NAMES
+            }
+
+        if not any(base.__name__ in ("LightningModule", "LightningDataModule") for base in type(value).__mro__):
+            return ()  # a Trainer, a logger: they hold the whole run
+        self._watch(place, own)
+        return [(place / f".{name}", item) for name, item in own().items() if not isinstance(item, torch.nn.Module)]
+
+    def _of_object(self, place: _Place, value: Any) -> Iterable[tuple[_Place, Any]]:
+        kind: Any = type(value)
+        facts = facts_of(kind)
+        self.has_epochs |= facts.has_epochs
+        if facts.module.startswith("pandas."):  # its indices keep what they were asked for
+            arrays = arrays_of(value)
+            self._watch(place, lambda: [id(each) for each in arrays_of(value)])
+            return [(place, each) for each in arrays]
+        if facts.module.startswith("PIL."):
+            return [(place / ".fp", value.fp)] if getattr(value, "fp", None) is not None else ()
+        if facts.module.startswith("h5py.") and not value:
             return ()  # it is closed
-        caches = [each for each in (value, *_functions_of(kind)) if hasattr(each, "cache_info")]
+        caches = (*facts.caches, value) if kind is LRU_CACHE else facts.caches
         if caches:
-            self._watch(lambda: [each.cache_info().currsize for each in caches], is_entries=True)
-        held = _attributes(value)
-        if not self._is_copyable(value, has_attributes=held is not None):
-            self._note("file", path, value)
+            self._watch(place, lambda: [each.cache_info().currsize for each in caches], "cache")
+        held = attributes_of(value)
+        if not (facts.is_open_python and held is not None) and not is_copyable(value):
+            if not place.is_packed or facts.module.startswith(_FILE_MODULES):
+                self._note("file", place, value)
             return ()
         if held is None:
             return ()
-        self._watch(lambda: _attributes(value))
-        hides = _is_of(value, ("lightning_gpuopt",)) and any("__getstate__" in vars(base) for base in kind.__mro__[:-1])
-        shown = _attributes_sent(value) if hides else held
-        return [(f"{path}.{name}", item) for name, item in shown.items()]
+        self._watch(place, lambda: attributes_of(value))
+        inside = place._replace(is_packed=place.is_packed or facts.packs)
+        if facts.packs and facts.module.startswith("lightning_gpuopt."):
+            state = value.__getstate__()
+            held = state if isinstance(state, dict) else {"": state}
+        return [*((inside / f".{name}", item) for name, item in held.items()), (place / ".__class__", kind)]
 
-    def _is_copyable(self, value: Any, *, has_attributes: bool) -> bool:
-        """Whether nothing says that an object cannot be pickled, as files and connections do."""
-        kind = type(value)
-        if has_attributes and not any(name in vars(base) for base in kind.__mro__[:-1] for name in _PICKLES_ITS_WAY):
-            return True  # an object of a class in Python: what it holds will be looked at
-        if _is_of(value, _FORK_SAFE):
-            return True
-        if kind not in self._picklable:
-            try:
-                value.__reduce_ex__(5)
-                self._picklable[kind] = True
-            except Exception:
-                self._picklable[kind] = False
-        return self._picklable[kind]
-
-    def _note(self, kind: Literal["file", "generator", "device"], path: str, value: Any) -> None:
+    def _note(self, kind: Literal["file", "generator", "device"], place: _Place, value: Any) -> None:
         name = type(value).__name__
         shown = getattr(value, "name", None) if isinstance(value, io.IOBase) else None
-        self.held.append(Held(kind, f"{name} {shown}" if isinstance(shown, str) else name, path, value))
+        self.held.append(Held(kind, f"{name} {shown}" if isinstance(shown, str) else name, place.path, value))
 
 
 def is_resource(value: Any) -> bool:
@@ -303,106 +436,11 @@ def is_resource(value: Any) -> bool:
     return any(each.kind == "file" for each in DatasetState(value=value).held)
 
 
-def _module_of(kind: type) -> str:
-    return f"{getattr(kind, '__module__', None) or ''}."
-
-
-def _is_of(value: Any, packages: Sequence[str]) -> bool:
-    """Whether an object's class, or one that it derives from, is of these packages."""
-    return any(_module_of(base).partition(".")[0] in packages for base in type(value).__mro__[:-1])
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """What an object of a class in Python holds, by name; None for others."""
-    held = getattr(value, "__dict__", None)
-    slots = [
-        name
-        for base in type(value).__mro__
-        for name in _listed(vars(base).get("__slots__", ()))
-        if name not in ("__dict__", "__weakref__")
-    ]
-    if held is None and not slots:
-        return None
-    found = dict(held) if isinstance(held, dict) else {}
-    return {**found, **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
-
-
-def _attributes_sent(value: Any) -> dict[str, Any]:
-    state = value.__getstate__()
-    return state if isinstance(state, dict) else {"": state}
-
-
-def _listed(slots: Any) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
-
-
-def _functions_of(kind: type) -> Iterator[Any]:
-    """The functions of a class in Python, and those of its module that they name."""
-    for base in kind.__mro__[:-1]:
-        if _module_of(base).startswith(("torch.", "builtins.")):
-            continue
-        for each in vars(base).values():
-            yield each
-            code, known = getattr(each, "__code__", None), getattr(each, "__globals__", {})
-            yield from (known[name] for name in getattr(code, "co_names", ()) if name in known)
-
-
-def _names_in(code: Any) -> Iterator[str]:
-    """The names that a function's code, and the functions in it, read."""
-    if code is None:
-        return
-    yield from code.co_names
-    for each in code.co_consts:
-        if hasattr(each, "co_names"):
-            yield from _names_in(each)
-
-
-def _is_open(file: io.IOBase) -> bool:
-    """Whether there is an open file behind this, and not only memory, or one of the standard streams."""
-    if any(file is each for each in (sys.stdin, sys.stdout, sys.stderr)):
+def _has_only_opened(was: Any, now: Any) -> bool:
+    """Whether all that is new are files and other resources where there was nothing, and attributes computed once."""
+    if not isinstance(now, dict) or not isinstance(was, dict) or not was.keys() <= now.keys():
         return False
-    try:
-        return not file.closed and file.fileno() > 2
-    except (OSError, ValueError):  # in memory, or closed meanwhile
-        return False
-
-
-def _is_mapped(value: np.ndarray[Any, Any]) -> bool:
-    """Whether an array's memory is a file's."""
-    base: Any = value
-    while isinstance(base, np.ndarray):
-        base = base.base
-    return isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
-
-
-def _drawn_to(generator: Any) -> bytes:
-    """A generator's state."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    if isinstance(generator, random.Random):
-        return repr(generator.getstate()).encode()
-    bits: Any = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
-    return repr(bits.state if isinstance(generator, np.random.Generator) else bits.get_state()).encode()
-
-
-def _items(value: Sequence[Any], also: Sequence[int]) -> list[Any]:
-    if isinstance(value, deque):
-        return list(value) if len(value) <= _LARGE else [value[0], value[-1]]
-    return [*value[:: max(len(value) // _LARGE, 1)], *(value[each] for each in also if each < len(value))]
-
-
-def _some_of(value: Any, also: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-    """Some of the entries of a dict."""
-    if len(value) > _HUGE:
-        first, last = islice(value.items(), _LARGE // 2), islice(reversed(value.items()), _LARGE // 2)
-        some: Iterable[tuple[Any, Any]] = chain(list(first), list(last))
-    else:
-        some = islice(value.items(), 0, None, max(len(value) // _LARGE, 1))
-    yield from some
-    for each in also:
-        if each in value:
-            yield each, value[each]
-
-
-def _of_dict(value: Any, also: Sequence[int]) -> Any:
-    return dict(value) if len(value) <= _LARGE else (len(value), list(_some_of(value, also)))
+    new = [now[name] for name in now if now[name] is not was.get(name)]
+    return all(was.get(name) is None or now[name] is was[name] or now[name] == was[name] for name in now) and all(
+        is_resource(each) for each in new if each not in was.values()
+    )

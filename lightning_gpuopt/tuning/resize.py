@@ -19,7 +19,8 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from types import TracebackType
 from typing import Any, Final
 
@@ -50,10 +51,6 @@ _GRACE_S: Final = 1.0
 
 _SEED_STEP: Final = 0x9E3779B97F4A7C15
 _SEEDS: Final = 1 << 63
-
-
-_MOST_COMPARED: Final = 1000
-"""So many objects of a dataset are compared before each batch that workers make in place of the training process."""
 
 
 class ResizeUnsupported(RuntimeError):
@@ -357,7 +354,12 @@ class ResizableIterator(WorkersIterator):
         state = self._gpuopt_state
         if state is None or self._gpuopt_fetch is not None or self._shutdown:
             return False
-        return state.has_changed(most=_MOST_COMPARED)
+        given = chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in self._ahead())
+        return state.has_changed_for(given)
+
+    def _ahead(self) -> Iterable[Any]:
+        """The indices of the batches that workers were asked for, and the consumer has not."""
+        return (index for number, index in self._gpuopt_given.items() if number in self._task_info)
 
     def _fetch_from_here_on(self) -> None:
         """Make this batch and all later ones in the training process: the dataset is no longer what workers have."""

@@ -51,7 +51,7 @@ from lightning_gpuopt.tuning.live import LivePolicy, Seen
 from lightning_gpuopt.tuning.memory_watch import MemoryWatch
 from lightning_gpuopt.tuning.model import most_workers, receive_cost, taking
 from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt, first_workers
-from lightning_gpuopt.tuning.sharing import WorkersStart, forks, why_not_shared
+from lightning_gpuopt.tuning.sharing import WorkersStart, forks, note_own_workers, why_not_shared
 
 log = logging.getLogger(__name__)
 
@@ -238,6 +238,7 @@ class RunningLoader:
             create: the loader's own ``_get_iterator``.
         """
         self.start, self._began = WorkersStart(self.loader, self._own_workers), self._clock()
+        note_own_workers(self.loader, self._own_workers)
         reason = why_not_shared(self.loader, self.start.state.held, workers=self._own_workers)
         if self.loader.num_workers > self._own_workers and reason is not None:
             self.no_more = reason
@@ -518,6 +519,10 @@ class RunningLoader:
             self.policy.set(self.loader.num_workers, settle=True)
             return
         self._base_seed = end_persistent(self.loader)
+
+    def done(self) -> None:
+        """The fit is over: the user's own number is remembered, beside that which the loader keeps."""
+        note_own_workers(self.loader, self._own_workers)
 
     def end(self, running: Sequence[Any] = ()) -> None:
         """End the workers at once: training has failed, and what it failed with may keep the iterator alive.

@@ -43,6 +43,9 @@ _WRAPS: Final = (BatchSampler, ElasticBatchSampler)
 _MOST_S: Final = 1.0
 """So long a copy of an unknown sampler is iterated at most."""
 
+_MANY: Final = 100_000
+"""One that has drawn nothing for so many indices, and is not at its end by then, draws at once."""
+
 _EPOCHS: Final = 2
 """A sampler that never ends has been seen whole when it gave so many times the dataset's length."""
 
@@ -120,7 +123,7 @@ def _exhaust(numbers: Iterable[Any], most: int) -> bool:
         if seen >= most:
             break
         if time.perf_counter() > until:
-            return False
+            return seen >= _MANY
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,20 @@ from torch.utils.data import DataLoader
 from lightning_gpuopt.tuning.dataset_state import DatasetState, Held
 from lightning_gpuopt.tuning.probe import own_collate
 
+_own: weakref.WeakKeyDictionary[DataLoader[Any], tuple[int, int]] = weakref.WeakKeyDictionary()
+"""Of loaders whose number was changed here: the user's own, and what it was changed to."""
+
+
+def own_workers(loader: DataLoader[Any]) -> int:
+    """The number of workers that the user has given a loader, in an earlier fit perhaps."""
+    own, ours = _own.get(loader, (loader.num_workers, loader.num_workers))
+    return own if loader.num_workers == ours else loader.num_workers
+
+
+def note_own_workers(loader: DataLoader[Any], own: int) -> None:
+    """Keep the user's own number of a loader whose number was changed."""
+    _own[loader] = own, loader.num_workers
+
 
 def forks(loader: DataLoader[Any]) -> str | None:
     """How a loader's workers are started where that is not by forking; None where they are forked."""
@@ -19,15 +34,20 @@ def forks(loader: DataLoader[Any]) -> str | None:
     return None if method == "fork" else method
 
 
-def state_of(loader: DataLoader[Any], also: Sequence[int] = ()) -> DatasetState:
+def state_of(loader: DataLoader[Any], also: Sequence[int] = (), *, by_sample: bool = False) -> DatasetState:
     """The state of all that workers have a copy of.
 
     Args:
         loader: the loader.
-        also: numbers of samples, as for :class:`~lightning_gpuopt.tuning.dataset_state.DatasetState`.
+        also: as for :class:`~lightning_gpuopt.tuning.dataset_state.DatasetState`.
+        by_sample: likewise.
     """
     return DatasetState(
-        also=also, dataset=loader.dataset, collate_fn=own_collate(loader), worker_init_fn=loader.worker_init_fn
+        also=also,
+        by_sample=by_sample,
+        dataset=loader.dataset,
+        collate_fn=own_collate(loader),
+        worker_init_fn=loader.worker_init_fn,
     )
 
 
@@ -52,12 +72,19 @@ def why_not_shared(loader: DataLoader[Any], held: Sequence[Held], *, workers: in
                 f"its dataset holds {each}, which forked processes would share, and so read at each other's position. "
                 "Open it in the worker, when the first sample is read"
             )
-        if each.kind == "generator" and workers < 2 and loader.worker_init_fn is None:
+        if each.kind == "generator" and workers < 2 and not _seeds_workers(loader):
             return (
                 f"its dataset holds a random generator, {each}: workers would have copies of it that draw alike. "
                 "Draw from torch's, numpy's or Python's global state, or seed it in worker_init_fn"
             )
     return None
+
+
+def _seeds_workers(loader: DataLoader[Any]) -> bool:
+    """Whether the user's own ``worker_init_fn`` may seed what the dataset holds; Lightning's seeds global states."""
+    function: Any = loader.worker_init_fn
+    function = getattr(function, "func", function)
+    return function is not None and getattr(function, "__name__", "") != "pl_worker_init_function"
 
 
 class WorkersStart:
@@ -71,7 +98,7 @@ class WorkersStart:
     def __init__(self, loader: DataLoader[Any], own_workers: int) -> None:
         self._loader = loader
         self._own_workers = own_workers
-        self.state = state_of(loader)
+        self.state = state_of(loader, by_sample=not own_workers and loader.num_workers > 0)
 
     @property
     def has_changed(self) -> bool:
@@ -80,6 +107,8 @@ class WorkersStart:
 
     def why_no_more(self) -> str | None:
         """Why no worker may be added, now or later: what the loader holds now; None where nothing speaks against it."""
+        if self.state.has_failed:
+            return "its dataset holds what cannot be looked into, and may change unseen"
         before = {id(each.value) for each in self.state.held}
         held = held_by(self._loader)
         new = [each for each in held if id(each.value) not in before]

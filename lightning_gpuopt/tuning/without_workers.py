@@ -120,12 +120,13 @@ def _second_twice(sampling: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
 
 def _why_kept(seen: Sequence[_Seen]) -> str | None:
     """Why workers would lose by what the dataset keeps of the samples; None where it keeps nothing to speak of."""
-    change = next((each.change for each in seen if each.change is not None), None)
-    if change is None:
-        return None
+    changes = [each.change for each in seen[1:]]
+    again = seen[_AGAIN[0]].change if len(seen) > _AGAIN[0] else changes[0] if changes else None
+    if "entries" not in changes and again is None:
+        return None  # such as the number of the sample that was read last
     once_s = [each.read_s for number, each in enumerate(seen) if number not in (0, *_AGAIN)]
     again_s = [each.read_s for number, each in enumerate(seen) if number in _AGAIN]
-    if change == "entries" and again_s and min(once_s) < _KEPT * min(again_s):
+    if again is None and again_s and min(once_s) < _KEPT * min(again_s):
         return None  # such as the parts of a graph, which are quickly made again
     return "its dataset changes as it is read, as one that keeps its samples: each worker would keep its own"
 
@@ -175,17 +176,17 @@ class _Looking:
         self._numbers = numbers
         self._random: tuple[torch.Tensor, RandomStates] | None = None
         self._held: DatasetState | None = None
+        self._number = 0
         self._ended = time.perf_counter()
 
     def __call__(self, samples: Any) -> tuple[Any, _Seen]:
         batch = self._collate_fn(samples)
         read_s = time.perf_counter() - self._ended
         before, self._random = self._random, (torch.get_rng_state(), RandomStates())
-        change = None
-        if self._held is not None:
-            change = self._held.change_by_reading()
-        else:  # what is opened once is open by now
+        change = None if self._held is None else self._held.change_by_reading()
+        if self._number <= _AGAIN[0]:  # what is opened once is open by now
             self._held = state_of(self._loader, also=self._numbers)
+        self._number += 1
         drawn = None
         if before is not None:  # before its first batch a worker is seeded
             if not torch.equal(before[0], self._random[0]):

@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -30,7 +30,8 @@ from lightning_gpuopt.tuning.live import LivePolicy, Seen
 from lightning_gpuopt.tuning.model import most_workers
 from lightning_gpuopt.tuning.running import RunningLoader
 from lightning_gpuopt.tuning.workers import Trial
-from tests.callbacks.mended import Numbers, Run, finding, script, train
+from tests.callbacks.mended import Model, Numbers, Run, finding, script, train
+from tests.helpers import tiny_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -226,6 +227,50 @@ class TestChangedDatasets:
         assert fit.num_workers == 0
         assert [each for each in fit.said if "its dataset was changed while training ran" in each]
         assert not multiprocessing.active_children()
+
+    def test_of_no_workers_in_a_second_fit_as_well(self, tmp_path, caplog):
+        def two(source: DataLoader[Any], *callbacks: Callback) -> list[float]:
+            first = train(tmp_path, source, list(callbacks), max_epochs=1)[0].seen
+            source.dataset.extra = 0
+            return first + train(tmp_path, source, [*callbacks, Changes("step", 7)])[0].seen
+
+        expected = two(loader(workers=0))
+        source = loader(workers=0)
+        assert two(source, NumWorkersFinder()) == expected
+        assert source.num_workers == 0
+
+    def test_a_look_at_a_batch_makes_no_workers_newer_than_they_are(self, tmp_path, caplog):
+        class ChangesAndPeeks(Callback):
+            def on_train_batch_end(self, trainer: Any, pl_module: Any, o: Any, batch: Any, batch_idx: int) -> None:
+                if batch_idx == 0:
+                    trainer.train_dataloader.dataset.extra += 1000
+                    next(iter(trainer.train_dataloader))
+
+        expected = plain(tmp_path, loader(), ChangesAndPeeks())
+        with pytest.warns(UserWarning, match="its dataset has changed since they were started"):
+            fit = Fit(tmp_path, caplog, loader(), ChangesAndPeeks())
+        assert fit.model.seen == expected
+
+    def test_each_loader_of_a_reload_is_looked_at(self, tmp_path, caplog):
+        def made(epoch: int) -> DataLoader[Any]:
+            return loader(shuffle=False, sampler=PerIndex("torch")) if epoch else loader(shuffle=False)
+
+        class Reloading(Model):
+            def train_dataloader(self) -> DataLoader[Any]:
+                return made(self.trainer.current_epoch)
+
+        def run(*callbacks: Callback) -> list[float]:
+            seed_everything(3, verbose=False)
+            model = Reloading()
+            tiny_trainer(
+                tmp_path, callbacks=list(callbacks), max_steps=-1, max_epochs=2, reload_dataloaders_every_n_epochs=1
+            ).fit(model)
+            return model.seen
+
+        expected = run()
+        with caplog.at_level(logging.INFO):
+            assert run(NumWorkersFinder()) == expected
+        assert "draws random numbers for each index" in caplog.text
 
     def test_of_no_workers_beside_a_prefetcher(self, tmp_path, caplog):
         def made() -> DataLoader[Any]:

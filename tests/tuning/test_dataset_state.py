@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import io
 import logging
+import multiprocessing
 import os
 import random
 import re
+import socket
 import sqlite3
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,7 +25,7 @@ import numpy as np
 import pyarrow.feather
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image
 
 from lightning_gpuopt.tuning.dataset_state import DatasetState
@@ -109,14 +112,27 @@ def _inference() -> torch.Tensor:
         return torch.zeros(3)
 
 
-@pytest.mark.parametrize("odd", [_empty_closure, _inference], ids=["closure", "tensor"])
-def test_what_cannot_be_looked_into_is_known_by_its_identity(odd: Callable[[], Any]) -> None:
-    held = Held(odd=odd(), extra=1)
+class Closed:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise TypeError("nobody looks into it")
+
+
+def test_what_cannot_be_looked_into_is_known_by_its_identity() -> None:
+    held = Held(odd=Closed(), extra=1)
     before = DatasetState(dataset=held)
     assert not before.has_changed()
     assert not before.is_whole
+    assert before.has_failed
     held.extra = 2
     assert before.has_changed()
+
+
+@pytest.mark.parametrize("odd", [_empty_closure, _inference], ids=["closure", "tensor"])
+def test_odd_things_are_looked_into(odd: Callable[[], Any]) -> None:
+    before = DatasetState(dataset=Held(odd=odd()))
+    assert before.is_whole
+    assert not before.has_changed()
 
 
 def test_a_long_chain_is_gone_through_to_its_end() -> None:
@@ -310,3 +326,115 @@ class Loads(Mapping[str, Any]):
 
 def test_a_mapping_that_loads_is_not_read() -> None:
     assert DatasetState(dataset=Held(samples=Loads())).is_whole
+
+
+@pytest.mark.parametrize(
+    ("held", "change"),
+    [
+        (lambda: Held(x=np.zeros((1024, 64))), lambda held: held.x.__setitem__((slice(None), 2), 5.0)),
+        (lambda: Held(x=np.zeros((4096, 512))), lambda held: held.x.__setitem__((slice(None), 2), 5.0)),
+        (lambda: Held(x=torch.zeros(10, 10)), lambda held: held.x.numpy().__setitem__((2, 2), 1.0)),
+        (lambda: Held(x=bytearray(100)), lambda held: held.x.__setitem__(50, 1)),
+        (lambda: Held(x=partial(print, end="a")), lambda held: held.x.keywords.update(end="b")),
+        (lambda: Held(x=multiprocessing.Value("i", 0)), lambda held: setattr(held.x, "value", 3)),
+        (lambda: Held(x=Data()), lambda held: setattr(held.x, "size", 3)),
+    ],
+    ids=["column", "large", "numpy", "bytes", "partial", "value", "data"],
+)
+def test_more_changes_are_seen(held: Any, change: Any) -> None:
+    root = held()
+    before = DatasetState(dataset=root)
+    assert not before.has_changed()
+    assert not before.has_changed_for([])
+    change(root)
+    assert before.has_changed()
+    assert before.has_changed_for([])
+
+
+class Data(LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 1
+
+
+def test_a_file_in_place_of_another_is_a_change(tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(b"0")
+    with open(os.devnull, "rb") as first, (tmp_path / "other").open("rb") as second:
+        held = Held(file=first)
+        before = DatasetState(dataset=held)
+        held.file = second
+        assert before.has_changed()
+
+
+class Record:
+    def __init__(self) -> None:
+        self.boxes, self.hard = [1, 2], False
+
+
+class Records:
+    """Many records, and a transform behind them."""
+
+    def __init__(self, number: int) -> None:
+        self.records = [Record() for _ in range(number)]
+        self.transform = Held(steps=[Held(size=1)])
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+
+@pytest.mark.parametrize("number", [600, 3000])
+def test_what_belongs_to_the_samples_of_a_batch_is_compared_with_it(number: int) -> None:
+    dataset = Records(number)
+    before = DatasetState(dataset=dataset, by_sample=True)
+    assert not before.has_changed_for(range(number))
+    dataset.records[413].hard = True
+    assert before.has_changed_for([1, 413])
+    dataset.records[413].hard = False
+    assert not before.has_changed_for([1, 413])
+    dataset.records[7] = Record()
+    assert before.has_changed_for([7])
+
+
+def test_a_transform_is_compared_however_much_data_there_is() -> None:
+    dataset = Records(30_000)
+    before = DatasetState(dataset=dataset, by_sample=True)
+    dataset.transform.steps[0].size = 2
+    assert before.has_changed_for([])
+
+
+class Packs:
+    """As a tokenizer in C does: what it holds cannot be pickled, and it says itself what is sent."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+def test_what_an_object_packs_itself_is_a_file_only_where_it_is_known_as_one(tmp_path: Path) -> None:
+    opaque = iter(memoryview(b"ab"))
+    assert [kind for kind, _ in _held(opaque)] == ["file"]
+    assert _held(Packs(opaque)) == []
+    (tmp_path / "data").write_bytes(b"0")
+    with (tmp_path / "data").open("rb") as file:
+        assert [kind for kind, _ in _held(Packs(file))] == ["file"]
+    one, other = socket.socketpair()
+    assert [kind for kind, _ in _held(one)] == ["file"]
+    one.close()
+    other.close()
+
+
+class Cached:
+    @functools.cached_property
+    def index(self) -> int:
+        return 3
+
+
+def test_what_is_computed_once_is_no_change() -> None:
+    dataset = Cached()
+    before = DatasetState(dataset=dataset)
+    assert dataset.index == 3
+    assert not before.has_changed()
+    dead = weakref.proxy(Cached())
+    assert not DatasetState(dataset=Held(dead=dead)).has_changed()
