@@ -66,14 +66,14 @@ def is_begun_by_fetcher(trainer: Trainer) -> bool:
     """Whether the iterator that is being made is the training loop's: its fetcher is among the callers.
 
     False where somebody else iterates the loader, as a callback that looks at a batch. Looks for the frame of
-    ``_DataFetcher.__iter__`` of ``fit_loop._data_fetcher`` (Lightning 2.5.0 to 2.6.6); were that another, nobody's
-    iterator is the loop's.
+    ``_DataFetcher.__iter__`` or ``__next__`` of ``fit_loop._data_fetcher`` (Lightning 2.5.0 to 2.6.6); were they
+    others, nobody's iterator is the loop's.
     """
     fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
     behind = {id(each) for each in (fetcher, getattr(fetcher, "stock", None)) if each is not None}
     frame = sys._getframe(1)
     for _ in range(_MOST_FRAMES):
-        if frame.f_code.co_name == "__iter__" and id(frame.f_locals.get("self")) in behind:
+        if frame.f_code.co_name in ("__iter__", "__next__") and id(frame.f_locals.get("self")) in behind:
             return True
         if frame.f_back is None:
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -46,6 +47,7 @@ class TunedFit:
         self._options = options
         self._restored = restored
         self._under_way = False
+        self._thread = threading.get_ident()
         self._undo = ExitStack()
         self._tuned: dict[int, TunedLoader] = {}
         self._choices: dict[int, Choice] = {}
@@ -140,7 +142,8 @@ class TunedFit:
     def _new_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
         """In place of the loader's own way to make an iterator."""
         # validation may read the same loader, and other callbacks as well
-        if not self.trainer.training or not is_begun_by_fetcher(self.trainer):
+        theirs = threading.get_ident() == self._thread and not is_begun_by_fetcher(self.trainer)
+        if not self.trainer.training or theirs:
             return create()
         tuned = self._tuned_of(loader) or self._take_in(loader, train_loaders(self.trainer))
         return create() if tuned is None else tuned.new_iterator(create)
