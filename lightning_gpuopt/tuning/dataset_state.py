@@ -114,10 +114,10 @@ class _Part:
     def __init__(self, read: Callable[[], Any], kind: str) -> None:
         self.read, self.was, self.kind = read, read(), kind
 
-    def has_changed(self) -> bool:
+    def has_changed(self, *, opened: bool = False) -> bool:
         try:
             now = self.read()
-            return bool(now != self.was) and not _has_only_opened(self.was, now)
+            return bool(now != self.was) and (opened or not _has_only_opened(self.was, now))
         except Exception:  # arrays or tensors beside one another: others than before, or they would be the same objects
             return True
 
@@ -205,7 +205,9 @@ class DatasetState:
         return any(each.has_changed() for each in parts if each.kind != "cache")
 
     def has_changed_for(self, samples: Iterable[Any]) -> bool:
-        """The same, quickly: of what lies in long containers only what belongs to these samples, and a few by turns.
+        """Whether it has, quickly: of what lies in long containers what belongs to these samples, and a few by turns.
+
+        A file that was opened since counts here: nobody knows what is read from it.
 
         Args:
             samples: the numbers of the samples of a batch.
@@ -213,7 +215,8 @@ class DatasetState:
         some = self._far[self._turn : self._turn + _FAR_AT_ONCE]
         self._turn = self._turn + _FAR_AT_ONCE if self._turn + _FAR_AT_ONCE < len(self._far) else 0
         theirs = (self._of_samples.get(each, ()) for each in samples if isinstance(each, int))
-        return any(each.has_changed() for each in chain(self._near, some, *theirs) if each.kind != "cache")
+        parts = (each for each in chain(self._near, some, *theirs) if each.kind != "cache")
+        return any(each.has_changed(opened=True) for each in parts)
 
     def change_by_reading(self) -> Literal["entries", "other"] | None:
         """What reading samples has changed, but for generators and what is opened when it is needed.
