@@ -26,7 +26,7 @@ LARGE: Final = 256
 HUGE: Final = 4096
 """Dicts with more items are looked at at their beginning and their end: to walk through them takes too long."""
 
-WHOLE_BYTES: Final = 1 << 20
+WHOLE_BYTES: Final = 1 << 17
 """Arrays up to this size are compared whole."""
 
 _SAMPLED: Final = 4096
