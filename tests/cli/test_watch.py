@@ -239,6 +239,9 @@ def test_a_terminals_ctrl_c_comes_once_and_does_not_hide_a_later_signal(tmp_path
         assert [next(lines) for _ in range(2)] == ["worker is up", "script is up"]
         os.write(terminal, b"\x03")
         assert sorted(next(lines).removeprefix("^C") for _ in range(2)) == ["script SIGINT", "worker SIGINT"]
+        # the kernel keeps one signal of a kind: what comes after another kind has come through is no part of Ctrl-C
+        os.kill(pid, signal.SIGUSR1)
+        assert next(lines) == "script SIGUSR1"
         os.kill(pid, signal.SIGINT)
         assert next(lines) == "script SIGINT"
         os.kill(pid, signal.SIGUSR2)
