@@ -18,7 +18,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 
 LARGE: Final = 256
 """Of containers with more items so many are looked at, evenly spread."""
@@ -239,16 +238,16 @@ def arrays_of(value: Any) -> list[Any]:
 def digest(data: Any) -> int:
     """A number for these bytes; of many of them, for some."""
     if len(data) <= WHOLE_BYTES:
-        return xxhash.xxh3_64_intdigest(data)
-    return xxhash.xxh3_64_intdigest(bytes(data[:: len(data) // _SAMPLED | 1]))
+        return hash(bytes(data))
+    return hash(bytes(data[:: len(data) // _SAMPLED | 1]))
 
 
 def digest_of(value: np.ndarray[Any, Any]) -> int:
     """A number for an array's content; of a large one, for some of its elements, spread over rows and columns."""
     if value.nbytes <= WHOLE_BYTES and value.size * value.itemsize == value.nbytes:
-        return xxhash.xxh3_64_intdigest(value.tobytes())
+        return hash(value.tobytes())
     # ravel() would copy what is not contiguous
-    return xxhash.xxh3_64_intdigest(value.flat[:: _step_through(value.shape, max(value.size // _SAMPLED, 1))].tobytes())
+    return hash(value.flat[:: _step_through(value.shape, max(value.size // _SAMPLED, 1))].tobytes())
 
 
 def _step_through(shape: tuple[int, ...], least: int) -> int:
@@ -261,7 +260,7 @@ def _step_through(shape: tuple[int, ...], least: int) -> int:
 
 def row_digest(value: np.ndarray[Any, Any], row: int) -> int:
     """A number for one row of an array."""
-    return xxhash.xxh3_64_intdigest(value[row].tobytes())
+    return hash(value[row].tobytes())
 
 
 def entry_of(value: Any, sample: int) -> Any:
