@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-examples test-matrix test-gpu test-faults lint docs bench clean
+.PHONY: demo test test-timed test-loaded test-examples test-matrix test-gpu test-faults lint hooks docs bench clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -17,17 +17,28 @@ demo: $(READY)
 	$(BIN)/lightning-gpuopt demo
 
 # The tests are in lanes, each test in one of them. .ci/run calls all but test-gpu.
-#   test           the core lane: what a developer wants to know within minutes
+#   test           the core lane: what a developer wants to know within minutes, however busy the machine is
+#   test-timed     figures of real time, on the machine as it is
 #   test-examples  the examples and the demo, as people run them
 #   test-matrix    every combination of what the core lane shows with a few
 #   test-gpu       what needs an NVIDIA GPU
-# Two processes share a lane's tests. Those that wait for real time, or for processes of their own, are one group: they
-# run one after the other. A process that dies ends the lane, with the name of its test: another in its place would wait
-# for ever for more tests than are left.
+# Two processes share a lane's tests. A process that dies ends the lane, with the name of its test: another in its place
+# would wait for ever for more tests than are left.
 PARALLEL ?= -n 2 --max-worker-restart 0
 
 test: $(READY)
 	$(BIN)/python -m pytest -q $(PARALLEL)
+
+# Nothing else runs beside them. Those that fail are run once more, in a new process: what a fixture has measured for
+# several tests is then measured again, too.
+TIMED := -q -n 0 -m timed -o cache_dir=.pytest_cache/timed
+
+test-timed: $(READY)
+	$(BIN)/python -m pytest $(TIMED) --cache-clear || { test $$? -eq 1 && $(BIN)/python -m pytest $(TIMED) --last-failed --last-failed-no-failures none; }
+
+# The core lane beside four busy processes: what fails here only for want of time belongs into test-timed.
+test-loaded: $(READY)
+	$(BIN)/python -m tests.loaded 4 $(BIN)/python -m pytest -q $(PARALLEL) $(ARGS)
 
 test-examples: $(READY)
 	$(BIN)/python -m pytest -q $(PARALLEL) -m example
@@ -39,13 +50,19 @@ test-gpu: $(READY)
 	$(BIN)/python -m pytest -q -m gpu tests/gpu
 
 test-faults: $(READY)
-	$(BIN)/python -m tests.faults --markdown docs/fault-suite.md
+	$(BIN)/python -m evaluation --markdown docs/fault-suite.md
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+# The same before each commit; see .pre-commit-config.yaml.
+hooks: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pre-commit>=3.7'
+	$(BIN)/pre-commit install
 
 # The pages of docs/, in site/; strict: a link that leads nowhere is an error. Nothing is loaded from the network to build
 # them once mkdocs is installed.

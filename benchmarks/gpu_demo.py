@@ -21,8 +21,9 @@ from gpu_devices import simulated_nvml
 from gpu_parts import ROOT, Form, Skip
 
 from lightning_gpuopt import GpuUtilMonitor
-from lightning_gpuopt.cli import _demo_training, main
-from tests.nvml_simulator import Gpu
+from lightning_gpuopt.cli import main
+from lightning_gpuopt.demo import training as demo_training
+from tests.simulators.nvml import Gpu
 
 BEFORE_PERCENT, AFTER_PERCENT = 30.0, 90.0
 """What the demo is to show: a GPU that is busy for so much of the time before the advice, and after it."""
@@ -70,7 +71,7 @@ def _on_the_gpu(arguments: Sequence[str]) -> str:
 def _on_the_simulator(arguments: Sequence[str]) -> str:
     every = partial(GpuUtilMonitor, devices="all")
     shown = io.StringIO()
-    monitored = mock.patch.object(_demo_training, "GpuUtilMonitor", every)
+    monitored = mock.patch.object(demo_training, "GpuUtilMonitor", every)
     with simulated_nvml(Gpu()), monitored, contextlib.redirect_stdout(shown):
         code = main([*arguments, "--accelerator", "cpu"])
     if code:

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from gpu_parts import Load, Skip, new_event
 
-from tests.gpu_simulator import SimulatedGpu, simulated_gpu
-from tests.nvml_simulator import Gpu, Simulator, build
+from tests.simulators.gpu import SimulatedGpu, simulated_gpu
+from tests.simulators.nvml import Gpu, Simulator, build
 
 KERNEL = "spin_kernel"
 """A part of the name of :meth:`Device.work`'s kernel (aten/src/ATen/cuda/Sleep.cu)."""

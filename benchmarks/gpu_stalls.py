@@ -26,7 +26,7 @@ CLOSE = 0.15
 INSIDE_SHARE = 0.08
 BUSY_SHARE = 0.1
 LOOK_COST = 0.05
-MOST_BUSY = 0.6
+MAX_BUSY = 0.6
 
 VERDICTS = {
     "": "compute_bound",
@@ -241,7 +241,7 @@ class Section:
         true_ms = seen[0]
         entry["busy_ms_by_records"] = round(true_ms, 3)
         share = true_ms / outcome.step_ms
-        self._check(f"launch_bound: the GPU works for {share:.2f} of a step (needs < {MOST_BUSY})", share < MOST_BUSY)
+        self._check(f"launch_bound: the GPU works for {share:.2f} of a step (needs < {MAX_BUSY})", share < MAX_BUSY)
         told_ms = float(entry["evidence"].get("busy_ms_per_step", 0.0))
         claim = f"launch_bound: busy {told_ms:.2f} ms a step, {true_ms:.2f} by kernel records"
         self._check(claim, abs(told_ms - true_ms) <= BUSY_SHARE * true_ms)

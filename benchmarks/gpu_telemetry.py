@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt import GpuUtilMonitor
-from tests.nvml_simulator import MIB, Gpu
+from tests.simulators.nvml import MIB, Gpu
 
 SMI_FIELDS = {
     "utilization": "utilization.gpu",

@@ -4,7 +4,7 @@ The cost: one thread does the same work again and again, in Python, in torch, de
 ``nn.Sequential``; stretches with a sampler take turns with stretches without one, in changing order. The median of the
 ratios of neighbours counts; a sampler that is off does not exist, and costs nothing.
 
-The lines: the runs of ``tests/faults/lines.py``, each in the training process and in a worker.
+The lines: the runs of ``evaluation/lines.py``, each in the training process and in a worker.
 
     python benchmarks/lines.py [--rounds N] [--seconds S] [--output FILE] [--skip-lines]
 
@@ -31,8 +31,8 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from evaluation import lines  # noqa: E402
 from lightning_gpuopt.timeline.stacks import StackSampler  # noqa: E402
-from tests.faults import lines  # noqa: E402
 
 COST_TARGET_PERCENT = 2.0
 NAMED_TARGET_PERCENT = 95.0

@@ -235,7 +235,7 @@ def device_of(setup: SetUp) -> Iterator[dict[str, Any]]:
     if not setup.simulated:
         yield {"accelerator": "auto", "devices": 1}
         return
-    from tests.gpu_simulator import simulated_gpu
+    from tests.simulators.gpu import simulated_gpu
 
     with simulated_gpu(copy_s=0.0, pinned=True) as gpu:
         yield gpu.trainer_arguments()
@@ -364,7 +364,7 @@ def load_nvml(folder: str) -> str:
     if torch.cuda.is_available():
         return f"the NVML of {torch.cuda.get_device_name()}, {torch.cuda.device_count()} devices"
     sys.path.insert(0, str(ROOT))
-    from tests.nvml_simulator import Gpu, Simulator, build
+    from tests.simulators.nvml import Gpu, Simulator, build
 
     library = build(Path(folder))
     if library is None:

@@ -51,7 +51,7 @@ from overhead import machine
 from prefetch_host import READY_BATCHES, make_ready, measure_auto, measure_host, refuse_idle, target, worker_loader
 
 from lightning_gpuopt import CudaPrefetcher
-from tests.gpu_simulator import SimulatedGpu, simulated_gpu
+from tests.simulators.gpu import SimulatedGpu, simulated_gpu
 
 HIDDEN_TARGET_PERCENT = 95.0
 DISTURBED_PERCENT = 105.0

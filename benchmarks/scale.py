@@ -40,16 +40,17 @@ import torch.distributed as dist
 from gpu_parts import ROOT
 from overhead import machine
 
-from lightning_gpuopt import LMDBDataset, LMDBWriter, _ranks
-from lightning_gpuopt._measured import RankWork
+from lightning_gpuopt import LMDBDataset, LMDBWriter
+from lightning_gpuopt.diagnosis.diagnose import diagnose
 from lightning_gpuopt.diagnosis.report import StallReport
-from lightning_gpuopt.diagnosis.stalls import diagnose
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import BatchIndices, ElasticSampler
+from lightning_gpuopt.measurements.ranks import RankWork
 from lightning_gpuopt.storage.build.plan import plan_shards
 from lightning_gpuopt.storage.format import Manifest, Shard, table_bytes
 from lightning_gpuopt.telemetry.keys import select_metrics
 from lightning_gpuopt.telemetry.window import DeviceWindow, Fleet, RankWindow, Stat
+from lightning_gpuopt.utils import rank_channel
 from tests.diagnosis.numbers import measurement, times
 
 BATCH_SIZE = 256
@@ -193,18 +194,18 @@ def gathered(size: Size, name: str, payload: Any) -> dict[str, Any]:
     text, prefix = json.dumps(payload), f"scale/{name}"
     command = [sys.executable, "-c", _OTHERS, str(server.port), str(size.ranks), str(size.gathered), prefix, text]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    kept, _ranks.open_store = _ranks.open_store, lambda name: dist.PrefixStore(prefix, server)
+    kept, rank_channel.open_store = rank_channel.open_store, lambda name: dist.PrefixStore(prefix, server)
     try:
-        gather = _ranks.RankGather(name, 0, size.ranks)
+        gather = rank_channel.RankGather(name, 0, size.ranks)
     finally:
-        _ranks.open_store = kept
+        rank_channel.open_store = kept
     threads = {each.id: each.user_time + each.system_time for each in psutil.Process().threads()}
     assert gather._thread is not None
     native = gather._thread.native_id
     begin = time.perf_counter()
     for window in range(size.gathered):
         gather.post(window, payload)
-    windows: list[_ranks.Gathered] = []
+    windows: list[rank_channel.Gathered] = []
     while len(windows) < size.gathered:
         windows += gather.ready()
         time.sleep(0.001)

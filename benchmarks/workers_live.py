@@ -49,7 +49,7 @@ STEPS = 180
 FIXED = (1, 2, 4, 8, 16)
 BEGINS = (0, 1)
 CASES = (("io", 5), ("io", 10), ("io", 50), ("mixed", 10), ("mixed", 20))
-MOST_US = 5.0
+MAX_US = 5.0
 NEAR = 1.1
 CALLS = 100_000
 
@@ -258,7 +258,7 @@ def main() -> int:
         and all(each["over_best"] <= NEAR for each in found["live"].values())
         for found in results.values()
     )
-    return 0 if right and sum(settled.values()) <= MOST_US else 1
+    return 0 if right and sum(settled.values()) <= MAX_US else 1
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from lightning_gpuopt.datamodules.dali import DALIDataModule
     from lightning_gpuopt.datamodules.image_folder import ImageFolderDataModule
     from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
+    from lightning_gpuopt.diagnosis.diagnose import StallError
     from lightning_gpuopt.diagnosis.report import Finding, StallReport
-    from lightning_gpuopt.diagnosis.stalls import StallError
     from lightning_gpuopt.storage.build.build import build_lmdb
     from lightning_gpuopt.storage.format import LMDBInfo
     from lightning_gpuopt.storage.reader import LMDBDataset
@@ -64,7 +64,7 @@ _HOMES = {
     "NumWorkersFinder": "lightning_gpuopt.callbacks.num_workers_finder",
     "NumWorkersResult": "lightning_gpuopt.tuning.workers",
     "StallDetector": "lightning_gpuopt.callbacks.stall_detector",
-    "StallError": "lightning_gpuopt.diagnosis.stalls",
+    "StallError": "lightning_gpuopt.diagnosis.diagnose",
     "StallReport": "lightning_gpuopt.diagnosis.report",
     "Trial": "lightning_gpuopt.tuning.workers",
     "build_lmdb": "lightning_gpuopt.storage.build.build",

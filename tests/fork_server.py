@@ -56,6 +56,13 @@ class Ran:
         """As ``subprocess`` has it; None while it runs."""
         return self._server.ended.get(self.pid)
 
+    def poll(self) -> int | None:
+        """Its exit code, as ``returncode``, by what is known now."""
+        if self.returncode is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(self.pid, 0.0)
+        return self.returncode
+
     def communicate(self, timeout: float) -> tuple[str, str]:
         """Wait for its end; what it has written.
 
@@ -69,12 +76,9 @@ class Ran:
 
     def kill(self) -> None:
         """SIGKILL, unless it has ended; its end is waited for."""
-        if self.returncode is None:
-            try:
-                self._server.wait(self.pid, 0.0)
-            except subprocess.TimeoutExpired:
-                os.kill(self.pid, signal.SIGKILL)
-                self._server.wait(self.pid, 30.0)
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._server.wait(self.pid, 30.0)
 
 
 def _read(file: Any) -> str:
@@ -108,7 +112,7 @@ class ForkServer:
         self._socket.sendmsg([json.dumps(request).encode()], ancillary)
         pid = None
         while pid is None:
-            pid = self._receive(60.0)
+            pid = self._receive(300.0)  # the first one comes when the server has imported all
         return Ran(self, pid, stdout, stderr)
 
     def wait(self, pid: int, timeout_s: float) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 import inspect
-import json
 import multiprocessing
 import os
 import signal
-import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from time import monotonic, sleep  # bound here: also real where a test simulates the time
 from typing import Any
@@ -22,8 +19,6 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-from tests.fork_server import run_module
 
 FEATURES = 4
 BROADCASTS = hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
@@ -124,7 +119,7 @@ class Clock:
         return self.now_s
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait until ``condition()`` holds; fail when it does not within ``timeout_s``."""
     deadline = monotonic() + timeout_s
     while not condition():
@@ -188,46 +183,6 @@ def error_of_a_killed_worker(iterator: Any, number: int, kill: Callable[[int], o
             worker.join(5)
         iterator._shutdown_workers()
     raise AssertionError("nothing was raised")
-
-
-_ports = count(20_000 + os.getpid() * 16 % 10_000)
-
-
-def free_port() -> int:
-    """A port for ranks to meet at, below those that the kernel hands out: no connection takes it in between."""
-    for port in _ports:
-        with socket.socket() as tried:
-            try:
-                tried.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
-    raise AssertionError("the ports do not end")
-
-
-def run_ranks(
-    module: str, what: str, world_size: int, env: Mapping[str, str] | None = None, *, may_fail: bool = False
-) -> list[Any]:
-    """Run ``python -m module what`` as that many ranks of one node; all must succeed, unless they ``may_fail``.
-
-    Returns:
-        The JSON in the last line that each printed; None for one that printed nothing.
-    """
-    common = {**(os.environ if env is None else env), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        run_module(
-            module, [what], {**common, "WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=50) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    failed = any(process.returncode for process in processes)
-    assert may_fail or not failed, "\n".join(errors for _, errors in outputs)
-    return [json.loads(output.splitlines()[-1]) if output else None for output, _ in outputs]
 
 
 def safely(resume: Any) -> dict[str, Any]:

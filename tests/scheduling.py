@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
 from xdist.scheduler import LoadScopeScheduling
 
-if TYPE_CHECKING:
-    import pytest
-    from xdist.remote import Producer
+TOGETHER = frozenset(
+    {
+        "tests/callbacks/test_gpu_util_monitor_ddp.py",  # its ranks run once for all tests
+        "tests/test_benchmarks.py",  # they measure: one after the other
+        "tests/test_docs.py",  # the data of the pages is made once
+        "tests/test_examples.py",  # each script runs once
+    }
+)
+"""Files whose tests are run by one process, one after the other."""
 
 
-class Groups(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives out tests one by one, but those of a group to a single process, which runs them one after the other.
+class Files(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives out tests one by one, but the files of :data:`TOGETHER` as a whole.
 
     xdist marks its own groups by a suffix of the tests' node ids. With the newest pytest these cannot be changed, and
     ``--dist loadgroup`` has no effect.
     """
 
-    def __init__(self, config: pytest.Config, log: Producer, groups: Mapping[str, tuple[str, ...]]) -> None:
-        """Give out tests.
-
-        Args:
-            config: of pytest.
-            log: of xdist.
-            groups: by name, what the node ids of a group's tests begin with.
-        """
-        super().__init__(config, log)
-        self._groups = groups
-
     def _split_scope(self, nodeid: str) -> str:
-        return next((name for name, begins in self._groups.items() if nodeid.startswith(begins)), nodeid)
+        file = nodeid.partition("::")[0]
+        return file if file in TOGETHER else nodeid

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_gpuopt import LMDBDataset, build_lmdb
-from tests.helpers import free_port
+from tests.ranks import free_port
 
 pytestmark = pytest.mark.example
 

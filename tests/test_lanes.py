@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import FEW, LANES, MATRIX, TIMED
+from tests.lanes import LANES, combinations, few
+from tests.scheduling import TOGETHER
 
 ROOT = Path(__file__).parents[1]
 NEEDS_A_GPU = "gpu"
+
+
+def selected_by(target: str) -> list[str]:
+    """The lane that each of a target's calls of pytest asks for; "" where it asks for none."""
+    done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True)
+    calls = re.findall(r"-m pytest( [^|}\n]*)", done.stdout)
+    return ["".join(re.findall(r" -m (\w+)", call)) for call in calls]
 
 
 def test_the_core_lane_is_what_has_no_lanes_marker(pytestconfig: pytest.Config) -> None:
@@ -22,33 +30,47 @@ def test_the_core_lane_is_what_has_no_lanes_marker(pytestconfig: pytest.Config) 
     assert options[options.index("-m") + 1] == " and ".join(f"not {lane}" for lane in LANES)
 
 
-def test_every_lane_has_its_target_and_is_called() -> None:
-    recipes = dict(re.findall(r"^(test[a-z-]*): .*\n\t(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+@pytest.mark.parametrize("lane", LANES)
+def test_every_lane_has_its_target_and_is_called(lane: str) -> None:
     called = re.findall(r"^make (\S+)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
-    assert " -m " not in recipes["test"].partition("pytest")[2]
-    selected = {name: re.findall(r"pytest .* -m (\w+)", recipe) for name, recipe in recipes.items()}
-    for lane in LANES:
-        (target,) = [name for name, lanes in selected.items() if lanes == [lane]]
-        assert (target in called) == (lane != NEEDS_A_GPU)
-    assert "test" in called
+    assert set(selected_by(f"test-{lane.replace('example', 'examples')}")) == {lane}
+    assert (f"test-{lane.replace('example', 'examples')}" in called) == (lane != NEEDS_A_GPU)
 
 
-@pytest.mark.parametrize("name", [*FEW, *MATRIX, *TIMED])
-def test_what_the_tables_name_is_there(name: str) -> None:
-    file, *parts = name.split("::")
-    text = (ROOT / file).read_text()
-    assert [part for part in parts if f"class {part}" not in text and f"def {part}" not in text] == []
+def test_the_core_lane_is_run_as_it_is_and_beside_busy_processes() -> None:
+    assert "make test\n" in (ROOT / ".ci/run").read_text()
+    assert selected_by("test") == selected_by("test-loaded") == [""]
 
 
-def test_one_process_runs_the_tests_that_wait_for_real_time(tmp_path: Path) -> None:
+def test_a_timed_test_that_fails_is_run_once_more() -> None:
+    assert selected_by("test-timed") == ["timed", "timed"]
+
+
+def test_of_all_combinations_a_few_are_in_the_core_lane() -> None:
+    mark = combinations("x0-True-a x1-False-b", x=[{}, {1: 2}], y=[True, False], z={"a": 7, "b": int})
+    names, sets = mark.args
+    assert names == ("x", "y", "z")
+    assert [each.id for each in sets if not each.marks] == ["x0-True-a", "x1-False-b"]
+    assert [each.values for each in sets if not each.marks] == [({}, True, 7), ({1: 2}, False, int)]
+    assert {mark.name for each in sets for mark in each.marks} == {"matrix"}
+    assert len(sets) == 8
+
+
+def test_a_core_set_that_is_gone_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no such parameters: c; there are a, b"):
+        few("a c", {"a": 1, "b": 2})
+
+
+def test_the_files_that_are_run_together_are_there() -> None:
+    assert [file for file in TOGETHER if not (ROOT / file).is_file()] == []
+
+
+def test_one_process_runs_a_file_that_is_run_together(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_xdist_make_scheduler\n")
-    one, several, free = (
-        tmp_path / name for name in ("tests/timeline/test_hang.py", "tests/test_docs.py", "test_free.py")
-    )
-    one.parent.mkdir(parents=True)
-    for path in (one, free):
+    files = [tmp_path / name for name in ("tests/test_docs.py", "tests/test_examples.py", "test_free.py")]
+    (tmp_path / "tests").mkdir()
+    for path in files:
         path.write_text("".join(f"def test_{number}(): pass\n" for number in range(10)))
-    several.write_text("def test_the_code_of_a_page_runs(): pass\ndef test_the_reader_in_the_format_s_page(): pass\n")
     (tmp_path / "pytest.ini").touch()
     code = "import sys, pytest; sys.path.insert(0, sys.argv.pop(1)); sys.exit(pytest.main(sys.argv[1:]))"
     ended = subprocess.run(
@@ -56,7 +78,7 @@ def test_one_process_runs_the_tests_that_wait_for_real_time(tmp_path: Path) -> N
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     ran = re.findall(r"^\[(gw\d)\] .* PASSED (\S+)::", ended.stdout, re.MULTILINE)
-    assert len(ran) == 22, ended.stdout + ended.stderr
-    for group in (one, several):
-        assert len({process for process, file in ran if tmp_path / file == group}) == 1
+    assert len(ran) == 30, ended.stdout + ended.stderr
+    processes = [{process for process, file in ran if tmp_path / file == path} for path in files]
+    assert [len(each) for each in processes[:2]] == [1, 1]
     assert len({process for process, _ in ran}) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +18,9 @@ else:
     import tomli as tomllib  # pytest brings it
 
 CLONE = {
-    *("CHANGELOG.md", "LICENSE", "Makefile", "README.md", "benchmarks", "constraints-floor.txt", "constraints.txt"),
-    *("docs", "examples", "lightning_gpuopt", "mkdocs.yml", "tests"),
+    *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "benchmarks"),
+    *("constraints-floor.txt", "constraints.txt"),
+    *("docs", "evaluation", "examples", "lightning_gpuopt", "mkdocs.yml", "tests"),
 }
 """What lies in the root of a clone, beside pyproject.toml."""
 
@@ -104,12 +107,14 @@ def without(broken: tuple[str, ...], program: str, *arguments: str) -> subproces
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.matrix
 def test_the_callbacks_need_nothing_that_only_data_and_charts_need(tmp_path: Path) -> None:
     broken = ("h5py", "jinja2", "jsonargparse", "lmdb", "msgpack", "nvidia", "plotly", "simplejpeg", "xxhash")
     done = without(broken, FITS, str(tmp_path))
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.matrix
 def test_a_library_that_cannot_be_imported_is_named_with_its_fix() -> None:
     program = """
 import lightning_gpuopt
@@ -133,3 +138,18 @@ def test_the_sdist_holds_all_that_a_clone_does() -> None:
     root = Path(__file__).parents[1]
     settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
     assert {path.name for each in settings["include"] for path in root.glob(each[1:])} == CLONE
+
+
+def test_help_of_a_public_class_has_its_arguments_and_its_guide() -> None:
+    root = Path(__file__).parents[1]
+    shown = "GpuUtilMonitor StallDetector NumWorkersFinder CudaPrefetcher AutoFix LMDBDataModule ImageFolderDataModule"
+    for name in (*shown.split(), "DALIDataModule", "LMDBDataset", "LMDBWriter", "build_lmdb", "find_num_workers"):
+        public = getattr(lightning_gpuopt, name)
+        text = inspect.getdoc(public) or ""
+        _, found, arguments = text.partition("\nArgs:\n")
+        assert found, name
+        for parameter in inspect.signature(public).parameters:
+            assert re.search(rf"^    {parameter}: ", arguments, re.MULTILINE), f"{name}({parameter}=...)"
+        if name in shown.split() or name == "DALIDataModule":
+            (guide,) = re.findall(r"``(docs/[\w-]+\.md)``", text)
+            assert (root / guide).exists()

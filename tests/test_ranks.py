@@ -1,110 +1,71 @@
-"""The gather over ranks: real processes with a real gloo group, some of which die."""
+"""Ranks that are started for a test: what comes back, and that none is left."""
 
 from __future__ import annotations
 
-import threading
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from lightning_gpuopt import _ranks
-from lightning_gpuopt._ranks import Gathered, RankGather
-from tests.helpers import run_ranks, wait_for
+from tests.ranks import join, run_ranks
+
+HERE = "tests.test_ranks"
 
 
-def test_one_rank_gets_back_what_it_put_in_without_a_thread():
-    gather = RankGather("test", rank=0, world_size=1)
-    assert not gather.has_ready
-    gather.post(49, {"a": 1.0})
-    gather.post(99, {"a": 2.0})
-    assert gather.collects
-    assert gather.has_ready
-    assert gather.ready() == [Gathered(49, {0: {"a": 1.0}}), Gathered(99, {0: {"a": 2.0}})]
-    assert gather.ready() == []
-    gather.close()
-    gather.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpuopt-gather")]
+def where_am_i(greeting: str) -> dict[str, Any]:
+    rank, world_size = join()
+    print("something else on stdout")
+    return {"greeting": greeting, "rank": rank, "of": world_size, "own": os.environ.get("OWN")}
 
 
-def test_windows_of_all_ranks_come_to_rank_0_in_order_and_runs_do_not_mix():
-    first, second = run_ranks("tests.rank_process", "all_windows", 2)
-    assert first == {
-        "collects": True,
-        "problem": None,
-        "seen": [
-            [[step, {str(rank): {"run": run, "rank": rank} for rank in range(2)}] for step in (49, 99, 149)]
-            for run in range(2)
-        ],
-    }
-    assert second == {"collects": False, "problem": None, "seen": [[], []]}
+def note_and(folder: str, first: str, second: str) -> int:
+    """Note this process, and end as this rank is told: ``returns``, ``raises``, ``dies`` or ``stays``."""
+    rank = int(os.environ["RANK"])
+    (Path(folder) / str(rank)).write_text(str(os.getpid()))
+    how = (first, second)[rank]
+    if how == "raises":
+        raise OSError("the disk is gone")
+    if how == "dies":
+        os._exit(0)
+    if how == "stays":
+        print("waits for ever", file=sys.stderr, flush=True)
+        time.sleep(600)
+    return rank
 
 
-def test_a_rank_that_dies_is_left_out_and_takes_nobody_along():
-    first, second, third = run_ranks("tests.rank_process", "one_dies", 3)
-    assert first == {"seen": [[0, [0, 1, 2]], [1, [0, 1]], [2, [0, 1]]], "problem": None}
-    assert second == {"seen": [], "problem": None}
-    assert third is None
+def are_gone(folder: Path) -> bool:
+    return not any(psutil.pid_exists(int(path.read_text())) for path in folder.iterdir())
 
 
-def test_when_rank_0_dies_the_others_notice_and_end():
-    first, second = run_ranks("tests.rank_process", "the_first_dies", 2)
-    assert first is None
-    assert second == {"problem": True, "ready": []}
+def test_each_rank_gets_the_arguments_and_gives_back_its_result() -> None:
+    env = {**os.environ, "OWN": "one more"}
+    assert run_ranks(f"{HERE}:where_am_i", 2, env=env, greeting="hello") == [
+        {"greeting": "hello", "rank": rank, "of": 2, "own": "one more"} for rank in range(2)
+    ]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_without_a_store_each_rank_keeps_its_own_figures(rank):
-    gather = RankGather("test", rank=rank, world_size=2)
-    gather.post(49, "mine")
-    assert gather.problem is not None
-    assert "no key-value store" in gather.problem
-    assert gather.collects
-    assert gather.ready() == [Gathered(49, {rank: "mine"})]
+def test_one_that_ends_before_has_no_result(tmp_path: Path) -> None:
+    assert run_ranks(f"{HERE}:note_and", 2, folder=str(tmp_path), first="dies", second="returns") == [None, 1]
 
 
-def test_when_the_store_fails_rank_0_goes_on_with_its_own_figures(monkeypatch):
-    class Broken:
-        def check(self, keys):
-            raise RuntimeError("connection reset")
-
-    monkeypatch.setattr(_ranks, "open_store", lambda name: Broken())
-    gather = RankGather("test", rank=0, world_size=2)
-    gather.post(0, "first")
-    wait_for(lambda: gather.problem is not None)
-    gather.post(1, "second")
-    gather.close()
-    gather.post(2, "third")
-    assert gather.problem == "the ranks' key-value store failed: connection reset"
-    assert gather.ready() == [Gathered(0, {0: "first"}), Gathered(1, {0: "second"}), Gathered(2, {0: "third"})]
+def test_one_that_fails_ends_them_all_at_once(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    with pytest.raises(AssertionError, match=r"(?s)ranks \[1\] of .* failed.*OSError: the disk is gone"):
+        run_ranks(f"{HERE}:note_and", 2, folder=str(tmp_path), first="stays", second="raises")
+    assert time.monotonic() - begun < 60
+    assert are_gone(tmp_path)
 
 
-def test_closing_without_waiting_gives_out_what_is_there(monkeypatch):
-    class Silent:
-        def check(self, keys):
-            return False
-
-    monkeypatch.setattr(_ranks, "open_store", lambda name: Silent())
-    gather = RankGather("test", rank=0, world_size=2)
-    gather.post(0, "mine")
-    gather.close(timeout_s=0.0)
-    assert gather.ready() == [Gathered(0, {0: "mine"})]
+def test_one_that_may_fail_leaves_the_others_alone(tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path), "first": "raises", "second": "returns"}
+    assert run_ranks(f"{HERE}:note_and", 2, may_fail=True, **arguments) == [None, 1]
 
 
-def test_all_ranks_stop_at_the_same_step_wherever_they_are():
-    ranks = run_ranks("tests.rank_process", "all_stop", 3)
-    assert [each["problem"] for each in ranks] == [None] * 3
-    assert ranks[1] == ranks[2] == ranks[0]
-    assert [why for _, why in ranks[0]["seen"]] == ["run 0", "run 1"]
-    assert all(step >= 3 for step, _ in ranks[0]["seen"])
-
-
-def test_ranks_whose_training_ends_are_told_what_rank_0_says():
-    first, second = run_ranks("tests.rank_process", "all_end", 2)
-    assert first == {"seen": [None, "at the end", "asked"], "problem": None}
-    assert second["seen"] == [None, "at the end", "asked", None]
-
-
-def test_a_rank_that_is_gone_keeps_nobody_from_stopping():
-    first, second, gone = run_ranks("tests.rank_process", "one_never_answers", 3)
-    assert gone is None
-    assert first == second
-    assert first["why"] == "asked"
+def test_after_the_time_limit_all_are_ended(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"ranks \[0\] of .* still ran after 5 s"):
+        run_ranks(f"{HERE}:note_and", 2, timeout_s=5, folder=str(tmp_path), first="stays", second="returns")
+    assert are_gone(tmp_path)

@@ -8,40 +8,47 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from lightning_gpuopt._arguments import real_number, refuse
-from lightning_gpuopt._lightning import STEP_OUTPUT, Callback, LightningModule, MisconfigurationException, Trainer
-from lightning_gpuopt.callbacks._guard import Guard
-from lightning_gpuopt.callbacks._mending import Mending, SleepingPrefetcher
-from lightning_gpuopt.callbacks._parts import Parts
+from lightning_gpuopt.autofix.controller import AutoFixController
+from lightning_gpuopt.autofix.loader import AdjustableLoader
+from lightning_gpuopt.autofix.policy import FIXES, Fix
+from lightning_gpuopt.autofix.run_length import run_length_of
+from lightning_gpuopt.autofix.settings import AutoFixSettings
+from lightning_gpuopt.callbacks._sleeping_prefetcher import SleepingPrefetcher
 from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
-from lightning_gpuopt.diagnosis.fixes import FIXES, Fix
+from lightning_gpuopt.compat.lightning import (
+    STEP_OUTPUT,
+    Callback,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    notify,
+    say_once,
+)
 from lightning_gpuopt.diagnosis.record import Change
+from lightning_gpuopt.telemetry.host import usable_cpus
+from lightning_gpuopt.utils.added_callbacks import AddedCallbacks
+from lightning_gpuopt.utils.arguments import real_number, refuse
+from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
+from lightning_gpuopt.utils.rank_channel import RankBroadcast
 
 WINDOW_SIZE = 20
 """Steps in a window of its own StallDetector: several windows decide on a change, and runs are short at times."""
 
 
-class AutoFix(Callback):
-    """Mend what StallDetector finds while training runs, one setting at a time, and keep what proves its gain.
+class AutoFix(CallbackBase):
+    """Change what StallDetector advises while training runs, one setting at a time, and keep what proves its gain.
 
-    It brings a :class:`~lightning_gpuopt.StallDetector` into the Trainer, or listens to the one that is there. A
-    finding's settings are applied: ``num_workers`` to the workers that run, at once, as
-    :class:`~lightning_gpuopt.NumWorkersFinder` does; a loader's first workers, ``prefetch_factor``, ``pin_memory`` and
-    ``persistent_workers`` with the loader's next iterator, at the next epoch; ``device_prefetch`` is a
-    :class:`~lightning_gpuopt.CudaPrefetcher` that sleeps until it is needed. After each change the windows that follow
-    are compared with those before (a rank-sum test), the set-up of an epoch spread over its steps: a change that has
-    not made them faster is taken back.
+    It adds a :class:`~lightning_gpuopt.StallDetector` to the Trainer, or listens to the one that is there. Running
+    workers grow at once; ``prefetch_factor``, ``pin_memory``, ``persistent_workers`` and a loader's first workers
+    come with its next iterator; ``device_prefetch`` is a :class:`~lightning_gpuopt.CudaPrefetcher` that sleeps until
+    it is needed. The windows after a change are compared with those before it (a rank-sum test), and a change without
+    a gain is taken back.
 
-    The samples, their order, and the random state of training stay as they are; random numbers that are drawn in
-    workers depend on their number and life, as everywhere in PyTorch. What would change more is advised, not applied:
-    workers for a dataset that draws from the process's random state, other settings for a ``StatefulDataLoader``,
-    several training loaders, a change that takes a new iterator in the last epoch. Weights are those of a run without
-    it, where workers draw no random numbers.
-
-    On several ranks rank 0 decides, and all apply. The report lists what was tried, predicted, measured and kept, and
-    gives the kept settings as code to paste.
+    Samples, their order and the random state of training stay as they are; random numbers that are drawn in workers
+    depend on their number and life, as everywhere in PyTorch. What would change more is advised only. On several
+    ranks rank 0 decides, and all apply. Guide: ``docs/autofix.md``.
 
     Args:
         threshold: share of wall time, 0-1, from which on a cause is mended.
@@ -77,8 +84,9 @@ class AutoFix(Callback):
         self.threshold = real_number("threshold", threshold, "a share of wall time", above=0, at_most=1)
         self.fixes = _checked(fixes)
         self.report_dir = report_dir
-        self._parts: Parts | None = None
-        self._mending: Mending | None = None
+        self._parts: AddedCallbacks | None = None
+        self._controller: AutoFixController | None = None
+        self._detector: StallDetector | None = None
         self._changes: list[Change] = []
 
     @property
@@ -87,7 +95,7 @@ class AutoFix(Callback):
 
         ``from`` is a word of Python: ``change["from"]``, or ``change.from_``.
         """
-        return list(self._changes if self._mending is None else self._mending.changes)
+        return list(self._changes if self._controller is None else self._controller.changes)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -124,31 +132,46 @@ class AutoFix(Callback):
             parts.append(prefetcher)
         else:
             fixes = [fix for fix in fixes if fix != "device_prefetch"]
-        self._mending = Mending(trainer, fixes, detector, prefetcher, Guard(self, trainer))
-        self._parts = Parts(trainer, self, parts)
+        self._controller = AutoFixController(
+            AutoFixSettings(AdjustableLoader(trainer), prefetcher),
+            fixes,
+            run_length=lambda: run_length_of(trainer),
+            notify=lambda message: notify(trainer, message),
+            guard=Guard(self, trainer),
+            rank=trainer.global_rank,
+            cpus=usable_cpus(),
+        )
+        detector.add_listener(self._controller)
+        self._detector = detector
+        self._parts = AddedCallbacks(trainer, self, parts)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The ranks can talk to one another now."""
-        if self._mending is not None:
+        if self._controller is not None:
             with Guard(self, trainer):
-                self._mending.start()
+                broadcast = None
+                if trainer.world_size > 1:
+                    broadcast = RankBroadcast("autofix", trainer.global_rank, trainer.world_size)
+                    if broadcast.problem is not None:
+                        say_once(trainer, "autofix-ranks", f"AutoFix changes nothing: {broadcast.problem}.")
+                self._controller.start(broadcast)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before the loader is iterated."""
-        if self._mending is not None:
+        if self._controller is not None:
             with Guard(self, trainer):
-                self._mending.loader.epoch_begins()
+                self._controller.epoch_begins()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """On other ranks: do what rank 0 has decided."""
-        if self._mending is not None:
+        if self._controller is not None:
             with Guard(self, trainer):
-                self._mending.obey()
+                self._controller.obey()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -166,20 +189,18 @@ class AutoFix(Callback):
             parts.teardown(pl_module, stage)
         self._leave()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what is under way: what is copied or sent to another process is at rest."""
-        bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
-        state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
-        return {**state, "_parts": None, "_mending": None, "_changes": self.changes}
+    @override
+    def _at_rest(self) -> dict[str, Any]:
+        return {"_parts": None, "_controller": None, "_detector": None, "_changes": self.changes}
 
     def _leave(self) -> None:
-        mending, self._mending = self._mending, None
-        if mending is not None:
-            self._changes = mending.changes
-            mending.undo()  # its parts stay: they go on by themselves, and Lightning is walking through them
-
-    def _passes(self, error: Exception) -> bool:
-        return str(error).startswith("DataLoader worker (pid")  # torch's handler of signals speaks up anywhere
+        controller, self._controller = self._controller, None
+        detector, self._detector = self._detector, None
+        if controller is not None:
+            self._changes = controller.changes
+            if detector is not None:
+                detector.remove_listener(controller)
+            controller.undo()  # its parts stay: they go on by themselves, and Lightning is walking through them
 
 
 def _checked(fixes: object) -> list[Fix]:

@@ -6,39 +6,33 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
-from lightning_gpuopt import _lightning_loops as loops
-from lightning_gpuopt._arguments import refuse, whole_number
-from lightning_gpuopt._lightning import (
+from lightning_gpuopt.compat import lightning_loops as loops
+from lightning_gpuopt.compat.lightning import (
     STEP_OUTPUT,
-    Callback,
     LightningModule,
     MisconfigurationException,
     Trainer,
     say_once,
 )
-from lightning_gpuopt._measured_gpu import AheadCopies
-from lightning_gpuopt.callbacks._guard import Guard
-from lightning_gpuopt.callbacks._prefetched_run import PrefetchedRun
+from lightning_gpuopt.measurements.gpu import AheadCopies
+from lightning_gpuopt.prefetch.fit import PrefetchedRun
 from lightning_gpuopt.prefetch.ring import count_holders
 from lightning_gpuopt.prefetch.stream import CopyTimes
+from lightning_gpuopt.utils.arguments import refuse, whole_number
+from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 
 
-class CudaPrefetcher(Callback):
+class CudaPrefetcher(CallbackBase):
     """Copy the next batch to the GPU while the current one is trained on.
 
-    Lightning copies each batch on the stream of the computation, just before its step: the GPU computes nothing
-    meanwhile. This callback fetches the next batch as soon as the loader has it, and copies it on a stream of its own,
-    into memory that is used in turn. A step of S seconds with a copy of C then takes max(S, C) instead of S + C.
+    Lightning copies each batch on the stream of the computation, just before its step. This callback fetches the next
+    batch as soon as the loader has it, and copies it on a stream of its own, into memory that is used in turn: a step
+    of S seconds with a copy of C takes max(S, C) instead of S + C.
 
-    Weights, logged values and hooks are the same bit for bit. ``on_after_batch_transfer`` (augmentation on the GPU)
-    stays on the stream of the computation. Where workers make the batches, they are looked ahead of; a loader that
-    makes them in the training process (``num_workers=0``) is not, unless it declares ``draws_random_state = False``.
-    Batches of workers are brought to page-locked memory by the loader's own ``pin_memory``.
-
-    It disables itself, with one line that gives the reason: on a CPU; where ``on_before_batch_transfer`` is overridden;
-    where moving a batch draws random numbers; for steps that take ``dataloader_iter``; for a strategy that moves
-    batches in its own way; for a Lightning that fetches batches in another way. Batches that come on the device
-    already, as ``DALIDataModule``'s, are handed on as they are.
+    Weights, logged values and hooks are the same bit for bit. It disables itself, with one line that gives the
+    reason, where that could not be so (a loader that draws random numbers in the training process, an overridden
+    ``on_before_batch_transfer``, a strategy that moves batches in its own way), and on a CPU. Guide:
+    ``docs/prefetch.md``.
 
     Args:
         depth: batches that are copied ahead. More than one only evens out batches of different sizes.
@@ -271,12 +265,10 @@ class CudaPrefetcher(Callback):
         """Leave the Trainer as it was."""
         self._leave()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what is under way: what is copied or sent to another process is a prefetcher at rest."""
-        bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
-        state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
+    @override
+    def _at_rest(self) -> dict[str, Any]:
         counts = self._counts if self._run is None else _counts_of(self._run)
-        return {**state, "_run": None, "_times": None, "_states": None, "_guard": None, "_counts": counts}
+        return {"_run": None, "_times": None, "_states": None, "_guard": None, "_counts": counts}
 
     def _leave(self) -> None:
         run, self._run = self._run, None
@@ -285,9 +277,6 @@ class CudaPrefetcher(Callback):
             self._states = run.states
             run.undo()
             self._counts = _counts_of(run)
-
-    def _passes(self, error: Exception) -> bool:
-        return str(error).startswith("DataLoader worker (pid")  # torch's handler of signals speaks up anywhere
 
 
 def _evaluation(trainer: Trainer) -> str:

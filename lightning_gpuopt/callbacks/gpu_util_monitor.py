@@ -9,25 +9,25 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from lightning_gpuopt._arguments import flag, real_number, refuse, whole_number
-from lightning_gpuopt._lightning import (
+from lightning_gpuopt.compat.lightning import (
     STEP_OUTPUT,
-    Callback,
     LightningModule,
     MisconfigurationException,
     Trainer,
     finished_optimizer_step,
     say_once,
 )
-from lightning_gpuopt.callbacks._progress_bar import BarItem
 from lightning_gpuopt.telemetry.keys import select_metrics
 from lightning_gpuopt.telemetry.monitor import GpuMonitor
+from lightning_gpuopt.utils.arguments import flag, real_number, refuse, whole_number
+from lightning_gpuopt.utils.callback_base import CallbackBase
+from lightning_gpuopt.utils.progress_bar import BarItem
 
 __all__ = ["GpuUtilMonitor"]
 
 log = logging.getLogger(__name__)
 
-_LEAST_INTERVAL_S = 0.001
+_MIN_INTERVAL_S = 0.001
 """Closer readings would only keep a core busy: NVML's utilization is of 1/6 s to 1 s (nvml.h, nvmlUtilization_t)."""
 
 _OPEN_TIMEOUT_S = 1.5
@@ -45,16 +45,14 @@ _BAR_EVERY_N_STEPS = 50
 """How often the progress bar's figure is refreshed where nothing is logged."""
 
 
-class GpuUtilMonitor(Callback):
+class GpuUtilMonitor(CallbackBase):
     """Log what the GPUs do: utilization, SM, tensor-core and memory activity, memory, power, clocks, throttling.
 
-    A background thread reads NVML every ``sample_interval`` seconds; training itself makes no NVML call and waits for
-    none. Every ``log_every_n_steps`` optimizer steps the window's figures of all ranks go to every logger, under
-    ``gpu/{i}/…`` with ``i`` the CUDA ordinal (the NVML index where ranks of a node would share one), and with more than
-    one GPU also ``gpu/mean/utilization``, ``gpu/min/utilization`` and ``gpu/imbalance``. With several nodes the keys
-    of a device begin ``node{n}/``. Percentages are 0-100; a figure that a GPU cannot give is absent.
-
-    The keys and their units are in the table ``lightning_gpuopt.telemetry.keys.METRICS``.
+    A background thread reads NVML; training itself makes no NVML call and waits for none. Every ``log_every_n_steps``
+    optimizer steps the window's figures of all ranks go to every logger, under ``gpu/{i}/...`` with ``i`` the CUDA
+    ordinal; with several GPUs also ``gpu/mean/utilization``, ``gpu/min/utilization`` and ``gpu/imbalance``.
+    Percentages are 0-100; a figure that a GPU cannot give is absent. No NVIDIA driver, no GPU, a GPU that is lost in
+    mid-run: one warning, and training goes on. Guide, with all keys and their units: ``docs/gpu-util-monitor.md``.
 
     Args:
         metrics: ``"default"`` (12 figures a GPU), ``"all"``, or a list of names such as
@@ -74,8 +72,6 @@ class GpuUtilMonitor(Callback):
         ValueError: an argument has a value that makes no sense; an unknown metric is answered with the known ones.
         TypeError: an argument has a wrong type.
         MisconfigurationException: at the start of ``fit``, if a GPU named in ``devices`` is not there.
-
-    No NVIDIA driver, no GPU, a GPU that is lost in mid-run: one warning, and training goes on.
 
     Example::
 
@@ -101,7 +97,7 @@ class GpuUtilMonitor(Callback):
         self._selected = select_metrics(metrics)
         self.metrics = metrics
         self.devices: Literal["auto", "all"] | list[int | str] = _checked_devices(devices)
-        self.sample_interval = real_number("sample_interval", sample_interval, "seconds", least=_LEAST_INTERVAL_S)
+        self.sample_interval = real_number("sample_interval", sample_interval, "seconds", least=_MIN_INTERVAL_S)
         if log_every_n_steps is not None:
             log_every_n_steps = whole_number(
                 "log_every_n_steps", log_every_n_steps, "a number of steps", least=0, or_none=True
@@ -150,7 +146,7 @@ class GpuUtilMonitor(Callback):
         if missing is not None and self.devices != "auto":
             self._close(trainer, finished=False, quietly=True)
             raise MisconfigurationException(f"GpuUtilMonitor(devices={self.devices!r}): {missing}.")
-        self._tell(trainer, self._monitor)
+        self._notify(trainer, self._monitor)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -192,11 +188,9 @@ class GpuUtilMonitor(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close(trainer, finished=False)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the threads: what is copied or sent to another process is a monitor at rest."""
-        bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
-        state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
-        return {**state, "_monitor": None, "_summary": self.summary(), "_undo_bar": _nothing}
+    @override
+    def _at_rest(self) -> dict[str, Any]:
+        return {"_monitor": None, "_summary": self.summary(), "_undo_bar": _nothing}
 
     def _start(self, trainer: Trainer) -> GpuMonitor:
         return GpuMonitor(
@@ -216,7 +210,7 @@ class GpuUtilMonitor(Callback):
             if ends_window:
                 monitor.cut(self._step)
             self._write(trainer, monitor)
-            self._tell(trainer, monitor)
+            self._notify(trainer, monitor)
         except Exception as error:
             self._close(trainer, finished=False)
             _report_failure(trainer, error)
@@ -232,7 +226,7 @@ class GpuUtilMonitor(Callback):
             for logger in trainer.loggers if self._logs else ():
                 logger.log_metrics(figures, step=step)
 
-    def _tell(self, trainer: Trainer, monitor: GpuMonitor) -> None:
+    def _notify(self, trainer: Trainer, monitor: GpuMonitor) -> None:
         for notice in monitor.notices():
             warn = notice.level == "warning"
             say_once(trainer, notice.cause, f"GpuUtilMonitor: {notice.text}", warn=warn, every_rank=warn)
@@ -250,7 +244,7 @@ class GpuUtilMonitor(Callback):
             else:
                 monitor.ready()
             if not quietly:
-                self._tell(trainer, monitor)
+                self._notify(trainer, monitor)
         except Exception as error:
             _report_failure(trainer, error)
         self._summary = monitor.summary()

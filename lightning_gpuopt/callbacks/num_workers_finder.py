@@ -7,50 +7,28 @@ from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
-from lightning_gpuopt._arguments import choice, flag, real_number, whole_number
-from lightning_gpuopt._lightning import (
-    STEP_OUTPUT,
-    Callback,
-    LightningModule,
-    Trainer,
-)
-from lightning_gpuopt.callbacks._guard import Guard
-from lightning_gpuopt.callbacks._tuned_fit import TunedFit
-from lightning_gpuopt.callbacks._tuned_loader import Choice, Options
+from lightning_gpuopt.compat.lightning import STEP_OUTPUT, LightningModule, Trainer
+from lightning_gpuopt.tuning.fit import TunedFit
+from lightning_gpuopt.tuning.loader import FinderOptions, WorkersChoice
 from lightning_gpuopt.tuning.workers import Trial
+from lightning_gpuopt.utils.arguments import choice, flag, real_number, whole_number
+from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 
 Mode = Literal["live", "probe", "off"]
 
 
-class NumWorkersFinder(Callback):
-    """Find how many workers the training loaders need, and give them so many.
+class NumWorkersFinder(CallbackBase):
+    """Find the number of workers that each training loader needs, and use it.
 
-    ``mode="live"`` starts with the loader's own ``num_workers``, watches how long training waits for batches, and adds
-    workers to the running epoch, or takes idle ones away, until nothing is left to gain: typically within 50 steps.
-    Then it looks again now and then, and takes workers away at once where memory no longer has room for them. Which
-    samples come, and in which order, does not change.
+    ``mode="live"`` adds workers to the running loader, and takes away those that bring nothing, from what it
+    measures; a loader with ``num_workers=0`` gets its first before its first batch. ``mode="probe"`` measures a few
+    trials before training goes on. The choice is reported in one line, logged as ``loader/num_workers``, and kept in
+    checkpoints.
 
-    Where workers would read other samples, the loader keeps its own, and one line says why: a dataset that holds an
-    open file or a connection which your workers do not share already, or, from 0 or 1 workers, a random generator; one
-    that was changed after its workers were started; a sampler that draws each index from a global random state.
-
-    A loader with ``num_workers=0`` is given a worker before its first batch, if processes are forked, a worker can make
-    its batches, not slower than they are handed over, and the dataset keeps nothing of what it reads; else it says why
-    not. The order of the first epoch is the same, and so are the
-    later ones unless the dataset draws from the global random state: that is said. Once your program changes the
-    dataset, its batches are made in the training process again. A loader that resumes from a state
-    of its own, as torchdata's ``StatefulDataLoader``, gets its number by trials before its first batch, and keeps it.
-
-    ``mode="probe"`` measures a few trials of its own before training goes on, as ``find_num_workers`` does. Under
-    several ranks those of a node measure side by side, and take the largest number that one of them needs.
-
-    Each loader of several gets its own number; validation loaders are left alone. The choice is said in one line,
-    logged as ``loader/num_workers``, and kept in checkpoints: a resumed run starts with it, and measures again where
-    this machine has less room.
-
-    Random numbers that are drawn in workers depend on their number and life, as everywhere in PyTorch (the seed of a
-    worker is a base seed plus its number): the order of samples does not change, random augmentation does. A line says
-    so with the change where a worker that was added was seen to draw.
+    Samples and their order stay the same. A loader whose samples could change is left alone, with one line why: a
+    dataset that holds an open file or connection or that changes while training runs, a sampler that draws from a
+    global random state. Random numbers that are drawn in workers depend on their number and life, as everywhere in
+    PyTorch: reported with the change where a draw was seen. Guide, with all of these rules: ``docs/workers.md``.
 
     Args:
         mode: ``"live"``, ``"probe"`` or ``"off"`` (or False, which is what YAML makes of an unquoted ``off``).
@@ -100,12 +78,12 @@ class NumWorkersFinder(Callback):
         self.tolerance = real_number("tolerance", tolerance, "a share", above=0, at_most=0.5)
         self.iterable = flag("iterable", iterable)
         self._fit: TunedFit | None = None
-        self._choices: dict[int, Choice] = {}
-        self._restored: dict[int, Choice] = {}
+        self._choices: dict[int, WorkersChoice] = {}
+        self._restored: dict[int, WorkersChoice] = {}
         self._first_num_workers: int | None = None
 
     @property
-    def choices(self) -> dict[int, Choice]:
+    def choices(self) -> dict[int, WorkersChoice]:
         """What was chosen, by the training loaders' order from 0; those that are left alone are missing."""
         return self._choices if self._fit is None else self._fit.choices
 
@@ -135,7 +113,7 @@ class NumWorkersFinder(Callback):
         self._choices, self._restored, self._first_num_workers = {}, {}, None
         if self.mode == "off" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        options = Options(
+        options = FinderOptions(
             self.mode,
             self.step_time_s,
             self.max_num_workers,
@@ -191,21 +169,18 @@ class NumWorkersFinder(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start with the choices of a checkpoint."""
-        known = {field.name for field in fields(Choice)}
+        known = {field.name for field in fields(WorkersChoice)}
         self._restored = {
-            index: Choice(**{name: value for name, value in each.items() if name in known})
+            index: WorkersChoice(**{name: value for name, value in each.items() if name in known})
             for index, each in state_dict.get("loaders", {}).items()
         }
         if self._fit is not None:
             with Guard(self, self._fit.trainer):
                 self._fit.restore()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what is under way: what is copied or sent to another process is a finder at rest."""
-        bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
-        state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
-        here = {"_fit": None, "_choices": self.choices, "_first_num_workers": self._first()}
-        return {**state, **here}
+    @override
+    def _at_rest(self) -> dict[str, Any]:
+        return {"_fit": None, "_choices": self.choices, "_first_num_workers": self._first()}
 
     def _first(self) -> int | None:
         return self._first_num_workers if self._fit is None else self._fit.first_num_workers
@@ -215,6 +190,3 @@ class NumWorkersFinder(Callback):
         if fit is not None:
             self._choices, self._first_num_workers = fit.choices, fit.first_num_workers
             fit.undo(failed=failed)
-
-    def _passes(self, error: Exception) -> bool:
-        return str(error).startswith("DataLoader worker (pid")  # torch's handler of signals speaks up anywhere

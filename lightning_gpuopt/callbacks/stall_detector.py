@@ -9,77 +9,50 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import fsspec
+from typing_extensions import override
 
-from lightning_gpuopt._arguments import choice, flag, real_number, refuse, whole_number
-from lightning_gpuopt._lightning import (
+from lightning_gpuopt.compat.lightning import (
     STEP_OUTPUT,
-    Callback,
     LightningModule,
     MisconfigurationException,
     Trainer,
     rank_zero_warn,
     say_once,
 )
-from lightning_gpuopt._measured import PHASES
-from lightning_gpuopt._places import Sampled
-from lightning_gpuopt._rank_stop import RankStop
-from lightning_gpuopt.callbacks._guard import Guard
-from lightning_gpuopt.callbacks._observed_fit import ObservedFit, Options
-from lightning_gpuopt.callbacks._progress_bar import BarItem, print_once_fit_has_ended
-from lightning_gpuopt.callbacks._step_looks import Profile
+from lightning_gpuopt.detector.kernel_profiling import Profile
+from lightning_gpuopt.detector.session import DetectorOptions, DetectorSession, WindowListener
 from lightning_gpuopt.diagnosis.compare import compare
-from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.diagnose import StallError
 from lightning_gpuopt.diagnosis.render.speedscope import STACKS_FILE, speedscope
 from lightning_gpuopt.diagnosis.render.text import render_text
 from lightning_gpuopt.diagnosis.report import Finding, StallReport, write_whole
-from lightning_gpuopt.diagnosis.stalls import StallError
 from lightning_gpuopt.diagnosis.where import finding_name
+from lightning_gpuopt.measurements.code_location import Sampled
+from lightning_gpuopt.measurements.phases import PHASES
+from lightning_gpuopt.utils.arguments import choice, flag, real_number, refuse, whole_number
+from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
+from lightning_gpuopt.utils.progress_bar import BarItem, print_once_fit_has_ended
+from lightning_gpuopt.utils.rank_stop import RankStop
 
 OnStall = Literal["warn", "raise", "ignore"]
 
 
-class WindowListener(Protocol):
-    """Acts on what a StallDetector finds, while training runs."""
+class StallDetector(CallbackBase):
+    """Find out where the time of a training run goes, why it waits, what to change, and what that will bring.
 
-    def window_closed(self, run: ObservedFit, window: Measurement, findings: list[Finding]) -> None:
-        """A window has ended; on every rank, at the same step."""
+    The time from ``on_train_start`` to ``on_train_end`` is attributed to phases, whose seconds are exclusive and add
+    up to wall time. On CUDA only the time counts in which the GPU was idle, measured with events that are read later.
 
-    def run_ends(self, run: ObservedFit) -> None:
-        """Training has ended: what is to be in the report must be there now."""
+    Every ``window_size`` batches it logs ``step/time_s``, ``step/{phase}_percent`` and ``stall/count``, and reports
+    each cause above ``threshold`` once. ``report.json`` and ``report.html`` are in ``report_dir`` when ``fit`` has
+    ended, also by an exception; advice of an earlier ``report.json`` there that was followed is shown with its
+    measured gain.
 
-
-class StallDetector(Callback):
-    """Say where the time of a training run goes, what holds it up, what to change, and what that will bring.
-
-    The time between ``on_train_start`` and ``on_train_end`` is attributed to phases: ``data_wait``, ``transfer``,
-    ``forward``, ``backward``, ``optimizer``, ``callbacks``, ``logging``, ``validation``, ``checkpoint``,
-    ``epoch_setup`` (starting workers, the first batch of an epoch) and ``other``. The seconds are exclusive and sum to
-    wall time. Data wait is taken apart by what is timed inside the loader's workers, at its queues, and on the host.
-
-    On a CUDA device only the time counts in which the GPU was idle, measured with CUDA events that are read later,
-    without a synchronize: a host that works or waits while the GPU is busy is no stall. The inside of the step is
-    looked at once, over three steps, with torch.profiler, where NVML's figures give reason to and ``profile`` allows
-    it.
-
-    Every ``window_size`` batches it logs ``step/time_s`` (mean seconds per batch, without validation, checkpoints and
-    the set-up of epochs), ``step/{phase}_percent`` (share of the window's wall time, 0-100) and ``stall/count`` (causes
-    above the threshold in that window). A cause that is above the threshold over the run so far is told once. When
-    ``fit`` ends, also by an exception, ``report.json`` and ``report.html`` are in ``report_dir``. A ``report.json``
-    that lies there from an earlier run is what the new one is compared with: where its advice was followed, the new
-    report shows the predicted gain beside the measured one.
-
-    Where loading is a cause and the dataset reads image files, up to 16 of them are read and decoded when ``fit`` has
-    ended, on rank 0 and in about half a second: the advice names the step of storing or decoding that helps, and by how
-    much.
-
-    On CUDA ``report.hints`` name settings of the script that the run could gain from, by what was seen of it:
-    precision, matrix products in TF32, cuDNN's benchmark, ``nn.DataParallel``, a memory limit, a larger batch.
-
-    Weights, batches, their order and random state are as without it. Rank 0 speaks, of its own time, and of other ranks
-    that hold everybody up. Under ``strategy="ddp_spawn"`` the report is in ``report_dir``, not in this process.
+    Weights, batches, their order and random state are as without it. A rank reports its own time, and rank 0 also
+    which rank holds up the others. Guide: ``docs/stall-detector.md``.
 
     Args:
         threshold: share of wall time, 0-1, from which on a cause is reported.
@@ -169,19 +142,19 @@ class StallDetector(Callback):
             )
         self._bar_item = BarItem("data")
         self._listeners: list[WindowListener] = []
-        self._run: ObservedFit | None = None
+        self._session: DetectorSession | None = None
         self._stop: RankStop | None = None
         self._report: StallReport | None = None
         self._sampled: tuple[Sampled, ...] = ()
         self._baseline: StallReport | None = None
         self._folder: str | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     @property
     def report(self) -> StallReport:
         """The report of the run until now, or of the last ``fit`` as it was when training ended."""
-        if self._run is not None and self._run.started:
-            return self._with_proofs(self._run.report())
+        if self._session is not None and self._session.started:
+            return self._with_proofs(self._session.report())
         if self._report is not None:
             return self._report
         return StallReport("compute_bound", 0.0, dict.fromkeys(PHASES, 0.0), [], notes=["No training has run yet."])
@@ -195,14 +168,9 @@ class StallDetector(Callback):
         if not any(each is listener for each in self._listeners):
             self._listeners.append(listener)
 
-    def set_ups(self, run: ObservedFit) -> tuple[float, int]:
-        """The set-ups of epochs until now: their seconds, and how many there were."""
-        times = run.timeline.times()
-        return times.phases["epoch_setup"], times.epochs
-
     def remove_listener(self, listener: WindowListener) -> None:
         """Have it told no more; nothing happens where it is none."""
-        self._listeners = [each for each in self._listeners if each is not listener]
+        self._listeners[:] = [each for each in self._listeners if each is not listener]
 
     @property
     def folder(self) -> str | None:
@@ -218,7 +186,7 @@ class StallDetector(Callback):
                 "Two StallDetectors are in this Trainer. Expected one: each would measure the other. Take one away."
             )
         self._leave()
-        self._told.clear()
+        self._reported.clear()
         self._report = None
         self._sampled = ()
         self._folder = None
@@ -229,50 +197,50 @@ class StallDetector(Callback):
             if not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 self._folder = f"{str(log_dir or trainer.default_root_dir).rstrip('/')}/gpuopt"
         self._baseline = _read_report(self._folder)
-        options = Options(
+        options = DetectorOptions(
             self.threshold, self.window_size, self.warmup_steps, self.hang_timeout, self.nvtx, self.profile
         )
         with Guard(self, trainer):
-            self._run = ObservedFit(trainer, pl_module, options)
+            self._session = DetectorSession(trainer, pl_module, options, self._listeners)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure."""
-        run = self._run
-        if run is None:
+        session = self._session
+        if session is None:
             return
         with Guard(self, trainer):
-            run.start()
+            session.start()
             if self.prog_bar:
                 self._bar_item = BarItem("data")
-                run.at_end(self._bar_item.show_in(trainer))
-            run.watch_for_hangs(lambda quiet_s: self._tell_hang(run, quiet_s))
+                session.at_end(self._bar_item.show_in(trainer))
+            session.watch_for_hangs(lambda quiet_s: self._report_hang(session, quiet_s))
             if self.on_stall == "raise" and trainer.world_size > 1:
                 stop = RankStop("stall-detector-stop", trainer.global_rank, trainer.world_size)
                 if stop.problem is None:
                     self._stop = stop
                 else:
-                    run.notes.append(f"A stall is raised on each rank by itself: {stop.problem}.")
+                    session.notes.append(f"A stall is raised on each rank by itself: {stop.problem}.")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        """Count the step; at the end of a window, log and tell."""
-        run = self._run
-        if run is None or not run.started:
+        """Count the step; at the end of a window, log and report."""
+        session = self._session
+        if session is None or not session.started:
             return
         with Guard(self, trainer):
-            run.see_batch(batch)
-            if run.step_done():
-                self._close_window(trainer, run)
-            if self._stop is not None and (why := self._stop.step_done(run.timeline.steps)) is not None:
+            session.see_batch(batch)
+            if session.step_done():
+                self._close_window(trainer, session)
+            if self._stop is not None and (why := self._stop.step_done(session.timeline.steps)) is not None:
                 raise StallError(why)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """No hang: a batch has come."""
-        if self._run is not None:
-            self._run.progress()
+        if self._session is not None:
+            self._session.progress()
 
     def on_validation_batch_end(
         self,
@@ -284,21 +252,21 @@ class StallDetector(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """No hang: a batch is done."""
-        if self._run is not None:
-            self._run.progress()
+        if self._session is not None:
+            self._session.progress()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Look at the graphs of the first losses."""
-        if self._run is not None and self._run.started:
-            self._run.see_loss(loss)
+        if self._session is not None and self._session.started:
+            self._session.see_loss(loss)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Freeze the report, write it, and leave the Trainer as it was."""
-        self._finish(trainer, tell=True)
+        self._finish(trainer, ended=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The same, for a run that ends early; Lightning calls no ``teardown`` then."""
-        self._finish(trainer, tell=False)
+        self._finish(trainer, ended=False)
         if isinstance(exception, KeyboardInterrupt):
             self._print(trainer, interrupted=True)
 
@@ -310,30 +278,27 @@ class StallDetector(Callback):
         """Leave the Trainer as it was, however training ended."""
         self._leave()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what is under way: what is copied or sent to another process is a detector at rest."""
-        bound_to_the_model = ("log", "log_dict")  # by Lightning, anew in each fit
-        state = {name: value for name, value in vars(self).items() if name not in bound_to_the_model}
-        return {**state, "_run": None, "_stop": None, "_listeners": []}
+    @override
+    def _at_rest(self) -> dict[str, Any]:
+        return {"_session": None, "_stop": None, "_listeners": []}
 
-    def _close_window(self, trainer: Trainer, run: ObservedFit) -> None:
-        closed = run.close_window()
+    def _close_window(self, trainer: Trainer, session: DetectorSession) -> None:
+        closed = session.close_window()
         if closed is None:
             return
         window, findings = closed
         if self.logs:
-            run.log_window(trainer, window)
-        for listener in self._listeners:
-            listener.window_closed(run, window, findings)
+            session.log_window(trainer, window)
+        session.notify(window, findings)
         if window.waterfall.wall_s > 0:
             self._bar_item.set_percent(window.waterfall.share(window.waterfall.wait("data_wait")) * 100)
         local = self._folder if trainer.is_global_zero else None
         if findings and self.capture_trace and local is not None and "://" not in local:
-            run.record_trace(Path(local) / "trace.json.gz")
-        self._tell(trainer, findings)
+            session.record_trace(Path(local) / "trace.json.gz")
+        self._report_findings(trainer, findings)
 
-    def _tell(self, trainer: Trainer, findings: list[Finding]) -> None:
-        for text in self._untold(findings):
+    def _report_findings(self, trainer: Trainer, findings: list[Finding]) -> None:
+        for text in self._unreported(findings):
             if self.on_stall == "raise":
                 if self._stop is None:
                     raise StallError(text)
@@ -342,61 +307,57 @@ class StallDetector(Callback):
             if self.on_stall == "warn":
                 rank_zero_warn(f"StallDetector: {text}")
 
-    def _untold(self, findings: list[Finding]) -> Iterator[str]:
+    def _unreported(self, findings: list[Finding]) -> Iterator[str]:
         """What there is to say of causes of which nothing was said yet."""
         for finding in findings:
             who = finding_name(finding)
-            if who in self._told:
+            if who in self._reported:
                 continue
-            self._told.add(who)
+            self._reported.add(who)
             text = f"Training waits: {who} takes {finding.share * 100:.0f} % of the time. {finding.advice}"
             if "where" in finding.evidence and finding.cause != "gpu_sync":  # whose advice has it
                 text += f" Where: {finding.evidence['where']}."
             yield text
 
-    def _tell_hang(self, run: ObservedFit, quiet_s: float) -> None:
+    def _report_hang(self, session: DetectorSession, quiet_s: float) -> None:
         """Called on the thread of the watch; any rank may be the one that hangs."""
         folder = self._folder
         local = Path(folder) if folder is not None and "://" not in folder else Path(tempfile.gettempdir())
-        path = run.write_hang(local, quiet_s)
+        path = session.write_hang(local, quiet_s)
         warnings.warn(
             f"StallDetector: no progress for {quiet_s:.0f} s. What every thread and worker is doing is in "
             f"{path}. Training goes on waiting.",
             stacklevel=2,
         )
 
-    def _finish(self, trainer: Trainer, *, tell: bool) -> None:
+    def _finish(self, trainer: Trainer, *, ended: bool) -> None:
         stop, self._stop = self._stop, None
         try:
-            self._freeze(trainer, tell=tell)
+            self._freeze(trainer, ended=ended)
             findings = self._report.findings if self._report is not None else []
-            if tell and stop is None:
-                self._tell(trainer, findings)
-            elif tell and stop is not None:
-                why = stop.end(next(self._untold(findings), None))
+            if ended and stop is None:
+                self._report_findings(trainer, findings)
+            elif ended and stop is not None:
+                why = stop.end(next(self._unreported(findings), None))
                 if why is not None:
                     raise StallError(why)
         finally:
             if stop is not None:
                 stop.close()
 
-    def _freeze(self, trainer: Trainer, *, tell: bool) -> None:
+    def _freeze(self, trainer: Trainer, *, ended: bool) -> None:
         """Make the report, write it, and leave the Trainer as it was."""
-        run = self._run
-        if run is None or not run.started:
+        session = self._session
+        if session is None or not session.started:
             self._leave()
             return
         try:
             with Guard(self, trainer):
-                run.stop()
-                for listener in self._listeners:
-                    listener.run_ends(run)
-                if tell and trainer.is_global_zero:
-                    run.measure_images()
-                self._report = self._with_proofs(run.report())
-                self._sampled = run.sampled
+                session.stop()
+                self._report = self._with_proofs(session.report(measure_images=ended and trainer.is_global_zero))
+                self._sampled = session.sampled
                 if self.logs:
-                    run.log_rest(trainer)
+                    session.log_rest(trainer)
         finally:
             self._leave()
         if self._report is None:
@@ -442,14 +403,15 @@ class StallDetector(Callback):
             stacks.unlink(missing_ok=True)  # an earlier run's belong to no report here
 
     def _leave(self) -> None:
-        run, self._run = self._run, None
+        session, self._session = self._session, None
         stop, self._stop = self._stop, None
         if stop is not None:
             stop.close()
-        if run is not None:
-            run.undo()
+        if session is not None:
+            session.undo()
 
-    def _passes(self, error: Exception) -> bool:
+    @override
+    def _is_user_error(self, error: Exception) -> bool:
         return isinstance(error, StallError)
 
 

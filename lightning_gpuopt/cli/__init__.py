@@ -36,10 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 fine, 1 it ran and found a problem, 2 wrong usage or a path that is not there, 130 interrupted.
         What went wrong is one line on stderr, under ``--debug`` with the traceback.
-
-    Example::
-
-        assert main(["--version"]) == 0
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that has no bars shows something else in their place

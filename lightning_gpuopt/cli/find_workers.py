@@ -64,8 +64,8 @@ def run(options: Namespace) -> int:
         UsageError: there is no such function, or what it returns cannot be tried.
     """
     loader = _load(options.loader)
-    from lightning_gpuopt._arguments import ArgumentTypeError
     from lightning_gpuopt.tuning.find import check, check_shared, find_num_workers
+    from lightning_gpuopt.utils.arguments import ArgumentTypeError
 
     try:
         check(loader, options.iterable)

@@ -170,12 +170,12 @@ def _notes_printed() -> Iterator[None]:
 
 
 def _verify(options: Namespace) -> int:
-    from lightning_gpuopt.storage.build.progress import BuildProgress
     from lightning_gpuopt.storage.format import Manifest
     from lightning_gpuopt.storage.verify import verify
+    from lightning_gpuopt.utils.console_progress import ConsoleProgress
 
     total = Manifest.load(Path(options.path)).num_samples
-    with BuildProgress(total, what="verify", enabled=not options.no_progress) as shown:
+    with ConsoleProgress(total, what="verify", enabled=not options.no_progress) as shown:
         report = verify(options.path, decode=options.decode, num_proc=options.num_proc, progress=shown.add)
     for index, text in report.problems:
         print(text if index is None else f"sample {index}: {text}")
@@ -238,13 +238,7 @@ def _describe(path: str, manifest: Manifest) -> str:
 
 
 def in_words(structure: list[Any]) -> str:
-    """A sample's structure as people say it.
-
-    Example::
-
-        >>> in_words(["tuple", [["image"], ["int"]]])
-        '(image, int)'
-    """
+    """A sample's structure as people say it."""
     kind, *rest = structure
     if kind == "tuple":
         return f"({', '.join(map(in_words, rest[0]))})"

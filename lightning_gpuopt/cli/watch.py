@@ -12,9 +12,9 @@ from typing import Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_gpuopt._watch import Watch, new_folder
-from lightning_gpuopt.cli._child import end_like, run_child, signals_held
 from lightning_gpuopt.cli._parser import UsageError
+from lightning_gpuopt.watch.child import end_like, run_child, signals_held
+from lightning_gpuopt.watch.mailbox import Watch, new_folder
 
 SUMMARY = "run a training script as it is, measure it, and print why the GPU waits"
 
@@ -98,7 +98,7 @@ def _make_folder(parent: Path) -> Path:
 
 def _print_end(watch: Watch, command: list[str], code: int, report_dir: str) -> None:
     """On stderr: what was found must not get into what the command has printed on stdout."""
-    from lightning_gpuopt.cli._watched import render_end
+    from lightning_gpuopt.watch.summary import render_end
 
     try:
         text = render_end(watch, command, code, report_dir if report_dir != DEFAULT_FOLDER else None)

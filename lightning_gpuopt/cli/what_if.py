@@ -43,7 +43,7 @@ def run(options: Namespace) -> int:
         UsageError: nothing is changed, the file is no report, or the report does not say enough.
     """
     from lightning_gpuopt.diagnosis.render.what_if import forecast_data, render_forecast
-    from lightning_gpuopt.diagnosis.what_if import CannotSayError, Change, what_if
+    from lightning_gpuopt.diagnosis.what_if import CannotSayError, WhatIf, what_if
 
     changes = {name: options[name] for name in _CHANGES if options[name] is not None}
     if not changes:
@@ -51,7 +51,7 @@ def run(options: Namespace) -> int:
         raise UsageError(f"what-if: expected a change, got none; give one or more of {asked}")
     report = read_report(options.file)
     try:
-        forecast = what_if(report, Change(**changes))
+        forecast = what_if(report, WhatIf(**changes))
     except CannotSayError as error:
         raise UsageError(f"{options.file}: {error}; record one with StallDetector and give that") from error
     if options.json:

@@ -8,13 +8,13 @@ from typing import Any, Final
 
 import torch
 
-from lightning_gpuopt._measured import PipelineTimes
 from lightning_gpuopt.dali.encoded import Bytes
 from lightning_gpuopt.dali.engine import Engine
 from lightning_gpuopt.dali.pipelines import PipelineError
 from lightning_gpuopt.dali.source import PPM, BatchSource, EncodedBatch, as_ppm, none_left
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image
 from lightning_gpuopt.loading.sampler import ElasticSampler
+from lightning_gpuopt.measurements.loading import PipelineTimes
 
 Batches = Generator[EncodedBatch, None, None]
 Undecodable = Callable[[list[Bytes]], dict[int, Exception]]
@@ -154,7 +154,7 @@ class DALILoader:
                 yield tensors
         finally:
             batches.close()
-            self.source.rest()
+            self.source.release()
 
     def _begin(self, epoch: int) -> Batches:
         """An epoch's batches: those that have been begun at the end of the one before, or from its first on."""

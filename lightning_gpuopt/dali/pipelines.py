@@ -23,7 +23,7 @@ class PipelineError(ValueError):
 
 
 @dataclass(frozen=True)
-class Settings:
+class PipelineSettings:
     """What all pipelines of a DataModule share.
 
     Attributes:
@@ -53,11 +53,11 @@ class Settings:
     name: str = "the pipeline"
 
 
-Definition = Callable[[DALI, Settings, Any, Any, Any], Any]
+Definition = Callable[[DALI, PipelineSettings, Any, Any, Any], Any]
 """Takes DALI, the settings and the nodes of the inputs (bytes, labels, areas), gives images and labels."""
 
 
-def random_crops(dali: DALI, settings: Settings, encoded: Any, labels: Any, areas: Any) -> tuple[Any, ...]:
+def random_crops(dali: DALI, settings: PipelineSettings, encoded: Any, labels: Any, areas: Any) -> tuple[Any, ...]:
     """Training: only the random area is decoded, then resized, mirrored and normalised."""
     images = dali.fn.decoders.image_slice(
         encoded, rel_start=areas[0:2], rel_shape=areas[2:4], axes=[0, 1], **_decoder(dali, settings)
@@ -66,7 +66,7 @@ def random_crops(dali: DALI, settings: Settings, encoded: Any, labels: Any, area
     return _normalized(dali, settings, images, mirror=dali.fn.cast(areas[4], dtype=dali.types.INT32)), labels
 
 
-def center_crops(dali: DALI, settings: Settings, encoded: Any, labels: Any, areas: Any) -> tuple[Any, ...]:
+def center_crops(dali: DALI, settings: PipelineSettings, encoded: Any, labels: Any, areas: Any) -> tuple[Any, ...]:
     """Evaluation: the middle of the resized image, in one step, and normalised."""
     images = dali.fn.decoders.image(encoded, **_decoder(dali, settings))
     images = _resize(dali, settings, images, roi_start=areas[0:2], roi_end=areas[2:4], roi_relative=True)
@@ -83,7 +83,7 @@ def transforms(operators: Sequence[Any]) -> Definition:
         operators: of ``nvidia.dali.experimental.torchvision``.
     """
 
-    def define(dali: DALI, settings: Settings, encoded: Any, labels: Any, areas: Any) -> tuple[Any, ...]:
+    def define(dali: DALI, settings: PipelineSettings, encoded: Any, labels: Any, areas: Any) -> tuple[Any, ...]:
         images = dali.fn.decoders.image(encoded, **_decoder(dali, settings))
         for operator in operators:
             # Compose runs its operators so, too (DALI 2.4, experimental/torchvision/v2/compose.py).
@@ -102,7 +102,7 @@ def custom(function: Callable[..., Any]) -> Definition:
     """The definition of a user's ``@pipeline_def``."""
     body = getattr(function, "__wrapped__", function)
 
-    def define(dali: DALI, settings: Settings, encoded: Any, labels: Any, areas: Any) -> Any:
+    def define(dali: DALI, settings: PipelineSettings, encoded: Any, labels: Any, areas: Any) -> Any:
         return body(encoded, labels)
 
     return define
@@ -141,7 +141,7 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 
 
 def build(
-    dali: DALI, define: Definition, settings: Settings, *, has_areas: bool, checkpoint: bytes | None = None
+    dali: DALI, define: Definition, settings: PipelineSettings, *, has_areas: bool, checkpoint: bytes | None = None
 ) -> Any:
     """Build a pipeline that is fed batch by batch.
 
@@ -186,7 +186,7 @@ def build(
     return pipeline
 
 
-def undecodable(settings: Settings, images: Sequence[Any]) -> dict[int, Exception]:
+def undecodable(settings: PipelineSettings, images: Sequence[Any]) -> dict[int, Exception]:
     """Which image files DALI cannot decode. One ends a whole pipeline, so they are tried in ever smaller groups.
 
     Args:
@@ -229,19 +229,19 @@ def undecodable(settings: Settings, images: Sequence[Any]) -> dict[int, Exceptio
     return try_out(0, images) if images else {}
 
 
-def _decoder(dali: DALI, settings: Settings) -> dict[str, Any]:
+def _decoder(dali: DALI, settings: PipelineSettings) -> dict[str, Any]:
     if settings.device_id is None:
         return {"device": "cpu", "output_type": dali.types.RGB}
     return {"device": "mixed", "output_type": dali.types.RGB, "hw_decoder_load": settings.hw_decoder_load}
 
 
-def _resize(dali: DALI, settings: Settings, images: Any, **part: Any) -> Any:
+def _resize(dali: DALI, settings: PipelineSettings, images: Any, **part: Any) -> Any:
     size = [settings.crop_size, settings.crop_size]
     # Antialiased and bilinear, as PIL and torchvision resize: networks were trained so.
     return dali.fn.resize(images, size=size, interp_type=dali.types.INTERP_LINEAR, antialias=True, **part)
 
 
-def _normalized(dali: DALI, settings: Settings, images: Any, **more: Any) -> Any:
+def _normalized(dali: DALI, settings: PipelineSettings, images: Any, **more: Any) -> Any:
     """Scaled from 0-255 to 0-1 and normalised in the wanted dtype and layout; uint8 stays 0-255."""
     raw = settings.dtype == "uint8"
     return dali.fn.crop_mirror_normalize(
@@ -254,5 +254,5 @@ def _normalized(dali: DALI, settings: Settings, images: Any, **more: Any) -> Any
     )
 
 
-def _dtype(dali: DALI, settings: Settings) -> Any:
+def _dtype(dali: DALI, settings: PipelineSettings) -> Any:
     return {"float32": dali.types.FLOAT, "float16": dali.types.FLOAT16, "uint8": dali.types.UINT8}[settings.dtype]

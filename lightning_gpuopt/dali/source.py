@@ -29,7 +29,7 @@ from lightning_gpuopt.loading.samples import SkippedSamples
 PPM: Final = b"P6"
 """How the files begin that `as_ppm` makes."""
 
-MOST_THREADS: Final = 16
+MAX_THREADS: Final = 16
 """A network file system answers that many at a time. From memory one thread is faster: several would only hand the
 interpreter's lock to one another, at four times the CPU time."""
 _BLOCKED: Final = 3.0
@@ -148,13 +148,13 @@ class ReadTimes:
 
 
 @dataclass
-class _Reading:
+class _PendingRead:
     indices: BatchIndices
-    parts: list[Future[_Part]]
+    parts: list[Future[_BatchPart]]
 
 
 @dataclass
-class _Part:
+class _BatchPart:
     samples: list[tuple[Bytes, Sequence[float] | None] | None]
     wall_s: float
     cpu_s: float
@@ -204,7 +204,7 @@ class BatchSource:
         Raises:
             CorruptSampleError: a sample cannot be read; where such are left out, none of a batch can.
         """
-        reading: deque[_Reading] = deque()
+        reading: deque[_PendingRead] = deque()
         try:
             for indices in plan:
                 reading.append(self._begin(indices))
@@ -228,7 +228,7 @@ class BatchSource:
         self._left_out.add(index)
         self.skipped.add(self.images.name(index), error)
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Let the threads end once they have read what was begun; the next batch starts new ones."""
         self._resting, self._pools = list(self._pools.values()), {}
         for pool in self._resting:
@@ -241,21 +241,21 @@ class BatchSource:
         for pool in pools:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _begin(self, indices: BatchIndices) -> _Reading:
+    def _begin(self, indices: BatchIndices) -> _PendingRead:
         self.images.read_ahead(indices)
-        threads = MOST_THREADS if self._slow else 1
+        threads = MAX_THREADS if self._slow else 1
         if threads not in self._pools:
             self._pools[threads] = ThreadPoolExecutor(threads, thread_name_prefix="gpuopt-read")
         pool = self._pools[threads]
         parts = min(threads, len(indices))
         bounds = [len(indices) * part // parts for part in range(parts + 1)]
         futures = [pool.submit(self._read, indices, start, stop) for start, stop in pairwise(bounds)]
-        return _Reading(indices, futures)
+        return _PendingRead(indices, futures)
 
-    def _read(self, indices: BatchIndices, start: int, stop: int) -> _Part:
+    def _read(self, indices: BatchIndices, start: int, stop: int) -> _BatchPart:
         began, cpu_began = time.perf_counter(), time.thread_time()
         samples = [self._one(indices, at) for at in range(start, stop)]
-        return _Part(samples, time.perf_counter() - began, time.thread_time() - cpu_began)
+        return _BatchPart(samples, time.perf_counter() - began, time.thread_time() - cpu_began)
 
     def _one(self, indices: BatchIndices, at: int) -> tuple[Bytes, Sequence[float] | None] | None:
         """A sample's bytes and area; None where it is left out."""
@@ -299,7 +299,7 @@ class BatchSource:
         """From now on, give a sample as PIL decodes it."""
         self._by_pil.add(index)
 
-    def _finish(self, reading: _Reading) -> EncodedBatch:
+    def _finish(self, reading: _PendingRead) -> EncodedBatch:
         began = time.perf_counter()
         parts = [part.result() for part in reading.parts]
         waited_s = time.perf_counter() - began

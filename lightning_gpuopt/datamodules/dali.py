@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import Subset
 from typing_extensions import override
 
-from lightning_gpuopt._arguments import choice, flag, real_number, refuse, whole_number
-from lightning_gpuopt._lightning import MisconfigurationException
+from lightning_gpuopt.compat.lightning import MisconfigurationException
 from lightning_gpuopt.dali import pipelines
 from lightning_gpuopt.dali.encoded import EncodedImages, FileList
 from lightning_gpuopt.dali.engine import Engine
@@ -29,6 +28,7 @@ from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.loading.samples import SkippedSamples
 from lightning_gpuopt.storage.format import MANIFEST
 from lightning_gpuopt.storage.reader import LMDBDataset
+from lightning_gpuopt.utils.arguments import choice, flag, real_number, refuse, whole_number
 
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)
@@ -43,15 +43,11 @@ class DALIDataModule(ResumableDataModule):
     """Loaders whose images NVIDIA DALI decodes, crops, resizes, mirrors and normalises, on the GPU or on the CPU.
 
     Batches are ``(images, labels)`` on the Trainer's device: images ``[B, 3, crop_size, crop_size]`` (``[B, H, W, 3]``
-    with ``layout="HWC"``), labels int64 ``[B]``. Training crops at random (the same crops and mirrored images as
-    ``LMDBDataModule(decode="tensor", crop_size=...)`` with the same seed) and shuffles; evaluation resizes the shorter
-    side and crops the middle, as torchvision does.
+    with ``layout="HWC"``), labels int64 ``[B]``. Each sample comes exactly once an epoch over all ranks, with as many
+    batches on each, and a checkpoint in the middle of an epoch goes on with the next sample, on any number of ranks.
 
-    Each sample comes exactly once an epoch over all ranks, with as many batches on each, whatever Lightning does in
-    between (sanity check, ``limit_*``, ``val_check_interval``, ``max_steps``, several fits). A checkpoint in the middle
-    of an epoch goes on with the next sample, on any number of ranks.
-
-    DALI is an extra: ``pip install "lightning-gpuopt[dali]"`` for CUDA 12, ``[dali-cuda13]`` for CUDA 13.
+    DALI is an extra: ``pip install "lightning-gpuopt[dali]"`` for CUDA 12, ``[dali-cuda13]`` for CUDA 13. Guide:
+    ``docs/dali.md``.
 
     Args:
         train: A folder of images with a subfolder for each class; the directory of an LMDB dataset; a text file of
@@ -249,10 +245,10 @@ class DALIDataModule(ResumableDataModule):
         self._loaders[name, at] = loader
         return loader
 
-    def _settings(self, sampler: ElasticSampler, argument: str) -> pipelines.Settings:
+    def _settings(self, sampler: ElasticSampler, argument: str) -> pipelines.PipelineSettings:
         device_id = self._device_id()
         auto = self._local_cpus if device_id is None else min(_GPU_THREADS, self._local_cpus)
-        return pipelines.Settings(
+        return pipelines.PipelineSettings(
             batch_size=max(2, self.batch_size),  # with batches of one, a rank's last may have two
             num_threads=auto if self.num_threads == "auto" else self.num_threads,
             device_id=device_id,
@@ -330,7 +326,7 @@ class DALIDataModule(ResumableDataModule):
 
 
 def _build(
-    define: pipelines.Definition, settings: pipelines.Settings, areas: bool, keeps: bool, state: bytes | None
+    define: pipelines.Definition, settings: pipelines.PipelineSettings, areas: bool, keeps: bool, state: bytes | None
 ) -> Any:
     checkpoint = (state or b"") if keeps else None
     return pipelines.build(load_dali(), define, settings, has_areas=areas, checkpoint=checkpoint)

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from lightning_gpuopt import _lightning
-from lightning_gpuopt._arguments import choice, flag, function, number_range, refuse, whole_number
-from lightning_gpuopt._lightning import MisconfigurationException, rank_zero_warn
+from lightning_gpuopt.compat import lightning
+from lightning_gpuopt.compat.lightning import MisconfigurationException, rank_zero_warn
 from lightning_gpuopt.datamodules.resumable import Data, ResumableDataModule, is_path
 from lightning_gpuopt.images.crop import RATIO, SCALE, CenterCrops, RandomCrops
 from lightning_gpuopt.images.normalize import Normalize
@@ -21,6 +20,7 @@ from lightning_gpuopt.loading.datasets import as_written, balanced_weights, mean
 from lightning_gpuopt.loading.loader import ElasticLoader, make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
+from lightning_gpuopt.utils.arguments import choice, flag, function, number_range, refuse, whole_number
 
 RUN_BYTES: Final = 1 << 20
 """With `shuffle_window`, so much of a dataset is read in one go: enough for a disk to be near its best."""
@@ -83,6 +83,14 @@ class ElasticDataModule(ResumableDataModule):
         ValueError: An argument is out of its range.
         MisconfigurationException: Arguments that do not go together.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give a subclass the arguments and errors of this class in its own docstring."""
+        super().__init_subclass__(**kwargs)
+        inherited = (ElasticDataModule.__doc__ or "").partition("    Args:\n")
+        own = (cls.__doc__ or "").partition("    Example::")
+        if own[1] and inherited[1] and "    Args:\n" not in own[0]:
+            cls.__doc__ = f"{own[0]}{inherited[1]}{inherited[2].rstrip()}\n\n{own[1]}{own[2]}"
 
     def __init__(
         self,
@@ -195,7 +203,7 @@ class ElasticDataModule(ResumableDataModule):
         """Open the stage's datasets; see `ResumableDataModule.setup`."""
         super().setup(stage)
         if type(self).on_after_batch_transfer is ElasticDataModule.on_after_batch_transfer:
-            _lightning.silence_both_hooks("on_after_batch_transfer")  # ours calls the LightningModule's
+            lightning.silence_both_hooks("on_after_batch_transfer")  # ours calls the LightningModule's
 
     @override
     def _open_source(self, source: Any, name: str) -> Any:
@@ -252,7 +260,7 @@ class ElasticDataModule(ResumableDataModule):
                 f"{type(dataset).__name__}: crop in its transform"
             ) from None
         if self.num_workers == "auto" and loader.num_workers == 0:
-            _lightning.silence_worker_hint()
+            lightning.silence_worker_hint()
         return loader
 
     def _crops(self, name: str) -> RandomCrops | CenterCrops | None:
@@ -271,7 +279,7 @@ class ElasticDataModule(ResumableDataModule):
         if self.normalize is not None:
             batch, found = self.normalize(batch, self._float_dtype(), self._as_written(dataloader_idx))
             if not found and trainer is not None:
-                _lightning.say_once(
+                lightning.say_once(
                     trainer,
                     "nothing-to-normalize",
                     f"normalize= finds nothing to normalise: expected uint8 images [B, {len(self.normalize.mean)}, H, "

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from lightning_gpuopt._lightning import rank_zero_info
+from lightning_gpuopt.compat.lightning import rank_zero_info
 from lightning_gpuopt.datamodules.elastic import ElasticDataModule
 from lightning_gpuopt.datamodules.resumable import is_path
-from lightning_gpuopt.images.cost import MOST_IMAGES, measure_images, resize_for
+from lightning_gpuopt.images.cost import MAX_IMAGES, measure_images, resize_for
 from lightning_gpuopt.images.files import ImageFiles, find_images
 from lightning_gpuopt.loading.image_folder import ImageFolder
 
@@ -23,14 +23,10 @@ _CROP_SIZE = 224
 class ImageFolderDataModule(ElasticDataModule):
     """Loaders over folders of image files, read as they are: no conversion.
 
-    A path is a folder with a subfolder of images for each class, as torchvision's ``ImageFolder`` wants it; samples are
-    ``(image, label)``. A folder for `predict` may hold images without class subfolders: samples are then images alone,
-    in the order of `lightning_gpuopt.loading.image_folder.ImageFolder.files`. Any map-style dataset is taken, too. The
-    arguments are those of `ElasticDataModule`, and so are order, crops, normalisation and resume.
-
-    The folder is listed once. The list of a very large folder is kept in the user's cache directory, and used again
-    until one of the folders changes. Where a folder is read so, one info line says what an LMDB built from it would
-    bring, measured on a few of its images.
+    A path is a folder with a subfolder of images for each class, as torchvision's ``ImageFolder`` wants it; samples
+    are ``(image, label)``. A folder for `predict` may hold images without class subfolders: samples are then images
+    alone. Any map-style dataset is taken, too. The list of a very large folder is kept in the user's cache directory,
+    and used again until one of the folders changes. Guide: ``docs/image-folder.md``.
 
     Example::
 
@@ -70,7 +66,7 @@ class ImageFolderDataModule(ElasticDataModule):
     def _say_what_an_lmdb_brings(self, folder: ImageFolder) -> None:
         if self.trainer is not None and not self.trainer.is_global_zero:
             return
-        some = np.random.default_rng(0).choice(len(folder), min(MOST_IMAGES, len(folder)), replace=False)
+        some = np.random.default_rng(0).choice(len(folder), min(MAX_IMAGES, len(folder)), replace=False)
         costs = measure_images(folder.image_file, some.tolist(), self.crop_size or _CROP_SIZE)
         if costs is None:
             return

@@ -17,7 +17,7 @@ class LMDBDataModule(ElasticDataModule):
 
     Paths are those of datasets made by `build_lmdb` or `LMDBWriter`; any map-style dataset is taken, too (``Subset``,
     ``ConcatDataset`` and ``random_split`` of `LMDBDataset` keep its fast paths). Samples are compared with their
-    checksums, except where small records are gathered in batches. The arguments are those of `ElasticDataModule`.
+    checksums, except where small records are gathered in batches. Guide: ``docs/lmdb-datamodule.md``.
 
     Example::
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_gpuopt import _lightning
-from lightning_gpuopt._lightning import LightningDataModule, MisconfigurationException, Trainer, rank_zero_warn
+from lightning_gpuopt.compat import lightning
+from lightning_gpuopt.compat.lightning import LightningDataModule, MisconfigurationException, Trainer, rank_zero_warn
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.loading.samples import SkippedSamples
@@ -217,7 +217,7 @@ class ResumableDataModule(LightningDataModule):
         sampler, trainer = self._sampler, self.trainer
         if sampler is None or trainer is None:
             return dict(self._resume or {})
-        done = _lightning.processed_batches(trainer)
+        done = lightning.processed_batches(trainer)
         return {
             "epoch": sampler.iterated_epoch,
             "consumed": sampler.consumed_after(done, sampler.iterated_epoch),
@@ -266,8 +266,8 @@ class ResumableDataModule(LightningDataModule):
         self._report_skipped()
         if self.trainer is not None:
             if self._resume and self._sampler is not None and self._sampler.epoch != self._resume["epoch"]:
-                _lightning.leave_finished_epoch(self.trainer)
-            _lightning.set_train_batches(self.trainer, num_batches)
+                lightning.leave_finished_epoch(self.trainer)
+            lightning.set_train_batches(self.trainer, num_batches)
 
 
 def _current_epoch(trainer: Trainer) -> int:

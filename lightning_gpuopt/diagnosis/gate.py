@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from lightning_gpuopt._measured import BETWEEN_STEPS
 from lightning_gpuopt.diagnosis.compare import Comparison
 from lightning_gpuopt.diagnosis.record import RunRecord
+from lightning_gpuopt.measurements.phases import BETWEEN_STEPS
 
 Outcome = Literal["passed", "slower", "not_judged"]
 
@@ -77,7 +77,7 @@ def judge(comparison: Comparison, allowed_percent: float) -> Gate:
 
 
 def phases_per_step(report: RunRecord) -> dict[str, float]:
-    """Host seconds of a mean step, by phase: of the steady part, as far as the report keeps it apart.
+    """Host seconds of a mean step, by phase: of the run since the last change, as far as the report keeps it apart.
 
     The first stretch of a run's timeline is its warm-up, wherever there is more than one.
     """

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
-from lightning_gpuopt._measured import GPU_WORK, Lap
+from lightning_gpuopt.measurements.phases import GPU_WORK, WindowSample
 
-_LEAST_LAPS: Final = 6
-_LEAST_SLOW_LAPS: Final = 3
-_LEAST_GROWTH: Final = 0.1
+_MIN_LAPS: Final = 6
+_MIN_SLOW_LAPS: Final = 3
+_MIN_GROWTH: Final = 0.1
 """The last third takes longer than the first by this share."""
 
 _OVER_NOISE: Final = 4.0
@@ -55,8 +55,8 @@ class Growth:
     part: str
     part_from_s: float
     part_to_s: float
-    first: Lap
-    last: Lap
+    first: WindowSample
+    last: WindowSample
     parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -75,21 +75,21 @@ class Growth:
         return waits
 
 
-def growth_of(laps: Sequence[Lap]) -> Growth | None:
+def growth_of(laps: Sequence[WindowSample]) -> Growth | None:
     """What grows over these laps; None where the steps do not get slower, or not for good.
 
     One slow lap is smoothed away, a pattern that repeats itself is told apart by its slow laps before the last return,
     and the growth has to stand out from the usual difference between neighbours.
 
     Args:
-        laps: of a steady part, oldest first.
+        laps: of a run since a change, oldest first.
     """
     laps = [lap for lap in laps if lap.steps]
-    if len(laps) < _LEAST_LAPS:
+    if len(laps) < _MIN_LAPS:
         return None
     lap_s = [lap.seconds / lap.steps for lap in laps]
     third = len(laps) // 3
-    if sum(lap_s[-third:]) < (1 + _LEAST_GROWTH) * third * min(lap_s[:third]):  # the usual case, at little cost
+    if sum(lap_s[-third:]) < (1 + _MIN_GROWTH) * third * min(lap_s[:third]):  # the usual case, at little cost
         return None
     step_s = _smooth(lap_s)
     from_s, to_s = statistics.median(step_s[:third]), statistics.median(step_s[-third:])
@@ -97,11 +97,11 @@ def growth_of(laps: Sequence[Lap]) -> Growth | None:
     usual_s = statistics.median(changes)
     noise_s = statistics.median(abs(each - usual_s) for each in changes)
     grown_s = to_s - from_s
-    if grown_s < _LEAST_GROWTH * from_s or grown_s < _OVER_NOISE * noise_s:
+    if grown_s < _MIN_GROWTH * from_s or grown_s < _OVER_NOISE * noise_s:
         return None
     begin = _after_last(step_s, from_s + _BACK * grown_s)
     slow_before = sum(each > from_s + grown_s / 2 for each in step_s[:begin])
-    if len(laps) - begin < _LEAST_SLOW_LAPS or slow_before > _SLOW_BEFORE * begin:
+    if len(laps) - begin < _MIN_SLOW_LAPS or slow_before > _SLOW_BEFORE * begin:
         return None
     since = min(_after_last(step_s[:begin], from_s + _BEGUN * grown_s), begin)
     lost_s = sum(max(lap.seconds - from_s * lap.steps, 0.0) for lap in laps[since:])

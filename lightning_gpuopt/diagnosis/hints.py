@@ -8,7 +8,7 @@ from typing import Final
 
 from lightning_gpuopt.diagnosis.record import Hint
 
-__all__ = ["SeenRun", "hints_of"]
+__all__ = ["RunSettings", "hints_of"]
 
 _MOSTLY_WORK: Final = 0.5
 """Where the GPU works for a smaller share of the time, faster kernels bring little."""
@@ -32,7 +32,7 @@ _NO_LARGER_BATCH: Final = 8.0
 
 
 @dataclass(frozen=True)
-class SeenRun:
+class RunSettings:
     """What was seen of a run and its settings. What is not known is None.
 
     Attributes:
@@ -86,20 +86,16 @@ class SeenRun:
     sm_activity: float | None = None
 
 
-def hints_of(run: SeenRun) -> list[Hint]:
+def hints_of(run: RunSettings) -> list[Hint]:
     """The settings that this run could gain from.
 
     Args:
         run: what was seen of it.
-
-    Example:
-        >>> hints_of(SeenRun(work_share=0.9, data_parallel=("Net", 4)))[0].setting
-        'Trainer(devices=4, strategy="ddp")'
     """
     return [*_data_parallel(run), *_precision(run), *_matmul(run), *_benchmark(run), *_fraction(run), *_batch(run)]
 
 
-def _data_parallel(run: SeenRun) -> Iterator[Hint]:
+def _data_parallel(run: RunSettings) -> Iterator[Hint]:
     if run.data_parallel is not None:
         name, devices = run.data_parallel
         text = (
@@ -109,7 +105,7 @@ def _data_parallel(run: SeenRun) -> Iterator[Hint]:
         yield Hint("data_parallel", text, f'Trainer(devices={devices}, strategy="ddp")', {"devices": devices})
 
 
-def _precision(run: SeenRun) -> Iterator[Hint]:
+def _precision(run: RunSettings) -> Iterator[Hint]:
     if not _computes_in_float32(run) or run.capability is None or run.capability < _TENSOR_CORES:
         return
     kind = "bf16-mixed" if run.capability >= _BFLOAT16 else "16-mixed"
@@ -120,7 +116,7 @@ def _precision(run: SeenRun) -> Iterator[Hint]:
     yield Hint("precision", text, f'Trainer(precision="{kind}")', {"work_percent": _percent(run.work_share)})
 
 
-def _matmul(run: SeenRun) -> Iterator[Hint]:
+def _matmul(run: RunSettings) -> Iterator[Hint]:
     if not _computes_in_float32(run) or run.capability is None or run.capability < _BFLOAT16:
         return
     if run.matmul_precision == "highest" and run.products > run.convolutions:
@@ -132,7 +128,7 @@ def _matmul(run: SeenRun) -> Iterator[Hint]:
         yield Hint("float32_matmul_precision", text, 'torch.set_float32_matmul_precision("high")', evidence)
 
 
-def _benchmark(run: SeenRun) -> Iterator[Hint]:
+def _benchmark(run: RunSettings) -> Iterator[Hint]:
     fixed = run.batches_seen >= _LOOKS and run.shapes == 1
     if run.cudnn_benchmark is not False or run.deterministic or not fixed or not run.convolutions:
         return
@@ -145,7 +141,7 @@ def _benchmark(run: SeenRun) -> Iterator[Hint]:
         yield Hint("cudnn_benchmark", text, "Trainer(benchmark=True)", evidence)
 
 
-def _fraction(run: SeenRun) -> Iterator[Hint]:
+def _fraction(run: RunSettings) -> Iterator[Hint]:
     fraction, allowed_mib = run.memory_fraction, _limit_mib(run)
     if fraction is None or allowed_mib is None or run.total_mib is None or run.reserved_peak_mib is None:
         return
@@ -163,7 +159,7 @@ def _fraction(run: SeenRun) -> Iterator[Hint]:
         yield Hint("memory_fraction", text, "torch.cuda.set_per_process_memory_fraction(1.0)", evidence)
 
 
-def _batch(run: SeenRun) -> Iterator[Hint]:
+def _batch(run: RunSettings) -> Iterator[Hint]:
     if run.total_mib is None or run.peak_mib is None or run.resting_mib is None or run.alloc_retries:
         return
     starved = "launch_bound" in run.causes
@@ -196,14 +192,14 @@ def _batch(run: SeenRun) -> Iterator[Hint]:
     yield Hint("batch_size", text, setting, evidence)
 
 
-def _limit_mib(run: SeenRun) -> float | None:
+def _limit_mib(run: RunSettings) -> float | None:
     """What ``set_per_process_memory_fraction`` leaves to this process; None without such a limit."""
     if run.memory_fraction is None or run.memory_fraction >= 1 or run.device_mib is None:
         return None
     return run.memory_fraction * run.device_mib
 
 
-def _computes_in_float32(run: SeenRun) -> bool:
+def _computes_in_float32(run: RunSettings) -> bool:
     """Whether the GPU is busy, and with products in 32 bits, as far as can be seen."""
     plain = run.precision in ("32-true", "32") and run.float32_weights
     return plain and run.reduced is False and run.work_share >= _MOSTLY_WORK

@@ -7,25 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
-from lightning_gpuopt._collectives import GradientSync, MetricSync, ReducerTimes
-from lightning_gpuopt._measured import (
-    GPU_WORK,
-    Collections,
-    Compilations,
-    HostActivity,
-    ImageSamples,
-    Lap,
-    LoaderFacts,
-    PhaseTimes,
-    Pipelines,
-    QueueTimes,
-    RankWork,
-    WorkerTimes,
-)
-from lightning_gpuopt._measured_gpu import AheadCopies, DeviceState, GpuTimes, StepLook, SyncSighting
-from lightning_gpuopt._places import Sampled
 from lightning_gpuopt.diagnosis.growth import Growth, growth_of
 from lightning_gpuopt.diagnosis.waterfall import Waterfall, waterfall_of
+from lightning_gpuopt.measurements.code_location import Sampled
+from lightning_gpuopt.measurements.gpu import AheadCopies, DeviceState, GpuTimes, StepLook, SyncSighting
+from lightning_gpuopt.measurements.host import Collections, Compilations, HostActivity
+from lightning_gpuopt.measurements.loading import ImageSamples, LoaderFacts, Pipelines, QueueTimes, WorkerTimes
+from lightning_gpuopt.measurements.phases import GPU_WORK, PhaseTimes, WindowSample
+from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, RankWork, ReducerTimes
 
 _MOSTLY: Final = 0.5
 
@@ -87,7 +76,7 @@ class Measurement:
     sampled: tuple[Sampled, ...] = ()
     collections: Collections | None = None
     compilations: Compilations | None = None
-    laps: tuple[Lap, ...] = ()
+    laps: tuple[WindowSample, ...] = ()
     grows: str = ""
     growth_s: Mapping[str, float] = field(default_factory=dict)
 

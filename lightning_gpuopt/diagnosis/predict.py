@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 from typing import Final
 
-from lightning_gpuopt._measured import HostActivity
 from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.tuning.loader_costs import LoaderCosts
-from lightning_gpuopt.tuning.model import LEAST_SPREAD, Interval, LoaderModel, receive_cost
+from lightning_gpuopt.tuning.model import MIN_SPREAD, Interval, LoaderModel, receive_cost
 
 _STEP_WORK: Final = ("forward", "backward", "optimizer", "other")
 """Phases that are a step's own work, but for what stopped it."""
@@ -111,9 +111,9 @@ def _cpus(host: HostActivity, worker_cpus: float) -> Interval:
 def _spread(measurement: Measurement) -> float:
     workers = measurement.workers
     if workers is None or workers.unevenness is None:
-        return LEAST_SPREAD
+        return MIN_SPREAD
     # twice the standard error of the mean service time
-    return min(max(2 * math.sqrt(workers.unevenness / workers.batches), LEAST_SPREAD), 0.5)
+    return min(max(2 * math.sqrt(workers.unevenness / workers.batches), MIN_SPREAD), 0.5)
 
 
 def speedup_of_workers(measurement: Measurement, workers: int) -> Interval | None:
@@ -179,9 +179,7 @@ def speedup_without(measurement: Measurement, seconds: float, host_s: float = 0.
     left_s = step_without_s(measurement, seconds, host_s) if host_s else waterfall.step_s - seconds / waterfall.steps
     left_s = max(left_s, 1e-6)
     half_s = (waterfall.step_s + left_s) / 2
-    return _ordered(
-        waterfall.step_s / half_s, waterfall.step_s / left_s, (1 + LEAST_SPREAD) * waterfall.step_s / left_s
-    )
+    return _ordered(waterfall.step_s / half_s, waterfall.step_s / left_s, (1 + MIN_SPREAD) * waterfall.step_s / left_s)
 
 
 def headroom(measurement: Measurement) -> float | None:

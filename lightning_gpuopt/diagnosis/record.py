@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_gpuopt._measured import LoaderFacts, StepTimes
-from lightning_gpuopt._places import Place
+from lightning_gpuopt.measurements.code_location import CodeLocation
+from lightning_gpuopt.measurements.loading import LoaderFacts
+from lightning_gpuopt.measurements.phases import StepTimes
 from lightning_gpuopt.tuning.loader_costs import LoaderCosts
 
 
@@ -66,7 +67,7 @@ class HotSpots:
     process: str
     seconds: float
     samples: int
-    places: tuple[Place, ...]
+    places: tuple[CodeLocation, ...]
 
 
 @dataclass(frozen=True)

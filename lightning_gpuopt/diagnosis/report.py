@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_gpuopt._measured import LoaderFacts, Outlier, StepTimes
-from lightning_gpuopt._places import Place
 from lightning_gpuopt.diagnosis.record import Change, Finding, Hint, HotSpots, Proof, RunRecord, Stretch
 from lightning_gpuopt.diagnosis.schema import REPORT_SCHEMA, SCHEMA_VERSION, check_types
+from lightning_gpuopt.measurements.code_location import CodeLocation
+from lightning_gpuopt.measurements.loading import LoaderFacts
+from lightning_gpuopt.measurements.phases import Outlier, StepTimes
 from lightning_gpuopt.tuning.loader_costs import LoaderCosts
 
 __all__ = ["REPORT_SCHEMA", "Finding", "HotSpots", "Proof", "StallReport", "Stretch", "write_whole"]
@@ -198,7 +199,7 @@ def _step_times(data: dict[str, Any]) -> StepTimes:
 
 
 def _hot_spots(data: dict[str, Any]) -> HotSpots:
-    places = tuple(Place(**_only(Place, each)) for each in data["places"])
+    places = tuple(CodeLocation(**_only(CodeLocation, each)) for each in data["places"])
     return HotSpots(**_only(HotSpots, data) | {"places": places})
 
 

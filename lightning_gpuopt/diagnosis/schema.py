@@ -7,224 +7,106 @@ from typing import Any, Final
 
 SCHEMA_VERSION: Final = 1
 
-_SECONDS: Final = {"type": "number", "minimum": 0}
-_COUNT: Final = {"type": "integer", "minimum": 0}
-_INTERVAL: Final = {"type": "array", "items": {"type": "number"}, "minItems": 3, "maxItems": 3}
-_PHASES: Final = {"type": "object", "additionalProperties": {"type": "number"}}
+_Schema = dict[str, Any]
 
-REPORT_SCHEMA: Final[dict[str, Any]] = {
+
+def _object(required: Mapping[str, _Schema], optional: Mapping[str, _Schema] | None = None) -> _Schema:
+    """An object with these members and no others."""
+    members = {**required, **(optional or {})}
+    return {"type": "object", "required": [*required], "additionalProperties": False, "properties": members}
+
+
+def _each(names: str, of: _Schema) -> dict[str, _Schema]:
+    """Members of one kind."""
+    return dict.fromkeys(names.split(), of)
+
+
+def _list(of: _Schema) -> _Schema:
+    return {"type": "array", "items": of}
+
+
+def _map(to: _Schema) -> _Schema:
+    return {"type": "object", "additionalProperties": to}
+
+
+_TEXT: Final[_Schema] = {"type": "string"}
+_FLAG: Final[_Schema] = {"type": "boolean"}
+_NUMBER: Final[_Schema] = {"type": "number"}
+_SHARE: Final[_Schema] = {"type": "number", "minimum": 0, "maximum": 1}
+_SECONDS: Final[_Schema] = {"type": "number", "minimum": 0}
+_COUNT: Final[_Schema] = {"type": "integer", "minimum": 0}
+_INTERVAL: Final[_Schema] = {"type": "array", "items": _NUMBER, "minItems": 3, "maxItems": 3}
+_PHASES: Final[_Schema] = _map(_NUMBER)
+_ANY_OBJECT: Final[_Schema] = {"type": "object"}
+
+_FINDING: Final = _object(
+    {
+        "cause": _TEXT,
+        "share": _SHARE,
+        "evidence": _map({"type": ["number", "string"]}),
+        "advice": _TEXT,
+        "settings": _ANY_OBJECT,
+    },
+    {"predicted_speedup": _INTERVAL},
+)
+_LOADER: Final = _object(
+    {}, _each("num_workers prefetch_factor", _COUNT) | _each("persistent_workers pin_memory duplicates", _FLAG)
+)
+_LOADER_COSTS: Final = _object(
+    _each("num_workers batches", _COUNT)
+    | _each("data_s data_cpu_s collate_s worker_cpu_s consumer_s spread", _SECONDS)
+    | {"receive_s": _INTERVAL, "edges_s": _list(_SECONDS), "counts": _list(_COUNT)},
+    {"prefetch_factor": _COUNT, "usable_cpus": {"type": "number", "exclusiveMinimum": 0}}
+    | _each("queued_s consumer_cpu_s free_cpus", _SECONDS),
+)
+_OUTLIER: Final = _object({"step": _COUNT, "phase": _TEXT} | _each("at_s seconds phase_s", _SECONDS))
+_STEP_TIMES: Final = _object(
+    {"edges_s": _list(_SECONDS), "counts": _list(_COUNT), "outliers": _list(_OUTLIER)}
+    | {"outlier_count": _COUNT, "outlier_s": _NUMBER},
+    _each("median_s p90_s p99_s slowest_s", _SECONDS),
+)
+_PROOF: Final = _object({"cause": _TEXT, "settings": _ANY_OBJECT, "measured": _NUMBER}, {"predicted": _INTERVAL})
+_CHANGE: Final = _object(
+    _each("setting why", _TEXT), {"from": {}, "to": {}, "predicted": _INTERVAL, "measured": _NUMBER, "kept": _FLAG}
+)
+_PLACE: Final = _object(_each("name file transform", _TEXT) | {"line": _COUNT, "seconds": _SECONDS})
+_HOT_SPOTS: Final = _object(
+    _each("finding process", _TEXT) | {"seconds": _SECONDS, "samples": _COUNT, "places": _list(_PLACE)}
+)
+_STRETCH: Final = _object(
+    _each("start_s wall_s", _SECONDS) | {"steps": _COUNT, "phases": _PHASES}, {"gpu_utilization": _NUMBER}
+)
+_HINT: Final = _object(_each("name text setting", _TEXT) | {"evidence": _map(_NUMBER)})
+
+REPORT_SCHEMA: Final[_Schema] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "lightning-gpuopt stall report",
-    "type": "object",
-    "required": [
-        "schema_version",
-        "verdict",
-        "wall_s",
-        "phases",
-        "findings",
-        "steps",
-        "timeline",
-        "notes",
-        "environment",
-        "loader",
-        "step_times",
-        "proofs",
-    ],
-    "additionalProperties": False,
-    "properties": {
-        "schema_version": {"const": SCHEMA_VERSION},
-        "verdict": {"type": "string"},
-        "wall_s": _SECONDS,
-        "phases": _PHASES,
-        "findings": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["cause", "share", "evidence", "advice", "settings"],
-                "additionalProperties": False,
-                "properties": {
-                    "cause": {"type": "string"},
-                    "share": {"type": "number", "minimum": 0, "maximum": 1},
-                    "evidence": {"type": "object", "additionalProperties": {"type": ["number", "string"]}},
-                    "advice": {"type": "string"},
-                    "settings": {"type": "object"},
-                    "predicted_speedup": _INTERVAL,
-                },
-            },
+    **_object(
+        {
+            "schema_version": {"const": SCHEMA_VERSION},
+            "verdict": _TEXT,
+            "wall_s": _SECONDS,
+            "phases": _PHASES,
+            "findings": _list(_FINDING),
+            "steps": _COUNT,
+            "timeline": _list(_STRETCH),
+            "notes": _list(_TEXT),
+            "environment": _map(_TEXT),
+            "loader": _LOADER,
+            "step_times": _STEP_TIMES,
+            "proofs": _list(_PROOF),
         },
-        "steps": _COUNT,
-        "step_s": _SECONDS,
-        "headroom": {"type": "number", "minimum": 0, "maximum": 1},
-        "lightning_work": {"type": "object", "additionalProperties": _SECONDS},
-        "loader": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {
-                "num_workers": _COUNT,
-                "persistent_workers": {"type": "boolean"},
-                "prefetch_factor": _COUNT,
-                "pin_memory": {"type": "boolean"},
-                "duplicates": {"type": "boolean"},
-            },
+        {
+            "step_s": _SECONDS,
+            "headroom": _SHARE,
+            "lightning_work": _map(_SECONDS),
+            "loader_costs": _LOADER_COSTS,
+            "changes": _list(_CHANGE),
+            "hot_spots": _list(_HOT_SPOTS),
+            "gpu_idle_s": _SECONDS,
+            "hints": _list(_HINT),
         },
-        "loader_costs": {
-            "type": "object",
-            "required": [
-                "num_workers",
-                "batches",
-                "data_s",
-                "data_cpu_s",
-                "collate_s",
-                "worker_cpu_s",
-                "consumer_s",
-                "receive_s",
-                "spread",
-                "edges_s",
-                "counts",
-            ],
-            "additionalProperties": False,
-            "properties": {
-                "num_workers": _COUNT,
-                "prefetch_factor": _COUNT,
-                "batches": _COUNT,
-                "data_s": _SECONDS,
-                "data_cpu_s": _SECONDS,
-                "collate_s": _SECONDS,
-                "worker_cpu_s": _SECONDS,
-                "queued_s": _SECONDS,
-                "consumer_s": _SECONDS,
-                "consumer_cpu_s": _SECONDS,
-                "receive_s": _INTERVAL,
-                "usable_cpus": {"type": "number", "exclusiveMinimum": 0},
-                "free_cpus": {"type": "number", "minimum": 0},
-                "spread": {"type": "number", "minimum": 0},
-                "edges_s": {"type": "array", "items": _SECONDS},
-                "counts": {"type": "array", "items": _COUNT},
-            },
-        },
-        "step_times": {
-            "type": "object",
-            "required": ["edges_s", "counts", "outliers", "outlier_count", "outlier_s"],
-            "additionalProperties": False,
-            "properties": {
-                "edges_s": {"type": "array", "items": _SECONDS},
-                "counts": {"type": "array", "items": _COUNT},
-                "median_s": _SECONDS,
-                "p90_s": _SECONDS,
-                "p99_s": _SECONDS,
-                "slowest_s": _SECONDS,
-                "outlier_count": _COUNT,
-                "outlier_s": {"type": "number"},
-                "outliers": {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "required": ["step", "at_s", "seconds", "phase", "phase_s"],
-                        "additionalProperties": False,
-                        "properties": {
-                            "step": _COUNT,
-                            "at_s": _SECONDS,
-                            "seconds": _SECONDS,
-                            "phase": {"type": "string"},
-                            "phase_s": _SECONDS,
-                        },
-                    },
-                },
-            },
-        },
-        "proofs": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["cause", "settings", "measured"],
-                "additionalProperties": False,
-                "properties": {
-                    "cause": {"type": "string"},
-                    "settings": {"type": "object"},
-                    "predicted": _INTERVAL,
-                    "measured": {"type": "number"},
-                },
-            },
-        },
-        "changes": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["setting", "why"],
-                "additionalProperties": False,
-                "properties": {
-                    "setting": {"type": "string"},
-                    "from": {},
-                    "to": {},
-                    "predicted": _INTERVAL,
-                    "measured": {"type": "number"},
-                    "kept": {"type": "boolean"},
-                    "why": {"type": "string"},
-                },
-            },
-        },
-        "hot_spots": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["finding", "process", "seconds", "samples", "places"],
-                "additionalProperties": False,
-                "properties": {
-                    "finding": {"type": "string"},
-                    "process": {"type": "string"},
-                    "seconds": _SECONDS,
-                    "samples": _COUNT,
-                    "places": {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["name", "file", "line", "seconds", "transform"],
-                            "additionalProperties": False,
-                            "properties": {
-                                "name": {"type": "string"},
-                                "file": {"type": "string"},
-                                "line": _COUNT,
-                                "seconds": _SECONDS,
-                                "transform": {"type": "string"},
-                            },
-                        },
-                    },
-                },
-            },
-        },
-        "gpu_idle_s": _SECONDS,
-        "timeline": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["start_s", "wall_s", "steps", "phases"],
-                "additionalProperties": False,
-                "properties": {
-                    "start_s": _SECONDS,
-                    "wall_s": _SECONDS,
-                    "steps": _COUNT,
-                    "phases": _PHASES,
-                    "gpu_utilization": {"type": "number"},
-                },
-            },
-        },
-        "notes": {"type": "array", "items": {"type": "string"}},
-        "hints": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["name", "text", "setting", "evidence"],
-                "additionalProperties": False,
-                "properties": {
-                    "name": {"type": "string"},
-                    "text": {"type": "string"},
-                    "setting": {"type": "string"},
-                    "evidence": {"type": "object", "additionalProperties": {"type": "number"}},
-                },
-            },
-        },
-        "environment": {"type": "object", "additionalProperties": {"type": "string"}},
-    },
+    ),
 }
 
 _LARGEST: Final = 1e18

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from lightning_gpuopt._measured import (
+from lightning_gpuopt.measurements.gpu import DeviceState, GpuTimes, StepLook, SyncSighting
+from lightning_gpuopt.measurements.phases import (
     BETWEEN_STEPS,
     FIRST_FETCH,
     GARBAGE_COLLECTION,
@@ -20,7 +21,6 @@ from lightning_gpuopt._measured import (
     STEP_HOOKS,
     PhaseTimes,
 )
-from lightning_gpuopt._measured_gpu import DeviceState, GpuTimes, StepLook, SyncSighting
 
 ENOUGH_S: Final = 5.0
 """NVML's utilization is a mean over up to a second; over so many seconds it says something of the steps."""

@@ -22,7 +22,7 @@ _EXPLAINS: Final = 0.1
 """What is simulated of the run as it was may be off by so much before it is said."""
 
 
-_LEAST_CPUS: Final = 0.1
+_MIN_CPUS: Final = 0.1
 """CPUs that the run gets at worst where others were measured to use all."""
 
 _FEW: Final = 30
@@ -34,7 +34,7 @@ class CannotSayError(ValueError):
 
 
 @dataclass(frozen=True)
-class Change:
+class WhatIf:
     """What is to be changed; None stays as it is.
 
     Attributes:
@@ -79,7 +79,7 @@ class Forecast:
     notes: list[str]
 
 
-def what_if(report: RunRecord, change: Change) -> Forecast:
+def what_if(report: RunRecord, change: WhatIf) -> Forecast:
     """Forecast a run.
 
     Args:
@@ -123,7 +123,7 @@ def what_if(report: RunRecord, change: Change) -> Forecast:
         speedup=(samples * measured_s / high_s, samples * measured_s / mid_s, samples * measured_s / low_s),
         limit_before=_limit(now[1], paces[1]),
         limit=_limit(then[1], after[1]),
-        before=_settings(report, costs, Change()),
+        before=_settings(report, costs, WhatIf()),
         after=_settings(report, costs, change),
         notes=notes,
     )
@@ -152,7 +152,7 @@ def _pipeline(costs: LoaderCosts, side: _Side) -> Pipeline:
         receive_cpu_s=costs.receive_s[side.index],
         consumer_s=costs.consumer_s * (1 + side.sign * STEP_SPREAD),
         consumer_cpu_s=costs.consumer_cpu_s or 0.0,
-        cpus=_cpus(costs, Change(), side),
+        cpus=_cpus(costs, WhatIf(), side),
         shape=shape_of(costs.edges_s, costs.counts),
     )
 
@@ -172,7 +172,7 @@ def _with_what_is_not_explained(now: list[Pipeline], measured_s: float) -> list[
     return [best, mid, replace(worst, receive_s=max(receive_s, worst.receive_s))]
 
 
-def _changed(now: Pipeline, costs: LoaderCosts, change: Change, factor: float | None, side: _Side) -> Pipeline:
+def _changed(now: Pipeline, costs: LoaderCosts, change: WhatIf, factor: float | None, side: _Side) -> Pipeline:
     workers = now.workers if change.num_workers is None else change.num_workers
     prefetch = now.prefetch_factor if change.prefetch_factor is None else change.prefetch_factor
     then = replace(now, workers=workers, prefetch_factor=prefetch, cpus=_cpus(costs, change, side))
@@ -192,7 +192,7 @@ def _changed(now: Pipeline, costs: LoaderCosts, change: Change, factor: float | 
     return then
 
 
-def _cpus(costs: LoaderCosts, change: Change, side: _Side) -> float:
+def _cpus(costs: LoaderCosts, change: WhatIf, side: _Side) -> float:
     """CPUs that the run gets.
 
     Other processes keep what they have, at worst; at best they leave all to us. What is expected is the former, but not
@@ -203,7 +203,7 @@ def _cpus(costs: LoaderCosts, change: Change, side: _Side) -> float:
     if usable is None or free is None:
         return change.cpus if change.cpus is not None else float("inf")
     most = change.cpus if change.cpus is not None else usable
-    least = min(most, max(free + max(most - usable, 0.0), _LEAST_CPUS))
+    least = min(most, max(free + max(most - usable, 0.0), _MIN_CPUS))
     return (most, max(least, most / 2), least)[side.index]
 
 
@@ -225,7 +225,7 @@ def _batch_size(report: RunRecord) -> int | None:
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def _batch_factor(report: RunRecord, change: Change) -> float | None:
+def _batch_factor(report: RunRecord, change: WhatIf) -> float | None:
     if change.batch_size is None:
         return None
     size = _batch_size(report)
@@ -234,7 +234,7 @@ def _batch_factor(report: RunRecord, change: Change) -> float | None:
     return change.batch_size / size
 
 
-def _settings(report: RunRecord, costs: LoaderCosts, change: Change) -> dict[str, float]:
+def _settings(report: RunRecord, costs: LoaderCosts, change: WhatIf) -> dict[str, float]:
     workers = costs.num_workers if change.num_workers is None else change.num_workers
     known: dict[str, float | None] = {
         "num_workers": workers,
@@ -246,7 +246,7 @@ def _settings(report: RunRecord, costs: LoaderCosts, change: Change) -> dict[str
     return {name: value for name, value in known.items() if value is not None}
 
 
-def _notes(report: RunRecord, costs: LoaderCosts, change: Change) -> list[str]:
+def _notes(report: RunRecord, costs: LoaderCosts, change: WhatIf) -> list[str]:
     notes = []
     if costs.usable_cpus is None and change.cpus is None:
         notes.append("How many CPUs there are was not measured: enough are assumed.")

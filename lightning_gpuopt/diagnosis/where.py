@@ -7,32 +7,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from lightning_gpuopt._places import INSTALLED, Call, Place, Sampled, Stack, short
+from lightning_gpuopt.diagnosis.causes.table import CAUSES, LOADER_CAUSES, MEASURING
 from lightning_gpuopt.diagnosis.record import Finding, HotSpots
-
-LOADER_CAUSES: Final = frozenset(
-    (
-        *("main_process_loading", "slow_storage", "slow_transform", "cpu_saturated", "cpu_throttled"),
-        *("head_of_line", "worker_transfer"),
-    )
-)
-"""Causes that lie in what the loader calls of the user's."""
-
-MEASURING: Final = frozenset(("AutoFix", "GpuUtilMonitor", "StallDetector", "WatchedRun"))
-"""Callbacks of ours that measure a run, and change what they find."""
+from lightning_gpuopt.measurements.code_location import INSTALLED, Call, CodeLocation, Sampled, Stack, in_shares, short
 
 _OURS: Final = MEASURING | {"CudaPrefetcher", "NumWorkersFinder"}
 
-_MOST_PLACES: Final = 20
-_MOST_NAMED: Final = 3
-_WORTH_NAMING: Final = 0.05
+_MAX_PLACES: Final = 20
 
 
 def is_in_user_code(finding: Finding) -> bool:
     """Whether a finding is about code whose lines can be sampled: what the loader, callbacks and loggers run."""
     if finding.cause == "callback":
         return finding.evidence.get("callback") not in _OURS
-    return is_the_loaders(finding) or finding.cause == "logging"
+    row = CAUSES.get(finding.cause)
+    return row is not None and row.in_user_code and (row.group != "loader" or is_the_loaders(finding))
 
 
 def is_the_loaders(finding: Finding) -> bool:
@@ -89,26 +78,14 @@ def sentence(spots: HotSpots) -> str:
     )
 
 
-def in_shares(places: Sequence[tuple[str, float]], whole: float) -> str:
-    """Places with their share, the largest first: all that is worth a word.
-
-    Args:
-        places: each with its amount, in falling order.
-        whole: what the amounts are shares of.
-    """
-    shares = [(amount / whole, name) for name, amount in places]
-    named = [each for number, each in enumerate(shares) if not number or each[0] >= _WORTH_NAMING][:_MOST_NAMED]
-    return ", ".join(f"{share * 100:.0f} % {name}" for share, name in named)
-
-
-def title(place: Place) -> str:
+def title(place: CodeLocation) -> str:
     """A place's function, with the transform around it where its name does not tell."""
     if not place.transform or place.transform in place.name.split("."):
         return place.name
     return f"{place.transform}: {place.name}"
 
 
-def places_of(stacks: Iterable[Stack]) -> tuple[Place, ...]:
+def places_of(stacks: Iterable[Stack]) -> tuple[CodeLocation, ...]:
     """Fold stacks to places: the innermost frame of the user's own, and the library's function that it called there.
 
     Where no frame is the user's own, as for a dataset of a library, the frames of that library take its place. Places
@@ -135,10 +112,10 @@ def places_of(stacks: Iterable[Stack]) -> tuple[Place, ...]:
         at_lines = lines.setdefault((name, at.name, at.file, transform), {})
         at_lines[at.line] = at_lines.get(at.line, 0.0) + stack.seconds
     places = [
-        Place(name, file, max(at_lines, key=at_lines.__getitem__), round(sum(at_lines.values()), 6), transform)
+        CodeLocation(name, file, max(at_lines, key=at_lines.__getitem__), round(sum(at_lines.values()), 6), transform)
         for (name, _, file, transform), at_lines in lines.items()
     ]
-    return tuple(sorted(places, key=lambda place: -place.seconds)[:_MOST_PLACES])
+    return tuple(sorted(places, key=lambda place: -place.seconds)[:_MAX_PLACES])
 
 
 def _own_frame(calls: tuple[Call, ...]) -> int:

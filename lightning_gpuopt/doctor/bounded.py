@@ -40,10 +40,6 @@ def within(
     Raises:
         NoAnswerError: the time was over.
         Exception: what the function raises.
-
-    Example:
-        >>> within(60.0, lambda clock: 6 * 7)
-        42
     """
     given_up, done = threading.Event(), threading.Event()
     results: list[T] = []

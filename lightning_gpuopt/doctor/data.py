@@ -28,12 +28,12 @@ __all__ = ["data_facts"]
 
 _MIB: Final = 1024 * 1024
 
-_MOST_LISTED: Final = 200_000
+_MAX_LISTED: Final = 200_000
 _LIST_S: Final = 3.0
 """A larger folder, or a slow file system, is known by the files listed until then."""
 
-_MOST_SAMPLES: Final = 2048
-_MOST_BYTES: Final = 192 * _MIB
+_MAX_SAMPLES: Final = 2048
+_MAX_BYTES: Final = 192 * _MIB
 _LARGEST_SAMPLE: Final = 16 * _MIB
 """A larger file is no sample of a batch."""
 
@@ -48,7 +48,7 @@ _PART_READ: Final = 4
 what the kernel reads ahead of one record would be the next one, which is not so in a large one."""
 
 _BLOCK: Final = 128 * 1024
-_LEAST_SAMPLES: Final = 8
+_MIN_SAMPLES: Final = 8
 
 _UPPER_KIB: Final = (4, 16, 64, 128, 512, 2048)
 
@@ -138,7 +138,7 @@ def _list(folder: str, clock: Callable[[], float]) -> _Listing:
         chosen = random_order.randrange(len(waiting))
         waiting[chosen], waiting[-1] = waiting[-1], waiting[chosen]
         for entry in _entries(waiting.pop()):
-            if len(listing.paths) >= _MOST_LISTED or clock() > until_s:
+            if len(listing.paths) >= _MAX_LISTED or clock() > until_s:
                 listing.complete = False
                 return listing
             with contextlib.suppress(OSError):
@@ -171,10 +171,6 @@ def histogram(sizes: Sequence[int]) -> dict[str, int]:
 
     Args:
         sizes: in bytes.
-
-    Example:
-        >>> histogram([1, 4096, 4097])
-        {'4_kib': 2, '16_kib': 1, '64_kib': 0, '128_kib': 0, '512_kib': 0, '2048_kib': 0, 'more': 0}
     """
     counts = dict.fromkeys([*(f"{upper}_kib" for upper in _UPPER_KIB), "more"], 0)
     for size in sizes:
@@ -195,17 +191,17 @@ def _folder(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
         sizes=histogram(listing.bytes_),
     )
     candidates = [path for path, size in zip(listing.paths, listing.bytes_, strict=True) if 0 < size <= _LARGEST_SAMPLE]
-    if len(candidates) < _LEAST_SAMPLES:
-        failure = f"{len(candidates)} files of a sample's size; {_LEAST_SAMPLES} are needed"
+    if len(candidates) < _MIN_SAMPLES:
+        failure = f"{len(candidates)} files of a sample's size; {_MIN_SAMPLES} are needed"
         large = any(size > _LARGEST_SAMPLE for size in listing.bytes_)
         return replace(facts, failure=failure + ("; of large files name one" if large else ""))
     random.Random(0).shuffle(candidates)
     with _beside(facts.path) as (folder, same_disk):
         with _without_advice():
             paths, database, failure = _build(candidates, folder, clock)
-        if len(paths) < _LEAST_SAMPLES:
-            return replace(facts, failure=failure or f"{len(paths)} files can be read; {_LEAST_SAMPLES} are needed")
-        apart = _PART_READ if len(paths) >= _LEAST_SAMPLES * _PART_READ else 1
+        if len(paths) < _MIN_SAMPLES:
+            return replace(facts, failure=failure or f"{len(paths)} files can be read; {_MIN_SAMPLES} are needed")
+        apart = _PART_READ if len(paths) >= _MIN_SAMPLES * _PART_READ else 1
         order = list(range(0, len(paths), apart))
         random.Random(1).shuffle(order)
         files = _measure(lambda batch: sum(_read_bytes(paths[i]) for i in batch), order, paths, clock)
@@ -248,9 +244,9 @@ def _build(candidates: Sequence[str], folder: Path, clock: Callable[[], float]) 
     writer = LMDBWriter(folder / "sample.lmdb")
     try:
         for path in candidates:
-            if len(taken) >= _MOST_SAMPLES or total >= _MOST_BYTES:
+            if len(taken) >= _MAX_SAMPLES or total >= _MAX_BYTES:
                 break
-            if clock() > until_s and len(taken) >= _LEAST_SAMPLES:
+            if clock() > until_s and len(taken) >= _MIN_SAMPLES:
                 break
             try:
                 data = read_file(path)
@@ -321,7 +317,7 @@ def _lmdb(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
     dataset = LMDBDataset(facts.path, decode="raw")
     files = [each.path for each in _entries(facts.path) if each.is_file()]
     facts = replace(facts, files=len(files), total_mib=sum(map(os.path.getsize, files)) / _MIB)
-    order = random.Random(1).sample(range(len(dataset)), min(len(dataset), _MOST_SAMPLES))
+    order = random.Random(1).sample(range(len(dataset)), min(len(dataset), _MAX_SAMPLES))
 
     def read(batch: Sequence[int]) -> int:
         dataset.read_ahead(batch)
@@ -334,9 +330,9 @@ def _file(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
     size = os.path.getsize(facts.path)
     facts = replace(facts, files=1, total_mib=size / _MIB)
     blocks = size // _BLOCK
-    if blocks < _LEAST_SAMPLES:
+    if blocks < _MIN_SAMPLES:
         return replace(facts, failure="less than 1 MiB is too little to measure")
-    order = random.Random(1).sample(range(blocks), min(blocks, _MOST_SAMPLES))
+    order = random.Random(1).sample(range(blocks), min(blocks, _MAX_SAMPLES))
     file = os.open(facts.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return replace(

@@ -25,12 +25,7 @@ _OTHERS_PERCENT: Final = 10.0
 
 
 def link_gb_s(generation: float, lanes: float) -> float | None:
-    """GB/s of a PCIe link in one direction; None for a generation that is not known here.
-
-    Example:
-        >>> link_gb_s(4, 16)
-        31.504
-    """
+    """GB/s of a PCIe link in one direction; None for a generation that is not known here."""
     lane = _LANE_GB_S.get(int(generation))
     return None if lane is None else lane * lanes
 

@@ -22,10 +22,10 @@ _BUSY_SHARE: Final = 0.5
 
 _THROTTLED_PERCENT: Final = 5.0
 
-_LEAST_SHM_MIB: Final = 1024
+_MIN_SHM_MIB: Final = 1024
 """Docker's 64 MiB hold not even a batch or two; 16 workers with two batches of 20 MB each need 640 MB."""
 
-_LEAST_MEMORY_MIB: Final = 2048
+_MIN_MEMORY_MIB: Final = 2048
 
 _TENSORS: Final = 8
 """Tensors in a batch, for an estimate: images and labels are two, a detection or text batch has more."""
@@ -114,9 +114,9 @@ def _shared_memory(host: HostFacts) -> Check:
         return not_known("shared_memory", "there is no /dev/shm, through which workers send their batches")
     measured = {"shm_total_mib": round(host.shm_total_mib), "shm_free_mib": round(host.shm_free_mib)}
     found = f"/dev/shm: {_mib(host.shm_free_mib)} free of {_mib(host.shm_total_mib)}"
-    if host.shm_free_mib < _LEAST_SHM_MIB:
+    if host.shm_free_mib < _MIN_SHM_MIB:
         why = "Workers send batches through it; what does not fit kills them with a bus error."
-        if host.shm_total_mib < _LEAST_SHM_MIB:
+        if host.shm_total_mib < _MIN_SHM_MIB:
             fix = "docker run --shm-size=16g (or --ipc=host); in a pod an emptyDir with medium: Memory at /dev/shm"
         else:
             fix = "remove what others have left there: ls -l /dev/shm"
@@ -149,7 +149,7 @@ def _memory(host: HostFacts) -> Check:
     if host.memory_total_mib is not None:
         measured["memory_total_mib"] = round(host.memory_total_mib)
         found += f", the machine has {_mib(host.memory_total_mib)}"
-    if host.memory_available_mib < _LEAST_MEMORY_MIB:
+    if host.memory_available_mib < _MIN_MEMORY_MIB:
         why = "Each worker takes a few hundred MiB; what does not fit is swapped, or killed."
         return Check("memory", "problem", found, measured, why, "free memory, or raise the container's limit")
     return Check("memory", "ok", found, measured)

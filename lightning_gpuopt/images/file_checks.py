@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Final
-
-from rich.console import Console
-from rich.progress import Progress
 
 from lightning_gpuopt.images.checks import BadImage, check_image
 from lightning_gpuopt.images.errors import CorruptSampleError
+from lightning_gpuopt.utils.console_progress import ConsoleProgress
+from lightning_gpuopt.utils.user_cache import UserCache
 
 _VERSION: Final = 1
 _THREADS: Final = 16
 _AT_A_TIME: Final = 4096
-
-log = logging.getLogger(__name__)
 
 
 def bad_images(
@@ -48,14 +40,14 @@ def bad_images(
     Returns:
         The reason by the file's number, in order.
     """
-    cache = _cache_file(key)
-    kept = _from_cache(cache)
+    cache = UserCache("bad-images", [_VERSION, key], ".json")
+    kept = cache.load(_parse)
     if kept is not None and trust:
         return kept
     numbers: Iterable[int] = range(count) if kept is None else kept
     found = _check(read, list(numbers), progress and kept is None)
     if found != kept:
-        _keep(cache, found)
+        cache.keep(json.dumps({str(number): why for number, why in found.items()}).encode())
     return found
 
 
@@ -68,49 +60,17 @@ def _check(read: Callable[[int], bytes], numbers: list[int], progress: bool) -> 
         return None
 
     found: dict[int, str] = {}
-    console = Console(stderr=True)
-    shown = progress and console.is_terminal and len(numbers) > _AT_A_TIME
-    with (
-        ThreadPoolExecutor(_THREADS, thread_name_prefix="gpuopt-check") as pool,
-        Progress(console=console, transient=True, disable=not shown) as bar,
-    ):
-        task = bar.add_task("checking images", total=len(numbers))
+    shown = progress and len(numbers) > _AT_A_TIME
+    bar = ConsoleProgress(len(numbers), what="checking images", unit="images", enabled=shown, lines=False)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="gpuopt-check") as pool, bar:
         for start in range(0, len(numbers), _AT_A_TIME):
             here = numbers[start : start + _AT_A_TIME]
             for number, why in zip(here, pool.map(reason, here), strict=True):
                 if why is not None:
                     found[number] = why
-            bar.update(task, advance=len(here))
+            bar.add(len(here))
     return found
 
 
-def _cache_file(key: str) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    name = hashlib.sha256(json.dumps([_VERSION, key]).encode()).hexdigest()[:32]
-    return Path(root, "lightning-gpuopt", "bad-images", f"{name}.json")
-
-
-def _from_cache(cache: Path) -> dict[int, str] | None:
-    try:
-        return {int(number): str(why) for number, why in json.loads(cache.read_text(encoding="utf-8")).items()}
-    except FileNotFoundError:
-        return None
-    except Exception as error:  # what cannot be read is made anew
-        log.debug("%s cannot be used: %s", cache, error)
-        return None
-
-
-def _keep(cache: Path, found: dict[int, str]) -> None:
-    temporary: str | None = None
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=cache.parent, suffix=".part", delete=False, encoding="utf-8"
-        ) as stream:
-            temporary = stream.name
-            json.dump({str(number): why for number, why in found.items()}, stream)
-        os.replace(temporary, cache)
-    except OSError as error:
-        log.debug("the list of bad images cannot be kept in %s: %s", cache, error)
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
+def _parse(data: bytes) -> dict[int, str]:
+    return {int(number): str(why) for number, why in json.loads(data).items()}

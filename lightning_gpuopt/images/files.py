@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
+import io
 import json
 import logging
 import os
-import tempfile
 import time
 import warnings
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import xxhash
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from lightning_gpuopt.utils.console_progress import ConsoleProgress
+from lightning_gpuopt.utils.user_cache import UserCache
 
 EXTENSIONS: Final = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 CACHE_FROM: Final = 20_000
@@ -179,8 +178,8 @@ def find_images(path: str | os.PathLike[str], *, need_classes: bool = True, prog
             f"{path}: {len(loose)} images beside the class subfolders ({_some(loose)}) have no class and are left out",
             stacklevel=2,
         )
-    cache = _cache_file(folder, labelled)
-    found = _from_cache(cache, folder)
+    cache = UserCache("image-files", [_CACHE_VERSION, os.path.realpath(folder), labelled], ".npz")
+    found = cache.load(lambda data: _parse(data, folder))
     if found is None:
         found = _list(folder, top if labelled else None, cache, progress)
     if not len(found):
@@ -218,10 +217,11 @@ _Listed = list[tuple[str, int, list[str]]]
 """Folders, their time of change in ns, and the images in each, in torchvision's order."""
 
 
-def _list(folder: str, classes: list[str] | None, cache: Path, progress: bool) -> ImageFiles:
-    with _Counter(folder, progress) as count, ThreadPoolExecutor(_THREADS, thread_name_prefix="gpuopt-list") as pool:
+def _list(folder: str, classes: list[str] | None, cache: UserCache, progress: bool) -> ImageFiles:
+    counter = ConsoleProgress(None, what=f"listing {folder}", unit="images", enabled=progress, lines=False, after_s=1.0)
+    with counter, ThreadPoolExecutor(_THREADS, thread_name_prefix="gpuopt-list") as pool:
         tops = [folder] if classes is None else [os.path.join(folder, name) for name in classes]
-        listed = list(pool.map(lambda top: _walk(top, count), tops))
+        listed = list(pool.map(lambda top: _walk(top, counter.add), tops))
     folders: list[str] = []
     labels, folder_of, names = array("I"), array("I"), Strings()
     watched = {folder: os.stat(folder).st_mtime_ns}
@@ -236,7 +236,7 @@ def _list(folder: str, classes: list[str] | None, cache: Path, progress: bool) -
                 names.append(image)
     files = ImageFiles(folder, None if classes is None else tuple(classes), folders, labels, folder_of, names)
     if len(files) >= CACHE_FROM and max(watched.values()) < time.time_ns() - _RECENT_NS:
-        _keep(cache, files, watched)
+        cache.keep(_as_bytes(files, watched))
     return files
 
 
@@ -268,82 +268,31 @@ def _refuse_loop(entry: os.DirEntry[str]) -> None:
             raise ValueError(f"{entry.path}: a link to a folder above it; remove it")
 
 
-class _Counter:
-    """Shows how many files have been found, in a terminal, from the first second on."""
-
-    def __init__(self, folder: str, enabled: bool) -> None:
-        console = Console(stderr=True)
-        self._started = time.monotonic()
-        self._found = 0
-        self._task: Any = None
-        self._shown = enabled and console.is_terminal
-        self._progress = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
-        )
-        self._folder = folder
-
-    def __enter__(self) -> Callable[[int], None]:
-        return self._count
-
-    def __exit__(self, *exc: object) -> None:
-        if self._task is not None:
-            self._progress.stop()
-
-    def _count(self, images: int) -> None:
-        self._found += images
-        if not self._shown or time.monotonic() - self._started < 1:
-            return
-        if self._task is None:
-            self._task = self._progress.add_task("")
-            self._progress.start()
-        self._progress.update(self._task, description=f"listing {self._folder}: {self._found:,} images")
-
-
 # --- the list that is kept ---------------------------------------------------------------------------------------
 
 
-def _cache_file(folder: str, labelled: bool) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    key = hashlib.sha256(json.dumps([_CACHE_VERSION, os.path.realpath(folder), labelled]).encode()).hexdigest()[:32]
-    return Path(root, "lightning-gpuopt", "image-files", f"{key}.npz")
+def _parse(data: bytes, folder: str) -> ImageFiles | None:
+    with np.load(io.BytesIO(data), allow_pickle=False) as kept:
+        about = json.loads(kept["about"].tobytes())
+        if any(os.stat(each).st_mtime_ns != changed for each, changed in about["watched"].items()):
+            return None
+        arrays = {name: array(code) for name, code in (("labels", "I"), ("folder_of", "I"), ("ends", "Q"))}
+        for name, values in arrays.items():
+            values.frombytes(kept[name].tobytes())
+        names = Strings(kept["names"].tobytes(), arrays["ends"])
+    classes = None if about["classes"] is None else tuple(about["classes"])
+    return ImageFiles(folder, classes, about["folders"], arrays["labels"], arrays["folder_of"], names)
 
 
-def _from_cache(cache: Path, folder: str) -> ImageFiles | None:
-    try:
-        with np.load(cache, allow_pickle=False) as kept:
-            about = json.loads(kept["about"].tobytes())
-            if any(os.stat(each).st_mtime_ns != changed for each, changed in about["watched"].items()):
-                return None
-            arrays = {name: array(code) for name, code in (("labels", "I"), ("folder_of", "I"), ("ends", "Q"))}
-            for name, values in arrays.items():
-                values.frombytes(kept[name].tobytes())
-            names = Strings(kept["names"].tobytes(), arrays["ends"])
-        classes = None if about["classes"] is None else tuple(about["classes"])
-        return ImageFiles(folder, classes, about["folders"], arrays["labels"], arrays["folder_of"], names)
-    except FileNotFoundError:
-        return None
-    except Exception as error:  # a list that cannot be read is made anew
-        log.debug("the list of files in %s cannot be used: %s", cache, error)
-        return None
-
-
-def _keep(cache: Path, files: ImageFiles, watched: dict[str, int]) -> None:
+def _as_bytes(files: ImageFiles, watched: dict[str, int]) -> bytes:
     about = {"classes": files.classes, "folders": files.folders, "watched": watched}
     names, ends = files._names.parts()
     arrays = {"about": json.dumps(about).encode(), "names": names, "ends": ends}
     arrays |= {"labels": files._labels.tobytes(), "folder_of": files._folder_of.tobytes()}
-    temporary: str | None = None
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cache.parent, suffix=".part", delete=False) as stream:
-            temporary = stream.name
-            parts: dict[str, Any] = {name: np.frombuffer(data, np.uint8) for name, data in arrays.items()}
-            np.savez(stream, **parts)
-        os.replace(temporary, cache)
-    except (OSError, ValueError) as error:
-        log.debug("the list of files cannot be kept in %s: %s", cache, error)
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
+    parts: dict[str, Any] = {name: np.frombuffer(data, np.uint8) for name, data in arrays.items()}
+    stream = io.BytesIO()
+    np.savez(stream, **parts)
+    return stream.getvalue()
 
 
 def _no_classes(path: str, loose: list[str]) -> str:

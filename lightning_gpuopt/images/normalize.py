@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from lightning_gpuopt._arguments import real_number, refuse
+from lightning_gpuopt.utils.arguments import real_number, refuse
 
 Path: TypeAlias = tuple[int | str, ...]
 """Where something lies in a batch: indices and keys from the outside in."""

@@ -73,12 +73,7 @@ class Collate:
 
 
 def make_of(value: Any) -> str:
-    """What a sample is made of, in words.
-
-    Example:
-        >>> make_of((torch.zeros(3, 4, 4), 7, {"text": "a"}))
-        '(float32 [3, 4, 4], int, {text: str})'
-    """
+    """What a sample is made of, in words."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if any(cls.__module__ == "PIL.Image" for cls in type(value).__mro__):

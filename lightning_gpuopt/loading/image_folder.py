@@ -9,12 +9,12 @@ from typing import Any, Final, Literal
 
 from torch.utils.data import Dataset
 
-from lightning_gpuopt._arguments import choice
 from lightning_gpuopt.images.decode import decode_pil, decode_tensor
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
 from lightning_gpuopt.images.files import ImageFiles, find_images
 from lightning_gpuopt.loading.datasets import Decoder, duplicate
 from lightning_gpuopt.loading.transforms import Transform, name_sample, transformed
+from lightning_gpuopt.utils.arguments import choice
 
 _DECODERS: Final[dict[str, Decoder]] = {
     "pil": decode_pil,

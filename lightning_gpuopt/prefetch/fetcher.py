@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, Final, Protocol
 
-from lightning_gpuopt._lightning_loops import StockFetcher
-from lightning_gpuopt._torch_loader import WorkerBatches, has_workers
+from lightning_gpuopt.compat.dataloader import WorkerBatches, has_workers
+from lightning_gpuopt.compat.lightning_loops import StockFetcher
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.prefetch.transfer import Staged
 

@@ -13,7 +13,7 @@ from lightning_gpuopt.prefetch.stream import Streams
 ALIGNMENT: Final = 512
 """Bytes; as torch's allocator aligns a tensor on its own: kernels, and their rounding, may depend on it."""
 
-_MOST_SLABS: Final = 4
+_MAX_SLABS: Final = 4
 
 _dtype: Final = operator.attrgetter("dtype")
 _shape: Final = operator.attrgetter("shape")
@@ -81,7 +81,7 @@ class HostSlabs:
             with torch.inference_mode(False):
                 slab = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
                 views, copied = layout.views(slab), self._streams.new_event()
-            if len(self._slabs) < _MOST_SLABS:
+            if len(self._slabs) < _MAX_SLABS:
                 self._slabs.append((slab, views, copied))
         torch._foreach_copy_(views, tensors)
         return slab, copied

@@ -17,7 +17,7 @@ from lightning_gpuopt.prefetch.packing import Layout
 from lightning_gpuopt.prefetch.stream import Streams
 
 count_holders: Final[Callable[[int], int] | None] = getattr(torch._C, "_storage_Use_Count", None)
-"""How many tensors share a storage (torch 2.4 to 2.15); without it, nothing can be used again."""
+"""How many tensors share a storage (torch 2.4 to 2.13); without it, nothing can be used again."""
 
 
 class Destination:
@@ -63,7 +63,7 @@ class Destination:
         self._layout = _layout(source)
         return True
 
-    def another(self) -> Destination:
+    def reallocate(self) -> Destination:
         """New memory of the same shape."""
         return Destination(self._base, self._base.device)
 
@@ -130,16 +130,16 @@ class DestinationSet:
         self._free = streams.new_event()
         self._begun = False
         self.in_use = False
-        """Staged, or given to training; from :meth:`Ring.acquire` until :meth:`rest`."""
+        """Staged, or given to training; from :meth:`Ring.acquire` until :meth:`release`."""
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Its batch was used. What nobody holds any more may be written to after what is queued now."""
         self.in_use = False
         self._begun = True
         for number, each in enumerate(self._tensors):
             if each.is_held:  # it is somebody's now; allocated here, new memory is free when the next step begins
                 with suppress(torch.OutOfMemoryError):
-                    self._tensors[number] = each.another()
+                    self._tensors[number] = each.reallocate()
         self._streams.record(self._free)
         self._idle = [not each.is_held for each in self._tensors]
         self._slab_idle = self._slab is not None and not self._slab.is_held

@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from typing_extensions import override
 
-from lightning_gpuopt._measured_gpu import AheadCopies
+from lightning_gpuopt.measurements.gpu import AheadCopies
 
-_MOST_UNREAD: Final = 256
+_MAX_UNREAD: Final = 256
 """Copies whose times were not read yet; beyond that the oldest are forgotten."""
 
 
@@ -149,7 +149,7 @@ class CopyTimes:
     def used(self, events: CopyEvents, *, training: bool) -> None:
         """All four were recorded."""
         self._unread.append((events, training))
-        if len(self._unread) > _MOST_UNREAD:
+        if len(self._unread) > _MAX_UNREAD:
             self._unread.popleft()
 
     def read(self) -> None:

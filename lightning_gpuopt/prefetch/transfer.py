@@ -28,7 +28,7 @@ _TRIALS: Final = 4
 _nbytes: Final = operator.attrgetter("nbytes")
 
 
-class Faster:
+class FasterOfTwo:
     """Which of two ways costs the training thread less: each is timed on a few batches, then the faster one stays.
 
     Args:
@@ -70,7 +70,7 @@ class Faster:
         return self._chosen is not None
 
 
-class UsersError(Exception):
+class UserCodeError(Exception):
     """Around what the user's own code has raised, which is to end training as it would have.
 
     Args:
@@ -86,7 +86,7 @@ class Staged:
     """A batch that is on its way.
 
     Attributes:
-        moved: the batch on the device; to be used after :meth:`Mover.deliver`.
+        moved: the batch on the device; to be used after :meth:`TransferPipeline.deliver`.
         nbytes: bytes copied.
         pageable_bytes: those of them that were not in page-locked memory.
     """
@@ -116,11 +116,11 @@ class Staged:
         self.pinning: Future[None] | None = None
         self.slab_copied: Any = None
         self.has_begun = False
-        self.way: tuple[Faster, str] | None = None
+        self.way: tuple[FasterOfTwo, str] | None = None
         self.host_s = 0.0
 
 
-class Mover:
+class TransferPipeline:
     """Moves batches to one device, ahead of their turn.
 
     Args:
@@ -148,8 +148,8 @@ class Mover:
         self._ring = Ring(streams, device, depth + 1)
         self._delivered: list[DestinationSet] = []
         self._thread: ThreadPoolExecutor | None = None
-        self._packing = Faster("each", "packed")
-        self._pinning = Faster("plain", "thread")
+        self._packing = FasterOfTwo("each", "packed")
+        self._pinning = FasterOfTwo("plain", "thread")
         self._slabs = HostSlabs(streams, pinned=self._on_cuda)
         self._layout: Layout | None = None
         self._opaque = self._has_moved_others = False
@@ -160,7 +160,7 @@ class Mover:
         """Begin to move a batch.
 
         Raises:
-            UsersError: the user's own transfer, or a batch's own ``to``, has raised its cause.
+            UserCodeError: the user's own transfer, or a batch's own ``to``, has raised its cause.
             Exception: torch's, for example for want of memory.
         """
         began_s = time.perf_counter()
@@ -241,10 +241,10 @@ class Mover:
         if staged.at is not None:
             self._delivered.append(staged.at)
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """The steps of all delivered batches have been issued."""
         for each in self._delivered:
-            each.rest()
+            each.release()
         self._delivered.clear()
 
     def trim(self) -> None:
@@ -271,7 +271,7 @@ class Mover:
             try:
                 staged.moved = self._own_transfer(batch, self._device, dataloader_idx)
             except Exception as error:
-                raise UsersError(error) from error
+                raise UserCodeError(error) from error
             self.streams.record(staged.events.ends)
         self._opaque = False
         self._protect([staged.moved], staged)
@@ -339,7 +339,7 @@ class Mover:
                 return leaf.to(self._device, non_blocking=self._on_cuda)
             moved = leaf.to(self._device)
         except Exception as error:
-            raise UsersError(error) from error
+            raise UserCodeError(error) from error
         return leaf if moved is None else moved
 
     def _issue(self, staged: Staged) -> None:

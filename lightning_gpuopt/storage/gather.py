@@ -9,7 +9,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -17,17 +18,31 @@ import torch
 from lightning_gpuopt.loading.datasets import Indices
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError
-from lightning_gpuopt.storage.format import TABLE_HEAD_BYTES, table_bytes
+from lightning_gpuopt.storage.format import TABLE_HEAD_BYTES, Manifest, table_bytes
 from lightning_gpuopt.storage.region import Region, blocks_read
 from lightning_gpuopt.storage.value import buffers, parse, sample_number
-
-if TYPE_CHECKING:
-    from lightning_gpuopt.storage.reader import LMDBDataset
 
 Columns = Sequence[torch.Tensor]
 
 _KEPT: Final = 1 << 20
 """The places of so many records are kept, 16 bytes each: looking them up takes a tenth of a small batch's time."""
+
+
+class StoredRecords(Protocol):
+    """A dataset of records, as far as they are gathered."""
+
+    path: Path
+    manifest: Manifest
+    transform: Callable[[Any], Any] | None
+    target_transform: Callable[[Any], Any] | None
+    verify_checksum: bool
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+    def value(self, index: int) -> bytes | memoryview:
+        """The stored bytes of a sample."""
 
 
 class GatherPlan:
@@ -105,7 +120,9 @@ def _column(kind: str, rest: list[Any]) -> tuple[torch.dtype, tuple[int, ...]]:
     raise TypeError(kind)
 
 
-def gather(datasets: Sequence[LMDBDataset], indices: Indices | None = None, pin_memory: bool = False) -> Gather | None:
+def gather(
+    datasets: Sequence[StoredRecords], indices: Indices | None = None, pin_memory: bool = False
+) -> Gather | None:
     """A `Gather` over datasets; None where their records are not equal arrays and numbers."""
     try:
         return Gather(datasets, indices, pin_memory)
@@ -113,7 +130,7 @@ def gather(datasets: Sequence[LMDBDataset], indices: Indices | None = None, pin_
         return None
 
 
-def plan(dataset: LMDBDataset) -> GatherPlan | None:
+def plan(dataset: StoredRecords) -> GatherPlan | None:
     """How to gather a dataset's batches; None where its records are not equal arrays and numbers.
 
     A dataset with transforms has none: they want one sample at a time.
@@ -141,7 +158,7 @@ class Gather:
     gathers_batches = True
 
     def __init__(
-        self, datasets: Sequence[LMDBDataset], indices: Indices | None = None, pin_memory: bool = False
+        self, datasets: Sequence[StoredRecords], indices: Indices | None = None, pin_memory: bool = False
     ) -> None:
         plans = [plan(dataset) for dataset in datasets]
         first = plans[0]
@@ -154,7 +171,7 @@ class Gather:
         self.pin_memory = pin_memory
         self._starts = [0, *accumulate(len(dataset) for dataset in datasets)]
         self._plan = first
-        self._files: _Files | None = None
+        self._files: _RecordFiles | None = None
         self._from_disk = self._asked = False  # whether batches come from the disk; the reading ahead asked it for some
 
     def __getstate__(self) -> dict[str, Any]:
@@ -212,9 +229,9 @@ class Gather:
         self._asked = blocks_read() != before
 
     @property
-    def _opened(self) -> _Files:
+    def _opened(self) -> _RecordFiles:
         if self._files is None:
-            self._files = _Files(self.datasets)
+            self._files = _RecordFiles(self.datasets)
         return self._files
 
     def _stored(self, indices: Sequence[int]) -> Indices:
@@ -250,10 +267,10 @@ class Gather:
         )
 
 
-class _Files:
+class _RecordFiles:
     """The files of datasets in one region, and where each record lies in it."""
 
-    def __init__(self, datasets: Sequence[LMDBDataset]) -> None:
+    def __init__(self, datasets: Sequence[StoredRecords]) -> None:
         shards = [(each, shard) for each in datasets for shard in each.manifest.shards if shard.num_samples]
         files = []
         for dataset, shard in shards:

@@ -15,7 +15,6 @@ from typing import Any, Final, Literal, NoReturn
 import msgpack
 from torch.utils.data import Dataset
 
-from lightning_gpuopt._arguments import choice, flag, refuse
 from lightning_gpuopt.images.decode import decode_pil, decode_tensor
 from lightning_gpuopt.images.errors import is_bad_image, raised_in, reason_of
 from lightning_gpuopt.loading.datasets import duplicate
@@ -27,6 +26,7 @@ from lightning_gpuopt.storage.format import LMDBInfo, Manifest, Shard
 from lightning_gpuopt.storage.gather import Gather, gather
 from lightning_gpuopt.storage.region import blocks_read
 from lightning_gpuopt.storage.shard import ShardMap, open_shard
+from lightning_gpuopt.utils.arguments import choice, flag, refuse
 
 _DECODERS: Final[dict[str, codec.ImageDecoder | None]] = {"pil": decode_pil, "tensor": decode_tensor, "raw": None}
 _TARGETS: Final = ("label", "cls", "target", "labels", "targets")

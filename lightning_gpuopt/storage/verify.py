@@ -15,13 +15,13 @@ from typing import BinaryIO, Final
 import numpy as np
 import xxhash
 
-from lightning_gpuopt._arguments import whole_number
 from lightning_gpuopt.images.decode import decode_pil
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.format import SKIPPED, TABLE_HEAD_BYTES, Manifest, Shard, file_digest
 from lightning_gpuopt.storage.shard import check_file, check_table, open_file
 from lightning_gpuopt.storage.value import check, sample_number
+from lightning_gpuopt.utils.arguments import whole_number
 
 MAX_LISTED: Final = 100
 _SAMPLES_A_TASK: Final = 1024
@@ -153,7 +153,7 @@ def wrong_files(directory: Path, manifest: Manifest) -> list[str]:
     found = []
     for shard in manifest.shards:
         try:
-            with _Files(directory, shard):
+            with _ShardFiles(directory, shard):
                 pass
         except (StorageError, OSError) as err:
             found.append(str(err))
@@ -162,7 +162,7 @@ def wrong_files(directory: Path, manifest: Manifest) -> list[str]:
     return found
 
 
-class _Files:
+class _ShardFiles:
     """A shard's two files, opened and not mapped: a page that the disk fails to give would end the process.
 
     Raises:
@@ -187,7 +187,7 @@ class _Files:
     def _open(self, path: Path) -> BinaryIO:
         return self._stack.enter_context(open(open_file(path), "rb"))
 
-    def __enter__(self) -> _Files:
+    def __enter__(self) -> _ShardFiles:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -211,7 +211,7 @@ class _Files:
 def _check(task: _Task) -> tuple[int, list[Problem]]:
     """Samples that were checked, and what is wrong."""
     try:
-        files = _Files(task.directory, task.shard)
+        files = _ShardFiles(task.directory, task.shard)
     except (StorageError, OSError) as err:
         # Reported once, and not again for each stretch of samples.
         return 0, [] if task.stop is not None else [(None, str(err))]
@@ -231,7 +231,7 @@ def _check(task: _Task) -> tuple[int, list[Problem]]:
         return task.stop - task.start, problems
 
 
-def _check_sample(files: _Files, task: _Task, index: int, offset: int, length: int) -> str | None:
+def _check_sample(files: _ShardFiles, task: _Task, index: int, offset: int, length: int) -> str | None:
     """What is wrong with a sample."""
     if offset + length > task.shard.file_bytes:
         return "the record table says that it ends behind the file's end"
@@ -251,7 +251,7 @@ def _check_sample(files: _Files, task: _Task, index: int, offset: int, length: i
     return None
 
 
-def _check_files(files: _Files, shard: Shard) -> Iterator[Problem]:
+def _check_files(files: _ShardFiles, shard: Shard) -> Iterator[Problem]:
     """What is wrong with a shard's files as wholes."""
     try:
         with files.path.open("rb") as stream:

@@ -9,16 +9,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from lightning_gpuopt._arguments import flag, refuse, whole_number
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.build.plan import Plan, difference
 from lightning_gpuopt.storage.build.staging import Staging, refuse_unfinished_beside
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest, Shard
 from lightning_gpuopt.storage.shard_writer import MAP_SIZE_STEP, ShardWriter
+from lightning_gpuopt.utils.arguments import flag, refuse, whole_number
 
 SHARD_BYTES: Final = 8 << 30
-_LEAST_STEP: Final = 1 << 16
+_MIN_STEP: Final = 1 << 16
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class LMDBWriter:
     ) -> None:
         if samples_per_shard is not None:
             whole_number("samples_per_shard", samples_per_shard, "a number of samples", least=1, or_none=True)
-        whole_number("map_size_step", map_size_step, "a number of bytes", least=_LEAST_STEP)
+        whole_number("map_size_step", map_size_step, "a number of bytes", least=_MIN_STEP)
         self._per_shard = samples_per_shard
         self._step = map_size_step
         self._classes: tuple[str, ...] | None = None

@@ -94,12 +94,6 @@ class HealthQuestion:
 
     Args:
         readings: what is asked of each GPU.
-
-    Example::
-
-        question = HealthQuestion()
-        question.start()
-        question.answer(timeout_s=3.0).gpus
     """
 
     def __init__(self, readings: frozenset[str] = READINGS) -> None:

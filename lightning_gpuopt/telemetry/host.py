@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_gpuopt._measured import HostActivity
+from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.telemetry.process import ProcessReading, read_process
 
 _READ_EVERY_S = 0.2
@@ -24,12 +24,12 @@ _LIST_THREADS_EVERY = 5
 _WAIT_PER_CPU_S = 200
 """Seconds of wait per second of CPU that a reading takes: 0.5 % of a core, up to the longest wait."""
 
-_LONGEST_WAIT_S = 20.0
+_MAX_WAIT_S = 20.0
 """However much a reading took: a garbage collection that falls into one is not a cost of reading."""
 
 
 _MIB = 1024 * 1024
-_MOST_BYTES = 4096
+_MAX_BYTES = 4096
 """More than any file has that is read whole, again and again."""
 
 
@@ -119,7 +119,7 @@ def _text_of(path: str) -> bytes:
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.read(file, _MOST_BYTES)
+        return os.read(file, _MAX_BYTES)
     finally:
         os.close(file)
 
@@ -204,7 +204,7 @@ def wait_after(reading_cpu_s: float, interval_s: float) -> float:
         reading_cpu_s: seconds of CPU that the reading has taken.
         interval_s: seconds to wait at least.
     """
-    return max(interval_s, min(_WAIT_PER_CPU_S * reading_cpu_s, _LONGEST_WAIT_S))
+    return max(interval_s, min(_WAIT_PER_CPU_S * reading_cpu_s, _MAX_WAIT_S))
 
 
 class HostWatch:
@@ -222,14 +222,6 @@ class HostWatch:
 
     Attributes:
         process: what this process held at the last reading.
-
-    Example::
-
-        watch = HostWatch()
-        watch.start()
-        watch.workers([4711, 4712])
-        watch.activity().worker_cpu
-        watch.stop()
     """
 
     def __init__(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from lightning_gpuopt._ranks import RankGather
 from lightning_gpuopt.telemetry.cuda import chooser
 from lightning_gpuopt.telemetry.keys import Metric, readings_of
 from lightning_gpuopt.telemetry.nvml import Notice
 from lightning_gpuopt.telemetry.sampler import GpuSampler
 from lightning_gpuopt.telemetry.visible import DeviceNotFoundError
 from lightning_gpuopt.telemetry.window import Fleet, RankWindow
+from lightning_gpuopt.utils.rank_channel import RankGather
 
 __all__ = ["GpuMonitor"]
 
@@ -31,15 +31,6 @@ class GpuMonitor:
         world_size: number of ranks.
         node: number of this machine.
         num_nodes: number of machines.
-
-    Example::
-
-        monitor = GpuMonitor(select_metrics("default"), "all", interval_s=0.1)
-        ...
-        monitor.cut(step=49)
-        for step, figures in monitor.ready():
-            print(step, figures["gpu/0/utilization"])
-        monitor.close()
     """
 
     def __init__(

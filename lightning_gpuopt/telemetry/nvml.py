@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import pynvml
 
-from lightning_gpuopt.telemetry.nvml_sources import Failed, Handles, Source, Value, make_source, ways_to_read
+from lightning_gpuopt.telemetry.nvml_sources import Failed, Handles, MetricSource, Value, make_source, ways_to_read
 from lightning_gpuopt.telemetry.visible import NvmlDevice, NvmlIndex
 
 __all__ = [
@@ -188,7 +188,7 @@ class DeviceReader:
         handles: NVML's.
         readings: the series wanted.
         clock: seconds, monotonic.
-        interval_s: how often :meth:`read` is called. What changes slowly is asked less often, see ``Source``.
+        interval_s: how often :meth:`read` is called. What changes slowly is asked less often, see ``MetricSource``.
         between_calls: called before each NVML call; may raise :class:`StopReading`.
 
     Attributes:
@@ -214,7 +214,7 @@ class DeviceReader:
         self._ways = {reading: list(ways_to_read(reading, handles)) for reading in sorted(readings)}
         self._undecided = set(self._ways)
         self._absent: dict[str, str] = {}
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, MetricSource] = {}
         for reading in self._ways:
             self._hand_on(reading, "not told of a MIG instance")
 
@@ -239,7 +239,7 @@ class DeviceReader:
             self.tell_absent()
         return values
 
-    def _read_source(self, name: str, source: Source, now_s: float) -> None:
+    def _read_source(self, name: str, source: MetricSource, now_s: float) -> None:
         values: list[Value] = []
         source.values = []
         try:

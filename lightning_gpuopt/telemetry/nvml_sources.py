@@ -10,7 +10,7 @@ from typing import Any
 
 import pynvml
 
-__all__ = ["Failed", "Handles", "Source", "Value", "make_source", "ways_to_read"]
+__all__ = ["Failed", "Handles", "MetricSource", "Value", "make_source", "ways_to_read"]
 
 _MIB = 1024 * 1024
 
@@ -146,7 +146,7 @@ _POINTS: Mapping[str, Callable[[Handles], float]] = {
 """Readings that are one call for one number."""
 
 
-class Source:
+class MetricSource:
     """One NVML call, or a few that belong together, and the readings that are taken from it.
 
     Each call makes the training thread give up the interpreter's lock for a moment, which is most of what monitoring
@@ -184,13 +184,13 @@ class Source:
         """Give back what NVML has allocated for this source."""
 
 
-class _Point(Source):
+class _Point(MetricSource):
     def read(self) -> Iterator[Value | Failed]:
         for reading in self.readings:
             yield Value(reading, float(_POINTS[reading](self._handles)))
 
 
-class _Rates(Source):
+class _CounterRates(MetricSource):
     least_pause_s = 0.0
 
     def read(self) -> Iterator[Value | Failed]:
@@ -199,7 +199,7 @@ class _Rates(Source):
         return (value for value in both if value.reading in self.readings)
 
 
-class _Reasons(Source):
+class _Reasons(MetricSource):
     def read(self) -> Iterator[Value | Failed]:
         try:
             reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handles.physical)
@@ -208,7 +208,7 @@ class _Reasons(Source):
         return (Value(reading, 100.0 if reasons & _REASONS[reading] else 0.0) for reading in self.readings)
 
 
-class _MaxClock(Source):
+class _MaxClock(MetricSource):
     """The highest clock that the device can have: asked once, since it does not change."""
 
     def __init__(self, handles: Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
@@ -221,7 +221,7 @@ class _MaxClock(Source):
         yield Value("sm_clock_max_mhz", self._mhz)
 
 
-class _Memory(Source):
+class _Memory(MetricSource):
     def read(self) -> Iterator[Value | Failed]:
         try:
             memory = pynvml.nvmlDeviceGetMemoryInfo(self._handles.own, version=pynvml.nvmlMemory_v2)
@@ -234,7 +234,7 @@ class _Memory(Source):
         return (Value(reading, both[reading]) for reading in self.readings)
 
 
-class _Buffer(Source):
+class _Buffer(MetricSource):
     """Utilization from the buffer that the driver fills by itself: finer than point readings, and nothing is missed.
 
     Until it has given anything, point readings stand in.
@@ -275,7 +275,7 @@ class _Buffer(Source):
                 yield Value("utilization", _of_union(entry.sampleValue, kind))
 
 
-class _Ecc(Source):
+class _Ecc(MetricSource):
     def __init__(self, handles: Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
         super().__init__(handles, clock, between_calls)
         self._at_start: int | None = None
@@ -289,7 +289,7 @@ class _Ecc(Source):
         yield Value("ecc_uncorrected", float(count - self._at_start))
 
 
-class _NvLink(Source):
+class _NvLink(MetricSource):
     """NVLink traffic before Hopper, from what each link's counters (KiB) gained since the last look."""
 
     least_pause_s = 0.2
@@ -330,7 +330,7 @@ class _NvLink(Source):
             yield Value(reading, (kib - kib_then) / 1024 / (now_s - then_s), now_s - then_s)
 
 
-class _ActiveNvLinks(Source):
+class _ActiveNvLinks(MetricSource):
     """How many NVLinks are up; 0 for a GPU without any. Links do not come and go: asked once."""
 
     def pause_after(self, interval_s: float) -> float:
@@ -350,7 +350,7 @@ class _ActiveNvLinks(Source):
         yield Value("active_nvlinks", float(up))
 
 
-class _Gpm(Source):
+class _Gpm(MetricSource):
     """GPU performance monitoring (Hopper and later): means over back-to-back windows, so that no time goes unseen."""
 
     least_pause_s = 0.2
@@ -431,10 +431,12 @@ class _Gpm(Source):
                 pynvml.nvmlGpmSampleFree(self._samples.pop())
 
 
-def make_source(name: str, handles: Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> Source:
+def make_source(
+    name: str, handles: Handles, clock: Callable[[], float], between_calls: Callable[[], None]
+) -> MetricSource:
     """The source of this name, which is a reading's own name where one call gives just that."""
-    kinds: dict[str, type[Source]] = {
-        "rates": _Rates,
+    kinds: dict[str, type[MetricSource]] = {
+        "rates": _CounterRates,
         "buffer": _Buffer,
         "memory": _Memory,
         "gpm": _Gpm,

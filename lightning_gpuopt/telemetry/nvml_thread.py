@@ -16,7 +16,7 @@ from typing import Protocol
 
 from lightning_gpuopt.telemetry.nvml import NvmlSession, StopReading
 
-__all__ = ["NvmlThread", "Pace", "User", "join_thread", "next_due"]
+__all__ = ["NvmlThread", "SamplePace", "User", "join_thread", "next_due"]
 
 _WAIT_PER_CPU_S = 200.0
 """Seconds from one reading to the next per second of CPU that a reading takes: together at most 0.5 % of a core."""
@@ -174,7 +174,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class Pace:
+class SamplePace:
     """When a user's next reading is due: once in each interval, at a random moment of it.
 
     On a grid, readings of what comes and goes in the grid's own time would all fall into the same part of it.

@@ -17,7 +17,7 @@ from lightning_gpuopt.telemetry.nvml import (
     StopReading,
     nothing,
 )
-from lightning_gpuopt.telemetry.nvml_thread import NvmlThread, Pace, join_thread
+from lightning_gpuopt.telemetry.nvml_thread import NvmlThread, SamplePace, join_thread
 from lightning_gpuopt.telemetry.visible import Chosen, DeviceNotFoundError, NvmlDevice
 from lightning_gpuopt.telemetry.window import Accumulator, DeviceWindow
 
@@ -39,21 +39,13 @@ class GpuSampler:
             ``"power_capped_percent"``, ``"sm_clock_max_mhz"`` and ``"active_nvlinks"``.
         choose: picks from what NVML lists; called on the thread. See ``cuda.choose_current``.
         interval_s: from one reading to the next in the mean, in seconds.
-        bounded: more where readings are dear, see ``nvml_thread.Pace``.
+        bounded: more where readings are dear, see ``nvml_thread.SamplePace``.
         clock: seconds, monotonic.
 
     Attributes:
         notices: what the user should hear, each cause once; the thread that may speak to the user takes them from here.
         failure: why nothing is read, None while all is well. Known once :meth:`wait_until_open` returns True.
         devices: what is monitored.
-
-    Example::
-
-        sampler = GpuSampler({"utilization"}, choose_current(0), interval_s=0.1)
-        sampler.start()
-        ...
-        windows = sampler.cut()
-        sampler.stop()
     """
 
     def __init__(
@@ -80,12 +72,12 @@ class GpuSampler:
         self._opened = threading.Event()
         self._ended = threading.Event()
         self._read_until_s = float("inf")
-        self._pace: Pace | None = None
+        self._pace: SamplePace | None = None
         self._thread: NvmlThread | None = None
 
     def start(self) -> None:
         """Begin, on the daemon thread of all samplers."""
-        self._pace = Pace(self._interval_s, self._clock(), bounded=self._bounded)
+        self._pace = SamplePace(self._interval_s, self._clock(), bounded=self._bounded)
         self._thread = join_thread(self)
 
     def wait_until_open(self, timeout_s: float) -> bool:

@@ -53,7 +53,7 @@ def phase_of(action: str) -> str | None:
         action: the name given to ``Profiler.profile``, read in Lightning 2.5.0 to 2.6.6.
 
     Returns:
-        One of ``_measured.PHASES``, or None for an action that we do not know, for example the user's own: its time
+        One of ``PHASES``, or None for an action that we do not know, for example the user's own: its time
         stays with the action around it.
     """
     if action in _PLAIN_ACTIONS:

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_gpuopt._measured_gpu import StepLook
+from lightning_gpuopt.measurements.gpu import StepLook
 
 KERNEL, COLLECTIVE, COPY, CALL, WAIT = "kernel", "collective", "copy", "call", "wait"
 
@@ -14,7 +14,7 @@ _Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ActivitySpan:
     """One step's own work, in seconds of one clock.
 
     Attributes:
@@ -67,7 +67,7 @@ def kind_of(name: str, *, on_device: bool) -> str | None:
     return WAIT if "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpy") else CALL
 
 
-def look_of(activities: Iterable[Activity], steps: Sequence[Span]) -> StepLook | None:
+def look_of(activities: Iterable[Activity], steps: Sequence[ActivitySpan]) -> StepLook | None:
     """Account for the inside of steps.
 
     Had the host never waited, it would need its time without the waits to issue a step; as far as that is more than the

@@ -13,7 +13,7 @@ from itertools import accumulate, chain, repeat, takewhile
 from types import CodeType, FrameType
 from typing import Final, TypeVar
 
-from lightning_gpuopt._places import Call, short
+from lightning_gpuopt.measurements.code_location import Call, short
 
 _Result = TypeVar("_Result")
 

@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from lightning_gpuopt._measured import SIGNAL_BROADCAST
-from lightning_gpuopt._measured_gpu import GpuTimes
-from lightning_gpuopt.timeline.activity import Span
+from lightning_gpuopt.measurements.gpu import GpuTimes
+from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
+from lightning_gpuopt.timeline.activity import ActivitySpan
 from lightning_gpuopt.timeline.observer import StepObserver
 
-_MOST_UNREAD: Final = 8192
+_MAX_UNREAD: Final = 8192
 """Events that the GPU has not reached yet; while there are so many, no new ones are recorded."""
 
 _READS: Final = 24
@@ -99,18 +99,10 @@ class GpuClock(StepObserver):
     Attributes:
         spans: while it is a list, each step's own work, in seconds of the host's clock.
         snapshot: the times after so many steps as :meth:`take_snapshot` was given; None until the GPU is there.
-
-    Example::
-
-        timeline = Timeline(observer=observer, detailed=True)
-        clock = GpuClock(lambda: torch.cuda.Event(enable_timing=True), timeline)
-        ...                                   # the observer of the timeline calls the clock at each step
-        clock.read()
-        clock.times().idle
     """
 
     def __init__(self, new_event: Callable[[], Event], host: HostWork, *, forward: bool = False) -> None:
-        self.spans: list[Span] | None = None
+        self.spans: list[ActivitySpan] | None = None
         self.snapshot: GpuTimes | None = None
         self._snapshot_after: int | None = None
         self._new_event = new_event
@@ -208,7 +200,7 @@ class GpuClock(StepObserver):
         work = self._host.take_host_work()
         if self._paused:
             return
-        if len(self._unread) >= _MOST_UNREAD:
+        if len(self._unread) >= _MAX_UNREAD:
             self._paused = True
             return
         event = self._free.pop() if self._free else self._new_event()
@@ -285,7 +277,7 @@ class GpuClock(StepObserver):
                 if self.spans is not None:
                     begun_ns, issue_begun_ns = self._step_began_ns
                     host_s = (issue_begun_ns / 1e9, recorded_ns / 1e9)
-                    self.spans.append(Span(begun_ns / 1e9, self.read_to_s, *host_s, self._forward_s))
+                    self.spans.append(ActivitySpan(begun_ns / 1e9, self.read_to_s, *host_s, self._forward_s))
             return
         self._step_began_ns = (passed_ns - self._offset_ns, recorded_ns)
 

@@ -13,7 +13,9 @@ from functools import update_wrapper
 from pathlib import Path
 from typing import Any
 
-from lightning_gpuopt.timeline.spans import itself
+from typing_extensions import override
+
+from lightning_gpuopt.utils.replacement import Replacement
 
 log = logging.getLogger(__name__)
 
@@ -25,15 +27,6 @@ class HangWatch:
         timeout_s: seconds without progress that count as a hang.
         write: called on the watch's thread when one begins, with the seconds since the last progress.
         clock: a monotonic clock, in seconds.
-
-    Example::
-
-        watch = HangWatch(600.0, write=lambda seconds: print(f"no step for {seconds:.0f} s"))
-        watch.start()
-        watch.progress()     # after each step
-        with watch:          # something else that may be long is timed from its own beginning
-            trainer.save_checkpoint("last.ckpt")
-        watch.stop()
     """
 
     def __init__(
@@ -90,8 +83,8 @@ class HangWatch:
             wait_s = self.look()
 
 
-class Watched:
-    """A function that is progress when it begins and when it is over; pickled and copied as the function itself.
+class Watched(Replacement):
+    """A function that is progress when it begins and when it is over.
 
     Args:
         function: what to call.
@@ -99,17 +92,14 @@ class Watched:
     """
 
     def __init__(self, function: Callable[..., Any], watch: HangWatch) -> None:
-        self._function = function
+        super().__init__(function)
         self._watch = watch
         update_wrapper(self, function)
 
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
         with self._watch:
-            return self._function(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return itself, (self._function,)
+            return self._original(*args, **kwargs)
 
 
 def write_state(path: Path, quiet_s: float, workers: Sequence[tuple[int, str]]) -> None:

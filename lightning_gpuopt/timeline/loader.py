@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gpuopt._measured import LoaderFacts, Pipelines, PipelineTimes
-from lightning_gpuopt._torch_loader import running_workers
+from lightning_gpuopt.compat.dataloader import running_workers
+from lightning_gpuopt.measurements.loading import LoaderFacts, Pipelines, PipelineTimes
 
 _WORKER_INFO: Final = "get_worker_info"
-_MOST_DATASETS: Final = 64
+_MAX_DATASETS: Final = 64
 
 
 def facts_of(loaders: Sequence[Any], iterators: Sequence[Any] = ()) -> LoaderFacts:
@@ -85,7 +85,7 @@ def _asks(dataset: Any) -> bool:
     """Whether the code of a dataset's class, or of a dataset inside it, names ``get_worker_info``."""
     seen: set[int] = set()
     queue = [dataset]
-    while queue and len(seen) < _MOST_DATASETS:
+    while queue and len(seen) < _MAX_DATASETS:
         each = queue.pop()
         if id(each) in seen:
             continue

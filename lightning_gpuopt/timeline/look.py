@@ -17,13 +17,13 @@ from typing import Any, Final
 
 import torch
 
-from lightning_gpuopt._measured_gpu import StepLook
-from lightning_gpuopt.timeline.activity import Activity, Span, kind_of, look_of
+from lightning_gpuopt.measurements.gpu import StepLook
+from lightning_gpuopt.timeline.activity import Activity, ActivitySpan, kind_of, look_of
 
 log = logging.getLogger(__name__)
 
 _STEPS: Final = 3
-_MOST_STEPS: Final = 16
+_MAX_STEPS: Final = 16
 _WARMUP_STEPS: Final = 1
 
 OURS: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
@@ -40,18 +40,11 @@ class ProfilerLook:
     Args:
         rhythm: batches after which steps repeat themselves: with accumulated gradients, so many; at least three are
             recorded, and at most 16.
-
-    Example::
-
-        look = ProfilerLook()
-        look.begin()                            # between two steps
-        while not look.step_done(): ...         # after each step
-        look.read(spans)                        # once it is known when the GPU ran those steps
     """
 
     def __init__(self, rhythm: int = 1) -> None:
         self._profiler: Any = None
-        self._steps = min(max(_STEPS, rhythm), _MOST_STEPS)
+        self._steps = min(max(_STEPS, rhythm), _MAX_STEPS)
         self._left = _WARMUP_STEPS + self._steps
         self._recorded_s = (0.0, 0.0)
 
@@ -107,7 +100,7 @@ class ProfilerLook:
             self._recorded_s = (time.perf_counter(), 0.0)
         return last
 
-    def read(self, spans: Sequence[Span]) -> StepLook:
+    def read(self, spans: Sequence[ActivitySpan]) -> StepLook:
         """What was recorded.
 
         Args:
@@ -155,7 +148,7 @@ def refuse_beside_another() -> None:
 def _activities_of(profiler: Any, begin_s: float) -> list[Activity]:
     """The profiler's records on the clock of ``time.perf_counter``.
 
-    Reads ``profile.profiler.kineto_results`` (torch 2.4 to 2.15), whose times are those of ``time.time_ns``. Without it
+    Reads ``profile.profiler.kineto_results`` (torch 2.4 to 2.13), whose times are those of ``time.time_ns``. Without it
     the public ``events()`` stand in, which count from the beginning of the recording.
     """
     on_device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from lightning_gpuopt._measured import GARBAGE_COLLECTION, RECOMPILATION
+from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, RECOMPILATION
 
 _LONG_NS: Final = 100_000
 """A GPU's clock is told of pauses from this length on."""

@@ -15,8 +15,9 @@ from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, Final, Protocol
 
-from lightning_gpuopt import _dynamo
-from lightning_gpuopt._measured import GARBAGE_COLLECTION, RECOMPILATION, Collections, Compilations
+from lightning_gpuopt.compat import dynamo
+from lightning_gpuopt.measurements.host import Collections, Compilations
+from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, RECOMPILATION
 from lightning_gpuopt.timeline.syncs import place_of
 
 log = logging.getLogger(__name__)
@@ -60,14 +61,6 @@ class PauseWatch:
 
     Attributes:
         notes: what could not be watched.
-
-    Example::
-
-        watch = PauseWatch(timeline)
-        watch.start()
-        ...
-        watch.collections().longest_s
-        watch.stop()
     """
 
     def __init__(self, timeline: PausedTimeline, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -96,10 +89,10 @@ class PauseWatch:
 
     def look_for_compiler(self) -> None:
         """Watch torch.compile as well, if the program has loaded it meanwhile. Cheap enough for every window."""
-        if self._undo_compiler is not None or self._compiler_failed or not _dynamo.is_imported():
+        if self._undo_compiler is not None or self._compiler_failed or not dynamo.is_imported():
             return
         try:
-            self._undo_compiler = _dynamo.watch_compilations(self._compiling_begins, self._compiling_ends)
+            self._undo_compiler = dynamo.watch_compilations(self._compiling_begins, self._compiling_ends)
         except Exception as error:
             log.debug("torch.compile cannot be watched", exc_info=True)
             self._compiler_failed = True
@@ -115,7 +108,7 @@ class PauseWatch:
         self._compilations = 0
         self._compiling_steps = 0
         self._compiled_in_step = -1
-        self._known_failures = {code: len(reasons) for code, reasons in _dynamo.guard_failures().items()}
+        self._known_failures = {code: len(reasons) for code, reasons in dynamo.guard_failures().items()}
 
     def collections(self) -> Collections:
         """The garbage collections in steps since the beginning, or the last :meth:`restart`."""
@@ -132,13 +125,13 @@ class PauseWatch:
         """The compilations in steps since then."""
         if not self._compilations:
             return Compilations()
-        failures = _dynamo.guard_failures()
+        failures = dynamo.guard_failures()
         new = {code: reasons[self._known_failures.get(code, 0) :] for code, reasons in failures.items()}
         code = max(new, key=lambda each: len(new[each]), default=None)
         function = reason = ""
         if code is not None and new[code]:
             function, reason = _name_of(code), _plain(new[code][-1])
-        most = _dynamo.compilations_at_most() or sys.maxsize
+        most = dynamo.compilations_at_most() or sys.maxsize
         all_refused = most * (most + 1) // 2  # each time every version gives a reason
         given_up = tuple(_name_of(each) for each in new if new[each] and len(failures[each]) >= all_refused)
         return Compilations(self._compilations, self._compiling_steps, function, reason, given_up)

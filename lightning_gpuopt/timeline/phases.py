@@ -10,11 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from lightning_gpuopt._measured import (
-    BETWEEN_STEPS,
-    FIRST_FETCH,
+from lightning_gpuopt.measurements.phases import (
     GARBAGE_COLLECTION,
     PHASES,
     RECOMPILATION,
@@ -24,7 +22,7 @@ from lightning_gpuopt._measured import (
 )
 from lightning_gpuopt.timeline.actions import COPY_AHEAD, WAIT_FOR_COPY, phase_of
 from lightning_gpuopt.timeline.observer import StepObserver
-from lightning_gpuopt.timeline.pause_slots import PauseSlots
+from lightning_gpuopt.timeline.slot_clock import Ranges, SlotClock
 from lightning_gpuopt.timeline.spans import (
     BatchHookSpan,
     BatchSpan,
@@ -47,7 +45,7 @@ _EPOCH_SETUP: Final = _SLOTS["epoch_setup"]
 _OTHER: Final = _SLOTS["other"]
 _BACKWARD: Final = _SLOTS["backward"]
 
-_MOST_ACTIONS: Final = 4096
+_MAX_ACTIONS: Final = 4096
 """Action names remembered; a program that makes up a new name at every step must not fill the memory."""
 
 _TRANSFER: Final = _SLOTS["transfer"]
@@ -58,17 +56,7 @@ _BATCH_HOOKS: Final = ("on_before_batch_transfer", "on_after_batch_transfer")
 _NOTHING: Final[AbstractContextManager[Any]] = nullcontext()
 
 
-class Ranges(Protocol):
-    """Marks what the training thread does, for a tool that looks from outside."""
-
-    def push(self, name: str) -> object:
-        """Something begins."""
-
-    def pop(self) -> object:
-        """What has begun last ends."""
-
-
-class Timeline:
+class Timeline(SlotClock):
     """Attributes the training thread's time to phases, from :meth:`start` to :meth:`stop`.
 
     Outside of that, and on any other thread than the one that called :meth:`start`, nothing is measured.
@@ -88,53 +76,15 @@ class Timeline:
             GPU's clock, which reads :meth:`take_host_work`.
         ranges: marks what is open, for a tool that looks from outside; what is still open is closed by :meth:`stop`.
         clock_ns: a monotonic clock, in nanoseconds.
-
-    Example::
-
-        timeline = Timeline()
-        timeline.start()
-        with timeline.span("[Strategy]SingleDeviceStrategy.training_step"):
-            ...
-        timeline.step_done()
-        timeline.stop()
-        assert abs(sum(timeline.times().phases.values()) - timeline.times().wall_s) < 1e-6
     """
 
-    # With as many attributes as these an instance's dict is slow, and all of the training loop comes through here.
     __slots__ = (
-        "_batch_hook_ran",
-        "_batch_hooks",
-        "_broadcast_slot",
         "_callback_names",
-        "_clock_ns",
-        "_copied_by_hook",
-        "_copy_ahead_spans",
-        "_current",
-        "_epoch_begins",
-        "_epochs",
-        "_first_fetch_slot",
-        "_hooks",
-        "_host_work",
-        "_last_ns",
-        "_loops",
-        "_ns",
-        "_observer",
-        "_open",
         "_phase_of_callback",
-        "_ranges",
         "_silent",
-        "_spans",
         "_started_ns",
         "_steps",
         "_stopped_ns",
-        "_thread",
-        "_training_spans",
-        "_validation_began_ns",
-        "_validation_setup_ns",
-        "_validation_spans",
-        "loop_slot",
-        "pauses",
-        "slots_between_steps",
     )
 
     def __init__(
@@ -149,44 +99,13 @@ class Timeline:
         ranges: Ranges | None = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        self._clock_ns = clock_ns
+        super().__init__(observer or StepObserver(), ranges, clock_ns, detailed=detailed)
         self._phase_of_callback = dict.fromkeys(transfer_callbacks, "transfer")
         self._phase_of_callback |= dict.fromkeys(checkpoint_callbacks, "checkpoint")
         self._callback_names = callback_names or {}
-        self._observer = observer or StepObserver()
         self._silent = silent
-        self._host_work: list[int] | None = [] if detailed else None
-        self._ranges = ranges
-        # Nanoseconds by slot: one slot a phase, then one for each callback hook and for the signal broadcast.
-        self._ns = [0] * len(PHASES)
-        self._hooks: dict[int, str] = {}
-        self._batch_hooks: dict[int, str] = {}
-        self._copied_by_hook = self._batch_hook_ran = False
-        self.slots_between_steps = [_SLOTS[phase] for phase in BETWEEN_STEPS]
-        self.pauses = PauseSlots(self._ns, keep_long=detailed)
-        for slot in range(len(PHASES)):
-            if slot not in self.slots_between_steps:
-                self.pauses.watch(slot)
-        self._broadcast_slot = self._new_slot()
-        self.pauses.watch(self._broadcast_slot)
-        self._first_fetch_slot = self._new_slot()
-        self._loops = {self._new_slot(): "training loop"}
-        self.loop_slot = next(iter(self._loops))
-        self.pauses.watch(self.loop_slot)
-        self.slots_between_steps.append(self._first_fetch_slot)
-        self._training_spans: dict[str, AbstractContextManager[Any]] = {}
-        self._validation_spans: dict[str, AbstractContextManager[Any]] = {}
-        self._copy_ahead_spans: dict[str, AbstractContextManager[Any]] = {}
-        self._spans = self._training_spans
-        self._current = _EPOCH_SETUP
-        self._open: list[int] = []
-        self._last_ns = 0
         self._started_ns = 0
         self._stopped_ns: int | None = None
-        self._thread = 0
-        self._epoch_begins = False
-        self._validation_began_ns = self._validation_setup_ns = 0
-        self._epochs = 0
         self._steps = 0
 
     @property
@@ -296,18 +215,6 @@ class Timeline:
             return _EPOCH_SETUP
         return _TRANSFER if slot in self._batch_hooks else _OTHER
 
-    def name_of(self, slot: int) -> str:
-        """What a slot of :meth:`snapshot` holds, for people: a phase, a callback's hook, or what stops a step."""
-        if slot in self.pauses.kinds:
-            return self.pauses.kinds[slot]
-        if slot < len(PHASES):
-            return PHASES[slot]
-        if slot == self._first_fetch_slot:
-            return FIRST_FETCH
-        if slot in self._loops:
-            return "other"
-        return self._hooks.get(slot) or self._batch_hooks.get(slot) or SIGNAL_BROADCAST
-
     @property
     def activity(self) -> str | None:
         """What the measured thread does now, by :meth:`name_of`; None while nothing is measured. Any thread may ask."""
@@ -367,17 +274,6 @@ class Timeline:
             named[name] = named.get(name, 0.0) + value
         return named
 
-    def _become(self, slot: int) -> None:
-        """What is open now goes on as something else."""
-        self._current = slot
-        if self._ranges is not None:
-            self._ranges.pop()
-            self._ranges.push(self.name_of(slot))
-
-    def _new_slot(self) -> int:
-        self._ns.append(0)
-        return len(self._ns) - 1
-
     def _make_span(self, action: str) -> AbstractContextManager[Any]:
         validating = self._spans is self._validation_spans
         phase = phase_of(action)
@@ -404,7 +300,7 @@ class Timeline:
             span = FetchSpan(self, _SLOTS[phase])
         else:
             span = self._step_span(action, self._slot_in_loop(action) if phase == "other" else _SLOTS[phase])
-        if phase is not None and len(self._spans) < _MOST_ACTIONS:
+        if phase is not None and len(self._spans) < _MAX_ACTIONS:
             self._spans[action] = span
         return span
 
@@ -427,7 +323,7 @@ class Timeline:
 
     def _slot_in_loop(self, action: str) -> int:
         """For what is Lightning's own: the loop around the optimizer, a hook of a strategy."""
-        if len(self._ns) >= _MOST_ACTIONS:
+        if len(self._ns) >= _MAX_ACTIONS:
             return _OTHER
         slot = self._new_slot()
         self.pauses.watch(slot)
@@ -438,7 +334,7 @@ class Timeline:
         return Span(self, slot) if self._host_work is None else HostSpan(self, slot)
 
     def _batch_hook_slot(self, action: str) -> int:
-        if len(self._ns) >= _MOST_ACTIONS:
+        if len(self._ns) >= _MAX_ACTIONS:
             return _TRANSFER
         slot = self._new_slot()
         self.pauses.watch(slot)
@@ -447,7 +343,7 @@ class Timeline:
 
     def _hook_slot(self, action: str) -> int:
         key, _, hook = action.partition("]")[2].rpartition(".")
-        if len(self._ns) >= _MOST_ACTIONS:
+        if len(self._ns) >= _MAX_ACTIONS:
             return _CALLBACKS
         slot = self._new_slot()
         self._hooks[slot] = f"{self._callback_names.get(key, key)}.{hook}"

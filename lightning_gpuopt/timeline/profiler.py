@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from lightning_gpuopt._lightning import PassThroughProfiler, Profiler
+from lightning_gpuopt.compat.lightning import PassThroughProfiler, Profiler
 from lightning_gpuopt.timeline.phases import Timeline
 
 

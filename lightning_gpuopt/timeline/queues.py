@@ -9,8 +9,8 @@ import random
 from collections.abc import Sequence
 from typing import Any, Final
 
-from lightning_gpuopt._measured import QueueTimes
-from lightning_gpuopt._torch_loader import awaited_worker, has_queues, shares_of_others, waiting
+from lightning_gpuopt.compat.dataloader import awaited_worker, has_queues, shares_of_others, waiting
+from lightning_gpuopt.measurements.loading import QueueTimes
 
 _A_WAIT_S: Final = 0.001
 """A fetch that takes longer than this had to wait; only then is the cost of a closer look worth it."""
@@ -25,24 +25,14 @@ _ALL_PROBED: Final = 64
 _FEW_WAITS: Final = 1 / 8
 """Where fewer fetches wait, it is enough to look at some after that: each stands for those before it that were skipped.
 
-They are skipped at random, up to ``_MOST_SKIPPED`` in a row, so that no rhythm of the loader falls in with ours.
+They are skipped at random, up to ``_MAX_SKIPPED`` in a row, so that no rhythm of the loader falls in with ours.
 """
 
-_MOST_SKIPPED: Final = 6
+_MAX_SKIPPED: Final = 6
 
 
 class QueueProbe:
-    """Looks at the queues before and after fetches: at each, or at some where hardly any has to wait.
-
-    Example::
-
-        probe = QueueProbe()
-        probe.watch(iterators)          # at the beginning of an epoch
-        probe.before_fetch()
-        batch = next(iterator)
-        probe.after_fetch(wait_s=0.02)
-        probe.times().mean_ready
-    """
+    """Looks at the queues before and after fetches: at each, or at some where hardly any has to wait."""
 
     def __init__(self) -> None:
         self._iterators: list[Any] = []
@@ -87,7 +77,7 @@ class QueueProbe:
         self._ready += ready * stands_for
         self._empty += stands_for if not ready else 0
         if self._passed >= _ALL_PROBED and self._waits < _FEW_WAITS * self._passed:
-            self._skip = self._random.randint(0, _MOST_SKIPPED)
+            self._skip = self._random.randint(0, _MAX_SKIPPED)
         self._skipped = self._skip
 
     def after_fetch(self, wait_s: float) -> None:

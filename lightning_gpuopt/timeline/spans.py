@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from lightning_gpuopt._measured import PHASES
+from typing_extensions import override
 
-if TYPE_CHECKING:
-    from lightning_gpuopt.timeline.phases import Timeline
-
-_EPOCH_SETUP: Final = PHASES.index("epoch_setup")
+from lightning_gpuopt.timeline.slot_clock import EPOCH_SETUP, SlotClock
+from lightning_gpuopt.utils.replacement import Replacement
 
 _LONG_NS: Final = 500_000
 """A hook that takes longer than this gets two events of a GPU's clock, which cost less than a hundredth of it."""
@@ -23,7 +21,7 @@ class Span:
 
     __slots__ = ("slot", "timeline")
 
-    def __init__(self, timeline: Timeline, slot: int) -> None:
+    def __init__(self, timeline: SlotClock, slot: int) -> None:
         self.timeline = timeline
         self.slot = slot
 
@@ -62,7 +60,7 @@ class HostSpan(Span):
 
     __slots__ = ("began_ns", "long")
 
-    def __init__(self, timeline: Timeline, slot: int) -> None:
+    def __init__(self, timeline: SlotClock, slot: int) -> None:
         super().__init__(timeline, slot)
         self.long = True  # until it was seen to be short
 
@@ -97,7 +95,7 @@ class FetchSpan(Span):
 
     __slots__ = ("began_ns", "later_slot", "long")
 
-    def __init__(self, timeline: Timeline, slot: int) -> None:
+    def __init__(self, timeline: SlotClock, slot: int) -> None:
         super().__init__(timeline, slot)
         self.later_slot = slot
         self.long = timeline._host_work is not None
@@ -121,7 +119,7 @@ class FetchSpan(Span):
             timeline._observer.fetch_ends(fetch_ns / 1e9)
             return
         timeline._epoch_begins = False
-        if timeline._current == _EPOCH_SETUP:  # else fetched inside the step (`dataloader_iter`)
+        if timeline._current == EPOCH_SETUP:  # else fetched inside the step (`dataloader_iter`)
             timeline._become(timeline.loop_slot)
 
 
@@ -143,7 +141,7 @@ class ObservedSpan(Span):
 
     __slots__ = ("begins", "ends")
 
-    def __init__(self, timeline: Timeline, slot: int, begins: str, ends: str) -> None:
+    def __init__(self, timeline: SlotClock, slot: int, begins: str, ends: str) -> None:
         super().__init__(timeline, slot)
         # by name: what is connected to the observer later counts, too
         self.begins = begins
@@ -245,25 +243,17 @@ class ValidationFetchSpan(Span):
             timeline._validation_began_ns = 0
 
 
-class Timed:
-    """A function whose time is measured; pickled and copied as the function itself."""
+class Timed(Replacement):
+    """A function whose time is measured."""
 
     def __init__(self, function: Callable[..., Any], span: Span) -> None:
-        self._function = function
+        super().__init__(function)
         self._span = span
         update_wrapper(self, function)
 
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it; on the measured thread its time is taken."""
         if self._span.timeline._thread != threading.get_ident():
-            return self._function(*args, **kwargs)
+            return self._original(*args, **kwargs)
         with self._span:
-            return self._function(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return itself, (self._function,)
-
-
-def itself(value: Any) -> Any:
-    """What was given; what stands in front of something pickles as that something through this."""
-    return value
+            return self._original(*args, **kwargs)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, ClassVar, Final
 
-from lightning_gpuopt._places import Stack
+from lightning_gpuopt.measurements.code_location import Stack
 from lightning_gpuopt.timeline.frames import RawFrame, calls_of, innermost_frames, raw_frames
 
 log = logging.getLogger(__name__)
@@ -34,12 +34,12 @@ _FIRST_SAMPLES: Final = 60
 """Samples that come twice as often, for runs that are over soon."""
 
 _SWITCH_S: Final = 0.0002
-_MOST_COST: Final = 0.01
+_MAX_COST: Final = 0.01
 """Samples that take up to 10 ms take at most this share of the time of the thread that does it."""
 
 _COSTS_KEPT: Final = 15
-_LEAST_COSTS: Final = 3
-_LONGEST_INTERVAL_S: Final = 1.0
+_MIN_COSTS: Final = 3
+_MAX_INTERVAL_S: Final = 1.0
 """However much the last samples took: a garbage collection that falls into one is not a cost of sampling."""
 
 FRAMES_ARE_SAFE: Final = sys.version_info[:3] != (3, 11, 0) and getattr(sys, "_is_gil_enabled", lambda: True)()
@@ -48,7 +48,7 @@ FRAMES_ARE_SAFE: Final = sys.version_info[:3] != (3, 11, 0) and getattr(sys, "_i
 _IDLE_SAMPLES: Final = 25
 """After so many samples of nothing that is asked for, the switch interval is the program's again."""
 
-_MOST_STACKS: Final = 2_000
+_MAX_STACKS: Final = 2_000
 """Different stacks that are kept of an activity."""
 
 
@@ -99,14 +99,6 @@ class StackSampler:
         frames: gives the innermost frame of each thread, by its ident; Python's own by default.
         clock: seconds.
         cpu_clock: seconds of CPU of the thread that asks.
-
-    Example::
-
-        sampler = StackSampler(threading.get_ident(), activity=lambda: "data_wait")
-        sampler.start()
-        ...
-        sampler.stop()
-        sampler.stacks("data_wait")
     """
 
     def __init__(
@@ -167,7 +159,7 @@ class StackSampler:
         seen = self._seen.setdefault(activity, {})
         entry = seen.get(stack)
         if entry is None:
-            if len(seen) >= _MOST_STACKS:
+            if len(seen) >= _MAX_STACKS:
                 return True
             entry = seen[stack] = [0.0, 0]
         entry[0] += since
@@ -211,9 +203,9 @@ class StackSampler:
     def _interval_s(self) -> float:
         """Seconds until the next sample, at random, so that no rhythm of the program falls in with ours."""
         interval_s = _FIRST_INTERVAL_S if self._sampled < _FIRST_SAMPLES else _INTERVAL_S
-        if len(self._costs_s) >= _LEAST_COSTS:
+        if len(self._costs_s) >= _MIN_COSTS:
             usual_s = statistics.median_low(self._costs_s)
-            interval_s = max(interval_s, min(usual_s / _MOST_COST, _LONGEST_INTERVAL_S))
+            interval_s = max(interval_s, min(usual_s / _MAX_COST, _MAX_INTERVAL_S))
         return interval_s * self._random.uniform(0.6, 1.4)
 
 

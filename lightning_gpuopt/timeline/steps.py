@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from lightning_gpuopt._measured import BETWEEN_STEPS, PHASES, Outlier, StepTimes
+from lightning_gpuopt.measurements.phases import BETWEEN_STEPS, PHASES, Outlier, StepTimes
 from lightning_gpuopt.timeline.phases import Timeline
 
 _PER_DECADE: Final = 40
@@ -15,7 +15,7 @@ _SMALLEST_S: Final = 1e-5
 _BINS: Final = 9 * _PER_DECADE
 """From 10 µs to about three hours, each bin 6 % wider than the one before."""
 
-_MOST_OUTLIERS: Final = 100
+_MAX_OUTLIERS: Final = 100
 _OUTLIER_FACTOR: Final = 2.0
 _OUTLIER_LEAST_S: Final = 0.002
 """A step is an outlier when it takes twice the median, and at least 2 ms more."""
@@ -29,12 +29,6 @@ class StepClock:
     Args:
         timeline: the timeline whose steps they are.
         warmup_steps: steps at the beginning that are left out.
-
-    Example::
-
-        clock = StepClock(timeline, warmup_steps=5)
-        clock.step_done()          # after each timeline.step_done()
-        clock.times().median_s
     """
 
     def __init__(self, timeline: Timeline, warmup_steps: int) -> None:
@@ -97,7 +91,7 @@ class StepClock:
     def _note_outlier(self, before: list[int], after: list[int], seconds: float, median_s: float) -> None:
         self._outlier_count += 1
         self._outlier_s += seconds - median_s
-        if len(self._outliers) == _MOST_OUTLIERS and seconds <= self._outliers[0][0]:
+        if len(self._outliers) == _MAX_OUTLIERS and seconds <= self._outliers[0][0]:
             return  # slower ones are kept
         timeline = self._timeline
         phases = timeline.phases_between(before, after)
@@ -107,7 +101,7 @@ class StepClock:
         step = timeline.steps - 1
         outlier = Outlier(step, sum(after) / 1e9, seconds, PHASES[worst], phases[worst] / 1e9)
         entry = (seconds, step, outlier)
-        if len(self._outliers) < _MOST_OUTLIERS:
+        if len(self._outliers) < _MAX_OUTLIERS:
             heapq.heappush(self._outliers, entry)
         else:
             heapq.heappushpop(self._outliers, entry)

@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import torch
 
-from lightning_gpuopt._measured_gpu import SyncSighting
-from lightning_gpuopt._places import Call
+from lightning_gpuopt.measurements.code_location import Call
+from lightning_gpuopt.measurements.gpu import SyncSighting
 from lightning_gpuopt.timeline.frames import library_folders, name_of
 
 log = logging.getLogger(__name__)
@@ -47,13 +47,6 @@ class SyncLook:
         inside: whether the step's own work is being issued right now.
         get_mode: reads the debug mode; torch's by default.
         set_mode: sets it.
-
-    Example::
-
-        look = SyncLook(steps=3)
-        look.begin()                     # between two steps
-        while not look.step_done(): ...
-        look.sighting().where
     """
 
     def __init__(

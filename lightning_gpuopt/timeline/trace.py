@@ -20,12 +20,6 @@ class TraceCapture:
 
     Attributes:
         over: whether it has recorded, or never will.
-
-    Example::
-
-        capture = TraceCapture(Path("trace.json.gz"))
-        capture.begin()
-        while not capture.step_done(): ...
     """
 
     def __init__(self, path: Path, steps: int = 5) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_gpuopt._measured import PhaseTimes
+from lightning_gpuopt.measurements.phases import PhaseTimes
 
-_MOST_STRETCHES: Final = 512
+_MAX_STRETCHES: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,6 @@ class Windows:
     Args:
         window_size: training batches in a window.
         warmup_steps: training batches at the beginning that no window holds.
-
-    Example::
-
-        windows = Windows(window_size=50, warmup_steps=5)
-        if windows.due(steps):                        # after each step
-            window = windows.close(timeline.times())  # None at the end of warm-up
     """
 
     def __init__(self, window_size: int, warmup_steps: int) -> None:
@@ -133,7 +127,7 @@ class Windows:
             return
         self._stretches.append(window)
         self._in_last = 1
-        if len(self._stretches) > _MOST_STRETCHES:
+        if len(self._stretches) > _MAX_STRETCHES:
             pairs = [self._stretches[i : i + 2] for i in range(0, len(self._stretches), 2)]
             self._stretches = [_joined(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
             self._per_stretch *= 2

@@ -23,11 +23,11 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_gpuopt._measured import WorkerTimes
-from lightning_gpuopt._torch_loader import calling_fetcher
+from lightning_gpuopt.compat.dataloader import calling_fetcher
+from lightning_gpuopt.measurements.loading import WorkerTimes
 from lightning_gpuopt.timeline.worker_stacks import WorkerLook, WorkerStacks
 
-_MOST_WORKERS: Final = 256
+_MAX_WORKERS: Final = 256
 _BYTES_EVERY: Final = 8
 _ALL_MEASURED: Final = 64
 """Batches of a worker that are all measured in full."""
@@ -35,7 +35,7 @@ _ALL_MEASURED: Final = 64
 _FAST_NS: Final = 1_000_000
 """Batches that take less than this in the mean are measured in full only now and then after that."""
 
-_MOST_SKIPPED: Final = 6
+_MAX_SKIPPED: Final = 6
 """Skipped at random, up to so many in a row, so that no rhythm of the data falls in with ours."""
 
 _ITEMS_COUNTED: Final = 64
@@ -46,7 +46,7 @@ _BINS: Final = 10
 """The first of the bins that count batches by the time that they took: each fourth bin begins at twice the time."""
 
 _FIELDS: Final = _BINS + 4 * 40
-_LONGEST_NS: Final = 2**40 - 1
+_MAX_NS: Final = 2**40 - 1
 
 _IDLE, _FETCHING, _COLLATING = 0.0, 1.0, 2.0
 _DOING_NAMES: Final = {_IDLE: "waits for work", _FETCHING: "reads samples", _COLLATING: "collates"}
@@ -103,7 +103,7 @@ class _Meter:
         measured[3] += collate_cpu
         batches = row[_BATCHES]
         if batches >= _ALL_MEASURED and row[_DATA_WALL] + row[_COLLATE_WALL] < _FAST_NS * batches:
-            self.skip = self._random.randint(0, _MOST_SKIPPED)
+            self.skip = self._random.randint(0, _MAX_SKIPPED)
             self.data_share = min(measured[1] / max(measured[0], 1), 1.0)
             self.collate_share = min(measured[3] / max(measured[2], 1), 1.0)
 
@@ -125,7 +125,7 @@ class TimedCollate:
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
         self.gpuopt_stacks: WorkerStacks | None = WorkerStacks()
-        self._rows: Any = sharedctypes.RawArray("d", _MOST_WORKERS * _FIELDS)
+        self._rows: Any = sharedctypes.RawArray("d", _MAX_WORKERS * _FIELDS)
         self._begin()
 
     def _begin(self) -> None:
@@ -157,7 +157,7 @@ class TimedCollate:
         rows[_COLLATE_WALL] += after - wall
         took = after - data_began
         rows[_SQUARES] += took**2
-        rows[_BINS + int(4 * math.log2(took if 0 < took < _LONGEST_NS else _LONGEST_NS))] += 1
+        rows[_BINS + int(4 * math.log2(took if 0 < took < _MAX_NS else _MAX_NS))] += 1
         if data_cpu:
             meter.add_cpu(wall - data_began, cpu - data_cpu, after - wall, time.thread_time_ns() - cpu)
             if rows[_BATCHES] % _BYTES_EVERY == 0:
@@ -172,7 +172,7 @@ class TimedCollate:
     def _find_row(self) -> int:
         worker = get_worker_info()
         number = worker.id if worker is not None else 0
-        return number * _FIELDS if number < _MOST_WORKERS else -1
+        return number * _FIELDS if number < _MAX_WORKERS else -1
 
     def _watch_fetcher(self, meter: _Meter) -> None:
         """Have the fetcher that called us note when it begins a batch.
@@ -215,13 +215,13 @@ class TimedCollate:
             return None
         return WorkerLook(self.gpuopt_stacks, worker.id, lambda: rows[_DOING] != _IDLE, lambda: rows[_BATCHES])
 
-    def times(self, workers: int = _MOST_WORKERS) -> WorkerTimes:
+    def times(self, workers: int = _MAX_WORKERS) -> WorkerTimes:
         """What the workers have noted so far; called in the training process.
 
         Args:
             workers: how many workers there have been at most.
         """
-        rows = self._rows[: max(min(workers, _MOST_WORKERS), 1) * _FIELDS]
+        rows = self._rows[: max(min(workers, _MAX_WORKERS), 1) * _FIELDS]
         total = [sum(rows[field::_FIELDS]) for field in range(_FIELDS)]
         return WorkerTimes(
             int(total[_BATCHES]),
@@ -241,7 +241,7 @@ class TimedCollate:
         Args:
             worker: the worker's number, from 0.
         """
-        if not 0 <= worker < _MOST_WORKERS:
+        if not 0 <= worker < _MAX_WORKERS:
             return "is not watched"
         row = worker * _FIELDS
         if not self._rows[row + _SINCE]:

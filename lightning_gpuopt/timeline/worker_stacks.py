@@ -18,7 +18,7 @@ from dataclasses import astuple
 from multiprocessing import sharedctypes
 from typing import Any, Final
 
-from lightning_gpuopt._places import Call, Stack
+from lightning_gpuopt.measurements.code_location import Call, Stack
 from lightning_gpuopt.timeline.stacks import StackSampler, start_sampling
 
 log = logging.getLogger(__name__)
@@ -26,26 +26,18 @@ log = logging.getLogger(__name__)
 _WANTED, _LENGTH, _CHECK = range(3)
 _HEAD: Final = 3
 _BYTES: Final = 1 << 17
-_MOST_STACKS: Final = 200
+_MAX_STACKS: Final = 200
 """Stacks handed back: those with most time."""
 
 _ENOUGH_SAMPLES: Final = 200
 _ENOUGH_BATCHES: Final = 24
-_LONGEST_S: Final = 20.0
+_MAX_S: Final = 20.0
 _FIRST_ANSWER_S: Final = 0.1
 _ACTIVITY: Final = "data_wait"
 
 
 class WorkerStacks:
-    """The block of shared memory of one loader; pickled into workers that are being spawned.
-
-    Example::
-
-        stacks = WorkerStacks()
-        stacks.ask(0)            # in the training process
-        stacks.wanted(0)         # in worker 0, at each batch
-        stacks.answer()          # in the training process
-    """
+    """The block of shared memory of one loader; pickled into workers that are being spawned."""
 
     def __init__(self) -> None:
         self._head: Any = sharedctypes.RawArray("d", _HEAD)
@@ -84,7 +76,7 @@ class WorkerStacks:
 
     def give(self, stacks: tuple[Stack, ...]) -> None:
         """Leave stacks for the training process; called in a worker. Those that do not fit are left out."""
-        rows = [[[astuple(call) for call in each.calls], each.seconds, each.samples] for each in stacks[:_MOST_STACKS]]
+        rows = [[[astuple(call) for call in each.calls], each.seconds, each.samples] for each in stacks[:_MAX_STACKS]]
         text = json.dumps([os.getpid(), rows]).encode()
         while len(text) > _BYTES:
             rows = rows[: len(rows) // 2]
@@ -127,7 +119,7 @@ class WorkerLook:
             return
         now = time.perf_counter()
         self._question = question
-        self._until, self._until_batch = now + _LONGEST_S, self._batches() + _ENOUGH_BATCHES
+        self._until, self._until_batch = now + _MAX_S, self._batches() + _ENOUGH_BATCHES
         self._answer_after_s = _FIRST_ANSWER_S
         self._next_answer = now + _FIRST_ANSWER_S
         self._sampler = start_sampling(threading.get_ident(), self._activity, self._is_over)

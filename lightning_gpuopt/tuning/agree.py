@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from lightning_gpuopt._ranks import open_store
+from lightning_gpuopt.utils.rank_channel import open_store
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +28,6 @@ class NodeRanks:
         clock: seconds.
         sleep: lets seconds pass.
         store: a ``torch.distributed`` store; None: the default process group's.
-
-    Example::
-
-        ranks = NodeRanks("num-workers", rank=0, peers=[0])
-        ranks.most(4)    # 4
     """
 
     def __init__(

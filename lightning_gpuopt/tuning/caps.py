@@ -111,13 +111,6 @@ def worker_cap(
         batch_tensors: open files of a batch until it is taken, from :func:`files_of`.
         prefetch_factor: batches that each worker prepares ahead.
         keep: of workers that run already: how many may stay. Only what is really short counts then, and no reserve.
-
-    Example::
-
-        >>> worker_cap(Room(cpus=4.0), local_world_size=2)
-        Cap(num_workers=16, limited_by='max_num_workers')
-        >>> worker_cap(Room(cpus=4.0, memory_bytes=8 << 30), worker_bytes=1 << 30)
-        Cap(num_workers=4, limited_by='memory')
     """
     most = max_num_workers if max_num_workers is not None else most_workers(room.cpus / local_world_size)
     caps: list[tuple[int, LimitedBy]] = [(_ANY_NUMBER if keep else most, "max_num_workers")]

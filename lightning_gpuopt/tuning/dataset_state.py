@@ -55,7 +55,7 @@ from lightning_gpuopt.tuning.object_facts import (
     some_of,
 )
 
-_MOST_OBJECTS: Final = 20_000
+_MAX_OBJECTS: Final = 20_000
 
 
 _NEAR: Final = 32
@@ -158,12 +158,6 @@ class DatasetState:
         has_epochs: whether something in it has a ``set_epoch`` method.
         is_whole: whether all of it was looked at, but for the content of large containers and arrays.
         has_failed: whether an object could not be looked into.
-
-    Example::
-
-        state = DatasetState(dataset=dataset)
-        ...
-        state.has_changed()
     """
 
     def __init__(self, *, also: Sequence[int] = (), by_sample: bool = False, **roots: Any) -> None:
@@ -188,7 +182,7 @@ class DatasetState:
         try:
             if isinstance(value, (*_PLAIN, *_WHOLE)) or id(value) in self._met:
                 return ()
-            if len(self._met) >= _MOST_OBJECTS:
+            if len(self._met) >= _MAX_OBJECTS:
                 self.is_whole = False
                 return ()
             self._met[id(value)] = value
@@ -319,7 +313,7 @@ class DatasetState:
 
     def _of_rows(self, place: _Place, value: np.ndarray[Any, Any]) -> None:
         """Have the rows of an array that is too large to be compared whole compared as their samples are asked for."""
-        if len(value) > _MOST_OBJECTS - len(self._met):
+        if len(value) > _MAX_OBJECTS - len(self._met):
             return
         for sample in range(len(value)):
             self._watch(place._replace(sample=sample), partial(row_digest, value, sample), "entries")
@@ -346,7 +340,7 @@ class DatasetState:
 
     def _entries(self, place: _Place, value: Any, found: Sequence[tuple[int, Any]]) -> Iterable[tuple[_Place, Any]]:
         """The entries of a container that has one for each sample, as far as there is room for them."""
-        if len(found) > _MOST_OBJECTS - len(self._met):
+        if len(found) > _MAX_OBJECTS - len(self._met):
             inside = (place / "[...]")._replace(near=False)
             return [(inside, item) for _, item in found[:: max(len(found) // LARGE, 1)]]
         if not isinstance(value, tuple):

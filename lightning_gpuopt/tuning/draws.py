@@ -15,15 +15,7 @@ _BATCHES: Final = 50
 
 
 class DrawWatch:
-    """Looks whether forked workers draw from the global random states of torch, numpy and Python.
-
-    Example::
-
-        watch = DrawWatch()
-        collate_fn = watch.around(loader.collate_fn)  # for a worker that is about to be forked
-        ...
-        watch.seen
-    """
+    """Looks whether forked workers draw from the global random states of torch, numpy and Python."""
 
     def __init__(self) -> None:
         self._flag: mmap.mmap | None = None

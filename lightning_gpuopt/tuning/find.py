@@ -9,7 +9,6 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gpuopt._arguments import flag, real_number, refuse, whole_number
 from lightning_gpuopt.tuning.caps import Cap, files_left, files_wanted, prefetch_that_fits, room, worker_cap
 from lightning_gpuopt.tuning.indices import own_sampling
 from lightning_gpuopt.tuning.model import most_workers, prefetch_needed
@@ -17,12 +16,13 @@ from lightning_gpuopt.tuning.probe import Clocks, OutOfTime, run_trial
 from lightning_gpuopt.tuning.search import UNEVEN, Search, model_of
 from lightning_gpuopt.tuning.sharing import forks, held_by, why_not_shared
 from lightning_gpuopt.tuning.workers import NumWorkersResult
+from lightning_gpuopt.utils.arguments import flag, real_number, refuse, whole_number
 
 _USUAL_PREFETCH: Final = 2
 _REFINE: Final = 0.6
 """Of the budget, after which nothing is tried again only to be surer."""
 _RESERVE: Final = 0.25
-_MOST_RESERVE_S: Final = 0.75
+_MAX_RESERVE_S: Final = 0.75
 """Of the budget, for ending the last trial's workers: a quarter, but no more than this."""
 
 
@@ -169,7 +169,7 @@ class _Finder:
         self._clocks = Clocks()
         began = self._clocks.now()
         self._refine_until = began + _REFINE * max_seconds
-        self._deadline = began + max_seconds - min(_RESERVE * max_seconds, _MOST_RESERVE_S)
+        self._deadline = began + max_seconds - min(_RESERVE * max_seconds, _MAX_RESERVE_S)
         self._room = room()
         self._cpus = self._room.cpus / local_world_size
         self._search = Search(self._cpus, tolerance)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, SequentialSampler
 
-from lightning_gpuopt._arguments import refuse
 from lightning_gpuopt.loading.order import mix, permute
+from lightning_gpuopt.utils.arguments import refuse
 
 _DRAWN_AT_ONCE = 256
 
@@ -31,12 +31,6 @@ class Walk:
         length: how many there are, at least 1.
         in_order: one after the other; else at random, as a shuffle has them: samples that cost more come in clusters.
         seed: where it begins, and in which order; None: another one each time.
-
-    Example::
-
-        >>> walk = Walk(5, in_order=True, seed=3)
-        >>> [next(walk) for _ in range(6)]
-        [3, 4, 0, 1, 2, 3]
     """
 
     def __init__(self, length: int, *, in_order: bool, seed: int | None = None) -> None:

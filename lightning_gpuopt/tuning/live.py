@@ -14,11 +14,11 @@ from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.model import LoaderModel
 from lightning_gpuopt.tuning.workers import LimitedBy, Trial
 
-_LEAST_WINDOW: Final = 6
+_MIN_WINDOW: Final = 6
 _IDLE_WINDOW: Final = 50
 """Steps that must be seen before a worker is taken away: an idle worker costs little, a missing one much."""
 
-_MOST_LEAP: Final = 8
+_MAX_LEAP: Final = 8
 """Never more than so many times the workers at once: what was measured with few of them is a rough guide."""
 
 _LOOK_AGAIN: Final = 200
@@ -33,7 +33,7 @@ _ANOTHER_STEP: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LoaderStats:
     """Steps with the same number of workers; all times in seconds per step, or batch.
 
     Attributes:
@@ -71,11 +71,6 @@ class LivePolicy:
         settled: whether nothing is being tried.
         limited_by: why not more.
         trials: the last measurement of each number, in the order in which they were first tried.
-
-    Example::
-
-        policy = LivePolicy(1, cpus=8.0)
-        policy.decide(Seen(step_s=0.1, wait_s=0.08), Cap(32, "max_num_workers"))    # 6
     """
 
     def __init__(self, num_workers: int, *, cpus: float, tolerance: float = 0.05, prefetch_factor: int = 2) -> None:
@@ -86,7 +81,7 @@ class LivePolicy:
         self._tolerance = tolerance
         self._prefetch_factor = prefetch_factor
         self._trials: dict[int, Trial] = {}
-        self._before: tuple[int, Seen] | None = None
+        self._before: tuple[int, LoaderStats] | None = None
         self._settled_step_s: float | None = None
         self._ceiling: tuple[int, LimitedBy] | None = None
         self._floor = 1
@@ -100,7 +95,7 @@ class LivePolicy:
         """The last measurement of each number, in the order in which they were first tried."""
         return list(self._trials.values())
 
-    def decide(self, seen: Seen, cap: Cap) -> int:
+    def decide(self, seen: LoaderStats, cap: Cap) -> int:
         """Take in a window.
 
         Args:
@@ -137,7 +132,7 @@ class LivePolicy:
             self.settled = False
             self.skip, self.window = 0, _window(self.num_workers)
 
-    def _improve(self, seen: Seen, starved: bool, cap: Cap) -> int:
+    def _improve(self, seen: LoaderStats, starved: bool, cap: Cap) -> int:
         if starved:
             self._idle_windows = 0
             more = self._more(seen, cap)
@@ -153,7 +148,7 @@ class LivePolicy:
             return self.num_workers
         return self._change(fewer, seen)
 
-    def _verify(self, before: tuple[int, Seen], seen: Seen, starved: bool, cap: Cap) -> int:
+    def _verify(self, before: tuple[int, LoaderStats], seen: LoaderStats, starved: bool, cap: Cap) -> int:
         """Keep a change, or take it back."""
         number, earlier = before
         if self.num_workers > number:
@@ -168,11 +163,11 @@ class LivePolicy:
             return self._take_back(number, earlier)
         return self._improve(seen, starved, cap)
 
-    def _more(self, seen: Seen, cap: Cap) -> int:
+    def _more(self, seen: LoaderStats, cap: Cap) -> int:
         """How many workers a starved consumer should have; the number now where more would not help."""
         count = self.num_workers
         model = self._model(seen, count * seen.step_s)
-        most = min(cap.num_workers, _MOST_LEAP * count)
+        most = min(cap.num_workers, _MAX_LEAP * count)
         ceiling, reason = self._ceiling or (most, cap.limited_by)
         most = min(most, ceiling)
         if count >= most:
@@ -187,7 +182,7 @@ class LivePolicy:
             return needed
         return min(count + max(count // 2, 1), most)  # uneven batches: more of them ahead
 
-    def _fewer(self, seen: Seen) -> int:
+    def _fewer(self, seen: LoaderStats) -> int:
         """How many would do for a consumer that does not wait; the number now where that is not surely fewer."""
         count = self.num_workers
         if seen.busy is None or count <= 1:
@@ -197,7 +192,7 @@ class LivePolicy:
         needed = max(model.workers_needed(count), self._floor)
         return needed if 3 * needed <= 2 * count else count
 
-    def _model(self, seen: Seen, service_s: float) -> LoaderModel:
+    def _model(self, seen: LoaderStats, service_s: float) -> LoaderModel:
         cpus = (self._cpus, self._cpus, self._cpus)
         return LoaderModel(
             service_s=service_s,
@@ -208,7 +203,7 @@ class LivePolicy:
             cpus=cpus,
         )
 
-    def _change(self, count: int, seen: Seen | None) -> int:
+    def _change(self, count: int, seen: LoaderStats | None) -> int:
         """Try another number; ``seen`` is what it will be compared with."""
         earlier, self.num_workers = self.num_workers, count
         self._before = (earlier, seen) if seen is not None else None
@@ -220,12 +215,12 @@ class LivePolicy:
         self.window = _window(count)
         return count
 
-    def _take_back(self, count: int, earlier: Seen) -> int:
+    def _take_back(self, count: int, earlier: LoaderStats) -> int:
         self._change(count, None)
         self._settle(earlier)
         return count
 
-    def _settle(self, seen: Seen) -> int:
+    def _settle(self, seen: LoaderStats) -> int:
         self._settled_step_s = seen.step_s
         self._idle_windows = 0
         self.settled = True
@@ -233,7 +228,7 @@ class LivePolicy:
         self._look_again = min(2 * self._look_again, _LOOK_AGAIN_AT_LAST)
         return self.num_workers
 
-    def _forget_if_another(self, seen: Seen) -> None:
+    def _forget_if_another(self, seen: LoaderStats) -> None:
         settled_s = self._settled_step_s
         if settled_s is not None and abs(seen.step_s - settled_s) > _ANOTHER_STEP * settled_s and self._before is None:
             self._ceiling, self._floor, self._settled_step_s = None, 1, None
@@ -243,4 +238,4 @@ class LivePolicy:
 def _window(count: int) -> int:
     """Steps to look at: workers that all work deliver in bursts, one batch each; so whole bursts."""
     count = max(count, 1)
-    return count * math.ceil(_LEAST_WINDOW / count)
+    return count * math.ceil(_MIN_WINDOW / count)

@@ -9,7 +9,7 @@ from lightning_gpuopt.tuning.model import Interval
 
 @dataclass(frozen=True, slots=True)
 class LoaderCosts:
-    """Costs of the steady part of a run, in seconds per batch. What was not measured is None.
+    """Costs since the last change, in seconds per batch. What was not measured is None.
 
     Attributes:
         num_workers: worker processes; 0: the training process loaded by itself.

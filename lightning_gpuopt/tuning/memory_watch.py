@@ -22,12 +22,6 @@ class MemoryWatch:
     Args:
         read: gives the bytes of a process; None where they cannot be read.
         clock: seconds, monotonic.
-
-    Example::
-
-        watch = MemoryWatch(worker_memory)
-        watch.look([4711, 4712])    # begins a reading, where one is due; never waits
-        watch.largest               # of the last reading
     """
 
     def __init__(self, read: Callable[[int], int | None], clock: Callable[[], float] = time.monotonic) -> None:

@@ -19,12 +19,12 @@ Interval = tuple[float, float, float]
 HEADROOM_LEFT: Final = 0.03
 """Below this share of the step there is nothing left to gain."""
 
-_MOST_PREFETCH: Final = 16
-_MOST_USED: Final = 0.9
+_MAX_PREFETCH: Final = 16
+_MAX_USED: Final = 0.9
 """Of the workers' time, where what they cannot keep up with is planned for."""
 
-_MOST_WORKERS: Final = 32
-_MOST_WORKERS_PER_CPU: Final = 8
+_MAX_WORKERS: Final = 32
+_MAX_WORKERS_PER_CPU: Final = 8
 
 _SPARE: Final = 0.1
 _SPARE_FOR_UNEVEN: Final = 0.5
@@ -39,7 +39,7 @@ _COPY_BYTES_PER_S: Final = 2e9
 STEP_SPREAD: Final = 0.04
 """A step of the same work takes so much more or less from run to run."""
 
-LEAST_SPREAD: Final = 0.08
+MIN_SPREAD: Final = 0.08
 """Workers on a shared machine are never surer than this, to either side."""
 
 
@@ -64,7 +64,7 @@ class LoaderModel:
     consumer_s: float
     consumer_cpu_s: float
     cpus: Interval
-    spread: float = LEAST_SPREAD
+    spread: float = MIN_SPREAD
     unevenness: float = 0.0
 
     def step_s(self, workers: int) -> Interval:
@@ -98,7 +98,7 @@ class LoaderModel:
 
 def most_workers(cpus: float) -> int:
     """More workers than this are never advised, whatever they wait for."""
-    return max(1, int(min(_MOST_WORKERS, _MOST_WORKERS_PER_CPU * cpus)))
+    return max(1, int(min(_MAX_WORKERS, _MAX_WORKERS_PER_CPU * cpus)))
 
 
 def receive_cost(batch_bytes: float) -> Interval:
@@ -130,7 +130,7 @@ def prefetch_needed(mean_s: float, unevenness: float, consumer_s: float, workers
     slow_s = mean_s * (1 + 3 * math.sqrt(unevenness))
     # What piles up behind the slow ones in a queue that is used so far: Kingman's formula, even arrivals. That is a
     # mean, and the consumer takes batches in order: it waits for the worker that is the furthest behind.
-    used = min(mean_s / workers / consumer_s, _MOST_USED)
+    used = min(mean_s / workers / consumer_s, _MAX_USED)
     late_s = used / (1 - used) * unevenness / 2 * mean_s
     factor = math.ceil((slow_s + 6 * late_s) / consumer_s / workers) + 1
-    return min(max(factor, 2 * now), _MOST_PREFETCH)
+    return min(max(factor, 2 * now), _MAX_PREFETCH)

@@ -15,17 +15,17 @@ import psutil
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt._torch_loader import lies_ready, shut_down, wait_at_most, worker_pids, workers_of
+from lightning_gpuopt.compat.dataloader import lies_ready, shut_down, wait_at_most, worker_pids, workers_of
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
 from lightning_gpuopt.tuning.caps import files_of, worker_memory
 from lightning_gpuopt.tuning.model import receive_cost, taking
 from lightning_gpuopt.tuning.workers import Measured, Trial
 
-_LEAST_S: Final = 0.5
-_LEAST_BATCHES: Final = 8
-_LEAST_ROUNDS: Final = 2
+_MIN_S: Final = 0.5
+_MIN_BATCHES: Final = 8
+_MIN_ROUNDS: Final = 2
 
-_MOST_S: Final = 1.2
+_MAX_S: Final = 1.2
 """A trial that is not over by then, because batches differ much or are slow, has to do with what it has."""
 
 _EVEN_ENOUGH: Final = 0.04
@@ -34,10 +34,10 @@ _EVEN_ENOUGH: Final = 0.04
 _HARDLY_BUSY: Final = 0.5
 """Workers that idle for half of the time are not what matters: how even their times are is no matter."""
 
-_LONGEST_PAUSE_S: Final = 0.25
+_MAX_PAUSE_S: Final = 0.25
 _MORE_S: Final = 2.0
 _GRACE_S: Final = 2.0
-_LEAST_GRACE_S: Final = 0.2
+_MIN_GRACE_S: Final = 0.2
 """Workers that are in order end in less than this, but for the batch that they are at."""
 
 _TIMED_OUT: Final = "DataLoader timed out after"
@@ -94,10 +94,10 @@ def run_trial(
     twin = _twin(loader, sampling, num_workers, prefetch_factor, timed, deadline - began)
     iterator = _start(twin)
     try:
-        reading = _Reading(iterator, timed, num_workers, step_time_s, deadline, clocks)
+        reading = _TrialReading(iterator, timed, num_workers, step_time_s, deadline, clocks)
         return reading.run(began)
     finally:
-        _stop(iterator, max(min(deadline - clocks.now(), _GRACE_S), _LEAST_GRACE_S))
+        _stop(iterator, max(min(deadline - clocks.now(), _GRACE_S), _MIN_GRACE_S))
 
 
 def first_batches(
@@ -132,7 +132,7 @@ def first_batches(
         if not str(error).startswith(_TIMED_OUT):
             raise
     finally:
-        _stop(iterator, _LEAST_GRACE_S)
+        _stop(iterator, _MIN_GRACE_S)
     if not batches:
         raise OutOfTime
     return batches
@@ -220,7 +220,7 @@ def _stop(iterator: Any, grace_s: float) -> None:
         timer.join()
 
 
-class _Reading:
+class _TrialReading:
     """The consumer of one trial."""
 
     def __init__(
@@ -332,10 +332,10 @@ class _Reading:
 
     def _enough(self, elapsed_s: float) -> bool:
         times = self._timed.times(self._workers)
-        if elapsed_s >= _MOST_S:
+        if elapsed_s >= _MAX_S:
             return True
         batches = len(self._waits_s) - self._workers
-        if elapsed_s < _LEAST_S or batches < max(_LEAST_BATCHES, _LEAST_ROUNDS * self._workers):
+        if elapsed_s < _MIN_S or batches < max(_MIN_BATCHES, _MIN_ROUNDS * self._workers):
             return False
         if times.busy_s < _HARDLY_BUSY * self._workers * elapsed_s:
             return True
@@ -343,11 +343,11 @@ class _Reading:
 
     def _receive_s(self, service_s: float) -> float:
         """What it costs to take a batch that lies ready: as most did, or as two do after a pause for making them."""
-        if len(self._ready_s) >= max(len(self._waits_s) / 2, _LEAST_BATCHES):
+        if len(self._ready_s) >= max(len(self._waits_s) / 2, _MIN_BATCHES):
             return taking(self._ready_s)
         quickest_s = min(self._waits_s)
         pause_s = 2.5 * service_s
-        if pause_s > _LONGEST_PAUSE_S or self._deadline - self._clocks.now() < 2 * pause_s:
+        if pause_s > _MAX_PAUSE_S or self._deadline - self._clocks.now() < 2 * pause_s:
             # not worth the time: beside a batch that takes this long, it is little
             return min(quickest_s, receive_cost(self._timed.times(self._workers).batch_bytes or 0.0)[1])
         self._clocks.sleep(pause_s)

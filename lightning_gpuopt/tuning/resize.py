@@ -1,6 +1,6 @@
 """More or fewer workers for a DataLoader's iterator while it runs.
 
-torch has no way to do this, so the private parts of its iterator are used, which ``_torch_loader`` names and checks:
+torch has no way to do this, so private parts of its iterator are used, which ``compat.dataloader`` names and checks:
 :func:`adopt` makes the iterator a :class:`ResizableIterator`, the same object with a few methods of ours around torch's
 own. Which index goes into which batch, and the order in which batches come, stay as they are: only who makes a batch
 changes.
@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch.multiprocessing
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt._torch_loader import (
+from lightning_gpuopt.compat.dataloader import (
     CHECK_EVERY_S,
     WorkersIterator,
     fetcher_here,
@@ -528,12 +528,6 @@ def adopt(iterator: Any, loader: DataLoader[Any], depth: int | None = None) -> R
 
     Raises:
         ResizeUnsupported: it is not as expected; nothing was changed.
-
-    Example::
-
-        iterator = adopt(iter(loader), loader)
-        first = next(iterator)
-        iterator.resize(4)
     """
     if isinstance(iterator, ResizableIterator):
         return iterator

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt._torch_loader import (
+from lightning_gpuopt.compat.dataloader import (
     batches_there,
     end_persistent,
     in_the_making,
@@ -47,7 +47,7 @@ from lightning_gpuopt.tuning.caps import (
     worker_cap,
     worker_memory,
 )
-from lightning_gpuopt.tuning.live import LivePolicy, Seen
+from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
 from lightning_gpuopt.tuning.memory_watch import MemoryWatch
 from lightning_gpuopt.tuning.model import most_workers, receive_cost, taking
 from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt, first_workers
@@ -87,7 +87,7 @@ class FetchMeter:
     def begin(self, skip: int, window: int) -> None:
         """Let ``skip`` fetches pass, then look at ``window`` steps."""
         self.asleep = skip
-        self.seen: Seen | None = None
+        self.seen: LoaderStats | None = None
         self._window = window
         self._forget()
 
@@ -136,7 +136,7 @@ class FetchMeter:
             self.asleep = _NEVER
         return batch
 
-    def _close(self, workers: Any) -> Seen:
+    def _close(self, workers: Any) -> LoaderStats:
         steps = len(self._waits)
         # What a batch that lay ready took to take is no wait.
         taking_s = taking(self._ready) if self._ready else receive_cost(self._bytes)[1] if workers else 0.0
@@ -151,7 +151,7 @@ class FetchMeter:
         consumer_cpu_s = process_s / steps
         busy = fmean(self._busy) if self._busy else None
         step_s = own_s + fmean(self._waits)
-        return Seen(step_s, wait_s, busy, worker_cpu_s, consumer_cpu_s, self._bytes, self._tensors)
+        return LoaderStats(step_s, wait_s, busy, worker_cpu_s, consumer_cpu_s, self._bytes, self._tensors)
 
 
 class _Timed:

@@ -40,7 +40,7 @@ _DRAW_AT_ONCE: Final = (
 """Samplers that draw from a random state when they are iterated, and not again for each index."""
 
 _WRAPS: Final = (BatchSampler, ElasticBatchSampler)
-_MOST_S: Final = 1.0
+_MAX_S: Final = 1.0
 """So long a copy of an unknown sampler is iterated at most."""
 
 _MANY: Final = 100_000
@@ -54,10 +54,6 @@ def why_not_earlier(loader: DataLoader[Any]) -> str | None:
     """Why a map-style loader's sampler must be asked when it would have been; None where that is no matter.
 
     Of a sampler that is not torch's a copy is iterated, while the random states are put back afterwards.
-
-    Example::
-
-        >>> why_not_earlier(DataLoader(dataset, shuffle=True))
     """
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     while _iterates_as(sampler, _WRAPS) and hasattr(sampler, "sampler"):
@@ -116,7 +112,7 @@ def _held_by(sampler: Any, loader: DataLoader[Any]) -> Iterable[tuple[Any, Any]]
 
 def _exhaust(numbers: Iterable[Any], most: int) -> bool:
     """Iterate to the end, or so far; False where the time is up before."""
-    until = time.perf_counter() + _MOST_S
+    until = time.perf_counter() + _MAX_S
     seen = 0
     for number in numbers:
         seen += len(number) if isinstance(number, (list, tuple)) else 1

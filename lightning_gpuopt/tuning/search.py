@@ -18,7 +18,7 @@ from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.model import LoaderModel
 from lightning_gpuopt.tuning.workers import LimitedBy, Measured
 
-_MOST_TRIALS: Final = 12
+_MAX_TRIALS: Final = 12
 
 _BUSY: Final = 0.85
 """From this share on, a processor, or this process's one thread, counts as in use all the time."""
@@ -46,7 +46,7 @@ _MEASURED_TWICE: Final = 1.05
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SearchState:
     """Where a search stands.
 
     Attributes:
@@ -84,13 +84,6 @@ class Search:
     Args:
         cpus: CPUs for this loader and its consumer.
         tolerance: a gain below this share does not count.
-
-    Example::
-
-        search = Search(cpus=4.0)
-        while (workers := search.next_count(cap)) is not None:
-            search.seen.append(run_trial(..., workers))
-        search.choose(cap)
     """
 
     def __init__(self, cpus: float, tolerance: float = 0.05) -> None:
@@ -109,19 +102,19 @@ class Search:
         """
         if not self.seen:
             return 1
-        if len(self.seen) >= _MOST_TRIALS:
+        if len(self.seen) >= _MAX_TRIALS:
             return None
         if len(self._within(cap)) == 1:
             return self._second(cap.num_workers)
         untried = self._untried(cap)
         return self._again(cap) if untried is None and not in_haste else untried
 
-    def choose(self, cap: Cap) -> Choice:
+    def choose(self, cap: Cap) -> SearchState:
         """The smallest number that is as good as the best; where only one worker was tried, what the model says."""
         if len(self._within(cap)) == 1 and self._second(cap.num_workers) is not None:
             model = model_of(self.seen[0], self._cpus)
             needed = model.workers_needed(cap.num_workers)
-            return Choice(needed, "time", 1 / model.step_s(needed)[1])
+            return SearchState(needed, "time", 1 / model.step_s(needed)[1])
         chosen = self._enough(self._within(cap))
         number = chosen.trial.num_workers
         if self._is_fed(chosen) or _is_busy(chosen):
@@ -130,11 +123,11 @@ class Search:
             limited_by = "cpu"
         elif self._more_would_idle(chosen, cap):
             limited_by = "consumer"
-        elif len(self.seen) < _MOST_TRIALS and len(self.seen) > 1 and self._untried(cap) is not None:
+        elif len(self.seen) < _MAX_TRIALS and len(self.seen) > 1 and self._untried(cap) is not None:
             limited_by = "time"
         else:
             limited_by = cap.limited_by if number >= cap.num_workers else "cpu"
-        return Choice(number, limited_by, chosen.trial.batches_per_s)
+        return SearchState(number, limited_by, chosen.trial.batches_per_s)
 
     def _untried(self, cap: Cap) -> int | None:
         """A number that may be better than those that were tried."""

@@ -43,7 +43,7 @@ _KEPT: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class FirstLook:
+class WorkersCheck:
     """What a worker made of a loader.
 
     Attributes:
@@ -61,7 +61,7 @@ class FirstLook:
     making_s: float | None = None
 
 
-def look(loader: DataLoader[Any], *, longest_s: float, iterable: bool = False) -> FirstLook:
+def check_workers(loader: DataLoader[Any], *, longest_s: float, iterable: bool = False) -> WorkersCheck:
     """See whether workers can make a loader's batches, and gain anything by it.
 
     The loader, its dataset, its sampler and the random states are as before; what was read is in the page cache.
@@ -72,36 +72,36 @@ def look(loader: DataLoader[Any], *, longest_s: float, iterable: bool = False) -
         longest_s: seconds to wait for a batch.
     """
     if (method := forks(loader)) is not None:
-        return FirstLook(
+        return WorkersCheck(
             f"its workers would be started by {method!r}, which runs the program's script again: set num_workers there"
         )
     if not workers_can_run(loader):
-        return FirstLook("worker processes cannot share memory here")
+        return WorkersCheck("worker processes cannot share memory here")
     if (held := why_not_shared(loader, held_by(loader), workers=0)) is not None:
-        return FirstLook(held)
+        return WorkersCheck(held)
     try:
         sampling, again = _second_twice(check(loader, iterable))
-        looking = _Looking(own_collate(loader), loader, again)
+        looking = _CheckingCollate(own_collate(loader), loader, again)
         batches = first_batches(loader, sampling, looking, _BATCHES, longest_s)
     except OutOfTime:
-        return FirstLook(f"a worker process gave no batch within {longest_s:g} s")
+        return WorkersCheck(f"a worker process gave no batch within {longest_s:g} s")
     except Exception as error:  # such as CUDA in a forked process
-        return FirstLook(f"a worker process fails: {_first_line(error)}")
+        return WorkersCheck(f"a worker process fails: {_first_line(error)}")
     return _judged(loader, batches)
 
 
-def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]]) -> FirstLook:
+def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]]) -> WorkersCheck:
     drawn = {seen.drawn for _, seen in batches if seen.drawn is not None}
     shuffles = _shuffles(loader, drawn)
     read_s = [seen.read_s for number, (_, seen) in enumerate(batches) if number not in (0, *_AGAIN)]
     making_s = fmean(read_s) if read_s else None
     if (kept := _why_kept([seen for _, seen in batches])) is not None:
-        return FirstLook(kept, shuffles, bool(drawn), making_s)
+        return WorkersCheck(kept, shuffles, bool(drawn), making_s)
     taking_s = receive_cost(float(nbytes_of(batches[-1][0])))[1]
     if making_s is not None and making_s < taking_s:
         problem = f"a batch is made in {making_s * 1e3:.2g} ms, sooner than a worker process can hand it over"
-        return FirstLook(problem, shuffles, bool(drawn), making_s)
-    return FirstLook(None, shuffles, bool(drawn), making_s)
+        return WorkersCheck(problem, shuffles, bool(drawn), making_s)
+    return WorkersCheck(None, shuffles, bool(drawn), making_s)
 
 
 def _second_twice(sampling: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
@@ -161,7 +161,7 @@ class _Seen(NamedTuple):
     read_s: float
 
 
-class _Looking:
+class _CheckingCollate:
     """In place of a ``collate_fn``, in a worker: the batch, and what reading it has drawn, and has changed.
 
     Args:

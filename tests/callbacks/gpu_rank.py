@@ -1,13 +1,8 @@
-"""One rank of DDP runs under StallDetector on a simulated GPU, started by ``tests.helpers.run_ranks``.
-
-Prints what rank 0's report says as JSON.
-"""
+"""One rank of DDP runs under StallDetector on a simulated GPU."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
 import time
 import warnings
@@ -19,9 +14,10 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import StallDetector
+from lightning_gpuopt.detector.kernel_profiling import Profile
 from lightning_gpuopt.diagnosis import waterfall
-from tests.gpu_simulator import SimulatedGpu, SimulatedModule, Step, Work, simulated_gpu
-from tests.nvml_simulator import Simulator
+from tests.simulators.gpu import SimulatedGpu, SimulatedModule, Step, Work, simulated_gpu
+from tests.simulators.nvml import Simulator
 from tests.standstill import Standstill
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -93,10 +89,20 @@ def cases(gpu: SimulatedGpu) -> dict[str, tuple[SimulatedModule, list[Callback]]
     }
 
 
-def main(name: str) -> dict[str, Any]:
+def run(
+    name: str, profile: Profile, nvml_library: str | None = None, nvml_scenario: str | None = None
+) -> dict[str, Any]:
+    """What this rank's report says.
+
+    Args:
+        name: of the case.
+        profile: of StallDetector.
+        nvml_library: the built NVML simulator, where there is one.
+        nvml_scenario: its scenario's file.
+    """
     warnings.simplefilter("ignore")
-    if "NVML_SIM_LIBRARY" in os.environ:
-        Simulator(Path(os.environ["NVML_SIM_LIBRARY"]), Path(os.environ["NVML_SIM_SCENARIO"]))
+    if nvml_library is not None and nvml_scenario is not None:
+        Simulator(Path(nvml_library), Path(nvml_scenario))
         waterfall.ENOUGH_S = 1.0  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder, simulated_gpu(copy_s=0.0002) as gpu, Standstill() as standstill:
         model, callbacks = cases(gpu)[name]
@@ -106,7 +112,7 @@ def main(name: str) -> dict[str, Any]:
             window_size=20,
             warmup_steps=WARMUP_STEPS,
             report_dir=report_dir,
-            profile=os.environ["PROFILE"],  # type: ignore[arg-type]
+            profile=profile,
         )
         Trainer(
             **gpu.trainer_arguments(),
@@ -130,9 +136,3 @@ def main(name: str) -> dict[str, Any]:
         "stood_still_s": standstill.longest_s,
         "profiler_on": torch.autograd._profiler_enabled(),  # type: ignore[attr-defined]
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])), flush=True)
-    sys.stdout.flush()
-    os._exit(0)

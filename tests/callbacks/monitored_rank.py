@@ -1,13 +1,8 @@
-"""One rank of a DDP run under GpuUtilMonitor on the CPU, started by ``tests.helpers.run_ranks``.
-
-Prints what its logger was given, its summary and its warnings as JSON, for each of several runs.
-"""
+"""One rank of DDP runs under GpuUtilMonitor on the CPU."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -17,7 +12,7 @@ import pynvml
 
 from lightning_gpuopt import GpuUtilMonitor
 from tests.helpers import RecordingLogger, TinyModel, tiny_trainer, wait_for
-from tests.nvml_simulator import Simulator, error
+from tests.simulators.nvml import Simulator, error
 
 LAST_CALL = "nvmlDeviceGetUtilizationRates"
 
@@ -42,16 +37,12 @@ def fit(simulator: Simulator, devices: Any, max_steps: int = 4, lose_at: int | N
     return {"records": logger.records, "summary": monitor.summary(), "warnings": texts, **simulator_left}
 
 
-def main() -> None:
-    scenario = Path(os.environ["NVML_SIM_SCENARIO"])
-    simulator = Simulator(Path(sys.argv[1]), scenario)
+def run(library: str) -> dict[str, Any]:
+    """What this rank's logger was given, its summary and its warnings, for each of several runs."""
+    simulator = Simulator(Path(library), Path(os.environ["NVML_SIM_SCENARIO"]))
     rank = int(os.environ["LOCAL_RANK"])
     runs = {"own": fit(simulator, [rank]), "all": fit(simulator, "all")}
     runs["lost"] = fit(simulator, [rank], max_steps=6, lose_at=2 if rank == 1 else None)
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     runs["isolated"] = fit(simulator, [0])
-    print("\n" + json.dumps(runs), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return runs

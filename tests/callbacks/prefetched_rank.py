@@ -1,10 +1,7 @@
-"""One rank of DDP runs with and without CudaPrefetcher, started by ``tests.helpers.run_ranks``."""
+"""One rank of DDP runs with and without CudaPrefetcher."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from typing import Any
 
 import torch
@@ -12,7 +9,7 @@ from lightning.pytorch import Trainer, seed_everything
 
 from lightning_gpuopt import CudaPrefetcher
 from tests.callbacks.prefetch_setups import Model, leaves, loader
-from tests.gpu_simulator import SimulatedModule, Step, Work, simulated_gpu
+from tests.simulators.gpu import SimulatedModule, Step, Work, simulated_gpu
 
 QUIET: dict[str, Any] = {
     "logger": False,
@@ -30,8 +27,9 @@ class Ranked(Model):
         return self.layer(leaves(batch)[0]).pow(2).mean()
 
 
-def ddp(rank: int) -> object:
+def ddp() -> object:
     """Real DDP over gloo, on the CPU."""
+    torch.set_num_threads(1)
     seen = []
     for callbacks in ([], [CudaPrefetcher(enabled=True)]):
         seed_everything(5, verbose=False)
@@ -46,8 +44,9 @@ def ddp(rank: int) -> object:
     return seen
 
 
-def simulated(rank: int) -> object:
+def simulated() -> object:
     """The simulated GPU, whose host waits for it before each step, as under NCCL."""
+    torch.set_num_threads(1)
     seen = []
     for callbacks in ([], [CudaPrefetcher()]):
         with simulated_gpu(bandwidth=32 / 0.01) as gpu:
@@ -62,8 +61,3 @@ def simulated(rank: int) -> object:
             idle_s = gpu.ledger.idle_s(spans[10].start_s, spans[-1].end_s)
             seen.append(idle_s)
     return seen
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps({"ddp": ddp, "simulated": simulated}[sys.argv[1]](int(os.environ["RANK"]))))

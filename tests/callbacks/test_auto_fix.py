@@ -15,23 +15,35 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset
 from torch.utils.data._utils.pin_memory import pin_memory
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_gpuopt import AutoFix, CudaPrefetcher, NumWorkersFinder, StallDetector, StallReport
-from lightning_gpuopt._lightning import train_iterators
-from lightning_gpuopt.callbacks._fixed_loader import FixedLoader
-from lightning_gpuopt.callbacks._mending import Mending
+from lightning_gpuopt.autofix.loader import AdjustableLoader
+from lightning_gpuopt.autofix.trial import Evidence
+from lightning_gpuopt.compat.lightning import train_iterators
 from lightning_gpuopt.diagnosis.render.html import render_html
 from lightning_gpuopt.loading.loader import make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
-from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.running import RunningLoader
-from tests.callbacks.mended import FAST, SLOW, Model, Numbers, Run, Script, Shuffles, finding, loader, script, train
-from tests.gpu_simulator import SimulatedModule, Step, Work, simulated_gpu
-from tests.helpers import run_ranks, tiny_trainer, wait_for
+from tests.callbacks.auto_fix_runs import (
+    FAST,
+    SLOW,
+    Model,
+    Numbers,
+    Run,
+    Script,
+    Shuffles,
+    finding,
+    loader,
+    script,
+    train,
+)
+from tests.helpers import tiny_trainer, wait_for
+from tests.lanes import combinations
+from tests.ranks import run_ranks
+from tests.simulators.gpu import SimulatedModule, Step, Work, simulated_gpu
 from tests.standstill import undisturbed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpoint.*", "ignore:This DataLoader will create")
@@ -39,16 +51,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*checkpoint.*", "ignore:This Da
 
 SLOWER = Numbers(takes_s=0.002)
 """Makes a batch slower than a worker hands it over."""
-
-
-def full_from(monkeypatch: pytest.MonkeyPatch, look: int) -> None:
-    """From this look on, which comes once a window, memory is full with more than one worker."""
-    looks = itertools.count(1)
-
-    def no_longer_fits(running: RunningLoader) -> Cap | None:
-        return Cap(1, "memory") if next(looks) >= look and running.loader.num_workers > 1 else None
-
-    monkeypatch.setattr(RunningLoader, "no_longer_fits", no_longer_fits)
 
 
 class TestRunningWorkers:
@@ -65,42 +67,16 @@ class TestRunningWorkers:
         assert run.callbacks_after
         assert run.left == []
 
-    @pytest.mark.parametrize(
-        ("after", "why"),
-        [((0.012,), "no gain that could be told from noise"), ((0.0099,), "no gain that could be told from noise")],
-        ids=["slower", "too-small"],
-    )
-    def test_they_are_taken_back_where_it_is_not_proved(self, tmp_path, after, why):
+    @combinations("too-small", after={"slower": (0.012,), "too-small": (0.0099,)})
+    def test_they_are_taken_back_where_it_is_not_proved(self, tmp_path, after):
         run = Run(tmp_path, script([finding(num_workers=3)], *after), loader())
         assert run.changes == [("num_workers", 1, 3, False)]
-        assert run.why == [why]
+        assert run.why == ["no gain that could be told from noise"]
         counts = [len(pids) for pids in run.workers.pids]
         assert max(counts) == 3
         assert run.loader.num_workers == 1
         assert counts[-1] == 1
         assert run.same_as_without(tmp_path, loader())
-
-    def test_one_thing_at_a_time(self, tmp_path):
-        both = [finding(num_workers=2), finding("head_of_line", prefetch_factor=4)]
-        run = Run(tmp_path, Script([(SLOW, both)] * 5 + [(FAST, both[1:])]), loader())
-        assert run.changes == [("num_workers", 1, 2, True), ("prefetch_factor", 2, 4, False)]
-        assert run.loader.prefetch_factor == 2
-        assert run.same_as_without(tmp_path, loader())
-
-    def test_what_has_failed_is_not_tried_again(self, tmp_path):
-        run = Run(tmp_path, Script([(SLOW, [finding(num_workers=2)])]), loader())
-        assert run.changes == [("num_workers", 1, 2, False)]
-
-    def test_training_ends_before_it_is_proved(self, tmp_path):
-        run = Run(tmp_path, script([finding(num_workers=2)]), loader(), max_steps=12)
-        assert run.changes == [("num_workers", 1, 2, False)]
-        assert run.why == ["training ended before a gain was proved"]
-        assert run.loader.num_workers == 1
-
-    def test_only_what_may_be_changed(self, tmp_path):
-        run = Run(tmp_path, script([finding(num_workers=2)]), loader(), fixes=["pin_memory"])
-        assert run.changes == []
-        assert {len(pids) for pids in run.workers.pids} == {1}
 
 
 class TestFirstWorkers:
@@ -120,7 +96,7 @@ class TestFirstWorkers:
         assert run.same_as_without(tmp_path, loader(SLOWER, num_workers=0))
         assert (run.loader.num_workers, run.loader.prefetch_factor) == (0, None)
 
-    @pytest.mark.parametrize("draws", ["torch", "numpy", "random"])
+    @combinations("torch", draws=["torch", "numpy", "random"])
     def test_a_dataset_that_draws_random_numbers_keeps_its_process(self, tmp_path, draws):
         slow = script([finding("main_process_loading", num_workers=2)])
         run = Run(tmp_path, slow, loader(Numbers(draws=draws, takes_s=0.002), num_workers=0))
@@ -128,17 +104,6 @@ class TestFirstWorkers:
         assert "draws from the process's random state" in run.why[0]
         assert run.workers.pids == [[]] * 60
         assert run.same_as_without(tmp_path, loader(Numbers(draws=draws, takes_s=0.002), num_workers=0))
-
-    def test_in_the_last_epoch_they_are_advised(self, tmp_path):
-        run = Run(tmp_path, script([finding(num_workers=2)]), loader(SLOWER, num_workers=0), max_epochs=1)
-        assert run.changes == [("num_workers", 0, 2, None)]
-        assert run.why == ["it takes a new iterator of the loader, and this epoch is the last"]
-
-    def test_where_training_ends_first_that_is_said(self, tmp_path):
-        run = Run(tmp_path, script([finding(num_workers=2)]), loader(SLOWER, num_workers=0), max_steps=15)
-        assert run.changes == [("num_workers", 0, 2, None)]
-        assert run.why == ["training ended before it could take effect"]
-        assert run.loader.num_workers == 0
 
 
 class TestWorkersThatLiveOn:
@@ -158,6 +123,7 @@ class TestWorkersThatLiveOn:
         assert run.loader.persistent_workers is False
         wait_for(lambda: multiprocessing.active_children() == [])
 
+    @pytest.mark.matrix
     def test_a_dataset_that_changes_is_brought_to_new_workers(self, tmp_path, monkeypatch):
         _set_ups(monkeypatch, iter([1.0, 1.0, 1.0] + [0.1] * 9))
 
@@ -185,20 +151,6 @@ class TestWorkersThatLiveOn:
         wait_for(lambda: multiprocessing.active_children() == [])
         assert error.value.__traceback__ is not None
 
-    def test_a_dataset_with_epochs_of_its_own_is_left(self, tmp_path):
-        class Epochs(Numbers):
-            def set_epoch(self, epoch: int) -> None:
-                self.extra = epoch
-
-        run = Run(tmp_path, script([self.FOUND], before=12), loader(Epochs()))
-        assert run.changes == [("persistent_workers", False, True, None)]
-        assert run.why == ["Epochs has set_epoch(), which workers that live on would not hear of"]
-
-    def test_a_sampler_that_draws_as_it_likes_is_left(self, tmp_path):
-        run = Run(tmp_path, script([self.FOUND], before=12), loader(shuffle=False, sampler=Shuffles(40)))
-        assert run.changes == [("persistent_workers", False, True, None)]
-        assert "its sampler (Shuffles) draws random numbers" in run.why[0]
-
 
 class TestOtherSettings:
     def test_batches_ahead_come_with_the_next_epoch(self, tmp_path):
@@ -208,17 +160,12 @@ class TestOtherSettings:
         assert run.loader.prefetch_factor == 5
         assert run.same_as_without(tmp_path, loader())
 
+    @pytest.mark.matrix
     def test_of_workers_that_live_on_too(self, tmp_path):
         found = finding("head_of_line", prefetch_factor=5)
         run = Run(tmp_path, script([found], before=12), loader(persistent_workers=True))
         assert run.changes == [("prefetch_factor", 2, 5, True)]
         assert run.same_as_without(tmp_path, loader(persistent_workers=True))
-
-    def test_not_where_the_sampler_would_draw_earlier(self, tmp_path):
-        found = finding("head_of_line", prefetch_factor=5)
-        run = Run(tmp_path, script([found], before=12), loader(shuffle=False, sampler=Shuffles(40)))
-        assert run.changes == [("prefetch_factor", 2, 5, None)]
-        assert "its sampler (Shuffles) draws random numbers" in run.why[0]
 
     def test_pinning_comes_with_the_next_epoch(self, tmp_path):
         found = finding("host_to_device", pin_memory=True)
@@ -226,11 +173,6 @@ class TestOtherSettings:
         pins = type(pin_memory(("",))) is tuple  # torch 2.4 makes a list of it
         assert run.changes == [("pin_memory", False, True, True if pins else None)]
         assert run.loader.pin_memory is pins
-
-    def test_no_workers_instead_of_some_is_advised(self, tmp_path):
-        run = Run(tmp_path, script([finding("worker_transfer", num_workers=0)]), loader())
-        assert run.changes == [("num_workers", 1, 0, None)]
-        assert "training would be another" in run.why[0]
 
 
 class PerIndex(RandomSampler):
@@ -286,15 +228,14 @@ class ChangesIt(Callback):
 
 
 class TestOrderAndSamplesStay:
-    @pytest.mark.parametrize("workers", [0, 1])
-    @pytest.mark.parametrize(
-        "sampler",
-        [
-            lambda: Shuffles(40),
-            lambda: PerIndex(range(40)),
-            lambda: RandomSampler(range(40), replacement=True, generator=torch.default_generator),
-        ],
-        ids=["own", "derived", "default-generator"],
+    @combinations(
+        "own-1 derived-0 default-generator-1",
+        sampler={
+            "own": lambda: Shuffles(40),
+            "derived": lambda: PerIndex(range(40)),
+            "default-generator": lambda: RandomSampler(range(40), replacement=True, generator=torch.default_generator),
+        },
+        workers=[0, 1],
     )
     def test_of_samplers_that_draw_for_each_index(self, tmp_path, workers, sampler):
         def made() -> Any:
@@ -330,6 +271,7 @@ class TestOrderAndSamplesStay:
         assert run.changes == [("num_workers", 0, 2, None)]
         assert run.why == ["the dataset changes while training runs, and workers would keep the old one"]
 
+    @pytest.mark.matrix
     def test_of_a_nested_dataset_whose_workers_were_kept(self, tmp_path, monkeypatch):
         _set_ups(monkeypatch, iter([1.0, 1.0, 1.0] + [0.1] * 9))
 
@@ -342,16 +284,7 @@ class TestOrderAndSamplesStay:
         assert run.changes == [("persistent_workers", False, True, True)]
         assert [min(run.model.seen[start : start + 40]) // 100 for start in range(0, 320, 40)] == [0] * 6 + [1] * 2
 
-    def test_of_a_dataset_in_a_subset_that_has_epochs(self, tmp_path):
-        class Epochs(Numbers):
-            def set_epoch(self, epoch: int) -> None:
-                self.extra = epoch
-
-        made = loader(Subset(Epochs(), range(40)))
-        run = Run(tmp_path, script([TestWorkersThatLiveOn.FOUND], before=30), made, max_epochs=5)
-        assert run.changes == [("persistent_workers", False, True, None)]
-        assert "has set_epoch()" in run.why[0]
-
+    @pytest.mark.matrix
     def test_of_a_dataset_that_cannot_be_looked_into(self, tmp_path):
         dataset = Numbers()
         dataset.closed = Closed()
@@ -369,51 +302,7 @@ class TestOrderAndSamplesStay:
         assert "may draw" not in "".join(run.why)
 
 
-class Stream(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Any:
-        return iter(torch.zeros(40, 2))
-
-
-class Keeps(DataLoader[torch.Tensor]):
-    """Somebody's own loader with a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
 class TestWhatStartingWorkersCosts:
-    def test_a_change_whose_epochs_begin_too_slowly_is_taken_back(self, tmp_path):
-        run = Run(tmp_path, script([finding(num_workers=2)], epochs_s=[0.0, 0.5]), loader(SLOWER))
-        assert run.changes == [("num_workers", 1, 2, False)]
-        assert run.why == ["starting the workers takes longer than they save"]
-        assert run.autofix.changes[0].measured < 1
-        assert run.loader.num_workers == 1
-
-    def test_also_where_it_was_kept_before_an_epoch_began_with_it(self, tmp_path):
-        detector = script([finding(num_workers=2)], epochs_s=[0.0, 0.5])
-        run = Run(tmp_path, detector, loader(Numbers(160, takes_s=0.002)))
-        assert run.changes == [("num_workers", 1, 2, False)]
-        assert run.why == ["starting the workers takes longer than they save"]
-        assert run.loader.num_workers == 1
-        assert run.same_as_without(tmp_path, loader(Numbers(160)))
-
-    def test_a_start_that_is_paid_for_is_kept(self, tmp_path):
-        detector = script([finding(num_workers=2)], epochs_s=[0.0, 0.01])
-        run = Run(tmp_path, detector, loader(Numbers(160, takes_s=0.002)))
-        assert run.changes == [("num_workers", 1, 2, True)]
-
-    def test_workers_that_are_not_forked_are_tried_only_where_they_pay(self, tmp_path):
-        found = finding(num_workers=3)
-        # 20 steps of 10 ms an epoch: more workers save 0.1 s in each of the two that are left
-        made = loader(multiprocessing_context="spawn", persistent_workers=True)
-        run = Run(tmp_path, script([found], epochs_s=[30.0]), made)
-        assert run.changes == [("num_workers", 1, 3, None)]
-        assert run.why == ["starting the workers takes longer than they save"]
-        assert "not tried" in str(run.detector.report)
-
     @pytest.mark.matrix
     def test_workers_that_are_not_forked_come_with_persistence(self, tmp_path):
         found = finding(num_workers=2)
@@ -427,32 +316,6 @@ class TestWhatStartingWorkersCosts:
 
 
 class TestWhatIsLeftAlone:
-    @pytest.mark.parametrize(
-        ("made", "why"),
-        [
-            (lambda: [loader(), loader()], "there are several training loaders"),
-            (lambda: StatefulDataLoader(Numbers(), 2, num_workers=1), "AutoFix leaves a StatefulDataLoader alone"),
-            (
-                lambda: Keeps(Numbers(), 2, num_workers=1),
-                "the state of a Keeps holds for the settings that it began with",
-            ),
-            (lambda: DataLoader(Stream(), 2, num_workers=1), "AutoFix leaves an IterableDataset alone"),
-        ],
-        ids=["several", "stateful", "with-a-state", "iterable"],
-    )
-    def test_a_loader_that_cannot_be_changed(self, tmp_path, made, why):
-        autofix, detector = AutoFix(), script([finding(num_workers=3)])
-
-        class Any2(Model):
-            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-                return super().training_step(batch if isinstance(batch, torch.Tensor) else batch[0], batch_idx)
-
-        trainer = tiny_trainer(tmp_path, max_steps=20, callbacks=[autofix, detector])
-        trainer.fit(Any2(), made())
-        assert [(each.setting, each.kept) for each in autofix.changes] == [("num_workers", None)]
-        assert why in autofix.changes[0].why
-        assert autofix.changes[0].from_ is not None
-
     def test_what_another_callback_of_the_users_does(self, tmp_path):
         run = Run(tmp_path, script([finding(num_workers=2)]), loader(), callbacks=(NumWorkersFinder("off"),))
         assert run.changes == []
@@ -506,7 +369,7 @@ class TestWhenThingsGoWrong:
             def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
                 self.steps.append(args[-1])
 
-        monkeypatch.setattr(FixedLoader, "step_done", broken)
+        monkeypatch.setattr(AdjustableLoader, "step_done", broken)
         autofix, behind = AutoFix(report_dir=tmp_path), Behind()
         with pytest.warns(UserWarning, match="AutoFix disables itself, training goes on: ValueError: ours"):
             _, trainer = train(tmp_path, loader(Numbers(200)), [autofix, behind], max_epochs=1)
@@ -515,6 +378,7 @@ class TestWhenThingsGoWrong:
         assert (tmp_path / "report.json").is_file()
         assert "process_dataloader" not in vars(trainer.strategy)
 
+    @pytest.mark.matrix
     def test_what_is_taken_back_in_the_last_epoch_is_the_loader_s_again(self, tmp_path):
         found = [finding("head_of_line", prefetch_factor=5)]
         run = Run(tmp_path, Script([(SLOW, found)]), loader(), max_epochs=2)
@@ -546,13 +410,6 @@ class TestWhenThingsGoWrong:
         ]
         assert run.loader.num_workers == 1
 
-    def test_workers_for_which_there_is_no_room_any_longer_go(self, tmp_path, monkeypatch):
-        full_from(monkeypatch, 14)
-        run = Run(tmp_path, script([finding(num_workers=2)]), loader())
-        assert run.changes == [("num_workers", 1, 2, True), ("num_workers", 2, 1, True)]
-        assert run.why == ["", "for more workers there is no room any longer, limited by memory"]
-        assert run.loader.num_workers == 1
-
     def test_a_worker_that_never_gave_a_batch_is_a_note(self, tmp_path, monkeypatch):
         looks = itertools.count(1)
         monkeypatch.setattr(RunningLoader, "gives_up_growing", lambda running: next(looks) == 14)
@@ -562,28 +419,6 @@ class TestWhenThingsGoWrong:
             "AutoFix starts workers at the beginning of an epoch only: a worker that was started in mid-epoch never "
             "gave a batch."
         ) in run.detector.report.notes
-
-    def test_what_is_tried_meanwhile_is_not_judged_by_windows_with_other_workers(self, tmp_path, monkeypatch):
-        full_from(monkeypatch, 12)
-        found = [(SLOW, [finding(num_workers=2)])] * 5 + [(FAST, [finding("head_of_line", prefetch_factor=4)])]
-        run = Run(tmp_path, Script(found), loader(Numbers(80)))
-        assert run.changes == [
-            ("num_workers", 1, 2, True),
-            ("prefetch_factor", 2, 4, False),
-            ("num_workers", 2, 1, True),
-        ]
-        assert run.why[1] == "the number of workers has changed meanwhile"
-        assert (run.loader.num_workers, run.loader.prefetch_factor) == (1, 2)
-
-    def test_a_fault_of_its_own_ends_no_training(self, tmp_path, monkeypatch):
-        def broken(self: Any) -> None:
-            raise ValueError("ours")
-
-        monkeypatch.setattr(FixedLoader, "step_done", broken)
-        with pytest.warns(UserWarning, match="disables itself, training goes on: ValueError: ours"):
-            run = Run(tmp_path, script([finding(num_workers=2)]), loader())
-        assert len(run.model.seen) == 120
-        assert run.changes == []
 
     @pytest.mark.parametrize(
         ("arguments", "error"),
@@ -644,6 +479,7 @@ class Slow(Dataset[torch.Tensor]):
         return torch.full((2,), float(index))
 
 
+@pytest.mark.timed
 class TestInARealRun:
     def test_workers_that_are_too_few_become_more(self, tmp_path):
         def run() -> tuple[AutoFix, DataLoader[Any]]:
@@ -670,7 +506,7 @@ class TestInARealRun:
 
 
 def test_rank_0_decides_and_all_apply():
-    first, second = run_ranks("tests.callbacks.mended_rank", "grow", 2)
+    first, second = run_ranks("tests.callbacks.auto_fix_rank:grow", 2)
     assert first["changes"] == [["num_workers", 1, 2, True]]
     assert second["changes"] == []
     assert first["workers"] == second["workers"] == [1, 2]
@@ -686,7 +522,7 @@ def test_the_users_prefetcher_is_left(tmp_path):
 
 def _set_ups(monkeypatch: pytest.MonkeyPatch, pauses: Any) -> None:
     """Have the set-up of each epoch take so long, as AutoFix sees it."""
-    original = Mending._note_pauses
+    original = Evidence.note_set_ups
     told: list[float] = []
 
     def note(self: Any, setup_s: float, epochs: int) -> None:
@@ -694,7 +530,7 @@ def _set_ups(monkeypatch: pytest.MonkeyPatch, pauses: Any) -> None:
             told.append(next(pauses))
         original(self, sum(told), epochs)
 
-    monkeypatch.setattr(Mending, "_note_pauses", note)
+    monkeypatch.setattr(Evidence, "note_set_ups", note)
 
 
 def test_no_path_is_left_in_the_working_folder(tmp_path, monkeypatch):

@@ -14,8 +14,9 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_gpuopt import CudaPrefetcher, NumWorkersFinder, StallDetector
 from tests.callbacks.prefetch_setups import SETUPS, Model, leaves, loader, plain, setup_of
-from tests.gpu_simulator import simulated_gpu
 from tests.helpers import RecordingLogger
+from tests.lanes import combinations, few
+from tests.simulators.gpu import simulated_gpu
 
 QUIET: dict[str, Any] = {
     "enable_checkpointing": False,
@@ -81,16 +82,15 @@ def run(name: str, folder: Path, where: str, prefetcher: CudaPrefetcher | None) 
     }
 
 
-ONLY_ON_CPU = "sparse"
+NOT_SIMULATED = ("sparse", "gpu")
 """The simulated GPU has no sparse tensors."""
 
-RUNS = [
-    *[pytest.param(name, "gpu", id=f"{name}-gpu") for name in SETUPS if name != ONLY_ON_CPU],
-    *[
-        pytest.param(name, "cpu", id=f"{name}-cpu", marks=() if name in ("plain", ONLY_ON_CPU) else pytest.mark.matrix)
-        for name in SETUPS
-    ],
-]
+RUNS = few(
+    "plain-cpu sparse-cpu plain-gpu combined-cycle-equal-gpu accumulate-gpu stateful-gpu unsized-gpu lmdb-gathered-gpu "
+    "should-stop-gpu in-place-gpu transfer-draws-later-gpu depth-3-gpu shuffled-persistent-gpu no-workers-gpu "
+    "predict-gpu rest-of-epoch-left-gpu drawing-sampler-gpu",
+    {f"{name}-{where}": (name, where) for where in ("gpu", "cpu") for name in SETUPS if (name, where) != NOT_SIMULATED},
+)
 
 
 @pytest.mark.parametrize(("name", "where"), RUNS)
@@ -110,7 +110,7 @@ def test_nothing_else_changes(name: str, where: str, tmp_path: Path) -> None:
         assert stats["staged"] == 0
 
 
-@pytest.mark.parametrize("prefetcher_is_first", [True, False])
+@combinations("True", prefetcher_is_first=[True, False])
 def test_beside_the_other_callbacks(prefetcher_is_first: bool, tmp_path: Path) -> None:
     """A finder that changes the workers, and a detector that wraps the loader: the samples and weights stay."""
 

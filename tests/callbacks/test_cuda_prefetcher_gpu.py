@@ -18,11 +18,11 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpuopt import CudaPrefetcher, StallDetector, StallReport
-from lightning_gpuopt._lightning import train_iterators
-from lightning_gpuopt._torch_loader import in_the_making
-from tests.gpu_simulator import Activity, SimulatedGpu, SimulatedModule, Step, Work, simulated_gpu
+from lightning_gpuopt.compat.dataloader import in_the_making
+from lightning_gpuopt.compat.lightning import train_iterators
 from tests.helpers import wait_for
-from tests.simulated_time import SimulatedTime
+from tests.simulators.gpu import Activity, SimulatedGpu, SimulatedModule, Step, Work, simulated_gpu
+from tests.simulators.simulated_time import SimulatedTime
 
 STEPS = 30
 COPY_S = 0.01
@@ -181,6 +181,7 @@ class TestTheCopy:
         assert model.addresses.count(model.addresses[3]) == 2  # batches 1 and 3, and none after that
         assert len({each.address for each in copies(gpu)}) == 3
 
+    @pytest.mark.timed
     def test_is_hidden_where_all_batches_are_kept_and_each_comes_during_the_step(self, real_gpu: SimulatedGpu) -> None:
         class Keeps(Model):
             def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -192,6 +193,7 @@ class TestTheCopy:
         began_late = [n for n in range(2, STEPS) if made[n].start_s >= kernels(real_gpu, n - 1)[-1].end_s]
         assert len(began_late) < STEPS / 2  # all of them, when a copy waits for the step before it
 
+    @pytest.mark.timed
     def test_is_hidden_even_where_the_batch_comes_during_the_step(self, real_gpu: SimulatedGpu) -> None:
         """The step's work is issued, the next batch comes, then a hook of the module waits for the GPU."""
 
@@ -342,9 +344,9 @@ class TestMemory:
     def test_a_batch_that_is_on_its_way_when_memory_ends_is_moved_once(
         self, gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from lightning_gpuopt.prefetch.transfer import Mover
+        from lightning_gpuopt.prefetch.transfer import TransferPipeline
 
-        plain, calls, moved = Mover.stage, [0], [0]
+        plain, calls, moved = TransferPipeline.stage, [0], [0]
 
         def stage(self: Any, *args: Any) -> Any:
             calls[0] += 1
@@ -356,7 +358,7 @@ class TestMemory:
             moved[0] += 1
             return [each.to(device) for each in batch]
 
-        monkeypatch.setattr(Mover, "stage", stage)
+        monkeypatch.setattr(TransferPipeline, "stage", stage)
         model = Model(gpu, Step())
         model.transfer_batch_to_device = move  # type: ignore[method-assign]
         with pytest.warns(UserWarning, match="no memory left"):
@@ -419,7 +421,7 @@ class TestWithStallDetector:
 
             class Look(Callback):
                 def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-                    times.append(detector._run.timeline.times())  # type: ignore[union-attr]
+                    times.append(detector._session.timeline.times())  # type: ignore[union-attr]
 
             fit(real_gpu, model, CudaPrefetcher(), detector, Look())
         assert detector.report.verdict == "slow_storage"

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from lightning_gpuopt import CudaPrefetcher
 from tests.callbacks.prefetch_setups import Before, Hook, IteratesItself, Model, loader, samples
 from tests.callbacks.test_cuda_prefetcher import described
-from tests.gpu_simulator import DeviceTensor, rank_environment, simulated_gpu
-from tests.helpers import run_ranks
+from tests.ranks import run_ranks
+from tests.simulators.gpu import DeviceTensor, rank_environment, simulated_gpu
 
 QUIET: dict[str, Any] = {
     "logger": False,
@@ -108,10 +108,10 @@ class TestItDisablesItself:
     def test_for_another_lightning(
         self, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from lightning_gpuopt import _lightning_loops
+        from lightning_gpuopt.compat import lightning_loops
 
-        plain = _lightning_loops.missing_names
-        monkeypatch.setattr(_lightning_loops, "missing_names", lambda *args: plain(*args) or name)
+        plain = lightning_loops.missing_names
+        monkeypatch.setattr(lightning_loops, "missing_names", lambda *args: plain(*args) or name)
         prefetcher = CudaPrefetcher(enabled=True)
         Trainer(**QUIET, accelerator="cpu", max_epochs=1, callbacks=[prefetcher]).fit(Model(), loader())
         assert lines(caplog) == [f"CudaPrefetcher disables itself: this Lightning has no {name}."]
@@ -262,14 +262,16 @@ class Other(CudaPrefetcher):
 
 
 class TestSeveralRanks:
+    @pytest.mark.matrix
     def test_over_gloo_nothing_changes(self) -> None:
-        for rank in run_ranks("tests.callbacks.prefetched_rank", "ddp", 2):
+        for rank in run_ranks("tests.callbacks.prefetched_rank:ddp", 2):
             without, with_it, staged = rank
             assert without == with_it
             assert staged == 8
 
+    @pytest.mark.timed
     def test_the_copy_is_hidden_though_each_step_waits_for_the_gpu(self, tmp_path: Path) -> None:
         for without_s, with_s in run_ranks(
-            "tests.callbacks.prefetched_rank", "simulated", 2, rank_environment(tmp_path, 2)
+            "tests.callbacks.prefetched_rank:simulated", 2, env=rank_environment(tmp_path, 2)
         ):
             assert with_s < without_s - 0.5 * 14 * 0.01

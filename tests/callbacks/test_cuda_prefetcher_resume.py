@@ -15,6 +15,7 @@ from lightning_gpuopt import CudaPrefetcher
 from tests.callbacks.prefetched_process import KINDS, keeps_all, train
 from tests.callbacks.test_cuda_prefetcher import described
 from tests.fork_server import run_module
+from tests.lanes import combinations
 
 KILLED_AT = 10
 
@@ -23,7 +24,7 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@combinations("stateful-0 lmdb-0", kind=KINDS)
 def test_killed_at_any_step_it_goes_on_as_if_it_had_not_been(kind: str, tmp_path: Path) -> None:
     expected = train(kind, tmp_path)
     killed = run_module("tests.callbacks.prefetched_process", [kind, str(tmp_path), str(KILLED_AT)])

@@ -18,13 +18,14 @@ from skimage import data as pictures
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpuopt import CudaPrefetcher, DALIDataModule, NumWorkersFinder, StallDetector, StallReport
-from lightning_gpuopt._measured import HostActivity, PipelineTimes
-from lightning_gpuopt.callbacks._observed_fit import ObservedFit
 from lightning_gpuopt.dali.loader import DALILoader
+from lightning_gpuopt.detector.session import DetectorSession
 from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.measurements.host import HostActivity
+from lightning_gpuopt.measurements.loading import PipelineTimes
 from lightning_gpuopt.telemetry.host import HostWatch
-from tests.gpu_simulator import DeviceTensor, SimulatedGpu, simulated_gpu
 from tests.helpers import tiny_trainer
+from tests.simulators.gpu import DeviceTensor, SimulatedGpu, simulated_gpu
 
 IMAGES, BATCH, CROP = 24, 4, 32
 STEPS = 16
@@ -259,16 +260,16 @@ class TestStallDetector:
     def test_the_work_of_a_rank_counts_the_threads(
         self, tmp_path: Path, folder: Path, counts: Callable[[PipelineTimes], None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from lightning_gpuopt.callbacks._steady_part import work_of
+        from lightning_gpuopt.detector.accumulator import work_of
 
         works: list[Any] = []
-        stop = ObservedFit.stop
+        stop = DetectorSession.stop
 
-        def stopped(self: ObservedFit) -> None:
+        def stopped(self: DetectorSession) -> None:
             works.append(work_of(0, self._measured(), forward=False))
             stop(self)
 
-        monkeypatch.setattr(ObservedFit, "stop", stopped)
+        monkeypatch.setattr(DetectorSession, "stop", stopped)
         counts(PipelineTimes(1, 0.5, 0.25, 1.0, 0.5, 3.0))
         fit(tmp_path, data(folder), detector())
         assert works[0].loader_s == 2.0  # 1 s of reading and 3 s of decoding on two threads

@@ -26,7 +26,7 @@ from lightning_gpuopt import GpuUtilMonitor
 from lightning_gpuopt.callbacks import gpu_util_monitor
 from lightning_gpuopt.telemetry import nvml_thread
 from tests.helpers import RecordingLogger, TinyModel, final_weights, tiny_trainer, wait_for
-from tests.nvml_simulator import Gpu, Simulator, error, hang, mig_instance, slow
+from tests.simulators.nvml import Gpu, Simulator, error, hang, mig_instance, slow
 
 LAST_CALL = "nvmlDeviceGetUtilizationRates"
 FAST = 0.001
@@ -446,6 +446,7 @@ def test_calls_that_take_300_ms_do_not_hold_training(simulator, tmp_path):
     assert simulator.references == 0
 
 
+@pytest.mark.matrix
 def test_nvml_that_is_slow_throughout_holds_fit_for_three_seconds_at_most_and_is_not_said_to_hang(
     simulator, tmp_path, told
 ):

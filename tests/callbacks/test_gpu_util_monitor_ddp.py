@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import run_ranks
-from tests.nvml_simulator import Gpu, Simulator
+from tests.ranks import run_ranks
+from tests.simulators.nvml import Gpu, Simulator
 
 BOTH = {
     "gpu/0/utilization": 90.0,
@@ -25,7 +25,7 @@ def ranks(simulator_library, tmp_path_factory) -> list[Mapping[str, Any]]:
     simulator = Simulator(simulator_library, tmp_path_factory.mktemp("ddp") / "scenario.txt")
     simulator.machine(Gpu(utilization=90), Gpu(utilization=50))
     env = {name: value for name, value in simulator.environment().items() if not name.startswith("CUDA_")}
-    return run_ranks("tests.callbacks.monitored_rank", str(simulator_library), 2, env)
+    return run_ranks("tests.callbacks.monitored_rank:run", 2, env=env, library=str(simulator_library))
 
 
 def test_rank_0_logs_the_gpus_of_all_ranks_and_their_imbalance(ranks):

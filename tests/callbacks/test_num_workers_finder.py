@@ -9,7 +9,6 @@ import queue
 import random
 import signal
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,19 +32,21 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_gpuopt import _torch_loader
-from lightning_gpuopt._lightning import train_iterators, train_loaders
-from lightning_gpuopt.callbacks import _tuned_loader
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
+from lightning_gpuopt.compat import dataloader
+from lightning_gpuopt.compat.lightning import train_iterators, train_loaders
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.gather import Gather
 from lightning_gpuopt.tuning import caps, resize, running, without_workers
-from lightning_gpuopt.tuning.live import LivePolicy, Seen
+from lightning_gpuopt.tuning import loader as loader_module
+from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
 from lightning_gpuopt.tuning.running import FetchMeter, RunningLoader
 from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
 from tests.datamodules.training import EPOCHS, Notes, build
-from tests.helpers import FEATURES, Clock, RecordingLogger, TinyModel, run_ranks, tiny_trainer, wait_for
+from tests.helpers import FEATURES, RecordingLogger, TinyModel, tiny_trainer, wait_for
+from tests.lanes import combinations
+from tests.ranks import run_ranks
 from tests.shared_memory import shared_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -110,7 +111,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> dict[Any, int]:
     """What the policy decides: for (workers now), the workers to have; others stay. Windows are of two steps."""
     decisions: dict[Any, int] = {}
 
-    def decide(self: LivePolicy, seen: Seen, cap: caps.Cap) -> int:
+    def decide(self: LivePolicy, seen: LoaderStats, cap: caps.Cap) -> int:
         self._trials[self.num_workers] = Trial(self.num_workers, 10.0 * max(self.num_workers, 1), 0.0)
         wanted = decisions.get(self.num_workers, self.num_workers)
         if wanted == self.num_workers:
@@ -170,9 +171,9 @@ class Counts(Callback):
 @pytest.mark.parametrize(
     ("workers", "kwargs", "decisions", "last"),
     [
-        (1, {}, {1: 4, 4: 2}, 2),
+        pytest.param(1, {}, {1: 4, 4: 2}, 2, marks=pytest.mark.matrix),
         (1, {"persistent_workers": True}, {1: 4, 4: 2}, 2),
-        (3, {}, {3: 1}, 1),
+        pytest.param(3, {}, {3: 1}, 1, marks=pytest.mark.matrix),
     ],
 )
 def test_batches_weights_and_random_state_are_as_without(
@@ -219,6 +220,7 @@ def test_the_choice_is_said_and_logged_once(
     assert [trial.num_workers for trial in finder.trials] == [1, 4]
 
 
+@pytest.mark.matrix
 def test_each_loader_has_its_own_number_and_validation_is_left_alone(tmp_path: Path, script: dict[Any, int]) -> None:
     script.update({1: 3})
     first, second, validation = loader(1), loader(2, length=100), loader(1)
@@ -236,10 +238,11 @@ def test_each_loader_has_its_own_number_and_validation_is_left_alone(tmp_path: P
     assert tuned["batches"] == plain["batches"]
 
 
+@pytest.mark.matrix
 def test_where_the_iterator_is_not_as_expected_the_next_epoch_changes(
     tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch_loader, "WORKER_LOOP", [])
+    monkeypatch.setattr(dataloader, "WORKER_LOOP", [])
     script[1] = 3
     for persistent in (False, True):
         plain = fit(tmp_path, Model(loader(persistent_workers=persistent)))
@@ -275,7 +278,7 @@ def test_a_stream_is_left_alone_unless_asked_for(
 def test_a_loader_that_gathers_without_workers_stays_so() -> None:
     source = loader(0)
     vars(source)["dataset"] = Gather.__new__(Gather)
-    reason = _tuned_loader.why_left_alone(source, _tuned_loader.Options("live", None, None, 1.0, 0.05, False))
+    reason = loader_module.why_left_alone(source, loader_module.FinderOptions("live", None, None, 1.0, 0.05, False))
     assert reason == "a loader alone that gathers its batches faster without workers"
 
 
@@ -351,7 +354,7 @@ def test_a_probe_goes_before_training(tmp_path: Path, monkeypatch: pytest.Monkey
         trials = Trial(1, 10.0, 0.1), Trial(3, 25.0, 0.0), Trial(3, 20.0, 0.0)
         return NumWorkersResult(3, trials, "consumer", 25.0, 4, False, True)
 
-    monkeypatch.setattr(_tuned_loader, "find_num_workers", find)
+    monkeypatch.setattr(loader_module, "find_num_workers", find)
     source, counts = loader(), Counts()
     finder = NumWorkersFinder("probe", step_time_s=0.04, max_num_workers=8, max_seconds=5, tolerance=0.1)
     fit(tmp_path, Model(source), finder, counts)
@@ -417,32 +420,11 @@ def test_a_dataset_that_wants_other_keys_trains_without_trials(tmp_path: Path) -
 
 def test_trials_that_see_nothing_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = NumWorkersResult(1, (), "time")
-    monkeypatch.setattr(_tuned_loader, "find_num_workers", lambda *args: nothing)
+    monkeypatch.setattr(loader_module, "find_num_workers", lambda *args: nothing)
     source, finder = loader(2), NumWorkersFinder("probe", step_time_s=0.01)
     with pytest.warns(UserWarning, match="goes on with num_workers=2: not one batch came within max_seconds=10"):
         fit(tmp_path, Model(source), finder, max_epochs=1)
     assert source.num_workers == 2
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "reason"),
-    [
-        ({"timeout": 60}, "the first batches of new workers may take longer than the loader's timeout=60"),
-        ({"multiprocessing_context": "spawn"}, "workers started by 'spawn' take seconds"),
-    ],
-)
-def test_where_training_would_wait_for_new_workers_the_next_epoch_changes(kwargs: dict[str, Any], reason: str) -> None:
-    source = loader(**kwargs)
-    running = RunningLoader(source, LivePolicy(1, cpus=1.0))
-    assert reason in (running._why_not_live() or "")
-    if "timeout" in kwargs:
-        iterator = running.new_iterator(source._get_iterator)
-        next(iterator)
-        running.follow(iterator)
-        assert reason in (running.problem or "")
-        assert running.apply(3) == 3
-        assert (iterator._num_workers, running.loader.num_workers) == (1, 3)
-        iterator._shutdown_workers()
 
 
 class InTraining(Callback):
@@ -455,6 +437,7 @@ class InTraining(Callback):
         self.counts.append(train_iterators(trainer)[0]._num_workers)
 
 
+@pytest.mark.matrix
 def test_a_validation_with_the_same_loader_is_not_what_is_tuned(tmp_path: Path, script: dict[Any, int]) -> None:
     script[1] = 3
     source, counts = loader(), InTraining()
@@ -467,8 +450,8 @@ def test_a_validation_with_the_same_loader_is_not_what_is_tuned(tmp_path: Path, 
 
 def test_a_killed_worker_ends_training_as_ever() -> None:
     finder = NumWorkersFinder()
-    assert finder._passes(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
-    assert not finder._passes(RuntimeError("ours"))
+    assert finder._is_user_error(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
+    assert not finder._is_user_error(RuntimeError("ours"))
 
 
 def test_an_error_of_ours_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,6 +465,7 @@ def test_an_error_of_ours_does_not_end_training(tmp_path: Path, monkeypatch: pyt
     assert len(model.batches) == 160
 
 
+@pytest.mark.matrix
 def test_new_loaders_of_the_next_epoch_go_on_with_the_number(tmp_path: Path, script: dict[Any, int]) -> None:
     script[1] = 3
     counts, finder = InTraining(), NumWorkersFinder()
@@ -497,10 +481,11 @@ class Reloading(Model):
         return loader()
 
 
+@pytest.mark.matrix
 def test_a_change_that_waits_for_the_next_epoch_passes_on_to_its_new_loader(
     tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch_loader, "WORKER_LOOP", [])
+    monkeypatch.setattr(dataloader, "WORKER_LOOP", [])
     script.update({1: 3, 3: 5})
     counts = InTraining()
     with pytest.warns(UserWarning, match="num_workers is 3 from the next epoch on"):
@@ -508,6 +493,7 @@ def test_a_change_that_waits_for_the_next_epoch_passes_on_to_its_new_loader(
     assert [counts.counts[step] for step in (0, 79, 80, 159, 160, 239)] == [1, 1, 3, 3, 5, 5]
 
 
+@pytest.mark.matrix
 def test_a_loader_that_a_search_for_a_learning_rate_has_used_is_let_go(tmp_path: Path, script: dict[Any, int]) -> None:
     script[1] = 3
     model, finder, counts = Reloading(), NumWorkersFinder(), Counts()
@@ -520,6 +506,7 @@ def test_a_loader_that_a_search_for_a_learning_rate_has_used_is_let_go(tmp_path:
     assert {index: choice.num_workers for index, choice in finder.choices.items()} == {0: 3}
 
 
+@pytest.mark.matrix
 def test_a_resume_in_mid_epoch_knows_the_new_loader_of_the_next(tmp_path: Path, script: dict[Any, int]) -> None:
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=20, save_top_k=-1)
     fit(tmp_path, Reloading(), checkpoint, enable_checkpointing=True, max_epochs=1)
@@ -536,7 +523,7 @@ class Wrapped(DataLoader[Any]):
         yield from super().__iter__()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@combinations("0", workers=[0, 1])
 def test_a_loader_that_wraps_its_iterator_is_left_alone(
     tmp_path: Path, script: dict[Any, int], caplog: pytest.LogCaptureFixture, workers: int
 ) -> None:
@@ -610,6 +597,7 @@ def test_an_error_of_the_sampler_ends_training_as_ever(tmp_path: Path, script: d
         )
 
 
+@pytest.mark.matrix
 def test_an_error_of_the_sampler_that_training_does_not_come_to_is_none(tmp_path: Path, script: dict[Any, int]) -> None:
     def run(*callbacks: Callback) -> Any:
         source = DataLoader(Numbers(), batch_sampler=Ends(), num_workers=1, persistent_workers=True)
@@ -630,8 +618,7 @@ class AfterSetup(SingleDeviceStrategy):
         return True
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"timeout": 60}])
-@pytest.mark.parametrize("persistent", [False, True])
+@combinations("False-kwargs0 True-kwargs1", persistent=[False, True], kwargs=[{}, {"timeout": 60}])
 def test_a_choice_that_is_restored_late_is_used_from_the_first_step_on_or_the_next_epoch(
     tmp_path: Path, script: dict[Any, int], kwargs: dict[str, Any], persistent: bool
 ) -> None:
@@ -661,7 +648,7 @@ def test_more_batches_ahead_are_prepared_by_workers_that_persist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kwargs: dict[str, Any]
 ) -> None:
     result = NumWorkersResult(1, (Trial(1, 10.0, 0.1),), "consumer", 10.0, 5)
-    monkeypatch.setattr(_tuned_loader, "find_num_workers", lambda *args: result)
+    monkeypatch.setattr(loader_module, "find_num_workers", lambda *args: result)
     factors: list[int] = []
 
     class Looks(Callback):
@@ -675,6 +662,7 @@ def test_more_batches_ahead_are_prepared_by_workers_that_persist(
     assert (factors[0], factors[-1]) == (2, 5)
 
 
+@pytest.mark.matrix
 def test_no_more_workers_than_allowed_are_kept(tmp_path: Path, script: dict[Any, int]) -> None:
     finder, counts = NumWorkersFinder(max_num_workers=2), InTraining()
     fit(tmp_path, Model(loader(4)), finder, counts, max_epochs=1)
@@ -682,6 +670,7 @@ def test_no_more_workers_than_allowed_are_kept(tmp_path: Path, script: dict[Any,
     assert str(finder.choices[0]).startswith("num_workers 4 → 2: ")
 
 
+@pytest.mark.matrix
 def test_a_state_that_is_loaded_in_mid_fit_changes_nothing(tmp_path: Path, script: dict[Any, int]) -> None:
     script.update({1: 3, 3: 5})
     finder = NumWorkersFinder()
@@ -710,6 +699,7 @@ class Peeks(Callback):
         iterator._shutdown_workers()
 
 
+@pytest.mark.matrix
 def test_somebody_else_who_iterates_the_loader_is_not_what_is_tuned(tmp_path: Path, script: dict[Any, int]) -> None:
     plain = fit(tmp_path, Model(loader()), Peeks(), max_epochs=1)
     script[1] = 3
@@ -719,6 +709,7 @@ def test_somebody_else_who_iterates_the_loader_is_not_what_is_tuned(tmp_path: Pa
     assert (counts.counts[0], counts.counts[-1]) == (1, 3)
 
 
+@pytest.mark.matrix
 def test_an_epoch_that_is_cut_short_leaves_the_generator_as_without(tmp_path: Path, script: dict[Any, int]) -> None:
     def run(*callbacks: Callback) -> Any:
         source = loader(generator=torch.Generator().manual_seed(5))
@@ -767,7 +758,7 @@ def test_a_stall_detector_beside_it_begins_anew_with_other_workers(tmp_path: Pat
 
     class Looks(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            run = detector._run
+            run = detector._session
             assert run is not None
             steady = run._windows.steady(run.timeline.times())
             if batch_idx == 5:
@@ -785,6 +776,7 @@ def test_a_stall_detector_beside_it_begins_anew_with_other_workers(tmp_path: Pat
     assert len(seen["pids"]) == 4
 
 
+@pytest.mark.matrix
 def test_a_stall_detector_sees_workers_of_a_loader_that_began_again(tmp_path: Path) -> None:
     detector = StallDetector(window_size=10, warmup_steps=2)
     seen: list[Any] = []
@@ -793,8 +785,8 @@ def test_a_stall_detector_sees_workers_of_a_loader_that_began_again(tmp_path: Pa
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 30:  # the shorter loader is read for the fourth time
                 resize.adopt(train_iterators(trainer)[1], train_loaders(trainer)[1]).resize(3)
-            assert detector._run is not None
-            seen.append(detector._run.loader.facts.num_workers)
+            assert detector._session is not None
+            seen.append(detector._session.loader.facts.num_workers)
 
     model = Model(loader(1), loader(1, length=20))
     model.train_dataloader = lambda: CombinedLoader(list(model.loaders), "max_size_cycle")  # type: ignore[method-assign]
@@ -802,6 +794,7 @@ def test_a_stall_detector_sees_workers_of_a_loader_that_began_again(tmp_path: Pa
     assert (seen[30], seen[31]) == (2, 4)
 
 
+@pytest.mark.matrix
 def test_a_stall_detector_beside_it_counts_the_workers_that_run(tmp_path: Path, script: dict[Any, int]) -> None:
     script[1] = 4
     detector = StallDetector(window_size=10, warmup_steps=2)
@@ -809,7 +802,7 @@ def test_a_stall_detector_beside_it_counts_the_workers_that_run(tmp_path: Path, 
 
     class Looks(Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            run = detector._run
+            run = detector._session
             assert run is not None
             seen[trainer.global_step] = run.loader.facts.num_workers, run._changed_after
 
@@ -818,26 +811,7 @@ def test_a_stall_detector_beside_it_counts_the_workers_that_run(tmp_path: Path, 
     assert (seen[80], seen[81]) == ((1, None), (4, 81))
 
 
-@pytest.mark.parametrize(
-    ("owns", "step_s"),
-    [
-        ([0.1, 0.1, 0.1, 0.9] * 2, 0.3),  # gradients accumulate
-        ([0.1] * 5 + [30.0], 0.1),  # a validation
-        (([0.1] * 4 + [30.0]) * 2, 0.1),
-    ],
-)
-def test_a_step_that_is_longer_now_and_then_counts_with_all_of_it_but_for_pauses(
-    owns: list[float], step_s: float
-) -> None:
-    clock = Clock()
-    meter = FetchMeter(0, len(owns), clock)
-    for own_s in [0.0, *owns]:
-        clock.now_s += own_s
-        meter.fetch(object(), lambda: 0)
-    assert meter.seen is not None
-    assert meter.seen.step_s == pytest.approx(step_s)
-
-
+@pytest.mark.matrix
 def test_a_copy_in_mid_training_knows_the_choice_until_then(tmp_path: Path, script: dict[Any, int]) -> None:
     script[1] = 3
     finder = NumWorkersFinder()
@@ -850,25 +824,6 @@ def test_a_copy_in_mid_training_knows_the_choice_until_then(tmp_path: Path, scri
 
     fit(tmp_path, Model(loader()), finder, Copies(), max_epochs=1)
     assert [(twin.optimal_num_workers, len(twin.trials)) for twin in twins] == [(3, 2), (3, 2)]
-
-
-def test_a_settled_meter_reads_no_clock() -> None:
-    reads: list[float] = []
-
-    def clock() -> float:
-        reads.append(time.perf_counter())
-        return reads[-1]
-
-    meter = FetchMeter(1 << 40, 4, clock)
-    assert meter.asleep == 1 << 40
-    source: Any = loader(0)
-    running = RunningLoader(source, LivePolicy(0, cpus=1.0))
-    running.meter = meter
-    iterator = iter(source)
-    running.follow(iterator)
-    assert len(list(iterator)) == 80
-    assert reads == []
-    assert meter.asleep == (1 << 40) - 81
 
 
 def test_a_datamodule_of_the_user_works_too(tmp_path: Path, script: dict[Any, int]) -> None:
@@ -893,7 +848,7 @@ def test_a_loader_with_a_state_of_its_own_is_given_a_number_before_it_runs(
         asked.append(args)
         return NumWorkersResult(2, (Trial(1, 10.0, 0.1), Trial(2, 25.0, 0.0)), "consumer")
 
-    monkeypatch.setattr(_tuned_loader, "find_num_workers", find)
+    monkeypatch.setattr(loader_module, "find_num_workers", find)
     script.update({1: 3, 2: 3})
     plain = fit(tmp_path, Model(stateful(1)))
     source, counts = stateful(1), InTraining()
@@ -914,7 +869,7 @@ def test_a_loader_that_resumes_from_its_state_keeps_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     result = NumWorkersResult(2, (Trial(2, 25.0, 0.0),), "consumer")
-    monkeypatch.setattr(_tuned_loader, "find_num_workers", lambda *args: result)
+    monkeypatch.setattr(loader_module, "find_num_workers", lambda *args: result)
     options = {"enable_checkpointing": True, "max_epochs": 1}
     checkpoints = [ModelCheckpoint(tmp_path / name, every_n_train_steps=20, save_top_k=-1) for name in ("own", "ours")]
     fit(tmp_path, Model(stateful(1)), checkpoints[0], **options)
@@ -944,16 +899,16 @@ def test_a_loader_with_a_state_of_its_own_that_would_shuffle_otherwise_stays_wit
     assert "leaves a StatefulDataLoader with num_workers=0 alone: with workers it would shuffle" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
+@combinations(
+    "None-kwargs0 30-kwargs1 30-kwargs3",
+    limit=[None, 30],
+    kwargs=[
         {"shuffle": True},
         {"shuffle": True, "generator": 5},
         {"shuffle": True, "drop_last": True},
         {"sampler": "replacement"},
     ],
 )
-@pytest.mark.parametrize("limit", [None, 30])
 def test_a_loader_without_workers_gets_some_and_nothing_else_changes(
     tmp_path: Path, script: dict[Any, int], kwargs: dict[str, Any], limit: int | None
 ) -> None:
@@ -986,12 +941,12 @@ def test_a_loader_without_workers_gets_some_and_nothing_else_changes(
     assert str(finder.choices[0]).startswith("num_workers 0 → 2")
 
 
-@pytest.mark.parametrize("step_time_s", [None, 0.01])
+@combinations("None", step_time_s=[None, 0.01])
 def test_a_probe_serves_a_loader_without_workers_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_time_s: float | None
 ) -> None:
     result = NumWorkersResult(3, (Trial(1, 10.0, 0.1), Trial(3, 25.0, 0.0)), "consumer")
-    monkeypatch.setattr(_tuned_loader, "find_num_workers", lambda *args: result)
+    monkeypatch.setattr(loader_module, "find_num_workers", lambda *args: result)
     plain = fit(tmp_path, Model(DataLoader(Numbers(), batch_size=2, shuffle=True)))
     source, counts = DataLoader(Numbers(), batch_size=2, shuffle=True), InTraining()
     tuned = fit(tmp_path, Model(source), NumWorkersFinder("probe", step_time_s=step_time_s), counts)
@@ -1098,11 +1053,12 @@ def test_workers_for_which_there_is_no_room_any_longer_go_at_once(
     assert finder.choices[0].limited_by == "memory"
 
 
+@pytest.mark.matrix
 def test_a_worker_that_is_stuck_after_the_fork_holds_training_up_once(
     tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resize, "_PATIENCE_S", 0.0)
-    for kind in (_torch_loader.WorkersIterator, resize.ResizableIterator):
+    for kind in (dataloader.WorkersIterator, resize.ResizableIterator):
         monkeypatch.setattr(kind._try_get_data, "__defaults__", (0.05,))
 
     class Stuck(Numbers):
@@ -1129,7 +1085,7 @@ def test_a_worker_that_is_stuck_after_the_fork_holds_training_up_once(
     assert (counts.counts[79], counts.counts[80]) == (1, 3)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@combinations("2", workers=[1, 2])
 def test_an_lmdb_datamodule_gives_the_same_samples_and_resumes(
     tmp_path: Path, script: dict[Any, int], workers: int
 ) -> None:
@@ -1172,9 +1128,10 @@ def test_a_trainer_made_from_yaml_takes_it(tmp_path: Path) -> None:
     assert (finder.mode, finder.max_num_workers) == ("off", 4)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("how", "ended"), [("raises", [0, 1]), ("killed 0", [1]), ("killed 1", [0])])
 def test_a_rank_that_fails_leaves_no_worker_and_holds_up_nobody(how: str, ended: list[int]) -> None:
-    ranks = run_ranks("tests.callbacks.tuned_rank", how, 2, may_fail=True)
+    ranks = run_ranks("tests.callbacks.tuned_rank:fail", 2, may_fail=True, how=how)
     assert [index for index, rank in enumerate(ranks) if rank is not None] == ended
     assert all(rank["num_workers"] == [2, 4][index] for index, rank in enumerate(ranks) if rank is not None)
     if how == "raises":
@@ -1182,24 +1139,9 @@ def test_a_rank_that_fails_leaves_no_worker_and_holds_up_nobody(how: str, ended:
 
 
 def test_the_ranks_of_a_node_probe_together_and_agree() -> None:
-    ranks = run_ranks("tests.callbacks.tuned_rank", "probe", 2)
+    ranks = run_ranks("tests.callbacks.tuned_rank:probe", 2)
     assert [rank["num_workers"] for rank in ranks] == [3, 3]  # what rank 1 needs
     assert {1, 3} <= set(ranks[1]["tried"])
-
-
-def test_spawned_workers_of_a_loader_without_any_are_not_changed_while_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RunningLoader, "_why_not_live", lambda self: "workers started by 'spawn' take seconds")
-    source = DataLoader(Numbers(), batch_size=2, shuffle=True)
-    source.num_workers, source.prefetch_factor = 1, 2
-    running = RunningLoader(source, LivePolicy(1, cpus=1.0), depth=0)
-    iterator = running.new_iterator(source._get_iterator)
-    next(iterator)
-    running.follow(iterator)
-    assert running.apply(3) == 3
-    assert (iterator._num_workers, len(iterator._workers), source.num_workers) == (1, 1, 3)
-    iterator._shutdown_workers()
 
 
 def test_where_no_worker_can_be_started_a_loader_goes_on_without(
@@ -1215,25 +1157,6 @@ def test_where_no_worker_can_be_started_a_loader_goes_on_without(
     source, finder = DataLoader(Numbers(), batch_size=2, shuffle=True), NumWorkersFinder()
     assert same(plain, fit(tmp_path, Model(source), finder))
     assert (source.num_workers, finder.optimal_num_workers) == (0, 0)
-
-
-def test_workers_that_run_are_kept_where_no_more_would_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = loader(3)
-    follower = RunningLoader(source, LivePolicy(3, cpus=1.0))
-    iterator = iter(source)
-    next(iterator)
-    gib = 1 << 30
-    readers: list[int] = []
-    monkeypatch.setattr(running, "worker_memory", lambda pid: readers.append(threading.get_ident()) or 24 * gib)
-    follower.follow(iterator)
-    monkeypatch.setattr(running, "room", lambda files: caps.Room(0.25, 20 * gib, None, 20, 30))
-    assert follower.cap().num_workers == 1
-    assert follower.cap(keep=True).num_workers == 3
-    monkeypatch.setattr(running, "room", lambda files: caps.Room(0.25, 0, None, 20, 30))
-    assert follower.cap(keep=True) == caps.Cap(2, "memory")
-    assert len(readers) == 2  # the first and the last worker, once
-    assert threading.get_ident() not in readers
-    iterator._shutdown_workers()
 
 
 def test_the_first_fetches_of_every_epoch_are_no_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

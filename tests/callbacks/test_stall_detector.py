@@ -25,13 +25,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt import StallDetector, StallError
-from lightning_gpuopt._measured import PHASES
-from lightning_gpuopt.callbacks import _observed_fit
-from lightning_gpuopt.callbacks._observed_fit import ObservedFit
-from lightning_gpuopt.callbacks._quiet import QuietDetector
+from lightning_gpuopt.detector import session
+from lightning_gpuopt.detector.session import DetectorSession
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA
+from lightning_gpuopt.measurements.phases import PHASES
 from lightning_gpuopt.timeline.hang import HangWatch
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
+from lightning_gpuopt.watch.quiet_callbacks import QuietDetector
 from tests.callbacks.stalls import FAST, STEPS, Broken, Model, Raiser, Sleeper, SleepyData, run
 from tests.helpers import FEATURES, Clock, RecordingLogger, final_weights, tiny_trainer
 
@@ -65,7 +65,7 @@ class TestVerdicts:
     def test_the_detector_itself_is_no_cause_but_a_note(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[StallDetector]
     ) -> None:
-        monkeypatch.setattr(ObservedFit, "see_batch", lambda *arguments: time.sleep(0.01))
+        monkeypatch.setattr(DetectorSession, "see_batch", lambda *arguments: time.sleep(0.01))
         detector = kind(warmup_steps=2, window_size=10, on_stall="ignore", report_dir=tmp_path)
         tiny_trainer(tmp_path, callbacks=[detector], max_steps=STEPS).fit(Model(step_s=0.01))
         assert detector.report.findings == []
@@ -436,7 +436,7 @@ class TestAsBefore:
         def fail(self: Any) -> None:
             raise ArithmeticError("a bug of ours")
 
-        monkeypatch.setattr("lightning_gpuopt.callbacks._observed_fit.ObservedFit.close_window", fail)
+        monkeypatch.setattr("lightning_gpuopt.detector.session.DetectorSession.close_window", fail)
         trainer = self.trainer(tmp_path, StallDetector(**FAST), max_steps=40)
         before = snapshot(trainer)
         with pytest.warns(
@@ -453,8 +453,8 @@ class TestAsBefore:
 
         class Break(Callback):
             def on_train_batch_end(self, *args: Any) -> None:
-                if detector._run is not None and detector._run._trace is not None:
-                    monkeypatch.setattr(detector._run, "step_done", lambda: 1 / 0)
+                if detector._session is not None and detector._session._trace._capture is not None:
+                    monkeypatch.setattr(detector._session, "step_done", lambda: 1 / 0)
 
         with pytest.warns(UserWarning, match="disables itself"):
             run(tmp_path, Model(), Sleeper("on_train_batch_end", 0.01), Break(), detector=detector)
@@ -654,7 +654,7 @@ def test_validation_batches_and_saves_are_progress_as_well(tmp_path: Path, monke
 
     where = ""
     watches: list[HangWatch] = []
-    monkeypatch.setattr(_observed_fit, "HangWatch", Watched)
+    monkeypatch.setattr(session, "HangWatch", Watched)
     detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "report", hang_timeout=10.5)
     trainer = {"max_steps": 8, "limit_val_batches": 3, "val_check_interval": 2}
     run(tmp_path, Model(), Takes(), detector=detector, **trainer)

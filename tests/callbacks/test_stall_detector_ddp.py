@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 
 from tests.callbacks import watched_rank
-from tests.helpers import BROADCASTS, run_ranks
+from tests.helpers import BROADCASTS
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.timed
 
 
 @pytest.fixture(scope="module")
 def two() -> list[Any]:
     """What each of two ranks saw in its runs."""
-    return run_ranks("tests.callbacks.watched_rank", "two", 2)
+    return run_ranks("tests.callbacks.watched_rank:two", 2)
 
 
 def test_ranks_that_are_alike_have_no_straggler(two: list[Any]) -> None:
@@ -95,7 +98,7 @@ def test_every_rank_trained_to_the_end_with_the_same_weights(two: list[Any]) -> 
 
 
 def test_all_ranks_raise_at_the_same_step() -> None:
-    first, second = run_ranks("tests.callbacks.watched_rank", "raise", 2)
+    first, second = run_ranks("tests.callbacks.watched_rank:raise_alike", 2)
     assert first == second
     assert {name: run["error"] for name, run in first.items()} == dict.fromkeys(first, "StallError")
     assert all(run["text"].startswith("Training waits: main_process_loading takes ") for run in first.values())
@@ -103,13 +106,8 @@ def test_all_ranks_raise_at_the_same_step() -> None:
     assert first["end"]["batches"] == 30
 
 
-def test_ranks_of_which_one_begins_anew_still_end_their_windows_together() -> None:
-    ranks = run_ranks("tests.callbacks.watched_rank", "grown", 2)
-    assert ranks == [{"posts": 3, "began_anew": None}, {"posts": 3, "began_anew": 8}]
-
-
 def test_one_slow_rank_among_four_is_found() -> None:
-    ranks = run_ranks("tests.callbacks.watched_rank", "four", 4)
+    ranks = run_ranks("tests.callbacks.watched_rank:four", 4)
     run = ranks[0]["compute"]
     assert (run["verdict"], run["rank"], run["kind"]) == ("straggler", 2, "compute")
     assert len({tuple(rank["compute"]["weights"]) for rank in ranks}) == 1

@@ -19,16 +19,25 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt import GpuUtilMonitor, NumWorkersFinder, StallDetector, StallError, StallReport
-from lightning_gpuopt.callbacks import _device_watch
-from lightning_gpuopt.callbacks._device_watch import DeviceWatch
-from lightning_gpuopt.callbacks._step_looks import Profile
+from lightning_gpuopt.detector import device_watch
+from lightning_gpuopt.detector.device_watch import DeviceWatch
+from lightning_gpuopt.detector.kernel_profiling import Profile
 from lightning_gpuopt.telemetry import nvml_thread
 from tests.callbacks.gpu_rank import Bar, Samples
 from tests.callbacks.stalls import OF_WORKERS
-from tests.gpu_simulator import NvmlFollower, SimulatedGpu, SimulatedModule, Step, Work, rank_environment, simulated_gpu
-from tests.helpers import BROADCASTS, RecordingLogger, run_ranks, wait_for
-from tests.nvml_simulator import Gpu, Simulator
-from tests.simulated_time import SimulatedTime
+from tests.helpers import BROADCASTS, RecordingLogger, wait_for
+from tests.ranks import run_ranks
+from tests.simulators.gpu import (
+    NvmlFollower,
+    SimulatedGpu,
+    SimulatedModule,
+    Step,
+    Work,
+    rank_environment,
+    simulated_gpu,
+)
+from tests.simulators.nvml import Gpu, Simulator
+from tests.simulators.simulated_time import SimulatedTime
 from tests.standstill import of_ranks, undisturbed
 
 STEPS, WARMUP_STEPS = 45, 5
@@ -54,7 +63,7 @@ def real_gpu() -> Iterator[SimulatedGpu]:
 def nvml(simulator: Simulator, simulated_time: SimulatedTime, monkeypatch: pytest.MonkeyPatch) -> Simulator:
     """NVML whose readings go by the simulated time: four a second."""
     monkeypatch.setitem(DeviceWatch.__init__.__kwdefaults__, "clock", simulated_time)
-    monkeypatch.setattr(_device_watch, "_READ_EVERY_S", 2e-3)
+    monkeypatch.setattr(device_watch, "_READ_EVERY_S", 2e-3)
     monkeypatch.setattr(nvml_thread, "_WAIT_PER_CPU_S", 0.0)
 
     def let_it_be_read() -> None:
@@ -140,6 +149,7 @@ class TestVerdicts:
         assert (report.verdict, report.findings) == ("compute_bound", [])
         assert report.step_s == pytest.approx(0.031, rel=0.02)
 
+    @pytest.mark.timed
     def test_a_slow_loader_behind_a_bar_that_waits_for_the_gpu(self, real_gpu: SimulatedGpu, tmp_path: Path) -> None:
         # 60 ms a batch from the worker, 30 on the GPU
         slow = module(real_gpu, sample_s=0.03, workers=1)
@@ -419,12 +429,14 @@ class TestInsideTheStep:
 
 
 def ranks(folder: Path, name: str, profile: Profile, nvml: Simulator | None = None) -> list[Any]:
-    environment = {**rank_environment(folder, 2), "PROFILE": profile}
-    if nvml is not None:
-        environment |= {"NVML_SIM_LIBRARY": str(nvml.library), "NVML_SIM_SCENARIO": str(nvml.scenario)}
-    return undisturbed(lambda: run_ranks("tests.callbacks.gpu_rank", name, 2, environment), of_ranks)
+    env = rank_environment(folder, 2)
+    files = {} if nvml is None else {"nvml_library": str(nvml.library), "nvml_scenario": str(nvml.scenario)}
+    return undisturbed(
+        lambda: run_ranks("tests.callbacks.gpu_rank:run", 2, env=env, name=name, profile=profile, **files), of_ranks
+    )
 
 
+@pytest.mark.timed
 class TestRanks:
     """Two processes, each with a GPU of its own, under Lightning's broadcast before every step."""
 
@@ -432,15 +444,11 @@ class TestRanks:
         ("name", "found"),
         [
             ("bar", {}),
-            pytest.param(
-                "loader",
-                {"main_process_loading": {"exposed_by": "Lightning's _broadcast_sigterm_tensor"}},
-                marks=pytest.mark.matrix,
-            ),
-            pytest.param("slow_gpu", {"straggler": {"rank": 1, "kind": "compute"}}, marks=pytest.mark.matrix),
+            ("loader", {"main_process_loading": {"exposed_by": "Lightning's _broadcast_sigterm_tensor"}}),
+            ("slow_gpu", {"straggler": {"rank": 1, "kind": "compute"}}),
             ("slow_data", {"straggler": {"rank": 1, "kind": "data"}}),
-            pytest.param("gathers_slow_gpu", {"communication": {}}, marks=pytest.mark.matrix),
-            pytest.param("gathers_slow_data", {"straggler": {"rank": 1, "kind": "data"}}, marks=pytest.mark.matrix),
+            ("gathers_slow_gpu", {"communication": {}}),
+            ("gathers_slow_data", {"straggler": {"rank": 1, "kind": "data"}}),
             ("communication", {"communication": {"gradient_dtype": "float32", "accumulate_grad_batches": 1}}),
         ],
     )
@@ -527,8 +535,8 @@ class TestWhenThingsGoWrong:
         class Changes(Callback):
             def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
                 if torch.cuda.get_sync_debug_mode() and trainer.global_step < 40:
-                    detector._run.loader.facts = replace(detector._run.loader.facts, num_workers=9)  # type: ignore[union-attr]
-                    detector._run._epoch_seen = -1  # type: ignore[union-attr]
+                    detector._session.loader.facts = replace(detector._session.loader.facts, num_workers=9)  # type: ignore[union-attr]
+                    detector._session._epoch_seen = -1  # type: ignore[union-attr]
 
         fit(gpu, tmp_path, model, Bar(gpu), change, Changes(), detector=detector, steps=60)
         assert sum(mode != 0 for mode in modes) in (0, 3)
@@ -566,6 +574,7 @@ class TestWhenThingsGoWrong:
         accumulated = fit(gpu, tmp_path / "two", module(gpu), Bar(gpu), accumulate_grad_batches=3, steps=20)
         assert (accumulated.verdict, accumulated.steps) == ("compute_bound", 60)
 
+    @pytest.mark.timed
     def test_a_loader_that_a_finder_mends_begins_a_new_part(
         self, real_gpu: SimulatedGpu, simulator: Simulator, tmp_path: Path
     ) -> None:

@@ -14,9 +14,9 @@ from skimage import data as pictures
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_gpuopt import StallDetector
-from lightning_gpuopt._measured import ImageSamples
-from lightning_gpuopt.callbacks import _observed_fit
-from lightning_gpuopt.callbacks._image_samples import describe, image_files, images_in, measure
+from lightning_gpuopt.detector import image_samples
+from lightning_gpuopt.detector.image_samples import describe, image_files, images_in, measure
+from lightning_gpuopt.measurements.loading import ImageSamples
 from tests.helpers import tiny_trainer
 
 CROP = 64
@@ -105,7 +105,7 @@ class TestAdvice:
         def fail(*args: Any) -> None:
             raise ArithmeticError("a bug of ours")
 
-        monkeypatch.setattr(_observed_fit, "measure", fail)
+        monkeypatch.setattr(image_samples, "measure", fail)
         watching = detector()
         fit(tmp_path, Photos(folder), watching)
         finding = watching.report.findings[0]
@@ -127,7 +127,7 @@ class TestAdvice:
         self, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         calls = []
-        monkeypatch.setattr(_observed_fit, "measure", lambda *args: calls.append(args))
+        monkeypatch.setattr(image_samples, "measure", lambda *args: calls.append(args))
         fit(tmp_path, Photos(folder), detector())
         assert [batch for _, batch in calls] == [(2, CROP)]
         calls.clear()
@@ -142,7 +142,7 @@ class TestAdvice:
                 if self.trainer.global_step == 10:
                     raise ArithmeticError
 
-        monkeypatch.setattr(_observed_fit, "measure", lambda *args: pytest.fail("measured"))
+        monkeypatch.setattr(image_samples, "measure", lambda *args: pytest.fail("measured"))
         watching = detector()
         with pytest.raises(ArithmeticError):
             tiny_trainer(tmp_path, callbacks=[watching], max_steps=STEPS).fit(Failing(Photos(folder)))

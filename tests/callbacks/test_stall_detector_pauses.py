@@ -12,9 +12,9 @@ import torch
 import torch._dynamo.callback
 from lightning.pytorch import Callback, Trainer
 
+from evaluation.parts import Model, quiet
+from evaluation.pause_parts import CollectsAfterEachStep, Compiles, KeepsObjects
 from lightning_gpuopt import StallDetector, StallReport
-from tests.faults.parts import Model, quiet
-from tests.faults.pause_parts import CollectsAfterEachStep, Compiles, KeepsObjects
 
 LOADER: dict[str, Any] = {"dataset": torch.ones(1000, 8)}
 

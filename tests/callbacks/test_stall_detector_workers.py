@@ -66,6 +66,7 @@ class TestEpochs:
         assert counts == [2, 2, 2, 2]
 
 
+@pytest.mark.timed
 class TestWhatWorkersDo:
     """What sleeps is no CPU time, however busy the machine is."""
 
@@ -84,7 +85,6 @@ class TestWhatWorkersDo:
         evidence = evidence_of_the_workers(report)
         assert evidence["dataset_ms_per_batch"] >= evidence["dataset_cpu_ms_per_batch"] >= 20.0
 
-    @pytest.mark.matrix
     @pytest.mark.parametrize("method", ["spawn", "forkserver"])
     def test_workers_that_are_started_anew(self, tmp_path: Path, method: str) -> None:
         data = SleepyData(sleep_s=0.01, length=200)
@@ -108,6 +108,7 @@ class TestWhatWorkersDo:
         assert evidence["num_workers"] == 1
 
 
+@pytest.mark.timed
 class TestProofs:
     def test_reloaded_loaders_with_other_settings_prove_the_advice(self, tmp_path: Path) -> None:
         class Growing(Model):

@@ -21,16 +21,17 @@ from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_gpuopt import CudaPrefetcher, NumWorkersFinder, _torch_loader, find_num_workers
-from lightning_gpuopt.callbacks import _tuned_loader
+from lightning_gpuopt import CudaPrefetcher, NumWorkersFinder, find_num_workers
+from lightning_gpuopt.compat import dataloader
 from lightning_gpuopt.telemetry.host import usable_cpus
+from lightning_gpuopt.tuning import loader as loader_module
 from lightning_gpuopt.tuning import running, without_workers
 from lightning_gpuopt.tuning.caps import Cap
-from lightning_gpuopt.tuning.live import LivePolicy, Seen
+from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
 from lightning_gpuopt.tuning.model import most_workers
 from lightning_gpuopt.tuning.running import RunningLoader
 from lightning_gpuopt.tuning.workers import Trial
-from tests.callbacks.mended import Model, Numbers, Run, finding, script, train
+from tests.callbacks.auto_fix_runs import Model, Numbers, Run, finding, script, train
 from tests.helpers import tiny_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -44,7 +45,7 @@ def _wants_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy wants more workers from the first window on; taking a batch from a worker costs nothing."""
     monkeypatch.setattr(without_workers, "receive_cost", lambda nbytes: (0.0, 0.0, 0.0))
 
-    def decide(self: LivePolicy, seen: Seen, cap: Cap) -> int:
+    def decide(self: LivePolicy, seen: LoaderStats, cap: Cap) -> int:
         self._trials[self.num_workers] = Trial(self.num_workers, 10.0 * max(self.num_workers, 1), 0.0)
         wanted = MORE.get(self.num_workers, self.num_workers)
         if wanted == self.num_workers:
@@ -345,12 +346,12 @@ class TestCaches:
 
     def test_the_gain_is_told_against_the_users_own_setting(self):
         trials = (Trial(1, 100.0, 0.005), Trial(4, 150.0, 0.0))
-        choice = _tuned_loader.Choice(4, True, 0, trials, "consumer", None, making_s=0.002)
+        choice = loader_module.WorkersChoice(4, True, 0, trials, "consumer", None, making_s=0.002)
         # without workers a step takes 1/150 s and 2 ms
         assert str(choice) == "num_workers 0 → 4: 1.3× faster input, limited by consumer"
-        assert "faster" not in str(_tuned_loader.Choice(4, True, 0, trials, "consumer"))
-        assert "1.5× faster" in str(_tuned_loader.Choice(4, True, 1, trials, "consumer"))
-        assert "faster" not in str(_tuned_loader.Choice(4, True, 2, trials, "consumer"))
+        assert "faster" not in str(loader_module.WorkersChoice(4, True, 0, trials, "consumer"))
+        assert "1.5× faster" in str(loader_module.WorkersChoice(4, True, 1, trials, "consumer"))
+        assert "faster" not in str(loader_module.WorkersChoice(4, True, 2, trials, "consumer"))
 
 
 class PerIndex(Sampler[int]):
@@ -460,7 +461,7 @@ class TestKeptWorkers:
         assert run.left == []
 
     def test_a_torch_that_resets_otherwise_goes_without(self, tmp_path, monkeypatch):
-        monkeypatch.setitem(_torch_loader.ITERATOR_METHODS, "_reset", ["self", "loader", "first_iter", "more"])
+        monkeypatch.setitem(dataloader.ITERATOR_METHODS, "_reset", ["self", "loader", "first_iter", "more"])
         run = Run(tmp_path, script([RESTARTS], before=60), loader(Values(40)), max_epochs=6)
         assert run.changes == [("persistent_workers", False, True, None)]
         assert "the iterator's _reset is not as expected" in run.why[0]

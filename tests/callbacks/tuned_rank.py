@@ -1,17 +1,10 @@
-"""One rank of a DDP run under NumWorkersFinder on the CPU, started by ``tests.helpers.run_ranks``.
-
-In ``probe`` both search for real, and rank 1's data is slow: it needs the 3 workers it may have. In ``raises``,
-``killed 0`` and ``killed 1`` rank 0 wants 2 workers and rank 1 wants 4, and a rank fails in mid-epoch, when both have
-theirs; each that can says how it ended, and how many workers it has left.
-"""
+"""One rank of a DDP run under NumWorkersFinder on the CPU."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import time
 import warnings
@@ -24,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
 from lightning_gpuopt.tuning.caps import Cap
-from lightning_gpuopt.tuning.live import LivePolicy, Seen
+from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
 from tests.helpers import FEATURES, TinyModel, tiny_trainer, wait_for
 
 RANK = int(os.environ["RANK"])
@@ -54,7 +47,7 @@ class Model(TinyModel):
         return DataLoader(Data(self.seconds), batch_size=2, num_workers=1)
 
 
-def decide(self: LivePolicy, seen: Seen, cap: Cap) -> int:
+def decide(self: LivePolicy, seen: LoaderStats, cap: Cap) -> int:
     if self.num_workers == 1:
         self._change(WANTED, seen)
     else:
@@ -85,7 +78,15 @@ class Fails(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail(how: str) -> None:
+def fail(how: str) -> dict[str, Any] | None:
+    """Rank 0 wants 2 workers, rank 1 wants 4, and a rank fails in mid-epoch, when both have theirs.
+
+    Args:
+        how: ``raises``, ``killed 0`` or ``killed 1``.
+
+    Returns:
+        How this rank ended, and how many workers it had been given.
+    """
     LivePolicy.decide = decide  # type: ignore[method-assign]
     warnings.simplefilter("ignore")
     finder = NumWorkersFinder()
@@ -97,23 +98,16 @@ def fail(how: str) -> None:
             trainer.fit(Model())
         except Exception as error:
             wait_for(lambda: not multiprocessing.active_children())
-            print(json.dumps({"ended": type(error).__name__, "num_workers": finder.optimal_num_workers}), flush=True)
-    os._exit(0)  # torch.distributed's own farewell would wait for the other rank
+            return {"ended": type(error).__name__, "num_workers": finder.optimal_num_workers}
+    return None
 
 
-def probe() -> None:
-    """Both ranks search for real, until each has had ten steps."""
+def probe() -> dict[str, Any]:
+    """Both ranks search for real, until each has had ten steps; rank 1's data is slow, and needs the 3 workers."""
     warnings.simplefilter("ignore")
     finder = NumWorkersFinder("probe", step_time_s=0.0, max_num_workers=3)
     with tempfile.TemporaryDirectory() as folder:
         trainer = tiny_trainer(Path(folder), max_steps=10, devices=2, strategy="ddp", callbacks=[finder])
         trainer.fit(Model(SLOW_S if RANK == 1 else 0.0))
     tried = [trial.num_workers for trial in finder.trials]
-    print(json.dumps({"num_workers": finder.optimal_num_workers, "tried": tried}))
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "probe":
-        probe()
-    else:
-        fail(sys.argv[1])
+    return {"num_workers": finder.optimal_num_workers, "tried": tried}

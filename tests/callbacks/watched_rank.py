@@ -1,13 +1,8 @@
-"""One rank of DDP runs under StallDetector on the CPU, started by ``tests.helpers.run_ranks``.
-
-Prints the report, what its logger was given, its warnings and the files it left as JSON, for each of several runs.
-"""
+"""One rank of DDP runs under StallDetector on the CPU: its report, warnings, files and what its logger was given."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
 import time
 import warnings
@@ -19,8 +14,10 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import StallDetector
-from lightning_gpuopt._lightning import train_iterators, train_loaders
-from lightning_gpuopt.callbacks._observed_fit import ObservedFit
+from lightning_gpuopt.compat.lightning import train_iterators, train_loaders
+from lightning_gpuopt.detector.rank_exchange import RankExchange
+from lightning_gpuopt.detector.session import DetectorSession
+from lightning_gpuopt.measurements.ranks import RankWork
 from lightning_gpuopt.tuning.resize import adopt
 from tests.helpers import FEATURES, RecordingLogger, TinyModel, tiny_trainer
 
@@ -92,7 +89,15 @@ class Grow(Callback):
 
 
 def grown() -> dict[str, Any]:
-    """How many windows this rank has posted, and where it began anew."""
+    """The steps at which this rank has sent its work to rank 0, and where it began anew."""
+    sent: list[int] = []
+    post = RankExchange.post
+
+    def noted(self: RankExchange, step: int, work: RankWork | None) -> None:
+        sent.append(step)
+        post(self, step, work)
+
+    RankExchange.post = noted  # type: ignore[method-assign]
 
     class WithWorker(Model):
         def train_dataloader(self) -> DataLoader[Any]:
@@ -104,10 +109,8 @@ def grown() -> dict[str, Any]:
         look = Look(detector)
         trainer = {"devices": 2, "strategy": "ddp", "max_steps": 34, "callbacks": [Grow(), detector, look]}
         tiny_trainer(Path(folder), **trainer).fit(WithWorker(0.0, 0.0))
-    run = look.run
-    assert run is not None
-    assert run._gather is not None
-    return {"posts": run._gather._number, "began_anew": run._changed_after}
+    assert look.run is not None
+    return {"sent": sent, "began_anew": look.run._changed_after}
 
 
 class Look(Callback):
@@ -116,12 +119,12 @@ class Look(Callback):
     def __init__(self, detector: StallDetector) -> None:
         self.detector = detector
         self.broadcast_s = 0.0
-        self.run: ObservedFit | None = None
+        self.run: DetectorSession | None = None
 
     def on_train_batch_end(self, *args: Any) -> None:
-        assert self.detector._run is not None
-        self.run = self.detector._run
-        self.broadcast_s = self.detector._run.timeline.times().signal_broadcast_s
+        assert self.detector._session is not None
+        self.run = self.detector._session
+        self.broadcast_s = self.detector._session.timeline.times().signal_broadcast_s
 
 
 def fit(
@@ -190,17 +193,22 @@ class Done(Callback):
         self.batches += 1
 
 
-def main(what: str) -> dict[str, Any]:
-    if what == "raise":
-        return {
-            "window": raises(10),
-            "accumulated": raises(10, accumulate_grad_batches=16),
-            "end": raises(1000, max_steps=30),
-        }
-    if what == "grown":
-        return grown()
-    if what == "four":
-        return {"compute": fit(4, step_s=0.06 + (0.06 if RANK == 2 else 0.0))}
+def raise_alike() -> dict[str, Any]:
+    """Runs that the detector ends: at a window, with accumulated gradients, and at their end."""
+    return {
+        "window": raises(10),
+        "accumulated": raises(10, accumulate_grad_batches=16),
+        "end": raises(1000, max_steps=30),
+    }
+
+
+def four() -> dict[str, Any]:
+    """One slow rank of four."""
+    return {"compute": fit(4, step_s=0.06 + (0.06 if RANK == 2 else 0.0))}
+
+
+def two() -> dict[str, Any]:
+    """Runs of two ranks, by name."""
     return {
         "alike": fit(2, step_s=0.03, threshold=0.3),  # ranks that share busy CPUs are not quite alike
         "compute": fit(2, step_s=STEP_S + (0.03 if RANK == 1 else 0.0)),
@@ -210,7 +218,3 @@ def main(what: str) -> dict[str, Any]:
         "metrics_slow_rank": fit(2, model=LogsEachStep(STEP_S + (0.06 if RANK == 1 else 0.0), 0.0)),
         "epoch_metrics": fit(2, model=LogsEachEpoch(0.001, 0.0), threshold=0.001, epoch=5),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))

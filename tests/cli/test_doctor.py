@@ -17,7 +17,7 @@ from lightning_gpuopt.cli import main
 from lightning_gpuopt.doctor import bounded, data, examine
 from lightning_gpuopt.doctor.facts import CudaFacts, HostFacts, TorchFacts
 from lightning_gpuopt.storage.writer import LMDBWriter
-from tests.nvml_simulator import Gpu, Simulator, error, hang
+from tests.simulators.nvml import Gpu, Simulator, error, hang
 
 WELL = HostFacts(
     machine_cpus=16,
@@ -240,6 +240,7 @@ def test_the_help_imports_nothing_heavy():
     assert done.stdout.splitlines()[-1] == "set()"
 
 
+@pytest.mark.matrix
 def test_as_people_run_it_with_a_call_that_hangs(simulator: Simulator):
     """The process ends although a thread of it hangs in the driver."""
     simulator.machine(Gpu(), hang("nvmlDeviceGetPersistenceMode"))

@@ -13,7 +13,9 @@ import pytest
 
 from lightning_gpuopt.cli import main
 from lightning_gpuopt.cli.find_workers import render
-from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
+from lightning_gpuopt.tuning import find
+from lightning_gpuopt.tuning.workers import Measured, NumWorkersResult, Trial
+from tests.tuning.test_search import World
 
 MODULE = """
 from torch.utils.data import DataLoader, IterableDataset
@@ -71,20 +73,35 @@ def test_a_search_without_a_trial_shows_the_choice_only() -> None:
     ]
 
 
-def test_a_module_here_is_found_and_measured(module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(f"{module}:make_loader", "--step-time", "20") == 0
+@pytest.mark.parametrize(("function", "how"), [("make_loader", []), ("make_stream", ["--iterable"])])
+def test_a_module_here_is_found_and_measured(
+    module: str, function: str, how: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"{module}:{function}", "--step-time", "20", "--max-num-workers", "1", "--max-seconds", "60", *how) == 0
     out, err = capsys.readouterr()
     assert (out.splitlines()[0], err) == ("workers  batches/s  wait ms", "")
-    assert "limited by consumer" in out
-    assert run(f"{module}:make_loader", "--step-time", "20", "--json") == 0
+    assert "num_workers=1, " in out
+
+
+def test_what_was_measured_is_shown_as_text_and_as_json(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def trial(loader: Any, sampling: Any, num_workers: int, *, step_time_s: float, **_: Any) -> Measured:
+        return World(wall_s=0.032, step_s=step_time_s).try_(num_workers)
+
+    monkeypatch.setattr(find, "run_trial", trial)
+    assert run(f"{module}:make_loader", "--step-time", "50") == 0
+    assert "limited by consumer" in capsys.readouterr().out
+    assert run(f"{module}:make_loader", "--step-time", "50", "--json") == 0
     fields = json.loads(capsys.readouterr().out)
     assert (fields["num_workers"], fields["limited_by"], fields["settings"]["num_workers"]) == (1, "consumer", 1)
-    assert run(f"{module}:make_stream", "--step-time", "20", "--iterable", "--max-num-workers", "1") == 0
 
 
+@pytest.mark.matrix
 def test_where_the_bars_cannot_be_written_the_figures_can(module: str, tmp_path: Path) -> None:
     code = "from lightning_gpuopt.cli import main; raise SystemExit(main())"
     command = [sys.executable, "-c", code, "find-workers", f"{module}:make_loader", "--step-time", "20"]
+    command += ["--max-num-workers", "1", "--max-seconds", "60"]
     plain = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     done = subprocess.run(command, cwd=tmp_path, env=plain, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

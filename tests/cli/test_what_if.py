@@ -13,13 +13,13 @@ import pytest
 
 from lightning_gpuopt.cli import main
 from lightning_gpuopt.diagnosis.render.what_if import forecast_data, render_forecast
-from lightning_gpuopt.diagnosis.what_if import Change, what_if
+from lightning_gpuopt.diagnosis.what_if import WhatIf, what_if
 from tests.diagnosis.reports import before
 from tests.diagnosis.test_what_if import COMPUTING
 
 REPORT = replace(before(), loader_costs=COMPUTING, environment={"batch_size": "32"})
 ASKED = "--num-workers 12 --prefetch-factor 4 --cpus 16 --decode-speedup 1.9 --batch-size 512"
-CHANGE = Change(12, 4, 16.0, 1.9, 512)
+CHANGE = WhatIf(12, 4, 16.0, 1.9, 512)
 
 
 @pytest.fixture(autouse=True)

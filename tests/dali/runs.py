@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning.pytorch import LightningModule
 from PIL import Image
 
 from lightning_gpuopt import DALIDataModule
-from tests.datamodules.training import EPOCHS, SAMPLES, Interrupted, SaveAndEnd, rank_main
+from tests.datamodules.training import EPOCHS, SAMPLES, Interrupted, SaveAndEnd, steps_of_a_rank
 from tests.helpers import safely, tiny_trainer
 
 SIZE = 8
@@ -92,5 +93,4 @@ def run(
     return model
 
 
-if __name__ == "__main__":
-    rank_main(run, limit_val_batches=0)
+rank = partial(steps_of_a_rank, run, limit_val_batches=0)

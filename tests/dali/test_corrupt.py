@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_gpuopt import DALIDataModule, LMDBWriter
 from lightning_gpuopt.dali import library
-from lightning_gpuopt.dali.pipelines import Settings, undecodable
+from lightning_gpuopt.dali.pipelines import PipelineSettings, undecodable
 from lightning_gpuopt.images.errors import CorruptSampleError
 from tests.dali.runs import SIZE, Notes, small
-from tests.helpers import run_ranks, tiny_trainer
+from tests.helpers import tiny_trainer
 from tests.images.pictures import encoded, photo
+from tests.ranks import run_ranks
 
 WHOLE = encoded(photo())
 
@@ -198,7 +198,7 @@ def test_all_ranks_leave_out_the_same(tmp_path: Path) -> None:
     data = list_with(tmp_path / "f", {2: b"no image", 7: unknown_table(WHOLE)})
     what: dict[str, Any] = {"data": str(data), "work": str(tmp_path), "batch_size": 2, "devices": 2}
     what["module_kwargs"] = {"on_corrupt": "skip"}
-    steps = [step for rank in run_ranks("tests.dali.runs", json.dumps(what), 2) for step in rank]
+    steps = [step for rank in run_ranks("tests.dali.runs:rank", 2, **what) for step in rank]
     for epoch in range(3):
         given = sorted(label for at, labels in steps if at == epoch for label in labels)
         assert given == [number for number in range(12) if number not in (2, 7)]
@@ -222,7 +222,7 @@ def test_the_errors_of_a_trial_keep_no_pipeline() -> None:
     gc.collect()
     before = len(library._pipelines)
     broken = np.frombuffer(b"\xff\xd8\xff\xe0 and no JPEG", np.uint8)
-    settings = Settings(4, 1, None, SIZE, (0.0,) * 3, (1.0,) * 3, "uint8", "CHW", 0.0)
+    settings = PipelineSettings(4, 1, None, SIZE, (0.0,) * 3, (1.0,) * 3, "uint8", "CHW", 0.0)
     gc.disable()
     try:
         errors = undecodable(settings, [broken, broken])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import sys
 import threading
 from collections import Counter
@@ -26,7 +25,8 @@ from lightning_gpuopt.loading.sampler import ElasticSampler
 from tests.dali.runs import Notes, run, small, write_list
 from tests.datamodules.training import EPOCHS, MOMENTS, SAMPLES, SaveAndEnd, Steps, by_epoch
 from tests.fork_server import run_code
-from tests.helpers import run_ranks, tiny_trainer
+from tests.helpers import tiny_trainer
+from tests.ranks import run_ranks
 
 ALL = list(range(SAMPLES))
 WHOLE = dict.fromkeys(range(EPOCHS), ALL)
@@ -255,8 +255,8 @@ class TestRanks:
         save = {"path": str(checkpoint), "hook": "on_train_batch_end", "batch": 3}
         steps: Steps = []
         for world_size, more in ((before, {"save": save}), (after, {"resume": str(checkpoint)})):
-            what = json.dumps({**common, **more, "devices": world_size})
-            for rank_steps in run_ranks("tests.dali.runs", what, world_size):
+            what = {**common, **more, "devices": world_size}
+            for rank_steps in run_ranks("tests.dali.runs:rank", world_size, **what):
                 steps += rank_steps
         assert by_epoch(steps) == WHOLE
 

@@ -1,6 +1,5 @@
 """Elastic resume: a checkpoint from anywhere in a run goes on to the sample, on other batches, workers and ranks."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from tests.datamodules.training import (
     by_epoch,
     run,
 )
-from tests.helpers import run_ranks, tiny_trainer
+from tests.helpers import tiny_trainer
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_the_number_of_ranks_may_change(tmp_path: Path, data: Path, before: int,
     save = {"path": str(checkpoint), "hook": "on_train_batch_end", "batch": 3}
     steps: Steps = []
     for world_size, more in ((before, {"save": save}), (after, {"resume": str(checkpoint)})):
-        what = json.dumps({**common, **more, "devices": world_size})
-        for rank_steps in run_ranks("tests.datamodules.training", what, world_size):
+        what = {**common, **more, "devices": world_size}
+        for rank_steps in run_ranks("tests.datamodules.training:rank", world_size, **what):
             steps += rank_steps
     assert by_epoch(steps) == WHOLE

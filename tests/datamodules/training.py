@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,23 +157,38 @@ def run(
     return model
 
 
-def rank_main(run: Callable[..., Any], **more: Any) -> None:
-    """One rank: run what the JSON argument says, and print the steps."""
-    what = json.loads(sys.argv[1])
-    save = what.get("save")
+def steps_of_a_rank(
+    run: Callable[..., Any],
+    *,
+    data: str,
+    work: str,
+    devices: int,
+    save: dict[str, Any] | None = None,
+    resume: str | None = None,
+    **more: Any,
+) -> Steps:
+    """Train as one of several ranks: the steps of this one.
+
+    Args:
+        run: trains.
+        data: the dataset.
+        work: the folder for everything else.
+        devices: how many ranks there are.
+        save: arguments of :class:`SaveAndEnd`.
+        resume: a checkpoint.
+        more: arguments of ``run``.
+    """
     model = run(
-        Path(what["data"]),
-        Path(what["work"]),
-        batch_size=what["batch_size"],
-        save=None if save is None else SaveAndEnd(Path(save["path"]), save["hook"], save["batch"]),
-        resume=Path(what["resume"]) if "resume" in what else None,
-        module_kwargs=what.get("module_kwargs"),
-        devices=what["devices"],
-        strategy="ddp" if what["devices"] > 1 else "auto",
+        Path(data),
+        Path(work),
+        save=None if save is None else SaveAndEnd(**{**save, "path": Path(save["path"])}),
+        resume=None if resume is None else Path(resume),
+        devices=devices,
+        strategy="ddp" if devices > 1 else "auto",
         **more,
     )
-    print(json.dumps(model.steps))
+    steps: Steps = model.steps
+    return steps
 
 
-if __name__ == "__main__":
-    rank_main(run)
+rank = partial(steps_of_a_rank, run)

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_gpuopt._measured import (
-    PHASES,
-    HostActivity,
-    LoaderFacts,
-    PhaseTimes,
-    Pipelines,
-    PipelineTimes,
-    WorkerTimes,
-)
-from lightning_gpuopt._measured_gpu import GpuTimes
 from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.measurements.gpu import GpuTimes
+from lightning_gpuopt.measurements.host import HostActivity
+from lightning_gpuopt.measurements.loading import LoaderFacts, Pipelines, PipelineTimes, WorkerTimes
+from lightning_gpuopt.measurements.phases import PHASES, PhaseTimes
 
 WALL_S = 10.0
 STEPS = 100

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_gpuopt._measured import PHASES, LoaderFacts, Outlier, StepTimes
 from lightning_gpuopt.diagnosis.report import Finding, Proof, StallReport, Stretch
+from lightning_gpuopt.measurements.loading import LoaderFacts
+from lightning_gpuopt.measurements.phases import PHASES, Outlier, StepTimes
 
 SIX_WORKERS = {"num_workers": 6, "persistent_workers": True}
 PREDICTED = (1.8, 2.1, 2.4)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt._measured import LoaderFacts
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.report import Finding, Proof, StallReport
+from lightning_gpuopt.measurements.loading import LoaderFacts
 
 
 def report(step_s: float | None, *, findings: list[Finding] | None = None, **loader: Any) -> StallReport:

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_gpuopt._measured import StepTimes
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.gate import Gate, judge, phases_per_step
 from lightning_gpuopt.diagnosis.render.data import comparison_data
 from lightning_gpuopt.diagnosis.render.wording import gate_line
 from lightning_gpuopt.diagnosis.report import StallReport, Stretch
+from lightning_gpuopt.measurements.phases import StepTimes
 from tests.diagnosis.reports import after, before, phases
 
 

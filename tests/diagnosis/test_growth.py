@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_gpuopt._measured import Lap
 from lightning_gpuopt.diagnosis.growth import growth_of
+from lightning_gpuopt.measurements.phases import WindowSample
 
 PER_LAP = 50
 
 
-def laps_of(step_ms: list[float], part: str = "forward", **held: float) -> list[Lap]:
+def laps_of(step_ms: list[float], part: str = "forward", **held: float) -> list[WindowSample]:
     """Laps of 50 steps whose time lies in one part, but for 10 ms of a step; ``held`` grows by so much a lap."""
     return [
-        Lap(
+        WindowSample(
             PER_LAP,
             PER_LAP * (index + 1),
             PER_LAP * each / 1e3,
@@ -112,7 +112,9 @@ def test_all_of_what_has_doubled_is_the_growths() -> None:
 def test_a_host_that_is_slower_inside_the_step_is_named_for_a_gpu() -> None:
     laps = laps_of([80.0] * 6 + [120.0] * 6, part="gpu_work")
     slower = [
-        Lap(lap.steps, lap.end_step, lap.seconds, lap.parts, {}, {"forward": lap.seconds - 1.0, "backward": 0.5})
+        WindowSample(
+            lap.steps, lap.end_step, lap.seconds, lap.parts, {}, {"forward": lap.seconds - 1.0, "backward": 0.5}
+        )
         for lap in laps
     ]
     growth = growth_of(slower)

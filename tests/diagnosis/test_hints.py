@@ -9,14 +9,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from lightning_gpuopt.diagnosis.hints import SeenRun, hints_of
+from lightning_gpuopt.diagnosis.hints import RunSettings, hints_of
 from lightning_gpuopt.diagnosis.record import Hint
 from lightning_gpuopt.diagnosis.render.html import render_html
 from lightning_gpuopt.diagnosis.render.text import render_text
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, StallReport
 from tests.diagnosis.reports import before
 
-WELL = SeenRun(
+WELL = RunSettings(
     work_share=0.92,
     capability=(9, 0),
     precision="bf16-mixed",
@@ -42,11 +42,11 @@ SMALL = replace(WELL, sm_activity=31.0, peak_mib=30000.0)
 LIMITED = replace(WELL, memory_fraction=0.5, reserved_peak_mib=39000.0)
 
 
-def named(run: SeenRun, **seen: Any) -> list[str]:
+def named(run: RunSettings, **seen: Any) -> list[str]:
     return [hint.name for hint in hints_of(replace(run, **seen))]
 
 
-def only(run: SeenRun) -> Hint:
+def only(run: RunSettings) -> Hint:
     (hint,) = hints_of(run)
     return hint
 
@@ -56,7 +56,7 @@ def test_a_run_that_is_well_gets_none():
 
 
 def test_a_run_of_which_nothing_is_known_gets_none():
-    assert hints_of(SeenRun(work_share=1.0)) == []
+    assert hints_of(RunSettings(work_share=1.0)) == []
 
 
 class TestPrecision:

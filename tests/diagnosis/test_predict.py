@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_gpuopt._measured import LoaderFacts
-from lightning_gpuopt.diagnosis.loader_causes import data_finding
+from lightning_gpuopt.diagnosis.causes.loader import data_finding
 from lightning_gpuopt.diagnosis.predict import (
     ceiling,
     headroom,
@@ -17,6 +16,7 @@ from lightning_gpuopt.diagnosis.predict import (
     speedup_without,
     without_data_s,
 )
+from lightning_gpuopt.measurements.loading import LoaderFacts
 from tests.diagnosis.numbers import IN_PROCESS, gpu, host, measurement, times, workers
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from lightning_gpuopt._measured import PHASES
-from lightning_gpuopt._places import Place
 from lightning_gpuopt.diagnosis.render.html import render_html
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, Finding, HotSpots, StallReport, Stretch
+from lightning_gpuopt.measurements.code_location import CodeLocation
+from lightning_gpuopt.measurements.phases import PHASES
 from tests.diagnosis.reports import before
 from tests.diagnosis.test_what_if import COMPUTING
 
@@ -125,7 +125,7 @@ def test_what_is_no_report_is_refused(text: str, complaint: str) -> None:
 
 def whole() -> dict[str, Any]:
     """A report with all its parts, as JSON is read."""
-    spots = HotSpots("slow_storage", "worker 0", 1.0, 50, (Place("read", "data.py", 7, 1.0),))
+    spots = HotSpots("slow_storage", "worker 0", 1.0, 50, (CodeLocation("read", "data.py", 7, 1.0),))
     costs = replace(COMPUTING, edges_s=(0.1, 0.2), counts=(100,))
     data: dict[str, Any] = json.loads(replace(before(), loader_costs=costs, hot_spots=[spots]).to_json())
     return data

@@ -9,10 +9,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from lightning_gpuopt._measured import LoaderFacts
 from lightning_gpuopt.diagnosis.render.what_if import forecast_data, render_forecast
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, StallReport
-from lightning_gpuopt.diagnosis.what_if import CannotSayError, Change, Forecast, what_if
+from lightning_gpuopt.diagnosis.what_if import CannotSayError, Forecast, WhatIf, what_if
+from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.tuning.loader_costs import LoaderCosts
 from tests.diagnosis.reports import before
 
@@ -41,7 +41,7 @@ def report_of(costs: LoaderCosts | None, step_s: float | None = 0.05, **fields: 
 
 
 def ask(costs: LoaderCosts, step_s: float = 0.05, /, **change: Any) -> Forecast:
-    return what_if(report_of(costs, step_s), Change(**change))
+    return what_if(report_of(costs, step_s), WhatIf(**change))
 
 
 class TestWorkers:
@@ -141,7 +141,7 @@ class TestBatchSize:
     @pytest.mark.parametrize("environment", [{}, {"batch_size": "None"}, {"batch_size": "4, 8"}])
     def test_an_unknown_size_is_refused(self, environment: dict[str, str]) -> None:
         with pytest.raises(CannotSayError, match=r"how many samples are in a batch"):
-            what_if(report_of(COSTS, environment=environment), Change(batch_size=64))
+            what_if(report_of(COSTS, environment=environment), WhatIf(batch_size=64))
 
 
 class TestWhatIsNotExplained:
@@ -167,7 +167,7 @@ class TestWhatIsNotExplained:
 
     def test_samples_that_would_come_twice_are_said(self) -> None:
         report = report_of(COSTS, loader=LoaderFacts(2, duplicates=True))
-        assert what_if(report, Change(num_workers=4)).notes == [
+        assert what_if(report, WhatIf(num_workers=4)).notes == [
             "This IterableDataset does not divide its samples: each worker would give all of them."
         ]
 
@@ -185,7 +185,7 @@ def test_slow_batches_are_bridged_by_a_longer_queue() -> None:
 @pytest.mark.parametrize(("costs", "step_s"), [(None, 0.05), (COSTS, None)])
 def test_a_report_that_does_not_say_enough_is_refused(costs: LoaderCosts | None, step_s: float | None) -> None:
     with pytest.raises(CannotSayError, match=r"^expected a report that says what its loader costs, got one that does"):
-        what_if(report_of(costs, step_s), Change(num_workers=4))
+        what_if(report_of(costs, step_s), WhatIf(num_workers=4))
 
 
 def test_what_the_report_keeps_is_read_back_the_same() -> None:

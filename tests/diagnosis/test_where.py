@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from lightning_gpuopt._places import Call, Place, Sampled, Stack
 from lightning_gpuopt.diagnosis.record import Finding, HotSpots
 from lightning_gpuopt.diagnosis.render.speedscope import speedscope
 from lightning_gpuopt.diagnosis.render.wording import place_rows
 from lightning_gpuopt.diagnosis.where import hot_spots_of, is_in_user_code, locate, places_of, sentence
+from lightning_gpuopt.measurements.code_location import Call, CodeLocation, Sampled, Stack
 
 ITEM = Call("Photos.__getitem__", "/home/me/data.py", 31, own=True)
 OPEN = Call("Image.open", "/env/lib/python3.11/site-packages/PIL/Image.py", 3400)
@@ -54,21 +54,21 @@ def test_a_function_counts_as_a_whole_and_has_its_hottest_line() -> None:
     ]
     stacks.append(Stack((OPEN, ITEM), 0.4))
     assert places_of(stacks) == (
-        Place("blur", "/home/me/augment.py", 2, 0.7),
-        Place("Image.open", "/home/me/data.py", 31, 0.4),
+        CodeLocation("blur", "/home/me/augment.py", 2, 0.7),
+        CodeLocation("Image.open", "/home/me/data.py", 31, 0.4),
     )
 
 
-def spots(*places: Place) -> HotSpots:
+def spots(*places: CodeLocation) -> HotSpots:
     return HotSpots("slow_transform", "worker 0", sum(each.seconds for each in places), 10, places)
 
 
 def test_the_sentence_of_the_largest_places() -> None:
     found = spots(
-        Place("GaussianBlur.forward", "/home/me/augment.py", 48, 6.2, "GaussianBlur"),
-        Place("Image.open", "/home/me/data.py", 31, 2.1),
-        Place("spin", "/home/me/augment.py", 5, 1.3, "Brighten"),
-        Place("rare", "/home/me/data.py", 1, 0.4),
+        CodeLocation("GaussianBlur.forward", "/home/me/augment.py", 48, 6.2, "GaussianBlur"),
+        CodeLocation("Image.open", "/home/me/data.py", 31, 2.1),
+        CodeLocation("spin", "/home/me/augment.py", 5, 1.3, "Brighten"),
+        CodeLocation("rare", "/home/me/data.py", 1, 0.4),
     )
     assert sentence(found) == (
         "62 % GaussianBlur.forward (augment.py:48), 21 % Image.open (data.py:31), 13 % Brighten: spin (augment.py:5)"
@@ -76,7 +76,9 @@ def test_the_sentence_of_the_largest_places() -> None:
 
 
 def test_a_librarys_file_is_named_from_its_package_on() -> None:
-    found = spots(Place("Image.open", "/env/lib/python3.11/site-packages/torchvision/datasets/folder.py", 247, 1.0))
+    found = spots(
+        CodeLocation("Image.open", "/env/lib/python3.11/site-packages/torchvision/datasets/folder.py", 247, 1.0)
+    )
     assert sentence(found) == "100 % Image.open (torchvision/datasets/folder.py:247)"
 
 
@@ -144,7 +146,9 @@ def test_speedscope_has_a_profile_for_each_activity_outermost_frame_first() -> N
 
 def test_the_table_of_places_has_the_whole_path_of_the_users_own_files() -> None:
     library = "/env/lib/python3.11/site-packages/torchvision/datasets/folder.py"
-    found = spots(Place("blur", "/home/me/augment.py", 48, 3.0, "Blur"), Place("Image.open", library, 247, 1.0))
+    found = spots(
+        CodeLocation("blur", "/home/me/augment.py", 48, 3.0, "Blur"), CodeLocation("Image.open", library, 247, 1.0)
+    )
     assert place_rows(found) == [
         ("blur", "/home/me/augment.py:48", "75 %", "Blur"),
         ("Image.open", "torchvision/datasets/folder.py:247", "25 %", ""),

@@ -217,7 +217,7 @@ def test_a_file_that_cannot_be_read_is_left_out(files, place, monkeypatch):
 
 
 def test_a_listing_that_takes_too_long_ends(files, place, monkeypatch):
-    monkeypatch.setattr(data, "_MOST_LISTED", 20)
+    monkeypatch.setattr(data, "_MAX_LISTED", 20)
     facts = data_facts(str(files(40)), Ticks())
     assert (facts.files, facts.complete) == (20, False)
 

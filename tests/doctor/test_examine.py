@@ -13,7 +13,7 @@ from lightning_gpuopt.doctor import examine as module
 from lightning_gpuopt.doctor.check import Check
 from lightning_gpuopt.doctor.examine import examine
 from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts, TorchFacts
-from tests.nvml_simulator import Gpu, Simulator, error, mig_instance
+from tests.simulators.nvml import Gpu, Simulator, error, mig_instance
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,10 @@ import torch
 from lightning_gpuopt.doctor import cuda_probe
 from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts
 from lightning_gpuopt.doctor.gather import CudaProbe, free_cpus, host_facts, torch_facts, versions_of
-from tests.gpu_simulator import simulated_gpu
 from tests.helpers import Clock
-from tests.nvml_simulator import Gpu, Simulator, hang
-from tests.simulated_time import SimulatedTime
+from tests.simulators.gpu import simulated_gpu
+from tests.simulators.nvml import Gpu, Simulator, hang
+from tests.simulators.simulated_time import SimulatedTime
 
 
 @pytest.fixture

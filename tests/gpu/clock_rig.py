@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_gpuopt._measured_gpu import GpuTimes
+from lightning_gpuopt.measurements.gpu import GpuTimes
 from lightning_gpuopt.timeline.gpu_clock import GpuClock
 from lightning_gpuopt.timeline.observer import StepObserver
 from lightning_gpuopt.timeline.phases import Timeline

@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_gpuopt import CudaPrefetcher
 from tests.gpu.kernels import milliseconds
 from tests.gpu.no_synchronize import NoSynchronize
-from tests.helpers import run_ranks, tiny_trainer
+from tests.helpers import tiny_trainer
+from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -531,8 +532,8 @@ def test_torchs_sanitizer_reports_no_race(depth: int) -> None:
 def test_weights_are_the_same_under_ddp(ranks: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    module = "tests.gpu.test_cuda_prefetcher"
-    plain, ahead = (run_ranks(module, what, ranks) for what in ("ddp", "ddp-ahead"))
+    function = "tests.gpu.test_cuda_prefetcher:under_ddp"
+    plain, ahead = (run_ranks(function, ranks, prefetched=prefetched) for prefetched in (False, True))
     assert {each["weights"] for each in ahead} == {plain[0]["weights"]}
     assert all(each["direct"] == 0 and each["staged"] > 0 for each in ahead)
 
@@ -563,7 +564,8 @@ def sanitized(depth: int) -> list[list[int]]:
     return found
 
 
-def under_ddp(*callbacks: CudaPrefetcher) -> dict[str, Any]:
+def under_ddp(prefetched: bool) -> dict[str, Any]:
+    callbacks = [CudaPrefetcher()] if prefetched else []
     ranks = int(os.environ["WORLD_SIZE"])
     with tempfile.TemporaryDirectory() as folder:
         model = seeded(Model, milliseconds())
@@ -577,7 +579,5 @@ if __name__ == "__main__":
     what = sys.argv[1]
     if what == "race":
         raced()
-    elif what.startswith("sanitized"):
-        print(json.dumps(sanitized(int(what[-1]))), flush=True)
     else:
-        print(json.dumps(under_ddp(*[CudaPrefetcher()] * (what == "ddp-ahead"))), flush=True)
+        print(json.dumps(sanitized(int(what[-1]))), flush=True)

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import StallDetector, StallReport
-from lightning_gpuopt.timeline.activity import Span
+from lightning_gpuopt.timeline.activity import ActivitySpan
 from lightning_gpuopt.timeline.look import ProfilerLook
 from tests.gpu.kernels import milliseconds
 from tests.helpers import tiny_trainer
@@ -203,7 +203,7 @@ def test_the_profilers_records_of_tiny_kernels() -> None:
         model.training_step(batch, 0)
         issued_s = time.perf_counter()
         torch.cuda.synchronize()
-        spans.append(Span(begin_s, time.perf_counter(), begin_s, issued_s))
+        spans.append(ActivitySpan(begin_s, time.perf_counter(), begin_s, issued_s))
         if look.step_done():
             break
     seen = look.read(spans)

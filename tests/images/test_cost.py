@@ -88,7 +88,7 @@ def test_an_image_that_is_small_already_is_not_made_smaller(clock: Clock) -> Non
 
 
 def test_what_cannot_be_measured_is_skipped(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "_MOST_PIXELS", 30_000)
+    monkeypatch.setattr(cost, "_MAX_PIXELS", 30_000)
     good = jpeg(200, 100)
     files = [b"no image", b"", good[:300], jpeg(200, 200), good]
 

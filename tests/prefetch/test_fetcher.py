@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt._torch_loader import WorkerBatches, has_workers
+from lightning_gpuopt.compat.dataloader import WorkerBatches, has_workers
 from lightning_gpuopt.prefetch.fetcher import LookAheadFetcher, Ready
 
 

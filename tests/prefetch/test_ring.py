@@ -11,7 +11,6 @@ from lightning_gpuopt.prefetch.leaves import Found
 from lightning_gpuopt.prefetch.packing import ALIGNMENT, Layout
 from lightning_gpuopt.prefetch.ring import Ring
 from lightning_gpuopt.prefetch.stream import NoEvent, Streams
-from lightning_gpuopt.prefetch.transfer import Faster, Mover
 
 CPU = torch.device("cpu")
 
@@ -49,7 +48,7 @@ def test_sets_are_used_in_turn() -> None:
         place, tensor = use(ring, torch.full((3,), float(number)))
         addresses.append(tensor.data_ptr())
         del tensor
-        place.rest()
+        place.release()
     assert len(ring) == 2
     assert addresses == [*addresses[:2]] * 3
 
@@ -60,7 +59,7 @@ def test_what_somebody_holds_is_not_written_to(keep: Any) -> None:
     place, tensor = use(ring, torch.zeros(2, 2))
     kept = keep(tensor)
     del tensor
-    place.rest()
+    place.release()
     _, other = use(ring, torch.ones(2, 2))
     assert all(float(each.sum()) == 0.0 for each in Found([kept]).tensors)
     assert float(other.sum()) == 4.0
@@ -72,7 +71,7 @@ def test_what_autograd_holds_is_not_written_to() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
     loss = (tensor @ weight).sum()
     del tensor
-    place.rest()
+    place.release()
     use(ring, torch.zeros(2, 2))
     loss.backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
@@ -86,13 +85,13 @@ def test_the_side_stream_waits_for_the_rest_and_for_no_more() -> None:
     assert streams.calls == ["record", "side waits"]  # new memory may still be in use by what was queued
     streams.calls.clear()
     del tensor
-    place.rest()
+    place.release()
     assert streams.calls == ["record"]
     streams.calls.clear()
     place, tensor = use(ring, torch.zeros(3))
     assert streams.calls == ["side waits"]
     streams.calls.clear()
-    place.rest()  # somebody still holds it: new memory is there before the next step is issued
+    place.release()  # somebody still holds it: new memory is there before the next step is issued
     use(ring, torch.zeros(3))
     assert streams.calls == ["record", "side waits"]
     assert tensor.tolist() == [0.0, 0.0, 0.0]
@@ -108,7 +107,7 @@ def test_smaller_batches_fit_and_larger_ones_get_new_memory() -> None:
         assert tensor._base is None
         addresses.append(tensor.data_ptr())
         del tensor
-        place.rest()
+        place.release()
     assert addresses[0] == addresses[1] == addresses[2] != addresses[3]
 
 
@@ -124,7 +123,7 @@ def test_each_batch_has_a_version_counter_of_its_own() -> None:
     place, tensor = use(ring, torch.zeros(3))
     version = tensor._version
     del tensor
-    place.rest()
+    place.release()
     _, tensor = use(ring, torch.zeros(3))
     assert tensor._version == version
 
@@ -134,7 +133,7 @@ def test_a_loop_inside_another_gets_more_and_gives_it_back() -> None:
     outer = [use(ring, torch.zeros(3)) for _ in range(2)]
     inner, _ = use(ring, torch.zeros(3))
     assert len(ring) == 3
-    inner.rest()
+    inner.release()
     ring.trim()
     assert len(ring) == 2
     assert all(place.in_use for place, _ in outer)
@@ -145,7 +144,7 @@ def test_memory_from_inference_mode_can_be_trained_on() -> None:
     with torch.inference_mode():
         place, tensor = use(ring, torch.ones(3))
         del tensor
-    place.rest()
+    place.release()
     _, tensor = use(ring, torch.ones(3))
     assert not tensor.is_inference()
 
@@ -158,27 +157,3 @@ def test_a_packed_batch_is_aligned_as_tensors_of_their_own() -> None:
     assert [(each.dtype, each.shape) for each in views] == [(each.dtype, each.shape) for each in tensors]
     assert [(each.data_ptr() - memory.data_ptr()) % ALIGNMENT for each in views if each.numel()] == [0, 0, 0]
     assert layout.nbytes == 4 * ALIGNMENT
-
-
-def test_one_small_tensor_kept_does_not_keep_all_the_others_twice() -> None:
-    mover = Mover(Streams(), CPU, 1)
-    mover._packing.choose("packed")
-    kept = []
-    batch = {str(index): torch.full((4,), float(index)) for index in range(20)}
-    for _ in range(6):
-        moved = mover.deliver(mover.stage(batch, 0))
-        assert {name: each.tolist() for name, each in moved.items()} == {k: v.tolist() for k, v in batch.items()}
-        kept.append(moved["3"])
-        del moved
-        mover.rest()
-    assert mover._packing.way == "each"
-    assert len({each.untyped_storage().data_ptr() for each in kept if each.untyped_storage().nbytes() > 64}) == 3
-
-
-def test_the_faster_of_two_ways_stays() -> None:
-    faster = Faster("plain", "other")
-    ways = []
-    for _ in range(10):
-        ways.append(faster.way)
-        faster.took(faster.way, {"plain": 2.0, "other": 1.0}[faster.way])
-    assert ways == ["plain", "other"] * 4 + ["other"] * 2

@@ -18,13 +18,13 @@ from lightning_gpuopt.images.checks import BadImage, check_image
 from lightning_gpuopt.storage import shard_writer
 from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.build.plan import SHARD_BYTES, plan_shards
-from lightning_gpuopt.storage.build.progress import BuildProgress
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.shard_writer import ShardWriter
 from lightning_gpuopt.storage.sources.datasets import DatasetSource
+from lightning_gpuopt.utils.console_progress import ConsoleProgress
 from tests.helpers import Clock
 from tests.storage.building import Numbers
 from tests.storage.source_files import beside, image_file, kept, stored, write_folder
@@ -324,7 +324,7 @@ def test_wrong_arguments_are_told(tmp_path: Path, options: dict[str, Any], compl
 
 def test_without_a_terminal_there_is_a_line_every_ten_seconds() -> None:
     clock, out = Clock(), io.StringIO()
-    with BuildProgress(1000, 200, console=Console(file=out, width=40), clock=clock) as progress:
+    with ConsoleProgress(1000, 200, console=Console(file=out, width=40), clock=clock) as progress:
         for _ in range(8):
             clock.now_s += 3
             progress.add(50, 2_000_000)
@@ -337,7 +337,7 @@ def test_without_a_terminal_there_is_a_line_every_ten_seconds() -> None:
 def test_in_a_terminal_there_is_a_bar() -> None:
     clock, out = Clock(), io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
-    with BuildProgress(1000, console=console, clock=clock) as progress:
+    with ConsoleProgress(1000, console=console, clock=clock) as progress:
         clock.now_s += 2
         progress.add(1000, 4_000_000)
     last = out.getvalue()
@@ -347,7 +347,7 @@ def test_in_a_terminal_there_is_a_bar() -> None:
 
 def test_no_progress_is_silence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     clock, out = Clock(), io.StringIO()
-    with BuildProgress(10, enabled=False, console=Console(file=out, force_terminal=True), clock=clock) as progress:
+    with ConsoleProgress(10, enabled=False, console=Console(file=out, force_terminal=True), clock=clock) as progress:
         clock.now_s += 60
         progress.add(10, 10)
     assert out.getvalue() == ""

@@ -27,6 +27,7 @@ from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.shard import ShardMap
 from lightning_gpuopt.storage.writer import LMDBWriter
 from tests.fork_server import run_code
+from tests.lanes import combinations
 from tests.storage.parts import (
     assert_numbered,
     flip,
@@ -154,7 +155,7 @@ def collate(samples: Any) -> list[tuple[int, int]]:
     return [(os.getpid(), int(number)) for data, number in samples if bytes(data) == bytes(numbered(number)[0])]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.matrix)])
+@combinations("fork", method=["fork", "spawn", "forkserver"])
 def test_workers_read_after_their_parent_did(path: Path, method: str) -> None:
     dataset = LMDBDataset(path)
     assert numbers(dataset) == list(range(25))

@@ -168,7 +168,7 @@ def test_a_parquet_file_is_a_dict_a_row(tmp_path: Path) -> None:
 
 
 def test_a_parquet_file_is_read_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_gpuopt.storage.sources.parquet._MOST_ROWS", 4)
+    monkeypatch.setattr("lightning_gpuopt.storage.sources.parquet._MAX_ROWS", 4)
     pq.write_table(pa.table({"x": np.arange(50)}), tmp_path / "x.parquet", row_group_size=20)
     source = open_source(tmp_path / "x.parquet")
     order = [19, 3, 4, 8, 2, 49, 40, 0, 20, 39]

@@ -220,6 +220,7 @@ with LMDBWriter(path, samples_per_shard=12, resume=True) as writer:
 """
 
 
+@pytest.mark.matrix
 def test_a_kill_at_any_point_costs_nothing_that_was_safe(tmp_path: Path) -> None:
     """One writer after the other is killed at one more point of its way, until one gets to the end."""
     path, count, safe, kills = tmp_path / "dataset", 30, 0, 0

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_gpuopt.telemetry.health import READINGS, HealthQuestion, NvmlHealth
 from tests.helpers import wait_for
-from tests.nvml_simulator import AMPERE, MIB, Gpu, Simulator, error, hang, mig_instance
+from tests.simulators.nvml import AMPERE, MIB, Gpu, Simulator, error, hang, mig_instance
 
 PCIE = "nvmlDeviceGetCurrPcieLinkWidth"
 LOST = 15

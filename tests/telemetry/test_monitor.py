@@ -10,7 +10,7 @@ from lightning_gpuopt.telemetry.keys import select_metrics
 from lightning_gpuopt.telemetry.monitor import GpuMonitor
 from lightning_gpuopt.telemetry.visible import DeviceNotFoundError
 from tests.helpers import wait_for
-from tests.nvml_simulator import Gpu, Simulator, error, slow
+from tests.simulators.nvml import Gpu, Simulator, error, slow
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from lightning_gpuopt.telemetry.keys import METRICS, readings_of, select_metrics
 from lightning_gpuopt.telemetry.nvml import DeviceLostError, DeviceReader, NvmlSession, NvmlUnavailableError, Value
 from tests.helpers import Clock
-from tests.nvml_simulator import AMPERE, MIB, Gpu, Simulator, error, mig_instance
+from tests.simulators.nvml import AMPERE, MIB, Gpu, Simulator, error, mig_instance
 
 ALL = readings_of(METRICS)
 DEFAULT = readings_of(select_metrics("default"))

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from lightning_gpuopt.telemetry import nvml_thread
-from lightning_gpuopt.telemetry.nvml_thread import NvmlThread, Pace, next_due
+from lightning_gpuopt.telemetry.nvml_thread import NvmlThread, SamplePace, next_due
 from lightning_gpuopt.telemetry.sampler import GpuSampler
 from lightning_gpuopt.telemetry.visible import Chosen, CudaOrdinal, NvmlDevice
 from tests.helpers import wait_for
-from tests.nvml_simulator import Gpu, Simulator, hang, slow
+from tests.simulators.nvml import Gpu, Simulator, hang, slow
 
 UTILIZATION, POWER = "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage"
 CLOSING = ("nvmlGpmSampleFree", "nvmlShutdown")
@@ -259,14 +259,14 @@ def test_the_pace_does_not_drift():
 
 
 def test_cheap_readings_keep_the_interval():
-    pace = Pace(0.125, now_s=10.0, jitter=lambda: 0.0)
+    pace = SamplePace(0.125, now_s=10.0, jitter=lambda: 0.0)
     for i in range(1, 100):
         pace.read(pace.due_s + 0.001, cpu_s=0.0006)
         assert pace.due_s == 10.0 + 0.125 * i
 
 
 def test_dear_readings_take_half_a_percent_of_a_core():
-    pace = Pace(0.1, now_s=0.0, jitter=lambda: 0.0)
+    pace = SamplePace(0.1, now_s=0.0, jitter=lambda: 0.0)
     pace.read(0.0, cpu_s=0.004)
     begun_s = pace.due_s
     for _ in range(10):
@@ -275,13 +275,13 @@ def test_dear_readings_take_half_a_percent_of_a_core():
 
 
 def test_the_first_reading_which_sets_things_up_does_not_count():
-    pace = Pace(0.1, now_s=0.0, jitter=lambda: 0.0)
+    pace = SamplePace(0.1, now_s=0.0, jitter=lambda: 0.0)
     pace.read(0.0, cpu_s=0.5)
     assert pace.due_s == 0.1
 
 
 def test_one_dear_reading_makes_no_long_gap():
-    pace = Pace(0.1, now_s=0.0, jitter=lambda: 0.0)
+    pace = SamplePace(0.1, now_s=0.0, jitter=lambda: 0.0)
     for _ in range(20):
         pace.read(pace.due_s, cpu_s=0.0)
     before_s = pace.due_s
@@ -290,7 +290,7 @@ def test_one_dear_reading_makes_no_long_gap():
 
 
 def test_an_interval_that_is_kept_is_kept_however_dear_readings_are():
-    pace = Pace(0.05, now_s=0.0, bounded=False, jitter=lambda: 0.0)
+    pace = SamplePace(0.05, now_s=0.0, bounded=False, jitter=lambda: 0.0)
     for i in range(1, 20):
         pace.read(pace.due_s, cpu_s=0.03)
         assert pace.due_s == pytest.approx(0.05 * i)
@@ -298,7 +298,7 @@ def test_an_interval_that_is_kept_is_kept_however_dear_readings_are():
 
 @pytest.mark.parametrize("interval_s", [0.05, 0.1, 0.25, 0.5, 1.0])
 def test_what_comes_and_goes_in_the_time_of_the_readings_is_met_as_often_as_it_is_there(interval_s):
-    pace = Pace(interval_s, now_s=0.0, jitter=random.Random(0).random)
+    pace = SamplePace(interval_s, now_s=0.0, jitter=random.Random(0).random)
     busy = []
     for _ in range(4000):
         busy.append(pace.due_s % 0.5 < 0.28)
@@ -308,7 +308,7 @@ def test_what_comes_and_goes_in_the_time_of_the_readings_is_met_as_often_as_it_i
 
 
 def test_a_late_reading_costs_no_other_one():
-    pace = Pace(1.0, now_s=0.0, jitter=iter([0.9, 0.1, 0.5]).__next__)
+    pace = SamplePace(1.0, now_s=0.0, jitter=iter([0.9, 0.1, 0.5]).__next__)
     due_s = []
     for late_s in (0.0, 0.5, 1.5):
         pace.read(pace.due_s + late_s, cpu_s=0.0)
@@ -318,7 +318,7 @@ def test_a_late_reading_costs_no_other_one():
 
 def test_the_global_random_state_is_not_drawn_from():
     state = random.getstate()
-    pace = Pace(0.1, now_s=0.0)
+    pace = SamplePace(0.1, now_s=0.0)
     pace.read(0.0, cpu_s=0.0)
     assert 0.1 <= pace.due_s < 0.2
     assert random.getstate() == state

@@ -14,7 +14,7 @@ from lightning_gpuopt.telemetry.sampler import GpuSampler
 from lightning_gpuopt.telemetry.visible import Chosen, CudaOrdinal, DeviceNotFoundError, NvmlDevice
 from lightning_gpuopt.telemetry.window import Accumulator, Stat
 from tests.helpers import Clock, wait_for
-from tests.nvml_simulator import AMPERE, Gpu, Simulator, error, hang, slow
+from tests.simulators.nvml import AMPERE, Gpu, Simulator, error, hang, slow
 
 LAST_CALL = "nvmlDeviceGetUtilizationRates"
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import lightning_gpuopt
-from lightning_gpuopt._places import Call
+from lightning_gpuopt.measurements.code_location import Call
 from lightning_gpuopt.timeline.frames import calls_of, is_loop, is_own, raw_frames
 
 INSTALLED = site.getsitepackages()[0]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_gpuopt._measured_gpu import GpuTimes
+from lightning_gpuopt.measurements.gpu import GpuTimes
 from lightning_gpuopt.timeline import gpu_clock
 from lightning_gpuopt.timeline.gpu_clock import GpuClock
 from lightning_gpuopt.timeline.observer import StepObserver
@@ -341,7 +341,7 @@ def test_events_are_used_again(rig: Rig) -> None:
 
 
 def test_a_host_far_ahead_gets_no_more_events_for_a_while(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_clock, "_MOST_UNREAD", 32)
+    monkeypatch.setattr(gpu_clock, "_MAX_UNREAD", 32)
     for _ in range(100):
         rig.step(compute=1000)
     assert rig.events_made <= 33

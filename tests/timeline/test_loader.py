@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_gpuopt._measured import LoaderFacts, Pipelines, PipelineTimes
-from lightning_gpuopt._torch_loader import worker_pids
+from lightning_gpuopt.compat.dataloader import worker_pids
+from lightning_gpuopt.measurements.loading import LoaderFacts, Pipelines, PipelineTimes
 from lightning_gpuopt.timeline.loader import facts_of, pipeline_of
 
 SAMPLES = [torch.zeros(1)] * 8

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo.callback
 
-from lightning_gpuopt._measured import Collections, Compilations
+from lightning_gpuopt.measurements.host import Collections, Compilations
 from lightning_gpuopt.timeline.pauses import PauseWatch
 from lightning_gpuopt.timeline.phases import Timeline
 

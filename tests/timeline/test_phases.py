@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lightning_gpuopt._measured import PHASES, PhaseTimes
+from lightning_gpuopt.measurements.phases import PHASES, PhaseTimes
 from lightning_gpuopt.timeline.actions import phase_of
 from lightning_gpuopt.timeline.phases import Timeline
 

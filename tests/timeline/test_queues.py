@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_gpuopt._measured import QueueTimes
+from lightning_gpuopt.measurements.loading import QueueTimes
 from lightning_gpuopt.timeline.queues import QueueProbe
 from tests.helpers import wait_for
 

@@ -14,7 +14,7 @@ import lightning
 import pytest
 import torch
 
-from lightning_gpuopt._measured_gpu import SyncSighting
+from lightning_gpuopt.measurements.gpu import SyncSighting
 from lightning_gpuopt.timeline.syncs import SyncLook
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_gpuopt._measured import PHASES, PhaseTimes
+from lightning_gpuopt.measurements.phases import PHASES, PhaseTimes
 from lightning_gpuopt.timeline.windows import Windows
 
 

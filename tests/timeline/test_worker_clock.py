@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lightning_gpuopt._measured import WorkerTimes
+from lightning_gpuopt.measurements.loading import WorkerTimes
 from lightning_gpuopt.timeline.worker_clock import TimedCollate, nbytes_of, watch_workers
 
 BATCHES = 20
@@ -68,7 +68,12 @@ def measured(loader: DataLoader[Any]) -> tuple[WorkerTimes, list[torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("workers", "method"),
-    [(0, None), (2, "fork"), (2, "spawn"), pytest.param(2, "forkserver", marks=pytest.mark.matrix)],
+    [
+        (0, None),
+        (2, "fork"),
+        pytest.param(2, "spawn", marks=pytest.mark.matrix),
+        pytest.param(2, "forkserver", marks=pytest.mark.matrix),
+    ],
 )
 def test_dataset_and_collate_are_told_apart_in_wall_and_cpu_time(workers: int, method: str | None) -> None:
     loader = DataLoader(

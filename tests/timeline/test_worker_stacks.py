@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_gpuopt._places import Call, Stack
+from lightning_gpuopt.measurements.code_location import Call, Stack
 from lightning_gpuopt.timeline.worker_clock import TimedCollate, watch_workers
 from lightning_gpuopt.timeline.worker_stacks import WorkerStacks
 from tests.helpers import error_of_a_killed_worker
+from tests.lanes import combinations
 
 
 class Counts(Dataset[Any]):
@@ -57,7 +58,7 @@ def until(batches: Any, condition: Any, most: int = 12_000) -> None:
     raise AssertionError("it never came")
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@combinations("fork", method=["fork", "spawn"])
 def test_only_the_worker_that_was_asked_samples_itself(method: str) -> None:
     batches, _, stacks = watched(num_workers=2, multiprocessing_context=method)
     first = next(batches)[0]
@@ -76,6 +77,7 @@ def test_it_stops_when_nobody_asks_any_more() -> None:
     until(batches, lambda batch: batch[0] == 0, most=200)  # 200 samples would take four times as long
 
 
+@pytest.mark.matrix
 def test_it_stops_by_itself_when_it_has_enough() -> None:
     batches, clock, stacks = watched(num_workers=1)
     stacks.ask(0)
@@ -96,6 +98,7 @@ def test_a_worker_may_be_asked_again() -> None:
         until(batches, lambda batch: batch[0] == 0)
 
 
+@pytest.mark.matrix
 def test_a_worker_that_is_killed_while_it_samples_itself_gives_the_error_of_torch() -> None:
     batches, _, stacks = watched(num_workers=1)
     stacks.ask(0)

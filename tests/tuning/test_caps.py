@@ -103,6 +103,7 @@ print(1024 - files_left(300) - opened, resource.getrlimit(resource.RLIMIT_NOFILE
 """
 
 
+@pytest.mark.matrix
 def test_the_soft_limit_of_files_is_raised_where_more_are_wanted() -> None:
     run = subprocess.run([sys.executable, "-c", FILES], capture_output=True, text=True, check=True)
     first, second = run.stdout.splitlines()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_gpuopt.tuning.caps import Cap
-from lightning_gpuopt.tuning.live import LivePolicy, Seen
+from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
 
 CAP = Cap(32, "max_num_workers")
 
@@ -14,12 +14,12 @@ class Machine:
     def __init__(self, service_s: float, step_s: float, cpu_s: float = 0.0, cpus: float = 8.0) -> None:
         self.service_s, self.step_s, self.cpu_s, self.cpus = service_s, step_s, cpu_s, cpus
 
-    def seen(self, workers: int) -> Seen:
+    def seen(self, workers: int) -> LoaderStats:
         if not workers:
-            return Seen(self.step_s + self.service_s, self.service_s, None, self.cpu_s)
+            return LoaderStats(self.step_s + self.service_s, self.service_s, None, self.cpu_s)
         pace_s = max(self.step_s, self.service_s / workers, self.cpu_s / self.cpus)
         busy = min(self.service_s / pace_s, float(workers))
-        return Seen(pace_s, pace_s - self.step_s, busy, self.cpu_s)
+        return LoaderStats(pace_s, pace_s - self.step_s, busy, self.cpu_s)
 
     def run(self, policy: LivePolicy, steps: int, cap: Cap = CAP) -> list[tuple[int, int]]:
         """Let a run of so many steps pass; the steps at which the number changed, and to what."""
@@ -87,27 +87,27 @@ def test_a_worker_that_was_missed_comes_back_and_stays() -> None:
     assert live.decide(machine.seen(8), CAP) == 8
     assert live.decide(machine.seen(8), CAP) == 4
     # four are not enough after all: bursts, or a disk that reads more slowly now
-    assert live.decide(Seen(0.015, 0.005, 4.0), CAP) == 8
+    assert live.decide(LoaderStats(0.015, 0.005, 4.0), CAP) == 8
     assert live.settled
     assert machine.run(live, 20_000) == []
 
 
 def test_workers_that_gain_nothing_are_taken_back_and_not_tried_again() -> None:
     live = policy(2)
-    live.decide(Seen(0.02, 0.01), CAP)  # a lock that all share: the model cannot know
+    live.decide(LoaderStats(0.02, 0.01), CAP)  # a lock that all share: the model cannot know
     assert live.num_workers == 5
-    assert live.decide(Seen(0.0195, 0.0095), CAP) == 2
+    assert live.decide(LoaderStats(0.0195, 0.0095), CAP) == 2
     assert (live.settled, live.limited_by) == (True, "cpu")
-    assert live.decide(Seen(0.02, 0.01), CAP) == 2
+    assert live.decide(LoaderStats(0.02, 0.01), CAP) == 2
     assert (live.settled, live.limited_by) == (True, "cpu")
 
 
 def test_another_step_makes_it_try_again() -> None:
     live = policy(2)
-    for seen in (Seen(0.02, 0.01), Seen(0.02, 0.01)):
+    for seen in (LoaderStats(0.02, 0.01), LoaderStats(0.02, 0.01)):
         live.decide(seen, CAP)
     assert live.num_workers == 2
-    assert live.decide(Seen(0.04, 0.03), CAP) > 2
+    assert live.decide(LoaderStats(0.04, 0.03), CAP) > 2
 
 
 def test_cpus_in_use_end_the_growth() -> None:
@@ -125,7 +125,7 @@ def test_the_cap_ends_the_growth_and_is_named() -> None:
 def test_uneven_batches_get_more_ahead() -> None:
     live = policy(4)
     # on average four would do; one slow batch in fifty stalls the step
-    assert live.decide(Seen(step_s=0.011, wait_s=0.001, busy=3.0, worker_cpu_s=0.0), CAP) == 5
+    assert live.decide(LoaderStats(step_s=0.011, wait_s=0.001, busy=3.0, worker_cpu_s=0.0), CAP) == 5
 
 
 def test_a_number_that_others_decided_on_is_looked_at_anew_or_left() -> None:

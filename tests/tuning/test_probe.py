@@ -48,7 +48,7 @@ def test_a_trial_consumes_whole_rounds_at_the_pace_of_the_step(workers: int, bat
 def test_where_a_batch_takes_long_its_wait_does_not_pass_for_the_cost_of_taking_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(probe, "_LONGEST_PAUSE_S", 0.0)  # any batch takes long
+    monkeypatch.setattr(probe, "_MAX_PAUSE_S", 0.0)  # any batch takes long
 
     class Late(Pace):
         def __call__(self) -> float:  # every look at the clock takes a second

@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from lightning_gpuopt import _torch_loader
+from lightning_gpuopt.compat import dataloader
 from lightning_gpuopt.tuning import resize
 from lightning_gpuopt.tuning.resize import ResizeUnsupported, adopt, first_workers
 from lightning_gpuopt.tuning.sharing import state_of
 from tests.helpers import error_of_a_killed_worker, wait_for
+from tests.lanes import combinations
 from tests.shared_memory import shared_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -80,9 +81,12 @@ in_order = pytest.mark.skipif(
 PLANS = [{0: 3, 5: 8}, {3: 4, 10: 2, 11: 5, 12: 1, 40: 3}, {30: 2, 31: 1, 32: 2}, {2: 6, 59: 1}]
 
 
-@pytest.mark.parametrize("left_after", [60, 115])  # with work under way; at 115 of 120 all has been asked for
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("plan", PLANS)
+@combinations(
+    "plan0-False-60 plan1-False-115 plan2-True-60 plan3-True-115",
+    plan=PLANS,
+    persistent=[False, True],
+    left_after=[60, 115],  # with work under way; at 115 of 120 all has been asked for
+)
 def test_the_order_of_samples_is_as_without(plan: dict[int, int], persistent: bool, left_after: int) -> None:
     plain, changed = (loader(persistent_workers=persistent) for _ in range(2))
     for epoch in range(2):
@@ -92,9 +96,7 @@ def test_the_order_of_samples_is_as_without(plan: dict[int, int], persistent: bo
 
 
 @in_order
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("prefetch_factor", [1, 3])
+@combinations("3-plan0-False 1-plan3-True 1-plan2-False", prefetch_factor=[1, 3], plan=PLANS, persistent=[False, True])
 def test_without_an_order_no_sample_is_lost_or_comes_twice(
     plan: dict[int, int], persistent: bool, prefetch_factor: int
 ) -> None:
@@ -192,6 +194,7 @@ def end_now(iterator: Any) -> None:
     iterator._shutdown_workers()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("before", "after", "killed"), [(1, 3, 2), (3, 1, 0)])
 def test_a_killed_worker_gives_the_error_of_torch(before: int, after: int, killed: int) -> None:
     source = DataLoader(Stuck(killed), batch_size=1, num_workers=before)
@@ -240,6 +243,7 @@ def test_worker_init_fn_timeout_and_pinning_are_kept() -> None:
     assert seeds == {(number, 1000 + number) for number in range(3)}
 
 
+@pytest.mark.matrix
 def test_a_spawned_worker_comes_and_goes() -> None:
     source = loader(1, length=16, multiprocessing_context="spawn")
     iterator = adopt(iter(source), source)
@@ -300,7 +304,7 @@ def test_what_cannot_be_resized_is_refused_and_left_as_it_is(monkeypatch: pytest
     with pytest.raises(ResizeUnsupported, match=r"torch 3\.0\.1 is none of those"):
         adopt(iterator, source)
     monkeypatch.undo()
-    monkeypatch.setattr(_torch_loader, "WORKER_LOOP", [*_torch_loader.WORKER_LOOP, "more"])
+    monkeypatch.setattr(dataloader, "WORKER_LOOP", [*dataloader.WORKER_LOOP, "more"])
     with pytest.raises(ResizeUnsupported, match="a worker is started in another way"):
         adopt(iterator, source)
     monkeypatch.undo()
@@ -339,7 +343,7 @@ def test_in_a_longer_epoch_the_workers_have_work_to_its_end() -> None:
 
 def test_a_torch_without_the_parts_that_are_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_set_worker_pids")
-    spec = importlib.util.spec_from_file_location("door_of_another_torch", _torch_loader.__file__)
+    spec = importlib.util.spec_from_file_location("door_of_another_torch", dataloader.__file__)
     assert spec is not None
     assert spec.loader is not None
     elsewhere = importlib.util.module_from_spec(spec)
@@ -488,13 +492,12 @@ class StuckAtFirst(Numbers):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("comes_late", [False, True])
-@pytest.mark.parametrize("persistent", [False, True])
+@combinations("False-False", persistent=[False, True], comes_late=[False, True])
 def test_the_work_of_a_new_worker_that_is_stuck_goes_to_others(
     monkeypatch: pytest.MonkeyPatch, persistent: bool, comes_late: bool
 ) -> None:
     monkeypatch.setattr(resize, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(_torch_loader.WorkersIterator._try_get_data, "__defaults__", (0.05,))
+    monkeypatch.setattr(dataloader.WorkersIterator._try_get_data, "__defaults__", (0.05,))
     monkeypatch.setattr(resize.ResizableIterator._try_get_data, "__defaults__", (0.05,))
     released = multiprocessing.Event()
     source = DataLoader(StuckAtFirst(released), batch_size=2, num_workers=1, persistent_workers=persistent)
@@ -551,10 +554,9 @@ def epochs_of(source: DataLoader[Any], workers: int, *, leave: int | None = None
     return [seen, torch.get_rng_state().tolist(), None if generator is None else generator.get_state().tolist()]
 
 
-@pytest.mark.parametrize("leave", [None, 5, 12])
-@pytest.mark.parametrize(
-    "kwargs",
-    [
+@combinations(
+    "kwargs0-None kwargs1-5 kwargs3-12",
+    kwargs=[
         {"shuffle": True, "batch_size": 2},
         {"shuffle": True, "batch_size": 2, "generator": 3},
         {"shuffle": True, "batch_size": None},
@@ -563,6 +565,7 @@ def epochs_of(source: DataLoader[Any], workers: int, *, leave: int | None = None
         {"batch_size": 2, "sampler": Eager(24, False)},
         {"batch_size": None, "sampler": Eager(24, False)},
     ],
+    leave=[None, 5, 12],
 )
 def test_the_first_workers_of_a_loader_change_nothing_that_is_drawn(kwargs: dict[str, Any], leave: int | None) -> None:
     results = []
@@ -576,8 +579,11 @@ def test_the_first_workers_of_a_loader_change_nothing_that_is_drawn(kwargs: dict
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("leave", [50, 58, 60, 62])
-@pytest.mark.parametrize("plan", [{5: 1}, {5: 6, 9: 1}, {57: 1}, {5: 1, 30: 8}])
+@combinations(
+    "plan0-60 plan1-62 plan3-58",
+    plan=[{5: 1}, {5: 6, 9: 1}, {57: 1}, {5: 1, 30: 8}],
+    leave=[50, 58, 60, 62],
+)
 def test_an_epoch_left_early_with_fewer_workers_leaves_the_next_order_as_it_was(
     plan: dict[int, int], leave: int
 ) -> None:
@@ -612,11 +618,12 @@ def begins_late(worker_id: int) -> None:
         signal.pause()
 
 
+@pytest.mark.matrix
 def test_a_stuck_worker_that_had_nothing_to_do_does_not_hold_up_the_next_epoch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(resize, "_PATIENCE_S", 0.0)
-    for kind in (_torch_loader.WorkersIterator, resize.ResizableIterator):
+    for kind in (dataloader.WorkersIterator, resize.ResizableIterator):
         monkeypatch.setattr(kind._try_get_data, "__defaults__", (0.05,))
     source = DataLoader(Numbers(24), batch_size=2, num_workers=1, persistent_workers=True, worker_init_fn=begins_late)
     iterator = adopt(iter(source), source)

@@ -112,5 +112,5 @@ class NotCopied(Own):
 
 def test_what_cannot_be_seen_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be copied" in (why_not_earlier(DataLoader(DATA, sampler=NotCopied())) or "")
-    monkeypatch.setattr(sampler_draws, "_MOST_S", 0.0)
+    monkeypatch.setattr(sampler_draws, "_MAX_S", 0.0)
     assert "too slow" in (why_not_earlier(DataLoader(DATA, sampler=Own())) or "")

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from benchmarks import workers_rules
-from lightning_gpuopt.diagnosis.loader_causes import data_finding
+from lightning_gpuopt.diagnosis.causes.loader import data_finding
 from lightning_gpuopt.tuning.caps import Cap
-from lightning_gpuopt.tuning.search import Choice, Search, model_of
+from lightning_gpuopt.tuning.search import Search, SearchState, model_of
 from lightning_gpuopt.tuning.workers import Measured, Trial
 from tests.diagnosis.numbers import host, measurement, times, workers
 
@@ -52,7 +52,7 @@ class World:
         )
 
 
-def search(world: World, cap: Cap = CAP) -> tuple[list[int], Choice]:
+def search(world: World, cap: Cap = CAP) -> tuple[list[int], SearchState]:
     """The numbers that were tried, and the choice."""
     search = Search(world.cpus)
     while (count := search.next_count(cap)) is not None:
@@ -73,7 +73,7 @@ def search(world: World, cap: Cap = CAP) -> tuple[list[int], Choice]:
     ],
 )
 def test_a_few_trials_lead_to_the_knee(world: World, tried: list[int], chosen: int, limited_by: str) -> None:
-    assert search(world) == (tried, Choice(chosen, limited_by, pytest.approx(world.rate(chosen))))  # type: ignore[arg-type]
+    assert search(world) == (tried, SearchState(chosen, limited_by, pytest.approx(world.rate(chosen))))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("cpus", [0.5, 2.0, 16.0])
@@ -95,7 +95,7 @@ def test_the_cap_is_never_passed_and_named_where_it_is_what_limits() -> None:
     tried, choice = search(World(0.032), Cap(3, "memory"))
     assert max(tried) == choice.num_workers == 3
     assert choice.limited_by == "memory"
-    assert search(World(0.032), Cap(1, "shared_memory")) == ([1], Choice(1, "shared_memory", pytest.approx(31.25)))
+    assert search(World(0.032), Cap(1, "shared_memory")) == ([1], SearchState(1, "shared_memory", pytest.approx(31.25)))
     assert search(World(0.032, 0.032), Cap(2, "memory"))[1].limited_by == "cpu"
 
 
@@ -103,20 +103,20 @@ def test_a_trial_that_no_longer_fits_is_not_chosen() -> None:
     search = Search(cpus=2.0)
     world = World(0.032)
     search.seen += [world.try_(1), world.try_(8), world.try_(16)]
-    assert search.choose(Cap(8, "memory")) == Choice(8, "memory", pytest.approx(250.0))
+    assert search.choose(Cap(8, "memory")) == SearchState(8, "memory", pytest.approx(250.0))
 
 
 def test_after_one_trial_only_the_model_chooses() -> None:
     search = Search(cpus=2.0)
     search.seen.append(World(0.032, step_s=0.005).try_(1))
-    assert search.choose(CAP) == Choice(6, "time", pytest.approx(1 / 0.006))
+    assert search.choose(CAP) == SearchState(6, "time", pytest.approx(1 / 0.006))
 
 
 def test_a_search_that_was_stopped_says_so() -> None:
     search = Search(cpus=2.0)
     world = World(0.032, at_most_per_s=100)
     search.seen += [world.try_(1), world.try_(16)]
-    assert search.choose(CAP) == Choice(16, "time", pytest.approx(100.0))
+    assert search.choose(CAP) == SearchState(16, "time", pytest.approx(100.0))
 
 
 def test_what_was_prepared_before_a_trial_does_not_count() -> None:
@@ -174,7 +174,7 @@ def test_what_may_have_been_disturbed_is_tried_again(
 
 def test_where_only_one_worker_is_left_of_what_was_tried_the_model_counts() -> None:
     search = seen(World(0.05, step_s=0.004), (1, 20), (11, 200))
-    assert search.choose(Cap(8, "memory")) == Choice(8, "time", pytest.approx(160.0))
+    assert search.choose(Cap(8, "memory")) == SearchState(8, "time", pytest.approx(160.0))
     assert search.next_count(Cap(8, "memory")) == 8
 
 

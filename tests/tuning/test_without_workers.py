@@ -40,8 +40,8 @@ def _worth_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(without_workers, "receive_cost", lambda nbytes: (0.0, 0.0, 0.0))
 
 
-def look(source: DataLoader[Any], longest_s: float = 30.0, **kwargs: Any) -> without_workers.FirstLook:
-    return without_workers.look(source, longest_s=longest_s, **kwargs)
+def look(source: DataLoader[Any], longest_s: float = 30.0, **kwargs: Any) -> without_workers.WorkersCheck:
+    return without_workers.check_workers(source, longest_s=longest_s, **kwargs)
 
 
 def loader(dataset: Dataset[Any], **kwargs: Any) -> DataLoader[Any]:

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import plotly.graph_objects as go
 
-from lightning_gpuopt._measured import PHASES, StepTimes
 from lightning_gpuopt.diagnosis.compare import Comparison
 from lightning_gpuopt.diagnosis.record import RunRecord
 from lightning_gpuopt.diagnosis.render import wording
+from lightning_gpuopt.measurements.phases import PHASES, StepTimes
 
 PHASE_COLORS: Final[Mapping[str, str]] = {
     "data_wait": "#d55e00",
@@ -37,7 +37,7 @@ _PAPER: Final = "var(--paper)"
 _GRID: Final = "var(--grid)"
 _LEGEND: Final = {"orientation": "h", "yanchor": "top", "traceorder": "normal"}
 _ROW_PX: Final = 28
-_MOST_TICKS: Final = 7
+_MAX_TICKS: Final = 7
 _TIME_UNITS: Final = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
@@ -239,7 +239,7 @@ def _time_ticks(low_s: float, high_s: float) -> dict[str, Any]:
     for steps in ((1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1,)):
         ticks = [step * 10.0**decade for decade in range(-6, 6) for step in steps]
         ticks = [tick for tick in ticks if low_s <= tick <= high_s]
-        if len(ticks) <= _MOST_TICKS:
+        if len(ticks) <= _MAX_TICKS:
             break
     return {"tickvals": ticks, "ticktext": [wording.duration(tick) for tick in ticks]}
 

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from lightning_gpuopt.diagnosis.causes import meaning_of
+from lightning_gpuopt.diagnosis.causes.table import meaning_of
 from lightning_gpuopt.diagnosis.compare import Comparison, compare
 from lightning_gpuopt.diagnosis.record import RunRecord
 from lightning_gpuopt.diagnosis.render import wording
@@ -39,10 +39,6 @@ def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
 
     Returns:
         The page; plotly.js, inside it, is nearly all of its 5 MB.
-
-    Example::
-
-        Path("report.html").write_text(render_html(detector.report), encoding="utf-8")
     """
     comparison = compare(baseline, report) if baseline is not None else None
     charts = _charts(report, comparison)

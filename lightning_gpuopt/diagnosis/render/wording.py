@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_gpuopt._places import INSTALLED, short
-from lightning_gpuopt.diagnosis.fixes import COSTS_MORE
+from lightning_gpuopt.diagnosis.refuted import COSTS_MORE
 from lightning_gpuopt.diagnosis.where import finding_name
+from lightning_gpuopt.measurements.code_location import INSTALLED, short
 from lightning_gpuopt.tuning.model import HEADROOM_LEFT
 
 if TYPE_CHECKING:

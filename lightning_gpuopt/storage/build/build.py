@@ -15,19 +15,19 @@ from typing import Any, Final, Literal
 
 import torch
 
-from lightning_gpuopt._arguments import choice, refuse, whole_number
 from lightning_gpuopt._version import __version__
 from lightning_gpuopt.storage import durable
 from lightning_gpuopt.storage.build.fill import Job, Skipped, skip_file, skipped_samples
 from lightning_gpuopt.storage.build.plan import Plan, as_json, difference, plan_shards
 from lightning_gpuopt.storage.build.pool import build_shards
-from lightning_gpuopt.storage.build.progress import BuildProgress
 from lightning_gpuopt.storage.build.staging import Staging, refuse_unfinished_beside
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import SKIPPED, LMDBInfo, Manifest, Shard, staging_directory
 from lightning_gpuopt.storage.sources import Source, open_source
 from lightning_gpuopt.storage.sources.prepare import ImageOptions
 from lightning_gpuopt.storage.verify import wrong_files
+from lightning_gpuopt.utils.arguments import choice, refuse, whole_number
+from lightning_gpuopt.utils.console_progress import ConsoleProgress
 
 _log = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ def _run(job: Job, staging: Staging, part: tuple[int, int] | None, num_proc: int
     if missing:
         total = sum(map(job.num_samples, wanted))
         done = total - sum(map(job.num_samples, missing))
-        with BuildProgress(total, done, enabled=progress) as shown:
+        with ConsoleProgress(total, done, enabled=progress) as shown:
             build_shards(job, missing, num_proc, str(staging.path), shown.add)
         finished = staging.finished()
     shards = tuple(finished[number] for number in wanted)

@@ -16,7 +16,7 @@ Plan = dict[str, Any]
 
 PLAN: Final = "plan.json"
 SHARD_BYTES: Final = 256 << 20
-_MOST_SHARDS: Final = 256
+_MAX_SHARDS: Final = 256
 # At least this many shards where the samples suffice, so that processes and machines have something to share.
 _SHARDS_TO_SHARE: Final = 16
 _SHARE_SAMPLES: Final = 1024
@@ -32,7 +32,7 @@ def plan_shards(num_samples: int, num_bytes: int | None) -> int:
     """
     to_share = min(_SHARDS_TO_SHARE, math.ceil(num_samples / _SHARE_SAMPLES))
     for_size = math.ceil(num_samples / _UNKNOWN_SIZE_SAMPLES if num_bytes is None else num_bytes / SHARD_BYTES)
-    num_shards = min(max(to_share, for_size, 1), _MOST_SHARDS, num_samples)
+    num_shards = min(max(to_share, for_size, 1), _MAX_SHARDS, num_samples)
     return math.ceil(num_samples / num_shards)
 
 

@@ -108,11 +108,6 @@ def expand(pattern: str) -> list[str]:
     """The paths of a pattern: braces as in a shell (``{000..009}``, ``{a,b}``), then ``*``, ``?`` and ``[...]``.
 
     A pattern without wildcards gives its paths whether they exist or not.
-
-    Example::
-
-        >>> expand("data-{08..10}.tar")
-        ['data-08.tar', 'data-09.tar', 'data-10.tar']
     """
     paths: list[str] = []
     for path in _braces(pattern):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-_MOST_ROWS: Final = 1024
+_MAX_ROWS: Final = 1024
 _PROBED: Final = 16
 
 Convert = Callable[["pa.Scalar[Any]"], Any]
@@ -56,7 +56,7 @@ class ParquetSource(Source):
         if not self._length or schema is None or not schema.names:
             raise ValueError(f"{self.path}: there is no row in it")
         self._schema = str(schema.remove_metadata())
-        self._batch_rows = max(1, min(_MOST_ROWS, PART_BYTES * self._length // max(1, self.num_bytes)))
+        self._batch_rows = max(1, min(_MAX_ROWS, PART_BYTES * self._length // max(1, self.num_bytes)))
         self.classes = _classes(schema)
         self._image_columns = self._find_images(schema)
         self._reader: PerProcess[_Reader] = PerProcess(self._make_reader)

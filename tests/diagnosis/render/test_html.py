@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_gpuopt._measured import PHASES
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.render.charts import PHASE_COLORS, color_of
 from lightning_gpuopt.diagnosis.render.html import render_html
 from lightning_gpuopt.diagnosis.report import Finding, StallReport, Stretch
+from lightning_gpuopt.measurements.phases import PHASES
 from tests.diagnosis.reports import after, before, largest, phases
 
 HOSTILE = "</script><script>alert('x')</script>&\"<b>"

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_gpuopt._measured import StepTimes
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.render import wording
 from lightning_gpuopt.diagnosis.render.html import render_html
 from lightning_gpuopt.diagnosis.render.text import render_comparison, render_text
 from lightning_gpuopt.diagnosis.report import Finding, StallReport
+from lightning_gpuopt.measurements.phases import StepTimes
 from tests.diagnosis.reports import after, before
 
 

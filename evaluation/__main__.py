@@ -1,0 +1,238 @@
+"""Run the fault suite and print its score.
+
+    python -m evaluation [--gpu] [--cpu] [--lines] [--what-if] [--only WORDS] [--markdown FILE]
+
+The GPU part first: each of its runs forks from this process, in which nothing has been trained by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from evaluation import gpu_score, lines, what_if
+from evaluation.catalogue import CONTROLS, FAULTS, WARMUP_STEPS, CannotRun, Fault
+from evaluation.parts import quiet
+from lightning_gpuopt import StallDetector, StallReport
+
+CPU_PART = "On the CPU: the training process waits"
+GPU_PART = "On a simulated GPU: the device waits"
+LINES_PART = "The line: what takes the time is named first"
+WHAT_IF_PART = "What if: what was expected of a change, and what came"
+
+_PHASE_SHARE = 0.05
+_PHASE_S = 0.001
+
+
+@dataclass(frozen=True)
+class Grade:
+    """How the detector did on one fault."""
+
+    fault: Fault
+    verdict: str
+    evidence: dict[str, Any]
+    phase_error: str = ""
+    gain: str = ""
+    gain_kept: bool | None = None
+    gain_close: bool | None = None
+    skipped: str = ""
+
+    @property
+    def right(self) -> bool:
+        """The verdict, and what the evidence must name."""
+        wanted = self.fault.evidence.items()
+        return self.verdict == self.fault.verdict and all(self.evidence.get(name) == value for name, value in wanted)
+
+
+def train(fault: Fault, settings: dict[str, Any] | None = None) -> tuple[StallReport, dict[str, float]]:
+    """Train with the fault; gives the report and what was really injected, in seconds by phase."""
+    detector = StallDetector(window_size=50, warmup_steps=WARMUP_STEPS, on_stall="ignore", print_report=False)
+    with tempfile.TemporaryDirectory() as folder:
+        tmp = Path(folder)
+        model = fault.model()
+        model.loader |= settings or {}
+        arguments = quiet(tmp, max_steps=fault.steps, max_epochs=-1, callbacks=[detector, *fault.callbacks(tmp)])
+        arguments |= fault.trainer(tmp)
+        if fault.ranks > 1:
+            arguments = {"strategy": "ddp"} | arguments | {"devices": fault.ranks}
+        Trainer(**arguments).fit(model)
+    return detector.report, model.spent_s
+
+
+def grade(fault: Fault) -> Grade:
+    """Run a fault, and again with the advice followed where that is asked for."""
+    try:
+        with fault.around() if fault.around is not None else nullcontext():
+            if fault.ranks > 1:
+                return _grade_ranks(fault)
+            report, spent_s = train(fault)
+    except CannotRun as reason:
+        return Grade(fault, "", {}, skipped=str(reason))
+    evidence = report.findings[0].evidence if report.findings else {}
+    error = _phase_error(report, spent_s)
+    if not fault.gain or not report.findings or report.findings[0].predicted_speedup is None:
+        return Grade(fault, report.verdict, evidence, error)
+    finding = report.findings[0]
+    after, _ = train(fault, finding.settings)
+    assert report.step_s is not None
+    assert after.step_s is not None
+    assert finding.predicted_speedup is not None
+    low, mid, high = finding.predicted_speedup
+    measured = report.step_s / after.step_s
+    change = ", ".join(f"{name}={value}" for name, value in finding.settings.items() if name != "persistent_workers")
+    text = f"{change}: {mid:.2f} ({low:.2f}-{high:.2f}), measured {measured:.2f}"
+    return Grade(
+        fault, report.verdict, evidence, error, text, low <= measured <= high, abs(mid - measured) <= 0.15 * measured
+    )
+
+
+def _grade_ranks(fault: Fault) -> Grade:
+    """DDP starts its other ranks by running this program again, so it runs in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        command = [sys.executable, "-m", "evaluation", "--ranks-of", fault.name, "--answer", str(answer)]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("LOCAL_", "NODE_"))}
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+        if not answer.exists():
+            return Grade(fault, f"failed: {run.stderr.strip().splitlines()[-1:]}", {})
+        return Grade(fault, **json.loads(answer.read_text()))
+
+
+def _phase_error(report: StallReport, spent_s: dict[str, float]) -> str:
+    """The phase that is furthest from what was injected, if it is too far."""
+    worst = ""
+    for phase, truth_s in spent_s.items():
+        error_s = abs(report.phases[phase] - truth_s)
+        if error_s > max(_PHASE_SHARE * truth_s, _PHASE_S * report.steps):
+            worst = f"{phase} {report.phases[phase]:.2f} s for {truth_s:.2f} s"
+    return worst
+
+
+def table(grades: list[Grade]) -> list[str]:
+    """The score table, as Markdown."""
+    rows = ["| injected | right verdict | got | predicted gain of the advice |", "|---|---|---|---|"]
+    for each in grades:
+        got = f"not run: {each.skipped}" if each.skipped else (each.verdict if each.right else f"**{each.verdict}**")
+        rows.append(f"| {each.fault.name} | {each.fault.verdict} | {got} | {each.gain} |")
+    return rows
+
+
+def summary(grades: list[Grade]) -> tuple[list[str], bool]:
+    """The score in words, and whether every target was reached."""
+    ran = [each for each in grades if not each.skipped]
+    right = [each for each in ran if each.right]
+    alarms = [each for each in ran if each.fault in CONTROLS and each.verdict != "compute_bound"]
+    off = [each for each in ran if each.phase_error]
+    gains = [each for each in ran if each.gain_kept is not None]
+    kept = [each for each in gains if each.gain_kept]
+    close = [each for each in gains if each.gain_close]
+    lines = [
+        f"{len(right)} of {len(ran)} verdicts right, {len(alarms)} false alarms in "
+        f"{len([each for each in ran if each.fault in CONTROLS])} controls, "
+        f"{len(off)} phases off by more than 5 % and 1 ms a step.",
+        f"Of {len(gains)} advised changes, {len(kept)} brought what was predicted "
+        f"(measured gain inside the interval), {len(close)} within 15 % of the expected value.",
+    ]
+    lines += [f"  phase off: {each.fault.name}: {each.phase_error}" for each in off]
+    reached = len(right) >= 0.95 * len(ran) and not alarms and not off and 5 * len(kept) >= 4 * len(gains)
+    return lines, reached
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m evaluation", description=__doc__)
+    parser.add_argument("--gpu", action="store_true", help="only the faults on the simulated GPU")
+    parser.add_argument("--cpu", action="store_true", help="only the faults of the training process")
+    parser.add_argument("--lines", action="store_true", help="only the lines that are injected")
+    parser.add_argument("--what-if", action="store_true", help="only the forecasts of changed runs")
+    parser.add_argument("--only", default="", help="only faults whose name or verdict has these words")
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file; a part that is not run stays")
+    parser.add_argument("--ranks-of", help=argparse.SUPPRESS)
+    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    if options.ranks_of:
+        fault = next(each for each in FAULTS if each.name == options.ranks_of)
+        report, _ = train(fault)
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            evidence = report.findings[0].evidence if report.findings else {}
+            options.answer.write_text(json.dumps({"verdict": report.verdict, "evidence": evidence}))
+        return 0
+    every = not (options.gpu or options.cpu or options.lines or options.what_if)
+    reached = True
+    for heading, wanted, run in (
+        (GPU_PART, options.gpu, gpu_score.score),
+        (CPU_PART, options.cpu, score),
+        (LINES_PART, options.lines, lines.score),
+        (WHAT_IF_PART, options.what_if, lambda only: what_if.score(only, train)),
+    ):
+        if every or wanted:
+            table_and_score, part_reached = run(options.only)
+            reached = reached and part_reached
+            if options.markdown:
+                write_part(options.markdown, heading, table_and_score)
+    return 0 if reached else 1
+
+
+def score(only: str) -> tuple[list[str], bool]:
+    """Run the faults of the training process.
+
+    Args:
+        only: words that a fault's name or verdict must have.
+
+    Returns:
+        The table and the score, as Markdown, and whether every target was reached.
+    """
+    grades: list[Grade] = []
+    for fault in FAULTS:
+        if only not in f"{fault.name} {fault.verdict}":
+            continue
+        begin = time.perf_counter()
+        each = grade(fault)
+        grades.append(each)
+        mark = "skip" if each.skipped else "ok  " if each.right else "BAD "
+        seconds = time.perf_counter() - begin
+        print(f"{mark} {fault.verdict:21} {each.verdict:21} {fault.name} ({seconds:.1f} s) {each.gain or each.skipped}")
+        if not each.right and not each.skipped:
+            print(f"     {each.evidence}")
+        sys.stdout.flush()
+    lines, reached = summary(grades)
+    print("\n".join(lines), flush=True)
+    return [*table(grades), "", *lines], reached
+
+
+def write_part(path: Path, heading: str, lines: list[str]) -> None:
+    """Write one part of the Markdown file; the others stay as they are.
+
+    Args:
+        path: the file.
+        heading: the part's.
+        lines: its table and score.
+    """
+    parts = dict.fromkeys((CPU_PART, GPU_PART, LINES_PART, WHAT_IF_PART), "")
+    if path.exists():
+        for text in f"\n{path.read_text()}".split("\n## "):
+            found, _, body = text.partition("\n")
+            if found in parts:
+                parts[found] = body.strip()
+            elif body.startswith("| injected |"):  # from before there were two parts
+                parts[CPU_PART] = body.strip()
+    parts[heading] = "\n".join(lines)
+    path.write_text("\n\n".join(f"## {name}\n\n{body}" for name, body in parts.items() if body) + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Applies what findings advise while training runs, one change at a time, and keeps what proves a gain."""

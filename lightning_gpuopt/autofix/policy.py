@@ -1,0 +1,248 @@
+"""What can be changed while training runs, which of it a finding asks for, and whether it has helped.
+
+Numbers in, decisions out: no torch, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import comb
+from statistics import fmean
+from typing import Any, Final, Literal, get_args
+
+from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.measurements.loading import LoaderFacts
+from lightning_gpuopt.tuning.model import Interval
+
+Fix = Literal["num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "device_prefetch"]
+FIXES: Final[tuple[Fix, ...]] = get_args(Fix)
+
+MIN_BEFORE: Final = 4
+"""Windows that must have been seen before anything is changed."""
+
+LOOKS: Final = (5, 8)
+"""Windows after a change at which it is judged. At each of them chance has its chance: there are but two."""
+
+MAX_WINDOWS: Final = 8
+"""Windows on either side of a change that are compared: what is not proved by then is taken back."""
+
+MIN_TO_LOSE: Final = 3
+"""Windows after which a change that has made the steps slower is taken back."""
+
+MIN_GAIN: Final = 1.02
+"""Steps per second, after over before: a change that brings less is not worth its workers and memory."""
+
+_CHANCE: Final = 0.01
+"""Where windows are independent, a change that does nothing looks like a gain in this share of the looks."""
+
+_MIN_PAUSE_SAVED: Final = 0.3
+"""Share of the set-up of an epoch that persistent workers must save."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A change that a finding asks for.
+
+    Attributes:
+        setting: what to change.
+        value: what to set it to.
+        cause: the finding.
+        predicted: steps per second, after over before, as (low, mid, high); None where that is not predicted.
+    """
+
+    setting: Fix
+    value: Any
+    cause: str
+    predicted: Interval | None
+
+
+def wanted_changes(findings: Sequence[Finding], loader: LoaderFacts, *, on_gpu: bool) -> list[Wanted]:
+    """What the findings ask for, in the order in which it is to be tried.
+
+    Args:
+        findings: the largest first.
+        loader: the settings now.
+        on_gpu: whether training runs on a GPU.
+    """
+    found = [each for finding in findings for each in _of(finding, loader, on_gpu=on_gpu)]
+    return [each for each in found if _now(each.setting, loader) != each.value]
+
+
+def _of(finding: Finding, loader: LoaderFacts, *, on_gpu: bool) -> list[Wanted]:
+    settings = dict(finding.settings)
+    if finding.cause == "host_to_device":
+        if not on_gpu:
+            return []
+        ahead = (
+            [Wanted("device_prefetch", True, finding.cause, finding.predicted_speedup)] if loader.num_workers else []
+        )
+        pinned = [Wanted("pin_memory", True, finding.cause, None)] if settings.get("pin_memory") else []
+        return ahead + pinned
+    if finding.cause != "epoch_restart":  # elsewhere it stands beside workers that were none, and saves little
+        settings.pop("persistent_workers", None)
+    return [
+        Wanted(setting, settings[setting], finding.cause, finding.predicted_speedup)
+        for setting in FIXES
+        if setting in settings
+    ]
+
+
+def _now(setting: Fix, loader: LoaderFacts) -> Any:
+    return getattr(loader, setting, None)
+
+
+def first_to_try(wanted: Sequence[Wanted], fixes: Collection[str], failed: Collection[str]) -> Wanted | None:
+    """The first change that is allowed and has not failed; None where there is none.
+
+    Args:
+        wanted: from :func:`wanted_changes`.
+        fixes: the settings that may be changed.
+        failed: the settings that were tried in vain, or cannot be changed.
+    """
+    return next((each for each in wanted if each.setting in fixes and each.setting not in failed), None)
+
+
+def judge(before: Sequence[float], after: Sequence[float]) -> bool | None:
+    """Whether steps have become faster.
+
+    The windows of both sides are ranked together: a gain is proved where such an order, or a clearer one, comes about
+    by chance in 1 of 100 changes that do nothing (the rank-sum test of Wilcoxon, exact), at one of two looks. Windows
+    are compared, not steps: batches come in bursts, so steps that follow one another have much in common. Steps that
+    were getting faster before the change, as a page cache warms, must have become faster than that alone explains.
+
+    Args:
+        before: mean seconds per step of each window before the change.
+        after: of each window after it.
+
+    Returns:
+        True: a gain is proved. False: there is none, or it cannot be told from noise. None: more windows may tell.
+    """
+    if len(before) < MIN_BEFORE or len(after) < MIN_TO_LOSE:
+        return None
+    if gain_of(before, after) < 1:
+        return False
+    if len(after) in LOOKS and chance_of(before, after) <= _CHANCE:
+        gain = min(gain_of(before, after), expected_of(before, len(after)) / fmean(after))
+        if gain >= MIN_GAIN:
+            return True
+    return False if len(after) >= MAX_WINDOWS else None
+
+
+def expected_of(before: Sequence[float], number: int) -> float:
+    """Seconds per step of the windows after, had the trend before gone on; at least half of what it was.
+
+    Args:
+        before: mean seconds per step of each window before.
+        number: of windows after; one between them is left out.
+    """
+    middle, mean_s = (len(before) - 1) / 2, fmean(before)
+    spread = sum((index - middle) ** 2 for index in range(len(before)))
+    slope = sum((index - middle) * (value - mean_s) for index, value in enumerate(before)) / spread
+    return max(mean_s + min(slope, 0.0) * (len(before) + 1 + (number - 1) / 2 - middle), mean_s / 2)
+
+
+def gain_of(before: Sequence[float], after: Sequence[float]) -> float:
+    """Steps per second, after over before."""
+    return fmean(before) / fmean(after)
+
+
+def chance_of(before: Sequence[float], after: Sequence[float]) -> float:
+    """How often the windows after would be so much faster by chance, 0-1; ties count against the change."""
+    wins = sum(1 for slow in before for fast in after if fast < slow)
+    n, m = len(before), len(after)
+    return sum(_orders(n, m, losses) for losses in range(n * m - wins + 1)) / comb(n + m, n)
+
+
+@cache
+def _orders(n: int, m: int, losses: int) -> int:
+    """How many of the orders of n and m values have exactly so many pairs the wrong way round."""
+    if losses < 0:
+        return 0
+    if not n or not m:
+        return int(losses == 0)
+    return _orders(n - 1, m, losses - m) + _orders(n, m - 1, losses)
+
+
+def judge_pauses(before_s: Sequence[float], after_s: Sequence[float]) -> bool | None:
+    """Whether the set-up of epochs has become shorter, as persistent workers make it.
+
+    Args:
+        before_s: seconds of each set-up before the change, without the first of the run.
+        after_s: of each after it, without the one in which the workers were started.
+
+    Returns:
+        True: each is shorter than the shortest before, by a third in the mean. False: not so. None: none came yet.
+    """
+    if not before_s or not after_s:
+        return None
+    return max(after_s) < min(before_s) and fmean(after_s) <= (1 - _MIN_PAUSE_SAVED) * fmean(before_s)
+
+
+@dataclass(frozen=True)
+class SetUps:
+    """What beginning epochs costs around a change, to be spread over their steps.
+
+    Attributes:
+        steps: batches of an epoch; 0: not known, and nothing is spread.
+        before_s: seconds of each epoch's set-up before the change.
+        after_s: of each since it took effect.
+        persist: whether the workers live on from then on: what starting them took was spent once.
+        epochs_left: epochs that were to come when it took effect.
+        persisted: whether they lived on before the change as well.
+    """
+
+    steps: int
+    before_s: Sequence[float]
+    after_s: Sequence[float]
+    persist: bool = False
+    epochs_left: int = 1
+    persisted: bool = False
+
+    @property
+    def per_step_s(self) -> tuple[float, float]:
+        """Seconds a step before, and after; zeros where no epoch has begun since, or none before."""
+        if not self.steps or not self.before_s or not self.after_s:
+            return 0.0, 0.0
+        after_s = sum(self.after_s) / max(self.epochs_left, 1) if self.persist else fmean(self.after_s)
+        before = self.before_s[1:] or self.before_s  # the first begins with other things as well
+        return 0.0 if self.persisted else fmean(before) / self.steps, after_s / self.steps
+
+
+def workers_worth_starting(
+    wanted: int,
+    now: int,
+    *,
+    step_s: float,
+    speedup: float,
+    set_up_s: float,
+    steps: int,
+    epochs_left: int,
+    cpus: float,
+    persist: bool = False,
+) -> int | None:
+    """How many workers pay for what starting them takes, where they are not forked; None: not even one more.
+
+    They start side by side, as far as there are CPUs, and then live on.
+
+    Args:
+        wanted: workers that would be best, were starting them free.
+        now: workers that run, at least 1.
+        step_s: seconds of a step now.
+        speedup: steps per second with the workers wanted, over now.
+        set_up_s: seconds of an epoch's set-up in which the workers that run were started.
+        steps: of an epoch.
+        epochs_left: epochs to come.
+        cpus: usable CPUs.
+        persist: whether those that run live on already.
+    """
+    one_s = set_up_s / max(now / cpus, 1.0)
+
+    def saved_s(workers: int) -> float:
+        faster = min(workers / now, speedup)
+        starting_s = 0.0 if persist and workers == now else one_s * max(workers / cpus, 1.0)
+        return epochs_left * steps * step_s * (1 - 1 / faster) - starting_s
+
+    best = max(range(now, wanted + 1), key=lambda workers: (saved_s(workers), -workers))
+    return best if best > now else None

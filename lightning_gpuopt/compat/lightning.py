@@ -1,0 +1,447 @@
+"""The one door to Lightning: every import of it, and every private attribute of it that we touch.
+
+What concerns its loops' fetchers and the way of batches to the device is next door, in ``lightning_loops``.
+
+Each function that reads a private attribute names the version it was read from and what happens when it is gone: the
+feature disables itself and says so, training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+# `lightning` and `pytorch_lightning` are the same code under two names, whose classes do not know one another. Speak
+# the name that the user's program speaks; where it comes to speak the other one as well, see `Callback` below.
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+_FOUND = [name for name in _NAMES if name in sys.modules]
+if TYPE_CHECKING or _FOUND != ["pytorch_lightning"]:
+    from lightning.pytorch import Callback as _Callback
+    from lightning.pytorch import LightningDataModule as _LightningDataModule
+    from lightning.pytorch import LightningModule, Trainer, seed_everything
+    from lightning.pytorch.loggers import CSVLogger, Logger
+    from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+    from lightning.pytorch.utilities.types import STEP_OUTPUT
+else:
+    from pytorch_lightning import Callback as _Callback
+    from pytorch_lightning import LightningDataModule as _LightningDataModule
+    from pytorch_lightning import LightningModule, Trainer, seed_everything
+    from pytorch_lightning.loggers import CSVLogger, Logger
+    from pytorch_lightning.profilers import PassThroughProfiler, Profiler
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
+    from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+    from pytorch_lightning.utilities.types import STEP_OUTPUT
+
+__all__ = [
+    "STEP_OUTPUT",
+    "CSVLogger",
+    "Callback",
+    "LightningDataModule",
+    "LightningModule",
+    "Logger",
+    "MisconfigurationException",
+    "PassThroughProfiler",
+    "Profiler",
+    "Trainer",
+    "finished_optimizer_step",
+    "hide_from_log",
+    "hold_messages",
+    "is_checkpoint",
+    "is_plain_hook",
+    "leave_finished_epoch",
+    "logging_step",
+    "metrics_reduced_in_steps",
+    "notify",
+    "processed_batches",
+    "profiler",
+    "rank_zero_info",
+    "rank_zero_warn",
+    "say_once",
+    "seed_everything",
+    "set_train_batches",
+    "shadow",
+    "signal_broadcast",
+    "silence_both_hooks",
+    "silence_worker_hint",
+    "train_iterators",
+    "train_loaders",
+    "validation_loop",
+    "version",
+]
+
+log = logging.getLogger(__name__)
+
+_CALLBACK_BASES = (
+    "pytorch_lightning.core.",
+    "lightning.pytorch.callbacks.callback",
+    "pytorch_lightning.callbacks.callback",
+)
+
+_said: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary()
+_held: weakref.WeakKeyDictionary[Trainer, list[str]] = weakref.WeakKeyDictionary()
+
+
+class Callback(_Callback):
+    """Lightning's Callback, under each name by which the program has imported it when one is made."""
+
+    def __init__(self) -> None:
+        _derive_from_each_name()  # not earlier: the program may import pytorch_lightning after this package
+        super().__init__()
+
+
+class LightningDataModule(_LightningDataModule):
+    """Lightning's LightningDataModule, under each name by which the program has imported it when one is made."""
+
+    _trainer: Trainer | None
+
+    def __init__(self) -> None:
+        _derive_from_each_name()  # not earlier: the program may import pytorch_lightning after this package
+        super().__init__()
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer that it is attached to; set before that one asks which hooks are overridden."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        self._trainer = trainer
+        if trainer is not None:
+            _derive_from_each_name(first=_name_of(type(trainer)))
+            self._attached()
+
+    def _attached(self) -> None:
+        """Called when a Trainer has been set."""
+
+
+def _derive_from_each_name(first: str | None = None) -> None:
+    """Have our classes derive from those of each name that is imported, so that ``isinstance`` is true by either.
+
+    Args:
+        first: the name whose classes give the hooks that we do not override. Lightning compares their code with its
+            own to know whether they are overridden, and the code of the two names differs in its docstrings. None: the
+            name that the program has imported itself, ``lightning.pytorch`` if both.
+    """
+    if first is None:
+        first = next((name for name in _FOUND or reversed(_NAMES) if name in sys.modules), _NAMES[0])
+    for ours in (Callback, LightningDataModule):
+        named = {name: getattr(sys.modules.get(name), ours.__name__, None) for name in sorted(_NAMES, key=first.__ne__)}
+        bases = tuple(base for base in named.values() if base is not None)
+        if ours.__bases__ != bases:
+            ours.__bases__ = bases
+
+
+def _name_of(cls: type) -> str | None:
+    """By which name a class of Lightning's, or one derived from it, was imported."""
+    modules = (each.__module__ for each in cls.__mro__)
+    return next((name for module in modules for name in _NAMES if module.startswith(f"{name}.")), None)
+
+
+def version() -> str:
+    """The version of Lightning under the name that we speak."""
+    return str(sys.modules[Trainer.__module__.partition(".")[0]].__version__)
+
+
+def is_checkpoint(callback: object) -> bool:
+    """Whether a callback is a Checkpoint of ``lightning.pytorch`` or of ``pytorch_lightning``.
+
+    With both imported, the Trainer's callbacks may speak the name that we do not.
+    """
+    return any(
+        cls.__name__ == "Checkpoint" and cls.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+        for cls in type(callback).__mro__
+    )
+
+
+def is_its_own(callback: object) -> bool:
+    """Whether a callback's class is one of Lightning's, by either name."""
+    return type(callback).__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+
+
+def is_plain_hook(owner: object, hook: str) -> bool:
+    """Whether a hook of a callback or module is Lightning's own, which does nothing.
+
+    Args:
+        owner: the callback or module.
+        hook: its name, of those that begin ``on_`` or that callbacks have.
+    """
+    if hook in vars(owner):
+        return False
+    defined = next((cls for cls in type(owner).__mro__ if hook in vars(cls)), None)
+    return defined is not None and defined.__module__.startswith(("lightning.pytorch.core.", *_CALLBACK_BASES))
+
+
+def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True, every_rank: bool = False) -> None:
+    """Tell the user something once per Trainer, however many callbacks find the same cause.
+
+    Args:
+        trainer: whose run it concerns.
+        cause: what makes two messages the same, for example ``"nvml-unavailable"``.
+        message: what happened, and what to do.
+        warn: a warning, else an info line.
+        every_rank: warn on each rank that finds it, not on rank 0 only.
+    """
+    causes = _said.setdefault(trainer, set())
+    if cause in causes:
+        return
+    causes.add(cause)
+    if trainer in _held:
+        _held[trainer].append(message)
+    elif warn and every_rank and trainer.global_rank != 0:
+        warnings.warn(f"[rank {trainer.global_rank}] {message}", stacklevel=3)
+    elif warn:
+        rank_zero_warn(message, stacklevel=5)
+    else:
+        rank_zero_info(message)
+
+
+def notify(trainer: Trainer, message: str) -> None:
+    """Tell the user something that the report says as well, on rank 0.
+
+    Args:
+        trainer: whose run it concerns; one under :func:`hold_messages` is told nothing.
+        message: what happened.
+    """
+    if trainer not in _held:
+        rank_zero_info(message)
+
+
+def hold_messages(trainer: Trainer) -> list[str]:
+    """Have :func:`say_once` keep what it would tell the user of this Trainer, instead of printing it.
+
+    Returns:
+        The list that it goes to.
+    """
+    messages: list[str] = []
+    _held[trainer] = messages
+    return messages
+
+
+def hide_from_log(entry_point: str) -> None:
+    """Keep Lightning from logging that this entry point has added callbacks to a Trainer; once.
+
+    Lightning's ``fabric.utilities.registry`` does so at level INFO, which its loggers print (2.5.0 to 2.6.6).
+    """
+    for name in ("lightning.fabric.utilities.registry", "lightning_fabric.utilities.registry"):
+        registry = logging.getLogger(name)
+        if not any(isinstance(each, _Hides) and each.entry_point == entry_point for each in registry.filters):
+            registry.addFilter(_Hides(entry_point))
+
+
+class _Hides(logging.Filter):
+    def __init__(self, entry_point: str) -> None:
+        super().__init__()
+        self.entry_point = entry_point
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return f"callbacks from entry point '{self.entry_point}'" not in record.getMessage()
+
+
+def logging_step(trainer: Trainer) -> int:
+    """The step that Lightning puts on the x axis of its own metrics now; in ``on_train_batch_end``, this batch's.
+
+    Reads ``_TrainingEpochLoop._batches_that_stepped`` (Lightning 2.5.0 to 2.6.6). Without it the public
+    ``trainer.global_step`` stands in, which counts each optimizer of several.
+    """
+    try:
+        return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+    except AttributeError:
+        return max(trainer.global_step - 1, 0)
+
+
+def finished_optimizer_step(trainer: Trainer) -> int | None:
+    """The logging step that this batch completes, or None while gradients still accumulate.
+
+    For use in ``on_train_batch_end``. Reads ``_TrainingEpochLoop._should_accumulate`` (Lightning 2.5.0 to 2.6.6);
+    without it every batch counts as a step.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    try:
+        accumulating = loop._should_accumulate()
+    except AttributeError:
+        accumulating = False
+    return None if accumulating else logging_step(trainer)
+
+
+def train_loaders(trainer: Trainer) -> list[Any]:
+    """The training loaders as Lightning made them ready, one by one.
+
+    Reads ``_FitLoop._combined_loader`` (Lightning 2.5.0 to 2.6.6); empty when it is gone.
+    """
+    combined = getattr(trainer.fit_loop, "_combined_loader", None)
+    return list(getattr(combined, "flattened", ()))
+
+
+def train_iterators(trainer: Trainer) -> list[Any]:
+    """The running iterators over :func:`train_loaders`.
+
+    Reads ``CombinedLoader._iterator.iterators`` (Lightning 2.5.0 to 2.6.6); empty when it is gone, or between epochs.
+    """
+    combined = getattr(trainer.fit_loop, "_combined_loader", None)
+    return list(getattr(getattr(combined, "_iterator", None), "iterators", ()))
+
+
+def processed_batches(trainer: Trainer) -> int:
+    """Batches of this epoch that the training step has taken.
+
+    Right in every hook from ``on_train_batch_end`` on, and after an exception inside the step. Reads
+    ``_TrainingEpochLoop.batch_progress.current.processed`` (Lightning 2.5.0 to 2.6.6).
+    """
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return int(progress.processed)
+
+
+def set_train_batches(trainer: Trainer, length: int) -> None:
+    """Tell a running fit that its loader now has another length.
+
+    Lightning asks once, when the loader is set up. Writes ``_FitLoop.max_batches``, its combined loader's ``limits``
+    and ``Trainer.val_check_batch`` (Lightning 2.5.0 to 2.6.6). Only for a single train loader.
+    """
+    loop, limit = trainer.fit_loop, trainer.limit_train_batches
+    combined = getattr(loop, "_combined_loader", None)
+    if combined is None or len(combined.flattened) != 1 or combined.limits is None:
+        return
+    batches = length if limit is None else int(length * limit) if isinstance(limit, float) else min(length, limit)
+    combined.limits = [batches]
+    if trainer.val_check_batch == loop.max_batches * (interval := trainer.val_check_interval) // 1 and isinstance(
+        interval, float
+    ):
+        trainer.val_check_batch = max(1, int(batches * interval))
+    loop.max_batches = batches
+
+
+def leave_finished_epoch(trainer: Trainer) -> None:
+    """After a resume from a checkpoint of an epoch's last ``on_train_batch_end``: count that epoch as finished.
+
+    Lightning finds out by the loader's length, which is another one when the number of ranks has changed. Does what
+    ``_TrainingEpochLoop.reset`` does then (Lightning 2.5.0 to 2.6.6); without these attributes, nothing.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if not (getattr(loop, "restarted_on_train_batch_end", False) and loop.batch_progress.is_last_batch):
+        return
+    loop.batch_progress.increment_completed()
+    loop.batch_progress.reset_on_run()
+    loop.scheduler_progress.reset_on_run()
+    loop.automatic_optimization.optim_progress.reset_on_run()
+    loop.val_loop.batch_progress.total.reset()
+    loop.reset_restart_stage()
+
+
+def metrics_reduced_in_steps(trainer: Trainer) -> list[str]:
+    """Names of the metrics that are logged with ``sync_dist=True`` and ``on_step=True`` while training.
+
+    Reads ``_TrainingEpochLoop._results`` and the ``meta`` of what is in it (Lightning 2.5.0 to 2.6.6); empty when that
+    is gone.
+    """
+    try:
+        metas = [each.meta for each in trainer.fit_loop.epoch_loop._results.values()]
+        return list(dict.fromkeys(each.name for each in metas if _reduced_in_steps(each)))
+    except AttributeError:
+        return []
+
+
+def _reduced_in_steps(meta: Any) -> bool:
+    return bool(meta.on_step and meta.sync.should and not meta.sync.rank_zero_only)
+
+
+def profiler(trainer: Trainer) -> Profiler:
+    """The profiler in the Trainer; public, but set where a type checker does not see it."""
+    return trainer.profiler  # type: ignore[attr-defined,no-any-return]
+
+
+def silence_worker_hint(loaders: str = r"\w+_dataloader") -> Callable[[], None]:
+    """Do not let Lightning advise more workers, for a loader that is faster without, or whose number is found.
+
+    Args:
+        loaders: Lightning's name for them, a regular expression.
+
+    Returns:
+        The undo.
+    """
+    return _ignore(rf"The '{loaders}' does not have many workers")
+
+
+def silence_both_hooks(hook: str) -> Callable[[], None]:
+    """Do not let Lightning say that a DataModule's hook displaces the LightningModule's, where ours calls that one.
+
+    Returns:
+        The undo.
+    """
+    return _ignore(f"You have overridden `{hook}` in both")
+
+
+def _ignore(message: str) -> Callable[[], None]:
+    warnings.filterwarnings("ignore", message=message)
+    ours = warnings.filters[0]
+
+    def undo() -> None:
+        if ours in warnings.filters:
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]
+
+    return undo
+
+
+def signal_broadcast(trainer: Trainer) -> tuple[Any, str] | None:
+    """Where Lightning broadcasts before each step, under several ranks, whether a signal told it to stop.
+
+    Names ``_TrainingEpochLoop._broadcast_sigterm_tensor`` (read in Lightning 2.6.6). None where it does not exist: then
+    there is no such wait.
+    """
+    name = "_broadcast_sigterm_tensor"
+    loop = trainer.fit_loop.epoch_loop
+    return (loop, name) if callable(getattr(loop, name, None)) else None
+
+
+def validation_loop(trainer: Trainer) -> Any | None:
+    """The loop that validates inside ``fit``; its ``run()`` is one whole validation.
+
+    Reads ``trainer.fit_loop.epoch_loop.val_loop`` (Lightning 2.5.0 to 2.6.6). None when it is gone: validation is then
+    seen from the validation hooks alone, and the start of its workers counts as ``other``.
+    """
+    return getattr(trainer.fit_loop.epoch_loop, "val_loop", None)
+
+
+def shadow(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
+    """Put ``replacement`` in front of the attribute or method ``name`` of this one object.
+
+    Returns:
+        The undo, which may be called more than once. It takes away only what was placed here: what somebody else put
+        on top since then stays. Where that is a shadow of ours too, its own undo leaves out what is undone by then.
+    """
+    before = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, replacement)
+    done = False
+
+    def undo() -> None:
+        nonlocal done
+        if done:
+            return
+        done = True
+        if vars(owner).get(name) is not replacement:
+            _buried.append((owner, name, replacement, before))
+            return
+        below = before
+        while (gone := next((each for each in _buried if _is_shadow(each, owner, name, below)), None)) is not None:
+            _buried[:] = [each for each in _buried if each is not gone]
+            below = gone[3]
+        if below is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, below)
+
+    return undo
+
+
+_ABSENT = object()
+_buried: list[tuple[Any, str, Any, Any]] = []
+"""Shadows that were undone while another lay on top: owner, name, replacement, and what was there before."""
+
+
+def _is_shadow(buried: tuple[Any, str, Any, Any], owner: Any, name: str, replacement: Any) -> bool:
+    return buried[0] is owner and buried[1] == name and buried[2] is replacement

@@ -1,0 +1,289 @@
+"""The door to Lightning's loops: how they fetch batches and bring them to the device.
+
+Like ``_lightning``, this module names each private attribute that it touches, the versions in which it was read, and
+what happens when it is gone. What looking ahead needs is checked once, by :func:`missing_names`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from lightning_gpuopt.compat.lightning import LightningModule, Trainer, is_plain_hook
+
+_STRATEGY: Final = ("lightning.pytorch.strategies.strategy", "pytorch_lightning.strategies.strategy")
+_FETCHER: Final = ("_PrefetchDataFetcher", "_DataFetcher")
+_MAX_FRAMES: Final = 40
+_FETCHER_ATTRIBUTES: Final = (
+    "batches",
+    "done",
+    "fetched",
+    "iterator",
+    "length",
+    "prefetch_batches",
+    "_start_profiler",
+    "_stop_profiler",
+)
+
+
+def loops(trainer: Trainer) -> dict[str, Any]:
+    """The loops that fetch batches, by what they do.
+
+    Reads ``fit_loop.epoch_loop.val_loop``, ``validate_loop``, ``test_loop`` and ``predict_loop`` (Lightning 2.5.0 to
+    2.6.6).
+    """
+    return {
+        "fit": trainer.fit_loop,
+        "fit-validate": trainer.fit_loop.epoch_loop.val_loop,
+        "validate": trainer.validate_loop,
+        "test": trainer.test_loop,
+        "predict": trainer.predict_loop,
+    }
+
+
+def missing_names(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    """A private name of Lightning that looking ahead needs, and that this version does not have; None: all are there.
+
+    ``_Loop._data_fetcher``, ``_Loop._combined_loader``, ``LightningModule._call_batch_hook``,
+    ``CombinedLoader._state_dicts`` and what :class:`StockFetcher` reads (Lightning 2.5.0 to 2.6.6).
+    """
+    for name, loop in loops(trainer).items():
+        for attribute in ("_data_fetcher", "_combined_loader"):
+            if not hasattr(loop, attribute):
+                return f"{attribute} of the {name} loop"
+    if not callable(getattr(pl_module, "_call_batch_hook", None)):
+        return "LightningModule._call_batch_hook"
+    return None
+
+
+def fetcher_of(loop: Any) -> Any:
+    """The fetcher from which a loop will take its batches; ``_Loop._data_fetcher`` (Lightning 2.5.0 to 2.6.6)."""
+    return loop._data_fetcher
+
+
+def is_begun_by_fetcher(trainer: Trainer) -> bool:
+    """Whether the iterator that is being made is the training loop's: its fetcher is among the callers.
+
+    False where somebody else iterates the loader, as a callback that looks at a batch. Looks for the frame of
+    ``_DataFetcher.__iter__`` or ``__next__`` of ``fit_loop._data_fetcher`` (Lightning 2.5.0 to 2.6.6); were they
+    others, nobody's iterator is the loop's.
+    """
+    fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
+    behind = {id(each) for each in (fetcher, getattr(fetcher, "stock", None)) if each is not None}
+    frame = sys._getframe(1)
+    for _ in range(_MAX_FRAMES):
+        if frame.f_code.co_name in ("__iter__", "__next__") and id(frame.f_locals.get("self")) in behind:
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
+
+
+def set_fetcher(loop: Any, fetcher: Any) -> None:
+    """Have a loop take its batches from another fetcher; only before it begins to."""
+    loop._data_fetcher = fetcher
+
+
+def why_not_in_front_of(fetcher: Any) -> str | None:
+    """Why a fetcher of Lightning's cannot be looked ahead of; None where it can."""
+    names = [cls.__name__ for cls in type(fetcher).__mro__]
+    if "_DataLoaderIterDataFetcher" in names:
+        return "the step takes batches from dataloader_iter itself"
+    if names[:2] != list(_FETCHER) or not all(hasattr(fetcher, name) for name in _FETCHER_ATTRIBUTES):
+        return f"its data fetcher {names[0]} is not the one of Lightning 2.5 and 2.6"
+    if not callable(getattr(fetcher, "_start_profiler", None)) or not callable(
+        getattr(fetcher, "_stop_profiler", None)
+    ):
+        return f"its data fetcher {names[0]} is not the one of Lightning 2.5 and 2.6"
+    return None
+
+
+class StockFetcher:
+    """Lightning's own ``_PrefetchDataFetcher``, batch by batch.
+
+    Reads its ``batches``, ``done``, ``fetched``, ``iterator``, ``length``, ``prefetch_batches``, ``_start_profiler``
+    and ``_stop_profiler``, and the iterator of its CombinedLoader (Lightning 2.5.0 to 2.6.6).
+    """
+
+    def __init__(self, fetcher: Any) -> None:
+        self.fetcher = fetcher
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin an epoch, and fetch nothing ahead: of an unsized loader Lightning would take one batch."""
+        ahead, self.fetcher.prefetch_batches = self.fetcher.prefetch_batches, 0
+        try:
+            iter(self.fetcher)
+        finally:
+            self.fetcher.prefetch_batches = ahead
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, its index and that of its loader."""
+        return next(self.fetcher.iterator)
+
+    def take_batches(self) -> list[Any]:
+        """What Lightning has fetched ahead of an unsized loader; it is the caller's now."""
+        batches, self.fetcher.batches = self.fetcher.batches, []
+        return list(batches)
+
+    @property
+    def length(self) -> int | None:
+        """Batches of an epoch; None where nobody knows."""
+        return None if self.fetcher.length is None else int(self.fetcher.length)
+
+    @property
+    def loaders(self) -> list[Any]:
+        """The loaders behind the running iterators, in their order."""
+        combined = self.fetcher.combined_loader
+        running = combined._iterator
+        at = getattr(running, "_iterator_idx", None)
+        return list(combined.flattened) if at is None else list(combined.flattened[at : at + 1])
+
+    @property
+    def iterators(self) -> list[Any]:
+        """The running iterators, in a list that is Lightning's."""
+        return getattr(self.fetcher.combined_loader._iterator, "iterators", [])
+
+    @property
+    def has_one_loader(self) -> bool:
+        """Whether no fetch makes a new iterator."""
+        return len(self.fetcher.combined_loader.flattened) == 1
+
+    @property
+    def next_restarts_a_loader(self) -> bool:
+        """Whether the next fetch makes a new iterator, to cycle or for a next loader: that draws from the random state.
+
+        Reads ``_idx``, ``_iterator_idx`` and ``limits`` of the CombinedLoader's iterator. True where nobody knows.
+        """
+        combined = self.fetcher.combined_loader
+        running = combined._iterator
+        if combined._mode in ("min_size", "max_size") or len(combined.flattened) == 1:
+            return False
+        if combined._mode == "sequential":
+            at = running._iterator_idx
+            if at + 1 >= len(combined.flattened):
+                return False
+            limit = float("inf") if running.limits is None else running.limits[at]
+            return _length(combined.flattened[at]) is None or running._idx >= min(
+                _length(combined.flattened[at]), limit
+            )
+        lengths = [_length(loader) for loader in combined.flattened]
+        if any(length is None for length in lengths):
+            return True
+        if len(set(lengths)) == 1:
+            return False
+        # Loaders that went on in the middle of their epoch end earlier than their length says.
+        in_the_middle = self.is_stateful
+        return in_the_middle or any(running._idx and length and running._idx % length == 0 for length in lengths)
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether a loader has a position that belongs into a checkpoint."""
+        loaders = self.fetcher.combined_loader.flattened
+        return any(hasattr(each, "state_dict") and hasattr(each, "load_state_dict") for each in loaders)
+
+    def states(self) -> Any:
+        """The positions of the loaders, as Lightning writes them into a checkpoint; ``CombinedLoader._state_dicts``."""
+        return self.fetcher.combined_loader._state_dicts()
+
+    def teardown(self) -> None:
+        """As Lightning does at the end."""
+        self.fetcher.teardown()
+
+
+def _length(loader: Any) -> Any:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def put_loader_states(checkpoint: dict[str, Any], states: Any) -> None:
+    """Write the positions of the training loaders into a checkpoint, over those that Lightning wrote.
+
+    Writes ``checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]`` (Lightning 2.5.0 to 2.6.6), where there
+    is one.
+    """
+    state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    if "combined_loader" in state:
+        state["combined_loader"] = states
+
+
+def is_before_max_steps(trainer: Trainer, further: int, optimizer_steps: float | None, *, step_done: bool) -> bool:
+    """Whether ``max_steps`` lets a batch after the current one be trained on.
+
+    Args:
+        trainer: whose training loop has a batch under way.
+        further: how many batches after that one.
+        optimizer_steps: optimizer steps that a batch takes, in manual optimization; None: not known.
+        step_done: whether the current batch's own optimizer step is over.
+
+    Reads ``_TrainingEpochLoop.batch_progress.current.ready`` (Lightning 2.5.0 to 2.6.6).
+    """
+    if trainer.max_steps is None or trainer.max_steps < 0:
+        return True
+    before = further - 1 + (not step_done)
+    if trainer.lightning_module.automatic_optimization:
+        rhythm = max(trainer.accumulate_grad_batches, 1)
+        first = trainer.fit_loop.epoch_loop.batch_progress.current.ready + step_done
+        steps: float = (first + before - 1) // rhythm - (first - 1) // rhythm
+    elif not before:
+        steps = 0
+    elif optimizer_steps is None:
+        return False
+    else:
+        steps = before * optimizer_steps
+    return bool(trainer.global_step + steps < trainer.max_steps)
+
+
+def batches_left(trainer: Trainer) -> int | None:
+    """Training batches after the current one, up to the end of ``fit``; None where no end can be foreseen.
+
+    By ``max_steps`` and ``max_epochs``; ``limit_train_batches`` is in the number of an epoch's batches. Where the last
+    batches of an epoch make a step of their own, or a module optimizes by itself, it is an estimate. Called in
+    ``on_train_batch_end``. Reads ``_TrainingEpochLoop.batch_progress`` (Lightning 2.5.0 to 2.6.6).
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    of_an_epoch, left = trainer.num_training_batches, []
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0 and of_an_epoch != float("inf"):
+        epochs = max(trainer.max_epochs - trainer.current_epoch - 1, 0)
+        left.append(epochs * int(of_an_epoch) + int(of_an_epoch) - progress.current.ready)
+    if trainer.max_steps is not None and trainer.max_steps >= 0:
+        steps = trainer.max_steps - trainer.global_step
+        if trainer.lightning_module.automatic_optimization:
+            rhythm = min(max(trainer.accumulate_grad_batches, 1), of_an_epoch)
+            left.append(int(steps * rhythm - progress.current.ready % rhythm))
+        elif trainer.global_step:
+            left.append(int(steps * progress.total.ready / trainer.global_step))
+    return max(min(left), 0) if left else None
+
+
+def why_batches_move_otherwise(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    """Why batches do not come to the device in Lightning's plain way; None where they do."""
+    for owner in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
+        if owner is not None and not is_plain_hook(owner, "on_before_batch_transfer"):
+            return f"{type(owner).__name__}.on_before_batch_transfer works on each batch before its copy"
+    strategy = trainer.strategy
+    owner = next(cls for cls in type(strategy).__mro__ if "batch_to_device" in vars(cls))
+    if not owner.__module__.startswith(
+        ("lightning.pytorch.strategies.strategy", "pytorch_lightning.strategies.strategy")
+    ):
+        return f"{owner.__name__} moves batches to the device in its own way"
+    return None
+
+
+def own_transfer(trainer: Trainer, pl_module: LightningModule) -> Callable[[Any, Any, int], Any] | None:
+    """The hook ``transfer_batch_to_device`` where the module or the data module has overridden it; called as usual."""
+    owners = (pl_module, trainer.datamodule)  # type: ignore[attr-defined]
+    if all(owner is None or is_plain_hook(owner, "transfer_batch_to_device") for owner in owners):
+        return None
+    return lambda batch, device, dataloader_idx: pl_module._call_batch_hook(
+        "transfer_batch_to_device", batch, device, dataloader_idx
+    )
+
+
+def after_transfer(pl_module: LightningModule, batch: Any, dataloader_idx: int) -> Any:
+    """Call the hook ``on_after_batch_transfer``, wherever it is; ``LightningModule._call_batch_hook``."""
+    return pl_module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)

@@ -1,0 +1,276 @@
+"""What the demo can do about a finding: the steps it knows, each read off a report, applied by other settings."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from lightning_gpuopt.dali.library import load_dali
+from lightning_gpuopt.demo.training import CROP_SIZE, DemoSettings, Outcome
+from lightning_gpuopt.diagnosis.causes.table import STORAGE_CAUSES
+from lightning_gpuopt.diagnosis.record import Finding, RunRecord
+from lightning_gpuopt.images.cost import resize_for
+from lightning_gpuopt.storage.build.build import build_lmdb
+from lightning_gpuopt.telemetry.host import usable_cpus
+from lightning_gpuopt.tuning.model import Interval
+
+StepName = Literal["fast-decoder", "smaller-images", "worker-search", "prefetch", "dali"]
+STEP_NAMES: Final[tuple[str, ...]] = get_args(StepName)
+
+_SURE_GAIN: Final = 1.1
+"""Workers are searched for where the low end of their prediction promises so much: on few CPUs they take the step's."""
+
+_CPU_CAUSES: Final = STORAGE_CAUSES | {"slow_transform", "cpu_throttled"}
+"""Causes that go where a GPU decodes the images."""
+
+
+_PIL_MS: Final = ("image_decode_ms", "image_crop_ms", "image_to_float_ms")
+_CLEARLY_CHEAPER: Final = 0.8
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a step may need of the machine.
+
+    Attributes:
+        on_cuda: whether training runs on a CUDA device.
+        has_dali: whether DALI can be used there.
+    """
+
+    on_cuda: bool = False
+    has_dali: bool = False
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Machine:
+        """The machine of a run; DALI is looked for on CUDA only."""
+        return cls(outcome.on_cuda, outcome.on_cuda and _has_dali())
+
+
+@dataclass(frozen=True)
+class Step:
+    """One piece of advice, ready to be applied.
+
+    Attributes:
+        name: of its column and its folder.
+        cause: the finding that advises it.
+        code: what is applied, in lines.
+        arguments: what is new in it as plain data, for the report.
+        changes: fields of `DemoSettings`.
+        predicted: steps per second after over before, as (low, mid, high); None where the report does not say.
+        image_size: shorter side in pixels of the LMDB's images, where one is built first.
+    """
+
+    name: StepName
+    cause: str
+    code: tuple[str, ...]
+    arguments: dict[str, Any]
+    changes: dict[str, Any]
+    predicted: Interval | None
+    image_size: int | None = None
+
+
+def fast_decoder(finding: Finding, settings: DemoSettings, machine: Machine) -> Step | None:
+    """The folder as it is, by the package's own decoder."""
+    advised = finding.evidence.get("storage_step") == "ImageFolderDataModule"
+    likely = _data_wait_grows(finding) or _cheaper(finding, "fast_decode_ms", *_PIL_MS)
+    if settings.storage != "files" or not (advised or likely):
+        return None
+    return Step(
+        "fast-decoder",
+        finding.cause,
+        (
+            *_data_module_code("ImageFolderDataModule", "train", "val"),
+            "# batches travel as uint8 and are normalised on the device",
+        ),
+        {"datamodule": "ImageFolderDataModule"},
+        {"storage": "folder"},
+        _predicted(finding),
+    )
+
+
+def smaller_images(finding: Finding, settings: DemoSettings, machine: Machine) -> Step | None:
+    """An LMDB of images as large as the crops need."""
+    size = resize_for(CROP_SIZE)
+    advised = f"--image-size {size}" in str(finding.evidence.get("storage_step"))
+    likely = "small_images_gain" in finding.evidence or _cheaper(finding, "small_decode_ms", "fast_decode_ms")
+    if settings.storage not in ("files", "folder") or not (advised or likely):
+        return None
+    return Step(
+        "smaller-images",
+        finding.cause,
+        (
+            f'build_lmdb("train", "train.lmdb", image_size={size})',
+            *_data_module_code("LMDBDataModule", "train.lmdb", "val.lmdb"),
+        ),
+        {"datamodule": "LMDBDataModule", "image_size": size},
+        {"storage": "lmdb"},
+        _predicted(finding) if advised else None,
+        image_size=size,
+    )
+
+
+def worker_search(finding: Finding, settings: DemoSettings, machine: Machine) -> Step | None:
+    """NumWorkersFinder, where the prediction leaves no doubt that workers help."""
+    workers, predicted = finding.settings.get("num_workers"), finding.predicted_speedup
+    if settings.storage == "dali" or settings.worker_search or not workers or workers <= settings.num_workers:
+        return None
+    if predicted is None or predicted[0] < _SURE_GAIN:
+        return None
+    first = max(settings.num_workers, 1)
+    return Step(
+        "worker-search",
+        finding.cause,
+        (
+            "Trainer(callbacks=[NumWorkersFinder(), ...])",
+            f"# starts with num_workers={first}; predicted for the report's num_workers={workers}",
+        ),
+        {"callback": "NumWorkersFinder"},
+        {"worker_search": True, "num_workers": first, "persistent_workers": True},
+        predicted,
+    )
+
+
+def prefetch(finding: Finding, settings: DemoSettings, machine: Machine) -> Step | None:
+    """CudaPrefetcher, which looks ahead of batches that workers make."""
+    if finding.cause != "host_to_device" or not machine.on_cuda or settings.prefetch:
+        return None
+    code, changes = "Trainer(callbacks=[CudaPrefetcher(), ...])", {"prefetch": True}
+    if settings.num_workers or settings.storage == "dali":
+        return Step(
+            "prefetch", finding.cause, (code,), {"callback": "CudaPrefetcher"}, changes, finding.predicted_speedup
+        )
+    worker = {"num_workers": 1, "persistent_workers": True}
+    return Step(  # the prediction is of the copy alone
+        "prefetch",
+        finding.cause,
+        (code, "# and num_workers=1: it looks ahead of batches that workers make"),
+        {"callback": "CudaPrefetcher", **worker},
+        {**changes, **worker},
+        None,
+    )
+
+
+def dali(finding: Finding, settings: DemoSettings, machine: Machine) -> Step | None:
+    """DALI decodes the same images on the GPU, where the CPU or the storage is still too slow."""
+    if finding.cause not in _CPU_CAUSES or settings.storage == "dali" or not (machine.on_cuda and machine.has_dali):
+        return None
+    suffix = ".lmdb" if settings.storage == "lmdb" else ""
+    return Step(
+        "dali",
+        finding.cause,
+        (
+            f'DALIDataModule("train{suffix}", "val{suffix}", crop_size={CROP_SIZE}, ...)',
+            "# decoded, cropped (8 % to 100 % of the area) and normalised on the GPU",
+        ),
+        {"datamodule": "DALIDataModule"},
+        {"storage": "dali"},
+        None,
+    )
+
+
+STEPS: Final[tuple[Callable[[Finding, DemoSettings, Machine], Step | None], ...]] = (
+    fast_decoder,
+    smaller_images,
+    worker_search,
+    prefetch,
+    dali,
+)
+"""In the order in which they are tried: less work first, then processes and streams for what is left."""
+
+
+def next_step(
+    reports: Sequence[RunRecord], settings: DemoSettings, machine: Machine | None = None, tried: Collection[str] = ()
+) -> Step | None:
+    """What is advised next, of what the demo can do; None where there is nothing.
+
+    Args:
+        reports: of the runs that are built upon; the latest is the last.
+        settings: of that run.
+        machine: what it runs on; None: no GPU.
+        tried: names of steps that are not to be tried again.
+    """
+    *earlier, latest = reports
+    machine = machine or Machine()
+
+    def first(reads: Sequence[Callable[..., Step | None]], findings: Sequence[Finding]) -> Step | None:
+        steps = (read(finding, settings, machine) for read in reads for finding in findings)
+        return next((step for step in steps if step is not None and step.name not in tried), None)
+
+    if (step := first(STEPS[:2], latest.findings)) is not None:
+        return step
+    if any(finding.cause in STORAGE_CAUSES or _data_wait_grows(finding) for finding in latest.findings):
+        # Few images are measured for a report: on a busy machine one may miss what the one before has seen.
+        step = first([smaller_images], [finding for run in earlier for finding in run.findings])
+    return step or first(STEPS[2:], latest.findings)
+
+
+def settings_after(settings: DemoSettings, outcome: Outcome) -> DemoSettings:
+    """What the run after this one starts with: a number of workers that was found is kept."""
+    found = outcome.found_num_workers
+    return replace(settings, worker_search=False, num_workers=found) if found is not None else settings
+
+
+def build(images: Path, folder: Path, image_size: int) -> int:
+    """Make ``train.lmdb`` and ``val.lmdb`` of the images, anew; nothing is left of a build that is interrupted.
+
+    Args:
+        images: holds ``train`` and ``val``.
+        folder: holds the datasets and nothing else.
+        image_size: shorter side in pixels.
+
+    Returns:
+        The bytes stored.
+    """
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier demo, which may have been killed
+    try:
+        folder.mkdir(parents=True)
+        return sum(
+            build_lmdb(
+                images / part,
+                folder / f"{part}.lmdb",
+                num_proc=max(1, int(usable_cpus())),
+                image_size=image_size,
+                progress=sys.stderr.isatty(),
+            ).num_bytes
+            for part in ("train", "val")
+        )
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _predicted(finding: Finding) -> Interval | None:
+    low, mid, high = (finding.evidence.get(f"storage_step_speedup{end}") for end in ("_low", "", "_high"))
+    return (float(low), float(mid), float(high)) if low is not None and mid is not None and high is not None else None
+
+
+def _data_wait_grows(finding: Finding) -> bool:
+    """A loader that became slower over the run: another finding does not stand beside it for the same time."""
+    return finding.cause == "slowdown" and finding.evidence.get("phase") == "data_wait"
+
+
+def _cheaper(finding: Finding, then: str, *now: str) -> bool:
+    """Whether what was measured of a few images promises a gain, even where no share of the loader's time is sure."""
+    evidence = finding.evidence
+    if finding.cause not in STORAGE_CAUSES or not all(name in evidence for name in (then, *now)):
+        return False
+    return float(evidence[then]) <= _CLEARLY_CHEAPER * sum(float(evidence[name]) for name in now)
+
+
+def _data_module_code(name: str, train: str, val: str) -> tuple[str, str]:
+    return (
+        f'{name}("{train}", "{val}", decode="tensor",',
+        f"{' ' * len(name)} crop_size={CROP_SIZE}, normalize=(mean, std), ...)",
+    )
+
+
+def _has_dali() -> bool:
+    try:
+        load_dali()
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,127 @@
+"""The demo's runs side by side, as text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_gpuopt.demo.steps import Step
+from lightning_gpuopt.demo.training import DemoSettings, Outcome
+from lightning_gpuopt.diagnosis.record import Proof
+
+_UNKNOWN: Final = "–"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of the demo.
+
+    Attributes:
+        settings: what it was told.
+        outcome: what it showed.
+        step: the advice that it applied; None for the first run.
+        proof: what was predicted of that and what was measured, against the run that it builds upon; None where there
+            is none.
+    """
+
+    settings: DemoSettings
+    outcome: Outcome
+    step: Step | None = None
+    proof: Proof | None = None
+
+    @property
+    def name(self) -> str:
+        """The step's name, or ``"before"``."""
+        return self.step.name if self.step is not None else "before"
+
+    @property
+    def kept(self) -> bool:
+        """Whether the runs after this one build upon it: it is not known to be slower than what it builds upon."""
+        return self.proof is None or self.proof.measured >= 1.0
+
+
+def table(runs: list[Run], width: int = 80) -> str:
+    """The runs in rows, in the order in which they were made; a column that no run fills is left out.
+
+    Args:
+        runs: the first is the one before any advice.
+        width: columns of the terminal.
+
+    Returns:
+        Lines without a newline at the end.
+    """
+    drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    drawn.add_column("", no_wrap=True)
+    columns = {head: [cell(run) for run in runs] for head, cell in _COLUMNS.items()}
+    shown = {head: cells for head, cells in columns.items() if any(text is not None for text in cells)}
+    for head in shown:
+        drawn.add_column(Text(head), justify="right")
+    for run, cells in zip(runs, zip(*shown.values(), strict=True), strict=True):
+        drawn.add_row(*(Text(text) for text in [title(run.name), *(text or _UNKNOWN for text in cells)]))
+    file = io.StringIO()
+    # the last column's padding is cut off
+    Console(file=file, width=width + 1, color_system=None, highlight=False).print(drawn)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).strip("\n")
+
+
+def title(name: str) -> str:
+    """A step's name as words."""
+    return "DALI" if name == "dali" else name.replace("-", " ")
+
+
+def gain_line(proof: Proof) -> str:
+    """What a step was to bring and what it brought."""
+    measured = f"measured {proof.measured:.2f}x"
+    if proof.predicted is None:
+        return f"{measured} steps per second"
+    low, mid, high = proof.predicted
+    return f"predicted {mid:.2f}x ({low:.2f}x to {high:.2f}x), {measured} steps per second"
+
+
+def _samples_per_s(run: Run) -> str | None:
+    rate = run.outcome.samples_per_s
+    return f"{rate:,.0f}" if rate is not None else None
+
+
+def _step_time(run: Run) -> str | None:
+    step_s = run.outcome.report.step_s
+    return f"{step_s * 1e3:.1f} ms" if step_s is not None else None
+
+
+def _data_wait(run: Run) -> str | None:
+    report = run.outcome.report
+    return f"{report.phases['data_wait'] / report.wall_s * 100:.1f} %" if report.wall_s > 0 else None
+
+
+def _gpu_utilization(run: Run) -> str | None:
+    found = [value for key, value in run.outcome.gpu.items() if key.endswith("/utilization")]
+    return f"{found[0]:.1f} %" if found else None
+
+
+def _predicted(run: Run) -> str | None:
+    predicted = run.step.predicted if run.step is not None else None
+    return f"{predicted[1]:.2f}x" if predicted is not None else None
+
+
+def _measured(run: Run) -> str | None:
+    if run.proof is None:
+        return None
+    return f"{run.proof.measured:.2f}x{'' if run.kept else '*'}"
+
+
+_COLUMNS: Final[dict[str, Callable[[Run], str | None]]] = {
+    "samples\nper s": _samples_per_s,
+    "step\ntime": _step_time,
+    "data\nwait": _data_wait,
+    "GPU\nutil.": _gpu_utilization,
+    "val.\nacc.": lambda run: f"{run.outcome.accuracy_percent:.1f} %",
+    "predicted\ngain": _predicted,
+    "measured\ngain": _measured,
+}

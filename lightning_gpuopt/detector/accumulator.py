@@ -1,0 +1,277 @@
+"""What was measured of a fit since the warm-up, or since the last change of its loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from lightning_gpuopt.detector.device_watch import DeviceWatch
+from lightning_gpuopt.detector.growth import Growing
+from lightning_gpuopt.detector.kernel_profiling import KernelProfiling
+from lightning_gpuopt.detector.loader_watch import LoaderWatch
+from lightning_gpuopt.detector.rank_watch import RankWatch
+from lightning_gpuopt.detector.window_history import WindowHistory
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.measurements.gpu import AheadCopies, GpuTimes
+from lightning_gpuopt.measurements.loading import ImageSamples, LoaderFacts, Pipelines, QueueTimes, WorkerTimes
+from lightning_gpuopt.measurements.phases import PhaseTimes, WindowSample
+from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, RankWork, ReducerTimes
+from lightning_gpuopt.timeline.pauses import PauseWatch
+
+_MIN_LAP_S: Final = 0.1
+"""Windows that are shorter than this are joined before they are compared with others."""
+
+_LOOK_AGAIN: Final = 1.5
+"""Where nothing that grows was found: look again after so many times the steps. A look takes milliseconds."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What workers, pipelines, queues, the GPU, CudaPrefetcher and DDP have counted up to one moment."""
+
+    workers: dict[int, tuple[LoaderFacts, WorkerTimes]] = field(default_factory=dict)
+    pipelines: dict[int, Pipelines] = field(default_factory=dict)
+    queues: QueueTimes = QueueTimes()  # noqa: RUF009 - frozen
+    gpu: GpuTimes = GpuTimes()  # noqa: RUF009 - frozen
+    ahead: AheadCopies | None = None
+    reducer: ReducerTimes | None = None
+    gradients: GradientSync | None = None
+    metrics: MetricSync | None = None
+    metric_names: tuple[str, ...] = ()
+
+
+class SteadyStateAccumulator:
+    """Measures from its making on: the host's and NVML's figures begin anew with it.
+
+    Args:
+        loader: the watch over the training loaders.
+        device: the watch over this rank's GPU, None on other devices.
+        looks: the close looks at its steps.
+        steps: steps that the host has done: the GPU may have some of them before it, which are no part of this.
+        ahead: reads the copies that were made ahead; gives None where there are none.
+        images: gives what is known of the images behind the loader.
+        pauses: the watch over what stops the training thread.
+        owners: whose lists and dicts may grow, by a name for people.
+        rank_watch: the watch over what ranks do together; None on one rank.
+
+    Attributes:
+        findings: of the time so far; what comes after a change of the loader proves them.
+    """
+
+    def __init__(
+        self,
+        loader: LoaderWatch,
+        device: DeviceWatch | None,
+        looks: KernelProfiling | None,
+        steps: int,
+        ahead: Callable[[], AheadCopies | None],
+        images: Callable[[], ImageSamples | None],
+        pauses: PauseWatch,
+        owners: Mapping[str, object],
+        rank_watch: RankWatch | None,
+    ) -> None:
+        self.findings: list[Finding] = []
+        self._gpu_is_here = device is None
+        self._loader = loader
+        self._device = device
+        self._looks = looks
+        self._ahead = ahead
+        self._images = images
+        self._pauses = pauses
+        self._rank_watch = rank_watch
+        pauses.restart()
+        self._course = WindowHistory(device.device if device is not None else None)
+        self._growing = Growing(owners)
+        self._grows = ""
+        self._look_after = 0.0
+        self._steps = steps
+        self._start = Reading()
+        self._start = self._last = self._lap_reading = self._read()
+        self._lap_times: PhaseTimes | None = None
+        loader.reset_host()
+        if device is not None:
+            device.restart()
+            device.clock.take_snapshot(steps)
+            self.step_done()
+
+    def step_done(self) -> None:
+        """A step has ended; once the GPU has done those before this part, its times begin to count."""
+        if self._gpu_is_here or self._device is None:
+            return
+        snapshot = self._device.clock.snapshot
+        if snapshot is not None:
+            self._gpu_is_here = True
+            self._start = replace(self._start, gpu=snapshot)
+            self._last = replace(self._last, gpu=snapshot)
+            self._lap_reading = replace(self._lap_reading, gpu=snapshot)
+
+    def measure(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
+        """What was measured since the beginning.
+
+        Args:
+            times: the phases since then.
+            ranks: the work of all ranks.
+        """
+        return self._since(self._start, self._read(), times, ranks, self._course.laps)
+
+    def window(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
+        """What was measured since the last window.
+
+        Args:
+            times: the phases since then.
+            ranks: the work of all ranks.
+        """
+        now = self._read()
+        before, self._last = self._last, now
+        return self._since(before, now, times, ranks)
+
+    def until_window(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
+        """What was measured from the beginning to the end of the last window; cheaper than :meth:`measure` there.
+
+        Args:
+            times: the phases since then.
+            ranks: the work of all ranks.
+        """
+        lap_s = times.wall_s - (self._lap_times.wall_s if self._lap_times is not None else 0.0)
+        if lap_s >= _MIN_LAP_S:
+            self._end_lap(times)
+        return self._since(self._start, self._last, times, ranks, self._course.laps)
+
+    def _end_lap(self, times: PhaseTimes) -> None:
+        """Keep what was measured since the last lap, for what changes over the run."""
+        since = times - self._lap_times if self._lap_times is not None else times
+        measured = self._since(self._lap_reading, self._last, since, ())
+        self._lap_reading, self._lap_times = self._last, times
+        self._steps += since.steps
+        self._course.add(measured, self._steps, self._loader.process())
+
+    def look_for_growth(self, finding: Finding) -> bool:
+        """Find out what grows in a program whose steps get slower; True where that is found now.
+
+        Args:
+            finding: that they do.
+        """
+        if self._grows or self._steps < self._look_after:
+            return False
+        self._look_after = _LOOK_AGAIN * self._steps
+        self._grows = self._growing.look(str(finding.evidence["phase"]))
+        return bool(self._grows)
+
+    def gpu(self) -> GpuTimes:
+        """What the GPU did since the beginning."""
+        return self._read().gpu - self._start.gpu
+
+    def _read(self) -> Reading:
+        gpu = self._device.times() if self._device is not None and self._gpu_is_here else self._start.gpu
+        loader = self._loader
+        reading = Reading(loader.workers(), loader.pipelines(), loader.queues.times(), gpu, self._ahead())
+        if self._rank_watch is None:
+            return reading
+        (reducer, gradients), (metrics, names) = self._rank_watch.read(), self._rank_watch.metrics()
+        return replace(reading, reducer=reducer, gradients=gradients, metrics=metrics, metric_names=names)
+
+    def _since(
+        self,
+        start: Reading,
+        now: Reading,
+        times: PhaseTimes,
+        ranks: tuple[RankWork, ...],
+        laps: tuple[WindowSample, ...] = (),
+    ) -> Measurement:
+        loader, workers = _slowest_loader(start, now)
+        measured = Measurement(
+            times=times,
+            loader=loader if loader is not None else self._loader.facts,
+            host=self._loader.host(),
+            workers=workers,
+            queues=now.queues - start.queues,
+            ranks=ranks,
+            reducer=now.reducer - (start.reducer or ReducerTimes()) if now.reducer is not None else None,
+            gradients=now.gradients,
+            metrics=now.metrics - (start.metrics or MetricSync()) if now.metrics is not None else None,
+            metric_names=now.metric_names,
+            ahead=now.ahead - start.ahead if now.ahead is not None and start.ahead is not None else now.ahead,
+            images=self._images(),
+            pipelines=_all_pipelines(start, now),
+            collections=self._pauses.collections(),
+            compilations=self._pauses.compilations(),
+            laps=laps,
+            grows=self._grows,
+        )
+        if self._device is None or self._looks is None:
+            return measured
+        return replace(
+            measured,
+            gpu=now.gpu - start.gpu,
+            device=self._device.state(),
+            syncs=self._looks.syncs,
+            look=self._looks.look,
+            look_pending=self._looks.pending,
+            look_missed=self._looks.missed,
+        )
+
+
+def _slowest_loader(start: Reading, now: Reading) -> tuple[LoaderFacts | None, WorkerTimes | None]:
+    """Of several loaders, the one whose workers were busiest: the others wait with the loop for it."""
+    since = [
+        (facts, times - start.workers[key][1] if key in start.workers else times)
+        for key, (facts, times) in now.workers.items()
+    ]
+    if not since:
+        return None, None
+    return max(since, key=lambda each: each[1].busy_s / max(each[0].num_workers or 1, 1))
+
+
+def _all_pipelines(start: Reading, now: Reading) -> Pipelines | None:
+    """What all pipelines did in between; None where there are none."""
+    since = [
+        replace(each, times=each.times - start.pipelines[key].times) if key in start.pipelines else each
+        for key, each in now.pipelines.items()
+    ]
+    return since[0].with_others(since[1:]) if since else None
+
+
+def work_of(rank: int, measurement: Measurement | None, *, forward: bool) -> RankWork | None:
+    """A mean step of this rank, for rank 0 to compare.
+
+    Args:
+        rank: global rank.
+        measurement: of the run since the last change; None while there is none.
+        forward: whether the forward's GPU time is this rank's own.
+    """
+    if measurement is None or not measurement.times.steps:
+        return None
+    times, workers, gpu = measurement.times, measurement.workers, measurement.gpu
+    loader_s = None
+    if workers is not None and workers.batches:
+        loader_s = workers.busy_s / workers.batches / max(measurement.loader.num_workers or 1, 1)
+    elif measurement.late_pipelines is not None:
+        done, threads = measurement.late_pipelines.times, measurement.late_pipelines.num_threads
+        loader_s = (done.read_wall_s + done.decode_cpu_s) / done.batches / max(threads, 1)
+    if gpu is None:
+        own_s = sum(times.phases[phase] for phase in ("transfer", "forward", "logging")) + times.step_hooks_s
+        sync_s = measurement.metrics.seconds if measurement.metrics is not None else 0.0  # in which ranks wait
+        return RankWork(
+            rank,
+            times.phases["data_wait"] / times.steps,
+            (own_s - sync_s) / times.steps,
+            loader_s,
+            communication_s=measurement.collectives_s,
+            metric_sync_s=sync_s / times.steps,
+        )
+    waterfall = measurement.waterfall
+    if not gpu.steps or not waterfall.steps:
+        return None
+    data_s = waterfall.wait("data_wait")
+    forward = forward and not (measurement.look is not None and measurement.look.forward_collectives)
+    other_s = waterfall.step_waits_s - waterfall.launch_s - waterfall.sync_s - data_s
+    return RankWork(
+        rank,
+        data_s / gpu.steps,
+        other_s / gpu.steps,
+        loader_s,
+        gpu.forward_s / gpu.steps if forward else None,
+        measurement.look.communication_s if measurement.look is not None else None,
+    )

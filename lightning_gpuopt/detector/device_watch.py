@@ -1,0 +1,153 @@
+"""This rank's GPU under observation: its event clock, and what NVML says of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from lightning_gpuopt.measurements.gpu import DeviceState, GpuTimes
+from lightning_gpuopt.telemetry.cuda import choose_current
+from lightning_gpuopt.telemetry.sampler import GpuSampler
+from lightning_gpuopt.telemetry.window import Stat
+from lightning_gpuopt.timeline.gpu_clock import GpuClock, HostWork
+
+_READ_EVERY_S: Final = 0.25
+_CLOSE_S: Final = 1.0
+_CATCH_UP_S: Final = 3.0
+_POLL_S: Final = 0.002
+_READINGS: Final = (
+    "utilization",
+    "sm_activity",
+    "slowed_percent",
+    "power_capped_percent",
+    "sm_clock_mhz",
+    "sm_clock_max_mhz",
+)
+
+
+class DeviceWatch:
+    """Watches one CUDA device.
+
+    Args:
+        device: the rank's device.
+        host: the timeline of the training thread.
+        forward: time the forward's own kernels, for the comparison of ranks.
+        links: ask for the links to other GPUs, too.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        host: HostWork,
+        *,
+        forward: bool = False,
+        links: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.clock = GpuClock(lambda: torch.cuda.Event(enable_timing=True), host, forward=forward)  # type: ignore[no-untyped-call]
+        self.device = device
+        self.notes: list[str] = []
+        self._reads = True
+        self._seconds_now = clock
+        readings = (*_READINGS, "active_nvlinks") if links else _READINGS
+        self._nvlinks: float | None = None
+        self._sampler = GpuSampler(readings, choose_current(device.index or 0), interval_s=_READ_EVERY_S)
+        self._stats: dict[str, Stat] = {}
+        self._highest_mhz: float | None = None
+        self._since_s = clock()
+        self._sampler.start()
+
+    def refuse(self, error: Exception) -> None:
+        """CUDA does not take the clock's events any more, for example while a graph is captured."""
+        if self._reads:
+            self._reads = False
+            self.notes.append(f"The GPU's own times end here: CUDA refused an event ({error}).")
+
+    def catch_up(self, after_reading: Callable[[], None] = lambda: None) -> None:
+        """Training has ended: take in what the GPU has still to do, as long as that takes no more than a moment.
+
+        Args:
+            after_reading: called after each reading.
+        """
+        deadline_s = self._seconds_now() + _CATCH_UP_S
+        self.read()
+        after_reading()
+        while self._reads and self.clock.unread and self._seconds_now() < deadline_s:
+            time.sleep(_POLL_S)
+            self.read()
+            after_reading()
+        self._take_notices()
+
+    def read(self) -> None:
+        """Take in what the GPU has finished."""
+        if self._reads:
+            try:
+                self.clock.read()
+            except RuntimeError as error:  # for example after the program has changed streams in a step
+                self.refuse(error)
+
+    def times(self) -> GpuTimes:
+        """What the GPU did so far."""
+        return self.clock.times()
+
+    def restart(self) -> None:
+        """Something else begins: forget what NVML said."""
+        self._sampler.cut()
+        self._stats.clear()
+        self._since_s = self._seconds_now()
+
+    def close_window(self) -> float | None:
+        """End NVML's window; returns the GPU's utilization in it, 0-100 %."""
+        self._take_notices()
+        window = self._window_of(self._sampler.cut)
+        for reading, stat in window.items():
+            self._stats[reading] = self._stats[reading].merged(stat) if reading in self._stats else stat
+        return window["utilization"].mean if "utilization" in window else None
+
+    def state(self) -> DeviceState:
+        """What NVML said since the last restart, the window under way included."""
+        stats = dict(self._stats)
+        for reading, stat in self._window_of(self._sampler.peek).items():
+            stats[reading] = stats[reading].merged(stat) if reading in stats else stat
+
+        def mean(reading: str) -> float | None:
+            return stats[reading].mean if reading in stats else None
+
+        # drivers that do not tell the device's highest clock: the highest of the run
+        highest = next((stats[name].high for name in ("sm_clock_max_mhz", "sm_clock_mhz") if name in stats), None)
+        if highest is not None:
+            self._highest_mhz = max(highest, self._highest_mhz or 0.0)
+        return DeviceState(
+            utilization=mean("utilization"),
+            sm_activity=mean("sm_activity"),
+            seconds=self._seconds_now() - self._since_s if stats else 0.0,
+            throttled_percent=mean("slowed_percent"),
+            power_capped_percent=mean("power_capped_percent"),
+            sm_clock_mhz=mean("sm_clock_mhz"),
+            sm_clock_mhz_max=self._highest_mhz,
+        )
+
+    @property
+    def link(self) -> str:
+        """What GPUs of this machine are linked by: ``"NVLink"`` or ``"PCIe"``; empty while NVML has not said."""
+        if self._nvlinks is None:
+            stat = self._stats.get("active_nvlinks") or self._window_of(self._sampler.peek).get("active_nvlinks")
+            self._nvlinks = stat.high if stat is not None else None
+        return "" if self._nvlinks is None else "NVLink" if self._nvlinks else "PCIe"
+
+    def close(self) -> None:
+        """End the readings."""
+        self._sampler.stop(_CLOSE_S)
+        self._take_notices()
+
+    def _window_of(self, take: Callable[[], tuple[object, ...]]) -> dict[str, Stat]:
+        devices = take()
+        return dict(devices[0].stats) if devices else {}  # type: ignore[attr-defined]
+
+    def _take_notices(self) -> None:
+        while self._sampler.notices:
+            self.notes.append(self._sampler.notices.popleft().text)

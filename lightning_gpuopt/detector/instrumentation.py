@@ -1,0 +1,194 @@
+"""What is placed in a Trainer to see where its time goes, and how it is taken away again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Final, Protocol, runtime_checkable
+
+import torch
+
+from lightning_gpuopt.compat import lightning
+from lightning_gpuopt.compat.lightning import Callback, LightningModule, Trainer, shadow
+from lightning_gpuopt.detector.metric_sync import TimedReduce
+from lightning_gpuopt.detector.rank_watch import is_sharded
+from lightning_gpuopt.measurements.gpu import AheadCopies
+from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
+from lightning_gpuopt.timeline.observer import StepObserver
+from lightning_gpuopt.timeline.phases import Timeline
+from lightning_gpuopt.timeline.profiler import TimelineProfiler
+from lightning_gpuopt.timeline.trace import NvtxRanges
+
+log = logging.getLogger(__name__)
+
+_LOGGER_CALLS: Final = (
+    "log_metrics",
+    "save",
+    "after_save_checkpoint",
+    "log_image",
+    "log_text",
+    "log_table",
+    "log_audio",
+    "log_video",
+)
+
+
+@runtime_checkable
+class CopiesAhead(Protocol):
+    """A callback that copies batches to the device ahead of the step; its hooks count as that copy."""
+
+    state_key: str
+
+    def copies_ahead(self) -> AheadCopies | None:
+        """What it has copied so far; None where it copies nothing ahead."""
+
+
+class Observers(StepObserver):
+    """Passes a step's events on to whoever measures there; what fails is left out from then on."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def connect(self, event: str, function: Callable[..., None], refused: Callable[[Exception], None]) -> None:
+        """Have a function called at an event.
+
+        Args:
+            event: a method of :class:`~lightning_gpuopt.timeline.observer.StepObserver`.
+            function: what to call.
+            refused: called once where it fails; it is not called again.
+        """
+
+        def fail(error: Exception) -> None:
+            log.debug("a measurement failed", exc_info=True)
+            setattr(self, event, lambda *arguments: None)
+            refused(error)
+
+        def safely() -> None:
+            try:
+                function()
+            except Exception as error:
+                fail(error)
+
+        def safely_with(value: Any) -> None:
+            try:
+                function(value)
+            except Exception as error:
+                fail(error)
+
+        setattr(self, event, safely_with if event == "fetch_ends" else safely)
+
+    def stopped(self, event: str) -> Callable[[Exception], None]:
+        """What notes that measuring stopped there."""
+        return lambda error: self.problems.append(f"Measuring at {event} stopped: {type(error).__name__}: {error}.")
+
+    def disconnect(self, events: tuple[str, ...]) -> None:
+        """Call nobody at these any more."""
+        for event in events:
+            vars(self).pop(event, None)
+
+
+class Instrumentation:
+    """The profiler and the few shadows in one Trainer.
+
+    Args:
+        trainer: the Trainer.
+        pl_module: its module.
+
+    Attributes:
+        undo: takes away all that was placed; what else has to end with the fit may be added.
+        observers: who is called at a step's events.
+        notes: what could not be placed.
+        reduce: times metrics that are reduced in steps; None on one rank.
+    """
+
+    def __init__(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.undo = ExitStack()
+        self.observers = Observers()
+        self.notes: list[str] = []
+        self.reduce: TimedReduce | None = None
+        self._trainer = trainer
+        self._pl_module = pl_module
+
+    def timeline(self, *, nvtx: bool, detailed: bool) -> Timeline:
+        """A timeline for this Trainer's callbacks; it begins when it is started.
+
+        Args:
+            nvtx: mark the phases as NVTX ranges as well.
+            detailed: for a GPU's clock.
+        """
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        return Timeline(
+            checkpoint_callbacks=[each.state_key for each in callbacks if lightning.is_checkpoint(each)],
+            transfer_callbacks=[each.state_key for each in callbacks if isinstance(each, CopiesAhead)],
+            callback_names={each.state_key: _public_name(each) for each in callbacks},
+            observer=self.observers,
+            silent=self._does_nothing,
+            detailed=detailed,
+            ranges=self._nvtx_ranges() if nvtx else None,
+        )
+
+    def place(self, timeline: Timeline) -> None:
+        """Have everything that the Trainer does pass the timeline."""
+        trainer = self._trainer
+        self._shadow(trainer, "profiler", TimelineProfiler(timeline, lightning.profiler(trainer)))
+        validation = lightning.validation_loop(trainer)
+        if validation is not None:
+            self._shadow(validation, "run", timeline.validating(validation.run))
+        else:
+            self.notes.append("The start of validation could not be seen: its set-up counts as other.")
+        if not self._pl_module.automatic_optimization:  # manual_backward passes the profiler by
+            self._shadow(trainer.strategy, "backward", timeline.timed(trainer.strategy.backward, "backward"))
+        broadcast = lightning.signal_broadcast(trainer)
+        if broadcast is not None and trainer.world_size > 1:
+            owner, name = broadcast
+            self._shadow(owner, name, timeline.timed(getattr(owner, name), SIGNAL_BROADCAST))
+        if trainer.world_size > 1:
+            self.reduce = TimedReduce(trainer.strategy.reduce, timeline)
+            self._shadow(trainer.strategy, "reduce", self.reduce)
+        for each in trainer.loggers:
+            for name in _LOGGER_CALLS:
+                function = getattr(each, name, None)
+                if callable(function):
+                    self._shadow(each, name, timeline.timed(function, "logging"))
+
+    def _does_nothing(self, action: str) -> bool:
+        """Whether an action of the profiler is a hook that its callback, or the module, has not overridden."""
+        owner, _, hook = action.rpartition(".")
+        if owner.startswith("[LightningModule]"):
+            return hook.startswith("on_") and lightning.is_plain_hook(self._pl_module, hook)
+        if not owner.startswith("[Callback]"):
+            return False
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        named = [each for each in callbacks if each.state_key == owner.removeprefix("[Callback]")]
+        return bool(named) and all(lightning.is_plain_hook(each, hook) for each in named)
+
+    def _nvtx_ranges(self) -> NvtxRanges | None:
+        try:
+            return NvtxRanges()
+        except RuntimeError:
+            self.notes.append("No NVTX ranges: this torch is built without CUDA.")
+            return None
+
+    def _shadow(self, owner: Any, name: str, replacement: Any) -> None:
+        try:
+            self.undo.callback(shadow(owner, name, replacement))
+        except (AttributeError, TypeError):
+            self.notes.append(f"{type(owner).__name__}.{name} could not be timed.")
+
+
+def _public_name(callback: Callback) -> str:
+    """Name of a callback's class; of a private variant of one of ours, that of the public one."""
+    return str(getattr(callback, "public_name", type(callback).__name__))
+
+
+def forward_is_a_ranks_own(trainer: Trainer, pl_module: LightningModule) -> bool:
+    """Whether the forward's GPU time says how fast a rank is: no collective lies in it.
+
+    DDP's broadcast of buffers, ``SyncBatchNorm``, sharded strategies and manual optimization put one there.
+    """
+    if is_sharded(trainer.strategy) or not pl_module.automatic_optimization:
+        return False
+    options = getattr(trainer.strategy, "_ddp_kwargs", {})
+    broadcasts = options.get("broadcast_buffers", True) and any(True for _ in pl_module.buffers())
+    return not broadcasts and not any(isinstance(each, torch.nn.SyncBatchNorm) for each in pl_module.modules())

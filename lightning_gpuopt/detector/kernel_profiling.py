@@ -1,0 +1,298 @@
+"""When to look closely inside a step, and what was seen: once in a run, and only where that is allowed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Final, Literal
+
+from lightning_gpuopt.detector.device_watch import DeviceWatch
+from lightning_gpuopt.diagnosis.waterfall import in_steps, worth_a_look
+from lightning_gpuopt.measurements.gpu import GpuTimes, StepLook, SyncSighting
+from lightning_gpuopt.timeline.look import CannotLookError, ProfilerLook
+from lightning_gpuopt.timeline.syncs import SyncLook
+
+log = logging.getLogger(__name__)
+
+_SETTLED_STEPS: Final = 5
+"""After the warm-up, before the first look."""
+
+_PROFILER_AFTER: Final = 10
+"""Steps after the warm-up at which rank 0 of several records its steps."""
+
+_SPARE_STEPS: Final = 2
+"""An end that is foreseen may come so many steps earlier."""
+
+_PATIENCE_STEPS: Final = 100
+"""For so long the GPU may take to reach the end of a recording."""
+
+
+Profile = Literal["auto", "on", "off"]
+
+
+class KernelProfiling:
+    """Looks for synchronizing calls, and at the step's kernels, each over three steps of their own.
+
+    On one rank only where there is reason to: the first where the host does not run ahead of the GPU, the second where
+    NVML's figures say that the GPU is idle inside the step. On several ranks the first once, at the same steps on each,
+    and the second, where it is allowed, on rank 0: a collective that waits reads as busy.
+
+    Args:
+        device: the device's watch.
+        threshold: share of idle time that is worth a look, 0-1.
+        profile: whether torch.profiler may record: ``"auto"`` on one rank in the last steps before an end that can be
+            foreseen, ``"on"`` at any time on rank 0, ``"off"`` never.
+        batches_left: batches after the current one up to the end of training; None where no end can be foreseen.
+        rank: this process's global rank.
+        several_ranks: whether there are others.
+        rhythm: batches after which steps repeat themselves.
+        is_taken: whether torch.profiler is at work for a trace, for which a look waits.
+    """
+
+    def __init__(
+        self,
+        device: DeviceWatch,
+        threshold: float,
+        *,
+        profile: Profile,
+        batches_left: Callable[[], int | None],
+        rank: int,
+        several_ranks: bool,
+        rhythm: int = 1,
+        is_taken: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.syncs: SyncSighting | None = None
+        self.look: StepLook | None = None
+        self._notes: list[str] = []
+        self._device = device
+        self._threshold = threshold
+        self._profile = profile
+        self._batches_left = batches_left
+        self._rank = rank
+        self._together = several_ranks
+        self._rhythm = rhythm
+        self._is_taken = is_taken
+        self._over = False
+        self._sync_look: SyncLook | None = None
+        self._profiler_look: ProfilerLook | None = None
+        self._profiler_failed = False
+        self._wanted = False
+        self._reading = 0
+        self._spent_s = 0.0
+        self._step_s_before: float | None = None
+        self._cost_due = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether a look may still come: until then nothing is said of the inside of the step."""
+        no_more = self.look is not None or self._profiler_failed or not self._may_come
+        return not (self._over or (no_more and self.syncs is not None))
+
+    @property
+    def missed(self) -> bool:
+        """Whether there was reason to look at the step's kernels, and that was not allowed."""
+        never = self._over or not self._may_come
+        return self._wanted and never and self.look is None and not self._profiler_failed and self._profile != "on"
+
+    @property
+    def notes(self) -> list[str]:
+        """What a look cost, and what could not be looked at."""
+        things = ["idle time inside the steps, which NVML's figures suggest"] if self.missed else []
+        if self._together and self._profile != "on":
+            things.append("exposed communication")
+        if not things:
+            return self._notes
+        where = "no end of training came that could be foreseen"
+        if self._profile == "off":
+            where = 'profile="off"'
+        elif self._together:
+            where = 'with several ranks profile="auto" records nothing'
+        return [
+            *self._notes,
+            f"torch.profiler was not allowed to look for {' and '.join(things)}: {where}. "
+            f'StallDetector(profile="on") has it record three steps{" on rank 0" if self._together else ""}.',
+        ]
+
+    @property
+    def _may_come(self) -> bool:
+        """Whether a recording with torch.profiler is allowed at some time of this run."""
+        if self._together or self._profile != "auto":
+            return self._profile == "on" and self._rank == 0
+        return self._batches_left() is not None
+
+    @property
+    def recording(self) -> bool:
+        """Whether torch.profiler is at work for us."""
+        return self._profiler_look is not None and not self._reading
+
+    def leaves_time_for(self, steps: int) -> bool:
+        """Whether something else may have torch.profiler for so many steps, and a look does not come too late."""
+        if self.recording:
+            return False
+        left = self._batches_left() if self._profile == "auto" and self._wanted and self.pending else None
+        return left is None or left - steps > self._last_steps
+
+    def step_done(self, steps: int, since_warm: Callable[[], GpuTimes] | None) -> None:
+        """A step has ended.
+
+        Args:
+            steps: steps since the end of the warm-up; the same on every rank.
+            since_warm: gives what the GPU did in them; None while a warm-up goes on, in which no look begins.
+        """
+        if self._sync_look is not None:
+            if self._sync_look.step_done():
+                self.syncs = self._sync_look.sighting()
+                self._sync_look = None
+        elif self._profiler_look is not None:
+            self._advance_profiler()
+        elif since_warm is None:
+            return
+        elif self._sync_look_due(steps, since_warm):
+            self._begin_sync_look()
+        elif self.look is None and not self._profiler_failed and not self._is_taken() and self._due(steps, since_warm):
+            self._step_s_before = _step_s(since_warm())
+            self._begin_profiler()
+
+    def window_done(self, since_warm: GpuTimes, step_s: float | None) -> None:
+        """A window has ended: is there reason to look?
+
+        Args:
+            since_warm: what the GPU did since the end of the warm-up.
+            step_s: mean seconds of a step in this window.
+        """
+        if self._cost_due and self._profiler_look is None:
+            self._cost_due -= 1
+            if not self._cost_due:
+                self._tell_cost(step_s)
+        if self._over:
+            return
+        if self.look is None:
+            self._suspect(since_warm)
+        if self._together:
+            return
+        if self.syncs is None and self._sync_look is None and (self._wanted or self._may_idle(since_warm)):
+            self._begin_sync_look()
+
+    def finish(self) -> None:
+        """The run ends: what was recorded is read, and no look comes any more."""
+        if self._sync_look is not None:
+            self._sync_look.end()
+            self._sync_look = None
+        if self._profiler_look is not None and self._reading:
+            self._read()
+        if self._profiler_look is not None:
+            self._profiler_look.end()
+            self._profiler_look = None
+        self._device.clock.spans = None
+        self._over = True
+        if self._cost_due:
+            self._cost_due = 0
+            self._tell_cost(None)
+
+    def _suspect(self, since_warm: GpuTimes) -> None:
+        self._wanted = self._wanted or worth_a_look(since_warm, self._device.state(), self._threshold)
+
+    def _may_idle(self, gpu: GpuTimes) -> bool:
+        """Whether the GPU could be idle inside the steps for long enough: where the host runs ahead, it cannot."""
+        return gpu.steps > 0 and gpu.compute_bound_s >= self._threshold * (gpu.compute_s + gpu.idle_s + gpu.copy_s)
+
+    def _sync_look_due(self, steps: int, since_warm: Callable[[], GpuTimes]) -> bool:
+        if self.syncs is not None or steps < _SETTLED_STEPS:
+            return False
+        return self._together or (steps == _SETTLED_STEPS and self._may_idle(since_warm()))
+
+    @property
+    def _last_steps(self) -> int:
+        """So many batches before the end that is foreseen a look begins."""
+        return ProfilerLook(self._rhythm).lasts + _SPARE_STEPS
+
+    def _due(self, steps: int, since_warm: Callable[[], GpuTimes]) -> bool:
+        if self._profile == "on":
+            return self._rank == 0 and (steps >= _PROFILER_AFTER if self._together else self._wanted)
+        left = None if self._together or self._profile == "off" else self._batches_left()
+        if left is None or left > self._last_steps:
+            return False
+        self._suspect(since_warm())
+        return self._wanted
+
+    def _begin_sync_look(self) -> None:
+        look = SyncLook(inside=lambda: self._device.clock.in_step)
+        try:
+            if look.is_taken:
+                self._notes.append("Synchronizing calls were not looked for: the program uses torch's debug mode.")
+                self.syncs = SyncSighting(0, 0)
+                return
+            look.begin()
+        except Exception as error:  # a torch that does not know the mode
+            log.debug("no look for synchronizing calls", exc_info=True)
+            self._notes.append(f"Synchronizing calls could not be looked for: {error}")
+            self.syncs = SyncSighting(0, 0)
+            look.end()
+            return
+        self._sync_look = look
+
+    def _begin_profiler(self) -> None:
+        look, begin_s = ProfilerLook(self._rhythm), time.perf_counter()
+        try:
+            look.begin()
+        except CannotLookError as error:
+            self._fail(error)
+            return
+        finally:
+            self._spent_s += time.perf_counter() - begin_s
+        self._profiler_look = look
+        self._device.clock.spans = []
+
+    def _advance_profiler(self) -> None:
+        look = self._profiler_look
+        assert look is not None
+        begin_s = time.perf_counter()
+        try:
+            if not self._reading:
+                self._reading = int(look.step_done())
+                return
+            self._reading += 1
+            if self._device.clock.read_to_s >= look.recorded_s[1] or self._reading > _PATIENCE_STEPS:
+                self._read()
+        except CannotLookError as error:
+            self._fail(error)
+        finally:
+            self._spent_s += time.perf_counter() - begin_s
+
+    def _read(self) -> None:
+        look, self._profiler_look = self._profiler_look, None
+        spans, self._device.clock.spans = self._device.clock.spans, None
+        assert look is not None
+        try:
+            self.look = look.read(spans or [])
+            self._cost_due = 2  # the window under way has steps of the look in it
+        except CannotLookError as error:
+            self._fail(error)
+
+    def _fail(self, error: CannotLookError) -> None:
+        self._profiler_look = None
+        self._profiler_failed = True
+        self._device.clock.spans = None
+        seen = " NVML's utilization and a look for synchronizing calls stand in."
+        if self._together:
+            seen += " Exposed communication, and ranks that wait in it for one another, were not seen."
+        self._notes.append(f"The step's kernels could not be looked at with torch.profiler: {error}.{seen}")
+
+    def _tell_cost(self, after_s: float | None) -> None:
+        before_s, steps = self._step_s_before, self.look.steps if self.look is not None else 0
+        cost = f"torch.profiler looked at {steps} steps, which took {self._spent_s:.2f} s"
+        if before_s and after_s is not None:
+            cost += (
+                f": {before_s * 1e3:.1f} ms a step before it, {after_s * 1e3:.1f} ms after it "
+                f"({(after_s / before_s - 1) * 100:+.1f} %)"
+            )
+        self._notes.append(f"{cost}.")
+
+
+def _step_s(gpu: GpuTimes) -> float | None:
+    """Mean seconds of a step on the GPU."""
+    if not gpu.steps:
+        return None
+    idle_s = sum(seconds for name, seconds in gpu.idle.items() if in_steps(name))
+    return (gpu.compute_s + gpu.copy_s + gpu.queued_s + gpu.wait_s + idle_s) / gpu.steps

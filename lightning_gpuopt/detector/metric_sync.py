@@ -1,0 +1,65 @@
+"""How long the step waits for metrics that are reduced over the ranks in it: ``self.log(..., sync_dist=True)``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any, Final
+
+from typing_extensions import override
+
+from lightning_gpuopt.measurements.phases import STEP_HOOKS
+from lightning_gpuopt.measurements.ranks import MetricSync
+from lightning_gpuopt.timeline.phases import Timeline
+from lightning_gpuopt.utils.replacement import Replacement
+
+_IN_STEP: Final = frozenset(("forward", "backward", "optimizer"))
+
+
+class TimedReduce(Replacement):
+    """A strategy's ``reduce`` whose time inside a step is logging.
+
+    Lightning keeps it with the metric from one ``self.log`` to the next, and from one ``fit`` to the next, and wants it
+    to be the same: it is equal to what it stands for.
+
+    Args:
+        reduce: the strategy's method.
+        timeline: of the training thread.
+    """
+
+    def __init__(self, reduce: Callable[..., Any], timeline: Timeline) -> None:
+        super().__init__(reduce)
+        self._timed = timeline.timed(reduce, "logging")
+        self._timeline = timeline
+        self._calls = 0
+        self._ns = 0
+        update_wrapper(self, reduce)
+
+    @property
+    def times(self) -> MetricSync:
+        """What it took so far."""
+        return MetricSync(self._calls, self._ns / 1e9)
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        timeline = self._timeline
+        if timeline.thread != threading.get_ident() or not _in_step(timeline.activity or ""):
+            return self._original(*args, **kwargs)  # of an epoch, a validation, or a decision to stop
+        begun_ns = time.perf_counter_ns()
+        try:
+            return self._timed(*args, **kwargs)
+        finally:
+            self._calls += 1
+            self._ns += time.perf_counter_ns() - begun_ns
+
+    def __eq__(self, other: object) -> bool:
+        return self._original == (other._original if isinstance(other, TimedReduce) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._original)
+
+
+def _in_step(activity: str) -> bool:
+    return activity in _IN_STEP or activity.rpartition(".")[2] in STEP_HOOKS

@@ -1,0 +1,104 @@
+"""What the ranks do together, on this rank: the reduction of gradients, and of metrics in steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_gpuopt.compat import lightning
+from lightning_gpuopt.compat.ddp import reducer_of
+from lightning_gpuopt.compat.lightning import LightningModule, Trainer
+from lightning_gpuopt.detector.metric_sync import TimedReduce
+from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, ReducerTimes
+from lightning_gpuopt.timeline.phases import Timeline
+
+SHARDED: Final = ("FSDP", "DeepSpeed", "ModelParallel")
+"""Strategies whose forward gathers parameters."""
+
+
+class RankWatch:
+    """Watches the collectives of one rank of several.
+
+    Args:
+        trainer: the Trainer, in ``on_train_start``: its strategy has wrapped the model.
+        pl_module: its module.
+        timeline: counts the steps: torch is asked once after each.
+        reduce: times metrics that are reduced in steps.
+        link: what links this machine's GPUs; empty where that is not known.
+
+    Attributes:
+        notes: what could not be measured.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        timeline: Timeline,
+        reduce: TimedReduce | None,
+        link: Callable[[], str],
+    ) -> None:
+        self._trainer = trainer
+        self._reduce = reduce
+        self._link: Callable[[], str] = (lambda: "network") if trainer.num_nodes > 1 else link
+        self._timeline = timeline
+        self.notes: list[str] = []
+        strategy = trainer.strategy
+        on_cpu = strategy.root_device.type == "cpu"
+        self._reducer = reducer_of(strategy.model, timed=on_cpu)
+        self._read_at = -1
+        self._timed = on_cpu
+        self._of_parameters = _of_parameters(pl_module, accumulated=trainer.accumulate_grad_batches)
+        kind = type(strategy).__name__
+        if is_sharded(strategy):
+            self._of_parameters = replace(self._of_parameters, bytes=None)  # a rank sees its own part of them
+        if on_cpu and self._reducer is None:
+            self.notes.append(f"Collectives of {kind} on the CPU were not timed: only those of DDP can be.")
+
+    def read(self) -> tuple[ReducerTimes | None, GradientSync]:
+        """The reduction of gradients so far, and how it is done."""
+        if self._reducer is None:
+            return None, replace(self._of_parameters, link=self._link())
+        if self._timeline.steps != self._read_at:
+            self._read_at = self._timeline.steps
+            self._reducer.read()
+        known, here = self._reducer.facts, self._of_parameters
+        facts = replace(
+            known,
+            bytes=known.bytes if known.bytes is not None else here.bytes,
+            dtype=here.dtype,
+            accumulate_grad_batches=here.accumulate_grad_batches,
+            link=self._link(),
+        )
+        return self._reducer.times if self._timed else None, facts
+
+    def metrics(self) -> tuple[MetricSync | None, tuple[str, ...]]:
+        """The reduction of metrics in steps so far, and their names."""
+        if self._reduce is None:
+            return None, ()
+        times = self._reduce.times
+        return times, tuple(lightning.metrics_reduced_in_steps(self._trainer)) if times.calls else ()
+
+    def close(self) -> None:
+        """Set torch's default rate of timing the reducer; one that the user set before is not restored."""
+        if self._reducer is not None:
+            self._reducer.close()
+
+
+def is_sharded(strategy: object) -> bool:
+    """Whether a strategy gathers parameters in the forward."""
+    kinds = " ".join(cls.__name__ for cls in type(strategy).__mro__)
+    return any(name in kinds for name in SHARDED)
+
+
+def _of_parameters(pl_module: LightningModule, *, accumulated: int) -> GradientSync:
+    """What the parameters tell of their gradients."""
+    trained = [
+        each for each in pl_module.parameters() if each.requires_grad and not isinstance(each, UninitializedParameter)
+    ]
+    dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in trained})
+    size = sum(each.numel() * each.element_size() for each in trained)
+    return GradientSync(bytes=size or None, dtype=", ".join(dtypes), accumulate_grad_batches=accumulated)

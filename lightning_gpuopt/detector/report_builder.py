@@ -1,0 +1,190 @@
+"""What is reported of a fit: its report, its notes, and the environment it ran in."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_gpuopt._version import __version__
+from lightning_gpuopt.compat import lightning
+from lightning_gpuopt.compat.lightning import LightningModule, Trainer
+from lightning_gpuopt.detector.run_settings import RunSettingsWatch
+from lightning_gpuopt.diagnosis.causes.epoch import restart_in_run
+from lightning_gpuopt.diagnosis.diagnose import remarks, verdict_of
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.predict import headroom, loader_costs
+from lightning_gpuopt.diagnosis.record import Change, Finding, Stretch
+from lightning_gpuopt.diagnosis.refuted import without_refuted
+from lightning_gpuopt.diagnosis.report import StallReport
+from lightning_gpuopt.diagnosis.where import hot_spots_of
+from lightning_gpuopt.measurements.phases import STEP_HOOKS, PhaseTimes
+from lightning_gpuopt.timeline.windows import Window
+
+_LARGE_BYTES: Final = 16 << 20
+"""A tensor or array in the hyperparameters that is worth a word."""
+
+
+def report_of(
+    times: PhaseTimes,
+    measured: Measurement | None,
+    findings: list[Finding],
+    threshold: float,
+    *,
+    stretches: list[Window],
+    own_callbacks: frozenset[str] = frozenset(),
+    run_settings: RunSettingsWatch | None = None,
+    **known: Any,
+) -> StallReport:
+    """Put a report together.
+
+    Args:
+        times: the phases of the whole run.
+        measured: its part since the last change; None before its first step.
+        findings: of the run since the last change.
+        threshold: share of wall time from which on a cause is reported, 0-1.
+        stretches: the run in stretches.
+        own_callbacks: names of the callbacks that are Lightning's own.
+        run_settings: what was looked at of the script's settings; None on other devices than CUDA.
+        **known: fields of the report that are known already.
+    """
+    if measured is not None:
+        findings = _of_whole_run(findings, times, measured, threshold, known.get("changes", ()))
+    waterfall = measured.waterfall if measured is not None else None
+    read = measured is not None and measured.gpu is not None and measured.gpu.steps > 0
+    return StallReport(
+        verdict=verdict_of(findings, look_missed=measured is not None and measured.look_missed),
+        wall_s=times.wall_s,
+        phases=times.phases,
+        findings=findings,
+        hot_spots=[spots for each in findings if (spots := hot_spots_of(each, measured.sampled))] if measured else [],
+        steps=times.steps,
+        step_s=waterfall.step_s if waterfall is not None else None,
+        gpu_idle_s=waterfall.idle_s if waterfall is not None and read else None,
+        hints=run_settings.hints(measured, findings) if run_settings is not None and measured is not None else [],
+        lightning_work=lightning_work(measured.times, own_callbacks) if measured is not None else {},
+        headroom=headroom(measured) if measured is not None else None,
+        loader_costs=loader_costs(measured) if measured is not None else None,
+        timeline=[
+            Stretch(each.start_s, each.times.wall_s, each.times.steps, each.times.phases, each.gpu_utilization)
+            for each in stretches
+        ],
+        **known,
+    )
+
+
+def _of_whole_run(
+    found: list[Finding], times: PhaseTimes, measured: Measurement, threshold: float, changes: Sequence[Change]
+) -> list[Finding]:
+    """Those since the last change, with what only the whole run shows, and without what was tried in vain."""
+    persists = any(each.setting == "persistent_workers" and each.kept for each in changes)
+    restart = None if persists else restart_in_run(times, measured, threshold)
+    if restart is not None and all(each.cause != restart.cause for each in found):
+        found = sorted([*found, restart], key=lambda each: each.share, reverse=True)
+    return without_refuted(found, changes)
+
+
+def notes_of(
+    times: PhaseTimes, measured: Measurement | None, threshold: float, known: list[str], changed_after: int | None
+) -> list[str]:
+    """What could not be measured, and what is no cause but worth a word.
+
+    Args:
+        times: the phases of the whole run.
+        measured: its part since the last change; None before its first step.
+        threshold: share of wall time from which on something is worth a word, 0-1.
+        known: notes so far.
+        changed_after: steps after which the loader was changed; None where it was not.
+    """
+    if measured is None or not measured.times.steps:
+        steps = times.steps - (changed_after or 0)
+        count = "1 step has run" if steps == 1 else f"{steps} steps have run"
+        since = "" if changed_after is None else " since the loader was changed"
+        return [*known, f"Only {count}{since}, warm-up included: nothing is diagnosed."]
+    if measured.waterfall.on_gpu and not measured.waterfall.steps:
+        return [*known, "The GPU had finished no step after the warm-up when this was written: nothing is diagnosed."]
+    return known + remarks(measured, threshold)
+
+
+def lightning_work(times: PhaseTimes, own_callbacks: frozenset[str]) -> dict[str, float]:
+    """What Lightning itself does in a mean step, in seconds by part, the largest first.
+
+    Args:
+        times: the phases of the run since the last change.
+        own_callbacks: names of the callbacks that are Lightning's own.
+    """
+    parts = {name: seconds for name, seconds in times.loops.items() if seconds > 0}
+    if times.signal_broadcast_s:
+        parts["signal broadcast"] = times.signal_broadcast_s
+    for name, seconds in times.callbacks.items():
+        callback, _, hook = name.rpartition(".")
+        if callback in own_callbacks and hook in STEP_HOOKS:
+            parts[callback] = parts.get(callback, 0.0) + seconds
+    steps = max(times.steps, 1)
+    return {name: parts[name] / steps for name in sorted(parts, key=lambda name: -parts[name])}
+
+
+def data_in_hyperparameters(*owners: object) -> tuple[str, ...]:
+    """Datasets, loaders and large arrays that ``save_hyperparameters`` has taken in, each as ``"dataset (Photos)"``.
+
+    Args:
+        owners: the module and the data module.
+    """
+    found = {}
+    for owner in owners:
+        kept = getattr(owner, "hparams", None)
+        for name, value in dict(kept).items() if isinstance(kept, Mapping) else ():
+            bytes_ = getattr(value, "nbytes", 0)
+            large = isinstance(bytes_, int) and bytes_ >= _LARGE_BYTES
+            if large or isinstance(value, (Dataset, DataLoader)):
+                found[str(name)] = type(value).__name__
+    return tuple(f"{name} ({kind})" for name, kind in found.items())
+
+
+def environment_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
+    """Machine, versions, and what makes two runs comparable: model, kind of step, ranks."""
+    device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "lightning_gpuopt": __version__,
+        "lightning": lightning.version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "device": f"{device.type} ({name})",
+        "ranks": str(trainer.world_size),
+        "strategy": type(trainer.strategy).__name__,
+        "precision": str(trainer.precision),
+        "model": f"{type(pl_module).__name__} ({_parameters(pl_module)} parameters)",
+        "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
+        "batch_size": ", ".join(str(_batch_size(each)) for each in lightning.train_loaders(trainer)),
+    }
+
+
+def owners_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, object]:
+    """Whose attributes may grow in a run, by a name for people: the module, callbacks, loggers and datasets."""
+    callbacks: list[object] = list(trainer.callbacks)  # type: ignore[attr-defined]
+    datasets = (getattr(loader, "dataset", None) for loader in lightning.train_loaders(trainer))
+    others = [*callbacks, *trainer.loggers, *datasets]
+    return {type(pl_module).__name__: pl_module} | {type(each).__name__: each for each in others if _is_the_users(each)}
+
+
+def _is_the_users(owner: object) -> bool:
+    return owner is not None and not type(owner).__module__.startswith(__name__.partition(".")[0])
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Samples of a batch; a DataLoader with a batch sampler leaves the number to that."""
+    number = getattr(loader, "batch_size", None)
+    if number is None:
+        number = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return number if isinstance(number, int) else None
+
+
+def _parameters(pl_module: LightningModule) -> int:
+    """Their number, without those of lazy modules that have no size yet."""
+    return sum(each.numel() for each in pl_module.parameters() if not isinstance(each, UninitializedParameter))

@@ -1,0 +1,508 @@
+"""One ``fit`` under observation, from ``setup`` to its end: what is placed, measured and reported comes together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from lightning_gpuopt.compat import lightning
+from lightning_gpuopt.compat.lightning import LightningModule, Trainer
+from lightning_gpuopt.compat.lightning_loops import batches_left
+from lightning_gpuopt.detector.accumulator import SteadyStateAccumulator, work_of
+from lightning_gpuopt.detector.device_watch import DeviceWatch
+from lightning_gpuopt.detector.image_samples import ImageLook
+from lightning_gpuopt.detector.instrumentation import CopiesAhead, Instrumentation, forward_is_a_ranks_own
+from lightning_gpuopt.detector.kernel_profiling import KernelProfiling, Profile
+from lightning_gpuopt.detector.loader_watch import LoaderWatch
+from lightning_gpuopt.detector.rank_exchange import RankExchange
+from lightning_gpuopt.detector.rank_watch import RankWatch
+from lightning_gpuopt.detector.report_builder import (
+    data_in_hyperparameters,
+    environment_of,
+    notes_of,
+    owners_of,
+    report_of,
+)
+from lightning_gpuopt.detector.run_settings import RunSettingsWatch
+from lightning_gpuopt.detector.stack_sampling import StackSampling
+from lightning_gpuopt.detector.trace_recording import TraceRecording
+from lightning_gpuopt.diagnosis.causes.table import STORAGE_CAUSES
+from lightning_gpuopt.diagnosis.compare import proofs_of
+from lightning_gpuopt.diagnosis.diagnose import count_stalls, diagnose
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.record import Change, Finding, Proof
+from lightning_gpuopt.diagnosis.report import StallReport
+from lightning_gpuopt.measurements.code_location import Sampled
+from lightning_gpuopt.measurements.gpu import AheadCopies
+from lightning_gpuopt.measurements.phases import PhaseTimes
+from lightning_gpuopt.measurements.ranks import RankWork
+from lightning_gpuopt.timeline.hang import HangWatch, Watched, write_state
+from lightning_gpuopt.timeline.pauses import PauseWatch
+from lightning_gpuopt.timeline.steps import StepClock
+from lightning_gpuopt.timeline.windows import Windows
+
+log = logging.getLogger(__name__)
+
+_GPU_EVENTS: Final = (
+    "batch_arrives",
+    "batch_copied",
+    "batch_ready",
+    "compute_begins",
+    "compute_ends",
+    "forward_begins",
+    "forward_ends",
+    "broadcast_begins",
+    "broadcast_ends",
+    "validation_begins",
+    "validation_ends",
+    "host_work_begins",
+    "host_work_ends",
+)
+
+
+@dataclass(frozen=True)
+class DetectorOptions:
+    """What the user asked of the detector that concerns the measuring.
+
+    Attributes:
+        threshold: share of wall time from which on a cause is reported, 0-1.
+        window_size: training batches in a window.
+        warmup_steps: training batches that are left out of findings.
+        hang_timeout: seconds without progress that count as a hang; None: no watch.
+        nvtx: phases as NVTX ranges.
+        profile: whether torch.profiler may look at a few steps.
+    """
+
+    threshold: float
+    window_size: int
+    warmup_steps: int
+    hang_timeout: float | None
+    nvtx: bool
+    profile: Profile = "auto"
+
+
+class WindowListener(Protocol):
+    """Acts on what is found while training runs; the report lists what it has changed.
+
+    Attributes:
+        changes: what it has tried so far.
+        notes: what else the report is to say.
+    """
+
+    changes: list[Change]
+    notes: list[str]
+
+    def window_closed(self, session: DetectorSession, window: Measurement, findings: list[Finding]) -> bool:
+        """A window has ended; on every rank, at the same step. Returns whether from here on it is another run."""
+
+    def training_ended(self) -> None:
+        """What is to be in the report must be there now."""
+
+
+class DetectorSession:
+    """Measures one ``fit``, from ``setup`` to its end.
+
+    Args:
+        trainer: the Trainer, in ``setup``.
+        pl_module: its module.
+        options: what the user asked for.
+        listeners: act on what is found; the list is the detector's, and may change meanwhile.
+    """
+
+    def __init__(
+        self, trainer: Trainer, pl_module: LightningModule, options: DetectorOptions, listeners: list[WindowListener]
+    ) -> None:
+        self._trainer = trainer
+        self._pl_module = pl_module
+        self._options = options
+        self._instruments = Instrumentation(trainer, pl_module)
+        self.notes: list[str] = []
+        self._windows = Windows(options.window_size, options.warmup_steps)
+        self._accumulator: SteadyStateAccumulator | None = None
+        self._proofs: list[Proof] = []
+        self._pending: tuple[list[Finding], float] | None = None
+        self._exchange: RankExchange | None = None
+        self._hang: HangWatch | None = None
+        self._epoch_seen = 0
+        self._changed_after: int | None = None
+        self._listeners = listeners
+        self._heard: list[WindowListener] = []
+        self._warmed_up = options.warmup_steps == 0
+        self._logged = False
+        self.started = False
+        self.loader = LoaderWatch(trainer)
+        self._instruments.undo.callback(self.loader.undo)
+        self._device: DeviceWatch | None = None
+        self._kernels: KernelProfiling | None = None
+        self._trace = TraceRecording(lambda steps: self._kernels is None or self._kernels.leaves_time_for(steps))
+        self._instruments.undo.callback(self._trace.end)
+        self._run_settings: RunSettingsWatch | None = None
+        self._rank_watch: RankWatch | None = None
+        self._stacks: StackSampling | None = None
+        self._own_forward = False
+        self._images = ImageLook(lambda: lightning.train_loaders(trainer))
+
+    def start(self) -> None:
+        """Place the profiler and the few shadows, and begin to measure; called in ``on_train_start``."""
+        trainer, placed = self._trainer, self._instruments
+        self._environment = environment_of(trainer, self._pl_module)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self._own_callbacks = frozenset(type(each).__name__ for each in callbacks if lightning.is_its_own(each))
+        self._hyperparameters = data_in_hyperparameters(self._pl_module, getattr(trainer, "datamodule", None))
+        on_cuda = trainer.strategy.root_device.type == "cuda"
+        self.timeline = placed.timeline(nvtx=self._options.nvtx, detailed=on_cuda)
+        self.steps = StepClock(self.timeline, self._options.warmup_steps)
+        for event, function in (
+            ("epoch_begins", self._epoch_begins),
+            ("fetch_begins", self.loader.queues.before_fetch),
+            ("fetch_ends", self.loader.queues.after_fetch),
+        ):
+            placed.observers.connect(event, function, placed.observers.stopped(event))
+        if on_cuda:
+            self._watch_gpu()
+            self._run_settings = RunSettingsWatch(trainer, self._pl_module)
+        if trainer.world_size > 1:
+            self._exchange = RankExchange(trainer.global_rank, trainer.world_size)
+            placed.undo.callback(self._exchange.close)
+        if trainer.is_global_zero:  # who reports
+            self._stacks = StackSampling(self.timeline, self.loader)
+            placed.undo.callback(self._stacks.finish)
+        placed.place(self.timeline)
+        if trainer.world_size > 1:
+            self._rank_watch = RankWatch(trainer, self._pl_module, self.timeline, placed.reduce, self._link)
+            placed.undo.callback(self._rank_watch.close)
+        self._pauses = PauseWatch(self.timeline)
+        placed.undo.callback(self._pauses.stop)
+        self._pauses.start()
+        self.loader.start()
+        self.started = True
+        if self._warmed_up:
+            self._accumulator = self._new_accumulator()
+        self.timeline.start()
+
+    def _new_accumulator(self) -> SteadyStateAccumulator:
+        """The warm-up is over, or the loader has changed: what comes now is measured together."""
+        return SteadyStateAccumulator(
+            self.loader,
+            self._device,
+            self._kernels,
+            self.timeline.steps,
+            self._copies_ahead,
+            lambda: self._images.samples,
+            self._pauses,
+            owners_of(self._trainer, self._pl_module),
+            self._rank_watch,
+        )
+
+    def _link(self) -> str:
+        return self._device.link if self._device is not None else ""
+
+    def _copies_ahead(self) -> AheadCopies | None:
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        prefetchers = [each for each in callbacks if isinstance(each, CopiesAhead)]
+        return prefetchers[0].copies_ahead() if prefetchers else None
+
+    def see_batch(self, batch: Any) -> None:
+        """Look at the first batch: which images are in it, and whether they are read from files; at a few shapes."""
+        if self._run_settings is not None:
+            self._run_settings.see_batch(batch)
+        self._images.see_batch(batch)
+
+    def see_loss(self, loss: Any) -> None:
+        """Look at the graphs of the first losses, on CUDA: which operations a step has, and in which precision."""
+        if self._run_settings is not None:
+            self._run_settings.see_loss(loss)
+
+    def _watch_gpu(self) -> None:
+        several = self._trainer.world_size > 1
+        self._own_forward = several and forward_is_a_ranks_own(self._trainer, self._pl_module)
+        device = DeviceWatch(
+            self._trainer.strategy.root_device, self.timeline, forward=self._own_forward, links=several
+        )
+        self._device = device
+        self._kernels = KernelProfiling(
+            device,
+            self._options.threshold,
+            profile=self._options.profile,
+            batches_left=lambda: batches_left(self._trainer),
+            rank=self._trainer.global_rank,
+            several_ranks=several,
+            rhythm=self._trainer.accumulate_grad_batches,
+            is_taken=lambda: self._trace.is_recording,
+        )
+        self._instruments.undo.callback(device.close)
+        self._instruments.undo.callback(self._kernels.finish)
+
+        def refused(error: Exception) -> None:
+            self._instruments.observers.disconnect(_GPU_EVENTS)
+            self.timeline.forget_host_work()
+            device.refuse(error)
+
+        for event in _GPU_EVENTS:
+            self._instruments.observers.connect(event, getattr(device.clock, event), refused)
+
+    def watch_for_hangs(self, write: Callable[[float], None]) -> None:
+        """Have ``write`` called, on a thread of its own, when nothing progresses for ``hang_timeout`` seconds."""
+        if self._options.hang_timeout is not None:
+            self._hang = HangWatch(self._options.hang_timeout, write)
+            self._instruments.undo.callback(self._hang.stop)
+            saves = Watched(self._trainer.save_checkpoint, self._hang)
+            self._instruments.undo.callback(lightning.shadow(self._trainer, "save_checkpoint", saves))
+            self._hang.start()
+
+    def progress(self) -> None:
+        """A batch of an evaluation has begun, or was finished."""
+        if self._hang is not None:
+            self._hang.progress()
+
+    def at_end(self, undo: Callable[[], None]) -> None:
+        """Have something undone with the rest, when the fit ends."""
+        self._instruments.undo.callback(undo)
+
+    def record_trace(self, path: Path) -> None:
+        """Record the next five steps, as soon as torch.profiler is not at work for a look; once."""
+        self._trace.ask(path)
+
+    def stop(self) -> None:
+        """Freeze the figures, and take in what the other ranks have to say."""
+        self.timeline.stop()
+        if self._device is not None:
+            self._device.catch_up(self._accumulator.step_done if self._accumulator is not None else lambda: None)
+        for each in (self._kernels, self._stacks):
+            if each is not None:
+                each.finish()
+        if self._exchange is not None:
+            self._post(self._measured())
+            self._exchange.end()
+        self._prove()
+        for listener in self._hear():
+            listener.training_ended()
+
+    def undo(self) -> None:
+        """Take away all that was placed; may be called more than once."""
+        if self.started:
+            self.timeline.stop()
+        self._instruments.undo.close()
+
+    def _epoch_begins(self) -> None:
+        self.loader.release()
+
+    def step_done(self) -> bool:
+        """Count a step; True when a window ends with it."""
+        timeline = self.timeline
+        timeline.step_done()
+        self.steps.step_done(self._kind_of_step())
+        if self._hang is not None:
+            self._hang.progress()
+        # workers are started anew in each epoch, unless they persist, and a finder may change their number at any step
+        if timeline.epochs != self._epoch_seen or self.loader.resized():
+            self._epoch_seen = timeline.epochs
+            self._loaders_may_have_changed()
+        if self._device is not None and self._kernels is not None:
+            self._device.read()
+            if self._accumulator is not None:
+                self._accumulator.step_done()
+            gpu = self._accumulator.gpu if self._accumulator is not None else None
+            self._kernels.step_done(timeline.steps - self._options.warmup_steps, gpu)
+        self._trace.step_done()
+        if self._stacks is not None:
+            self._stacks.step_done()
+            if self._stacks.due(timeline.steps - self._options.warmup_steps) and (measured := self._measured()):
+                self._stacks.found(self._diagnose(measured))
+        return self._windows.due(timeline.steps)
+
+    @property
+    def sampled(self) -> tuple[Sampled, ...]:
+        """The stacks that were sampled for the findings."""
+        return self._stacks.sampled() if self._stacks is not None else ()
+
+    def _kind_of_step(self) -> bool:
+        """Whether gradients were only accumulated: such a step is shorter than one with the optimizer in it."""
+        if self._trainer.accumulate_grad_batches == 1:
+            return False
+        return lightning.finished_optimizer_step(self._trainer) is None
+
+    def _loaders_may_have_changed(self) -> None:
+        before = self.loader.facts
+        self.loader.epoch_begins()
+        if before.num_workers is not None and self.loader.facts != before:
+            self._begin_anew()
+
+    @property
+    def set_ups(self) -> tuple[float, int]:
+        """The set-ups of epochs until now: their seconds, and how many there were."""
+        times = self.timeline.times()
+        return times.phases["epoch_setup"], times.epochs
+
+    def notify(self, window: Measurement, findings: list[Finding]) -> None:
+        """Have the listeners act on what was found.
+
+        Args:
+            window: what the window measured.
+            findings: the causes above the threshold since warm-up.
+        """
+        for each in self._hear():
+            if each.window_closed(self, window, findings):
+                self._begin_anew()
+
+    def _hear(self) -> list[WindowListener]:
+        """The listeners; those that have left stay in the report."""
+        self._heard += [each for each in self._listeners if not any(each is heard for heard in self._heard)]
+        return list(self._listeners)
+
+    def _begin_anew(self) -> None:
+        """From here on it is another run: what was found before is to be proved by what comes now."""
+        self._prove()
+        times = self.timeline.times()
+        measured = self._measured(times)
+        if (
+            self._accumulator is not None
+            and self._accumulator.findings
+            and measured is not None
+            and measured.waterfall.step_s
+        ):
+            self._pending = (self._accumulator.findings, measured.waterfall.step_s)
+        self._accumulator = None
+        self._changed_after = times.steps
+        self._windows.restart(times, in_step=self._exchange is not None)
+
+    def _prove(self) -> None:
+        if self._heard:  # whoever changes something proves it
+            return
+        measured = self._measured()
+        if self._pending is not None and measured is not None and measured.times.steps:
+            findings, step_s = self._pending
+            self._proofs += proofs_of(findings, step_s, asdict(self.loader.facts), measured.waterfall.step_s)
+            self._pending = None
+
+    def close_window(self) -> tuple[Measurement, list[Finding]] | None:
+        """End a window.
+
+        Returns:
+            What the window measured, and the causes above the threshold since warm-up; None when warm-up ended instead.
+        """
+        self._pauses.look_for_compiler()
+        times = self.timeline.times()
+        window = self._windows.close(times)
+        self.steps.window_done()
+        steady = self._windows.steady(times)
+        if window is None or steady is None:
+            if self._warmed_up:
+                self._post(None)  # for each window of the other ranks one of ours
+            if steady is not None:
+                self._warmed_up = True
+                self._accumulator = self._new_accumulator()
+            return None
+        part = self._accumulator
+        assert part is not None
+        if self._device is not None:
+            self._windows.annotate(self._device.close_window())
+        if self._exchange is not None:
+            self._post(part.measure(steady))
+        ranks = self._ranks
+        in_window = part.window(window.times, ranks)
+        if self._kernels is not None:
+            self._kernels.window_done(part.gpu(), in_window.waterfall.step_s)
+        part.findings = self._diagnose(self._with_stacks(part.until_window(steady, ranks)))
+        slower = [finding for finding in part.findings if finding.cause == "slowdown"]
+        if slower and part.look_for_growth(slower[0]):
+            part.findings = self._diagnose(self._with_stacks(part.until_window(steady, ranks)))
+        if self._stacks is not None:
+            self._stacks.found(part.findings)
+        return in_window, part.findings
+
+    def _with_stacks(self, measured: Measurement) -> Measurement:
+        sampled = self._stacks.sampled() if self._stacks is not None else ()
+        return replace(measured, sampled=sampled, hyperparameters=self._hyperparameters)
+
+    def _measured(self, times: PhaseTimes | None = None) -> Measurement | None:
+        """What was measured since the last change; None while warm-up goes on."""
+        steady = self._windows.steady(times or self.timeline.times())
+        if steady is None or self._accumulator is None:
+            return None
+        return self._with_stacks(self._accumulator.measure(steady, self._ranks))
+
+    def _diagnose(self, measured: Measurement) -> list[Finding]:
+        return diagnose(measured, self._options.threshold)
+
+    def report(self, *, measure_images: bool = False) -> StallReport:
+        """The report of the run until now.
+
+        Args:
+            measure_images: measure what the training loader's images cost, where that decides the advice; at most
+                about half a second, once training has ended.
+        """
+        times = self.timeline.times()
+        measured = self._measured(times)
+        findings = self._diagnose(measured) if measured is not None else []
+        if measured is not None and measure_images and any(each.cause in STORAGE_CAUSES for each in findings):
+            self._images.measure()
+            measured = replace(measured, images=self._images.samples)
+            findings = self._diagnose(measured)
+        heard = [note for each in self._heard for note in each.notes]
+        notes = (
+            self.notes + heard + self._instruments.notes + self._instruments.observers.problems + self.loader.notes()
+        )
+        if self._exchange is not None and self._exchange.problem is not None:
+            notes.append(f"Stragglers could not be looked for: {self._exchange.problem}.")
+        for each in (self._device, self._kernels, self._trace, self._pauses, self._rank_watch):
+            if each is not None:
+                notes += each.notes
+        if self._stacks is not None and measured is not None:
+            notes += self._stacks.notes(findings)
+        return report_of(
+            times,
+            measured,
+            findings,
+            self._options.threshold,
+            loader=self.loader.facts,
+            step_times=self.steps.times(),
+            proofs=list(self._proofs),
+            changes=[change for each in self._heard for change in each.changes],
+            stretches=self._windows.stretches(times),
+            notes=notes_of(times, measured, self._options.threshold, notes, self._changed_after),
+            environment=self._environment,
+            own_callbacks=self._own_callbacks,
+            run_settings=self._run_settings,
+        )
+
+    def _post(self, measurement: Measurement | None) -> None:
+        """Send this rank's work since warm-up on its way to rank 0."""
+        if self._exchange is not None:
+            work = work_of(self._trainer.global_rank, measurement, forward=self._own_forward)
+            self._exchange.post(self.timeline.steps, work)
+
+    @property
+    def _ranks(self) -> tuple[RankWork, ...]:
+        return self._exchange.works if self._exchange is not None else ()
+
+    def log_window(self, trainer: Trainer, measured: Measurement) -> None:
+        """Send a window's figures to every logger."""
+        times, step_s = measured.times, measured.waterfall.step_s or measured.times.step_s
+        if step_s is None or not trainer.loggers:
+            return
+        self._logged = True
+        stalls = count_stalls(measured, self._options.threshold)
+        metrics: dict[str, float] = {"step/time_s": step_s, "stall/count": float(stalls)}
+        for phase, seconds in times.phases.items():
+            metrics[f"step/{phase}_percent"] = seconds / times.wall_s * 100
+        step = lightning.logging_step(trainer)
+        for each in trainer.loggers:
+            each.log_metrics(metrics, step=step)
+
+    def log_rest(self, trainer: Trainer) -> None:
+        """Log a run that was shorter than a window as one."""
+        measured = self._measured()
+        if not self._logged and measured is not None and measured.times.steps:
+            self.log_window(trainer, measured)
+
+    def write_hang(self, folder: Path, quiet_s: float) -> Path:
+        """Write the state of this process and its workers; returns the file."""
+        rank = self._trainer.global_rank
+        number = 1 + len(list(folder.glob(f"hang-rank{rank}-*.txt")))
+        path = folder / f"hang-rank{rank}-{number}.txt"
+        write_state(path, quiet_s, self.loader.describe_workers())
+        return path

@@ -1,0 +1,197 @@
+"""When to look which lines of the user's code a finding's time goes to, and what was seen."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from lightning_gpuopt.detector.loader_watch import LoaderWatch
+from lightning_gpuopt.diagnosis.causes.table import LOADER_CAUSES
+from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.diagnosis.where import belongs_to, finding_name, is_in_user_code
+from lightning_gpuopt.measurements.code_location import Sampled
+from lightning_gpuopt.timeline import stacks
+from lightning_gpuopt.timeline.phases import Timeline
+from lightning_gpuopt.timeline.stacks import StackSampler, start_sampling
+
+log = logging.getLogger(__name__)
+
+_EARLY: Final = (5, 10, 20, 40, 80, 160)
+"""Steps after the warm-up at which it is looked for findings before a window ends: short runs have lines, too."""
+
+_ENOUGH: Final = 200
+_TOO_FEW: Final = 20
+_MAX_S: Final = 30.0
+_ANSWER_WITHIN_S: Final = 10.0
+_MAX_LOOKS: Final = 3
+
+
+class StackSampling:
+    """Samples the training thread, or a worker, once a finding lies in the user's code, and for a few seconds only.
+
+    Args:
+        timeline: tells what the training thread does.
+        loader: the watch over the training loaders.
+    """
+
+    def __init__(self, timeline: Timeline, loader: LoaderWatch) -> None:
+        self._timeline = timeline
+        self._loader = loader
+        self._sampler: StackSampler | None = None
+        self._activities: set[str] = set()
+        self._wanted: list[Finding] = []
+        self._until = 0.0
+        self._seen: dict[tuple[str, str], Sampled] = {}
+        self._looks: dict[str, int] = {}
+        self._in_worker: tuple[int, int] | None = None
+        self._asked_at = 0.0
+        self._answered = False
+        self._looked = 0
+        self._over = False
+
+    def due(self, steps: int) -> bool:
+        """Whether to look for findings before the window ends.
+
+        Args:
+            steps: since the end of the warm-up.
+        """
+        return steps in _EARLY and not self._over
+
+    def found(self, findings: Sequence[Finding]) -> None:
+        """These findings stand: begin to look at those of which nothing is known yet."""
+        if self._over:
+            return
+        self._collect()
+        workers = bool(self._loader.facts.num_workers)
+        here = [each for each in findings if is_in_user_code(each) and not (workers and each.cause in LOADER_CAUSES)]
+        there = [each for each in findings if workers and each.cause in LOADER_CAUSES]
+        here = [each for each in here if self._may_look(each)]
+        if here and self._sampler is None:
+            self._look_here(here)
+        if self._in_worker is not None and not self._answered and time.monotonic() - self._asked_at > _ANSWER_WITHIN_S:
+            self._end_there()  # that worker is gone, or makes no batches: another one may
+        if any(self._may_look(each) for each in there) and self._in_worker is None:
+            self._look_there(there[0])
+
+    def step_done(self) -> None:
+        """A step has ended; costs next to nothing while nothing is sampled."""
+        if self._sampler is not None and not self._sampler.running:
+            self._collect()
+        if self._in_worker is not None and time.monotonic() - self._asked_at > _MAX_S:
+            self._collect()  # each epoch may have workers of its own, which find the question as the first did
+            self._end_there()
+
+    def finish(self) -> None:
+        """The run ends, and so does every look."""
+        self._over = True
+        if self._sampler is not None:
+            self._sampler.stop()
+        self._collect()
+        self._end_there()
+
+    def sampled(self) -> tuple[Sampled, ...]:
+        """What was seen until now."""
+        self._collect()
+        return tuple(self._seen.values())
+
+    def notes(self, findings: Sequence[Finding]) -> list[str]:
+        """What could not be seen of these findings."""
+        notes = []
+        if self._seen and getattr(sys, "frozen", False):
+            notes.append("This is a frozen application: its own files cannot be told from those of libraries.")
+        blind = [each for each in findings if is_in_user_code(each) and "where" not in each.evidence]
+        return notes + [
+            f"Which lines of the code {each.cause} comes from could not be seen: {self._why_blind(each)}."
+            for each in blind
+        ]
+
+    def _why_blind(self, finding: Finding) -> str:
+        if not stacks.FRAMES_ARE_SAFE:
+            return "in this Python one thread cannot safely read another's stack"
+        if not self._looks.get(finding_name(finding)):
+            return "the run was over before it could be looked at"
+        if finding.cause in LOADER_CAUSES and self._loader.facts.num_workers:
+            return "no worker has begun a batch, and sampled itself, after it was asked to"
+        return "nothing ran when it was looked at"
+
+    def _may_look(self, finding: Finding) -> bool:
+        if self._looks.get(finding_name(finding), 0) >= _MAX_LOOKS:
+            return False
+        return self._samples(finding) < _TOO_FEW
+
+    def _samples(self, finding: Finding) -> int:
+        return sum(
+            stack.samples for each in self._seen.values() if belongs_to(finding, each.activity) for stack in each.stacks
+        )
+
+    # -- in this process
+
+    def _look_here(self, findings: Sequence[Finding]) -> None:
+        for each in findings:
+            self._looks[finding_name(each)] = self._looks.get(finding_name(each), 0) + 1
+        self._looked += 1
+        self._wanted = list(findings)
+        self._activities = set()
+        self._until = time.monotonic() + _MAX_S
+        self._sampler = start_sampling(threading.get_ident(), self._activity, self._is_over)
+
+    def _activity(self) -> str | None:
+        """What the training thread does, where that is what a finding is about; called on the sampling thread."""
+        activity = self._timeline.activity
+        if activity is None or not any(belongs_to(each, activity) for each in self._wanted):
+            return None
+        self._activities.add(activity)
+        return activity
+
+    def _is_over(self) -> bool:
+        sampler = self._sampler
+        if sampler is None or time.monotonic() >= self._until:
+            return sampler is not None
+        activities = list(self._activities)
+        return all(
+            sum(sampler.samples(activity) for activity in activities if belongs_to(each, activity)) >= _ENOUGH
+            for each in self._wanted
+        )
+
+    # -- in a worker
+
+    def _look_there(self, finding: Finding) -> None:
+        asked = self._loader.busiest()
+        if asked is None:
+            return
+        key, stacks, workers = asked
+        self._looks[finding_name(finding)] = looks = self._looks.get(finding_name(finding), 0) + 1
+        worker = (looks - 1) % workers  # another one where the first has not answered
+        stacks.ask(worker)
+        self._in_worker, self._asked_at, self._answered = (key, worker), time.monotonic(), False
+
+    def _end_there(self) -> None:
+        if self._in_worker is not None:
+            stacks = self._loader.stacks_of(self._in_worker[0])
+            if stacks is not None:
+                stacks.end()
+        self._in_worker = None
+
+    # -- what has come
+
+    def _collect(self) -> None:
+        if self._sampler is not None:
+            for activity in list(self._activities):
+                sampled = Sampled(activity, "training process", self._sampler.stacks(activity))
+                self._seen[activity, f"look {self._looked}"] = sampled
+            if not self._sampler.running:
+                self._sampler = None
+        if self._in_worker is not None:
+            key, worker = self._in_worker
+            stacks = self._loader.stacks_of(key)
+            process, answer = stacks.answer() if stacks is not None else (0, ())
+            if answer:
+                self._answered = True
+                self._seen["data_wait", f"process {process}"] = Sampled("data_wait", f"worker {worker}", answer)
+            in_workers = [each for (_, where), each in self._seen.items() if where.startswith("process")]
+            if stacks is None or sum(stack.samples for each in in_workers for stack in each.stacks) >= _ENOUGH:
+                self._end_there()

@@ -1,0 +1,100 @@
+"""The course of a run: window by window, how long its steps took and what the process held."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+import torch
+
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.waterfall import in_steps
+from lightning_gpuopt.measurements.gpu import DeviceState
+from lightning_gpuopt.measurements.phases import GPU_WORK, SIGNAL_BROADCAST, WindowSample
+from lightning_gpuopt.telemetry.process import ProcessReading
+
+log = logging.getLogger(__name__)
+
+_MAX_LAPS: Final = 64
+_MIB: Final = 1024 * 1024
+_STEP_WORK: Final = ("forward", "backward", "optimizer")
+_GPU_MEMORY: Final = (
+    ("gpu_allocated_mib", "allocated_bytes.all.current", _MIB),
+    ("gpu_reserved_mib", "reserved_bytes.all.current", _MIB),
+    ("alloc_retries", "num_alloc_retries", 1),
+)
+
+
+class WindowHistory:
+    """Keeps the samples of a run since its last change, at most 64: of more, each two neighbours become one.
+
+    Args:
+        device: the CUDA device whose memory is read; None on other devices.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._laps: list[WindowSample] = []
+        self._per_lap = 1
+        self._in_last = 0
+        self._clock: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def laps(self) -> tuple[WindowSample, ...]:
+        """The laps so far, oldest first."""
+        return tuple(self._laps)
+
+    def add(self, window: Measurement, end_step: int, process: ProcessReading) -> None:
+        """Add a window.
+
+        Args:
+            window: what was measured in it.
+            end_step: steps of the run until its end.
+            process: what the process holds.
+        """
+        waterfall = window.waterfall
+        if waterfall.step_s is None or not waterfall.steps:
+            return
+        seconds = waterfall.step_s * waterfall.steps
+        phases = window.times.phases
+        parts = {name: max(value, 0.0) for name, value in waterfall.waits.items() if in_steps(name)}
+        host = {}
+        if waterfall.on_gpu:
+            parts[GPU_WORK] = max(seconds - sum(parts.values()), 0.0)
+            host = {name: phases[name] for name in _STEP_WORK}
+        else:
+            stopped = (window.times.collecting, window.times.compiling)
+            for name in _STEP_WORK:
+                parts[name] = phases[name] - stopped[0].get(name, 0.0) - stopped[1].get(name, 0.0)
+            if not parts.get(SIGNAL_BROADCAST):
+                parts.pop(SIGNAL_BROADCAST, None)
+        self._keep(WindowSample(waterfall.steps, end_step, seconds, parts, self._held(window.device, process), host))
+
+    def _keep(self, lap: WindowSample) -> None:
+        if self._laps and self._in_last < self._per_lap:
+            self._laps[-1] = self._laps[-1].joined(lap)
+            self._in_last += 1
+            return
+        self._laps.append(lap)
+        self._in_last = 1
+        if len(self._laps) > _MAX_LAPS:
+            pairs = [self._laps[i : i + 2] for i in range(0, len(self._laps), 2)]
+            self._laps = [pair[0].joined(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
+            self._per_lap *= 2
+
+    def _held(self, device: DeviceState | None, process: ProcessReading) -> dict[str, float]:
+        read = (("rss_mib", process.rss_mib), ("open_files", process.open_files), ("threads", process.threads))
+        held: dict[str, float] = {name: value for name, value in read if value is not None}
+        if self._device is not None:
+            try:
+                stats: dict[str, Any] = torch.cuda.memory_stats(self._device)
+                held |= {name: stats[key] / unit for name, key, unit in _GPU_MEMORY if key in stats}
+            except Exception:  # an allocator of somebody's own keeps no such figures
+                log.debug("the GPU's memory could not be read", exc_info=True)
+        if device is not None and device.sm_clock_mhz is not None:
+            before_mhz, before_s = self._clock
+            self._clock = (device.sm_clock_mhz, device.seconds)
+            new_s = device.seconds - before_s
+            if new_s > 0:  # its mean is of the whole part
+                held["sm_clock_mhz"] = (device.sm_clock_mhz * device.seconds - before_mhz * before_s) / new_s
+        return held

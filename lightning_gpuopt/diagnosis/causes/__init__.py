@@ -1,0 +1,1 @@
+"""The causes: their table, and the rules that find them, one module for each part of a run."""

@@ -1,0 +1,357 @@
+"""Why the loader is late: which of its parts is the bottleneck."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from lightning_gpuopt.diagnosis.causes.storage_advice import storage_advice
+from lightning_gpuopt.diagnosis.causes.table import CAUSES
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.predict import ceiling, loader_model, speedup_of_workers, without_data_s
+from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.diagnosis.waterfall import Waterfall
+from lightning_gpuopt.measurements.loading import QueueTimes
+from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
+from lightning_gpuopt.tuning.model import HEADROOM_LEFT, Interval, most_workers, prefetch_needed
+
+_BUSY: Final = 0.6
+"""Workers that make batches for less than this share of their time are not the bottleneck; what follows them is."""
+
+_COMPUTES: Final = 0.5
+"""A worker whose time is CPU time, or queueing for a CPU, for at least this share computes; below it, it is blocked."""
+
+_A_FREE_CPU: Final = 0.5
+_FREE_SHARE: Final = 0.05
+"""So much CPU, and this share of all that may be used, has to be left over for another worker to be worth starting."""
+
+_THROTTLED: Final = 0.1
+"""A quota that stops us in this share of the scheduler's periods is the limit, not the number of CPUs."""
+
+_MEMORY_SHORT: Final = 0.1
+_SWAPPING_MIB_S: Final = 4.0
+"""Memory is short where tasks wait for it for this share of the time, or so much comes back from swap."""
+
+_NEED_CPUS: Final = ("main_process_loading", "slow_transform", "cpu_saturated")
+"""Causes that another CPU would help."""
+
+_UNEVEN: Final = 1.0
+"""Variance over squared mean of the batches' times: from here on single batches stand out (an exponential has 1)."""
+
+_MOSTLY: Final = 0.5
+_NEARLY_EVERY: Final = 0.8
+_SELDOM: Final = 0.3
+
+
+def data_finding(measurement: Measurement) -> Finding:
+    """Name the bottleneck of the loader, with its evidence, the settings to change and what they will bring."""
+    cause = _cause(measurement)
+    settings = _settings(cause, measurement)
+    step = storage_advice(cause, measurement)
+    return Finding(
+        cause,
+        measurement.waterfall.share(measurement.waterfall.wait("data_wait")),
+        _evidence(measurement) | step.evidence,
+        _advice(cause, measurement, settings, step.advice),
+        settings,
+        _prediction(cause, measurement, settings),
+    )
+
+
+def _cause(measurement: Measurement) -> str:
+    loader, workers, queues = measurement.loader, measurement.workers, measurement.queues
+    if not loader.num_workers:
+        return "main_process_loading"
+    if workers is None or not workers.batches:
+        return _cause_from_outside(measurement)
+    busy = workers.busy_s / (loader.num_workers * measurement.times.wall_s)
+    if busy < _BUSY and queues is not None and queues.unpinned_wait_s > _MOSTLY * queues.wait_s:
+        return "pin_memory"
+    if workers.collate_wall_s > workers.data_wall_s:
+        return "worker_transfer"
+    if busy < _BUSY:
+        uneven = workers.unevenness is not None and workers.unevenness >= _UNEVEN
+        return "head_of_line" if uneven and not _hands_over_slowly(queues) else "worker_transfer"
+    host = measurement.host
+    computes = workers.cpu_s / workers.busy_s
+    if host is not None and busy > 0:  # other threads and child processes of a worker work for it too
+        computes = max(computes, (host.worker_cpu or 0.0) / busy) + (host.worker_queued or 0.0) / busy
+    return cpu_cause(measurement) if computes >= _COMPUTES else "slow_storage"
+
+
+def _hands_over_slowly(queues: QueueTimes | None) -> bool:
+    """Whether nearly every fetch takes its time although batches lie ready."""
+    if queues is None or not queues.fetches:
+        return False
+    return queues.waits >= _NEARLY_EVERY * queues.fetches and queues.empty <= _SELDOM * queues.fetches
+
+
+def _cause_from_outside(measurement: Measurement) -> str:
+    """Where nothing could be timed inside the workers, what the kernel says of their processes."""
+    host = measurement.host
+    if host is None or host.worker_cpu is None:
+        return "slow_transform"
+    if host.worker_cpu + (host.worker_queued or 0.0) >= _COMPUTES:
+        return cpu_cause(measurement)
+    return "slow_storage"
+
+
+def cpu_cause(measurement: Measurement) -> str:
+    """Why what computes is late: CPUs are free, none is, or a quota stops it."""
+    host = measurement.host
+    if host is not None:
+        if host.throttled is not None and host.throttled >= _THROTTLED:
+            return "cpu_throttled"
+        if host.free_cpus is not None and host.free_cpus < max(_A_FREE_CPU, _FREE_SHARE * host.usable_cpus):
+            return "cpu_saturated"
+    return "slow_transform"
+
+
+def _evidence(measurement: Measurement) -> dict[str, float | str]:
+    times, loader, host = measurement.times, measurement.loader, measurement.host
+    workers, queues = measurement.workers, measurement.queues
+    found = wait_evidence(measurement) | {"num_workers": loader.num_workers}
+    if workers is not None and workers.batches:
+        found["dataset_ms_per_batch"] = workers.data_wall_s / workers.batches * 1e3
+        found["dataset_cpu_ms_per_batch"] = workers.data_cpu_s / workers.batches * 1e3
+        found["collate_ms_per_batch"] = workers.collate_wall_s / workers.batches * 1e3
+        found["batch_mib"] = workers.batch_bytes / 2**20 if workers.batch_bytes is not None else None
+        if loader.num_workers:
+            found["workers_busy_percent"] = workers.busy_s / (loader.num_workers * times.wall_s) * 100
+    if queues is not None and queues.fetches:
+        found["queue_depth"] = queues.mean_ready
+        found["queue_empty_percent"] = queues.empty / queues.fetches * 100
+        found["late_batch_wait_percent"] = queues.late_wait_s / queues.wait_s * 100 if queues.wait_s else None
+    if host is not None:
+        found["worker_cpu_percent"] = _percent(host.worker_cpu)
+        found["worker_queued_percent"] = _percent(host.worker_queued)
+    return rounded(found | host_evidence(measurement)) | exposed_by(measurement.waterfall)
+
+
+def wait_evidence(measurement: Measurement) -> dict[str, float | None]:
+    """How long a step waits for data, in numbers."""
+    times, waterfall = measurement.times, measurement.waterfall
+    found: dict[str, float | None] = {
+        "ms_per_step": times.phases["data_wait"] / times.steps * 1e3,
+        "step_ms": (waterfall.step_s or 0.0) * 1e3,
+    }
+    if waterfall.on_gpu:
+        found["gpu_idle_ms_per_step"] = waterfall.wait("data_wait") / waterfall.steps * 1e3
+    return found
+
+
+def host_evidence(measurement: Measurement) -> dict[str, float | None]:
+    """What the machine had left, in numbers."""
+    host = measurement.host
+    if host is None:
+        return {}
+    found = {
+        "usable_cpus": host.usable_cpus,
+        "free_cpus": host.free_cpus,
+        "cpu_throttled_percent": _percent(host.throttled),
+        "io_pressure_percent": _percent(host.io_pressure),
+    }
+    if host.affinity == 1:
+        found["cpu_affinity"] = 1
+    if memory_is_short(measurement):
+        found["memory_pressure_percent"] = _percent(host.memory_pressure)
+        found["swap_mib_per_s"] = host.swapped_in_mib_s
+    return found
+
+
+def rounded(found: dict[str, float | None]) -> dict[str, float | str]:
+    """Evidence without what is not known."""
+    return {name: round(value, 3) for name, value in found.items() if value is not None}
+
+
+def exposed_by(waterfall: Waterfall) -> dict[str, float | str]:
+    """Which hook waited for the GPU, and so exposed what the host did after it."""
+    return {"exposed_by": hook_name(waterfall.exposed_by)} if waterfall.exposed_by else {}
+
+
+def hook_name(name: str) -> str:
+    """A hook as people know it."""
+    return "Lightning's _broadcast_sigterm_tensor" if name == SIGNAL_BROADCAST else name
+
+
+def memory_is_short(measurement: Measurement) -> bool:
+    """Whether what is read is pushed out of memory again."""
+    host = measurement.host
+    if host is None:
+        return False
+    return (host.memory_pressure or 0.0) >= _MEMORY_SHORT or (host.swapped_in_mib_s or 0.0) >= _SWAPPING_MIB_S
+
+
+def _percent(share: float | None) -> float | None:
+    return share * 100 if share is not None else None
+
+
+def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
+    loader = measurement.loader
+    if loader.num_workers is None:
+        return {}
+    if cause == "head_of_line":
+        return _prefetch_settings(measurement)
+    if cause == "worker_transfer" and _costs_more_to_hand_over(measurement):
+        return {"num_workers": 0}
+    if cause not in ("main_process_loading", "slow_transform", "slow_storage"):
+        return {}
+    if loader.duplicates or (cause == "slow_storage" and memory_is_short(measurement)):
+        return {}
+    workers = _workers_needed(cause, measurement)
+    model, now_s = loader_model(measurement), measurement.waterfall.step_s
+    if model is not None and now_s is not None and now_s < (1 + HEADROOM_LEFT) * model.step_s(workers)[1]:
+        return {}  # a batch is made faster than it could be handed over, or the CPUs are the limit
+    settings: dict[str, Any] = {"num_workers": workers}
+    if not loader.persistent_workers:
+        settings["persistent_workers"] = True
+    return settings
+
+
+def _costs_more_to_hand_over(measurement: Measurement) -> bool:
+    """Whether a batch is made faster than a worker can hand it over."""
+    model = loader_model(measurement)
+    return model is not None and model.service_s < model.receive_s[1]
+
+
+def _workers_needed(cause: str, measurement: Measurement) -> int:
+    host, now = measurement.host, measurement.loader.num_workers or 0
+    cpus = max(host.usable_cpus, 1.0) if host is not None else 4.0
+    most = most_workers(cpus)
+    model = loader_model(measurement)
+    if cause == "slow_transform" and host is not None and host.free_cpus is not None:
+        cpu_share = model.cpu_s / model.service_s if model is not None else host.worker_cpu
+        if cpu_share:
+            most = min(most, now + math.ceil(host.free_cpus / cpu_share))
+    if model is not None:
+        return max(now + 1, model.workers_needed(max(most, now + 1)))
+    waterfall = measurement.waterfall
+    wait_s = waterfall.wait("data_wait") / waterfall.steps
+    consumer_s = without_data_s(measurement)
+    need = math.ceil(1.1 * ((wait_s + consumer_s) * now if now else wait_s) / consumer_s)
+    return max(now + 1, min(need, most if cause == "slow_storage" else min(most, math.ceil(cpus))))
+
+
+def _prefetch_settings(measurement: Measurement) -> dict[str, Any]:
+    """Enough batches ahead to bridge a slow one."""
+    loader, workers = measurement.loader, measurement.workers
+    assert workers is not None
+    assert workers.unevenness is not None
+    mean_s = workers.busy_s / workers.batches
+    consumer_s = without_data_s(measurement)
+    now = loader.prefetch_factor or 2
+    factor = prefetch_needed(mean_s, workers.unevenness, consumer_s, loader.num_workers or 1, now)
+    return {"prefetch_factor": factor}
+
+
+def _prediction(cause: str, measurement: Measurement, settings: dict[str, Any]) -> Interval | None:
+    if settings.get("num_workers") == 0:
+        model, now_s = loader_model(measurement), measurement.waterfall.step_s
+        if model is None or now_s is None:
+            return None
+        mid = max(now_s / (model.consumer_s + model.service_s), 1.0)
+        return max(mid / (1 + model.spread), 1.0), mid, mid * (1 + model.spread)
+    if "num_workers" in settings:
+        return speedup_of_workers(measurement, settings["num_workers"])
+    if cause == "head_of_line" and measurement.loader.num_workers:
+        # with enough ahead the workers' mean pace is reached; how much of that one prefetch brings is not known
+        even = speedup_of_workers(measurement, measurement.loader.num_workers)
+        return (1 + (even[1] - 1) / 4, 1 + (even[1] - 1) * 3 / 4, even[2]) if even is not None else None
+    return None
+
+
+def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], storage: str) -> str:
+    parts = [_remedy(cause, measurement, settings)]
+    if settings.get("num_workers"):
+        parts.append("NumWorkersFinder() finds the number while training runs, and sets it.")
+    if storage and not (cause == "slow_storage" and memory_is_short(measurement)):
+        parts.append(storage)
+    if cause in _NEED_CPUS:
+        parts += bound_to_one_cpu(measurement)
+    return " ".join([*parts, *at_most(measurement)])
+
+
+def bound_to_one_cpu(measurement: Measurement) -> list[str]:
+    """The sentence that says so where the process may use one CPU of several."""
+    host = measurement.host
+    if host is None or host.affinity != 1:
+        return []
+    return [
+        "This process, its threads and its workers may use only one of the machine's CPUs: look at taskset, numactl, "
+        "KMP_AFFINITY and OMP settings, and at how the job is launched (Slurm: --cpus-per-task, --cpu-bind)."
+    ]
+
+
+def at_most(measurement: Measurement) -> list[str]:
+    """The sentence that says what any change of the loader brings at the very most, where a GPU says so."""
+    most = ceiling(measurement)
+    if most is None or not measurement.waterfall.on_gpu:
+        return []
+    rest_ms = without_data_s(measurement) * 1e3
+    return [f"No change of the loader brings more than {most:.2f}x: the rest of a step takes {rest_ms:.3g} ms."]
+
+
+def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> str:
+    workers = settings.get("num_workers")
+    if cause in _DOING and measurement.loader.duplicates:
+        return (
+            f"{_DOING[cause]}, but more workers are not the remedy: this IterableDataset does not divide its samples "
+            "among them, and each sample would come once from every worker. Divide them by "
+            "torch.utils.data.get_worker_info() first, or make each sample cheaper to read."
+        )
+    if cause == "slow_storage" and memory_is_short(measurement):
+        return (
+            "The workers mostly wait, and the machine is short of memory: what they read is pushed out again, or comes "
+            "back from swap. Use fewer workers or a smaller prefetch_factor, keep less in memory, or give the job "
+            "more. LMDBDataModule reads from files that all workers share."
+        )
+    if cause == "cpu_saturated" and (taken := _taken_by_others(measurement)) is not None:
+        return taken
+    if cause == "main_process_loading" and workers is None:
+        return _without_workers(measurement)
+    if cause in _DOING and workers is None:
+        return f"{_DOING[cause]}, and more of them would not help: make each sample cheaper to read."
+    if workers == 0:
+        return (
+            "A batch of these samples is made faster than a worker process can hand it over: load in the training "
+            "process (num_workers=0), or make larger batches."
+        )
+    return CAUSES[cause].advice.format(**{"num_workers": workers, "prefetch_factor": None, **settings})
+
+
+def _taken_by_others(measurement: Measurement) -> str | None:
+    """Advice where other programs use most of the CPUs that this one may use; None elsewhere."""
+    host = measurement.host
+    if host is None or host.free_cpus is None or host.process_cpus is None or host.worker_cpu is None:
+        return None
+    own = host.process_cpus + host.worker_cpu * (measurement.loader.num_workers or 0)
+    others = host.usable_cpus - host.free_cpus - own
+    if others < _MOSTLY * host.usable_cpus:
+        return None
+    return (
+        f"Other programs use about {others:.2g} of the {host.usable_cpus:g} CPUs, and the workers wait for them: end "
+        "those, or ask for CPUs of your own. More workers would not help."
+    )
+
+
+def _without_workers(measurement: Measurement) -> str:
+    """Advice for a training process that loads by itself, where workers are none."""
+    if measurement.loader.num_workers is None:
+        return "The loader works in the training process and is no DataLoader: let it prepare batches ahead."
+    if _costs_more_to_hand_over(measurement):
+        return (
+            "The training process loads the data itself, and worker processes would not be faster: handing a batch "
+            "over costs as much. Make fewer, larger batches, or read a batch at once (__getitems__), as LMDBDataModule "
+            "does."
+        )
+    return (
+        "The training process loads the data itself, and no CPU is left for worker processes: they would not be "
+        "faster. Decode and transform less or cheaper, or give the job more CPUs."
+    )
+
+
+_DOING: Final = {
+    "main_process_loading": "The training process loads the data itself",
+    "slow_transform": "The workers mostly compute",
+    "slow_storage": "The workers mostly wait for storage",
+}

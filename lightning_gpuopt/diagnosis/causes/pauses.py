@@ -1,0 +1,132 @@
+"""What stops the host from outside, whatever it was doing: Python's garbage collector, and torch.compile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from lightning_gpuopt.diagnosis.causes.step import Candidate, per_step
+from lightning_gpuopt.diagnosis.causes.table import CAUSES
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.predict import speedup_without
+from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.measurements.host import Compilations
+from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, RECOMPILATION
+
+_AGAIN_AND_AGAIN: Final = 3
+"""Steps with a compilation after the warm-up; fewer are a late first one, or the smaller last batch of an epoch."""
+
+_PAUSES_AT_LEAST: Final = 3
+"""A single collection takes no more of all of them than one in so many."""
+
+_SIZES: Final = ("size mismatch", "stride mismatch", ".size()", "rank mismatch")
+_NUMBER: Final = re.compile(r"== -?\d+(\.\d+)?\b")
+
+
+def garbage_collection(measurement: Measurement) -> Iterator[Candidate]:
+    """Collections of garbage that the device waits for."""
+    waterfall = measurement.waterfall
+    seconds = waterfall.wait(GARBAGE_COLLECTION)
+    if _one_took_most(measurement):
+        return
+    yield waterfall.share(seconds), lambda: _garbage_collection(measurement, seconds)
+
+
+def _one_took_most(measurement: Measurement) -> bool:
+    """Whether a single collection stands out: a full one comes seldom, and a longer run has it as seldom."""
+    collections = measurement.collections
+    return collections is not None and collections.longest_s * _PAUSES_AT_LEAST > collections.seconds
+
+
+def _garbage_collection(measurement: Measurement, seconds: float) -> Finding:
+    evidence, collections = per_step(seconds, measurement), measurement.collections
+    advice = CAUSES[GARBAGE_COLLECTION].advice
+    if collections is not None:
+        for generation, count in enumerate(collections.counts):
+            evidence[f"generation_{generation}_per_step"] = round(count / measurement.times.steps, 3)
+        evidence["longest_pause_ms"] = round(collections.longest_s * 1e3, 3)
+        if collections.tracked is not None:
+            evidence["objects_tracked"] = collections.tracked
+        if collections.where:
+            evidence["where"] = f"{collections.where_share * 100:.0f} % {collections.where}"
+            advice = CAUSES[GARBAGE_COLLECTION].cases["asked"].format(where=collections.where)
+    return Finding(
+        GARBAGE_COLLECTION,
+        measurement.waterfall.share(seconds),
+        evidence,
+        advice,
+        predicted_speedup=speedup_without(measurement, seconds),
+    )
+
+
+def recompilation(measurement: Measurement) -> Iterator[Candidate]:
+    """Compilations in the steps that the device waits for, if they come again and again."""
+    waterfall, compilations = measurement.waterfall, measurement.compilations
+    if compilations is None or compilations.steps < _AGAIN_AND_AGAIN:
+        return
+    seconds = waterfall.wait(RECOMPILATION)
+    yield waterfall.share(seconds), lambda: _recompilation(measurement, compilations, seconds)
+
+
+def _recompilation(measurement: Measurement, compilations: Compilations, seconds: float) -> Finding:
+    evidence = per_step(seconds, measurement) | {
+        "compilations": compilations.count,
+        "ms_per_compilation": round(
+            sum(measurement.times.compiling.values()) / max(compilations.count, 1) * 1e3,
+            3,
+        ),
+    }
+    if compilations.function:
+        evidence |= {"function": compilations.function, "reason": compilations.reason}
+    return Finding(
+        RECOMPILATION,
+        measurement.waterfall.share(seconds),
+        evidence,
+        f"{CAUSES[RECOMPILATION].advice} {_remedy(compilations)}",
+        predicted_speedup=speedup_without(measurement, seconds),
+    )
+
+
+def _remedy(compilations: Compilations) -> str:
+    if not compilations.function:
+        return "TORCH_LOGS=recompiles says which function, and why."
+    because = f"{compilations.function} did not fit again: {compilations.reason}. "
+    if any(words in compilations.reason for words in _SIZES):
+        return because + (
+            "Keep the sizes: drop_last=True, or pad to a few lengths (buckets); or compile for any size with "
+            "torch.compile(dynamic=True) or torch._dynamo.mark_dynamic(tensor, dim)."
+        )
+    if _NUMBER.search(compilations.reason):
+        return because + "A number changes from step to step: pass it as a tensor, or keep it out of what is compiled."
+    return because + "Keep that the same from step to step, or take it out of what is compiled."
+
+
+def pause_notes(measurement: Measurement, threshold: float) -> list[str]:
+    """Collections and compilations that are no finding, and functions that torch.compile has given up.
+
+    Args:
+        measurement: what was measured, without warm-up.
+        threshold: share of wall time from which on something is worth a word, 0-1.
+    """
+    compilations, waterfall = measurement.compilations, measurement.waterfall
+    notes = []
+    collecting = waterfall.share(waterfall.wait(GARBAGE_COLLECTION))
+    if collecting >= threshold and measurement.collections is not None and _one_took_most(measurement):
+        notes.append(
+            f"Python's garbage collector took {collecting:.0%} of the time, most of it in one collection of "
+            f"{measurement.collections.longest_s:.2f} s: a longer run has few of them."
+        )
+    if compilations is None:
+        return notes
+    share = waterfall.share(waterfall.wait(RECOMPILATION))
+    if 0 < compilations.steps < _AGAIN_AND_AGAIN and share >= threshold:
+        notes.append(
+            f"torch.compile took {share:.0%} of the time, in {compilations.steps} of {measurement.times.steps} steps "
+            "after the warm-up: a longer run has less of it, and warmup_steps leaves it out."
+        )
+    notes += [
+        f"torch.compile has given up {name}, which runs eagerly now: it had been compiled too often."
+        for name in compilations.given_up
+    ]
+    return notes

@@ -1,0 +1,180 @@
+"""What holds several ranks up: one that is slower than the others, and collectives that nothing hides."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from lightning_gpuopt.diagnosis.causes.step import Candidate, per_step
+from lightning_gpuopt.diagnosis.causes.table import CAUSES
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.predict import speedup_without
+from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.measurements.ranks import RankWork
+
+_SLOWER_LOADER: Final = 1.3
+"""A rank whose loader needs this much longer for a batch than the others' really has slower data; a rank that merely
+happens to wait in everybody's stead does not."""
+
+_OR_A_SLOWER_RANK: Final = (
+    " Only rank 0 was looked at: where another rank's forward is slower and has collectives in it, this is the wait "
+    "for that rank."
+)
+
+_MIB: Final = 1024 * 1024
+
+_HOOKS: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+
+_Excess = tuple[str, RankWork, float, float]
+"""Kind of work, the slowest rank in it, by how many seconds of a step, and how many the others need."""
+
+
+def straggler(measurement: Measurement) -> Iterator[Candidate]:
+    """The rank whose own work takes longest, if it is slower than the others."""
+    waterfall, ranks = measurement.waterfall, measurement.ranks
+    if len(ranks) < 2:
+        return
+    kind, slowest, excess_s, others_s = max(_excesses(ranks), key=lambda candidate: candidate[2])
+    if kind == "data" and not _has_slower_loader(slowest, ranks):
+        return
+    seconds = excess_s * waterfall.steps
+    yield (
+        waterfall.share(seconds),
+        lambda: Finding(
+            "straggler",
+            waterfall.share(seconds),
+            {
+                "rank": slowest.rank,
+                "kind": kind,
+                "ms_per_step": round((others_s + excess_s) * 1e3, 3),
+                "ms_per_step_elsewhere": round(others_s * 1e3, 3),
+            },
+            CAUSES["straggler"].advice.format(rank=slowest.rank) + CAUSES["straggler"].cases[kind],
+            predicted_speedup=speedup_without(measurement, seconds),
+        ),
+    )
+
+
+def communication(measurement: Measurement) -> Iterator[Candidate]:
+    """Collectives that nothing hides: by the rank that waits least in them, since others wait for a slower one."""
+    waterfall, exposed_s = measurement.waterfall, measurement.communication_s
+    if exposed_s is None:
+        return
+    alone = waterfall.on_gpu and len(measurement.ranks) > 1 and not _others_looked(measurement.ranks)
+    if alone:  # the wait for a slower rank is in it
+        slower_s = (excess_s for _, rank, excess_s, _ in _excesses(measurement.ranks) if rank.communication_s is None)
+        exposed_s = max(exposed_s - max(slower_s, default=0.0), 0.0)
+    seconds = exposed_s * waterfall.steps
+    yield (
+        waterfall.share(seconds),
+        lambda: Finding(
+            "communication",
+            waterfall.share(seconds),
+            per_step(seconds, measurement) | {"exposed_ms_per_step": round(exposed_s * 1e3, 3)} | _sent(measurement),
+            _send_less(measurement) + (_OR_A_SLOWER_RANK if alone else ""),
+            predicted_speedup=speedup_without(measurement, seconds),
+        ),
+    )
+
+
+def _others_looked(ranks: tuple[RankWork, ...]) -> bool:
+    return sum(rank.communication_s is not None for rank in ranks) > 1
+
+
+def _sent(measurement: Measurement) -> dict[str, float | str]:
+    """What the reduction of gradients sends, and how, as far as it is known."""
+    known = measurement.gradients
+    if known is None:
+        return {}
+    look, names = measurement.look, measurement.metric_names
+    in_forward = names if look is not None and look.forward_collectives else ()
+    evidence: dict[str, float | str | None] = {
+        "gradient_mib": round(known.bytes / _MIB, 3) if known.bytes else None,
+        "buckets": known.buckets,
+        "gradient_dtype": known.dtype or None,
+        "comm_hook": known.hook or None,
+        "link": known.link or None,
+        "find_unused_parameters": _said(known.find_unused_parameters),
+        "gradient_as_bucket_view": _said(known.bucket_view),
+        "static_graph": _said(known.static_graph),
+        "accumulate_grad_batches": known.accumulate_grad_batches,
+        "metric": ", ".join(in_forward) or None,
+    }
+    return {name: value for name, value in evidence.items() if value is not None}
+
+
+def _said(value: bool | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _send_less(measurement: Measurement) -> str:
+    """What there is to do about collectives, the surest first."""
+    known = measurement.gradients
+    if known is None:
+        return CAUSES["communication"].advice
+    todo = []
+    names = measurement.metric_names if measurement.look is not None and measurement.look.forward_collectives else ()
+    if names:
+        todo.append(f"reduce {', '.join(names)} once an epoch (self.log: on_step=False, on_epoch=True)")
+    if known.find_unused_parameters and not known.unused:
+        none = "no parameter was unused" if known.unused is False else "where every parameter is used"
+        todo.append(f"leave out find_unused_parameters=True ({none}; static_graph=True does without it, too)")
+    # on the CPU Lightning does not register a hook
+    if measurement.waterfall.on_gpu and known.dtype == "float32" and not known.hook and known.bytes:
+        todo.append(f"send half as many bytes with DDPStrategy(ddp_comm_hook=bf16_compress_hook), from {_HOOKS}")
+    if known.bucket_view is False:
+        todo.append("save a copy of all gradients with DDPStrategy(gradient_as_bucket_view=True)")
+    batches = 2 * known.accumulate_grad_batches
+    todo.append(f"reduce them half as often with accumulate_grad_batches={batches}")
+    todo.append("give each rank larger batches")
+    link = f" ({known.link})" if known.link else ""
+    return (
+        "Collectives between ranks are not hidden behind computation. To wait less for them: "
+        f"{'; '.join(todo)}; and see that the ranks' links are fast{link}."
+    )
+
+
+def _excesses(ranks: tuple[RankWork, ...]) -> list[_Excess]:
+    found = [_slowest(ranks, "data", lambda rank: rank.data_wait_s)]
+    if any(rank.forward_s is None for rank in ranks):
+        found.append(_slowest(ranks, "compute", lambda rank: rank.compute_s))
+    else:
+        found.append(_slowest_forward(ranks))
+    waits = {rank.rank: rank.communication_s for rank in ranks if rank.communication_s is not None}
+    if len(waits) == len(ranks) and any(rank.forward_s is None for rank in ranks):
+        found.append(_least_waiting(ranks, waits))
+    return found
+
+
+def _slowest(ranks: tuple[RankWork, ...], kind: str, seconds: Callable[[RankWork], float]) -> _Excess:
+    """The slowest rank in one kind of work, by how much, and what the others need."""
+    slowest = max(ranks, key=seconds)
+    others_s = statistics.median(seconds(rank) for rank in ranks if rank is not slowest)
+    return kind, slowest, seconds(slowest) - others_s, others_s
+
+
+def _slowest_forward(ranks: tuple[RankWork, ...]) -> _Excess:
+    """The same with the forward: what a rank waits in it for another's data or compute evens their sums out."""
+    work_s = {rank.rank: rank.compute_s + (rank.forward_s or 0.0) for rank in ranks}
+    kind, slowest, excess_s, others_s = _slowest(ranks, "compute", lambda rank: work_s[rank.rank])
+    others = statistics.median(rank.data_wait_s + work_s[rank.rank] for rank in ranks if rank is not slowest)
+    return kind, slowest, min(excess_s, slowest.data_wait_s + work_s[slowest.rank] - others), others_s
+
+
+def _least_waiting(ranks: tuple[RankWork, ...], waits: dict[int, float]) -> _Excess:
+    """The rank that waits least in collectives: the others wait for it there."""
+    slowest = min(ranks, key=lambda rank: waits[rank.rank])
+    others = [rank for rank in ranks if rank is not slowest]
+    excess_s = statistics.median(waits[rank.rank] for rank in others) - waits[slowest.rank]
+    # what its own idle time explains is found there, with its right kind
+    before_s = slowest.data_wait_s + slowest.compute_s
+    excess_s -= max(before_s - statistics.median(rank.data_wait_s + rank.compute_s for rank in others), 0.0)
+    return "compute", slowest, excess_s, statistics.median(rank.compute_s for rank in others)
+
+
+def _has_slower_loader(slowest: RankWork, ranks: tuple[RankWork, ...]) -> bool:
+    others = [rank.loader_s for rank in ranks if rank is not slowest and rank.loader_s is not None]
+    if slowest.loader_s is None or not others:
+        return True
+    return slowest.loader_s >= _SLOWER_LOADER * statistics.median(others)

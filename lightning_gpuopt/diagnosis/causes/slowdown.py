@@ -1,0 +1,110 @@
+"""The finding of a run that gets slower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from lightning_gpuopt.diagnosis.causes.step import Candidate
+from lightning_gpuopt.diagnosis.causes.table import CAUSES
+from lightning_gpuopt.diagnosis.growth import Growth
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.predict import speedup_without
+from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, GPU_WORK
+
+_MEMORY_MIB: Final = 64.0
+_FILES: Final = 16
+_THREADS: Final = 4
+"""Growth of what the process holds that is worth a word."""
+
+_CLOCK: Final = 0.95
+
+
+def slowdown(measurement: Measurement) -> Iterator[Candidate]:
+    """Steps that get slower over the run."""
+    growth = measurement.growth
+    if growth is None:
+        return
+    share = measurement.waterfall.share(growth.lost_s)
+    yield share, lambda: _finding(measurement, growth, share)
+
+
+def _finding(measurement: Measurement, growth: Growth, share: float) -> Finding:
+    evidence: dict[str, float | str] = {
+        "from_ms": round(growth.from_s * 1e3, 3),
+        "to_ms": round(growth.to_s * 1e3, 3),
+        "since_step": growth.since_step,
+        "phase": growth.part,
+        "phase_from_ms": round(growth.part_from_s * 1e3, 3),
+        "phase_to_ms": round(growth.part_to_s * 1e3, 3),
+    }
+    evidence |= _held(growth)
+    if measurement.grows:
+        evidence["grows"] = measurement.grows
+    begun = CAUSES["slowdown"].advice.format(
+        from_ms=growth.from_s * 1e3, to_ms=growth.to_s * 1e3, since=f"{growth.since_step:,}", part=_words(growth.part)
+    )
+    advice = " ".join(part for part in (begun, *_remedies(measurement, growth, evidence)) if part)
+    return Finding(
+        "slowdown", share, evidence, advice, predicted_speedup=speedup_without(measurement, growth.lost_s, 0.0)
+    )
+
+
+def _held(growth: Growth) -> dict[str, float | str]:
+    """What the process and the GPU hold more of than at the beginning."""
+    found: dict[str, float | str] = {}
+    for name, least in (
+        ("rss_mib", _MEMORY_MIB),
+        ("open_files", _FILES),
+        ("threads", _THREADS),
+        ("gpu_allocated_mib", _MEMORY_MIB),
+        ("gpu_reserved_mib", _MEMORY_MIB),
+        ("alloc_retries", 1),
+    ):
+        before, now = growth.first.held.get(name), growth.last.held.get(name)
+        if before is not None and now is not None and now - before >= least:
+            found[f"{name}_grown"] = round(now - before, 1)
+    before, now = growth.first.held.get("sm_clock_mhz"), growth.last.held.get("sm_clock_mhz")
+    if before and now and now <= _CLOCK * before:
+        found |= {"sm_clock_from_mhz": round(before), "sm_clock_to_mhz": round(now)}
+    return found
+
+
+def _words(part: str) -> str:
+    return "the GPU's own work" if part == GPU_WORK else part
+
+
+def _remedies(measurement: Measurement, growth: Growth, evidence: Mapping[str, float | str]) -> Iterator[str]:
+    if measurement.grows:
+        yield f"{measurement.grows}."
+        if "autograd graphs" in measurement.grows:
+            yield "Keep loss.detach(), or a number every n steps, instead of the tensor with its graph."
+        else:
+            yield "Keep less of it, or empty it at the end of an epoch."
+    if "alloc_retries_grown" in evidence:
+        yield (
+            "torch's allocator frees and asks for GPU memory again and again, which waits for the GPU: set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or use a smaller batch."
+        )
+    if "sm_clock_to_mhz" in evidence:
+        yield "The GPU's clock fell meanwhile: look at its temperature and its power limit."
+    if not measurement.grows:
+        yield _look_at(growth.part)
+
+
+def _look_at(part: str) -> str:
+    if part == "data_wait":
+        return (
+            "Look for a dataset that keeps what it reads, worker memory that is copied little by little (Python lists "
+            "in the dataset: use arrays), and storage that others use."
+        )
+    if part == "logging":
+        return "Look at what the logger keeps: flush it, log less, or in the background."
+    if part == GARBAGE_COLLECTION:
+        return "More and more Python objects are alive: look for lists, dicts and tensors that are never dropped."
+    if "." in part:
+        return f"Look for what {part} goes through or keeps, which grows from step to step."
+    if part == GPU_WORK:
+        return "Look for longer sequences, graphs that are kept (retain_graph), and work that is added in each epoch."
+    return "Look for a list, a hook or a graph that grows, and that the step goes through."

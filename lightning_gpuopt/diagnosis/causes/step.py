@@ -1,0 +1,370 @@
+"""What holds a step up beside its data: hooks, loggers, the copy to the device, the inside of the step, clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final
+
+from lightning_gpuopt.diagnosis.causes.loader import (
+    bound_to_one_cpu,
+    exposed_by,
+    hook_name,
+    host_evidence,
+    memory_is_short,
+    rounded,
+)
+from lightning_gpuopt.diagnosis.causes.table import CAUSES, MEASURING
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.predict import speedup_without
+from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.diagnosis.waterfall import Waterfall, in_steps
+from lightning_gpuopt.measurements.code_location import in_shares
+from lightning_gpuopt.measurements.gpu import AheadCopies
+from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
+
+Candidate = tuple[float, Callable[[], Finding]]
+"""Share of wall time, and how the finding is made if that is enough."""
+
+_CAPPED: Final = 10.0
+"""Percent of the time for which a power cap is worth a note."""
+
+
+_OFTEN: Final = 0.5
+"""From so many retries of the allocator a step on the host waits for it."""
+
+_FREE: Final = 0.2
+"""A single CPU with less than this left is full."""
+
+
+def per_step(seconds: float, measurement: Measurement) -> dict[str, float | str]:
+    """Evidence of something that belongs to every step."""
+    waterfall = measurement.waterfall
+    evidence: dict[str, float | str] = {
+        "ms_per_step": round(seconds / waterfall.steps * 1e3, 3),
+        "step_ms": round((waterfall.step_s or 0.0) * 1e3, 3),
+    }
+    return evidence | exposed_by(waterfall)
+
+
+def callbacks(measurement: Measurement) -> Iterator[Candidate]:
+    """Each callback, and each module or data module by its hooks."""
+    hooks_of: dict[str, dict[str, float]] = {}
+    for name, seconds in measurement.waterfall.waits.items():
+        callback, _, hook = name.rpartition(".")
+        if callback:
+            hooks_of.setdefault(callback, {})[hook] = seconds
+    for callback, hooks in hooks_of.items():
+        build = partial(_callback, measurement, callback, hooks)
+        yield measurement.waterfall.share(sum(hooks.values())), build
+
+
+def _callback(measurement: Measurement, callback: str, hooks: dict[str, float]) -> Finding:
+    waterfall = measurement.waterfall
+    slowest = max(hooks, key=lambda hook: hooks[hook])
+    every_step_s = sum(seconds for hook, seconds in hooks.items() if in_steps(f"{callback}.{hook}"))
+    all_s = sum(hooks.values())
+    where: dict[str, float | str] = {"callback": callback, "hook": slowest}
+    if every_step_s >= all_s / 2:
+        evidence = per_step(all_s, measurement) | where
+        own = measurement.times.callbacks | measurement.times.batch_hooks
+        host_s = sum(s for name, s in own.items() if name.rpartition(".")[0] == callback)
+        prediction = speedup_without(measurement, every_step_s, host_s)
+    else:
+        evidence = where | {"hooks_s": round(all_s, 3)}
+        prediction = None
+    row = CAUSES["callback"]
+    if callback == "NumWorkersFinder":
+        advice = row.cases["finder"]
+    elif callback in MEASURING:
+        advice = row.cases["measuring"]
+    else:
+        advice = row.cases["batch_transfer"] if slowest.endswith("_batch_transfer") else row.advice
+    advice = advice.format(callback=callback, hook=slowest)
+    return Finding("callback", waterfall.share(all_s), evidence, advice, predicted_speedup=prediction)
+
+
+def logging(measurement: Measurement) -> Iterator[Candidate]:
+    """Calls of the loggers, and metrics that are reduced over the ranks in each step."""
+    waterfall, metrics, sync_s = measurement.waterfall, measurement.metrics, measurement.metric_sync_s
+    seconds = waterfall.wait("logging")
+    if metrics is not None and not waterfall.on_gpu:  # some of it may be the wait for a slower rank
+        seconds = max(seconds - metrics.seconds, 0.0) + sync_s
+    yield (
+        waterfall.share(seconds),
+        lambda: Finding(
+            "logging",
+            waterfall.share(seconds),
+            per_step(seconds, measurement) | _reduced(measurement, sync_s),
+            CAUSES["logging"].cases["metrics"] if 2 * sync_s >= seconds else CAUSES["logging"].advice,
+            predicted_speedup=speedup_without(measurement, seconds, measurement.times.phases["logging"]),
+        ),
+    )
+
+
+def _reduced(measurement: Measurement, seconds: float) -> dict[str, float | str]:
+    metrics, steps = measurement.metrics, measurement.waterfall.steps
+    if metrics is None or not seconds:
+        return {}
+    named = {"metric": ", ".join(measurement.metric_names)} if measurement.metric_names else {}
+    return {
+        **named,
+        "sync_ms_per_step": round(seconds / steps * 1e3, 3),
+        "syncs_per_step": round(metrics.calls / steps, 2),
+    }
+
+
+def between_steps(measurement: Measurement) -> Iterator[Candidate]:
+    """Validation by its wall time, and checkpoints."""
+    waterfall = measurement.waterfall
+    validation_s, checkpoint_s = waterfall.validation_s, waterfall.wait("checkpoint")
+    yield (
+        waterfall.share(validation_s),
+        lambda: _validation(measurement, validation_s),
+    )
+    yield (
+        waterfall.share(checkpoint_s),
+        lambda: _checkpoint(measurement, checkpoint_s),
+    )
+
+
+def _validation(measurement: Measurement, seconds: float) -> Finding:
+    setup_s = measurement.times.validation_setup_s
+    evidence: dict[str, float | str] = {"validation_s": round(seconds, 3)}
+    advice = CAUSES["validation"].advice
+    if setup_s:
+        evidence["validation_setup_s"] = round(setup_s, 3)
+    if setup_s > measurement.times.phases["validation"] / 2:
+        advice = CAUSES["validation"].cases["set_up"] + advice
+    return Finding("validation", measurement.waterfall.share(seconds), evidence, advice)
+
+
+def _checkpoint(measurement: Measurement, seconds: float) -> Finding:
+    evidence: dict[str, float | str] = {"checkpoint_s": round(seconds, 3)}
+    advice = CAUSES["checkpoint"].advice
+    if measurement.hyperparameters:
+        evidence["hyperparameters"] = ", ".join(measurement.hyperparameters)
+        advice = f"{hyperparameters_note(measurement.hyperparameters)} {advice}"
+    return Finding("checkpoint", measurement.waterfall.share(seconds), evidence, advice)
+
+
+def hyperparameters_note(kept: Sequence[str]) -> str:
+    """What to do about data that ``save_hyperparameters`` has taken in.
+
+    Args:
+        kept: each as ``"dataset (Photos)"``.
+    """
+    names = ", ".join(repr(each.partition(" ")[0]) for each in kept)
+    return (
+        f"save_hyperparameters() keeps {', '.join(kept)}: it is copied when the module is made, and written with every "
+        f"checkpoint. Leave it out: save_hyperparameters(ignore=[{names}])."
+    )
+
+
+def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
+    """The copy of batches to the device."""
+    waterfall, pinned, ahead = measurement.waterfall, measurement.loader.pin_memory, measurement.ahead
+    seconds = waterfall.wait("transfer")
+    gained_s = seconds
+    settings: dict[str, Any] = {}
+    evidence: dict[str, float | str] = {}
+    if not waterfall.on_gpu:  # moving a batch to where it is already costs the walk through it
+        advice = "Walking through the batch to move it takes long: make batches of few large tensors, not many objects."
+    else:
+        evidence["pin_memory"] = str(bool(pinned))
+        advice = CAUSES["host_to_device"].advice
+        with_workers = " (num_workers=1 or more)" if measurement.loader.num_workers == 0 else ""
+        if ahead is not None and ahead.copies:
+            work_s = max((waterfall.step_s or 0.0) - seconds / max(waterfall.steps, 1), 0.0)
+            too_long = ahead.copy_s / ahead.copies >= work_s
+            advice = "The GPU waits for the copy of batches, though CudaPrefetcher begins it as soon as it can: "
+            advice += (
+                "the copy takes longer than the rest of the step. Send smaller types (uint8, and normalise on the GPU)."
+                if too_long
+                else "the loader has them too late, or batches differ in size (depth=2 evens that out)."
+            )
+            evidence |= _per_copy(ahead)
+        elif pinned:
+            advice += (
+                f"CudaPrefetcher() among the Trainer's callbacks copies the next batch during the step{with_workers}. "
+                "Smaller types (uint8, normalised on the GPU) make the copy itself shorter."
+            )
+            # A copy can be hidden behind the rest of the step, no more: (S + C) / max(S, C).
+            gained_s = max(min(seconds, (waterfall.step_s or 0.0) * waterfall.steps - seconds), 0.0)
+        else:
+            advice += (
+                "CudaPrefetcher() among the Trainer's callbacks copies the next batch during the step, from "
+                f"page-locked memory{with_workers}. Without it, pin_memory=True makes the copy shorter."
+            )
+            settings = {"pin_memory": True} if pinned is not None else {}
+    yield (
+        waterfall.share(seconds),
+        lambda: Finding(
+            "host_to_device",
+            waterfall.share(seconds),
+            per_step(seconds, measurement) | evidence,
+            advice,
+            settings,
+            speedup_without(measurement, gained_s),
+        ),
+    )
+
+
+def _per_copy(ahead: AheadCopies) -> dict[str, float | str]:
+    return {
+        "copy_ms": round(ahead.copy_s / ahead.copies * 1e3, 3),
+        "exposed_copy_ms": round(ahead.exposed_s / ahead.copies * 1e3, 3),
+    }
+
+
+def copies_ahead_note(measurement: Measurement) -> str | None:
+    """How much of the copies CudaPrefetcher has hidden."""
+    ahead = measurement.ahead
+    if ahead is None or not ahead.copies or not measurement.waterfall.on_gpu:
+        return None
+    copy_ms, exposed_ms = (seconds / ahead.copies * 1e3 for seconds in (ahead.copy_s, ahead.exposed_s))
+    return f"CudaPrefetcher: the copy took {copy_ms:.1f} ms a step, {exposed_ms:.1f} ms of it exposed."
+
+
+def inside_the_step(measurement: Measurement) -> Iterator[Candidate]:
+    """The GPU's idle time inside the steps: the host waited for it, or is too slow. Nothing while a look is to come."""
+    waterfall = measurement.waterfall
+    if not waterfall.on_gpu or measurement.look_pending:
+        return
+    build = _launch_bound
+    if _retries_a_step(measurement) >= _OFTEN:
+        build = _waits_for_memory
+    elif _one_full_cpu(measurement):
+        build = _one_cpu
+    yield waterfall.share(waterfall.launch_s), lambda: build(measurement, waterfall)
+    yield waterfall.share(waterfall.sync_s), lambda: _gpu_sync(measurement, waterfall)
+
+
+def _retries_a_step(measurement: Measurement) -> float:
+    """How often torch's allocator had no memory left, and freed some, which waits for the GPU."""
+    laps = [lap for lap in measurement.laps if "alloc_retries" in lap.held]
+    if len(laps) < 2:
+        return 0.0
+    return (laps[-1].held["alloc_retries"] - laps[0].held["alloc_retries"]) / (laps[-1].end_step - laps[0].end_step)
+
+
+def _one_full_cpu(measurement: Measurement) -> bool:
+    """Whether the process may use only one of the machine's CPUs, and that one is never idle."""
+    host = measurement.host
+    return host is not None and host.affinity == 1 and host.free_cpus is not None and host.free_cpus < _FREE
+
+
+def _waits_for_memory(measurement: Measurement, waterfall: Waterfall) -> Finding:
+    evidence = _inside_evidence(waterfall.launch_s, measurement)
+    evidence["alloc_retries_per_step"] = round(_retries_a_step(measurement), 2)
+    return Finding(
+        "gpu_sync",
+        waterfall.share(waterfall.launch_s),
+        evidence | {"where": "torch's allocator of GPU memory"},
+        "torch's allocator finds no free block of GPU memory, gives memory back to the driver and asks again, which "
+        "waits for the GPU: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, keep the sizes of tensors the same "
+        "from step to step, or use a smaller batch.",
+        predicted_speedup=speedup_without(measurement, waterfall.launch_s),
+    )
+
+
+def _one_cpu(measurement: Measurement, waterfall: Waterfall) -> Finding:
+    return Finding(
+        "cpu_saturated",
+        waterfall.share(waterfall.launch_s),
+        _inside_evidence(waterfall.launch_s, measurement) | rounded(host_evidence(measurement)),
+        " ".join(["The host starts the GPU's work too slowly for want of CPUs.", *bound_to_one_cpu(measurement)]),
+        predicted_speedup=speedup_without(measurement, waterfall.launch_s),
+    )
+
+
+def _inside_evidence(seconds: float, measurement: Measurement) -> dict[str, float | str]:
+    evidence = per_step(seconds, measurement)
+    device, look = measurement.device, measurement.look
+    if device is not None and device.utilization is not None:
+        evidence["gpu_utilization_percent"] = round(device.utilization, 1)
+    if look is not None:
+        evidence["busy_ms_per_step"] = round(look.busy_s * 1e3, 3)
+    return evidence
+
+
+def _launch_bound(measurement: Measurement, waterfall: Waterfall) -> Finding:
+    advice = [CAUSES["launch_bound"].advice]
+    evidence = _inside_evidence(waterfall.launch_s, measurement)
+    if memory_is_short(measurement):
+        evidence |= rounded(host_evidence(measurement))
+        advice.append("The machine is short of memory, and what the host needs comes back from swap: keep less in it.")
+    if bound_to_one_cpu(measurement):
+        evidence["cpu_affinity"] = 1
+    return Finding(
+        "launch_bound",
+        waterfall.share(waterfall.launch_s),
+        evidence,
+        " ".join([*advice, *bound_to_one_cpu(measurement)]),
+        predicted_speedup=speedup_without(measurement, waterfall.launch_s),
+    )
+
+
+def _gpu_sync(measurement: Measurement, waterfall: Waterfall) -> Finding:
+    syncs = measurement.syncs
+    evidence = _inside_evidence(waterfall.sync_s, measurement)
+    where = "a call in the step"
+    if syncs is not None and syncs.steps:
+        evidence["syncs_per_step"] = round(syncs.count / syncs.steps, 1)
+        if syncs.places:
+            where = syncs.places[0][0]
+            evidence["where"] = in_shares(syncs.places, syncs.count)
+    return Finding(
+        "gpu_sync",
+        waterfall.share(waterfall.sync_s),
+        evidence,
+        CAUSES["gpu_sync"].advice.format(where=where),
+        predicted_speedup=speedup_without(measurement, waterfall.sync_s),
+    )
+
+
+def signal_broadcast(measurement: Measurement) -> Iterator[Candidate]:
+    """Lightning's broadcast before each step, off the GPU; there it waits for the step, and what it exposes counts."""
+    waterfall = measurement.waterfall
+    if waterfall.on_gpu:
+        return
+    seconds = waterfall.wait(SIGNAL_BROADCAST)
+    yield (
+        waterfall.share(seconds),
+        lambda: Finding(
+            "gpu_sync",
+            waterfall.share(seconds),
+            per_step(seconds, measurement) | {"where": hook_name(SIGNAL_BROADCAST)},
+            "Before every step Lightning broadcasts whether a signal told it to stop, and waits for the answer. No "
+            "setting switches it off; larger batches make it rarer.",
+            predicted_speedup=speedup_without(measurement, seconds),
+        ),
+    )
+
+
+def gpu_throttled(measurement: Measurement) -> Iterator[Candidate]:
+    """Clocks that are reduced for heat or by the hardware, against the highest that the device has."""
+    device = measurement.device
+    if device is None or not device.throttled_percent or not device.sm_clock_mhz or not device.sm_clock_mhz_max:
+        return
+    share = min(max(1 - device.sm_clock_mhz / device.sm_clock_mhz_max, 0.0), device.throttled_percent / 100)
+    evidence: dict[str, float | str] = {
+        "throttled_percent": round(device.throttled_percent, 1),
+        "sm_clock_mhz": round(device.sm_clock_mhz),
+        "sm_clock_mhz_max": round(device.sm_clock_mhz_max),
+    }
+    yield share, lambda: Finding("gpu_throttled", share, evidence, CAUSES["gpu_throttled"].advice)
+
+
+def power_cap_note(measurement: Measurement) -> str | None:
+    """That the GPU stays within its power limit, which is normal for one that works hard."""
+    device = measurement.device
+    if device is None or (device.power_capped_percent or 0.0) < _CAPPED:
+        return None
+    clocks = ""
+    if device.sm_clock_mhz and device.sm_clock_mhz_max:
+        clocks = f" (mean clock {device.sm_clock_mhz:.0f} of {device.sm_clock_mhz_max:.0f} MHz)"
+    return (
+        f"For {device.power_capped_percent:.0f} % of the time the GPU kept its clocks down to stay within its power "
+        f"limit{clocks}: normal for one that works hard."
+    )

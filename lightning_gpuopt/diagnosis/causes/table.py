@@ -1,0 +1,273 @@
+"""The one table of causes: what each means, what to do about it, and where the documentation says more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+Group = Literal["loader", "transfer", "step", "hooks", "epoch", "ranks", "run"]
+"""The part of a run that a cause lies in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One cause of waiting.
+
+    Attributes:
+        name: as it stands in reports and in their JSON.
+        meaning: a sentence for the top of a report.
+        advice: what to do about it; ``{names}`` in it are filled in by the finding.
+        group: the part of a run that it lies in.
+        in_user_code: whether Python code of the user's takes the time, so that its lines can be sampled.
+        storage: whether storing or decoding the samples otherwise can take it away.
+        cases: other advice, by the case that it is for.
+    """
+
+    name: str
+    meaning: str
+    advice: str
+    group: Group = "run"
+    in_user_code: bool = False
+    storage: bool = False
+    cases: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def docs(self) -> str:
+        """Where the documentation says more, from the root of the project."""
+        return f"docs/causes/{self.name}.md"
+
+
+MEASURING: Final = frozenset(("AutoFix", "GpuUtilMonitor", "StallDetector", "WatchedRun"))
+"""Callbacks of ours that measure a run, and change what they find."""
+
+COMPUTE_BOUND: Final = Cause(
+    "compute_bound", "Nothing holds the training up: the time goes into the steps' own work.", ""
+)
+
+UNKNOWN: Final = Cause(
+    "unknown",
+    "The GPU may wait inside the steps: a look was needed and not allowed. A note says how to allow it.",
+    "",
+)
+
+_ALL: Final = (
+    Cause(
+        "main_process_loading",
+        "The training process loads the data itself, and the device waits while it does.",
+        "The training process loads the data itself. Load in worker processes: num_workers={num_workers}.",
+        group="loader",
+        in_user_code=True,
+        storage=True,
+    ),
+    Cause(
+        "slow_storage",
+        "The loader spends most of its time waiting for storage.",
+        "The workers mostly wait for storage, not for the CPU. More of them read more at once: "
+        "num_workers={num_workers}.",
+        group="loader",
+        in_user_code=True,
+        storage=True,
+        cases={
+            "any_data": "Few large files are read faster than many small ones: lightning-gpuopt lmdb build SRC DST "
+            "makes them, and LMDBDataModule reads them ahead.",
+        },
+    ),
+    Cause(
+        "slow_transform",
+        "Decoding and transforming is what takes the loader longest, and CPUs are free.",
+        "The workers compute all the time and CPUs are free: num_workers={num_workers}.",
+        group="loader",
+        in_user_code=True,
+        cases={"pipeline": "The pipeline's CPU threads are the bottleneck. {more}{smaller}{gpu}."},
+    ),
+    Cause(
+        "cpu_saturated",
+        "The loader uses all the CPU there is: more workers or threads would not help.",
+        "The workers use all the CPU there is: more of them would not help. Decode and transform less or cheaper, or "
+        "move transforms to the GPU.",
+        group="loader",
+        in_user_code=True,
+        storage=True,
+        cases={
+            "any_data": 'Or store the data ready to use: of image files, LMDBDataModule(..., decode="tensor", '
+            "crop_size=..., normalize=...) decodes only what is cropped, and normalises on the device.",
+            "pipeline": "The pipeline's CPU threads use all the CPU there is: more of them would not help. "
+            "{smaller}{gpu}.",
+        },
+    ),
+    Cause(
+        "cpu_throttled",
+        "A CPU quota stops the process, its threads and its workers again and again.",
+        "A CPU quota (cgroup) stops the workers: more of them would not help. Ask for more CPUs (Kubernetes: "
+        "resources.limits.cpu; Slurm: --cpus-per-task; Docker: --cpus), or make the transforms cheaper.",
+        group="loader",
+        in_user_code=True,
+        cases={
+            "pipeline": "A CPU quota (cgroup) stops the pipeline's CPU threads: more of them would not help. Ask for "
+            "more CPUs (Kubernetes: resources.limits.cpu; Slurm: --cpus-per-task; Docker: --cpus). {smaller}{gpu}.",
+        },
+    ),
+    Cause(
+        "head_of_line",
+        "Batches are ready, but the next one in order is late.",
+        "Batches are ready, but the next one in order is late: a few samples take much longer than the rest. Prepare "
+        "more ahead (prefetch_factor={prefetch_factor}), or make those samples cheaper; where order does not matter, "
+        "in_order=False hands out what is ready.",
+        group="loader",
+        in_user_code=True,
+    ),
+    Cause(
+        "worker_transfer",
+        "Putting batches together and handing them to the training process takes longest.",
+        "The samples are read quickly; putting them together into a batch and handing it to the training process is "
+        "what takes long. Collate tensors rather than Python objects, keep them small (uint8 instead of float32), and "
+        "leave padding and stacking to the device. LMDBDataModule gathers small records batch-wise without workers.",
+        group="loader",
+        in_user_code=True,
+    ),
+    Cause(
+        "pin_memory",
+        "Batches wait for the thread that copies them into page-locked memory.",
+        "Batches wait for the pin-memory thread. Give it larger and fewer tensors per batch, smaller types, or try "
+        "pin_memory=False.",
+        group="loader",
+    ),
+    Cause(
+        "host_to_device",
+        "The GPU does nothing else while batches are copied to it.",
+        "The GPU does nothing else while batches are copied to it: ",
+        group="transfer",
+    ),
+    Cause(
+        "gpu_sync",
+        "The host waits for the GPU inside the step, and the GPU for the host afterwards.",
+        "The host waits for the GPU inside the step, at {where}, so the GPU waits for the host afterwards: leave out "
+        ".item(), .cpu() and prints of tensors there, or do them every n steps.",
+        group="step",
+    ),
+    Cause(
+        "launch_bound",
+        "The GPU finishes kernels faster than the host starts them.",
+        "The GPU finishes kernels faster than the host starts them: use larger batches, torch.compile "
+        '(mode="reduce-overhead" uses CUDA graphs), and fused optimizers (fused=True).',
+        group="step",
+    ),
+    Cause(
+        "callback",
+        "A callback's own work holds the training up.",
+        "{callback}.{hook} holds up training: do its work less often, or in a thread.",
+        group="hooks",
+        in_user_code=True,
+        cases={
+            "batch_transfer": "{callback}.{hook} holds up training with each batch: have the workers do its work, in "
+            "the dataset's transform or in collate_fn.",
+            "finder": "NumWorkersFinder started workers, or tried how many are needed: it does so at the beginning, "
+            "which counts in a run as short as this. Set the num_workers that it found, and take it out.",
+            "measuring": "This is the measuring itself, and what AutoFix changes: it counts where steps are as short "
+            "as these, or the run is. Without it training does not have this time.",
+        },
+    ),
+    Cause(
+        "logging",
+        "Calls of the logger, or metrics that are reduced over the ranks in each step, hold the training up.",
+        "The logger's own calls hold up training: log less often with Trainer(log_every_n_steps=...), or let the "
+        "logger write in the background.",
+        group="hooks",
+        in_user_code=True,
+        cases={
+            "metrics": "Metrics are reduced over all ranks in each step, and the step waits for it: self.log(..., "
+            "sync_dist=True) with on_step=False, on_epoch=True reduces them once an epoch, and without sync_dist=True "
+            "each rank logs its own.",
+        },
+    ),
+    Cause(
+        "checkpoint",
+        "Saving checkpoints takes much of the run.",
+        "Saving checkpoints takes this share of the run: save less often (ModelCheckpoint(every_n_train_steps=...)), "
+        "only the weights (save_weights_only=True), to a faster disk, or in the background (AsyncCheckpointIO).",
+        group="epoch",
+    ),
+    Cause(
+        "validation",
+        "Validation takes much of the run.",
+        "Validation takes this share of the run: validate less often (check_val_every_n_epoch, val_check_interval), on "
+        "fewer batches (limit_val_batches), or with more workers in the validation loader.",
+        group="epoch",
+        cases={
+            "set_up": "Most of it is the set-up of each validation, until its first batch has come: keep the workers "
+            "of the validation loader with persistent_workers=True. ",
+        },
+    ),
+    Cause(
+        "epoch_restart",
+        "The loader's workers are started again for every epoch.",
+        "The workers are started again for every epoch: keep them with persistent_workers=True.",
+        group="epoch",
+    ),
+    Cause(
+        "straggler",
+        "One rank is slower than the others, and all of them wait for it.",
+        "Rank {rank} is slower than the others, and they wait for it: look at ",
+        group="ranks",
+        cases={
+            "data": "its data: the disk, the CPUs and the samples of that process.",
+            "compute": "what else runs on its CPUs and GPU, and at work that only this rank does.",
+        },
+    ),
+    Cause(
+        "gpu_throttled",
+        "The GPU runs at reduced clocks, for heat or by its hardware's power brake.",
+        "The GPU's clocks are reduced for heat or by its hardware's power brake: look at its cooling and power supply "
+        "(nvidia-smi -q -d PERFORMANCE).",
+        group="step",
+    ),
+    Cause(
+        "communication",
+        "Collectives between ranks run while nothing else does.",
+        "Collectives between ranks are not hidden behind computation: give each GPU more work per step (larger "
+        "batches, accumulate_grad_batches), send less (bf16 gradient compression), and see that the ranks' links are "
+        "fast.",
+        group="ranks",
+    ),
+    Cause(
+        "slowdown",
+        "The steps get slower over the run.",
+        "A step took {from_ms:.3g} ms, and takes {to_ms:.3g} ms since step {since}: {part} grows.",
+        group="run",
+    ),
+    Cause(
+        "recompilation",
+        "torch.compile compiles again and again.",
+        "torch.compile compiles again and again, and the step waits for it.",
+        group="step",
+    ),
+    Cause(
+        "garbage_collection",
+        "Python's garbage collector stops the step.",
+        "Python's garbage collector stops the step: it looks through all objects, also those that stay. After the "
+        "set-up (on_train_start) call gc.collect(), gc.freeze() and gc.disable(), and then gc.collect(1) every n steps "
+        "in a callback, on each rank at the same step. Keep fewer Python objects: arrays or tensors rather than lists "
+        "and dicts of numbers.",
+        group="step",
+        cases={
+            "asked": "The program itself asks for full collections in the step, at {where}: leave gc.collect() out "
+            "there, or call it every n steps only. gc.freeze() at the end of the set-up makes each of them shorter.",
+        },
+    ),
+)
+
+CAUSES: Final = {cause.name: cause for cause in _ALL}
+"""Every cause that is found, by name."""
+
+LOADER_CAUSES: Final = frozenset(each.name for each in _ALL if each.group == "loader" and each.in_user_code)
+"""Causes that lie in what the loader calls of the user's."""
+
+STORAGE_CAUSES: Final = frozenset(each.name for each in _ALL if each.storage)
+"""Causes that storing or decoding the samples otherwise can take away."""
+
+
+def meaning_of(verdict: str) -> str:
+    """The sentence for a verdict; empty for one that is not known, as in a report of another version."""
+    cause = {each.name: each for each in (COMPUTE_BOUND, UNKNOWN)}.get(verdict) or CAUSES.get(verdict)
+    return cause.meaning if cause is not None else ""

@@ -1,0 +1,116 @@
+"""Why training waits: measurements in, findings out. Pure: no torch, no clock, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lightning_gpuopt.diagnosis.causes import epoch, pauses, ranks, step
+from lightning_gpuopt.diagnosis.causes.loader import data_finding
+from lightning_gpuopt.diagnosis.causes.pipeline import pipeline_finding
+from lightning_gpuopt.diagnosis.causes.slowdown import slowdown
+from lightning_gpuopt.diagnosis.causes.step import Candidate
+from lightning_gpuopt.diagnosis.causes.table import COMPUTE_BOUND, UNKNOWN
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.diagnosis.where import locate
+from lightning_gpuopt.measurements.phases import GPU_WORK
+
+
+class StallError(RuntimeError):
+    """A stall was found under ``StallDetector(on_stall="raise")``; the text names the cause and the cure."""
+
+
+def diagnose(measurement: Measurement, threshold: float) -> list[Finding]:
+    """Find every cause that takes at least ``threshold`` of the wall time.
+
+    Args:
+        measurement: what was measured, without warm-up.
+        threshold: share of wall time, 0-1.
+
+    Returns:
+        The findings, largest share first.
+    """
+    findings = [build() for share, build in _causes(measurement, threshold) if share >= threshold]
+    findings = locate(findings, measurement.sampled)
+    return sorted(findings, key=lambda finding: finding.share, reverse=True)
+
+
+def count_stalls(measurement: Measurement, threshold: float) -> int:
+    """How many findings :func:`diagnose` would have, without making them."""
+    return sum(share >= threshold for share, _ in _causes(measurement, threshold))
+
+
+def verdict_of(findings: list[Finding], *, look_missed: bool = False) -> str:
+    """The cause of the largest finding; without one ``"compute_bound"``, or ``"unknown"``.
+
+    Args:
+        findings: the largest first.
+        look_missed: whether a look inside the step was needed, and not allowed.
+    """
+    if findings:
+        return findings[0].cause
+    return (UNKNOWN if look_missed else COMPUTE_BOUND).name
+
+
+def remarks(measurement: Measurement, threshold: float) -> list[str]:
+    """What takes at least ``threshold`` of the time and is none of the causes.
+
+    Args:
+        measurement: what was measured, without warm-up.
+        threshold: share of wall time, 0-1.
+    """
+    waterfall = measurement.waterfall
+    notes = []
+    others = waterfall.share(waterfall.wait("other"))
+    if others >= threshold:
+        notes.append(
+            f"{others:.0%} of the time lies between the actions that Lightning tells of: its own work around each "
+            "step, and what the program does outside of hooks."
+        )
+    own = waterfall.share(waterfall.diagnosis_s)
+    if own >= threshold:
+        notes.append(
+            f"{own:.0%} of the time is StallDetector's own diagnosis, which counts in a run as short as this, or with "
+            "a window_size as small as this."
+        )
+    if measurement.hyperparameters:
+        notes.append(step.hyperparameters_note(measurement.hyperparameters))
+    known = (
+        epoch.pause_note(measurement, threshold),
+        step.copies_ahead_note(measurement),
+        step.power_cap_note(measurement),
+    )
+    return [*notes, *(note for note in known if note is not None), *pauses.pause_notes(measurement, threshold)]
+
+
+def _causes(measurement: Measurement, threshold: float) -> Iterator[Candidate]:
+    waterfall = measurement.waterfall
+    if waterfall.wall_s <= 0 or not measurement.times.steps:
+        return
+    throttled = list(step.gpu_throttled(measurement))
+    yield from throttled
+    hot = any(share >= threshold for share, _ in throttled)
+    for share, build in slowdown(measurement):
+        growth = measurement.growth
+        if growth is None or (hot and growth.part == GPU_WORK):  # the steps are slower for the clocks
+            continue
+        yield share, build
+        if share >= threshold:
+            measurement = replace(measurement, growth_s=growth.waits_s)
+            waterfall = measurement.waterfall
+    find = data_finding if measurement.late_pipelines is None else pipeline_finding
+    yield waterfall.share(waterfall.wait("data_wait")), lambda: find(measurement)
+    yield from step.callbacks(measurement)
+    yield from step.logging(measurement)
+    yield from step.between_steps(measurement)
+    yield from epoch.restart(measurement)
+    yield from step.host_to_device(measurement)
+    yield from step.inside_the_step(measurement)
+    yield from pauses.garbage_collection(measurement)
+    yield from pauses.recompilation(measurement)
+    yield from ranks.communication(measurement)
+    stragglers = list(ranks.straggler(measurement))
+    yield from stragglers
+    if not any(share >= threshold for share, _ in stragglers):  # else this is the wait for that rank
+        yield from step.signal_broadcast(measurement)

@@ -1,0 +1,179 @@
+"""Where the time of a run goes: seconds by phase, by step and by window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from lightning_gpuopt.measurements.summed import Summed, added
+
+PHASES: Final = (
+    "data_wait",
+    "transfer",
+    "forward",
+    "backward",
+    "optimizer",
+    "callbacks",
+    "logging",
+    "validation",
+    "checkpoint",
+    "epoch_setup",
+    "other",
+)
+
+BETWEEN_STEPS: Final = ("validation", "checkpoint", "epoch_setup")
+"""Phases that are no part of a training step."""
+
+SIGNAL_BROADCAST: Final = "signal_broadcast"
+"""Lightning's broadcast before each step under several ranks: whether a signal told it to stop."""
+
+FIRST_FETCH: Final = "first_fetch"
+"""The first fetch of an epoch, a part of ``epoch_setup``: what the workers do until there is a batch."""
+
+GARBAGE_COLLECTION: Final = "garbage_collection"
+"""Python's collector at work on the training thread, which does nothing else meanwhile."""
+
+RECOMPILATION: Final = "recompilation"
+"""torch.compile at work, which the training thread waits for."""
+
+GPU_WORK: Final = "gpu_work"
+"""The part of a lap in which the GPU ran the steps' own work."""
+
+STEP_HOOKS: Final = frozenset(
+    {
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "on_before_batch_transfer",
+        "on_after_batch_transfer",
+    }
+)
+"""Hooks that are called in every training step; the others lie between steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes(Summed):
+    """Where the time of a stretch of training went, on the training thread.
+
+    Attributes:
+        wall_s: length of the stretch, in seconds.
+        steps: training batches finished in it.
+        phases: exclusive seconds by phase; every phase is there, and they sum to ``wall_s``.
+        callbacks: exclusive seconds by hook of a callback or of the module, ``"MyCallback.on_train_batch_end"``; they
+            sum to ``phases["callbacks"]``.
+        epochs: epochs begun in it.
+        signal_broadcast_s: seconds in the broadcast, before each step under DDP, by which Lightning agrees on whether a
+            signal told it to stop; part of ``phases["other"]``.
+        first_fetch_s: seconds of the first fetch of each epoch; part of ``phases["epoch_setup"]``.
+        validation_setup_s: seconds from the beginning of each validation to its first batch; part of the validation.
+        loops: seconds of Lightning's own loops and strategy, by part; they are in ``phases["other"]``.
+        collecting: seconds in which Python's garbage collector stopped a step, by what it stopped: a phase, or a hook
+            in ``callbacks``; they are part of its seconds.
+        compiling: the same of torch.compile.
+        batch_hooks: seconds of the module's and data module's hooks around the copy of a batch, by hook,
+            ``"MyModel.on_after_batch_transfer"``; part of ``phases["transfer"]``.
+    """
+
+    wall_s: float
+    steps: int
+    phases: dict[str, float]
+    callbacks: dict[str, float]
+    epochs: int
+    signal_broadcast_s: float = 0.0
+    first_fetch_s: float = 0.0
+    validation_setup_s: float = 0.0
+    loops: dict[str, float] = field(default_factory=dict)
+    collecting: dict[str, float] = field(default_factory=dict)
+    compiling: dict[str, float] = field(default_factory=dict)
+    batch_hooks: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def step_s(self) -> float | None:
+        """Mean seconds per training batch, without validation, checkpoints, the set-up of epochs and their hooks."""
+        if not self.steps:
+            return None
+        aside_s = sum(self.phases[phase] for phase in BETWEEN_STEPS) + self.phases["callbacks"] - self.step_hooks_s
+        return max(self.wall_s - aside_s, 0.0) / self.steps
+
+    @property
+    def step_hooks_s(self) -> float:
+        """Seconds in those hooks of callbacks and module that are called in every step."""
+        return sum(seconds for name, seconds in self.callbacks.items() if name.rpartition(".")[2] in STEP_HOOKS)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSample:
+    """A window of the run, or several that follow each other, for what changes over the run.
+
+    Attributes:
+        steps: steps in it.
+        end_step: steps of the run until its end.
+        seconds: of its steps, without validation, checkpoints and the set-up of epochs, on a GPU by its own clock.
+        parts: seconds of those by what the device waited for or did: a phase, a hook, or ``"gpu_work"``.
+        held: what the process and the GPU held at its end, by name: ``rss_mib``, ``open_files``, ``threads``,
+            ``gpu_allocated_mib``, ``gpu_reserved_mib``, ``alloc_retries``, and the mean ``sm_clock_mhz``.
+        host: seconds that the host took to issue forward, backward and optimizer, where the device is a GPU.
+    """
+
+    steps: int
+    end_step: int
+    seconds: float
+    parts: dict[str, float]
+    held: dict[str, float] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)
+
+    def joined(self, later: WindowSample) -> WindowSample:
+        """This and the one that follows as one."""
+        parts, host = added(self.parts, later.parts), added(self.host, later.host)
+        return WindowSample(
+            self.steps + later.steps, later.end_step, self.seconds + later.seconds, parts, later.held, host
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """A step that took much longer than the others of its kind.
+
+    Attributes:
+        step: number of the training batch in this run, from 0.
+        at_s: when it ended, in seconds since the timeline's start.
+        seconds: how long it took, without validation, checkpoints and the set-up of epochs.
+        phase: the phase in which it lost most, against the mean of the run.
+        phase_s: seconds that it spent in that phase.
+    """
+
+    step: int
+    at_s: float
+    seconds: float
+    phase: str
+    phase_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Distribution of step times after warm-up.
+
+    Attributes:
+        edges_s: lower edges of the bins that are not empty, in seconds, and the upper edge of the last.
+        counts: steps in each bin.
+        median_s: half of the steps took less.
+        p90_s: nine tenths took less.
+        p99_s: 99 of 100 took less.
+        slowest_s: the slowest.
+        outliers: the slowest outliers, in order of time; at most 100.
+        outlier_count: how many there were in all.
+        outlier_s: seconds that all of them took more than the median of their kind.
+    """
+
+    edges_s: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    median_s: float | None = None
+    p90_s: float | None = None
+    p99_s: float | None = None
+    slowest_s: float | None = None
+    outliers: tuple[Outlier, ...] = ()
+    outlier_count: int = 0
+    outlier_s: float = 0.0

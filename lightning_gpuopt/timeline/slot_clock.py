@@ -1,0 +1,131 @@
+"""The state that spans share: which slot the training thread's time goes to, and how much each has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final, Protocol
+
+from lightning_gpuopt.measurements.phases import BETWEEN_STEPS, FIRST_FETCH, PHASES, SIGNAL_BROADCAST
+from lightning_gpuopt.timeline.observer import StepObserver
+from lightning_gpuopt.timeline.pause_slots import PauseSlots
+
+EPOCH_SETUP: Final = PHASES.index("epoch_setup")
+
+
+class Ranges(Protocol):
+    """Marks what the training thread does, for a tool that looks from outside."""
+
+    def push(self, name: str) -> object:
+        """Something begins."""
+
+    def pop(self) -> object:
+        """What has begun last ends."""
+
+
+class SlotClock:
+    """Nanoseconds by slot: one slot a phase, then one for each callback's hook and for the signal broadcast.
+
+    Spans (:mod:`~lightning_gpuopt.timeline.spans`) read and write its attributes themselves: all of the training loop
+    comes through them, and a call costs more than what it would do.
+
+    Args:
+        observer: called at the events of a step.
+        ranges: marks what is open, for a tool that looks from outside.
+        clock_ns: a monotonic clock, in nanoseconds.
+        detailed: keep the order in which the host did things as well.
+
+    Attributes:
+        slots_between_steps: slots whose time is no part of a training step.
+        pauses: slots of what stops a step from outside.
+        loop_slot: the slot of the training loop's own work.
+    """
+
+    # With as many attributes as these an instance's dict is slow.
+    __slots__ = (
+        "_batch_hook_ran",
+        "_batch_hooks",
+        "_broadcast_slot",
+        "_clock_ns",
+        "_copied_by_hook",
+        "_copy_ahead_spans",
+        "_current",
+        "_epoch_begins",
+        "_epochs",
+        "_first_fetch_slot",
+        "_hooks",
+        "_host_work",
+        "_last_ns",
+        "_loops",
+        "_ns",
+        "_observer",
+        "_open",
+        "_ranges",
+        "_spans",
+        "_thread",
+        "_training_spans",
+        "_validation_began_ns",
+        "_validation_setup_ns",
+        "_validation_spans",
+        "loop_slot",
+        "pauses",
+        "slots_between_steps",
+    )
+
+    def __init__(
+        self, observer: StepObserver, ranges: Ranges | None, clock_ns: Callable[[], int], *, detailed: bool
+    ) -> None:
+        self._clock_ns = clock_ns
+        self._observer = observer
+        self._host_work: list[int] | None = [] if detailed else None
+        self._ranges = ranges
+        self._ns = [0] * len(PHASES)
+        self._hooks: dict[int, str] = {}
+        self._batch_hooks: dict[int, str] = {}
+        self._copied_by_hook = self._batch_hook_ran = False
+        self.slots_between_steps = [PHASES.index(phase) for phase in BETWEEN_STEPS]
+        self.pauses = PauseSlots(self._ns, keep_long=detailed)
+        for slot in range(len(PHASES)):
+            if slot not in self.slots_between_steps:
+                self.pauses.watch(slot)
+        self._broadcast_slot = self._new_slot()
+        self.pauses.watch(self._broadcast_slot)
+        self._first_fetch_slot = self._new_slot()
+        self._loops = {self._new_slot(): "training loop"}
+        self.loop_slot = next(iter(self._loops))
+        self.pauses.watch(self.loop_slot)
+        self.slots_between_steps.append(self._first_fetch_slot)
+        self._training_spans: dict[str, AbstractContextManager[Any]] = {}
+        self._validation_spans: dict[str, AbstractContextManager[Any]] = {}
+        self._copy_ahead_spans: dict[str, AbstractContextManager[Any]] = {}
+        self._spans = self._training_spans
+        self._current = EPOCH_SETUP
+        self._open: list[int] = []
+        self._last_ns = 0
+        self._thread = 0
+        self._epoch_begins = False
+        self._validation_began_ns = self._validation_setup_ns = 0
+        self._epochs = 0
+
+    def name_of(self, slot: int) -> str:
+        """What a slot of the clock holds, for people: a phase, a callback's hook, or what stops a step."""
+        if slot in self.pauses.kinds:
+            return self.pauses.kinds[slot]
+        if slot < len(PHASES):
+            return PHASES[slot]
+        if slot == self._first_fetch_slot:
+            return FIRST_FETCH
+        if slot in self._loops:
+            return "other"
+        return self._hooks.get(slot) or self._batch_hooks.get(slot) or SIGNAL_BROADCAST
+
+    def _become(self, slot: int) -> None:
+        """What is open now goes on as something else."""
+        self._current = slot
+        if self._ranges is not None:
+            self._ranges.pop()
+            self._ranges.push(self.name_of(slot))
+
+    def _new_slot(self) -> int:
+        self._ns.append(0)
+        return len(self._ns) - 1

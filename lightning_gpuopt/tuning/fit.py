@@ -1,0 +1,211 @@
+"""The training loaders of one ``fit``, their workers changed to what training needs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_gpuopt.compat.dataloader import persistent_iterator
+from lightning_gpuopt.compat.lightning import (
+    Trainer,
+    say_once,
+    shadow,
+    silence_worker_hint,
+    train_iterators,
+    train_loaders,
+)
+from lightning_gpuopt.compat.lightning_loops import is_begun_by_fetcher
+from lightning_gpuopt.tuning.loader import (
+    FinderOptions,
+    LeftAlone,
+    LoaderContext,
+    TunedLoader,
+    WorkersChoice,
+    why_left_alone,
+)
+from lightning_gpuopt.utils.replacement import Replacement
+from lightning_gpuopt.utils.seen_loaders import LoaderListener
+
+log = logging.getLogger(__name__)
+
+
+class TunedFit:
+    """Follows one ``fit`` from ``setup`` to its end.
+
+    A loader is taken in when the training loop first iterates it: by then the loop knows which one of several it is,
+    and those that it has dropped (for a reload, or after a search for a learning rate) are let go.
+
+    Args:
+        trainer: the Trainer, in ``setup``: before it has asked for its loaders.
+        options: what the user asked for.
+        restored: gives the choices of the run that is resumed, by the loaders' order; asked when a loader is taken in.
+
+    Attributes:
+        trainer: the Trainer.
+    """
+
+    def __init__(
+        self, trainer: Trainer, options: FinderOptions, restored: Callable[[], dict[int, WorkersChoice]]
+    ) -> None:
+        self.trainer = trainer
+        self._options = options
+        self._restored = restored
+        self._under_way = False
+        self._thread = threading.get_ident()
+        self._undo = ExitStack()
+        self._tuned: dict[int, TunedLoader] = {}
+        self._choices: dict[int, WorkersChoice] = {}
+        self._left: set[int] = set()
+        self._watched: list[tuple[DataLoader[Any], Callable[[], None]]] = []
+        strategy = trainer.strategy
+        ours = LoaderListener(strategy.process_dataloader, self._see)
+        self._undo.callback(shadow(strategy, "process_dataloader", ours))
+
+    @property
+    def choices(self) -> dict[int, WorkersChoice]:
+        """As they are now, by the loaders' order; those that are left alone are missing."""
+        return {**self._choices, **{index: self._tuned[index].choice for index in sorted(self._tuned)}}
+
+    @property
+    def first_num_workers(self) -> int | None:
+        """What the first training loader has; None where it does not say, or none was asked for yet."""
+        return next((getattr(loader, "num_workers", None) for loader in train_loaders(self.trainer)), None)
+
+    def restore(self) -> None:
+        """The choices of a checkpoint have come, in some strategies after the loaders were iterated.
+
+        One that is loaded in mid-fit, as a search for a learning rate does, changes nothing.
+        """
+        if self._under_way:
+            return
+        for index, choice in self._restored().items():
+            if index in self._tuned:
+                self._tuned[index].restore(choice)
+
+    def epoch_begins(self) -> None:
+        """The loaders are about to be iterated."""
+        loaders = train_loaders(self.trainer)
+        self._let_go(loaders)
+        for loader, _ in self._watched:
+            if self._tuned_of(loader) is None and persistent_iterator(loader) is not None:
+                self._take_in(loader, loaders)  # its workers run since an earlier fit
+        for tuned in self._tuned.values():
+            tuned.running.before_epoch()
+
+    def step_done(self) -> None:
+        """Act where there is news; costs next to nothing where there is none."""
+        self._under_way = True
+        iterators = train_iterators(self.trainer)
+        for index, tuned in list(self._tuned.items()):
+            if index >= len(iterators):
+                continue
+            try:
+                changed = tuned.step_done(iterators[index])
+            except LeftAlone as reason:
+                self._leave(index, reason)
+                continue
+            for other in self._tuned.values() if changed else ():
+                if other is not tuned:
+                    other.wake()
+
+    def undo(self, *, failed: bool = False) -> None:
+        """Take away all that was placed; may be called more than once.
+
+        Args:
+            failed: training has ended with an exception, which may keep the iterators alive: end their workers.
+        """
+        self._undo.close()
+        while self._watched:
+            self._watched.pop()[1]()
+        iterators = train_iterators(self.trainer) if failed else []
+        self._choices = self.choices
+        while self._tuned:
+            index, tuned = self._tuned.popitem()
+            with suppress(Exception):
+                tuned.running.done()
+            if failed:
+                with suppress(Exception):  # the workers of other loaders have to end as well
+                    tuned.running.end(iterators[index : index + 1])
+
+    # -- a loader passes on its way to the training loop, and is iterated
+
+    def _see(self, loader: Any) -> None:
+        if not self.trainer.training or any(each is loader for each, _ in self._watched):
+            return
+        try:
+            if (reason := why_left_alone(loader, self._options)) is not None:
+                self._say(reason)
+                return
+            create = loader._get_iterator
+            ours = Replacement(create, lambda: self._new_iterator(loader, create))
+            self._watched.append((loader, shadow(loader, "_get_iterator", ours)))
+            self._undo.callback(silence_worker_hint("train_dataloader"))
+        except Exception as error:
+            self._fail(error)
+
+    def _new_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
+        """In place of the loader's own way to make an iterator."""
+        # validation may read the same loader, and other callbacks as well
+        theirs = threading.get_ident() == self._thread and not is_begun_by_fetcher(self.trainer)
+        if not self.trainer.training or theirs:
+            return create()
+        tuned = self._tuned_of(loader) or self._take_in(loader, train_loaders(self.trainer))
+        return create() if tuned is None else tuned.new_iterator(create)
+
+    def _tuned_of(self, loader: DataLoader[Any]) -> TunedLoader | None:
+        return next((tuned for tuned in self._tuned.values() if tuned.running.loader is loader), None)
+
+    def _take_in(self, loader: DataLoader[Any], loaders: list[Any]) -> TunedLoader | None:
+        """Begin to tune a loader, or to go on with it where an earlier one was; None where it is left alone."""
+        if not loaders:
+            self._fail(RuntimeError("this Lightning does not say which training loader it is"))
+        index = next((index for index, each in enumerate(loaders) if each is loader), None)
+        if index is None or index in self._left:
+            return None
+        self._let_go(loaders)
+        try:
+            if index in self._tuned and self._tuned[index].goes_on_with(loader):
+                self._tuned[index].replace(loader)
+            else:
+                place = LoaderContext(self.trainer, index, len(loaders) == 1, self._local_ranks)
+                self._tuned[index] = TunedLoader(loader, place, self._options, self._restored().get(index))
+                self._tuned[index].begin()
+        except LeftAlone as reason:
+            self._leave(index, reason)
+        except Exception as error:
+            self._tuned.pop(index, None)
+            self._left.add(index)
+            self._fail(error)
+        return self._tuned.get(index)
+
+    def _let_go(self, loaders: list[Any]) -> None:
+        """Forget the loaders that the training loop has dropped."""
+        kept = [each for each in self._watched if any(each[0] is loader for loader in loaders)]
+        for watched in self._watched:
+            if watched not in kept:
+                watched[1]()
+        self._watched = kept
+        left = [index for index, loader in enumerate(loaders) if any(loader is each for each, _ in kept)]
+        for index in [index for index in self._tuned if index not in left]:
+            del self._tuned[index]
+
+    def _leave(self, index: int, reason: LeftAlone) -> None:
+        self._left.add(index)
+        self._tuned.pop(index, None)
+        self._say(str(reason))
+
+    def _say(self, reason: str) -> None:
+        say_once(self.trainer, f"num-workers-{reason}", f"NumWorkersFinder leaves {reason}.", warn=False)
+
+    def _fail(self, error: Exception) -> None:
+        log.debug("a loader could not be tuned", exc_info=True)
+        say_once(self.trainer, "num-workers-failed", f"NumWorkersFinder leaves a loader alone: {error}")
+
+    @property
+    def _local_ranks(self) -> int:
+        return max(min(self.trainer.num_devices, self.trainer.world_size), 1)

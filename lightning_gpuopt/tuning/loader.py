@@ -1,0 +1,496 @@
+"""One training loader whose workers are changed to what training needs: what is measured on it, decided and said."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_gpuopt.compat.lightning import Trainer, logging_step, rank_zero_info, say_once
+from lightning_gpuopt.loading.loader import ElasticLoader
+from lightning_gpuopt.telemetry.host import usable_cpus
+from lightning_gpuopt.tuning.agree import NodeRanks
+from lightning_gpuopt.tuning.caps import room, worker_cap
+from lightning_gpuopt.tuning.find import check, find_num_workers
+from lightning_gpuopt.tuning.live import LivePolicy
+from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
+from lightning_gpuopt.tuning.sampler_draws import why_not_earlier
+from lightning_gpuopt.tuning.sharing import forks, held_by, own_workers, why_not_shared
+from lightning_gpuopt.tuning.without_workers import check_workers
+from lightning_gpuopt.tuning.workers import LimitedBy, NumWorkersResult, Trial
+
+log = logging.getLogger(__name__)
+
+_STEPS_FOR_STEP_TIME: Final = 8
+_MAX_LOOK_S: Final = 30.0
+"""A worker without a batch after so long may be stuck for ever."""
+_PATIENCE_S: Final = 10.0
+"""Ranks wait no longer for one another before their trials."""
+
+_GRACE_S: Final = 2.0
+"""Nor longer than this after the time for the trials is over."""
+
+
+DRAWS: Final = (
+    "random numbers are drawn in the workers: as everywhere in PyTorch they depend on how many workers there are; the "
+    "samples and their order do not"
+)
+"""Said with another number of workers, where a draw was seen."""
+
+
+class LeftAlone(Exception):
+    """A loader keeps what it has; the message says why."""
+
+
+@dataclass(frozen=True)
+class FinderOptions:
+    """What the user asked for; see ``NumWorkersFinder``."""
+
+    mode: Literal["live", "probe"]
+    step_time_s: float | None
+    max_num_workers: int | None
+    max_seconds: float
+    tolerance: float
+    iterable: bool
+
+
+@dataclass(frozen=True)
+class WorkersChoice:
+    """What was chosen for a loader.
+
+    Attributes:
+        num_workers: the number.
+        settled: whether the search for it was over.
+        before: the number that the user had set.
+        trials: what was measured.
+        limited_by: why not more.
+        prefetch_factor: batches that each worker prepares ahead; None: as the user had set it.
+        making_s: seconds that the training process would take to make a batch, where the user had set no workers.
+    """
+
+    num_workers: int
+    settled: bool
+    before: int
+    trials: tuple[Trial, ...] = ()
+    limited_by: LimitedBy = "consumer"
+    prefetch_factor: int | None = None
+    making_s: float | None = None
+
+    def __str__(self) -> str:
+        ahead = "" if self.prefetch_factor is None else f", prefetch_factor={self.prefetch_factor}"
+        if self.num_workers == self.before:
+            return f"num_workers {self.before} is left as it is{ahead}: limited by {self.limited_by}"
+        text = f"num_workers {self.before} → {self.num_workers}{ahead}: "
+        if (gain := self._gain) is not None and gain >= 1.05:
+            text += f"{gain:.1f}× faster input, "
+        return f"{text}limited by {self.limited_by}"
+
+    @property
+    def _gain(self) -> float | None:
+        """Batches per second over those with the user's own number; None where that is not known."""
+        best: dict[int, Trial] = {}
+        for trial in self.trials:  # of repeated ones the best
+            if trial.num_workers not in best or trial.batches_per_s > best[trial.num_workers].batches_per_s:
+                best[trial.num_workers] = trial
+        now, own = best.get(self.num_workers), best.get(self.before)
+        if now is None:
+            return None
+        if own is not None:
+            return now.batches_per_s / own.batches_per_s if own.batches_per_s else None
+        if self.before or self.making_s is None:
+            return None
+        step_s = max(1 / now.batches_per_s - now.data_wait_s, 0.0)
+        return (step_s + self.making_s) * now.batches_per_s
+
+
+@dataclass(frozen=True)
+class LoaderContext:
+    """Where a loader stands in its ``fit``.
+
+    Attributes:
+        trainer: the Trainer.
+        index: of the loader, among the training loaders.
+        alone: whether it is the only one.
+        local_ranks: ranks on this node.
+    """
+
+    trainer: Trainer
+    index: int
+    alone: bool
+    local_ranks: int
+
+    @property
+    def name(self) -> str:
+        """The loader in a sentence: empty where there is only one."""
+        return "" if self.alone else f"loader {self.index}: "
+
+    @property
+    def metric(self) -> str:
+        """The key under which its number is logged."""
+        return "loader/num_workers" if self.alone else f"loader/{self.index}/num_workers"
+
+
+def has_own_state(loader: Any) -> bool:
+    """Whether a loader resumes from a state that holds for its ``num_workers`` only, as a ``StatefulDataLoader``."""
+    return hasattr(loader, "state_dict") and not isinstance(loader, ElasticLoader)
+
+
+class TunedLoader:
+    """A loader under tuning.
+
+    Args:
+        loader: as Lightning made it ready; about to be iterated.
+        place: where it stands.
+        options: what the user asked for.
+        restored: the choice of the run that is resumed.
+
+    Attributes:
+        running: the loader and its iterator.
+        before: the ``num_workers`` that the user had set.
+
+    Raises:
+        LeftAlone: it cannot have other workers, or gains nothing by them.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], place: LoaderContext, options: FinderOptions, restored: WorkersChoice | None
+    ) -> None:
+        self._place = place
+        self._options = options
+        self._result: NumWorkersResult | None = None
+        self._prefetch_factor: int | None = None
+        self._reported: int | None = None
+        self._making_s: float | None = None
+        self._draws = False
+        self._keeps_state = has_own_state(loader)
+        self.before = own_workers(loader)
+        depth = 0 if not self.before else depth_of(loader)
+        self._check(loader)
+        self._restored = restored = None if restored is None else self._fitting(restored)
+        if restored is not None:
+            self.before = restored.before
+            assign(loader, restored.num_workers)
+            self._prefetch(loader, restored.prefetch_factor)
+        elif self._keeps_state and (place.trainer.ckpt_path or getattr(loader, "next_iter_state", None)) is not None:
+            raise LeftAlone(
+                f"a {type(loader).__name__} alone: the state that it resumes from holds for its num_workers only"
+            )
+        elif not self.before and not loader.num_workers:
+            self._first_worker(loader)
+        assign(loader, self._allowed(loader.num_workers))
+        policy = LivePolicy(
+            loader.num_workers,
+            cpus=usable_cpus() / place.local_ranks,
+            tolerance=options.tolerance,
+            prefetch_factor=loader.prefetch_factor or 2,
+        )
+        self.running = RunningLoader(
+            loader, policy, options.max_num_workers, place.local_ranks, depth, own_workers=self.before
+        )
+        first = place.trainer.global_rank - place.trainer.local_rank
+        peers = range(first, first + place.local_ranks)
+        self._ranks = NodeRanks(f"num-workers-{first}-{place.index}", place.trainer.global_rank, peers)
+
+    def _check(self, loader: DataLoader[Any]) -> None:
+        """Raise what speaks against any other number of workers."""
+        if isinstance(loader.dataset, IterableDataset):
+            return
+        if not self.before and (method := forks(loader)) is not None:
+            raise LeftAlone(
+                f"a loader with num_workers=0 alone: its workers would be started by {method!r}, which runs the "
+                "program's script again. Give the DataLoader num_workers= itself"
+            )
+        if (reason := why_not_earlier(loader)) is not None:
+            raise LeftAlone(f"a loader alone: {reason}")
+        if (reason := why_not_shared(loader, held_by(loader), workers=self.before)) is not None:
+            raise LeftAlone(f"a loader with num_workers={self.before} alone: {reason}")
+
+    def _fitting(self, choice: WorkersChoice) -> WorkersChoice:
+        """A restored choice as this machine has room for it; measured again where it has not."""
+        cap = worker_cap(
+            room(0), max_num_workers=self._options.max_num_workers, local_world_size=self._place.local_ranks
+        )
+        if choice.num_workers <= cap.num_workers:
+            return choice
+        name = self._place.name
+        if self._keeps_state:
+            rank_zero_info(
+                f"NumWorkersFinder: {name}num_workers={choice.num_workers} is kept, though there is room for "
+                f"{cap.num_workers} here: the state that the loader resumes from holds for that number only"
+            )
+            return choice
+        rank_zero_info(
+            f"NumWorkersFinder: {name}the checkpoint has num_workers={choice.num_workers}, and there is room for "
+            f"{cap.num_workers} here: it is measured again"
+        )
+        return replace(choice, num_workers=cap.num_workers, settled=False, trials=())
+
+    def _first_worker(self, loader: DataLoader[Any]) -> None:
+        """Give a loader that has no workers its first one."""
+        options = self._options
+        most_s = _MAX_LOOK_S if options.mode == "live" else min(_MAX_LOOK_S, options.max_seconds)
+        seen = check_workers(loader, iterable=options.iterable, longest_s=most_s)
+        if seen.problem is not None:
+            raise LeftAlone(f"a loader with num_workers=0 alone: {seen.problem}")
+        if seen.shuffles:
+            say_once(
+                self._place.trainer,
+                "num-workers-draws",
+                f"NumWorkersFinder: {self._place.name}reading this dataset draws from the global random state, which "
+                "without workers decides how the epochs after the first are shuffled: with workers their order is "
+                "another. Give the DataLoader a generator=, or NumWorkersFinder(mode='off'), to keep it.",
+            )
+        self._making_s, self._draws = seen.making_s, seen.draws
+        assign(loader, 1)
+
+    def restore(self, choice: WorkersChoice) -> None:
+        """Go on with a choice that comes late, before the first step, instead of what was found until now."""
+        choice = self._fitting(choice)
+        self._restored, self._result, self.before = choice, None, choice.before
+        if self._keeps_state:  # it runs already
+            return
+        if (number := self._allowed(choice.num_workers)) != self.running.loader.num_workers:
+            self._apply(number)
+        self._prefetch(self.running.loader, choice.prefetch_factor)
+        if self._fixed:
+            self.begin()
+
+    def _allowed(self, number: int) -> int:
+        most = self._options.max_num_workers
+        return number if most is None else min(number, most)
+
+    def begin(self) -> None:
+        """Search now, or begin to look; a choice that is restored is taken as it is."""
+        policy, options = self.running.policy, self._options
+        if self._restored is not None and (self._fixed or self._keeps_state):
+            policy.settled, policy.limited_by = True, self._restored.limited_by
+            self.running.freeze()
+            self._notify()
+        elif self._keeps_state or (options.mode == "probe" and options.step_time_s is not None):
+            self._probe(options.step_time_s or 0.0)
+        elif options.mode == "probe":
+            self.running.meter.begin(policy.skip, _STEPS_FOR_STEP_TIME)
+
+    @property
+    def _fixed(self) -> bool:
+        return self._restored is not None and self._restored.settled
+
+    @property
+    def choice(self) -> WorkersChoice:
+        """As it is now."""
+        policy, number = self.running.policy, self.running.loader.num_workers
+        settled, trials, limited_by = self.running.frozen or policy.settled, tuple(policy.trials), policy.limited_by
+        if self._result is not None:
+            settled, trials, limited_by = True, self._result.trials, self._result.limited_by
+        return WorkersChoice(number, settled, self.before, trials, limited_by, self._prefetch_factor, self._making_s)
+
+    def goes_on_with(self, loader: DataLoader[Any]) -> bool:
+        """Whether a loader is as the last one was to begin with; else it is another, to be tuned anew."""
+        return loader.num_workers == self.before
+
+    def new_iterator(self, create: Callable[[], Any]) -> Any:
+        """In place of the loader's own way to make an iterator."""
+        iterator = self.running.new_iterator(create)
+        self._warn_of_shared()
+        return iterator
+
+    def replace(self, loader: DataLoader[Any]) -> None:
+        """Lightning has asked for its loaders again: the new one goes on where the last one was.
+
+        Raises:
+            LeftAlone: it cannot have other workers.
+        """
+        self._check(loader)
+        if not self.before and loader.dataset is not self.running.loader.dataset:
+            self._first_worker(loader)
+        old = self.running
+        self.running = RunningLoader(
+            loader, old.policy, self._options.max_num_workers, self._place.local_ranks, own_workers=self.before
+        )
+        self.running.take_over(old)
+        if self._prefetch_factor is not None:
+            loader.prefetch_factor = self._prefetch_factor
+
+    def step_done(self, iterator: Any) -> bool:
+        """Act where there is news; costs next to nothing where there is none.
+
+        Args:
+            iterator: what training has just fetched from.
+
+        Returns:
+            Whether the number of workers has changed.
+
+        Raises:
+            LeftAlone: what training fetches from is no iterator of a DataLoader.
+        """
+        running = self.running
+        before = running.loader.num_workers
+        if not self._keeps_state:
+            running.follow(iterator)
+            if running.unknown is not None:
+                raise LeftAlone(
+                    f"a {type(running.loader).__name__} alone: training fetches from its {running.unknown}, behind "
+                    "which the DataLoader's own iterator cannot be seen"
+                )
+            if running.fetches_here:
+                raise LeftAlone(
+                    "a loader with num_workers=0 alone: its dataset was changed while training ran, and workers would "
+                    "have kept the old one"
+                )
+            if running.gives_up_growing():
+                self._not_live()
+            if (cap := running.no_longer_fits()) is not None:
+                running.policy.limited_by = cap.limited_by
+                self._apply(cap.num_workers)
+                rank_zero_info(
+                    f"NumWorkersFinder: {self._place.name}num_workers {before} → {running.loader.num_workers}: for "
+                    f"more there is no room any longer, limited by {cap.limited_by}"
+                )
+            if running.meter.seen is not None:
+                self._attend()
+        return running.loader.num_workers != before
+
+    def wake(self) -> None:
+        """Look again soon where nothing is looked at: the workers of another loader have become more, or fewer."""
+        if not self.running.frozen and self.running.policy.settled:
+            self.running.policy.wake()
+            self.running.look()
+
+    # -- measuring and choosing
+
+    def _attend(self) -> None:
+        running, seen = self.running, self.running.meter.seen
+        if self._options.mode == "probe":
+            assert seen is not None
+            running.meter.sleep()
+            self._probe(max(seen.step_s - seen.wait_s, 1e-6))
+            return
+        wanted = running.decide()
+        if wanted is not None and wanted != running.loader.num_workers:
+            self._apply(wanted)
+        if running.policy.settled:
+            self._notify()
+
+    def _apply(self, number: int) -> None:
+        running = self.running
+        before = running.loader.num_workers
+        running.apply(number)
+        if running.no_more is not None:
+            say_once(
+                self._place.trainer,
+                f"num-workers-no-more-{self._place.index}",
+                f"NumWorkersFinder: {self._place.name}num_workers stays {running.loader.num_workers}: "
+                f"{running.no_more}.",
+            )
+        elif running.problem is not None and running.loader.num_workers != before:
+            self._not_live()
+        self._warn_of_shared()
+
+    def _warn_of_shared(self) -> None:
+        """Where more workers than the user's own share a file."""
+        running = self.running
+        held = running.start.shared_file if running.start is not None else None
+        if held is not None and running.loader.num_workers > self.before:
+            say_once(
+                self._place.trainer,
+                f"num-workers-shared-{self._place.index}",
+                f"NumWorkersFinder: {self._place.name}the workers share {held}: where they move its position, each "
+                "reads what another asked for. With the number of workers that you gave they share it as well.",
+            )
+
+    def _not_live(self) -> None:
+        say_once(
+            self._place.trainer,
+            "num-workers-not-live",
+            f"NumWorkersFinder cannot change workers that run: {self.running.problem}. "
+            f"num_workers is {self.running.loader.num_workers} from the next epoch on.",
+        )
+
+    def _probe(self, step_time_s: float) -> None:
+        options, running, began = self._options, self.running, time.perf_counter()
+        # CPUs, disks and memory are shared: so are the trials
+        self._ranks.most(0, min(_PATIENCE_S, options.max_seconds / 2))
+        left_s = options.max_seconds - (time.perf_counter() - began)
+        result, why = None, ""
+        try:
+            result = find_num_workers(
+                running.loader,
+                step_time_s,
+                options.max_num_workers,
+                max(left_s, options.max_seconds / 2),
+                options.tolerance,
+                self._place.local_ranks,
+                options.iterable,
+            )
+        except Exception as error:  # where it is the data's, training will meet it, too
+            log.debug("the trials failed", exc_info=True)
+            why = f"its trials failed: {type(error).__name__}: {error}"
+        if result is not None and not result.trials:
+            result, why = None, f"not one batch came within max_seconds={options.max_seconds:g}"
+        own = running.loader.num_workers if result is None else result.num_workers
+        left_s = options.max_seconds - (time.perf_counter() - began)
+        number = self._ranks.most(own, max(left_s, 0.0) + _GRACE_S)
+        self._result = result
+        running.freeze()
+        if result is None:
+            cause = f"num-workers-{why.split(':')[0]}"
+            say_once(self._place.trainer, cause, f"NumWorkersFinder goes on with num_workers={number}: {why}")
+        if number != running.loader.num_workers:
+            self._apply(number)
+        if result is not None:
+            if number:
+                self._prefetch(running.loader, result.prefetch_factor)
+            self._notify()
+
+    def _prefetch(self, loader: DataLoader[Any], factor: int | None) -> None:
+        """Have the iterators to come prepare so many batches ahead, where that is more than the user had set."""
+        if factor is not None and factor > (loader.prefetch_factor or 0):
+            loader.prefetch_factor = self._prefetch_factor = factor
+
+    # -- telling
+
+    def _notify(self) -> None:
+        """Say and log a choice, once."""
+        choice, trainer = self.choice, self._place.trainer
+        if choice.num_workers == self._reported:
+            return
+        self._reported = choice.num_workers
+        rank_zero_info(f"NumWorkersFinder: {self._place.name}{choice}")
+        if (self._draws or self.running.draws) and choice.num_workers != choice.before:
+            rank_zero_info(f"NumWorkersFinder: {self._place.name}{DRAWS}")
+        if (advice := self._advice(choice)) is not None:
+            rank_zero_info(f"NumWorkersFinder: {self._place.name}{advice}")
+        for logger in trainer.loggers:
+            logger.log_metrics({self._place.metric: float(choice.num_workers)}, step=logging_step(trainer))
+
+    def _advice(self, choice: WorkersChoice) -> str | None:
+        """What the program itself has to set, since it changes what its DataLoader draws from the random state."""
+        loader, trainer = self.running.loader, self._place.trainer
+        settings = []
+        if choice.num_workers and not loader.persistent_workers and trainer.max_epochs != 1:
+            settings.append("persistent_workers=True: its workers are started anew in every epoch")
+        if not loader.pin_memory and trainer.strategy.root_device.type == "cuda":
+            settings.append("pin_memory=True: copies to the GPU wait for the host")
+        return f"give the DataLoader {'; '.join(settings)}" if settings else None
+
+
+def why_left_alone(loader: Any, options: FinderOptions) -> str | None:
+    """Why a loader keeps its workers, whatever is measured; None where it need not."""
+    if not isinstance(loader, DataLoader):
+        return f"a {type(loader).__name__} alone, which is no torch DataLoader"
+    if isinstance(loader.dataset, IterableDataset) and not options.iterable:
+        return "an IterableDataset alone, since what it yields depends on the workers (iterable=True: not alone)"
+    if loader.num_workers == 0 and has_own_state(loader):
+        return f"a {type(loader).__name__} with num_workers=0 alone: with workers it would shuffle in another order"
+    if loader.num_workers == 0 and getattr(loader.dataset, "gathers_batches", False):
+        return "a loader alone that gathers its batches faster without workers"
+    if options.mode == "probe":
+        try:
+            check(loader, options.iterable)
+        except ValueError as error:
+            return f"a loader alone: {error}"
+    return None

@@ -1,0 +1,1 @@
+"""What callbacks share: argument checks, the channel between ranks, guards, and the progress bar."""

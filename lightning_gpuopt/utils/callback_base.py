@@ -1,0 +1,67 @@
+"""What the callbacks share: they never end training by a failure of their own, and are copied at rest."""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+from typing import Any, Final
+
+from lightning_gpuopt.compat.lightning import Callback, Trainer, say_once
+
+log = logging.getLogger(__name__)
+
+_BOUND_TO_THE_MODEL: Final = ("log", "log_dict")
+"""Attributes that Lightning gives a callback, anew in each ``fit``."""
+
+
+class CallbackBase(Callback):
+    """A callback that only watches or tunes: copied at rest, and disabled by :class:`Guard` where it fails."""
+
+    def _at_rest(self) -> dict[str, Any]:
+        """Attributes that are under way in a ``fit``, each with its value in a copy."""
+        return {}
+
+    def _leave(self) -> None:
+        """Leave the Trainer as it was, and do nothing from now on."""
+
+    def _is_user_error(self, error: Exception) -> bool:
+        """Whether an exception is to end training: one that the user asked for, or that training would meet itself."""
+        return str(error).startswith("DataLoader worker (pid")  # torch's handler of signals raises anywhere
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is under way: what is copied or sent to another process is a callback at rest."""
+        state = {name: value for name, value in vars(self).items() if name not in _BOUND_TO_THE_MODEL}
+        return state | self._at_rest()
+
+
+class Guard:
+    """Around what a callback does in a hook: an exception in it is reported once, and the callback disables itself.
+
+    Args:
+        callback: whose hook it is.
+        trainer: through which the exception is reported.
+    """
+
+    __slots__ = ("_callback", "_trainer")
+
+    def __init__(self, callback: CallbackBase, trainer: Trainer) -> None:
+        self._callback = callback
+        self._trainer = trainer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None or not isinstance(error, Exception) or self._callback._is_user_error(error):
+            return False
+        name = type(self._callback).__name__
+        log.debug("%s failed", name, exc_info=error)
+        self._callback._leave()
+        say_once(
+            self._trainer,
+            f"{name}-failed",
+            f"{name} disables itself, training goes on: {type(error).__name__}: {error}",
+        )
+        return True

@@ -1,0 +1,77 @@
+"""What users see while ``fit`` runs: an item in the Trainer's progress bar, and text printed beside it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lightning_gpuopt.compat.lightning import Trainer, shadow
+from lightning_gpuopt.utils.replacement import Replacement
+
+log = logging.getLogger(__name__)
+
+
+class BarItem:
+    """One item among the metrics of whatever progress bar the Trainer has: ``data=42 %``.
+
+    It is added to what the bar's ``get_metrics`` returns, that of a user's own subclass included, and so is in no
+    logger and no ``callback_metrics``. It is plain text: showing it asks nothing of the GPU.
+
+    Args:
+        label: its name.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._text: str | None = None
+
+    def set_percent(self, value: float) -> None:
+        """Show this from the bar's next refresh on.
+
+        Args:
+            value: 0-100 %.
+        """
+        self._text = f"{value:.0f} %"
+
+    def show_in(self, trainer: Trainer) -> Callable[[], None]:
+        """Add it to the Trainer's progress bar; nothing happens where there is none.
+
+        Returns:
+            The undo, which may be called more than once.
+        """
+        bar = trainer.progress_bar_callback
+        if bar is None or not callable(getattr(bar, "get_metrics", None)):
+            return lambda: None
+        get_metrics = bar.get_metrics
+        with_item = Replacement(get_metrics, lambda *args, **kwargs: self.added_to(get_metrics(*args, **kwargs)))
+        return shadow(bar, "get_metrics", with_item)
+
+    def added_to(self, metrics: Any) -> Any:
+        """The metrics of a bar with this item; as they are before there is a value, or where they have its name."""
+        if self._text is None or self._label in metrics:
+            return metrics
+        return {**metrics, self._label: self._text}
+
+
+def print_once_fit_has_ended(trainer: Trainer, text: str, *, interrupted: bool = False) -> None:
+    """Print on stdout, on rank 0.
+
+    Args:
+        trainer: whose ``fit`` has ended.
+        text: what to print; characters that the terminal does not have are replaced.
+        interrupted: a progress bar may still be drawn: print above it, as ``LightningModule.print`` does.
+    """
+    if not trainer.is_global_zero:
+        return
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    text = text.encode(encoding, "replace").decode(encoding)
+    bar = trainer.progress_bar_callback
+    try:
+        if interrupted and bar is not None and getattr(bar, "is_enabled", False):
+            bar.print(text)
+        else:
+            print(text, flush=True)  # noqa: T201 - what the user asked to see, as the model summary is
+    except (OSError, ValueError):  # whoever read our output has gone, or stdout is closed
+        log.debug("the report could not be printed", exc_info=True)

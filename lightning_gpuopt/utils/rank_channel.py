@@ -1,0 +1,258 @@
+"""What every rank measured, brought to rank 0 once a window, without a collective.
+
+The figures travel through the key-value store that ``torch.distributed`` made for its own rendezvous, on a thread of
+ours. So the training thread never waits for another rank, a rank that dies takes nobody along, no GPU is synchronized,
+and no process group of our own has to be made, or torn down in the right order.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+"""How often rank 0 looks whether the others' figures have come, while it expects some."""
+
+_PATIENCE_S = 30.0
+"""How long a window waits for a silent rank, before it is given out without that rank."""
+
+_NEWS_EVERY_S = 1.0
+"""How often other ranks look for news of rank 0."""
+
+_runs: dict[str, int] = {}
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """One window of all ranks.
+
+    Attributes:
+        step: the logging step at which the window closed.
+        by_rank: what each rank posted; a rank that stayed silent is missing.
+    """
+
+    step: int
+    by_rank: dict[int, Any]
+
+
+@dataclass
+class _Pending:
+    number: int
+    step: int
+    since: float
+    arrived: dict[int, Any] = field(default_factory=dict)
+
+
+class RankGather:
+    """Bring JSON-able figures of all ranks to rank 0.
+
+    Every rank calls :meth:`post` at the same windows in the same order. On one rank this is a list that hands back what
+    was put in; on many, a daemon thread does the talking.
+
+    Args:
+        name: keeps two users of the store apart; the same on every rank.
+        rank: this process's global rank.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, name: str, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.problem: str | None = None
+        self._done: deque[Gathered] = deque()
+        self._inbox: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+        self._number = 0
+        self._closing = threading.Event()
+        self._close_deadline = float("inf")
+        self._thread: threading.Thread | None = None
+        self._store: Any = None
+        if world_size > 1:
+            self._store = open_store(name)
+            if self._store is None:
+                self.problem = "this torch.distributed set-up has no key-value store"
+        if self._store is not None:
+            self._thread = threading.Thread(target=self._run, name=f"gpuopt-gather-{name}", daemon=True)
+            self._thread.start()
+
+    @property
+    def collects(self) -> bool:
+        """Whether :meth:`ready` hands out windows here: on rank 0, and on every rank that has no way to the others."""
+        return self.rank == 0 or self._store is None
+
+    def post(self, step: int, figures: Any) -> None:
+        """Hand in this rank's figures of a window; never waits.
+
+        Args:
+            step: the logging step at which the window closed.
+            figures: anything that JSON can hold.
+        """
+        self._inbox.put((step, figures))
+        if self._thread is None or self.problem is not None:
+            self._keep_own()
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether :meth:`ready` would give anything."""
+        return bool(self._done)
+
+    def ready(self) -> list[Gathered]:
+        """The windows that are complete since the last call, oldest first; on other ranks than 0 always empty."""
+        done: list[Gathered] = []
+        while self._done:
+            done.append(self._done.popleft())
+        return done
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Give the windows under way a last chance, then end the thread. What came is still in :meth:`ready`.
+
+        Args:
+            timeout_s: the longest that rank 0 waits here for the others' last figures, in seconds.
+        """
+        if self._thread is None:
+            return
+        self._close_deadline = time.monotonic() + timeout_s
+        self._closing.set()
+        self._inbox.put(None)
+        self._thread.join(timeout_s + 1.0)
+        self._thread = None
+        self._keep_own()
+
+    def _run(self) -> None:
+        pending: deque[_Pending] = deque()
+        try:
+            while pending or not self._closing.is_set() or not self._inbox.empty():
+                self._take_inbox(pending)
+                while pending and self._collect(pending[0]):
+                    done = pending.popleft()
+                    self._done.append(Gathered(done.step, done.arrived))
+        except Exception as error:  # the store goes away with the process that hosts it
+            log.debug("gather stopped", exc_info=True)
+            self._done.extend(Gathered(p.step, p.arrived) for p in pending)
+            self.problem = f"the ranks' key-value store failed: {error}"
+
+    def _keep_own(self) -> None:
+        """Give out what nobody will bring to the others any more."""
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if item is not None and self.collects:
+                self._done.append(Gathered(item[0], {self.rank: item[1]}))
+
+    def _take_inbox(self, pending: deque[_Pending]) -> None:
+        try:
+            item = self._inbox.get(timeout=_POLL_S if pending else None)
+        except queue.Empty:
+            return
+        if item is None:
+            return
+        step, figures = item
+        if self.rank == 0:
+            pending.append(_Pending(self._number, step, time.monotonic(), {0: figures}))
+        else:
+            self._store.set(f"{self._number}/{self.rank}", json.dumps(figures))
+        self._number += 1
+
+    def _collect(self, window: _Pending) -> bool:
+        """Take what has arrived for this window; True when there is nothing left to wait for."""
+        for rank in range(1, self.world_size):
+            key = f"{window.number}/{rank}"
+            if rank not in window.arrived and self._store.check([key]):
+                window.arrived[rank] = json.loads(self._store.get(key))
+                self._store.delete_key(key)
+        if len(window.arrived) == self.world_size:
+            return True
+        now = time.monotonic()
+        return now - window.since > _PATIENCE_S or now > self._close_deadline
+
+
+class RankBroadcast:
+    """Bring JSON-able news from rank 0 to all other ranks, without a collective.
+
+    Args:
+        name: keeps two users of the store apart; the same on every rank.
+        rank: this process's global rank.
+        world_size: number of ranks.
+
+    Attributes:
+        problem: why nothing can be sent or received; None where it can.
+    """
+
+    def __init__(self, name: str, rank: int, world_size: int) -> None:
+        self.problem: str | None = None
+        self._rank = rank
+        self._came: deque[Any] = deque()
+        self._number = 0
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._store: Any = open_store(name) if world_size > 1 else None
+        if world_size > 1 and self._store is None:
+            self.problem = "this torch.distributed set-up has no key-value store"
+        if self._store is not None and rank:
+            self._thread = threading.Thread(target=self._run, name=f"gpuopt-news-{name}", daemon=True)
+            self._thread.start()
+
+    def send(self, news: Any) -> None:
+        """On rank 0: hand out something; on the only rank, nothing happens.
+
+        Args:
+            news: anything that JSON can hold.
+        """
+        if self._store is None or self._rank:
+            return
+        try:
+            self._store.set(str(self._number), json.dumps(news))
+            self._number += 1
+        except Exception as error:
+            self.problem = f"the ranks' key-value store failed: {error}"
+
+    def take(self) -> list[Any]:
+        """What has come since the last call, in its order; costs next to nothing where nothing has."""
+        came: list[Any] = []
+        while self._came:
+            came.append(self._came.popleft())
+        return came
+
+    def close(self) -> None:
+        """End the thread; may be called more than once."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(_NEWS_EVERY_S + 1.0)
+            self._thread = None
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(_NEWS_EVERY_S):
+                while self._store.check([str(self._number)]):
+                    self._came.append(json.loads(self._store.get(str(self._number))))
+                    self._number += 1
+        except Exception as error:  # the store goes away with the process that hosts it
+            log.debug("news stopped", exc_info=True)
+            self.problem = f"the ranks' key-value store failed: {error}"
+
+
+def open_store(name: str) -> Any:
+    """A corner of the default process group's store that no earlier run has written to.
+
+    Reads ``torch.distributed.distributed_c10d._get_default_store`` (torch 2.4 to 2.13); where it is gone, or the
+    backend has no store (MPI), each rank keeps to its own figures.
+    """
+    try:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store = _get_default_store()
+    except (ImportError, ValueError, RuntimeError):
+        return None
+    run = _runs[name] = _runs.get(name, 0) + 1
+    return dist.PrefixStore(f"lightning_gpuopt/{name}/{run}", store)  # type: ignore[attr-defined]

@@ -1,0 +1,144 @@
+"""What ``lightning-gpuopt watch`` and the processes under it know of each other: an environment variable and notes.
+
+A note is a small JSON file in the folder ``.notes`` of the watched run; the command reads and removes them at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+VARIABLE: Final = "LIGHTNING_GPUOPT_WATCH"
+PYTHON_PATH: Final = Path(__file__).parent / "entry_point"
+"""Holds the metadata of an entry point, and the module that it names; nothing else, so that it hides nothing."""
+
+COMMAND_FILE: Final = "command.txt"
+_NOTES: Final = ".notes"
+
+
+@dataclass(frozen=True)
+class Watch:
+    """One run of the command.
+
+    Attributes:
+        folder: absolute path of the run's folder.
+        fix: whether what is found is mended while training runs.
+    """
+
+    folder: str
+    fix: bool = False
+
+    def environment(self, before: Mapping[str, str]) -> dict[str, str]:
+        """The environment of the watched command.
+
+        Args:
+            before: that of this process; its ``PYTHONPATH`` keeps its precedence.
+        """
+        paths = [before["PYTHONPATH"]] if before.get("PYTHONPATH") else []
+        return {
+            **before,
+            "PYTHONPATH": os.pathsep.join([*paths, str(PYTHON_PATH)]),
+            VARIABLE: json.dumps(asdict(self)),
+        }
+
+    @staticmethod
+    def of_this_process() -> Watch:
+        """The watch that this process is under.
+
+        Raises:
+            KeyError: it is under none.
+        """
+        return Watch(**json.loads(os.environ[VARIABLE]))
+
+    def begin(self, command: Sequence[str]) -> None:
+        """Make the place for notes, and note the command.
+
+        Args:
+            command: program and arguments.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        (Path(self.folder) / _NOTES).mkdir()
+        (Path(self.folder) / COMMAND_FILE).write_bytes(os.fsencode(shlex.join(command) + "\n"))
+
+    def problem(self) -> str | None:
+        """Why no note can be left, as a sentence; None where one can."""
+        try:
+            self.note("check")
+        except FileNotFoundError:
+            return f"The folder of the reports was removed: {self.folder}"
+        except OSError as error:
+            return f"The folder of the reports cannot be written to: {self.folder}: {error.strerror}"
+        return None
+
+    def note(self, event: str, **known: Any) -> None:
+        """Leave a note for the command.
+
+        Args:
+            event: what happened: ``"trainer"``, ``"rank"``, ``"fit"``, ``"end"``, ``"error"`` or ``"check"``.
+            **known: what JSON can hold.
+
+        Raises:
+            OSError: the folder cannot be written to, or the command has gone.
+        """
+        folder = Path(self.folder) / _NOTES
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
+            json.dump({"event": event, **known}, file)
+        os.replace(file.name, f"{file.name}.json")
+
+    def notes(self) -> list[dict[str, Any]]:
+        """The notes so far, oldest first; those that cannot be read are left out."""
+        found = []
+        for path in sorted((Path(self.folder) / _NOTES).glob("*.json"), key=lambda each: each.stat().st_mtime_ns):
+            try:
+                found.append(json.loads(path.read_text()))
+            except (OSError, ValueError):
+                continue
+        return found
+
+    def end(self) -> None:
+        """Remove the notes, and the folder where nothing else is in it."""
+        folder = Path(self.folder)
+        shutil.rmtree(folder / _NOTES, ignore_errors=True)
+        with suppress(OSError):
+            if {path.name for path in folder.iterdir()} <= {COMMAND_FILE}:
+                shutil.rmtree(folder)
+
+    def new_fit(self) -> Path:
+        """Make the folder of one ``fit``: ``fit-1``, ``fit-2`` ..., whichever process comes first.
+
+        Raises:
+            OSError: the run's folder cannot be written to.
+        """
+        return new_folder(Path(self.folder), "fit-{}")
+
+
+def new_folder(parent: Path, pattern: str, first: int = 1) -> Path:
+    """Make the first folder that is not there yet.
+
+    Args:
+        parent: where.
+        pattern: its name, with ``{}`` in the place of the number.
+        first: the first number to try.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    number = first
+    while True:
+        folder = parent / pattern.format(number)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+            continue
+        return folder

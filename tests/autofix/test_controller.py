@@ -1,0 +1,732 @@
+"""AutoFixController as a state machine: windows of written lengths in, changes and their records out."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+from lightning_gpuopt.autofix.run_length import RunLength
+from lightning_gpuopt.diagnosis.record import Change
+from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, TOO_SHORT
+from lightning_gpuopt.measurements.loading import LoaderFacts
+from lightning_gpuopt.tuning.loader import DRAWS
+from tests.autofix.plain_run import FAST, GAIN, SLOW, PlainBroadcast, PlainRun, finding
+
+MORE = finding(num_workers=2)
+FIRST = finding("main_process_loading", num_workers=2)
+AHEAD = finding("head_of_line", prefetch_factor=4)
+LIVE_ON = finding("epoch_restart", None, persistent_workers=True)
+
+BEFORE, SKIPPED, PROOF = 4, 1, 5
+"""Windows that are seen before a change, left out after it, and needed to prove a clear gain."""
+
+NO_GAIN = "no gain that could be told from noise"
+LAST_EPOCH = "training ended before it could take effect"
+
+
+def one_worker(**more: Any) -> PlainRun:
+    return PlainRun({"num_workers": 1, "prefetch_factor": 2, "persistent_workers": False}, **more)
+
+
+def no_worker(**more: Any) -> PlainRun:
+    return PlainRun({"num_workers": 0, "persistent_workers": False}, waiting=["num_workers"], **more)
+
+
+def tried(run: PlainRun, *findings: Any, on_gpu: bool = False) -> PlainRun:
+    """The run after the window in which it has begun a change."""
+    run.epoch()
+    run.windows(BEFORE, SLOW, *findings, on_gpu=on_gpu)
+    return run
+
+
+def kept(*args: Any, measured: float | None = 2.0, why: str = "", predicted: Any = GAIN) -> Change:
+    shown = None if measured is None else pytest.approx(measured)
+    return Change(*args, predicted=predicted, measured=shown, kept=True, why=why)
+
+
+def taken_back(*args: Any, measured: float | None, why: str = NO_GAIN, predicted: Any = GAIN) -> Change:
+    shown = None if measured is None else pytest.approx(measured)
+    return Change(*args, predicted=predicted, measured=shown, kept=False, why=why)
+
+
+class TestBeforeAChange:
+    def test_four_windows_are_seen_first(self) -> None:
+        run = one_worker()
+        run.epoch()
+        run.windows(BEFORE - 1, SLOW, MORE)
+        assert (run.changes, run.log, run.messages) == ([], [], [])
+        run.window(SLOW, MORE)
+        assert run.changes == [Change("num_workers", 1, 2, GAIN)]
+        assert run.log == [("change", "num_workers", 2)]
+        assert run.messages == ["AutoFix: num_workers 1 → 2, now, since slow_transform was found"]
+
+    def test_a_window_without_steps_is_none(self) -> None:
+        run = one_worker()
+        run.epoch()
+        run.windows(BEFORE - 1, SLOW, MORE)
+        run.window(None, MORE)
+        assert run.changes == []
+        run.window(SLOW, MORE)
+        assert len(run.changes) == 1
+
+    def test_without_a_finding_nothing_is_changed(self) -> None:
+        run = one_worker()
+        run.windows(30, SLOW)
+        run.windows(30, SLOW, finding("logging"))
+        assert (run.changes, run.log) == ([], [])
+
+    def test_what_is_so_already_is_not_changed(self) -> None:
+        assert tried(one_worker(), finding(num_workers=1)).changes == []
+
+    def test_only_what_may_be_changed_is(self) -> None:
+        run = tried(one_worker(fixes=["prefetch_factor"]), MORE, AHEAD)
+        assert run.log == [("change", "prefetch_factor", 4)]
+
+    def test_nothing_new_is_tried_while_the_loader_still_changes(self) -> None:
+        run = one_worker()
+        run.loader.is_settled = False
+        assert tried(run, MORE).changes == []
+        run.loader.is_settled = True
+        run.window(SLOW, MORE)
+        assert run.log == [("change", "num_workers", 2)]
+
+    def test_of_several_loaders_the_value_before_is_what_the_finding_is_about(self) -> None:
+        run = PlainRun({}, facts=LoaderFacts(num_workers=3))
+        run.settings.refuses["num_workers"] = "there are several training loaders"
+        assert tried(run, finding(num_workers=5)).changes == [
+            Change("num_workers", 3, 5, GAIN, why="there are several training loaders")
+        ]
+
+
+class TestAChangeAtOnce:
+    def test_a_gain_is_kept_once_it_is_proved(self) -> None:
+        run = tried(one_worker(), MORE)
+        run.windows(SKIPPED + PROOF - 1, FAST)
+        assert run.changes == [Change("num_workers", 1, 2, GAIN)]
+        run.window(FAST)
+        assert run.changes == [kept("num_workers", 1, 2)]
+        assert run.log == [("change", "num_workers", 2)]
+        assert run.messages[-1] == "AutoFix: num_workers 1 → 2: predicted 2.0x (1.5x to 2.5x), measured 2.0x, kept"
+
+    def test_the_first_window_with_it_is_left_out(self) -> None:
+        run = tried(one_worker(), MORE)
+        run.window(9.0)
+        run.windows(PROOF, FAST)
+        assert run.changes == [kept("num_workers", 1, 2)]
+
+    def test_only_the_last_eight_windows_before_count(self) -> None:
+        run = one_worker()
+        run.epoch()
+        run.windows(20, 9.0)
+        run.windows(8, SLOW)
+        run.window(SLOW, MORE)
+        run.windows(SKIPPED + PROOF, FAST)
+        assert run.changes == [kept("num_workers", 1, 2)]
+
+    def test_a_loss_is_taken_back_after_three_windows(self) -> None:
+        run = tried(one_worker(), MORE)
+        run.windows(SKIPPED + 2, 0.625)
+        assert run.log == [("change", "num_workers", 2)]
+        run.window(0.625)
+        assert run.changes == [taken_back("num_workers", 1, 2, measured=0.8)]
+        assert run.log == [("change", "num_workers", 2), ("back", "num_workers", 1)]
+
+    def test_a_gain_that_is_too_small_is_taken_back_after_eight(self) -> None:
+        run = tried(one_worker(), MORE)
+        run.windows(SKIPPED + 7, 0.496)
+        assert run.log == [("change", "num_workers", 2)]
+        run.window(0.496)
+        assert run.changes == [taken_back("num_workers", 1, 2, measured=0.5 / 0.496)]
+
+    def test_what_has_failed_is_not_tried_again(self) -> None:
+        run = tried(one_worker(), MORE)
+        run.windows(40, SLOW, MORE)
+        assert run.changes == [taken_back("num_workers", 1, 2, measured=1.0)]
+        assert run.log == [("change", "num_workers", 2), ("back", "num_workers", 1)]
+
+    def test_one_change_at_a_time(self) -> None:
+        run = tried(one_worker(), MORE, AHEAD)
+        run.windows(SKIPPED + PROOF - 1, FAST, AHEAD)
+        assert run.log == [("change", "num_workers", 2)]
+        run.window(FAST, AHEAD)
+        assert run.log == [("change", "num_workers", 2), ("change", "prefetch_factor", 4)]
+        run.windows(20, FAST, AHEAD)
+        assert run.changes == [
+            kept("num_workers", 1, 2),
+            taken_back("prefetch_factor", 2, 4, measured=1.0),
+        ]
+        assert run.settings.values["prefetch_factor"] == 2
+
+    def test_after_one_that_was_taken_back_the_next_waits_for_new_windows(self) -> None:
+        run = tried(one_worker(), MORE, AHEAD)
+        run.windows(SKIPPED + 3, 0.625, MORE, AHEAD)
+        assert run.log[-1] == ("back", "num_workers", 1)
+        run.windows(2, SLOW, AHEAD)
+        assert run.log[-1] == ("back", "num_workers", 1)
+        run.windows(2, SLOW, AHEAD)
+        assert run.log[-1] == ("change", "prefetch_factor", 4)
+
+    def test_where_there_is_room_for_fewer_these_are_tried(self) -> None:
+        run = one_worker()
+        run.settings.room = 3
+        tried(run, finding(num_workers=8))
+        assert run.changes == [Change("num_workers", 1, 3, predicted=None)]
+        assert run.messages == ["AutoFix: num_workers 1 → 3, now, since slow_transform was found"]
+
+    def test_workers_that_were_seen_to_draw_are_kept_with_a_word_on_it(self) -> None:
+        run = tried(one_worker(), MORE)
+        run.loader.draws = True
+        run.windows(SKIPPED + PROOF, FAST)
+        assert run.changes == [kept("num_workers", 1, 2, why=DRAWS)]
+
+
+class TestAChangeWithTheNextEpoch:
+    def test_it_is_judged_once_it_has_come(self) -> None:
+        run = tried(no_worker(), FIRST)
+        assert run.messages == ["AutoFix: num_workers 0 → 2, with the next epoch, since main_process_loading was found"]
+        run.windows(20, SLOW, FIRST)
+        assert run.changes == [Change("num_workers", 0, 2, GAIN)]
+        run.epoch()
+        run.window(9.0)  # in which the new iterator was made
+        run.window(9.0)  # left out
+        run.windows(PROOF - 1, FAST)
+        assert run.changes == [Change("num_workers", 0, 2, GAIN)]
+        run.window(FAST)
+        assert run.changes == [kept("num_workers", 0, 2)]
+        assert run.log == [("change", "num_workers", 2)]
+
+    def test_windows_while_it_waits_are_those_before_it(self) -> None:
+        run = tried(no_worker(), FIRST)
+        run.windows(8, 1.0)
+        run.epoch()
+        run.windows(1 + SKIPPED + PROOF, FAST)
+        assert run.changes == [kept("num_workers", 0, 2, measured=4.0)]
+
+    def test_it_goes_with_the_next_where_it_brought_nothing(self) -> None:
+        run = tried(no_worker(), FIRST)
+        run.epoch()
+        run.windows(1 + SKIPPED + 8, SLOW)
+        assert run.changes == [taken_back("num_workers", 0, 2, measured=1.0)]
+        assert run.log == [("change", "num_workers", 2), ("back", "num_workers", 0)]
+
+    def test_what_is_refused_with_the_iterator_is_advised_and_not_tried_again(self) -> None:
+        run = tried(no_worker(), FIRST)
+        run.settings.refuses["num_workers"] = "reading the dataset draws"
+        run.epoch()
+        run.window(SLOW, FIRST)
+        assert run.changes == [Change("num_workers", 0, 2, GAIN, why="reading the dataset draws")]
+        assert run.loader.refused == {}
+        run.windows(20, SLOW, FIRST)
+        assert len(run.changes) == 1
+        assert run.log == [("change", "num_workers", 2)]
+        assert run.messages[-1] == (
+            "AutoFix: num_workers 0 → 2: predicted 2.0x (1.5x to 2.5x), advised (reading the dataset draws)"
+        )
+
+    def test_after_a_refusal_windows_before_it_still_count(self) -> None:
+        run = tried(no_worker(), FIRST)
+        run.settings.refuses["num_workers"] = "reading the dataset draws"
+        run.epoch()
+        run.window(SLOW, AHEAD)
+        assert run.log[-1] == ("change", "prefetch_factor", 4)
+
+
+def test_what_is_refused_now_is_advised_and_the_next_is_tried_in_the_same_window() -> None:
+    run = one_worker()
+    run.settings.refuses["num_workers"] = "there is no room for more workers, limited by memory"
+    tried(run, MORE, AHEAD)
+    assert run.changes == [
+        Change("num_workers", 1, 2, GAIN, why="there is no room for more workers, limited by memory"),
+        Change("prefetch_factor", 2, 4, GAIN),
+    ]
+    assert run.log == [("change", "prefetch_factor", 4)]
+    run.windows(30, SLOW, MORE, AHEAD)
+    assert len(run.changes) == 2
+
+
+class TestWhatStartingWorkersCosts:
+    def test_a_set_up_that_takes_longer_than_the_steps_save_is_the_reason(self) -> None:
+        run = one_worker(run_length=RunLength(10, 5))
+        run.epoch(0.0)
+        run.epoch(0.0)
+        run.windows(BEFORE, SLOW, MORE)
+        run.epoch(10.0)  # a second a step
+        run.windows(SKIPPED + 3, FAST)
+        assert run.changes == [taken_back("num_workers", 1, 2, measured=0.5 / 1.25, why=COSTS_MORE)]
+        assert run.settings.values["num_workers"] == 1
+
+    def test_steps_that_became_slower_are_the_reason_though_the_set_up_did_so_too(self) -> None:
+        run = one_worker(run_length=RunLength(10, 5))
+        run.epoch(0.0)
+        run.windows(BEFORE, SLOW, MORE)
+        run.epoch(10.0)
+        run.windows(SKIPPED + 3, 0.625)
+        assert run.changes[0].why == NO_GAIN
+
+    def test_a_change_that_was_kept_before_an_epoch_began_with_it_is_looked_at_again(self) -> None:
+        run = one_worker(run_length=RunLength(10, 5))
+        run.epoch(0.0)
+        run.windows(BEFORE, SLOW, MORE)
+        run.windows(SKIPPED + PROOF, FAST)
+        assert run.changes == [kept("num_workers", 1, 2)]
+        run.windows(5, FAST)
+        run.epoch(5.0)  # half a second a step, where 0.25 were saved
+        run.window(FAST, MORE)
+        assert run.changes == [
+            taken_back("num_workers", 1, 2, measured=2.0 * 0.25 / (0.25 + 0.5), why=COSTS_MORE),
+        ]
+        assert run.log == [("change", "num_workers", 2), ("back", "num_workers", 1)]
+        run.windows(30, SLOW, MORE)
+        assert len(run.changes) == 1
+
+    def test_what_an_epoch_costs_no_more_than_is_saved_stays_kept(self) -> None:
+        run = one_worker(run_length=RunLength(10, 5))
+        run.epoch(0.0)
+        run.windows(BEFORE, SLOW, MORE)
+        run.windows(SKIPPED + PROOF, FAST)
+        run.epoch(2.5)
+        run.windows(3, FAST)
+        run.epoch(99.0)  # only the first is looked at
+        run.windows(3, FAST)
+        assert run.changes == [kept("num_workers", 1, 2)]
+
+    def test_it_is_looked_at_when_the_change_that_is_tried_meanwhile_has_ended(self) -> None:
+        run = one_worker(run_length=RunLength(10, 5))
+        run.epoch(0.0)
+        run.windows(BEFORE, SLOW, MORE)
+        run.windows(SKIPPED + PROOF, FAST, AHEAD)
+        assert run.log[-1] == ("change", "prefetch_factor", 4)
+        run.epoch(5.0)
+        run.windows(SKIPPED + 2, 0.5)
+        assert run.log[-1] == ("change", "prefetch_factor", 4)
+        run.window(0.5)
+        assert run.log[-1] == ("back", "prefetch_factor", 2)
+        run.window(FAST)
+        assert run.log[-1] == ("back", "num_workers", 1)
+        assert [(each.setting, each.why) for each in run.changes] == [
+            ("num_workers", COSTS_MORE),
+            ("prefetch_factor", NO_GAIN),
+        ]
+
+    def test_starting_workers_that_live_on_is_spread_over_all_epochs_left(self) -> None:
+        run = PlainRun({"num_workers": 1, "persistent_workers": True}, run_length=RunLength(10, 1))
+        run.epoch()
+        run.windows(BEFORE, SLOW, MORE)
+        run.epoch(10.0)  # a second a step of this epoch, and the one before it is not over
+        run.windows(SKIPPED + 3, FAST)
+        assert run.changes == [taken_back("num_workers", 1, 2, measured=0.5 / (0.25 + 0.5), why=COSTS_MORE)]
+
+    def test_seconds_spent_looking_at_the_dataset_are_no_set_up(self) -> None:
+        run = no_worker(run_length=RunLength(10, 5))
+        run.epoch(0.0)
+        run.windows(BEFORE, SLOW, FIRST)
+        run.loader.looked_s = 50.0
+        run.epoch(50.0)
+        run.windows(1 + SKIPPED + PROOF, FAST)
+        assert run.changes == [kept("num_workers", 0, 2)]
+
+
+class TestWorkersThatAreNotForked:
+    def slow(self, *, epoch_s: float, left: int = 5, wanted: int = 2, **more: Any) -> PlainRun:
+        run = one_worker(run_length=RunLength(10, left), **more)
+        run.settings.waiting.add("num_workers")
+        run.settings.waiting.add("persistent_workers")
+        run.loader.starts_slowly = True
+        run.epoch(epoch_s)
+        run.epoch(epoch_s)
+        run.windows(BEFORE, SLOW, finding(num_workers=wanted))
+        return run
+
+    def test_they_come_with_the_next_epoch_and_persist(self) -> None:
+        run = self.slow(epoch_s=1.0)
+        assert run.log == [("change", "num_workers", 2), ("change", "persistent_workers", True)]
+        assert run.messages == [
+            "AutoFix: num_workers 1 → 2, with the next epoch, since slow_transform was found, with workers that persist"
+        ]
+        run.epoch(1.0)
+        run.windows(1 + SKIPPED + PROOF, FAST)
+        # a step of 0.5 s with 0.1 s of set-up, against 0.25 s with a sixth of 0.1 s: six epochs are left
+        assert run.changes == [
+            kept("num_workers", 1, 2, measured=0.6 / (0.25 + 0.1 / 6)),
+            Change("persistent_workers", False, True, kept=True, why="with num_workers"),
+        ]
+        run.epoch(9.0)  # it is not looked at again
+        run.windows(5, FAST)
+        assert [each.kept for each in run.changes] == [True, True]
+        run.controller.undo()
+        assert run.loader.undone == [{}]
+
+    def test_both_are_taken_back(self) -> None:
+        run = self.slow(epoch_s=1.0)
+        run.epoch(1.0)
+        run.windows(1 + SKIPPED + 3, 0.9)
+        assert [(each.setting, each.kept, each.why) for each in run.changes] == [
+            ("num_workers", False, NO_GAIN),
+            ("persistent_workers", False, NO_GAIN),
+        ]
+        assert run.log[2:] == [("back", "num_workers", 1), ("back", "persistent_workers", False)]
+        run.windows(30, SLOW, LIVE_ON)
+        assert len(run.changes) == 2
+        run.controller.undo()
+        assert run.loader.undone == [{}]
+
+    def test_where_not_one_pays_none_is_tried(self) -> None:
+        run = self.slow(epoch_s=100.0, cpus=1.0)
+        assert run.changes == [Change("num_workers", 1, 2, GAIN, why=COSTS_MORE)]
+        assert run.log == []
+        assert run.messages == [f"AutoFix: num_workers 1 → 2: predicted 2.0x (1.5x to 2.5x), not tried ({COSTS_MORE})"]
+
+    def test_as_many_as_pay_are_tried(self) -> None:
+        # by the prediction of 2.0x a third would save nothing, and two start side by side on two CPUs
+        run = self.slow(epoch_s=10.0, wanted=9)
+        assert run.changes[0] == Change("num_workers", 1, 2, predicted=None)
+        assert run.log[0] == ("change", "num_workers", 2)
+
+    def test_they_are_as_many_as_wanted_where_the_length_of_an_epoch_is_not_known(self) -> None:
+        run = one_worker(run_length=RunLength(0, 5))
+        run.loader.starts_slowly = True
+        run.epoch(1000.0)
+        run.windows(BEFORE, SLOW, MORE)
+        assert run.changes == [Change("num_workers", 1, 2, GAIN)]
+
+    def test_they_do_not_persist_where_that_may_not_be_changed(self) -> None:
+        run = self.slow(epoch_s=1.0, fixes=["num_workers"])
+        assert run.log == [("change", "num_workers", 2)]
+        assert len(run.changes) == 1
+
+    def test_or_where_it_cannot_be(self) -> None:
+        run = one_worker(run_length=RunLength(10, 5))
+        run.settings.waiting.add("num_workers")
+        run.settings.refuses["persistent_workers"] = "it has set_epoch()"
+        run.loader.starts_slowly = True
+        run.epoch(1.0)
+        run.windows(BEFORE, SLOW, MORE)
+        assert run.changes == [Change("num_workers", 1, 2, GAIN)]
+
+    def test_a_loaders_first_ones_are_not_reckoned_up(self) -> None:
+        run = no_worker(run_length=RunLength(10, 1))
+        run.loader.starts_slowly = True
+        run.epoch(1000.0)
+        run.windows(BEFORE, SLOW, FIRST)
+        assert run.log == [("change", "num_workers", 2)]
+
+
+class TestWorkersThatLiveOn:
+    def run(self, *set_ups_s: float, **more: Any) -> PlainRun:
+        """Epochs of four windows each."""
+        run = one_worker(waiting=["persistent_workers"], **more)
+        for each in set_ups_s:
+            run.epoch(each)
+            run.windows(4, SLOW, LIVE_ON)
+        return run
+
+    def test_not_before_two_epochs_have_begun(self) -> None:
+        assert self.run(5.0).changes == []
+        assert self.run(5.0, 1.0).log == [("change", "persistent_workers", True)]
+
+    def test_they_are_kept_where_the_set_up_becomes_shorter(self) -> None:
+        run = self.run(5.0, 1.0, 1.0)
+        assert run.changes == [Change("persistent_workers", False, True)]
+        run.epoch(0.25)
+        run.window(SLOW)
+        assert run.changes == [kept("persistent_workers", False, True, measured=4.0, predicted=None)]
+
+    def test_and_taken_back_where_it_does_not(self) -> None:
+        run = self.run(5.0, 1.0, 1.0)
+        run.epoch(0.75)
+        run.window(SLOW)
+        assert run.changes == [
+            taken_back("persistent_workers", False, True, measured=1 / 0.75, predicted=None),
+        ]
+        assert run.settings.values["persistent_workers"] is False
+
+    def test_the_steps_of_its_trial_are_not_those_before_the_next_change(self) -> None:
+        run = self.run(5.0, 1.0)
+        run.epoch(1.0)
+        run.windows(4, 9.0)
+        run.epoch(0.25)
+        run.window(SLOW, MORE)
+        run.windows(SKIPPED + PROOF, FAST)
+        assert run.changes[1:] == [kept("num_workers", 1, 2)]
+
+    def test_a_last_epoch_too_short_for_a_window_of_steps_still_counts(self) -> None:
+        run = self.run(5.0, 1.0, 1.0)
+        run.epoch(0.25)
+        run.window(None)
+        assert run.changes == [Change("persistent_workers", False, True)]
+        run.controller.training_ended()
+        assert run.changes == [kept("persistent_workers", False, True, measured=4.0, predicted=None)]
+
+
+class TestACopyAhead:
+    COPY = finding("host_to_device", pin_memory=True)
+
+    def test_waking_it_is_the_beginning_of_another_run(self) -> None:
+        run = PlainRun({"num_workers": 1, "pin_memory": True})
+        run.epoch()
+        assert run.windows(BEFORE, SLOW, self.COPY, on_gpu=True) == [False, False, False, True]
+        assert run.changes == [Change("device_prefetch", False, True, GAIN)]
+        assert run.windows(SKIPPED + PROOF, FAST, on_gpu=True) == [False] * 6
+        assert run.changes == [kept("device_prefetch", False, True)]
+
+    def test_off_the_gpu_there_is_none(self) -> None:
+        assert tried(PlainRun({"num_workers": 1, "pin_memory": True}), self.COPY).changes == []
+
+
+class TestAProblemWithTheWorkers:
+    GONE = "for more workers there is no room any longer, limited by memory"
+
+    def test_ends_the_trial_of_more(self) -> None:
+        run = tried(one_worker(), MORE)
+        run.windows(3, FAST)
+        run.loader.problems.append(self.GONE)
+        run.window(FAST)
+        assert run.changes == [taken_back("num_workers", 1, 2, measured=2.0, why=self.GONE)]
+        assert run.log[-1] == ("back", "num_workers", 1)
+
+    def test_ends_the_trial_of_something_else_and_is_told_beside_it(self) -> None:
+        run = PlainRun({"num_workers": 4, "prefetch_factor": 2})
+        tried(run, AHEAD)
+        run.windows(2, FAST)
+        run.loader.problems.append(self.GONE)
+        run.loader.lost = run.settings, 3
+        run.window(FAST)
+        assert run.changes == [
+            taken_back("prefetch_factor", 2, 4, measured=2.0, why="the number of workers has changed meanwhile"),
+            Change("num_workers", 4, 3, kept=True, why=self.GONE),
+        ]
+        assert run.log[-1] == ("back", "prefetch_factor", 2)
+
+    def test_what_was_measured_before_it_counts_no_more(self) -> None:
+        run = PlainRun({"num_workers": 4, "prefetch_factor": 2})
+        run.windows(BEFORE, SLOW)
+        run.loader.problems.append(self.GONE)
+        run.loader.lost = run.settings, 3
+        run.windows(BEFORE, SLOW, AHEAD)
+        assert run.log == []
+        run.window(SLOW, AHEAD)
+        assert run.log == [("change", "prefetch_factor", 4)]
+
+    def test_is_a_note_where_the_number_is_as_it_was(self) -> None:
+        run = one_worker()
+        run.windows(2, SLOW)
+        run.loader.problems.append("a worker that was started in mid-epoch never gave a batch")
+        run.window(SLOW)
+        assert run.changes == []
+        assert run.controller.notes == [
+            "AutoFix starts workers at the beginning of an epoch only: a worker that was started in mid-epoch never "
+            "gave a batch."
+        ]
+
+
+class TestTheEndOfTraining:
+    def test_with_nothing_under_way(self) -> None:
+        run = one_worker()
+        run.windows(2, SLOW, MORE)
+        run.controller.training_ended()
+        assert (run.changes, run.messages) == ([], [])
+
+    def test_before_a_change_has_come(self) -> None:
+        run = tried(no_worker(), FIRST)
+        run.controller.training_ended()
+        assert run.changes == [Change("num_workers", 0, 2, GAIN, why=LAST_EPOCH)]
+        run.controller.undo()
+        assert run.loader.undone == [{"num_workers": 0}]
+
+    def test_when_it_was_refused_with_the_last_iterator(self) -> None:
+        run = tried(no_worker(), FIRST)
+        run.settings.refuses["num_workers"] = "reading the dataset draws"
+        run.epoch()
+        run.controller.training_ended()
+        assert run.changes == [Change("num_workers", 0, 2, GAIN, why="reading the dataset draws")]
+
+    def test_before_a_gain_is_proved(self) -> None:
+        run = tried(one_worker(), MORE)
+        run.windows(SKIPPED + 2, FAST)
+        run.controller.training_ended()
+        assert run.changes == [taken_back("num_workers", 1, 2, measured=2.0, why=TOO_SHORT)]
+        run.controller.undo()
+        assert run.loader.undone == [{"num_workers": 1}]
+
+    def test_before_a_window_with_it(self) -> None:
+        run = tried(one_worker(), MORE)
+        run.controller.training_ended()
+        assert run.changes == [taken_back("num_workers", 1, 2, measured=None, why=TOO_SHORT)]
+
+    def test_with_workers_that_were_to_persist(self) -> None:
+        run = TestWorkersThatAreNotForked().slow(epoch_s=1.0)
+        run.controller.training_ended()
+        assert run.changes == [
+            Change("num_workers", 1, 2, GAIN, why=LAST_EPOCH),
+            Change("persistent_workers", False, True, why=LAST_EPOCH),
+        ]
+        run = TestWorkersThatAreNotForked().slow(epoch_s=1.0)
+        run.epoch(1.0)
+        run.windows(2, FAST)
+        run.controller.training_ended()
+        assert [(each.kept, each.why) for each in run.changes] == [(False, TOO_SHORT)] * 2
+        run.controller.undo()
+        assert run.loader.undone == [{"num_workers": 1, "persistent_workers": False}]
+
+    def test_what_was_kept_stays(self) -> None:
+        run = tried(one_worker(), MORE)
+        run.windows(SKIPPED + PROOF, FAST)
+        run.controller.training_ended()
+        run.controller.undo()
+        assert run.changes == [kept("num_workers", 1, 2)]
+        assert run.loader.undone == [{}]
+
+    def test_what_was_taken_back_is_the_loaders_own_affair(self) -> None:
+        run = tried(one_worker(), MORE)
+        run.windows(SKIPPED + 3, 0.9)
+        run.controller.undo()
+        assert run.loader.undone == [{}]
+
+    def test_undone_without_it_and_twice(self) -> None:
+        run = tried(one_worker(several_ranks=True), MORE)
+        run.controller.undo()
+        run.controller.undo()
+        assert run.changes == [taken_back("num_workers", 1, 2, measured=None, why=TOO_SHORT)]
+        assert run.loader.undone == [{"num_workers": 1}] * 2
+        assert run.broadcast is not None
+        assert run.broadcast.closed == 2
+
+
+class TestRanks:
+    def test_rank_0_sends_what_it_does(self) -> None:
+        run = tried(one_worker(several_ranks=True), MORE, AHEAD)
+        assert run.broadcast is not None
+        assert run.broadcast.sent == [["change", "num_workers", 2]]
+        run.windows(SKIPPED + PROOF, FAST, AHEAD)
+        run.windows(SKIPPED + 3, 0.5)
+        assert run.broadcast.sent == [
+            ["change", "num_workers", 2],
+            ["keep", "num_workers", None],
+            ["change", "prefetch_factor", 4],
+            ["back", "prefetch_factor", 2],
+        ]
+
+    def test_and_with_it_the_workers_that_persist(self) -> None:
+        case = TestWorkersThatAreNotForked()
+        run = case.slow(epoch_s=1.0, several_ranks=True)
+        run.epoch(1.0)
+        run.windows(1 + SKIPPED + PROOF, FAST)
+        assert run.broadcast is not None
+        assert run.broadcast.sent == [
+            ["change", "num_workers", 2],
+            ["change", "persistent_workers", True],
+            ["keep", "num_workers", None],
+            ["keep", "persistent_workers", None],
+        ]
+        run = case.slow(epoch_s=1.0, several_ranks=True)
+        run.epoch(1.0)
+        run.windows(1 + SKIPPED + 3, 0.9)
+        assert run.broadcast is not None
+        assert run.broadcast.sent[2:] == [["back", "num_workers", 1], ["back", "persistent_workers", False]]
+
+    def test_and_what_is_taken_back_once_an_epoch_has_begun(self) -> None:
+        run = one_worker(run_length=RunLength(10, 5), several_ranks=True)
+        run.epoch()
+        run.windows(BEFORE, SLOW, MORE)
+        run.windows(SKIPPED + PROOF, FAST)
+        run.epoch(5.0)
+        run.window(FAST)
+        assert run.broadcast is not None
+        assert run.broadcast.sent[-1] == ["change", "num_workers", 1]
+
+    def test_nothing_is_sent_of_what_was_refused(self) -> None:
+        run = one_worker(several_ranks=True)
+        run.settings.refuses["num_workers"] = "no"
+        tried(run, MORE)
+        assert run.broadcast is not None
+        assert run.broadcast.sent == []
+
+    def test_the_others_decide_nothing_and_look_after_their_workers(self) -> None:
+        run = one_worker(rank=1, several_ranks=True)
+        run.loader.problems.append("gone")
+        run.windows(30, SLOW, MORE)
+        assert (run.changes, run.log, list(run.loader.problems)) == ([], [], [])
+        assert run.broadcast is not None
+        assert run.broadcast.sent == []
+
+    def test_they_obey(self) -> None:
+        run = one_worker(rank=1, several_ranks=True)
+        assert run.broadcast is not None
+        run.broadcast.came = [["change", "num_workers", 2], ["change", "prefetch_factor", 4]]
+        run.controller.obey()
+        run.broadcast.came = [["back", "prefetch_factor", 2]]
+        run.controller.obey()
+        assert run.log == [
+            ("change", "num_workers", 2),
+            ("change", "prefetch_factor", 4),
+            ("back", "prefetch_factor", 2),
+        ]
+        run.controller.undo()
+        assert run.loader.undone == [{"num_workers": 1}]
+
+    def test_what_is_kept_they_keep(self) -> None:
+        run = one_worker(rank=1, several_ranks=True)
+        assert run.broadcast is not None
+        run.broadcast.came = [["change", "num_workers", 2], ["keep", "num_workers", None]]
+        run.controller.obey()
+        run.controller.undo()
+        assert run.loader.undone == [{}]
+
+    def test_where_one_cannot_the_rest_of_the_news_counts_all_the_same(self) -> None:
+        run = one_worker(rank=1, several_ranks=True)
+        run.settings.refuses["num_workers"] = "no room here"
+        assert run.broadcast is not None
+        run.broadcast.came = [["change", "num_workers", 2], ["change", "prefetch_factor", 4]]
+        run.controller.obey()
+        assert run.log == [("change", "prefetch_factor", 4)]
+
+    def test_a_copy_ahead_begins_another_run_for_rank_0_alone(self) -> None:
+        run = PlainRun({"num_workers": 1}, rank=1, several_ranks=True)
+        assert run.broadcast is not None
+        run.broadcast.came = [["change", "device_prefetch", True]]
+        run.controller.obey()
+        assert run.settings.values["device_prefetch"] is True
+        assert run.windows(3, SLOW) == [False] * 3
+
+    def test_where_they_cannot_be_reached_nothing_is_changed(self) -> None:
+        run = one_worker()
+        broadcast: Any = PlainBroadcast(problem="this torch.distributed set-up has no key-value store")
+        run.controller.start(broadcast)
+        assert tried(run, MORE).changes == []
+
+    def test_one_rank_has_nothing_to_obey(self) -> None:
+        run = one_worker()
+        run.controller.obey()
+        assert run.log == []
+
+
+def test_the_loader_is_told_of_each_epoch() -> None:
+    run = one_worker()
+    run.controller.epoch_begins()
+    assert run.log == [("epoch",)]
+
+
+def test_a_fault_of_its_own_is_the_guards() -> None:
+    class Caught:
+        def __init__(self) -> None:
+            self.seen: list[BaseException | None] = []
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> bool:
+            self.seen.append(error)
+            return True
+
+    guard, fault = Caught(), ValueError("ours")
+
+    def broken() -> str:
+        raise fault
+
+    run = one_worker(guard=guard)
+    run.loader.step_done = broken  # type: ignore[method-assign]
+    assert run.window(SLOW, MORE) is False
+    run.controller.training_ended()
+    assert guard.seen == [fault, None]

@@ -1,0 +1,417 @@
+"""AdjustableLoader beside a Trainer that is a few plain attributes: what it refuses, what it does, and how it leaves.
+
+No worker is started: what runs, and what a training sees of it, is shown with real Trainers in
+``tests/callbacks/test_auto_fix.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, Subset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_gpuopt.autofix.loader import AdjustableLoader, CannotChange
+from lightning_gpuopt.tuning.caps import Cap
+from lightning_gpuopt.tuning.running import RunningLoader
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.extra = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+class Epochs(Numbers):
+    def set_epoch(self, epoch: int) -> None:
+        self.extra = epoch
+
+
+class Draws(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(1)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter(torch.zeros(40, 2))
+
+
+class Keeps(DataLoader[torch.Tensor]):
+    """Somebody's own loader with a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Iterates(DataLoader[torch.Tensor]):
+    """Somebody's own loader that makes its iterators itself."""
+
+    def _get_iterator(self) -> Any:
+        return super()._get_iterator()
+
+
+class Shuffles(Sampler[int]):
+    """Draws each index from the global random state."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(int(torch.randint(40, ()).item()) for _ in range(40))
+
+
+class Closed:
+    """Cannot be looked into."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise TypeError("nobody looks into a Closed")
+
+
+class Fetcher:
+    """Stands where the training loop's fetcher does, and begins iterators."""
+
+    def __init__(self, loaders: list[Any]) -> None:
+        self.loaders = loaders
+
+    def __iter__(self) -> Any:
+        return iter([each._get_iterator() for each in self.loaders])
+
+
+class Rig:
+    """An AdjustableLoader over these loaders, of whose iterators it only counts how many are made."""
+
+    def __init__(self, *loaders: Any, **trainer: Any) -> None:
+        self.loaders = list(loaders)
+        self.loops = SimpleNamespace(
+            _combined_loader=SimpleNamespace(flattened=self.loaders, _iterator=SimpleNamespace(iterators=[])),
+            _data_fetcher=Fetcher(self.loaders),
+        )
+        self.trainer: Any = SimpleNamespace(
+            strategy=SimpleNamespace(process_dataloader=lambda loader: loader),
+            fit_loop=self.loops,
+            **{
+                "training": True,
+                "reload_dataloaders_every_n_epochs": 0,
+                "max_epochs": 3,
+                "current_epoch": 0,
+                "num_devices": 1,
+                "world_size": 1,
+                **trainer,
+            },
+        )
+        self.own = self.trainer.strategy.process_dataloader
+        self.made: list[int] = []
+        self.adjustable = AdjustableLoader(self.trainer)
+        for each in loaders:
+            if type(each) is DataLoader:
+                each._get_iterator = lambda loader=each: self.made.append(loader.num_workers)
+            assert self.trainer.strategy.process_dataloader(each) is each
+
+    def change(self, setting: str, value: Any) -> str | bool:
+        """Change a setting: whether it is in effect, or why it has to stay."""
+        try:
+            return self.adjustable.change(setting, value)
+        except CannotChange as reason:
+            return str(reason)
+
+    def epoch(self) -> None:
+        """The loop begins an epoch."""
+        list(self.loops._data_fetcher)
+
+
+def loader(dataset: Any = None, **kwargs: Any) -> DataLoader[Any]:
+    return DataLoader(dataset or Numbers(), **{"batch_size": 2, "num_workers": 1, **kwargs})
+
+
+def without_workers(dataset: Any = None, **kwargs: Any) -> DataLoader[Any]:
+    return loader(dataset, num_workers=0, **kwargs)
+
+
+DRAWN = "its sampler ({}) draws random numbers for each index"
+
+
+class TestWhatIsLeftAlone:
+    @pytest.mark.parametrize(
+        ("made", "why"),
+        [
+            (lambda: [loader(), loader()], "there are several training loaders"),
+            (lambda: [], "there is no training loader"),
+            (
+                lambda: [StatefulDataLoader(Numbers(), 2, num_workers=1)],
+                "AutoFix leaves a StatefulDataLoader alone: it makes its iterators itself",
+            ),
+            (
+                lambda: [Iterates(Numbers(), 2, num_workers=1)],
+                "AutoFix leaves a Iterates alone: it makes its iterators itself",
+            ),
+            (
+                lambda: [Keeps(Numbers(), 2, num_workers=1)],
+                "the state of a Keeps holds for the settings that it began with",
+            ),
+            (
+                lambda: [DataLoader(Stream(), 2, num_workers=1)],
+                "AutoFix leaves an IterableDataset alone, since what it yields depends on the workers (iterable=True: "
+                "not alone)",
+            ),
+            (lambda: [[1, 2]], "AutoFix leaves a list alone, which is no torch DataLoader"),
+        ],
+    )
+    def test_a_loader_that_cannot_be_changed(self, made: Callable[[], list[Any]], why: str) -> None:
+        rig = Rig(*made())
+        assert rig.change("num_workers", 3) == why
+        assert rig.change("prefetch_factor", 5) == why
+
+    def test_one_that_was_made_before(self) -> None:
+        rig = Rig(loader())
+        rig.loops._combined_loader.flattened = [loader()]
+        assert rig.change("num_workers", 3) == "the training loader was made before"
+
+    def test_one_of_a_validation(self) -> None:
+        rig = Rig(training=False)
+        made = loader()
+        rig.trainer.strategy.process_dataloader(made)
+        assert vars(made).get("_get_iterator") is None
+
+    def test_loaders_that_are_made_anew(self) -> None:
+        rig = Rig(loader(), reload_dataloaders_every_n_epochs=1)
+        assert rig.change("num_workers", 3) == "the loaders are made anew while training runs"
+
+    def test_what_is_so_already(self) -> None:
+        assert Rig(loader()).change("num_workers", 1) == "it is so already"
+
+    @pytest.mark.parametrize(
+        ("setting", "value"), [("num_workers", 2), ("prefetch_factor", 5), ("persistent_workers", True)]
+    )
+    @pytest.mark.parametrize(
+        ("sampler", "why"),
+        [
+            (Shuffles, DRAWN.format("Shuffles")),
+            (lambda: RandomSampler(range(40), replacement=True, generator=torch.default_generator), "default"),
+        ],
+        ids=["own", "default-generator"],
+    )
+    def test_settings_by_which_a_sampler_would_draw_earlier(
+        self, sampler: Any, why: str, setting: str, value: Any
+    ) -> None:
+        said = Rig(loader(sampler=sampler())).change(setting, value)
+        assert isinstance(said, str)
+        assert "another order would come of it" in said
+        assert why in said or why == "default"
+
+    def test_pinning_draws_nothing(self) -> None:
+        assert Rig(loader(sampler=Shuffles(), collate_fn=None)).change("pin_memory", True) is False
+
+    def test_no_workers_instead_of_some(self) -> None:
+        assert Rig(loader()).change("num_workers", 0) == (
+            "without workers the training process draws what its workers draw now: training would be another"
+        )
+
+    @pytest.mark.parametrize(
+        ("dataset", "why"),
+        [
+            (Epochs, "Epochs has set_epoch(), which workers that live on would not hear of"),
+            (
+                lambda: Subset(Epochs(), range(40)),
+                "Subset has set_epoch(), which workers that live on would not hear of",
+            ),
+        ],
+        ids=["own", "inside"],
+    )
+    def test_a_dataset_whose_workers_must_not_live_on(self, dataset: Any, why: str) -> None:
+        assert Rig(loader(dataset())).change("persistent_workers", True) == why
+
+    def test_one_that_cannot_be_looked_into(self) -> None:
+        dataset: Any = Numbers()
+        dataset.closed = Closed()
+        said = Rig(loader(dataset)).change("persistent_workers", True)
+        assert said == "Numbers holds too much to see whether it changes between epochs"
+
+
+class TestTheLastEpoch:
+    @pytest.mark.parametrize(
+        ("made", "setting", "value"),
+        [(without_workers, "num_workers", 2), (loader, "prefetch_factor", 5), (loader, "pin_memory", True)],
+    )
+    @pytest.mark.parametrize(("epochs", "at"), [(1, 0), (3, 2)])
+    def test_what_takes_a_new_iterator_comes_too_late(
+        self, made: Any, setting: str, value: Any, epochs: int, at: int
+    ) -> None:
+        rig = Rig(made(), max_epochs=epochs, current_epoch=at)
+        assert rig.change(setting, value) == "it takes a new iterator of the loader, and this epoch is the last"
+        assert rig.adjustable.is_settled
+
+    @pytest.mark.parametrize("epochs", [None, -1, 2])
+    def test_is_not_this_where_another_comes(self, epochs: int | None) -> None:
+        assert Rig(loader(), max_epochs=epochs).change("prefetch_factor", 5) is False
+
+    def test_running_workers_keep_their_number(self) -> None:
+        rig = Rig(loader(), max_epochs=1)
+        said = rig.change("num_workers", 2)
+        assert isinstance(said, str)
+        assert said.startswith("running workers cannot be changed (")
+        assert rig.loaders[0].num_workers == 1
+
+
+class TestWithTheNextIterator:
+    def test_a_setting_comes_then(self) -> None:
+        rig = Rig(loader())
+        assert rig.change("prefetch_factor", 5) is False
+        assert (rig.adjustable.now("prefetch_factor"), rig.adjustable.is_waiting("prefetch_factor")) == (2, True)
+        assert not rig.adjustable.is_settled
+        rig.epoch()
+        assert (rig.adjustable.now("prefetch_factor"), rig.adjustable.is_waiting("prefetch_factor")) == (5, False)
+        assert rig.adjustable.is_settled
+        assert rig.loaders[0].prefetch_factor == 5
+
+    def test_not_with_somebody_elses(self) -> None:
+        rig = Rig(loader())
+        rig.change("prefetch_factor", 5)
+        rig.loaders[0]._get_iterator()
+        assert rig.loaders[0].prefetch_factor == 2
+        rig.trainer.training = False
+        rig.epoch()
+        assert rig.loaders[0].prefetch_factor == 2
+        assert rig.made == [1, 1]
+
+    def test_what_is_taken_back_before_it_came_never_comes(self) -> None:
+        rig = Rig(loader())
+        rig.change("prefetch_factor", 5)
+        rig.adjustable.take_back("prefetch_factor", 2)
+        assert rig.adjustable.is_settled
+        rig.epoch()
+        assert rig.loaders[0].prefetch_factor == 2
+
+    def test_what_is_taken_back_after_that_comes_with_the_one_after_it(self) -> None:
+        rig = Rig(loader())
+        rig.change("prefetch_factor", 5)
+        rig.epoch()
+        rig.adjustable.take_back("prefetch_factor", 2)
+        assert (rig.loaders[0].prefetch_factor, rig.adjustable.is_settled) == (5, False)
+        rig.epoch()
+        assert (rig.loaders[0].prefetch_factor, rig.adjustable.is_settled) == (2, True)
+
+    def test_or_with_the_end(self) -> None:
+        rig = Rig(loader())
+        rig.change("prefetch_factor", 5)
+        rig.epoch()
+        rig.adjustable.take_back("prefetch_factor", 2)
+        rig.adjustable.undo({})
+        assert rig.loaders[0].prefetch_factor == 2
+
+    def test_first_workers_are_refused_where_reading_draws(self) -> None:
+        rig = Rig(without_workers(Draws()))
+        assert rig.change("num_workers", 2) is False
+        rig.epoch()
+        assert rig.adjustable.refused == {
+            "num_workers": "reading the dataset draws from the process's random state, which training's own draws "
+            "follow: with workers training would be another"
+        }
+        assert (rig.loaders[0].num_workers, rig.loaders[0].prefetch_factor, rig.made) == (0, None, [0])
+        assert rig.adjustable.looked_s > 0
+
+    def test_workers_are_refused_where_the_dataset_has_changed_since_the_last_epoch(self) -> None:
+        rig = Rig(without_workers())
+        rig.epoch()
+        rig.change("num_workers", 2)
+        rig.loaders[0].dataset.extra = 100
+        rig.epoch()
+        assert rig.adjustable.refused == {
+            "num_workers": "the dataset changes while training runs, and workers would keep the old one"
+        }
+
+    def test_a_fault_in_setting_it_is_a_refusal(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(*args: Any) -> None:
+            raise ValueError("ours")
+
+        rig = Rig(loader())
+        rig.change("prefetch_factor", 5)
+        monkeypatch.setattr(AdjustableLoader, "_set", broken)
+        rig.epoch()
+        assert rig.adjustable.refused == {"prefetch_factor": "ours"}
+
+
+class TestRunningWorkers:
+    def test_before_the_first_iterator_their_number_is_only_written_down(self) -> None:
+        rig = Rig(loader())
+        assert rig.change("num_workers", 3) is False
+        assert rig.loaders[0].num_workers == 3
+        rig.adjustable.take_back("num_workers", 1)
+        assert rig.loaders[0].num_workers == 1
+
+    def test_there_are_no_more_than_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(RunningLoader, "cap", lambda self, **options: Cap(2, "memory"))
+        rig = Rig(loader())
+        rig.change("num_workers", 9)
+        assert rig.loaders[0].num_workers == 2
+        assert rig.change("num_workers", 9) == "there is no room for more workers, limited by memory"
+        assert rig.change("num_workers", 1) is False  # for fewer there is
+
+    def test_where_there_is_no_room_any_longer_some_go_and_it_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rig = Rig(loader())
+        assert rig.adjustable.step_done() is None
+        rig.change("num_workers", 3)
+        assert rig.adjustable.step_done() is None
+        monkeypatch.setattr(RunningLoader, "no_longer_fits", lambda self: Cap(2, "memory"))
+        said = rig.adjustable.step_done()
+        assert said == "for more workers there is no room any longer, limited by memory"
+        assert rig.loaders[0].num_workers == 2
+
+    @pytest.mark.parametrize(
+        ("name", "value", "said"),
+        [
+            ("gives_up_growing", lambda self: True, "a worker that was started in mid-epoch never gave a batch"),
+            (
+                "fetches_here",
+                property(lambda self: True),
+                "the dataset was changed while training ran, and workers would have kept the old one",
+            ),
+        ],
+    )
+    def test_what_becomes_of_them_is_said(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, said: str
+    ) -> None:
+        rig = Rig(loader())
+        rig.change("num_workers", 3)
+        monkeypatch.setattr(RunningLoader, name, value)
+        assert rig.adjustable.step_done() == said
+
+    @pytest.mark.parametrize(("method", "slowly"), [("fork", False), ("spawn", True)])
+    def test_whether_they_start_slowly(self, method: str, slowly: bool) -> None:
+        assert Rig(loader(multiprocessing_context=method)).adjustable.starts_slowly is slowly
+
+
+class TestTheEnd:
+    def test_all_that_was_placed_is_gone(self) -> None:
+        rig = Rig(loader())
+        own = vars(rig.loaders[0])["_get_iterator"]
+        rig.adjustable.undo({})
+        rig.adjustable.undo({})
+        assert rig.trainer.strategy.process_dataloader is rig.own
+        assert own is not vars(rig.loaders[0])["_get_iterator"]
+
+    def test_settings_are_as_they_are_to_be(self) -> None:
+        rig = Rig(loader())
+        rig.change("num_workers", 3)
+        rig.change("prefetch_factor", 5)
+        rig.epoch()
+        rig.adjustable.undo({"num_workers": 1, "persistent_workers": False})
+        made = rig.loaders[0]
+        assert (made.num_workers, made.prefetch_factor, made.persistent_workers) == (1, 5, False)
+
+    def test_a_loader_without_workers_has_no_batches_ahead(self) -> None:
+        made = without_workers()
+        rig = Rig(made)
+        made.num_workers, made.prefetch_factor = 2, 2
+        rig.adjustable.undo({"num_workers": 0})
+        assert (made.num_workers, made.prefetch_factor) == (0, None)

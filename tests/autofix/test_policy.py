@@ -1,0 +1,160 @@
+"""Which changes findings ask for, and whether one has helped."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+from math import comb
+
+import pytest
+
+from lightning_gpuopt.autofix.policy import (
+    FIXES,
+    MAX_WINDOWS,
+    SetUps,
+    Wanted,
+    chance_of,
+    expected_of,
+    first_to_try,
+    gain_of,
+    judge,
+    judge_pauses,
+    wanted_changes,
+    workers_worth_starting,
+)
+from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.measurements.loading import LoaderFacts
+
+GAIN = (1.5, 2.0, 2.5)
+
+
+def finding(cause: str, settings: dict[str, object], predicted: tuple[float, float, float] | None = GAIN) -> Finding:
+    return Finding(cause, 0.5, {}, "advice", settings, predicted)
+
+
+class TestWhatIsWanted:
+    def test_a_loaders_settings_one_by_one_and_not_what_is_so_already(self):
+        found = [finding("slow_transform", {"num_workers": 6, "persistent_workers": True})]
+        assert wanted_changes(found, LoaderFacts(num_workers=2), on_gpu=True) == [
+            Wanted("num_workers", 6, "slow_transform", GAIN)
+        ]
+        assert wanted_changes(found, LoaderFacts(num_workers=6), on_gpu=True) == []
+
+    def test_workers_that_are_started_again(self):
+        found = [finding("epoch_restart", {"persistent_workers": True}, None)]
+        assert wanted_changes(found, LoaderFacts(num_workers=2, persistent_workers=False), on_gpu=False) == [
+            Wanted("persistent_workers", True, "epoch_restart", None)
+        ]
+
+    def test_an_exposed_copy(self):
+        found = [finding("host_to_device", {"pin_memory": True})]
+        both = [
+            Wanted("device_prefetch", True, "host_to_device", GAIN),
+            Wanted("pin_memory", True, "host_to_device", None),
+        ]
+        loader = LoaderFacts(num_workers=2, pin_memory=False)
+        assert wanted_changes(found, loader, on_gpu=True) == both
+        assert wanted_changes(found, LoaderFacts(num_workers=0, pin_memory=False), on_gpu=True) == both[1:]
+        assert wanted_changes(found, loader, on_gpu=False) == []
+
+    def test_the_first_that_may_be_tried(self):
+        wanted = [Wanted("num_workers", 6, "a", None), Wanted("prefetch_factor", 4, "b", None)]
+        assert first_to_try(wanted, FIXES, ()) is wanted[0]
+        assert first_to_try(wanted, FIXES, {"num_workers"}) is wanted[1]
+        assert first_to_try(wanted, ["num_workers"], {"num_workers"}) is None
+
+
+class TestWhetherItHelped:
+    @pytest.mark.parametrize(("n", "m"), [(3, 3), (3, 5), (4, 4), (5, 2)])
+    def test_the_chance_is_that_of_all_orders(self, n, m):
+        places = range(n + m)
+        orders = [(set(places) - set(fast), set(fast)) for fast in combinations(places, m)]
+        for wins in range(n * m + 1):
+            as_good = sum(sum(f < s for s in slow for f in fast) >= wins for slow, fast in orders)
+            example = next(each for each in orders if sum(f < s for s in each[0] for f in each[1]) == wins)
+            assert chance_of(sorted(example[0]), sorted(example[1])) == pytest.approx(as_good / comb(n + m, n))
+
+    def test_a_clear_gain_is_proved_when_chance_cannot_have_made_it(self):
+        before = [2.0, 2.1, 2.05, 1.98]
+        after = [1.0, 1.01, 1.02, 1.0, 1.0]
+        assert [judge(before, after[:count]) for count in range(6)] == [None, None, None, None, None, True]
+        assert gain_of(before, [1.0, 1.0]) == pytest.approx(2.0325)
+
+    def test_nothing_is_judged_by_too_few_windows_before(self):
+        assert judge([2.0, 2.0, 2.0], [1.0] * 5) is None
+
+    def test_a_loss_is_known_early(self):
+        assert judge([1.0] * 4, [1.1, 1.2]) is None
+        assert judge([1.0] * 4, [1.1, 1.2, 1.1]) is False
+
+    def test_noise_is_no_gain(self):
+        before = [1.0, 1.3, 0.9, 1.2, 1.1, 1.0, 1.25, 0.95]
+        after = [0.98, 1.28, 0.9, 1.15, 1.0, 1.05, 1.2, 0.9]
+        verdicts = [judge(before, after[:count]) for count in range(1, MAX_WINDOWS + 1)]
+        assert verdicts[-1] is False
+        assert True not in verdicts
+
+    def test_a_gain_that_is_sure_and_too_small(self):
+        assert judge([1.0] * 8, [0.99] * 7) is None
+        assert judge([1.0] * 8, [0.99] * 8) is False
+
+    def test_what_a_trend_explains_is_no_gain(self):
+        falling = [1.0 - 0.01 * number for number in range(17)]
+        assert expected_of(falling[:8], 8) == pytest.approx(sum(falling[9:]) / 8)
+        assert judge(falling[:8], falling[9:]) is False
+        assert judge(falling[:8], [each - 0.1 for each in falling[9:14]]) is True
+
+    def test_steps_that_were_getting_slower_count_as_they_were(self):
+        assert expected_of([1.0, 1.1, 1.2, 1.3], 5) == pytest.approx(1.15)
+
+    def test_a_change_that_does_nothing_is_seldom_kept(self):
+        draw = random.Random(1)
+        kept = 0
+        for _ in range(2000):
+            before = [draw.gauss(1.0, 0.05) for _ in range(8)]
+            after = [draw.gauss(1.0, 0.05) for _ in range(8)]
+            kept += True in [judge(before, after[:count]) for count in range(1, 9)]
+        assert kept <= 40  # 2 of 100
+
+    def test_ties_prove_nothing(self):
+        assert chance_of([1.0] * 4, [1.0] * 4) == 1.0
+
+    def test_pauses_between_epochs(self):
+        assert judge_pauses([1.0, 1.1], []) is None
+        assert judge_pauses([], [0.1]) is None
+        assert judge_pauses([1.0, 1.1], [0.2]) is True
+        assert judge_pauses([1.0, 1.1], [0.2, 1.05]) is False
+        assert judge_pauses([1.0, 1.1], [0.9]) is False
+
+
+@pytest.mark.parametrize(
+    ("set_ups", "expected"),
+    [
+        (SetUps(100, [9.0, 1.0, 3.0], [4.0, 6.0]), (0.02, 0.05)),  # the run's first epoch has more to set up
+        (SetUps(100, [9.0], [4.0]), (0.09, 0.04)),
+        (SetUps(100, [1.0, 1.0], [8.0, 0.0], persist=True, epochs_left=4), (0.01, 0.02)),
+        (SetUps(100, [1.0, 1.0], [8.0], persist=True, epochs_left=4, persisted=True), (0.0, 0.02)),
+        (SetUps(0, [1.0], [8.0]), (0.0, 0.0)),
+        (SetUps(100, [1.0], []), (0.0, 0.0)),
+    ],
+)
+def test_set_ups_are_spread_over_the_steps_of_an_epoch(set_ups: SetUps, expected: tuple[float, float]) -> None:
+    assert set_ups.per_step_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "set_up_s", "epochs_left", "persist", "expected"),
+    [
+        (9, 4.0, 4, False, 3),  # as many as start side by side cost little, more of them more than they save
+        (9, 4.0, 100, False, 9),
+        (9, 40.0, 1, False, 2),
+        (9, 0.01, 1, False, 9),
+        (2, 40.0, 1, True, None),
+    ],
+)
+def test_so_many_workers_are_started_as_pay_for_it(
+    wanted: int, set_up_s: float, epochs_left: int, persist: bool, expected: int | None
+) -> None:
+    known = {"step_s": 0.03, "speedup": 9.0, "steps": 200, "cpus": 2.0}
+    number = workers_worth_starting(wanted, 1, set_up_s=set_up_s, epochs_left=epochs_left, persist=persist, **known)
+    assert number == expected

@@ -1,0 +1,122 @@
+"""What windows and the set-ups of epochs say of a change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_gpuopt.autofix.policy import Fix, Wanted
+from lightning_gpuopt.autofix.trial import ChangeTrial, Evidence
+
+STEPS = 10
+
+
+def trial(setting: Fix, *after: float, set_ups_before: int = 1, **more: Any) -> ChangeTrial:
+    values = {"waits": False, "epochs_left": 4, "persisted": False, **more}
+    return ChangeTrial(Wanted(setting, 2, "cause", None), 0, set_ups_before=set_ups_before, after=list(after), **values)
+
+
+def evidence(*before: float, set_ups: tuple[float, ...] = ()) -> Evidence:
+    made = Evidence()
+    made.before.extend(before)
+    made.set_ups += set_ups
+    return made
+
+
+class TestSetUps:
+    def test_each_epoch_that_has_begun_since_has_its_own(self) -> None:
+        noted = Evidence()
+        for seconds, epochs in ((3.0, 1), (3.0, 1), (4.0, 2), (4.5, 3)):
+            noted.note_set_ups(seconds, epochs)
+        assert noted.set_ups == [3.0, 1.0, 0.5]
+
+    def test_those_of_one_window_share_its_seconds(self) -> None:
+        noted = Evidence()
+        noted.note_set_ups(3.0, 1)
+        noted.note_set_ups(7.0, 3)
+        assert noted.set_ups == [3.0, 2.0, 2.0]
+
+    def test_what_is_taken_off_for_a_look_is_never_less_than_nothing(self) -> None:
+        noted = Evidence()
+        noted.note_set_ups(3.0, 1)
+        noted.note_set_ups(2.5, 2)
+        assert noted.set_ups == [3.0, 0.0]
+
+    def test_seconds_without_an_epoch_are_no_part_of_the_next(self) -> None:
+        noted = Evidence()
+        noted.note_set_ups(3.0, 1)
+        noted.note_set_ups(5.0, 1)
+        noted.note_set_ups(6.0, 2)
+        assert noted.set_ups == [3.0, 1.0]
+
+
+class TestWindows:
+    def test_the_last_eight_before_are_kept(self) -> None:
+        assert list(evidence(*range(12)).before) == [4, 5, 6, 7, 8, 9, 10, 11]
+
+    def test_those_after_a_change_that_was_kept_are_those_before_the_next(self) -> None:
+        seen = evidence(1.0, 1.0)
+        seen.begin_after(trial("prefetch_factor", *range(10)))
+        assert list(seen.before) == [2, 3, 4, 5, 6, 7, 8, 9]
+
+    def test_steps_alone_decide_on_a_setting_of_the_steps(self) -> None:
+        seen = evidence(*[1.0] * 4, set_ups=(0.0, 99.0))
+        faster = trial("prefetch_factor", *[0.5] * 5)
+        assert (seen.verdict(faster, STEPS), seen.measured(faster, STEPS)) == (True, 2.0)
+        slower = trial("prefetch_factor", *[1.25] * 3)
+        assert (seen.verdict(slower, STEPS), seen.measured(slower, STEPS)) == (False, 0.8)
+
+    def test_nothing_is_measured_before_a_window_on_either_side(self) -> None:
+        assert evidence(1.0).measured(trial("prefetch_factor"), STEPS) is None
+        assert evidence().measured(trial("prefetch_factor", 1.0), STEPS) is None
+        assert evidence(1.0).verdict(trial("prefetch_factor"), STEPS) is None
+
+    def test_what_a_change_saves_leaves_set_ups_out(self) -> None:
+        assert evidence(1.0, 3.0, set_ups=(0.0, 99.0)).saved_s(trial("num_workers", 0.5, 1.0)) == 1.25
+
+
+class TestWorkers:
+    def test_their_epochs_set_up_is_spread_over_the_steps(self) -> None:
+        seen = evidence(*[1.0] * 4, set_ups=(10.0, 5.0))
+        change = trial("num_workers", *[0.5] * 5)
+        assert seen.set_up_costs(change, STEPS) == (1.0, 0.5)
+        assert (seen.verdict(change, STEPS), seen.measured(change, STEPS)) == (True, 2.0)
+
+    def test_a_set_up_that_costs_what_the_steps_save_is_no_gain(self) -> None:
+        seen = evidence(*[1.0] * 4, set_ups=(0.0, 10.0))
+        change = trial("num_workers", *[0.5] * 5)
+        assert (seen.verdict(change, STEPS), seen.measured(change, STEPS)) == (False, pytest.approx(1 / 1.5))
+
+    def test_before_an_epoch_has_begun_with_them_steps_alone_count(self) -> None:
+        seen = evidence(*[1.0] * 4, set_ups=(10.0,))
+        assert seen.set_up_costs(trial("num_workers"), STEPS) == (0.0, 0.0)
+        assert seen.measured(trial("num_workers", 0.5), STEPS) == 2.0
+
+    def test_where_the_length_of_an_epoch_is_not_known_too(self) -> None:
+        seen = evidence(*[1.0] * 4, set_ups=(10.0, 99.0))
+        assert seen.measured(trial("num_workers", 0.5), 0) == 2.0
+
+    @pytest.mark.parametrize(
+        ("more", "costs"),
+        [
+            ({"with_persistence": 1}, (1.0, 0.2)),  # started once, for four epochs
+            ({"persisted": True}, (0.0, 0.2)),  # and so were those before
+        ],
+    )
+    def test_workers_that_live_on_are_started_once(self, more: dict[str, Any], costs: tuple[float, float]) -> None:
+        seen = evidence(set_ups=(10.0, 8.0))
+        assert seen.set_up_costs(trial("num_workers", **more), STEPS) == pytest.approx(costs)
+
+
+class TestWorkersThatLiveOn:
+    def test_the_set_ups_alone_decide(self) -> None:
+        # the run's own first epoch is left out, and that in which the workers were started
+        seen = evidence(*[1.0] * 4, set_ups=(9.0, 2.0, 2.0, 7.0, 0.5, 0.5))
+        change = trial("persistent_workers", *[5.0] * 8, set_ups_before=4)
+        assert (seen.verdict(change, STEPS), seen.measured(change, STEPS)) == (True, 4.0)
+
+    def test_not_before_an_epoch_has_begun_without_starting_any(self) -> None:
+        seen = evidence(set_ups=(9.0, 2.0, 7.0))
+        change = trial("persistent_workers", set_ups_before=3)
+        assert (seen.verdict(change, STEPS), seen.measured(change, STEPS)) == (None, None)

@@ -1,0 +1,79 @@
+"""What Lightning itself costs, workers without work, and data in the hyperparameters: said in the report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
+from torch.utils.data import DataLoader
+
+from lightning_gpuopt import StallDetector
+from lightning_gpuopt.detector.report_builder import data_in_hyperparameters, lightning_work
+from tests.callbacks.stalls import FAST, STEPS, Model, SleepyData, run
+from tests.diagnosis.numbers import times
+from tests.helpers import TinyModel, tiny_trainer
+
+
+def test_the_parts_of_lightnings_own_work() -> None:
+    hooks = {"Bar.on_train_batch_end": 0.2, "Bar.on_train_epoch_end": 9.0, "Mine.on_train_batch_end": 0.5}
+    run = times(steps=100, callbacks=hooks, broadcast_s=0.05)
+    run = replace(run, loops={"training loop": 0.3, "optimization loop": 0.1, "x": 0.0})
+    work = lightning_work(run, frozenset({"Bar"}))
+    assert list(work.items()) == [
+        ("training loop", 0.003),
+        ("Bar", 0.002),
+        ("optimization loop", 0.001),
+        ("signal broadcast", 0.0005),
+    ]
+
+
+def test_a_report_has_lightnings_own_work_of_a_step(tmp_path: Path) -> None:
+    model = Model(dataset=SleepyData(length=400))
+    report = run(tmp_path, model, TQDMProgressBar(), enable_progress_bar=True)
+    assert {"training loop", "optimization loop", "TQDMProgressBar"} <= set(report.lightning_work)
+    assert list(report.lightning_work.values()) == sorted(report.lightning_work.values(), reverse=True)
+    other = report.phases["other"]
+    loops = sum(report.lightning_work[name] for name in ("training loop", "optimization loop"))
+    assert 0 < loops * (report.steps - FAST["warmup_steps"]) <= other
+    assert "Lightning's own work: " in str(report)
+    assert json.loads(report.to_json())["lightning_work"] == report.lightning_work
+
+
+@pytest.mark.matrix
+def test_fewer_batches_than_workers_is_said(tmp_path: Path) -> None:
+    few = Model(dataset=SleepyData(length=4), num_workers=3)
+    notes = " ".join(run(tmp_path, few).notes)
+    assert "An epoch has 2 batches, fewer than the 3 workers of its loader: 1 of them are started for nothing." in notes
+    enough = Model(dataset=SleepyData(length=400), num_workers=3)
+    assert "started for nothing" not in " ".join(run(tmp_path, enough).notes)
+
+
+class Keeps(TinyModel):
+    """Its hyperparameters hold a dataset."""
+
+    def __init__(self, dataset: Any, rate: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_a_dataset_in_the_hyperparameters_is_said(tmp_path: Path) -> None:
+    detector = StallDetector(on_stall="ignore", **FAST)
+    data = SleepyData(length=400)
+    trainer = tiny_trainer(tmp_path, callbacks=[detector], max_steps=STEPS)
+    trainer.fit(Keeps(data), DataLoader(data, batch_size=2))
+    (note,) = [each for each in detector.report.notes if "save_hyperparameters" in each]
+    assert "keeps dataset (SleepyData)" in note
+
+
+def test_large_arrays_count_and_small_ones_do_not() -> None:
+    class Owner:
+        hparams: Any = None
+
+    owner = Owner()
+    owner.hparams = {"rate": 0.1, "mean": torch.zeros(3), "table": torch.zeros(3, 2**21), "loader": DataLoader([0])}
+    assert data_in_hyperparameters(owner, None) == ("table (Tensor)", "loader (DataLoader)")

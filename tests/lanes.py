@@ -1,0 +1,56 @@
+"""The lanes of the tests, and parameters of which only a few are in the core lane."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+import pytest
+
+LANES = ("timed", "example", "matrix", "gpu")
+"""The markers: a test has at most one of them, and none in the core lane."""
+
+
+def few(core: str, sets: Mapping[str, object]) -> list[Any]:
+    """Sets of parameters for ``pytest.mark.parametrize``: a few in the core lane, the others in the matrix lane.
+
+    Args:
+        core: the ids of the few, with blanks between them.
+        sets: by id, the value of a test's parameter; a tuple of them where it has several.
+    """
+    unknown = set(core.split()) - set(sets)
+    if unknown:
+        raise ValueError(f"no such parameters: {', '.join(sorted(unknown))}; there are {', '.join(sets)}")
+    return [
+        pytest.param(
+            *(values if isinstance(values, tuple) else (values,)),
+            id=name,
+            marks=() if name in core.split() else pytest.mark.matrix,
+        )
+        for name, values in sets.items()
+    ]
+
+
+def combinations(core: str, **values: Any) -> pytest.MarkDecorator:
+    """Run a test with every combination of its parameters' values, a few of them in the core lane.
+
+    Args:
+        core: the ids of the few, such as ``"True-plan0"``, with blanks between them. An id is made of one part for each
+            parameter: its name and the value's index, or the value itself where that is a number, a text or None.
+        values: by the parameter's name, its values; a mapping gives them names.
+    """
+    parts = []
+    for argument, given in values.items():
+        named = (
+            given.items()
+            if isinstance(given, Mapping)
+            else [(_part(argument, *each), each[1]) for each in enumerate(given)]
+        )
+        parts.append(list(named))
+    sets = {"-".join(name for name, _ in each): tuple(value for _, value in each) for each in product(*parts)}
+    return pytest.mark.parametrize(tuple(values), few(core, sets))
+
+
+def _part(argument: str, index: int, value: object) -> str:
+    return str(value) if value is None or isinstance(value, (bool, int, float, str)) else f"{argument}{index}"

@@ -1,0 +1,488 @@
+"""A loader that runs: its fetches timed by a clock of the test's, its room and its costs in numbers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_gpuopt.tuning import caps, running
+from lightning_gpuopt.tuning.caps import Cap, Room
+from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
+from lightning_gpuopt.tuning.running import FetchMeter, RunningLoader, assign, depth_of, length_of
+from lightning_gpuopt.tuning.sharing import own_workers
+from lightning_gpuopt.tuning.workers import Trial
+from tests.helpers import Clock
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+MIB = 1 << 20
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Sample ``i`` is ``[i, extra]``."""
+
+    def __init__(self, length: int = 160) -> None:
+        self.length, self.extra = length, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), float(self.extra)])
+
+
+class Pulled:
+    """An iterator of no kind that is known; what it gives costs nothing but what a test says."""
+
+    def __init__(self, give: Any = lambda: 0) -> None:
+        self.give = give
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self.give()
+
+
+def loader(workers: int = 1, **kwargs: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(), **{"batch_size": 2, "shuffle": True, "num_workers": workers, **kwargs})
+
+
+def follower(
+    workers: int = 1, *, clock: Clock | None = None, most: int | None = None, ranks: int = 1, **kwargs: Any
+) -> RunningLoader:
+    policy = LivePolicy(workers, cpus=8.0)
+    return RunningLoader(loader(workers, **kwargs), policy, most, ranks, clock=clock or Clock())
+
+
+def decided(policy: LivePolicy, number: int) -> LivePolicy:
+    """A policy that decides on this number."""
+    policy.decide = lambda seen, cap: policy._change(number, seen)  # type: ignore[method-assign]
+    return policy
+
+
+STATS = LoaderStats(step_s=0.1, wait_s=0.05, batch_bytes=4.0 * MIB, batch_tensors=2)
+
+
+class TestFetches:
+    """Of the time between two batches, what training waited for, and what it did itself."""
+
+    def meter(self, skip: int, window: int) -> tuple[FetchMeter, Clock]:
+        clock = Clock()
+        return FetchMeter(skip, window, clock), clock
+
+    def fetch(self, meter: FetchMeter, clock: Clock, *, own_s: float, wait_s: float) -> None:
+        def take() -> Any:
+            clock.now_s += wait_s
+            return torch.zeros(4), torch.zeros(4)
+
+        clock.now_s += own_s
+        meter.fetch(Pulled(), take)
+
+    def test_a_window_is_complete_after_as_many_steps_and_its_first_fetch(self) -> None:
+        meter, clock = self.meter(0, 3)
+        self.fetch(meter, clock, own_s=9.0, wait_s=9.0)  # before it nothing is known of the step
+        for _ in range(2):
+            self.fetch(meter, clock, own_s=0.25, wait_s=0.5)
+        assert meter.seen is None
+        self.fetch(meter, clock, own_s=0.25, wait_s=0.5)
+        assert meter.seen is not None
+        assert (meter.seen.step_s, meter.seen.wait_s, meter.seen.busy) == (0.75, 0.5, None)
+        assert (meter.seen.batch_bytes, meter.seen.batch_tensors) == (32.0, 2)
+        assert meter.asleep > 1 << 50  # until it is told what to look at next
+
+    def test_another_window_begins_with_nothing_of_the_last(self) -> None:
+        meter, clock = self.meter(0, 1)
+        for _ in range(2):
+            self.fetch(meter, clock, own_s=0.25, wait_s=0.5)
+        meter.begin(5, 1)
+        assert (meter.seen, meter.asleep) == (None, 5)
+        self.fetch(meter, clock, own_s=9.0, wait_s=9.0)
+        assert meter.seen is None
+
+    def test_an_epoch_that_begins_interrupts_a_window_and_ends_none(self) -> None:
+        meter, clock = self.meter(0, 2)
+        self.fetch(meter, clock, own_s=0.25, wait_s=0.5)
+        self.fetch(meter, clock, own_s=0.25, wait_s=0.5)
+        meter.epoch_begins(4)
+        assert meter.asleep == 4
+        self.fetch(meter, clock, own_s=99.0, wait_s=99.0)  # the pause between the epochs
+        assert meter.seen is None
+        self.fetch(meter, clock, own_s=0.25, wait_s=0.5)
+        assert meter.seen is not None
+        assert meter.seen.step_s == 0.75
+        meter.epoch_begins(4)
+        assert meter.asleep > 1 << 50
+
+    def test_fewer_fetches_are_not_left_out_than_the_policy_wanted(self) -> None:
+        meter, _ = self.meter(10, 2)
+        meter.epoch_begins(4)
+        assert meter.asleep == 10
+
+
+class TestDecisions:
+    def test_before_a_window_is_complete_there_is_no_news(self) -> None:
+        assert follower().decide() is None
+
+    def test_a_window_is_decided_on_once_and_the_next_begins(self) -> None:
+        made = follower()
+        made.meter.seen = STATS
+        decided(made.policy, 3)
+        assert made.decide() == 3
+        assert (made.meter.seen, made.meter.asleep) == (None, made.policy.skip)
+        assert made.decide() is None
+
+    def test_the_policy_hears_of_what_fits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = follower(most=2)
+        made.meter.seen = LoaderStats(step_s=0.1, wait_s=0.09)
+        assert made.decide() == 2
+        assert (made.policy.limited_by, made.policy.trials) == ("max_num_workers", [Trial(1, 10.0, 0.09)])
+
+    def test_frozen_it_looks_at_nothing(self) -> None:
+        made = follower()
+        made.freeze()
+        made.look()
+        assert (made.frozen, made.meter.asleep > 1 << 50) == (True, True)
+
+    def test_nor_while_a_change_waits_for_the_next_epoch(self) -> None:
+        made = follower()
+        made.start = running.WorkersStart(made.loader, 1)
+        iterator, later = Pulled(), Pulled()
+        made.follow(iterator)
+        made.apply(2)
+        assert made.meter.asleep > 1 << 50
+        made.follow(later)
+        assert made.meter.asleep == made.policy.skip
+
+    def test_a_loader_that_replaces_it_goes_on_where_it_stopped(self) -> None:
+        old, new = follower(), follower()
+        old.apply(4)
+        old.meter.seen = STATS
+        new.take_over(old)
+        assert (new.loader.num_workers, new.meter is old.meter) == (4, True)
+        assert new.meter.seen is None  # what was not acted on was no training
+
+
+class TestRoom:
+    def cap(self, monkeypatch: pytest.MonkeyPatch, made: RunningLoader, room: Room, **kwargs: Any) -> Cap:
+        monkeypatch.setattr(running, "room", lambda files: room)
+        return made.cap(**kwargs)
+
+    def test_where_nothing_is_known_it_is_what_is_allowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.cap(monkeypatch, follower(most=3), Room(2.0)) == Cap(3, "max_num_workers")
+        assert self.cap(monkeypatch, follower(), Room(2.0)) == Cap(16, "max_num_workers")
+
+    def test_batches_ahead_are_in_shared_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = follower()
+        made.meter.seen = STATS
+        made.decide()
+        # four fifths of 50 MiB, less a batch with the consumer: nine batches of 4 MiB, two for each worker
+        assert self.cap(monkeypatch, made, Room(2.0, None, 50 * MIB)) == Cap(4, "shared_memory")
+
+    def test_of_several_ranks_each_has_its_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = follower(ranks=2)
+        made.meter.seen = STATS
+        made.decide()
+        assert self.cap(monkeypatch, made, Room(2.0, None, 50 * MIB)) == Cap(2, "shared_memory")
+
+    def test_it_is_looked_at_every_five_seconds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Clock()
+        made = follower(4, clock=clock)
+        monkeypatch.setattr(RunningLoader, "cap", lambda self, keep: Cap(3 if keep else 1, "memory"))
+        clock.now_s += 4.9
+        assert made.no_longer_fits() is None
+        clock.now_s += 0.1
+        assert made.no_longer_fits() == Cap(3, "memory")
+        assert made.no_longer_fits() is None
+        clock.now_s += 5.0
+        assert made.no_longer_fits() == Cap(3, "memory")
+
+    def test_workers_that_fit_stay(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Clock()
+        made = follower(3, clock=clock)
+        clock.now_s += 5.0
+        monkeypatch.setattr(RunningLoader, "cap", lambda self, keep: Cap(3, "memory"))
+        assert made.no_longer_fits() is None
+
+
+class TestAnotherNumber:
+    def test_before_anything_runs_it_is_written_down(self) -> None:
+        made = follower()
+        assert made.apply(3) == 3
+        assert (made.loader.num_workers, made.policy.num_workers, made.no_more) == (3, 3, None)
+        assert made.meter.asleep == made.policy.skip  # and nothing waits
+
+    def test_of_an_iterator_that_cannot_be_changed_the_next_has_it(self) -> None:
+        made = follower()
+        made.start = running.WorkersStart(made.loader, 1)
+        iterator = Pulled()
+        made.follow(iterator)
+        assert made.problem is not None
+        assert made.apply(3) == 3
+        assert made.loader.num_workers == 3
+
+    def test_workers_of_an_earlier_fit_get_no_more_beside_them(self) -> None:
+        made = follower()
+        iterator = Pulled()
+        made.follow(iterator)
+        assert made.apply(3) == 1
+        assert made.no_more == "its workers run since an earlier fit, and their dataset may be another by now"
+        assert (made.loader.num_workers, made.policy.settled) == (1, True)
+        made.loader.num_workers = 2
+        assert made.apply(1) == 1  # but fewer
+
+    def test_a_dataset_that_has_changed_is_not_given_to_more_beside_those_that_persist(self) -> None:
+        for persist, number in ((True, 1), (False, 3)):
+            made = follower(persistent_workers=persist)
+            made.start = running.WorkersStart(made.loader, 1)
+            iterator = Pulled()
+            made.follow(iterator)
+            made.loader.dataset.extra = 5  # type: ignore[attr-defined]
+            assert made.apply(3) == number
+            assert (
+                made.problem == "its dataset has changed since they were started, and others would see it as it is now"
+            )
+            assert (made.no_more is not None) is persist
+
+    def test_what_an_iterator_without_a_class_of_its_own_gives_cannot_be_timed(self) -> None:
+        made = follower()
+        made.follow(each for each in range(3))
+        assert made.unknown == "generator"
+
+
+class TestWhetherAStartPays:
+    """Workers that are not forked, and started anew for each epoch of 80 batches."""
+
+    def pays(self, wanted: int, *, set_up_s: float, wait_s: float, cpus: float = 2.0, **kwargs: Any) -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(running, "usable_cpus", lambda: cpus)
+            made = follower(2, **{"multiprocessing_context": "spawn", **kwargs})
+            clock: Any = made._clock
+            made._began = clock()
+            clock.now_s += set_up_s
+            iterator = Pulled()
+            made.follow(iterator)
+            made._wait_s = wait_s
+            return made._pays(wanted)
+
+    @pytest.mark.parametrize(
+        ("set_up_s", "pays"),
+        [
+            (4.0, False),  # twice as many on two CPUs take 4 s more, and save half of 80 waits of 0.1 s
+            (3.9, True),
+        ],
+    )
+    def test_they_save_of_the_waits_as_much_as_they_are_more(self, set_up_s: float, pays: bool) -> None:
+        assert self.pays(4, set_up_s=set_up_s, wait_s=0.1) is pays
+
+    def test_on_free_cpus_more_start_beside_one_another(self) -> None:
+        assert self.pays(4, set_up_s=100.0, wait_s=0.1, cpus=8.0)
+        assert not self.pays(4, set_up_s=100.0, wait_s=0.0, cpus=8.0)
+
+    @pytest.mark.parametrize(
+        "kwargs", [{"multiprocessing_context": "fork"}, {"persistent_workers": True}], ids=["forked", "persistent"]
+    )
+    def test_those_that_are_forked_or_live_on_always_do(self, kwargs: dict[str, Any]) -> None:
+        assert self.pays(4, set_up_s=1000.0, wait_s=0.0, **kwargs)
+
+    def test_where_they_do_not_none_is_added_and_it_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = follower(2)
+        made.start = running.WorkersStart(made.loader, 2)
+        monkeypatch.setattr(RunningLoader, "_pays", lambda self, number: False)
+        assert made.apply(4) == 2
+        assert made.no_more == (
+            "starting 4 for every epoch would take longer than they save; give the DataLoader persistent_workers=True"
+        )
+
+
+class Growing(running.ResizableIterator):
+    """An iterator whose growth a test has a say in; it has no workers."""
+
+    def __init__(self) -> None:
+        self.failed_to_grow = False
+        self._num_workers = 2
+        self._workers: list[Any] = []
+        self.asked: list[int] = []
+
+    def resize(self, num_workers: int) -> int:
+        self.asked.append(num_workers)
+        return num_workers
+
+    def __del__(self) -> None:
+        pass
+
+
+class TestGrowthThatFails:
+    def grown(self, monkeypatch: pytest.MonkeyPatch) -> tuple[RunningLoader, Growing]:
+        made, iterator = follower(2), Growing()
+        made.start = running.WorkersStart(made.loader, 2)
+        monkeypatch.setattr(running, "adopt", lambda iterator, loader, depth: iterator)
+        made.follow(iterator)
+        assert made.problem is None
+        return made, iterator
+
+    def test_it_is_given_up_once_and_the_next_epoch_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made, iterator = self.grown(monkeypatch)
+        assert not made.gives_up_growing()
+        iterator.failed_to_grow = True
+        assert made.gives_up_growing()
+        assert made.problem == "one that was started in mid-epoch never gave a batch"
+        assert not made.gives_up_growing()
+        made.apply(4)
+        assert (iterator.asked, made.loader.num_workers) == ([], 4)
+
+    def test_fewer_are_still_had_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made, iterator = self.grown(monkeypatch)
+        iterator.failed_to_grow = True
+        made.gives_up_growing()
+        made.apply(1)
+        assert iterator.asked == [1]
+
+    def test_the_loader_after_it_does_not_try_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made, iterator = self.grown(monkeypatch)
+        iterator.failed_to_grow = True
+        made.gives_up_growing()
+        new = follower()
+        new.take_over(made)
+        new.follow(Growing())
+        assert new.problem == "one that was started in mid-epoch never gave a batch"
+
+    def test_no_other_iterator_fails(self) -> None:
+        made = follower()
+        assert not made.gives_up_growing()
+        iterator = Pulled()
+        made.follow(iterator)
+        assert not made.gives_up_growing()
+        assert (made.fetches_here, made.draws) == (False, False)
+
+    @pytest.mark.parametrize("name", ["fetches_here", "draws"])
+    def test_what_becomes_of_its_workers_is_the_iterators_to_say(
+        self, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        made, iterator = self.grown(monkeypatch)
+        for value in (True, False):
+            monkeypatch.setattr(type(iterator), name, property(lambda self, value=value: value))
+            assert getattr(made, name) is value
+
+
+def test_no_workers_have_no_batches_ahead() -> None:
+    source = loader(2)
+    assert (depth_of(source), length_of(source)) == (4, 80)
+    assign(source, 0)
+    assert (source.num_workers, source.prefetch_factor, depth_of(source)) == (0, None, 1)
+    assign(source, 3)
+    assert (source.num_workers, source.prefetch_factor, depth_of(source)) == (3, 2, 6)
+
+
+def test_a_length_that_is_not_known_is_none() -> None:
+    class Unsized:
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+    source: Any = Unsized()
+    assert length_of(source) is None
+
+
+def test_the_users_own_number_is_remembered_after_the_fit() -> None:
+    made = follower(2)
+    made.apply(5)
+    made.done()
+    assert own_workers(made.loader) == 2
+
+
+@pytest.mark.parametrize(
+    ("owns", "step_s"),
+    [
+        ([0.1, 0.1, 0.1, 0.9] * 2, 0.3),  # gradients accumulate
+        ([0.1] * 5 + [30.0], 0.1),  # a validation
+        (([0.1] * 4 + [30.0]) * 2, 0.1),
+    ],
+)
+def test_a_step_that_is_longer_now_and_then_counts_with_all_of_it_but_for_pauses(
+    owns: list[float], step_s: float
+) -> None:
+    clock = Clock()
+    meter = FetchMeter(0, len(owns), clock)
+    for own_s in [0.0, *owns]:
+        clock.now_s += own_s
+        meter.fetch(object(), lambda: 0)
+    assert meter.seen is not None
+    assert meter.seen.step_s == pytest.approx(step_s)
+
+
+def test_a_settled_meter_reads_no_clock() -> None:
+    reads: list[float] = []
+
+    def clock() -> float:
+        reads.append(time.perf_counter())
+        return reads[-1]
+
+    meter = FetchMeter(1 << 40, 4, clock)
+    assert meter.asleep == 1 << 40
+    source: Any = loader(0)
+    made = RunningLoader(source, LivePolicy(0, cpus=1.0))
+    made.meter = meter
+    iterator = iter(source)
+    made.follow(iterator)
+    assert len(list(iterator)) == 80
+    assert reads == []
+    assert meter.asleep == (1 << 40) - 81
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"timeout": 60}, "the first batches of new workers may take longer than the loader's timeout=60"),
+        ({"multiprocessing_context": "spawn"}, "workers started by 'spawn' take seconds"),
+    ],
+)
+def test_where_training_would_wait_for_new_workers_the_next_epoch_changes(kwargs: dict[str, Any], reason: str) -> None:
+    source = loader(**kwargs)
+    made = RunningLoader(source, LivePolicy(1, cpus=1.0))
+    assert reason in (made._why_not_live() or "")
+    if "timeout" in kwargs:
+        iterator = made.new_iterator(source._get_iterator)
+        next(iterator)
+        made.follow(iterator)
+        assert reason in (made.problem or "")
+        assert made.apply(3) == 3
+        assert (iterator._num_workers, made.loader.num_workers) == (1, 3)
+        iterator._shutdown_workers()
+
+
+def test_spawned_workers_of_a_loader_without_any_are_not_changed_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunningLoader, "_why_not_live", lambda self: "workers started by 'spawn' take seconds")
+    source = DataLoader(Numbers(), batch_size=2, shuffle=True)
+    source.num_workers, source.prefetch_factor = 1, 2
+    made = RunningLoader(source, LivePolicy(1, cpus=1.0), depth=0)
+    iterator = made.new_iterator(source._get_iterator)
+    next(iterator)
+    made.follow(iterator)
+    assert made.apply(3) == 3
+    assert (iterator._num_workers, len(iterator._workers), source.num_workers) == (1, 1, 3)
+    iterator._shutdown_workers()
+
+
+def test_workers_that_run_are_kept_where_no_more_would_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = loader(3)
+    made = RunningLoader(source, LivePolicy(3, cpus=1.0))
+    iterator = iter(source)
+    next(iterator)
+    gib = 1 << 30
+    readers: list[int] = []
+    monkeypatch.setattr(running, "worker_memory", lambda pid: readers.append(threading.get_ident()) or 24 * gib)
+    made.follow(iterator)
+    monkeypatch.setattr(running, "room", lambda files: caps.Room(0.25, 20 * gib, None, 20, 30))
+    assert made.cap().num_workers == 1
+    assert made.cap(keep=True).num_workers == 3
+    monkeypatch.setattr(running, "room", lambda files: caps.Room(0.25, 0, None, 20, 30))
+    assert made.cap(keep=True) == caps.Cap(2, "memory")
+    assert len(readers) == 2  # the first and the last worker, once
+    assert threading.get_ident() not in readers
+    iterator._shutdown_workers()

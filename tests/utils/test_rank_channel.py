@@ -1,0 +1,111 @@
+"""The gather over ranks: real processes with a real gloo group, some of which die."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from lightning_gpuopt.utils import rank_channel
+from lightning_gpuopt.utils.rank_channel import Gathered, RankGather
+from tests.helpers import wait_for
+from tests.ranks import run_ranks
+
+
+def test_one_rank_gets_back_what_it_put_in_without_a_thread():
+    gather = RankGather("test", rank=0, world_size=1)
+    assert not gather.has_ready
+    gather.post(49, {"a": 1.0})
+    gather.post(99, {"a": 2.0})
+    assert gather.collects
+    assert gather.has_ready
+    assert gather.ready() == [Gathered(49, {0: {"a": 1.0}}), Gathered(99, {0: {"a": 2.0}})]
+    assert gather.ready() == []
+    gather.close()
+    gather.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpuopt-gather")]
+
+
+def test_windows_of_all_ranks_come_to_rank_0_in_order_and_runs_do_not_mix():
+    first, second = run_ranks("tests.utils.channel_ranks:all_windows", 2)
+    assert first == {
+        "collects": True,
+        "problem": None,
+        "seen": [
+            [[step, {str(rank): {"run": run, "rank": rank} for rank in range(2)}] for step in (49, 99, 149)]
+            for run in range(2)
+        ],
+    }
+    assert second == {"collects": False, "problem": None, "seen": [[], []]}
+
+
+def test_a_rank_that_dies_is_left_out_and_takes_nobody_along():
+    first, second, third = run_ranks("tests.utils.channel_ranks:one_dies", 3)
+    assert first == {"seen": [[0, [0, 1, 2]], [1, [0, 1]], [2, [0, 1]]], "problem": None}
+    assert second == {"seen": [], "problem": None}
+    assert third is None
+
+
+def test_when_rank_0_dies_the_others_notice_and_end():
+    first, second = run_ranks("tests.utils.channel_ranks:the_first_dies", 2)
+    assert first is None
+    assert second == {"problem": True, "ready": []}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_a_store_each_rank_keeps_its_own_figures(rank):
+    gather = RankGather("test", rank=rank, world_size=2)
+    gather.post(49, "mine")
+    assert gather.problem is not None
+    assert "no key-value store" in gather.problem
+    assert gather.collects
+    assert gather.ready() == [Gathered(49, {rank: "mine"})]
+
+
+def test_when_the_store_fails_rank_0_goes_on_with_its_own_figures(monkeypatch):
+    class Broken:
+        def check(self, keys):
+            raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(rank_channel, "open_store", lambda name: Broken())
+    gather = RankGather("test", rank=0, world_size=2)
+    gather.post(0, "first")
+    wait_for(lambda: gather.problem is not None)
+    gather.post(1, "second")
+    gather.close()
+    gather.post(2, "third")
+    assert gather.problem == "the ranks' key-value store failed: connection reset"
+    assert gather.ready() == [Gathered(0, {0: "first"}), Gathered(1, {0: "second"}), Gathered(2, {0: "third"})]
+
+
+def test_closing_without_waiting_gives_out_what_is_there(monkeypatch):
+    class Silent:
+        def check(self, keys):
+            return False
+
+    monkeypatch.setattr(rank_channel, "open_store", lambda name: Silent())
+    gather = RankGather("test", rank=0, world_size=2)
+    gather.post(0, "mine")
+    gather.close(timeout_s=0.0)
+    assert gather.ready() == [Gathered(0, {0: "mine"})]
+
+
+def test_all_ranks_stop_at_the_same_step_wherever_they_are():
+    ranks = run_ranks("tests.utils.channel_ranks:all_stop", 3)
+    assert [each["problem"] for each in ranks] == [None] * 3
+    assert ranks[1] == ranks[2] == ranks[0]
+    assert [why for _, why in ranks[0]["seen"]] == ["run 0", "run 1"]
+    assert all(step >= 3 for step, _ in ranks[0]["seen"])
+
+
+def test_ranks_whose_training_ends_are_told_what_rank_0_says():
+    first, second = run_ranks("tests.utils.channel_ranks:all_end", 2)
+    assert first == {"seen": [None, "at the end", "asked"], "problem": None}
+    assert second["seen"] == [None, "at the end", "asked", None]
+
+
+def test_a_rank_that_is_gone_keeps_nobody_from_stopping():
+    first, second, gone = run_ranks("tests.utils.channel_ranks:one_never_answers", 3)
+    assert gone is None
+    assert first == second
+    assert first["why"] == "asked"
