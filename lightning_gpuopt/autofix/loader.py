@@ -348,13 +348,13 @@ class AdjustableLoader:
         began = time.perf_counter()
         seen = check_workers(loader, longest_s=_MAX_LOOK_S)
         self.looked_s += time.perf_counter() - began
-        if seen.problem is not None:
-            raise CannotChange(seen.problem)
         if seen.draws:
             raise CannotChange(
                 "reading the dataset draws from the process's random state, which training's own draws follow: with "
                 "workers training would be another"
             )
+        if seen.problem is not None:
+            raise CannotChange(seen.problem)
         assign(loader, 1)
         running = self._run(loader, 0)
         assign(loader, min(workers, running.cap().num_workers))
