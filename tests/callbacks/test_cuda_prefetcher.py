@@ -86,9 +86,8 @@ NOT_SIMULATED = ("sparse", "gpu")
 """The simulated GPU has no sparse tensors."""
 
 RUNS = few(
-    "plain-cpu sparse-cpu plain-gpu combined-cycle-equal-gpu accumulate-gpu stateful-gpu unsized-gpu lmdb-gathered-gpu "
-    "should-stop-gpu in-place-gpu transfer-draws-later-gpu depth-3-gpu shuffled-persistent-gpu no-workers-gpu "
-    "predict-gpu rest-of-epoch-left-gpu drawing-sampler-gpu",
+    "plain-cpu sparse-cpu combined-cycle-equal-gpu accumulate-gpu stateful-gpu lmdb-gathered-gpu in-place-gpu "
+    "transfer-draws-later-gpu shuffled-persistent-gpu rest-of-epoch-left-gpu drawing-sampler-gpu",
     {f"{name}-{where}": (name, where) for where in ("gpu", "cpu") for name in SETUPS if (name, where) != NOT_SIMULATED},
 )
 

@@ -967,8 +967,7 @@ class Corrupted(Numbers):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("mode", ["live", "probe"])
-@pytest.mark.parametrize("what", ["file", "error", "cheap"])
+@combinations("live-file probe-error live-cheap", mode=["live", "probe"], what=["file", "error", "cheap"])
 def test_a_loader_that_workers_cannot_serve_stays_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str, mode: Any
 ) -> None:

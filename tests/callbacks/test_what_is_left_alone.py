@@ -33,6 +33,7 @@ from lightning_gpuopt.tuning.running import RunningLoader
 from lightning_gpuopt.tuning.workers import Trial
 from tests.callbacks.auto_fix_runs import Model, Numbers, Run, finding, script, train
 from tests.helpers import tiny_trainer
+from tests.lanes import combinations
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -216,8 +217,7 @@ class TestChangedDatasets:
         assert fit.model.seen == expected
         assert fit.num_workers == 2
 
-    @pytest.mark.parametrize("every", [1, 7, 59])
-    @pytest.mark.parametrize("shuffle", [False, True])
+    @combinations("1-True 7-False 59-True", every=[1, 7, 59], shuffle=[False, True])
     def test_of_no_workers_each_batch_is_as_the_dataset_is_then(self, tmp_path, caplog, every, shuffle):
         def made() -> DataLoader[Any]:
             return loader(workers=0, shuffle=shuffle)
@@ -372,8 +372,7 @@ class DrawsInTheStep(Callback):
 
 
 class TestSamplers:
-    @pytest.mark.parametrize("workers", [0, 1, 2])
-    @pytest.mark.parametrize("draw", ["torch", "python"])
+    @combinations("0-torch 1-python 2-torch", workers=[0, 1, 2], draw=["torch", "python"])
     def test_one_that_draws_per_index_is_left_alone(self, tmp_path, caplog, workers, draw):
         def made() -> DataLoader[Any]:
             return loader(workers=workers, shuffle=False, sampler=PerIndex(draw))
@@ -423,7 +422,7 @@ print("workers", loader.num_workers)
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.matrix)])
 def test_where_processes_are_not_forked_a_script_without_a_guard_runs_once(tmp_path, method):
     (tmp_path / "script.py").write_text(NO_GUARD)
     done = subprocess.run(
@@ -483,9 +482,12 @@ class Partly(Values):
         return {"length": self.length}
 
 
-@pytest.mark.parametrize("kind", [Forgets, Refuses, Partly])
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("settings", [{"num_workers": 3}, {"persistent_workers": True}])
+@combinations(
+    "Forgets-0-more Refuses-1-more Partly-1-kept",
+    kind={"Forgets": Forgets, "Refuses": Refuses, "Partly": Partly},
+    workers=[0, 1],
+    settings={"more": {"num_workers": 3}, "kept": {"persistent_workers": True}},
+)
 def test_a_getstate_of_any_kind_ends_no_training(tmp_path, caplog, kind, workers, settings):
     cause = "epoch_restart" if "persistent_workers" in settings else "slow_transform"
     run = Run(tmp_path, script([finding(cause, **settings)], before=25), loader(kind(40), workers), max_epochs=5)

@@ -262,7 +262,9 @@ class TestRanks:
 
 
 class TestResume:
-    @pytest.mark.parametrize("batch_size", [2, 4, 8])
+    @pytest.mark.parametrize(
+        "batch_size", [pytest.param(2, marks=pytest.mark.matrix), 4, pytest.param(8, marks=pytest.mark.matrix)]
+    )
     @pytest.mark.parametrize(("hook", "batch", "options"), MOMENTS, ids=lambda value: str(value) if value else "")
     def test_a_resumed_run_gives_every_sample_once(
         self,

@@ -237,7 +237,7 @@ class TestOwnPipelines:
         assert images.shape == (len(SIZES), 8, 8, 3)
         assert labels == [0] * 4 + [10] * 3
 
-    @pytest.mark.parametrize("composed", [False, True])
+    @pytest.mark.parametrize("composed", [pytest.param(False, marks=pytest.mark.matrix), True])
     def test_torchvision_style_operators(self, folder: Path, torchvision: Any, composed: bool) -> None:
         operators = [torchvision.Resize(256), torchvision.CenterCrop(224)]
         given = torchvision.Compose(operators) if composed else operators

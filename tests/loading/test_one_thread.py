@@ -1,5 +1,6 @@
 """No OpenMP region on the way of a batch through the training process: its threads are begun by the first one."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.images.pictures import encoded, photo, with_orientation
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 CODE = """
+import json
 import os
 import sys
 
@@ -36,29 +38,38 @@ def from_numpy(*shape, dtype=np.uint8):
     return torch.from_numpy(np.zeros(shape, dtype))
 
 
-assert torch.get_num_threads() == 2
-what, path = sys.argv[1:3]
-source = {
+TENSORS = {
     "large tensors": lambda: TensorDataset(from_numpy(256, 3, 128, 128, dtype=np.float32), from_numpy(256)),
     "channels last": lambda: TensorDataset(from_numpy(256, 64, 64, 3).permute(0, 3, 1, 2)),
-}.get(what, lambda: path)()
-kind = ImageFolderDataModule if what == "folder" else LMDBDataModule
-options = eval(sys.argv[3])
-datamodule = kind(source, val=source, batch_size=128, num_workers=0, **options)
-datamodule.setup("fit")
-before = threads()
-batches = [batch for loader in (datamodule.train_dataloader(), datamodule.val_dataloader()) for batch in loader]
-print(len(threads() - before), sum(len(batch[0]) for batch in batches))
+}
 
+
+def two_epochs(name, path, options):
+    source = TENSORS[name]() if path is None else path
+    kind = ImageFolderDataModule if path is not None and os.path.isdir(path + "/a") else LMDBDataModule
+    datamodule = kind(source, val=source, batch_size=128, num_workers=0, **options)
+    datamodule.setup("fit")
+    before = threads()
+    batches = [batch for loader in (datamodule.train_dataloader(), datamodule.val_dataloader()) for batch in loader]
+    return len(threads() - before), sum(len(batch[0]) for batch in batches)
+
+
+assert torch.get_num_threads() == 2
+found = {case[0]: two_epochs(*case) for case in json.loads(sys.argv[1])}
+before = threads()
 from_numpy(1 << 22).to(torch.float32)  # so that a region would have been seen
-print(len(threads() - before))
+print(json.dumps({**found, "a region": (len(threads() - before), 0)}))
 """
 
 
-def threads_begun(what: str, path: Path, **options: Any) -> list[int]:
-    """Threads that two epochs of a loader begin, the samples in them, and the threads that a region begins after it."""
+def threads_begun(*cases: tuple[str, Path | None, dict[str, Any]]) -> dict[str, tuple[int, int]]:
+    """Threads that two epochs of a loader begin, and the samples in them; for each of these cases, in one process.
+
+    Args:
+        cases: name, where the samples are (None: in memory), options of the DataModule.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", CODE, what, str(path), repr(options)],
+        [sys.executable, "-c", CODE, json.dumps([(name, path and str(path), more) for name, path, more in cases])],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "2", "OMP_DYNAMIC": "false"},
         capture_output=True,
@@ -66,43 +77,51 @@ def threads_begun(what: str, path: Path, **options: Any) -> list[int]:
         timeout=120,
     )
     assert not done.returncode, done.stderr
-    return [int(word) for word in done.stdout.split()]
+    return {name: tuple(counts) for name, counts in json.loads(done.stdout).items()}
 
 
-def test_small_records_are_gathered_in_one_thread(tmp_path: Path) -> None:
-    with LMDBWriter(tmp_path / "data") as writer:
+def test_no_way_of_a_batch_begins_a_thread(tmp_path: Path) -> None:
+    with LMDBWriter(tmp_path / "records") as writer:
         for index in range(512):
             writer.write((np.full((3, 32, 32), index % 256, np.uint8), torch.full((100,), 0.5), index))
-    assert threads_begun("gather", tmp_path / "data") == [0, 1024, 1]
-
-
-@pytest.mark.parametrize("memory_format", ["channels_last", "contiguous"])
-@pytest.mark.parametrize("interpolation", ["bilinear", "nearest"])
-def test_images_are_cropped_and_collated_in_one_thread(tmp_path: Path, memory_format: str, interpolation: str) -> None:
-    (tmp_path / "a").mkdir()
+    (tmp_path / "folder/a").mkdir(parents=True)
     for index in range(16):
-        (tmp_path / f"a/{index}.jpg").write_bytes(with_orientation(photo(300, 250), 1 + index % 8))
-    options: dict[str, Any] = {"crop_size": 224, "memory_format": memory_format, "interpolation": interpolation}
-    assert threads_begun("folder", tmp_path, decode="tensor", **options) == [0, 32, 1]
-
-
-def test_images_with_masks_are_too(tmp_path: Path) -> None:
+        (tmp_path / f"folder/a/{index}.jpg").write_bytes(with_orientation(photo(300, 250), 1 + index % 8))
     mask = Image.fromarray(np.arange(300, dtype=np.int32)[None].repeat(250, 0))
-    with LMDBWriter(tmp_path / "data") as writer:
+    with LMDBWriter(tmp_path / "masks") as writer:
         for index in range(16):
             writer.write((Image.open(_file(encoded(photo(300, 250)), tmp_path / f"{index}.jpg")), mask))
-    for options in ({"crop_size": 224}, {}):
-        assert threads_begun("masks", tmp_path / "data", decode="tensor", **options) == [0, 32, 1]
+    crops = {
+        f"{interpolation} {memory_format}": {
+            "decode": "tensor",
+            "crop_size": 224,
+            "memory_format": memory_format,
+            "interpolation": interpolation,
+        }
+        for interpolation in ("bilinear", "nearest")
+        for memory_format in ("channels_last", "contiguous")
+    }
+    assert threads_begun(
+        ("records", tmp_path / "records", {}),
+        *((name, tmp_path / "folder", options) for name, options in crops.items()),
+        ("cropped masks", tmp_path / "masks", {"decode": "tensor", "crop_size": 224}),
+        ("masks", tmp_path / "masks", {"decode": "tensor"}),
+        ("large tensors", None, {}),
+        ("channels last", None, {}),
+    ) == {
+        "records": (0, 1024),
+        **dict.fromkeys(crops, (0, 32)),
+        "cropped masks": (0, 32),
+        "masks": (0, 32),
+        "large tensors": (0, 512),
+        "channels last": (0, 512),
+        "a region": (1, 0),
+    }
 
 
 def _file(data: bytes, path: Path) -> Path:
     path.write_bytes(data)
     return path
-
-
-@pytest.mark.parametrize("what", ["large tensors", "channels last"])
-def test_tensors_of_other_datasets_are_collated_in_one_thread(tmp_path: Path, what: str) -> None:
-    assert threads_begun(what, tmp_path) == [0, 512, 1]
 
 
 @pytest.mark.parametrize("memory_format", ["channels_last", "contiguous"])

@@ -22,6 +22,7 @@ from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.sources import open_source
 from lightning_gpuopt.storage.sources.base import Source, expand
+from tests.lanes import combinations
 from tests.storage.parts import mapped_shards, open_descriptors
 from tests.storage.source_files import image_file, npy, same, samples, write_folder, write_pickled, write_tar
 
@@ -285,7 +286,7 @@ def test_a_fingerprint_is_the_source_s_and_not_the_place_s(tmp_path: Path) -> No
     assert open_source(tmp_path / "there/folder").fingerprint() != before
 
 
-@pytest.mark.parametrize("name", ["folder", "x.tar", "x.npy", "x.npz", "x.h5", "x.parquet", "own", "dataset"])
+@combinations("x.tar x.h5 own", name=["folder", "x.tar", "x.npy", "x.npz", "x.h5", "x.parquet", "own", "dataset"])
 def test_no_file_stays_open_after_a_build(tmp_path: Path, name: str) -> None:
     given = _all_kinds(tmp_path)[name]
     build_lmdb(given, tmp_path / "warm", progress=False)

@@ -82,7 +82,7 @@ PLANS = [{0: 3, 5: 8}, {3: 4, 10: 2, 11: 5, 12: 1, 40: 3}, {30: 2, 31: 1, 32: 2}
 
 
 @combinations(
-    "plan0-False-60 plan1-False-115 plan2-True-60 plan3-True-115",
+    "plan0-False-60 plan3-True-115",
     plan=PLANS,
     persistent=[False, True],
     left_after=[60, 115],  # with work under way; at 115 of 120 all has been asked for
@@ -389,8 +389,7 @@ class InTurn:
 
 
 @in_order
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("workers", [2, 4])
+@combinations("2-True 4-False", workers=[2, 4], fails=[False, True])
 def test_without_an_order_a_straggler_at_the_end_loses_no_error_and_no_draw(workers: int, fails: bool) -> None:
     ends = []
     for change in (False, True):
@@ -418,7 +417,7 @@ def test_without_an_order_a_straggler_at_the_end_loses_no_error_and_no_draw(work
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@combinations("1 3", number=[1, 2, 3])
 def test_where_no_thread_can_be_started_that_feeds_a_worker_no_index_is_lost(
     monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -580,7 +579,7 @@ def test_the_first_workers_of_a_loader_change_nothing_that_is_drawn(kwargs: dict
 
 
 @combinations(
-    "plan0-60 plan1-62 plan3-58",
+    "plan0-60 plan3-58",
     plan=[{5: 1}, {5: 6, 9: 1}, {57: 1}, {5: 1, 30: 8}],
     leave=[50, 58, 60, 62],
 )
