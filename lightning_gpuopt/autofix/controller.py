@@ -24,7 +24,7 @@ from lightning_gpuopt.autofix.trial import ChangeTrial, Evidence, KeptChange
 from lightning_gpuopt.detector.session import DetectorSession
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Change, Finding
-from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, TOO_SHORT
+from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, INTERRUPTED, TOO_SHORT
 from lightning_gpuopt.diagnosis.render.wording import change_line
 from lightning_gpuopt.tuning.loader import DRAWS
 from lightning_gpuopt.utils.callback_base import Guard
@@ -116,12 +116,14 @@ class AutoFixController:
         if problem is not None:
             self._note_problem(trial, workers, problem)
             return
-        if trial is not None:
-            self._go_on(trial, step_s)
-        elif self._unpaid is not None:
-            self._look_at_its_cost(self._unpaid)
-        if self._trial is None or self._trial.waits:
+        if trial is None:
             self._evidence.before.append(step_s)
+            if self._unpaid is not None:
+                self._look_at_its_cost(self._unpaid)
+        else:
+            self._go_on(trial, step_s)
+            if trial.waits:
+                self._evidence.before.append(step_s)
         if self._trial is None and len(self._evidence.before) >= MIN_BEFORE and self._settings.loader.is_settled:
             self._look_for_more(session, window, findings)
 
@@ -131,7 +133,7 @@ class AutoFixController:
             self._take_back(trial, problem)
             return
         if trial is not None:
-            self._take_back(trial, "the number of workers has changed meanwhile")
+            self._take_back(trial, INTERRUPTED)
         self._evidence.before.clear()
         now = self._settings.now("num_workers")
         if now != workers:
@@ -245,23 +247,24 @@ class AutoFixController:
 
     def _look_at_its_cost(self, kept: KeptChange) -> None:
         """A change was kept in mid-epoch: once an epoch has begun with it, see what that has cost."""
-        trial, evidence = kept.trial, self._evidence
+        trial, evidence = kept.trials[-1], self._evidence
         if len(evidence.set_ups) <= trial.set_ups_before:
             return
         self._unpaid = None
         before_s, after_s = evidence.set_up_costs(trial, self._run_length().steps)
         if after_s - before_s <= kept.saved_s:
             return
-        setting, change = trial.wanted.setting, self.changes[trial.index]
+        setting = trial.wanted.setting
         self._failed.add(setting)
-        measured = None
-        if change.measured is not None and evidence.before:
-            step_s = fmean(evidence.before)
-            measured = change.measured * (step_s / (step_s + after_s - before_s))
+        step_s = fmean(evidence.before)
         self._settings.take_back(setting, kept.before)
         self._send("change", setting, kept.before)
         evidence.before.clear()
-        self._conclude(trial.index, measured=measured, kept=False, why=COSTS_MORE)
+        for each in kept.trials:
+            measured = self.changes[each.index].measured
+            if measured is not None:
+                measured *= step_s / (step_s + after_s - before_s)
+            self._conclude(each.index, measured=measured, kept=False, why=COSTS_MORE)
 
     def _measured(self, trial: ChangeTrial) -> float | None:
         return self._evidence.measured(trial, self._run_length().steps)
@@ -278,9 +281,18 @@ class AutoFixController:
             self._send("keep", "persistent_workers", None)
             self._conclude(trial.with_persistence, kept=True, why="with num_workers")
         elif setting == "num_workers" and len(self._evidence.set_ups) <= trial.set_ups_before:
-            self._unpaid = KeptChange(trial, before, self._evidence.saved_s(trial))
+            self._note_unpaid(trial, before)
         if setting != "persistent_workers":
             self._evidence.begin_after(trial)
+
+    def _note_unpaid(self, trial: ChangeTrial, before: Any) -> None:
+        """An epoch has yet to begin with what was kept; others may have been kept in this epoch before it."""
+        saved_s, earlier = self._evidence.saved_s(trial), self._unpaid
+        if earlier is None:
+            self._unpaid = KeptChange([trial], before, saved_s)
+            return
+        earlier.trials.append(trial)
+        earlier.saved_s += saved_s
 
     def _take_back(self, trial: ChangeTrial, why: str) -> None:
         setting, evidence = trial.wanted.setting, self._evidence
@@ -289,13 +301,14 @@ class AutoFixController:
             before_s, after_s = evidence.set_up_costs(trial, self._run_length().steps)
             if after_s > before_s and judge(evidence.before, trial.after) is not False:
                 why = COSTS_MORE
-        self._give_up(trial, why, kept=False)
+        kept = None if trial.waits else False  # what never came was not refuted
+        self._give_up(trial, why, kept=kept)
         self._settings.take_back(setting, before)
         self._send("back", setting, before)
-        self._take_back_persistence(trial, why)
+        self._take_back_persistence(trial, why, kept)
         evidence.before.clear()  # a loader that was changed and changed back is not at once as it was
 
-    def _take_back_persistence(self, trial: ChangeTrial, why: str) -> None:
+    def _take_back_persistence(self, trial: ChangeTrial, why: str, kept: bool | None) -> None:
         """Where workers were to persist only since others were started."""
         if trial.with_persistence is None:
             return
@@ -303,7 +316,7 @@ class AutoFixController:
         self._before_change.pop("persistent_workers", None)
         self._settings.take_back("persistent_workers", False)
         self._send("back", "persistent_workers", False)
-        self._conclude(trial.with_persistence, kept=False, why=why)
+        self._conclude(trial.with_persistence, kept=kept, why=why)
 
     def _give_up(self, trial: ChangeTrial, why: str, *, kept: bool | None = None) -> None:
         self._trial = None

@@ -41,15 +41,15 @@ class ChangeTrial:
 
 @dataclass
 class KeptChange:
-    """A change that was kept before an epoch has begun with it.
+    """Changes of one setting that were kept before an epoch has begun with them.
 
     Attributes:
-        trial: the change.
-        before: its setting's value before it.
-        saved_s: seconds a step that it saves.
+        trials: the changes, in their order.
+        before: the setting's value before them.
+        saved_s: seconds a step that they save.
     """
 
-    trial: ChangeTrial
+    trials: list[ChangeTrial]
     before: Any
     saved_s: float
 

@@ -20,7 +20,7 @@ from lightning_gpuopt.measurements.phases import PhaseTimes, WindowSample
 from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, RankWork, ReducerTimes
 from lightning_gpuopt.timeline.pauses import PauseWatch
 
-_MIN_LAP_S: Final = 0.1
+_MIN_SAMPLE_S: Final = 0.1
 """Windows that are shorter than this are joined before they are compared with others."""
 
 _LOOK_AGAIN: Final = 1.5
@@ -82,14 +82,14 @@ class SteadyStateAccumulator:
         self._pauses = pauses
         self._rank_watch = rank_watch
         pauses.restart()
-        self._course = WindowHistory(device.device if device is not None else None)
+        self._history = WindowHistory(device.device if device is not None else None)
         self._growing = Growing(owners)
         self._grows = ""
         self._look_after = 0.0
         self._steps = steps
         self._start = Reading()
-        self._start = self._last = self._lap_reading = self._read()
-        self._lap_times: PhaseTimes | None = None
+        self._start = self._last = self._sampled_reading = self._read()
+        self._sampled_times: PhaseTimes | None = None
         loader.reset_host()
         if device is not None:
             device.restart()
@@ -105,7 +105,7 @@ class SteadyStateAccumulator:
             self._gpu_is_here = True
             self._start = replace(self._start, gpu=snapshot)
             self._last = replace(self._last, gpu=snapshot)
-            self._lap_reading = replace(self._lap_reading, gpu=snapshot)
+            self._sampled_reading = replace(self._sampled_reading, gpu=snapshot)
 
     def measure(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
         """What was measured since the beginning.
@@ -114,7 +114,7 @@ class SteadyStateAccumulator:
             times: the phases since then.
             ranks: the work of all ranks.
         """
-        return self._since(self._start, self._read(), times, ranks, self._course.laps)
+        return self._since(self._start, self._read(), times, ranks, self._history.samples)
 
     def window(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
         """What was measured since the last window.
@@ -134,18 +134,18 @@ class SteadyStateAccumulator:
             times: the phases since then.
             ranks: the work of all ranks.
         """
-        lap_s = times.wall_s - (self._lap_times.wall_s if self._lap_times is not None else 0.0)
-        if lap_s >= _MIN_LAP_S:
-            self._end_lap(times)
-        return self._since(self._start, self._last, times, ranks, self._course.laps)
+        sample_s = times.wall_s - (self._sampled_times.wall_s if self._sampled_times is not None else 0.0)
+        if sample_s >= _MIN_SAMPLE_S:
+            self._keep_sample(times)
+        return self._since(self._start, self._last, times, ranks, self._history.samples)
 
-    def _end_lap(self, times: PhaseTimes) -> None:
-        """Keep what was measured since the last lap, for what changes over the run."""
-        since = times - self._lap_times if self._lap_times is not None else times
-        measured = self._since(self._lap_reading, self._last, since, ())
-        self._lap_reading, self._lap_times = self._last, times
+    def _keep_sample(self, times: PhaseTimes) -> None:
+        """Keep what was measured since the last sample, for what changes over the run."""
+        since = times - self._sampled_times if self._sampled_times is not None else times
+        measured = self._since(self._sampled_reading, self._last, since, ())
+        self._sampled_reading, self._sampled_times = self._last, times
         self._steps += since.steps
-        self._course.add(measured, self._steps, self._loader.process())
+        self._history.add(measured, self._steps, self._loader.process())
 
     def look_for_growth(self, finding: Finding) -> bool:
         """Find out what grows in a program whose steps get slower; True where that is found now.
@@ -178,7 +178,7 @@ class SteadyStateAccumulator:
         now: Reading,
         times: PhaseTimes,
         ranks: tuple[RankWork, ...],
-        laps: tuple[WindowSample, ...] = (),
+        history: tuple[WindowSample, ...] = (),
     ) -> Measurement:
         loader, workers = _slowest_loader(start, now)
         measured = Measurement(
@@ -197,7 +197,7 @@ class SteadyStateAccumulator:
             pipelines=_all_pipelines(start, now),
             collections=self._pauses.collections(),
             compilations=self._pauses.compilations(),
-            laps=laps,
+            history=history,
             grows=self._grows,
         )
         if self._device is None or self._looks is None:

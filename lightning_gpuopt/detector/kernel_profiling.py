@@ -169,7 +169,7 @@ class KernelProfiling:
             return
         if self.look is None:
             self._suspect(since_warm)
-        if self._together:
+        if self._together or self._profiler_look is not None:
             return
         if self.syncs is None and self._sync_look is None and (self._wanted or self._may_idle(since_warm)):
             self._begin_sync_look()

@@ -15,7 +15,7 @@ from lightning_gpuopt.telemetry.process import ProcessReading
 
 log = logging.getLogger(__name__)
 
-_MAX_LAPS: Final = 64
+_MAX_SAMPLES: Final = 64
 _MIB: Final = 1024 * 1024
 _STEP_WORK: Final = ("forward", "backward", "optimizer")
 _GPU_MEMORY: Final = (
@@ -34,15 +34,15 @@ class WindowHistory:
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
-        self._laps: list[WindowSample] = []
-        self._per_lap = 1
+        self._samples: list[WindowSample] = []
+        self._per_sample = 1
         self._in_last = 0
         self._clock: tuple[float, float] = (0.0, 0.0)
 
     @property
-    def laps(self) -> tuple[WindowSample, ...]:
-        """The laps so far, oldest first."""
-        return tuple(self._laps)
+    def samples(self) -> tuple[WindowSample, ...]:
+        """The samples so far, oldest first."""
+        return tuple(self._samples)
 
     def add(self, window: Measurement, end_step: int, process: ProcessReading) -> None:
         """Add a window.
@@ -70,17 +70,17 @@ class WindowHistory:
                 parts.pop(SIGNAL_BROADCAST, None)
         self._keep(WindowSample(waterfall.steps, end_step, seconds, parts, self._held(window.device, process), host))
 
-    def _keep(self, lap: WindowSample) -> None:
-        if self._laps and self._in_last < self._per_lap:
-            self._laps[-1] = self._laps[-1].joined(lap)
+    def _keep(self, sample: WindowSample) -> None:
+        if self._samples and self._in_last < self._per_sample:
+            self._samples[-1] = self._samples[-1].joined(sample)
             self._in_last += 1
             return
-        self._laps.append(lap)
+        self._samples.append(sample)
         self._in_last = 1
-        if len(self._laps) > _MAX_LAPS:
-            pairs = [self._laps[i : i + 2] for i in range(0, len(self._laps), 2)]
-            self._laps = [pair[0].joined(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
-            self._per_lap *= 2
+        if len(self._samples) > _MAX_SAMPLES:
+            pairs = [self._samples[i : i + 2] for i in range(0, len(self._samples), 2)]
+            self._samples = [pair[0].joined(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
+            self._per_sample *= 2
 
     def _held(self, device: DeviceState | None, process: ProcessReading) -> dict[str, float]:
         read = (("rss_mib", process.rss_mib), ("open_files", process.open_files), ("threads", process.threads))

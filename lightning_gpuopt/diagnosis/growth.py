@@ -1,4 +1,4 @@
-"""Whether the steps of a run get slower, since when, and which part of them grows. Pure: laps in, numbers out."""
+"""Whether the steps of a run get slower, since when, and which part of them grows. Pure: samples in, numbers out."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Final
 
 from lightning_gpuopt.measurements.phases import GPU_WORK, WindowSample
 
-_MIN_LAPS: Final = 6
-_MIN_SLOW_LAPS: Final = 3
+_MIN_SAMPLES: Final = 6
+_MIN_SLOW_SAMPLES: Final = 3
 _MIN_GROWTH: Final = 0.1
 """The last third takes longer than the first by this share."""
 
 _OVER_NOISE: Final = 4.0
-"""So many times the usual scatter, from lap to lap, lies between the first third and the last."""
+"""So many times the usual scatter, from sample to sample, lies between the first third and the last."""
 
 _BACK: Final = 0.25
-"""A lap that has come back to this share of the growth, or less, ends what was slow before it."""
+"""A sample that has come back to this share of the growth, or less, ends what was slow before it."""
 
 _BEGUN: Final = 0.1
 _SLOW_BEFORE: Final = 0.2
-"""Where more of the laps before the growth were slow as well, the steps come and go: a pattern, no growth."""
+"""Where more of the samples before the growth were slow as well, the steps come and go: a pattern, no growth."""
 
 _DOUBLED: Final = 2.0
 _MOSTLY: Final = 0.5
@@ -35,7 +35,7 @@ class Growth:
     """Steps that take longer and longer.
 
     Attributes:
-        from_s: seconds of a step in the first third of the laps, the median.
+        from_s: seconds of a step in the first third of the samples, the median.
         to_s: the same of the last third.
         since_step: step at which the growth began.
         lost_s: seconds that all steps since then took more than ``from_s``.
@@ -44,8 +44,8 @@ class Growth:
             well, that phase.
         part_from_s: its seconds of a step in the first third.
         part_to_s: the same of the last third.
-        first: the first lap.
-        last: the last lap.
+        first: the first sample.
+        last: the last sample.
     """
 
     from_s: float
@@ -75,25 +75,25 @@ class Growth:
         return waits
 
 
-def growth_of(laps: Sequence[WindowSample]) -> Growth | None:
-    """What grows over these laps; None where the steps do not get slower, or not for good.
+def growth_of(samples: Sequence[WindowSample]) -> Growth | None:
+    """What grows over these samples; None where the steps do not get slower, or not for good.
 
-    One slow lap is smoothed away, a pattern that repeats itself is told apart by its slow laps before the last return,
-    and the growth has to stand out from the usual difference between neighbours.
+    One slow sample is smoothed away, a pattern that repeats itself is told apart by its slow samples before the last
+    return, and the growth has to stand out from the usual difference between neighbours.
 
     Args:
-        laps: of a run since a change, oldest first.
+        samples: of a run since a change, oldest first.
     """
-    laps = [lap for lap in laps if lap.steps]
-    if len(laps) < _MIN_LAPS:
+    samples = [sample for sample in samples if sample.steps]
+    if len(samples) < _MIN_SAMPLES:
         return None
-    lap_s = [lap.seconds / lap.steps for lap in laps]
-    third = len(laps) // 3
-    if sum(lap_s[-third:]) < (1 + _MIN_GROWTH) * third * min(lap_s[:third]):  # the usual case, at little cost
+    sample_s = [sample.seconds / sample.steps for sample in samples]
+    third = len(samples) // 3
+    if sum(sample_s[-third:]) < (1 + _MIN_GROWTH) * third * min(sample_s[:third]):  # the usual case, at little cost
         return None
-    step_s = _smooth(lap_s)
+    step_s = _smooth(sample_s)
     from_s, to_s = statistics.median(step_s[:third]), statistics.median(step_s[-third:])
-    changes = [after - before for before, after in pairwise(lap_s)]
+    changes = [after - before for before, after in pairwise(sample_s)]
     usual_s = statistics.median(changes)
     noise_s = statistics.median(abs(each - usual_s) for each in changes)
     grown_s = to_s - from_s
@@ -101,22 +101,22 @@ def growth_of(laps: Sequence[WindowSample]) -> Growth | None:
         return None
     begin = _after_last(step_s, from_s + _BACK * grown_s)
     slow_before = sum(each > from_s + grown_s / 2 for each in step_s[:begin])
-    if len(laps) - begin < _MIN_SLOW_LAPS or slow_before > _SLOW_BEFORE * begin:
+    if len(samples) - begin < _MIN_SLOW_SAMPLES or slow_before > _SLOW_BEFORE * begin:
         return None
     since = min(_after_last(step_s[:begin], from_s + _BEGUN * grown_s), begin)
-    lost_s = sum(max(lap.seconds - from_s * lap.steps, 0.0) for lap in laps[since:])
-    spans = _spans([lap.parts for lap in laps], [lap.steps for lap in laps])
+    lost_s = sum(max(sample.seconds - from_s * sample.steps, 0.0) for sample in samples[since:])
+    spans = _spans([sample.parts for sample in samples], [sample.steps for sample in samples])
     parts = {
-        name: sum(max(lap.parts.get(name, 0.0) - before_s * lap.steps, 0.0) for lap in laps)
+        name: sum(max(sample.parts.get(name, 0.0) - before_s * sample.steps, 0.0) for sample in samples)
         for name, (before_s, after_s) in spans.items()
         if after_s > before_s
     }
     part = max(spans, key=lambda name: spans[name][1] - spans[name][0])
     if part == GPU_WORK:
-        spans |= (host := _spans([lap.host for lap in laps], [lap.steps for lap in laps]))
+        spans |= (host := _spans([sample.host for sample in samples], [sample.steps for sample in samples]))
         part = max((GPU_WORK, *host), key=lambda name: _grown(spans[name]) * (_MOSTLY if name == GPU_WORK else 1.0))
-    since_step = laps[since].end_step - laps[since].steps
-    return Growth(from_s, to_s, since_step, lost_s, part, *spans[part], laps[0], laps[-1], parts)
+    since_step = samples[since].end_step - samples[since].steps
+    return Growth(from_s, to_s, since_step, lost_s, part, *spans[part], samples[0], samples[-1], parts)
 
 
 def _spans(parts: Sequence[Mapping[str, float]], steps: Sequence[int]) -> dict[str, tuple[float, float]]:

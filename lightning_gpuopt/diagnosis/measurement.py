@@ -47,7 +47,7 @@ class Measurement:
         sampled: what sampling threads have seen of the workers and of the training thread.
         collections: what Python's garbage collector did; None where not watched.
         compilations: what torch.compile did; None where not watched.
-        laps: the stretch window by window, for what changes over the run.
+        history: the stretch window by window, for what changes over the run.
         grows: what was found to grow in the program, for people; empty where nothing was.
         growth_s: seconds of the device's waits that are due to a slowdown, by name: they are no part of other causes.
             ``"gpu_work"`` is idle time inside the steps.
@@ -76,7 +76,7 @@ class Measurement:
     sampled: tuple[Sampled, ...] = ()
     collections: Collections | None = None
     compilations: Compilations | None = None
-    laps: tuple[WindowSample, ...] = ()
+    history: tuple[WindowSample, ...] = ()
     grows: str = ""
     growth_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -94,7 +94,7 @@ class Measurement:
     @cached_property
     def growth(self) -> Growth | None:
         """How the steps get slower; None where they do not."""
-        return growth_of(self.laps)
+        return growth_of(self.history)
 
     @property
     def collectives_s(self) -> float | None:

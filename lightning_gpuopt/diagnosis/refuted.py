@@ -9,6 +9,7 @@ from typing import Any, Final
 from lightning_gpuopt.diagnosis.record import Change, Finding
 
 TOO_SHORT: Final = "training ended before a gain was proved"
+INTERRUPTED: Final = "the number of workers has changed meanwhile"
 COSTS_MORE: Final = "starting the workers takes longer than they save"
 """Reasons for which a change is not kept."""
 
@@ -25,7 +26,7 @@ def without_refuted(findings: Sequence[Finding], changes: Sequence[Change]) -> l
 
 
 def _is_refuted(change: Change) -> bool:
-    return change.why.startswith(COSTS_MORE) or (change.kept is False and change.why != TOO_SHORT)
+    return change.why.startswith(COSTS_MORE) or (change.kept is False and change.why not in (TOO_SHORT, INTERRUPTED))
 
 
 def _without(finding: Finding, in_vain: Sequence[Change]) -> Finding:

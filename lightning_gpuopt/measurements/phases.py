@@ -37,7 +37,7 @@ RECOMPILATION: Final = "recompilation"
 """torch.compile at work, which the training thread waits for."""
 
 GPU_WORK: Final = "gpu_work"
-"""The part of a lap in which the GPU ran the steps' own work."""
+"""The part of a sample in which the GPU ran the steps' own work."""
 
 STEP_HOOKS: Final = frozenset(
     {

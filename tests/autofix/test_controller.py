@@ -9,7 +9,7 @@ import pytest
 
 from lightning_gpuopt.autofix.run_length import RunLength
 from lightning_gpuopt.diagnosis.record import Change
-from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, TOO_SHORT
+from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, INTERRUPTED, TOO_SHORT
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.tuning.loader import DRAWS
 from tests.autofix.plain_run import FAST, GAIN, SLOW, PlainBroadcast, PlainRun, finding
@@ -181,6 +181,23 @@ class TestAChangeAtOnce:
         run.windows(SKIPPED + PROOF, FAST)
         assert run.changes == [kept("num_workers", 1, 2, why=DRAWS)]
 
+    def test_the_windows_that_proved_it_are_those_before_the_next_each_of_them_once(self) -> None:
+        run = tried(one_worker(), MORE)
+        run.windows(SKIPPED + PROOF - 1, FAST)
+        run.window(0.2, AHEAD)
+        assert run.log[-1] == ("change", "prefetch_factor", 4)
+        run.windows(SKIPPED + PROOF, 0.12)
+        assert run.changes[1] == kept("prefetch_factor", 2, 4, measured=(4 * FAST + 0.2) / 5 / 0.12)
+
+    def test_a_window_with_what_was_taken_back_is_none_before_the_next(self) -> None:
+        run = tried(one_worker(), MORE)
+        run.windows(SKIPPED + 3, 0.625, AHEAD)
+        assert run.log[-1] == ("back", "num_workers", 1)
+        run.windows(BEFORE - 1, SLOW, AHEAD)
+        assert len(run.changes) == 1
+        run.window(SLOW, AHEAD)
+        assert run.log[-1] == ("change", "prefetch_factor", 4)
+
 
 class TestAChangeWithTheNextEpoch:
     def test_it_is_judged_once_it_has_come(self) -> None:
@@ -278,8 +295,29 @@ class TestWhatStartingWorkersCosts:
             taken_back("num_workers", 1, 2, measured=2.0 * 0.25 / (0.25 + 0.5), why=COSTS_MORE),
         ]
         assert run.log == [("change", "num_workers", 2), ("back", "num_workers", 1)]
+        run.windows(BEFORE - 1, SLOW, AHEAD)
+        assert len(run.changes) == 1  # the window before was one with two workers
         run.windows(30, SLOW, MORE)
         assert len(run.changes) == 1
+
+    @pytest.mark.parametrize(("epoch_s", "stay"), [(3.0, True), (5.0, False)])
+    def test_all_that_were_kept_before_an_epoch_began_are_looked_at_together(self, epoch_s: float, stay: bool) -> None:
+        run = one_worker(run_length=RunLength(10, 5))
+        run.epoch(0.0)
+        run.windows(BEFORE, SLOW, MORE)
+        run.windows(SKIPPED + PROOF, FAST, finding(num_workers=4))
+        run.windows(SKIPPED + PROOF, 0.125)
+        assert run.changes == [kept("num_workers", 1, 2), kept("num_workers", 2, 4)]
+        run.epoch(epoch_s)  # 0.375 seconds a step were saved
+        run.window(0.125)
+        assert [each.kept for each in run.changes] == [stay, stay]
+        assert run.settings.values["num_workers"] == (4 if stay else 1)
+        if not stay:
+            slower = 0.125 / (0.125 + 0.5)
+            assert run.changes == [
+                taken_back("num_workers", 1, 2, measured=2.0 * slower, why=COSTS_MORE),
+                taken_back("num_workers", 2, 4, measured=2.0 * slower, why=COSTS_MORE),
+            ]
 
     def test_what_an_epoch_costs_no_more_than_is_saved_stays_kept(self) -> None:
         run = one_worker(run_length=RunLength(10, 5))
@@ -494,10 +532,20 @@ class TestAProblemWithTheWorkers:
         run.loader.lost = run.settings, 3
         run.window(FAST)
         assert run.changes == [
-            taken_back("prefetch_factor", 2, 4, measured=2.0, why="the number of workers has changed meanwhile"),
+            taken_back("prefetch_factor", 2, 4, measured=2.0, why=INTERRUPTED),
             Change("num_workers", 4, 3, kept=True, why=self.GONE),
         ]
         assert run.log[-1] == ("back", "prefetch_factor", 2)
+
+    def test_before_a_change_has_come_refutes_nothing(self) -> None:
+        run = tried(PlainRun({"num_workers": 4, "prefetch_factor": 2}, waiting=["prefetch_factor"]), AHEAD)
+        run.loader.problems.append(self.GONE)
+        run.loader.lost = run.settings, 3
+        run.window(SLOW)
+        assert run.changes == [
+            Change("prefetch_factor", 2, 4, GAIN, why=INTERRUPTED),
+            Change("num_workers", 4, 3, kept=True, why=self.GONE),
+        ]
 
     def test_what_was_measured_before_it_counts_no_more(self) -> None:
         run = PlainRun({"num_workers": 4, "prefetch_factor": 2})

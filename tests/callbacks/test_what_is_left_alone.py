@@ -338,7 +338,7 @@ class TestCaches:
         assert (fit.num_workers, len(fit.said)) == (0, 1)
         assert "its dataset changes as it is read, as one that keeps its samples" in fit.said[0]
 
-    @pytest.mark.parametrize("kind", ["parts", "lazy"])
+    @pytest.mark.parametrize("kind", [pytest.param("parts", marks=pytest.mark.timed), "lazy"])
     def test_what_is_opened_once_or_quickly_made_again_is_served(self, tmp_path, caplog, kind):
         (tmp_path / "file").write_bytes(b"0")
         dataset = {"parts": PartsAreKept, "lazy": lambda: OpensLazily(tmp_path / "file")}[kind]()

@@ -224,14 +224,14 @@ class TestLaps:
         steady = counters.begin(steps=50)
         short = replace(times(), wall_s=0.09)
         steady.window(short)
-        assert steady.until_window(short).laps == ()
+        assert steady.until_window(short).history == ()
         steady.window(times())
-        (lap,) = steady.until_window(times()).laps
-        assert (lap.steps, lap.end_step, lap.held) == (100, 150, {"threads": 3})
+        (sample,) = steady.until_window(times()).history
+        assert (sample.steps, sample.end_step, sample.held) == (100, 150, {"threads": 3})
         both = times() + times()
         steady.window(times())
-        assert [each.end_step for each in steady.until_window(both).laps] == [150, 250]
-        assert len(steady.until_window(both).laps) == 2  # no time has passed since
+        assert [each.end_step for each in steady.until_window(both).history] == [150, 250]
+        assert len(steady.until_window(both).history) == 2  # no time has passed since
 
 
 class TestWhatGrows:

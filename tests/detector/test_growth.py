@@ -158,26 +158,26 @@ class TestRunCourse:
         course.add(
             measurement(times(data_wait=2.0, callbacks={"A.on_train_batch_end": 1.0, "A.on_fit_end": 1.0})), 105, HELD
         )
-        (lap,) = course.laps
-        assert (lap.steps, lap.end_step, lap.seconds) == (100, 105, pytest.approx(9.0))
-        assert {name: value for name, value in lap.parts.items() if value} == {
+        (sample,) = course.samples
+        assert (sample.steps, sample.end_step, sample.seconds) == (100, 105, pytest.approx(9.0))
+        assert {name: value for name, value in sample.parts.items() if value} == {
             "data_wait": 2.0,
             "forward": 6.0,
             "A.on_train_batch_end": 1.0,
         }
-        assert lap.held == {"rss_mib": 512.0, "threads": 9}
+        assert sample.held == {"rss_mib": 512.0, "threads": 9}
 
     def test_a_window_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         stats = {"allocated_bytes.all.current": 2**30, "reserved_bytes.all.current": 2**31, "num_alloc_retries": 3}
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
         course = WindowHistory(torch.device("cuda", 0))
         course.add(measurement(times(), gpu=gpu(compute_s=8.0, idle={"data_wait": 2.0})), 100, HELD)
-        (lap,) = course.laps
-        assert lap.seconds == 10.0
-        assert lap.parts["gpu_work"] == 8.0
-        assert lap.parts["data_wait"] == 2.0
-        assert lap.host == {"forward": 10.0, "backward": 0.0, "optimizer": 0.0}
-        assert (lap.held["gpu_allocated_mib"], lap.held["gpu_reserved_mib"], lap.held["alloc_retries"]) == (
+        (sample,) = course.samples
+        assert sample.seconds == 10.0
+        assert sample.parts["gpu_work"] == 8.0
+        assert sample.parts["data_wait"] == 2.0
+        assert sample.host == {"forward": 10.0, "backward": 0.0, "optimizer": 0.0}
+        assert (sample.held["gpu_allocated_mib"], sample.held["gpu_reserved_mib"], sample.held["alloc_retries"]) == (
             1024,
             2048,
             3,
@@ -190,15 +190,15 @@ class TestRunCourse:
         monkeypatch.setattr(torch.cuda, "memory_stats", refuse)
         course = WindowHistory(torch.device("cuda", 0))
         course.add(measurement(times(), gpu=gpu()), 100, HELD)
-        assert course.laps[0].held == {"rss_mib": 512.0, "threads": 9}
+        assert course.samples[0].held == {"rss_mib": 512.0, "threads": 9}
 
-    def test_a_long_run_is_kept_in_64_laps_at_most(self) -> None:
+    def test_a_long_run_is_kept_in_64_samples_at_most(self) -> None:
         course = WindowHistory(None)
         for index in range(2000):
             course._keep(WindowSample(10, 10 * (index + 1), 0.5, {"forward": 0.5}))
-        assert len(course.laps) <= 64
-        assert sum(lap.steps for lap in course.laps) == 20_000
-        assert course.laps[-1].end_step == 20_000
+        assert len(course.samples) <= 64
+        assert sum(sample.steps for sample in course.samples) == 20_000
+        assert course.samples[-1].end_step == 20_000
 
 
 def test_without_proc_nothing_is_held(tmp_path: Any) -> None:

@@ -257,6 +257,15 @@ class TestKernelsOnOneRank:
         run = Run(left=12)
         assert run.step(12).begun == [(SETTLED, "syncs"), (SETTLED + SYNC_STEPS + 1, "profiler 4")]
 
+    def test_no_look_for_synchronizing_calls_begins_while_it_records(self) -> None:
+        run = Run(left=62)
+        run.gpu, run.device.said = AHEAD, BUSY
+        run.step(52)
+        run.gpu, run.device.said = BEHIND, IDLE
+        assert run.step(10).begun == [(62 - self.LASTS - SPARE, "profiler 4")]
+        run.looks.finish()
+        assert run.looks.look == LOOKED
+
     def test_with_accumulated_gradients_a_whole_rhythm(self) -> None:
         run = Run(left=60, rhythm=8)
         assert run.step(60).begun[1:] == [(60 - (WARMUP + 8) - SPARE, "profiler 9")]

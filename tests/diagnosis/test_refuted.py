@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_gpuopt.diagnosis.record import Change, Finding
-from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, TOO_SHORT, without_refuted
+from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, INTERRUPTED, TOO_SHORT, without_refuted
 
 FOUND = Finding("slow_storage", 0.5, {}, "num_workers=4", {"num_workers": 4, "persistent_workers": True}, (1.0, 2, 3))
 
@@ -34,6 +34,7 @@ def test_what_was_refuted_is_not_advised(change: Change) -> None:
     [
         Change("num_workers", 1, 4, measured=1.9, kept=True),
         Change("num_workers", 1, 4, measured=1.1, kept=False, why=TOO_SHORT),
+        Change("num_workers", 1, 4, measured=1.1, kept=False, why=INTERRUPTED),
         Change("num_workers", 1, 6, measured=0.9, kept=False),  # fewer may do
         Change("num_workers", 8, 3, measured=0.9, kept=False),
         Change("num_workers", 1, 4, why="its sampler draws random numbers for each index"),

@@ -164,3 +164,21 @@ def spawned() -> Iterator[None]:
 @pytest.mark.usefixtures("spawned")
 def test_where_processes_are_not_forked_none_is_started() -> None:
     assert "would be started by 'spawn', which runs the program's script again" in (look(loader(Reads())).problem or "")
+
+
+@pytest.mark.parametrize(
+    ("seen", "keeps"),
+    [
+        # the second batch comes as the third and the fourth as well
+        ([(None, 9.0), (None, 8.0), (None, 8.0), (None, 8.0), (None, 8.0)], False),
+        ([("entries", 9.0), ("entries", 8.0), (None, 1.0), (None, 1.0), ("entries", 8.0)], True),
+        ([("entries", 9.0), ("entries", 8.0), (None, 5.3), (None, 5.3), ("entries", 8.0)], True),
+        ([("entries", 9.0), ("entries", 8.0), (None, 5.4), (None, 5.4), ("entries", 8.0)], False),
+        ([("value", 9.0), ("value", 8.0), (None, 1.0), (None, 1.0), ("value", 8.0)], False),
+        ([("entries", 9.0), ("entries", 8.0), ("entries", 8.0), ("entries", 8.0), ("entries", 8.0)], True),
+    ],
+    ids=["nothing", "samples", "worth keeping", "quickly made again", "the last number", "more each time"],
+)
+def test_a_dataset_that_keeps_what_it_has_read(seen: list[tuple[str | None, float]], keeps: bool) -> None:
+    why = without_workers._why_kept([without_workers._Seen(None, change, read_s) for change, read_s in seen])
+    assert (why is not None) is keeps

@@ -242,10 +242,12 @@ def inside_the_step(measurement: Measurement) -> Iterator[Candidate]:
 
 def _retries_a_step(measurement: Measurement) -> float:
     """How often torch's allocator had no memory left, and freed some, which waits for the GPU."""
-    laps = [lap for lap in measurement.laps if "alloc_retries" in lap.held]
-    if len(laps) < 2:
+    samples = [sample for sample in measurement.history if "alloc_retries" in sample.held]
+    if len(samples) < 2:
         return 0.0
-    return (laps[-1].held["alloc_retries"] - laps[0].held["alloc_retries"]) / (laps[-1].end_step - laps[0].end_step)
+    return (samples[-1].held["alloc_retries"] - samples[0].held["alloc_retries"]) / (
+        samples[-1].end_step - samples[0].end_step
+    )
 
 
 def _one_full_cpu(measurement: Measurement) -> bool:

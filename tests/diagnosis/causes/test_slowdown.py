@@ -16,8 +16,8 @@ from tests.diagnosis.numbers import WALL_S, gpu, host, measurement, times
 HOOK = "Slow.on_train_batch_end"
 
 
-def laps(before_ms: float, after_ms: float, part: str, held: dict[str, float] | None = None, **more: Any) -> Any:
-    """Ten laps of ten steps, the last five slower."""
+def samples(before_ms: float, after_ms: float, part: str, held: dict[str, float] | None = None, **more: Any) -> Any:
+    """Ten samples of ten steps, the last five slower."""
     grown = held or {}
     return tuple(
         WindowSample(
@@ -34,7 +34,7 @@ def laps(before_ms: float, after_ms: float, part: str, held: dict[str, float] | 
 
 def slower(part: str = "forward", held: dict[str, float] | None = None, **more: Any) -> Measurement:
     return measurement(
-        times(**({"callbacks": {HOOK: 3.0}} if part == HOOK else {})), laps=laps(80, 120, part, held), **more
+        times(**({"callbacks": {HOOK: 3.0}} if part == HOOK else {})), history=samples(80, 120, part, held), **more
     )
 
 
@@ -84,7 +84,7 @@ def test_the_hook_that_grows_is_no_second_cause() -> None:
 
 
 def test_a_hook_that_was_slow_before_keeps_its_share() -> None:
-    measured = measurement(times(callbacks={HOOK: 7.0}), laps=laps(120, 160, HOOK))
+    measured = measurement(times(callbacks={HOOK: 7.0}), history=samples(120, 160, HOOK))
     assert [(each.cause, each.share) for each in diagnose(measured, 0.1)] == [
         ("callback", pytest.approx(0.5)),
         ("slowdown", pytest.approx(0.2)),
@@ -103,9 +103,10 @@ def test_steps_that_slow_down_with_the_clocks_are_throttled() -> None:
 
 def test_a_clock_that_falls_meanwhile_is_said() -> None:
     falling = tuple(
-        replace(lap, held={"sm_clock_mhz": 1900.0 - 100 * index}) for index, lap in enumerate(laps(80, 120, "gpu_work"))
+        replace(sample, held={"sm_clock_mhz": 1900.0 - 100 * index})
+        for index, sample in enumerate(samples(80, 120, "gpu_work"))
     )
-    (finding,) = diagnose(measurement(times(), laps=falling), 0.1)
+    (finding,) = diagnose(measurement(times(), history=falling), 0.1)
     assert (finding.evidence["sm_clock_from_mhz"], finding.evidence["sm_clock_to_mhz"]) == (1900, 1000)
     assert "The GPU's clock fell meanwhile" in finding.advice
 
@@ -122,8 +123,10 @@ class TestInsideTheStep:
         assert [each.cause for each in diagnose(self.idle(), 0.1)] == ["launch_bound"]
 
     def test_retries_of_the_allocator_wait_for_the_gpu(self) -> None:
-        retried = tuple(replace(lap, held={"alloc_retries": lap.end_step * 2.0}) for lap in laps(80, 80, "gpu_work"))
-        (finding,) = diagnose(self.idle(laps=retried), 0.1)
+        retried = tuple(
+            replace(sample, held={"alloc_retries": sample.end_step * 2.0}) for sample in samples(80, 80, "gpu_work")
+        )
+        (finding,) = diagnose(self.idle(history=retried), 0.1)
         assert (finding.cause, finding.share) == ("gpu_sync", 0.5)
         assert finding.evidence["alloc_retries_per_step"] == 2.0
         assert "expandable_segments:True" in finding.advice
