@@ -135,7 +135,7 @@ class NumWorkersFinder(CallbackBase):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        """Change workers, where there is news."""
+        """Change the number of workers where the measurements ask for it."""
         if self._fit is not None:
             with Guard(self, trainer):
                 self._fit.step_done()

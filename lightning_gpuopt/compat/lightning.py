@@ -83,7 +83,7 @@ _CALLBACK_BASES = (
     "pytorch_lightning.callbacks.callback",
 )
 
-_said: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary()
+_reported: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary()
 _held: weakref.WeakKeyDictionary[Trainer, list[str]] = weakref.WeakKeyDictionary()
 
 
@@ -187,7 +187,7 @@ def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True, e
         warn: a warning, else an info line.
         every_rank: warn on each rank that finds it, not on rank 0 only.
     """
-    causes = _said.setdefault(trainer, set())
+    causes = _reported.setdefault(trainer, set())
     if cause in causes:
         return
     causes.add(cause)

@@ -231,27 +231,29 @@ class DALILoader:
         """
         flight, state = self.engine.flight, self.engine.state
         self.engine.close()
-        mended: list[EncodedBatch] = []
+        recovered: list[EncodedBatch] = []
         for batch in flight:
             try:
-                mended.append(self._mended(batch))
+                recovered.append(self._recovered(batch))
             except CorruptSampleError as corrupt:
-                if not mended:
+                if not recovered:
                     raise
-                self._failure, self._failed_ahead = corrupt, len(mended) >= self._own
-                self._own = min(self._own, len(mended))
+                self._failure, self._failed_ahead = corrupt, len(recovered) >= self._own
+                self._own = min(self._own, len(recovered))
                 break
-        if len(mended) == len(flight) and all(after is before for before, after in zip(flight, mended, strict=True)):
+        if len(recovered) == len(flight) and all(
+            after is before for before, after in zip(flight, recovered, strict=True)
+        ):
             names = [self.source.images.name(flight[0].indices[at]) for at in (0, -1)]
             raise PipelineError(
                 f"{self.engine.name}: expected a pipeline that can do with every image, DALI failed in one of the "
                 f"{len(flight)} batches that begin with the samples {names[0]} to {names[1]}: {_last_line(error)}"
             ) from error
         self.engine.start(state)
-        for batch in mended:
+        for batch in recovered:
             self.engine.submit(batch)
 
-    def _mended(self, batch: EncodedBatch) -> EncodedBatch:
+    def _recovered(self, batch: EncodedBatch) -> EncodedBatch:
         """The batch without images that cannot be decoded; those that only PIL can decode as it decodes them."""
         rewritten: dict[int, Bytes] = {}
         gone: list[int] = []

@@ -200,7 +200,7 @@ class ResumableDataModule(LightningDataModule):
 
     def _report_skipped(self) -> None:
         for each in self._skipped.values():
-            if (text := each.news()) is not None:
+            if (text := each.new_skips()) is not None:
                 rank_zero_warn(text)
 
     # --- resume --------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class DeviceWatch:
         return self.clock.times()
 
     def restart(self) -> None:
-        """Something else begins: forget what NVML said."""
+        """Something else begins: forget what NVML reported."""
         self._sampler.cut()
         self._stats.clear()
         self._since_s = self._seconds_now()
@@ -109,7 +109,7 @@ class DeviceWatch:
         return window["utilization"].mean if "utilization" in window else None
 
     def state(self) -> DeviceState:
-        """What NVML said since the last restart, the window under way included."""
+        """What NVML reported since the last restart, the window under way included."""
         stats = dict(self._stats)
         for reading, stat in self._window_of(self._sampler.peek).items():
             stats[reading] = stats[reading].merged(stat) if reading in stats else stat
@@ -133,7 +133,7 @@ class DeviceWatch:
 
     @property
     def link(self) -> str:
-        """What GPUs of this machine are linked by: ``"NVLink"`` or ``"PCIe"``; empty while NVML has not said."""
+        """What GPUs of this machine are linked by: ``"NVLink"`` or ``"PCIe"``; empty while NVML has not reported it."""
         if self._nvlinks is None:
             stat = self._stats.get("active_nvlinks") or self._window_of(self._sampler.peek).get("active_nvlinks")
             self._nvlinks = stat.high if stat is not None else None

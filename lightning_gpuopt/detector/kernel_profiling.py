@@ -70,7 +70,7 @@ class KernelProfiling:
         self._profile = profile
         self._batches_left = batches_left
         self._rank = rank
-        self._together = several_ranks
+        self._several_ranks = several_ranks
         self._rhythm = rhythm
         self._is_taken = is_taken
         self._over = False
@@ -99,25 +99,25 @@ class KernelProfiling:
     def notes(self) -> list[str]:
         """What a look cost, and what could not be looked at."""
         things = ["idle time inside the steps, which NVML's figures suggest"] if self.missed else []
-        if self._together and self._profile != "on":
+        if self._several_ranks and self._profile != "on":
             things.append("exposed communication")
         if not things:
             return self._notes
         where = "no end of training came that could be foreseen"
         if self._profile == "off":
             where = 'profile="off"'
-        elif self._together:
+        elif self._several_ranks:
             where = 'with several ranks profile="auto" records nothing'
         return [
             *self._notes,
             f"torch.profiler was not allowed to look for {' and '.join(things)}: {where}. "
-            f'StallDetector(profile="on") has it record three steps{" on rank 0" if self._together else ""}.',
+            f'StallDetector(profile="on") has it record three steps{" on rank 0" if self._several_ranks else ""}.',
         ]
 
     @property
     def _may_come(self) -> bool:
         """Whether a recording with torch.profiler is allowed at some time of this run."""
-        if self._together or self._profile != "auto":
+        if self._several_ranks or self._profile != "auto":
             return self._profile == "on" and self._rank == 0
         return self._batches_left() is not None
 
@@ -169,7 +169,7 @@ class KernelProfiling:
             return
         if self.look is None:
             self._suspect(since_warm)
-        if self._together or self._profiler_look is not None:
+        if self._several_ranks or self._profiler_look is not None:
             return
         if self.syncs is None and self._sync_look is None and (self._wanted or self._may_idle(since_warm)):
             self._begin_sync_look()
@@ -200,7 +200,7 @@ class KernelProfiling:
     def _sync_look_due(self, steps: int, since_warm: Callable[[], GpuTimes]) -> bool:
         if self.syncs is not None or steps < _SETTLED_STEPS:
             return False
-        return self._together or (steps == _SETTLED_STEPS and self._may_idle(since_warm()))
+        return self._several_ranks or (steps == _SETTLED_STEPS and self._may_idle(since_warm()))
 
     @property
     def _last_steps(self) -> int:
@@ -209,8 +209,8 @@ class KernelProfiling:
 
     def _due(self, steps: int, since_warm: Callable[[], GpuTimes]) -> bool:
         if self._profile == "on":
-            return self._rank == 0 and (steps >= _PROFILER_AFTER if self._together else self._wanted)
-        left = None if self._together or self._profile == "off" else self._batches_left()
+            return self._rank == 0 and (steps >= _PROFILER_AFTER if self._several_ranks else self._wanted)
+        left = None if self._several_ranks or self._profile == "off" else self._batches_left()
         if left is None or left > self._last_steps:
             return False
         self._suspect(since_warm())
@@ -275,7 +275,7 @@ class KernelProfiling:
         self._profiler_failed = True
         self._device.clock.spans = None
         seen = " NVML's utilization and a look for synchronizing calls stand in."
-        if self._together:
+        if self._several_ranks:
             seen += " Exposed communication, and ranks that wait in it for one another, were not seen."
         self._notes.append(f"The step's kernels could not be looked at with torch.profiler: {error}.{seen}")
 

@@ -30,7 +30,7 @@ class Measurement:
         gpu: what the GPU's event clock saw; None without a GPU.
         workers: what was timed inside the workers, or inside the training process where it loads by itself.
         queues: what was seen of the loader's queues.
-        device: what NVML said.
+        device: what NVML reported.
         syncs: what a close look for synchronizing calls saw; None where there was no look.
         look: what a close look at the step's kernels saw; None where there was no look.
         look_pending: whether such a look is still to come: until then nothing is said of the inside of the step.

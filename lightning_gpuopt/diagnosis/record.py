@@ -79,7 +79,7 @@ class Stretch:
         wall_s: its length in seconds.
         steps: training batches finished in it.
         phases: exclusive seconds by phase.
-        gpu_utilization: what NVML said of this rank's GPU, 0-100 %; None without one.
+        gpu_utilization: what NVML reported of this rank's GPU, 0-100 %; None without one.
     """
 
     start_s: float

@@ -109,7 +109,7 @@ def waterfall_of(
     Args:
         times: the training process's phases.
         gpu: what the GPU's event clock saw; None on other devices.
-        device: what NVML said.
+        device: what NVML reported.
         look: what a close look at the step's kernels saw.
         syncs: what a close look for synchronizing calls saw.
     """
@@ -190,17 +190,17 @@ def _inside_the_steps(
     time. So the lesser of two counts: what steps usually take longer than that, and the look's own share of idle time.
     """
     # after the host has issued all of a step, the GPU cannot be idle in it any more
-    most_s = min(gpu.compute_bound_s, gpu.compute_s)
+    max_s = min(gpu.compute_bound_s, gpu.compute_s)
     if look is not None and look.steps:
         seen_s = look.busy_s + look.idle_s
         longer_s = max(gpu.compute_s - look.busy_s * gpu.steps, 0.0)
         own_s = gpu.compute_s * look.idle_s / seen_s if seen_s > 0 else 0.0
         # what stops the host now and then may have lain in none of the steps that were looked at
-        inside_s = min(longer_s, own_s + sum(gpu.paused.values()), most_s)
+        inside_s = min(longer_s, own_s + sum(gpu.paused.values()), max_s)
         return inside_s, look.sync_idle_s / look.idle_s if look.calls and look.idle_s > 0 else None
     if device is None or device.utilization is None or not covers(device, wall_s):
         return 0.0, None
-    inside_s = min(_idle_by_utilization(gpu, wall_s, aside_s, device.utilization), most_s)
+    inside_s = min(_idle_by_utilization(gpu, wall_s, aside_s, device.utilization), max_s)
     return inside_s, None
 
 
@@ -235,7 +235,7 @@ def worth_a_look(gpu: GpuTimes, device: DeviceState | None, threshold: float) ->
 
     Args:
         gpu: what the event clock saw.
-        device: what NVML said.
+        device: what NVML reported.
         threshold: share of idle time from which on it is worth while, 0-1.
     """
     if device is None or device.utilization is None or device.seconds < ENOUGH_S or not gpu.steps:

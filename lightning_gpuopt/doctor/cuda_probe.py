@@ -34,11 +34,11 @@ def probe(clock: Callable[[], float] = time.perf_counter) -> CudaFacts:
     Args:
         clock: seconds.
     """
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if not available:
-        return CudaFacts(refusal=_in_one_line(str(said[0].message)) if said else "")
+        return CudaFacts(refusal=_in_one_line(str(warned[0].message)) if warned else "")
     began_s = clock()
     devices: list[CudaDeviceFacts] = []
     failure = ""

@@ -35,7 +35,7 @@ def torch_check(torch: TorchFacts, nvml: NvmlHealth, cuda: CudaFacts | None) -> 
 
     Args:
         torch: the build.
-        nvml: what NVML said.
+        nvml: what NVML reported.
         cuda: what torch's CUDA said; None for a build without.
     """
     measured: dict[str, Any] = {"torch": torch.version, "gpus": _physical(nvml)}
@@ -111,7 +111,7 @@ def gpu_checks(gpu: GpuHealth, *, has_instances: bool = False, copies: CopyRates
     """What one GPU's settings and state say.
 
     Args:
-        gpu: what NVML said of it.
+        gpu: what NVML reported of it.
         has_instances: whether NVML lists MIG instances of it.
         copies: to it, and its PCIe link meanwhile; None where they were not measured.
     """
@@ -138,7 +138,7 @@ def copies_check(index: int, rates: CopyRates, values: Mapping[str, float]) -> C
     Args:
         index: of the GPU, in NVML.
         rates: what was measured.
-        values: what NVML said of the GPU.
+        values: what NVML reported of the GPU.
     """
     measured: dict[str, Any] = {
         "pinned_gb_s": round(rates.pinned_gb_s, 1),

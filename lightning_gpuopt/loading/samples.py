@@ -135,7 +135,7 @@ class SkippedSamples:
         """Forget the samples of an earlier run."""
         self.path.unlink(missing_ok=True)
 
-    def news(self) -> str | None:
+    def new_skips(self) -> str | None:
         """A sentence on the samples, if there are more than the last time."""
         found = self.read()
         if len(found) <= self._reported:

@@ -67,7 +67,7 @@ class AheadCopies(Summed):
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """What NVML said of this rank's GPU. A figure that the GPU does not give is None.
+    """What NVML reported of this rank's GPU. A figure that the GPU does not give is None.
 
     Attributes:
         utilization: time in which a kernel was resident, 0-100 %.

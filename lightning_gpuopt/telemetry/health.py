@@ -71,7 +71,7 @@ class GpuHealth:
 
 @dataclass(frozen=True)
 class NvmlHealth:
-    """What NVML said.
+    """What NVML reported.
 
     Attributes:
         driver: the driver's version; empty where it is not known.
@@ -121,7 +121,7 @@ class HealthQuestion:
         return self._done.is_set()
 
     def answer(self, timeout_s: float) -> NvmlHealth:
-        """What NVML said, as far as it has answered.
+        """What NVML reported, as far as it has answered.
 
         Args:
             timeout_s: the longest to wait for it, in seconds. A call that takes longer is left to its thread.

@@ -48,7 +48,7 @@ class GpuMonitor:
     ) -> None:
         self._node = node
         self._own_notices: deque[Notice] = deque()
-        self._problem_told = False
+        self._problem_reported = False
         self._fleet = Fleet(metrics, multi_node=num_nodes > 1)
         self._gather = RankGather("gpu-monitor", rank, world_size)
         choose = chooser(devices, current, self._own_notices)
@@ -81,8 +81,8 @@ class GpuMonitor:
 
     def notices(self) -> list[Notice]:
         """What the user should hear, and has not been told yet."""
-        if self._gather.problem is not None and not self._problem_told:
-            self._problem_told = True
+        if self._gather.problem is not None and not self._problem_reported:
+            self._problem_reported = True
             text = f"each rank keeps to its own GPU figures: {self._gather.problem}."
             self._own_notices.append(Notice("warning", "gather", text))
         told: list[Notice] = []

@@ -65,7 +65,7 @@ class GpuSampler:
         self._interval_s = interval_s
         self._bounded = bounded
         self._clock = clock
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._readers: list[DeviceReader] = []
         self._lock = threading.Lock()
         self._window: dict[tuple[str, str], Accumulator] = {}
@@ -207,8 +207,8 @@ class GpuSampler:
         self._notify(Notice("warning", "nvml-unavailable", f"no GPU figures, NVML cannot be used: {failure}."))
 
     def _notify(self, notice: Notice) -> None:
-        if notice.cause not in self._said:
-            self._said.add(notice.cause)
+        if notice.cause not in self._reported:
+            self._reported.add(notice.cause)
             self.notices.append(notice)
 
     def _as_windows(self, window: dict[tuple[str, str], Accumulator]) -> tuple[DeviceWindow, ...]:

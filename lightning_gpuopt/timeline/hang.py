@@ -36,7 +36,7 @@ class HangWatch:
         self._write = write
         self._clock = clock
         self._last_s = clock()
-        self._told_of: float | None = None
+        self._reported_stall_s: float | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -69,8 +69,8 @@ class HangWatch:
         quiet_s = self._clock() - last_s
         if quiet_s < self._timeout_s:
             return self._timeout_s - quiet_s
-        if self._told_of != last_s:
-            self._told_of = last_s
+        if self._reported_stall_s != last_s:
+            self._reported_stall_s = last_s
             try:
                 self._write(quiet_s)
             except Exception:

@@ -17,7 +17,7 @@ _BINS: Final = 9 * _PER_DECADE
 
 _MAX_OUTLIERS: Final = 100
 _OUTLIER_FACTOR: Final = 2.0
-_OUTLIER_LEAST_S: Final = 0.002
+_MIN_OUTLIER_S: Final = 0.002
 """A step is an outlier when it takes twice the median, and at least 2 ms more."""
 
 _ASIDE: Final = [index for index, phase in enumerate(PHASES) if phase in BETWEEN_STEPS]
@@ -67,7 +67,7 @@ class StepClock:
             median_s = _quantile(kind.bins, 0.5)
             if median_s is not None:
                 kind.median_s = median_s
-                kind.threshold_s = max(_OUTLIER_FACTOR * median_s, median_s + _OUTLIER_LEAST_S)
+                kind.threshold_s = max(_OUTLIER_FACTOR * median_s, median_s + _MIN_OUTLIER_S)
 
     def times(self) -> StepTimes:
         """The distribution so far."""

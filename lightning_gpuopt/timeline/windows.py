@@ -17,7 +17,7 @@ class Window:
     Attributes:
         start_s: its beginning, in seconds since the timeline's start.
         times: what happened in it.
-        gpu_utilization: what NVML said of this rank's GPU meanwhile, 0-100 %; None where it said nothing.
+        gpu_utilization: what NVML reported of this rank's GPU meanwhile, 0-100 %; None where it reported nothing.
     """
 
     start_s: float
@@ -73,7 +73,7 @@ class Windows:
         return window
 
     def annotate(self, gpu_utilization: float | None) -> None:
-        """Add what NVML said to the stretch that was closed last.
+        """Add what NVML reported to the stretch that was closed last.
 
         Args:
             gpu_utilization: mean over the window, 0-100 %.

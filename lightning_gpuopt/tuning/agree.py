@@ -44,7 +44,7 @@ class NodeRanks:
         self._peers = list(peers)
         self._clock = clock
         self._sleep = sleep
-        self._said = 0
+        self._rounds = 0
         self._store = store
         if len(self._peers) > 1 and store is None:
             self._store = open_store(name)
@@ -63,14 +63,14 @@ class NodeRanks:
         """
         if self._store is None:
             return number
-        self._said += 1
+        self._rounds += 1
         heard, missing = {self._rank: number}, [peer for peer in self._peers if peer != self._rank]
         deadline = self._clock() + patience_s
         try:
-            self._store.set(f"{self._said}/{self._rank}", str(number))
+            self._store.set(f"{self._rounds}/{self._rank}", str(number))
             while True:
-                for peer in [each for each in missing if self._store.check([f"{self._said}/{each}"])]:
-                    heard[peer] = int(self._store.get(f"{self._said}/{peer}"))
+                for peer in [each for each in missing if self._store.check([f"{self._rounds}/{each}"])]:
+                    heard[peer] = int(self._store.get(f"{self._rounds}/{peer}"))
                     missing.remove(peer)
                 if not missing or self._clock() >= deadline:
                     break

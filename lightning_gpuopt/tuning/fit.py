@@ -98,7 +98,7 @@ class TunedFit:
             tuned.running.before_epoch()
 
     def step_done(self) -> None:
-        """Act where there is news; costs next to nothing where there is none."""
+        """Act on what the workers have reported since the last call; cheap where that is nothing."""
         self._under_way = True
         iterators = train_iterators(self.trainer)
         for index, tuned in list(self._tuned.items()):

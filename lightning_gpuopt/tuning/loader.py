@@ -232,8 +232,8 @@ class TunedLoader:
     def _first_worker(self, loader: DataLoader[Any]) -> None:
         """Give a loader that has no workers its first one."""
         options = self._options
-        most_s = _MAX_LOOK_S if options.mode == "live" else min(_MAX_LOOK_S, options.max_seconds)
-        seen = check_workers(loader, iterable=options.iterable, longest_s=most_s)
+        max_s = _MAX_LOOK_S if options.mode == "live" else min(_MAX_LOOK_S, options.max_seconds)
+        seen = check_workers(loader, iterable=options.iterable, longest_s=max_s)
         if seen.problem is not None:
             raise LeftAlone(f"a loader with num_workers=0 alone: {seen.problem}")
         if seen.shuffles:
@@ -316,7 +316,7 @@ class TunedLoader:
             loader.prefetch_factor = self._prefetch_factor
 
     def step_done(self, iterator: Any) -> bool:
-        """Act where there is news; costs next to nothing where there is none.
+        """Act on what the workers have reported since the last call; cheap where that is nothing.
 
         Args:
             iterator: what training has just fetched from.

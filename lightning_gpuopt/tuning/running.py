@@ -372,7 +372,7 @@ class RunningLoader:
         return None
 
     def decide(self) -> int | None:
-        """Take in what was seen since the last time: the number of workers to have, or None before there is news."""
+        """Take in what was measured since the last call: the number of workers to have; None where nothing was."""
         seen = self.meter.seen
         if seen is None:
             return None

@@ -26,8 +26,8 @@ _POLL_S = 0.05
 _PATIENCE_S = 30.0
 """How long a window waits for a silent rank, before it is given out without that rank."""
 
-_NEWS_EVERY_S = 1.0
-"""How often other ranks look for news of rank 0."""
+_POLL_S = 1.0
+"""How often other ranks look for messages of rank 0."""
 
 _runs: dict[str, int] = {}
 
@@ -178,7 +178,7 @@ class RankGather:
 
 
 class RankBroadcast:
-    """Bring JSON-able news from rank 0 to all other ranks, without a collective.
+    """Send messages, anything that JSON can hold, from rank 0 to all other ranks, without a collective.
 
     Args:
         name: keeps two users of the store apart; the same on every rank.
@@ -200,25 +200,25 @@ class RankBroadcast:
         if world_size > 1 and self._store is None:
             self.problem = "this torch.distributed set-up has no key-value store"
         if self._store is not None and rank:
-            self._thread = threading.Thread(target=self._run, name=f"gpuopt-news-{name}", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=f"gpuopt-broadcast-{name}", daemon=True)
             self._thread.start()
 
-    def send(self, news: Any) -> None:
-        """On rank 0: hand out something; on the only rank, nothing happens.
+    def send(self, message: Any) -> None:
+        """Send a message to all other ranks; does nothing on other ranks than 0, and where there is one rank only.
 
         Args:
-            news: anything that JSON can hold.
+            message: anything that JSON can hold.
         """
         if self._store is None or self._rank:
             return
         try:
-            self._store.set(str(self._number), json.dumps(news))
+            self._store.set(str(self._number), json.dumps(message))
             self._number += 1
         except Exception as error:
             self.problem = f"the ranks' key-value store failed: {error}"
 
     def take(self) -> list[Any]:
-        """What has come since the last call, in its order; costs next to nothing where nothing has."""
+        """The messages since the last call, in the order in which they were sent. Cheap."""
         came: list[Any] = []
         while self._came:
             came.append(self._came.popleft())
@@ -228,22 +228,22 @@ class RankBroadcast:
         """End the thread; may be called more than once."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(_NEWS_EVERY_S + 1.0)
+            self._thread.join(_POLL_S + 1.0)
             self._thread = None
 
     def _run(self) -> None:
         try:
-            while not self._closing.wait(_NEWS_EVERY_S):
+            while not self._closing.wait(_POLL_S):
                 while self._store.check([str(self._number)]):
                     self._came.append(json.loads(self._store.get(str(self._number))))
                     self._number += 1
         except Exception as error:  # the store goes away with the process that hosts it
-            log.debug("news stopped", exc_info=True)
+            log.debug("no more messages of rank 0", exc_info=True)
             self.problem = f"the ranks' key-value store failed: {error}"
 
 
 def open_store(name: str) -> Any:
-    """A corner of the default process group's store that no earlier run has written to.
+    """A part of the default process group's store, under a prefix that no earlier run has used.
 
     Reads ``torch.distributed.distributed_c10d._get_default_store`` (torch 2.4 to 2.13); where it is gone, or the
     backend has no store (MPI), each rank keeps to its own figures.

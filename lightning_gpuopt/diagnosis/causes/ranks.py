@@ -95,16 +95,16 @@ def _sent(measurement: Measurement) -> dict[str, float | str]:
         "gradient_dtype": known.dtype or None,
         "comm_hook": known.hook or None,
         "link": known.link or None,
-        "find_unused_parameters": _said(known.find_unused_parameters),
-        "gradient_as_bucket_view": _said(known.bucket_view),
-        "static_graph": _said(known.static_graph),
+        "find_unused_parameters": _as_text(known.find_unused_parameters),
+        "gradient_as_bucket_view": _as_text(known.bucket_view),
+        "static_graph": _as_text(known.static_graph),
         "accumulate_grad_batches": known.accumulate_grad_batches,
         "metric": ", ".join(in_forward) or None,
     }
     return {name: value for name, value in evidence.items() if value is not None}
 
 
-def _said(value: bool | None) -> str | None:
+def _as_text(value: bool | None) -> str | None:
     return None if value is None else str(value)
 
 
