@@ -1,1 +1,1 @@
-"""Applies what findings advise while training runs, one change at a time, and keeps what proves a gain."""
+"""Applies the advice of findings while training runs, one change at a time, and keeps the changes that prove a gain."""

@@ -1,4 +1,4 @@
-"""Findings become changes, one at a time, and what follows each decides whether it stays."""
+"""Turns findings into changes, one at a time, and keeps a change only if the windows after it are faster."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from lightning_gpuopt.utils.rank_channel import RankBroadcast
 log = logging.getLogger(__name__)
 
 _MIN_SET_UPS: Final = 2
-"""Epochs that must have begun before their workers are kept: the first begins with other things as well."""
+"""Epochs that must have begun before workers are made persistent: the first set-up contains more than the workers."""
 
 _LAST_EPOCH: Final = "training ended before it could take effect"
 _NO_GAIN: Final = "no gain that could be told from noise"
 
 
 class AutoFixController:
-    """Listens to a detector in one ``fit``, changes one setting at a time, and compares.
+    """Listens to the detector of one ``fit``, changes one setting at a time, and compares the windows before and after.
 
     Args:
-        settings: what can be changed.
-        fixes: what may be changed.
-        run_length: gives what is left of the run.
-        notify: tells the user what is tried, and what becomes of it.
-        guard: around what is done when the detector calls.
+        settings: the settings that can be changed.
+        fixes: names of the settings that may be changed.
+        run_length: returns what is left of the run.
+        notify: reports to the user what is tried, and the result.
+        guard: context manager around each call from the detector; catches our own errors.
         rank: this rank; rank 0 decides, the others do the same.
         cpus: usable CPUs.
 
     Attributes:
-        changes: what was tried, in its order.
-        notes: what else the report is to say.
+        changes: what was tried, oldest first.
+        notes: sentences for the report.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class AutoFixController:
         """Training begins.
 
         Args:
-            broadcast: brings what rank 0 decides to the others; None on one rank.
+            broadcast: sends the decisions of rank 0 to the other ranks; None on one rank.
         """
         self._broadcast = broadcast
         if broadcast is not None and broadcast.problem is not None:
@@ -96,7 +96,7 @@ class AutoFixController:
     # -- what rank 0 decides
 
     def window_closed(self, session: DetectorSession, window: Measurement, findings: list[Finding]) -> bool:
-        """Act on what was measured; True where from here on it is another run."""
+        """Act on a window; True where the detector has to start its measurements anew."""
         awake = self._settings.now("device_prefetch")
         with self._guard:
             self._act(session, window, findings)
@@ -109,7 +109,7 @@ class AutoFixController:
             return
         step_s = window.waterfall.step_s
         setup_s, epochs = session.set_ups
-        self._evidence.note_set_ups(setup_s - self._settings.loader.looked_s, epochs)  # looking was spent once
+        self._evidence.note_set_ups(setup_s - self._settings.loader.looked_s, epochs)  # checked once
         if step_s is None:
             return
         trial = self._trial
@@ -128,7 +128,7 @@ class AutoFixController:
             self._look_for_more(session, window, findings)
 
     def _note_problem(self, trial: ChangeTrial | None, workers: int, problem: str) -> None:
-        """Something has become of the workers that nobody decided on here."""
+        """The number of workers changed without a decision here: for lack of memory, or since a worker failed."""
         if trial is not None and trial.wanted.setting == "num_workers":
             self._take_back(trial, problem)
             return
@@ -151,10 +151,10 @@ class AutoFixController:
                 return
 
     def _try(self, session: DetectorSession, wanted: Wanted) -> bool:
-        """Begin a change; False where it can only be advised."""
+        """Begin a change; False where the setting cannot be changed and the change is only advised."""
         setting, value = wanted.setting, wanted.value
         before = self._settings.now(setting)
-        if before is None:  # of several loaders, what the finding is about
+        if before is None:  # several loaders: the value of the one that the finding is about
             before = getattr(session.loader.facts, setting, None)
         not_forked = setting == "num_workers" and bool(before) and self._settings.loader.starts_slowly
         worth = self._worth_starting(wanted, before) if not_forked and value > before else value
@@ -170,7 +170,7 @@ class AutoFixController:
             self._conclude(len(self.changes) - 1, why=str(reason))
             return False
         self._send("change", setting, value)
-        if setting == "num_workers" and there and self._settings.now(setting) != value:  # no room for more
+        if setting == "num_workers" and there and self._settings.now(setting) != value:  # no room for all
             self.changes[-1] = replace(self.changes[-1], to=self._settings.now(setting), predicted=None)
         self._before_change.setdefault(setting, before)
         trial = self._trial = ChangeTrial(
@@ -191,7 +191,7 @@ class AutoFixController:
         return True
 
     def _worth_starting(self, wanted: Wanted, now: int) -> int | None:
-        """How many workers pay for what starting them takes; as many as are wanted where that is not known."""
+        """The largest number of workers whose start-up cost is repaid; the wanted number where that is not known."""
         length, evidence = self._run_length(), self._evidence
         if not length.steps or not evidence.set_ups or wanted.predicted is None or not evidence.before:
             return int(wanted.value)
@@ -208,7 +208,7 @@ class AutoFixController:
         )
 
     def _persist_as_well(self, trial: ChangeTrial) -> None:
-        """Have the workers live on once they are started, where that changes nothing else."""
+        """Make the workers persistent as well, where that changes nothing else: starting them is slow."""
         if "persistent_workers" not in self._fixes or "persistent_workers" in self._failed:
             return
         try:
@@ -233,7 +233,7 @@ class AutoFixController:
             trial.waits, trial.set_ups_before = False, len(self._evidence.set_ups)
             trial.epochs_left = self._run_length().epochs_left + 1
             if setting != "persistent_workers" and self._evidence.set_ups:
-                trial.set_ups_before -= 1  # of the epoch that it began with
+                trial.set_ups_before -= 1  # the set-up of the epoch in which it took effect counts as one after it
             return
         if trial.skip:
             trial.skip -= 1
@@ -246,7 +246,7 @@ class AutoFixController:
             self._take_back(trial, _NO_GAIN)
 
     def _look_at_its_cost(self, kept: KeptChange) -> None:
-        """A change was kept in mid-epoch: once an epoch has begun with it, see what that has cost."""
+        """Take back a change, kept in mid-epoch, that costs more at the next epoch's set-up than its steps save."""
         trial, evidence = kept.trials[-1], self._evidence
         if len(evidence.set_ups) <= trial.set_ups_before:
             return
@@ -286,7 +286,7 @@ class AutoFixController:
             self._evidence.begin_after(trial)
 
     def _note_unpaid(self, trial: ChangeTrial, before: Any) -> None:
-        """An epoch has yet to begin with what was kept; others may have been kept in this epoch before it."""
+        """Remember a change that was kept before an epoch has begun with it, and earlier ones of this epoch."""
         saved_s, earlier = self._evidence.saved_s(trial), self._unpaid
         if earlier is None:
             self._unpaid = KeptChange([trial], before, saved_s)
@@ -301,15 +301,15 @@ class AutoFixController:
             before_s, after_s = evidence.set_up_costs(trial, self._run_length().steps)
             if after_s > before_s and judge(evidence.before, trial.after) is not False:
                 why = COSTS_MORE
-        kept = None if trial.waits else False  # what never came was not refuted
+        kept = None if trial.waits else False  # a change that never took effect is not refuted
         self._give_up(trial, why, kept=kept)
         self._settings.take_back(setting, before)
         self._send("back", setting, before)
         self._take_back_persistence(trial, why, kept)
-        evidence.before.clear()  # a loader that was changed and changed back is not at once as it was
+        evidence.before.clear()  # a loader needs some batches to be as it was before the change
 
     def _take_back_persistence(self, trial: ChangeTrial, why: str, kept: bool | None) -> None:
-        """Where workers were to persist only since others were started."""
+        """Take back ``persistent_workers`` as well, if it was changed only because of this trial."""
         if trial.with_persistence is None:
             return
         self._failed.add("persistent_workers")
@@ -329,12 +329,12 @@ class AutoFixController:
         self._notify(f"AutoFix: {change_line(change)}")
 
     def training_ended(self) -> None:
-        """Training has ended: the report is to have all."""
+        """Training has ended: conclude the trial under way for the report."""
         with self._guard:
             self._end_trial()
 
     def _end_trial(self) -> None:
-        """What is being tried is judged by what there is."""
+        """Judge the trial under way by the windows that there are."""
         trial, self._trial = self._trial, None
         if trial is None:
             return
@@ -358,7 +358,7 @@ class AutoFixController:
         self._settings.loader.epoch_begins()
 
     def obey(self) -> None:
-        """Do what rank 0 has decided since the last step."""
+        """Apply what rank 0 has decided since the last step."""
         if self._broadcast is None:
             return
         for what, setting, value in self._broadcast.take():
@@ -378,7 +378,7 @@ class AutoFixController:
             self._broadcast.send([what, setting, value])
 
     def undo(self) -> None:
-        """Take away all that was placed; may be called more than once."""
+        """Restore the loader's settings and remove our hooks; may be called more than once."""
         try:
             self._end_trial()
         finally:

@@ -41,7 +41,7 @@ _OPTIONS: Final = FinderOptions("live", None, None, 10.0, 0.05, iterable=False)
 
 
 class CannotChange(Exception):
-    """A setting has to stay as it is; the message says why."""
+    """A setting cannot be changed; the message gives the reason."""
 
 
 class AdjustableLoader:
@@ -51,8 +51,8 @@ class AdjustableLoader:
         trainer: the Trainer, in ``setup``: before it has asked for its loaders.
 
     Attributes:
-        refused: a change that was to come with an iterator, and could not: setting and reason.
-        looked_s: seconds spent in the set-ups of epochs to see whether workers can make the batches.
+        refused: reasons, by setting, why a change that waited for an iterator could not be made.
+        looked_s: seconds of the epochs' set-ups spent to check whether workers can make the batches.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -74,7 +74,7 @@ class AdjustableLoader:
             shadow(strategy, "process_dataloader", LoaderListener(strategy.process_dataloader, self._see))
         )
 
-    # -- the loader passes, and makes its iterators
+    # -- finding the loader, and following its iterators
 
     def _see(self, loader: Any) -> None:
         if not self._trainer.training or any(each is loader for each, _ in self._seen):
@@ -90,7 +90,7 @@ class AdjustableLoader:
 
     @property
     def _loader(self) -> DataLoader[Any] | None:
-        """The training loader, where there is one alone, and it may be changed."""
+        """The only training loader, if it can be changed."""
         loaders = train_loaders(self._trainer)
         return loaders[0] if len(loaders) == 1 and self._why_not(loaders[0]) is None else None
 
@@ -134,7 +134,7 @@ class AdjustableLoader:
         return self._running.new_iterator(create)
 
     def epoch_begins(self) -> None:
-        """The loader is about to be iterated; where its workers persist by the user's own setting, none is made."""
+        """An epoch begins. With the user's own ``persistent_workers``, no new iterator is made."""
         loader = self._loader
         if loader is None:
             return
@@ -148,7 +148,7 @@ class AdjustableLoader:
     # -- changes
 
     def now(self, setting: str) -> Any:
-        """What the loader has, without what waits for the next iterator.
+        """The loader's value of a setting; a change that waits for the next iterator does not count.
 
         Args:
             setting: ``"num_workers"``, ``"prefetch_factor"``, ``"pin_memory"`` or ``"persistent_workers"``.
@@ -162,7 +162,7 @@ class AdjustableLoader:
 
         Args:
             setting: its name, a DataLoader's argument.
-            value: what it is to be.
+            value: its new value.
 
         Returns:
             Whether it is in effect; else it will be with the next iterator.
@@ -191,12 +191,12 @@ class AdjustableLoader:
 
     @property
     def starts_slowly(self) -> bool:
-        """Whether workers are started otherwise than by forking, which takes seconds."""
+        """Whether workers are started by another method than fork, which takes seconds."""
         return self._loader is not None and forks(self._loader) is not None
 
     @property
     def draws(self) -> bool:
-        """Whether a worker that was added was seen to draw random numbers."""
+        """Whether an added worker drew random numbers."""
         return self._running is not None and self._running.draws
 
     @property
@@ -212,11 +212,11 @@ class AdjustableLoader:
         return setting in self._next
 
     def take_back(self, setting: str, value: Any) -> None:
-        """Have a setting as it was, as soon as that can be.
+        """Restore a setting, now or with the next iterator.
 
         Args:
             setting: its name.
-            value: what it was.
+            value: its value before.
         """
         if self._next.pop(setting, None) is not None or self._loader is None:
             return
@@ -229,10 +229,10 @@ class AdjustableLoader:
             self._returns.add(setting)
 
     def step_done(self) -> str | None:
-        """Look after workers that were started while training runs; once a window.
+        """Check the workers that were started while training runs. Called once a window.
 
         Returns:
-            Why there are fewer than were asked for; None where that is not so.
+            Why there are fewer workers than were asked for; None if there are as many.
         """
         if self._running is None:
             return None
@@ -287,7 +287,7 @@ class AdjustableLoader:
             self._running.follow(iterators[0])
 
     def _check(self, loader: DataLoader[Any], setting: str, value: Any) -> None:
-        """Raise what speaks against a change that comes with the next iterator."""
+        """Raise :class:`CannotChange` if a change with the next iterator is not safe."""
         if setting == "num_workers" and not value:
             raise CannotChange(
                 "without workers the training process draws what its workers draw now: training would be another"
@@ -303,12 +303,12 @@ class AdjustableLoader:
             self._check_persistent(loader)
 
     def _check_sampler(self, loader: DataLoader[Any]) -> None:
-        """More batches ahead are drawn earlier: that must not be from what training draws from as well."""
+        """Raise if the sampler draws from a random state of training: more prefetching would make it draw earlier."""
         if (reason := why_not_earlier(loader)) is not None:
             raise CannotChange(reason)
 
     def _check_shareable(self) -> None:
-        """What more workers would see otherwise than those that run: open files, a dataset that has changed since."""
+        """Raise if new workers would read other samples than the running ones: open files, a dataset changed since."""
         if self._start is None:
             return
         if (reason := self._start.why_no_more()) is not None:
@@ -339,7 +339,7 @@ class AdjustableLoader:
             setattr(loader, setting, value)
 
     def _set_workers(self, loader: DataLoader[Any], workers: int) -> None:
-        """From none to some, or back."""
+        """Change from no workers to some, or back."""
         if not workers:
             loader.num_workers, loader.prefetch_factor, self._running = 0, None, None
             return
@@ -370,7 +370,7 @@ class AdjustableLoader:
     def _note_dataset(self, loader: DataLoader[Any]) -> None:
         if self._own_workers is None:
             self._own_workers = own_workers(loader)
-            if not self._own_workers and loader.num_workers:  # of an earlier fit: in place of the training process
+            if not self._own_workers and loader.num_workers:  # set by an earlier fit; the user's own number was 0
                 self._run(loader, 0)
         self._changes = self._start is not None and self._start.has_changed
         self._start = WorkersStart(loader, self._own_workers)
@@ -378,10 +378,10 @@ class AdjustableLoader:
     # -- the end
 
     def undo(self, back: dict[str, Any]) -> None:
-        """Take away all that was placed, and end the workers that were kept; may be called more than once.
+        """Restore the loader, remove our hooks and end the workers that were kept; may be called more than once.
 
         Args:
-            back: settings that the loader is to have again.
+            back: the settings to restore, by name.
         """
         self._undo.close()
         if self._running is not None:
@@ -395,7 +395,7 @@ class AdjustableLoader:
         if loader is None:
             return
         for setting, value in back.items():
-            if setting != "persistent_workers":  # which was never the loader's own
+            if setting != "persistent_workers":  # an attribute that we never set on the loader
                 setattr(loader, setting, value)
         if not loader.num_workers:
             loader.prefetch_factor = None

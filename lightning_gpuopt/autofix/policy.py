@@ -1,4 +1,4 @@
-"""What can be changed while training runs, which of it a finding asks for, and whether it has helped.
+"""Which settings can be changed while training runs, which a finding asks for, and whether a change has helped.
 
 Numbers in, decisions out: no torch, no clock.
 """
@@ -23,22 +23,22 @@ MIN_BEFORE: Final = 4
 """Windows that must have been seen before anything is changed."""
 
 LOOKS: Final = (5, 8)
-"""Windows after a change at which it is judged. At each of them chance has its chance: there are but two."""
+"""Numbers of windows after a change at which it is judged. Only two: each look can be fooled by chance."""
 
 MAX_WINDOWS: Final = 8
-"""Windows on either side of a change that are compared: what is not proved by then is taken back."""
+"""At most so many windows before and after a change are compared; an unproved gain is then taken back."""
 
 MIN_TO_LOSE: Final = 3
 """Windows after which a change that has made the steps slower is taken back."""
 
 MIN_GAIN: Final = 1.02
-"""Steps per second, after over before: a change that brings less is not worth its workers and memory."""
+"""Least gain, steps per second after over before: a smaller one is not worth its workers and memory."""
 
 _CHANCE: Final = 0.01
-"""Where windows are independent, a change that does nothing looks like a gain in this share of the looks."""
+"""False positive rate of one look, for independent windows and a change without effect."""
 
 _MIN_PAUSE_SAVED: Final = 0.3
-"""Share of the set-up of an epoch that persistent workers must save."""
+"""Persistent workers must save at least this share of an epoch's set-up."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Wanted:
 
 
 def wanted_changes(findings: Sequence[Finding], loader: LoaderFacts, *, on_gpu: bool) -> list[Wanted]:
-    """What the findings ask for, in the order in which it is to be tried.
+    """The changes that the findings ask for, in the order to try them.
 
     Args:
         findings: the largest first.
@@ -80,7 +80,7 @@ def _of(finding: Finding, loader: LoaderFacts, *, on_gpu: bool) -> list[Wanted]:
         )
         pinned = [Wanted("pin_memory", True, finding.cause, None)] if settings.get("pin_memory") else []
         return ahead + pinned
-    if finding.cause != "epoch_restart":  # elsewhere it stands beside workers that were none, and saves little
+    if finding.cause != "epoch_restart":  # other findings advise it beside first workers: it saves little by itself
         settings.pop("persistent_workers", None)
     return [
         Wanted(setting, settings[setting], finding.cause, finding.predicted_speedup)
@@ -99,7 +99,7 @@ def first_to_try(wanted: Sequence[Wanted], fixes: Collection[str], failed: Colle
     Args:
         wanted: from :func:`wanted_changes`.
         fixes: the settings that may be changed.
-        failed: the settings that were tried in vain, or cannot be changed.
+        failed: settings that were tried without a gain, or cannot be changed.
     """
     return next((each for each in wanted if each.setting in fixes and each.setting not in failed), None)
 
