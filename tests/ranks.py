@@ -104,7 +104,7 @@ def _result_in(output: str) -> Any:
 def join() -> tuple[int, int]:
     """Join the gloo group of all ranks, and wait until each has all its connections.
 
-    One that ends before breaks the start of the others.
+    One that ends before breaks the start of the others; rank 0, which hosts the store, that of those that still wait.
 
     Returns:
         This rank, and how many there are.
@@ -116,6 +116,9 @@ def join() -> tuple[int, int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store.set(f"tests/connected/{rank}", "yes")
     store.wait([f"tests/connected/{each}" for each in range(world_size)])
+    store.set(f"tests/joined/{rank}", "yes")
+    if not rank:
+        store.wait([f"tests/joined/{each}" for each in range(world_size)])
     return rank, world_size
 
 

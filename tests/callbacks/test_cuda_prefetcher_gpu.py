@@ -118,6 +118,7 @@ def exposed_share(gpu: SimulatedGpu, model: Model) -> float:
 
 
 class TestTheCopy:
+    @pytest.mark.timed
     @pytest.mark.parametrize("item", [False, True])
     def test_is_hidden_behind_the_step_before(self, gpu: SimulatedGpu, item: bool) -> None:
         model = Model(gpu, item=item)

@@ -333,6 +333,7 @@ class OpensLazily(Values):
 
 
 class TestCaches:
+    @pytest.mark.timed
     def test_a_dataset_that_keeps_its_samples_stays_without_workers(self, tmp_path, caplog):
         fit = Fit(tmp_path, caplog, loader(Cached(), workers=0))
         assert (fit.num_workers, len(fit.said)) == (0, 1)
