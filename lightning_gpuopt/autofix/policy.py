@@ -107,10 +107,10 @@ def first_to_try(wanted: Sequence[Wanted], fixes: Collection[str], failed: Colle
 def judge(before: Sequence[float], after: Sequence[float]) -> bool | None:
     """Whether steps have become faster.
 
-    The windows of both sides are ranked together: a gain is proved where such an order, or a clearer one, comes about
-    by chance in 1 of 100 changes that do nothing (the rank-sum test of Wilcoxon, exact), at one of two looks. Windows
-    are compared, not steps: batches come in bursts, so steps that follow one another have much in common. Steps that
-    were getting faster before the change, as a page cache warms, must have become faster than that alone explains.
+    Wilcoxon's rank-sum test, exact: a gain is proved where a change without effect would show such an order, or a
+    clearer one, in 1 of 100 cases, at one of two looks. Windows are compared rather than steps: batches come in
+    bursts, so that successive steps depend on each other. If steps were getting faster before the change already, as
+    a page cache warms, they must have become faster than that trend alone explains.
 
     Args:
         before: mean seconds per step of each window before the change.
@@ -131,7 +131,7 @@ def judge(before: Sequence[float], after: Sequence[float]) -> bool | None:
 
 
 def expected_of(before: Sequence[float], number: int) -> float:
-    """Seconds per step of the windows after, had the trend before gone on; at least half of what it was.
+    """Seconds per step expected after the change if the trend before it goes on; at least half of those before.
 
     Args:
         before: mean seconds per step of each window before.
@@ -149,7 +149,7 @@ def gain_of(before: Sequence[float], after: Sequence[float]) -> float:
 
 
 def chance_of(before: Sequence[float], after: Sequence[float]) -> float:
-    """How often the windows after would be so much faster by chance, 0-1; ties count against the change."""
+    """Probability, 0-1, that the windows after rank so much faster by chance; ties count against the change."""
     wins = sum(1 for slow in before for fast in after if fast < slow)
     n, m = len(before), len(after)
     return sum(_orders(n, m, losses) for losses in range(n * m - wins + 1)) / comb(n + m, n)
@@ -157,7 +157,7 @@ def chance_of(before: Sequence[float], after: Sequence[float]) -> float:
 
 @cache
 def _orders(n: int, m: int, losses: int) -> int:
-    """How many of the orders of n and m values have exactly so many pairs the wrong way round."""
+    """Number of orders of n and m values with exactly so many inversions."""
     if losses < 0:
         return 0
     if not n or not m:
@@ -166,7 +166,7 @@ def _orders(n: int, m: int, losses: int) -> int:
 
 
 def judge_pauses(before_s: Sequence[float], after_s: Sequence[float]) -> bool | None:
-    """Whether the set-up of epochs has become shorter, as persistent workers make it.
+    """Whether the set-up of epochs has become shorter, which persistent workers are for.
 
     Args:
         before_s: seconds of each set-up before the change, without the first of the run.
@@ -182,7 +182,7 @@ def judge_pauses(before_s: Sequence[float], after_s: Sequence[float]) -> bool | 
 
 @dataclass(frozen=True)
 class SetUps:
-    """What beginning epochs costs around a change, to be spread over their steps.
+    """Set-up times of the epochs around a change, to be spread over their steps.
 
     Attributes:
         steps: batches of an epoch; 0: not known, and nothing is spread.
@@ -222,7 +222,7 @@ def workers_worth_starting(
     cpus: float,
     persist: bool = False,
 ) -> int | None:
-    """How many workers pay for what starting them takes, where they are not forked; None: not even one more.
+    """The largest number of workers whose start-up cost is repaid, where they are not forked; None: not even one more.
 
     They start side by side, as far as there are CPUs, and then live on.
 

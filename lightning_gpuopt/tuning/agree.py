@@ -1,7 +1,7 @@
-"""The trials of a node's ranks: side by side, and one number for all of them, without a collective.
+"""Lets the ranks of a node run their trials at the same time and agree on one number, without a collective.
 
-What they say travels through the key-value store of ``torch.distributed``. No rank waits for another for longer than
-its patience, and one that fails or dies takes nobody along: who hears nothing goes on with what is known.
+Their numbers go through the key-value store of ``torch.distributed``. No rank waits for another longer than its
+patience. If a rank fails or dies, the others go on with the numbers that they have.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class NodeRanks:
             self._store = open_store(name)
 
     def most(self, number: int, patience_s: float = 0.0) -> int:
-        """Say a number, and hear those of the others: also a way to wait for one another.
+        """Exchange numbers with the other ranks; waits for them, for a limited time.
 
         Every rank calls this equally often.
 
@@ -59,7 +59,7 @@ class NodeRanks:
             patience_s: seconds to wait for the others at most; one that never comes holds up nobody for ever.
 
         Returns:
-            The largest of those that were heard.
+            The largest of the numbers that came.
         """
         if self._store is None:
             return number

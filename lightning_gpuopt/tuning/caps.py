@@ -18,32 +18,32 @@ from lightning_gpuopt.tuning.model import most_workers
 from lightning_gpuopt.tuning.workers import LimitedBy
 
 _PART_OF_MEMORY: Final = 0.5
-"""Workers may take so much of what is available; the training process, the page cache and caches in workers grow."""
+"""Share of the available memory for workers; the training process, the page cache and workers' caches grow later."""
 
 _PART_TO_KEEP: Final = 0.95
-"""Where workers and their batches fill more than this of what there is, some are taken away."""
+"""Workers are removed where they and their batches fill more than this share of the memory."""
 
 _ANY_NUMBER: Final = 1 << 20
 
 _PART_FOR_BATCHES: Final = 0.25
-"""Batches may be prepared ahead in so much of what is available."""
+"""Share of the available memory for batches that are prepared ahead."""
 
 _PART_OF_SHARED_MEMORY: Final = 0.8
-"""So much of what is free in /dev/shm: what does not fit there kills a worker with a bus error."""
+"""Share of the free bytes of /dev/shm; a worker that finds no room there is killed by a bus error."""
 
 FILES_OF_A_WORKER: Final = 4
-"""In the training process: both ends of the pipe for its indices, and what says whether it lives."""
+"""Descriptors of a worker in the training process: both ends of its index queue's pipe, and its sentinel."""
 
 _FILES_FOR_OTHERS: Final = 64
-"""Left for what else a training process opens: checkpoints, logs, sockets."""
+"""Descriptors kept free for checkpoints, logs and sockets."""
 
 THREADS_OF_A_WORKER: Final = 4
-"""Its own, one that sends its batches and one that hands out their files; one here that feeds its indices."""
+"""Threads of a worker: its main thread, one that sends batches, one that serves their files; one here feeds it."""
 
 _THREADS_FOR_OTHERS: Final = 32
 
 _NO_LIMIT: Final = 1 << 60
-"""cgroup v1 has no word for "no limit", only a number that no machine has."""
+"""cgroup v1 writes "no limit" as a number larger than any machine's memory."""
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
@@ -54,7 +54,7 @@ class Cap:
 
     Attributes:
         num_workers: the number, at least 1.
-        limited_by: what sets it.
+        limited_by: the resource that sets it.
     """
 
     num_workers: int
@@ -81,7 +81,7 @@ class Room:
 
 
 def room(files: int = 0) -> Room:
-    """What there is now, before any worker of ours runs.
+    """Read the room of this node now, before any worker of ours runs.
 
     Args:
         files: files that are wanted: where fewer may be opened, the process's soft limit becomes its hard one.
@@ -133,7 +133,7 @@ def worker_cap(
 
 
 def files_wanted(workers: int, prefetch_factor: int, batch_tensors: int) -> int:
-    """Files that a training process may have open besides, with so many workers."""
+    """Descriptors that so many workers leave for batches on their way."""
     # one more batch is with the consumer
     batches = workers * prefetch_factor + 1
     return _FILES_FOR_OTHERS + workers * FILES_OF_A_WORKER + batches * batch_tensors
@@ -153,10 +153,10 @@ def prefetch_that_fits(room: Room, *, workers: int, batch_bytes: float, local_wo
 
 
 def worker_memory(pid: int, proc: Path = Path("/proc")) -> int | None:
-    """Bytes that would be free without this process: what it alone has written; None where that cannot be read.
+    """Bytes that only this process uses (its private dirty pages), in bytes; None where they cannot be read.
 
-    Not its resident or proportional set size: a forked worker shares its parent's dataset, and files that are mapped
-    are page cache. To count those would forbid a second worker beside a large array, or a large LMDB file.
+    The resident or proportional set size would not do: a forked worker shares its parent's dataset, and mapped files
+    are page cache. Counting those would forbid a second worker beside a large array or LMDB file.
     """
     try:
         lines = (proc / str(pid) / "smaps_rollup").read_text().splitlines()
@@ -167,7 +167,7 @@ def worker_memory(pid: int, proc: Path = Path("/proc")) -> int | None:
 
 
 def files_of(batch: Any) -> int:
-    """Files that a batch keeps open on its way from a worker and while it is here: one for each tensor.
+    """Descriptors that a batch holds on its way from a worker and while it is used: one for each tensor.
 
     0 where torch shares tensors by name (``set_sharing_strategy("file_system")``).
     """

@@ -1,7 +1,7 @@
-"""What a loader's workers are given a copy of: whether it has changed since, and what of it cannot be copied.
+"""Records what workers get a copy of, to see whether it has changed since, and what of it cannot be copied.
 
-A worker has the dataset as it was when the worker was started. A :class:`DatasetState` takes that down, and can say
-later, quickly, whether it is still so. On its way it notes what behaves otherwise once several processes have it: an
+A worker has the dataset as it was when the worker was started. A :class:`DatasetState` records that, and compares
+it quickly later. Meanwhile it notes what behaves differently once several processes have it: an
 open file, whose position they would share; a generator, of which each would draw the same numbers.
 """
 
@@ -59,15 +59,15 @@ _MAX_OBJECTS: Final = 20_000
 
 
 _NEAR: Final = 32
-"""What lies in longer containers is data, and looked at after everything else."""
+"""Containers longer than this hold data, and are compared after everything else."""
 
 
 _FAR_AT_ONCE: Final = 64
-"""Of what lies in long containers so many objects are compared for each batch, in turn."""
+"""Objects of long containers that are compared for each batch, in turn."""
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 _WHOLE: Final = (ModuleType, torch.dtype, torch.device, memoryview, ctypes._SimpleCData, ctypes._Pointer, ctypes.CDLL)
-"""What is the same as long as it is the same object."""
+"""Immutable types: compared by identity."""
 
 _GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 GLOBAL_GENERATORS: Final = (
@@ -75,7 +75,7 @@ GLOBAL_GENERATORS: Final = (
     getattr(random.random, "__self__", None),
     getattr(np.random.random, "__self__", None),
 )
-"""Each worker seeds its own."""
+"""Random states that each worker seeds for itself."""
 
 _FILES: Final = (socket.socket, connection._ConnectionBase, GeneratorType)
 _FILE_MODULES: Final = ("h5py.", "sqlite3.", "lmdb.", "netCDF4.", "tables.", "rasterio.", "pysam.", "zipfile.")
@@ -87,7 +87,7 @@ _FRAMEWORK_NAMES: Final = frozenset({"trainer", "fabric", "log", "log_dict", "tr
 
 @dataclass(frozen=True)
 class Held:
-    """Something in a dataset that processes cannot simply have a copy of.
+    """Something in a dataset that cannot simply be copied to another process.
 
     Attributes:
         kind: ``"file"``: an open file, a connection, or what says that it cannot be copied; ``"generator"``: of random
@@ -107,7 +107,7 @@ class Held:
 
 
 class _Part:
-    """One object whose content may change: how that is read, and how it was."""
+    """One object whose content may change: how to read the content, and what it was."""
 
     __slots__ = ("kind", "read", "was")
 
@@ -118,7 +118,7 @@ class _Part:
         try:
             now = self.read()
             return bool(now != self.was) and (opened or not _has_only_opened(self.was, now))
-        except Exception:  # arrays or tensors beside one another: others than before, or they would be the same objects
+        except Exception:  # comparing arrays raised: they are other objects than before
             return True
 
 
@@ -126,10 +126,10 @@ class _Place(NamedTuple):
     """Where an object was found.
 
     Attributes:
-        path: as code has it.
-        near: whether it is no item of a long container.
-        sample: of which sample's entry it is a part; None: of none.
-        is_packed: whether something above it says itself what of it is sent to another process.
+        path: as in code, such as ``dataset.transform.rng``.
+        near: whether it lies outside long containers.
+        sample: number of the sample whose entry it belongs to; None where it belongs to none.
+        is_packed: whether an object above it has its own ``__getstate__`` or ``__reduce__``.
     """
 
     path: str
@@ -142,19 +142,19 @@ class _Place(NamedTuple):
 
 
 class DatasetState:
-    """What these objects hold, as it is now, to be compared with what they hold later.
+    """The content of some objects now, to be compared with their content later.
 
     Of large containers and arrays a part is looked at, and the entries of the samples that are asked for; the content
     of a memory map is not. Whatever the objects are, nothing is raised.
 
     Args:
-        **roots: a dataset, and what workers are given with it, by name; None is left out.
+        **roots: the dataset and the other objects that workers get, by name; None is left out.
         also: numbers of samples whose entries are looked at in containers of any size.
         by_sample: look at the entries of all samples, in containers as long as the dataset, as far as 20,000 objects
             go; for :meth:`has_changed_for`.
 
     Attributes:
-        held: what processes cannot simply have a copy of.
+        held: what cannot simply be copied to another process.
         has_epochs: whether something in it has a ``set_epoch`` method.
         is_whole: whether all of it was looked at, but for the content of large containers and arrays.
         has_failed: whether an object could not be looked into.
@@ -194,14 +194,14 @@ class DatasetState:
             return ()
 
     def has_changed(self) -> bool:
-        """Whether something is no longer as it was, but for files and the like that were opened since."""
+        """Whether anything has changed. Files and the like that were opened since do not count."""
         parts = chain(self._near, self._far, *self._of_samples.values())
         return any(each.has_changed() for each in parts if each.kind != "cache")
 
     def has_changed_for(self, samples: Iterable[Any]) -> bool:
-        """Whether it has, quickly: of what lies in long containers what belongs to these samples, and a few by turns.
+        """Whether anything has changed, quickly: of long containers, these samples' entries and a few others in turn.
 
-        A file that was opened since counts here: nobody knows what is read from it.
+        A file that was opened since counts here, as what is read from it is unknown.
 
         Args:
             samples: the numbers of the samples of a batch.
@@ -213,7 +213,7 @@ class DatasetState:
         return any(each.has_changed(opened=True) for each in parts)
 
     def change_by_reading(self) -> Literal["entries", "other"] | None:
-        """What reading samples has changed, but for generators and what is opened when it is needed.
+        """What reading samples has changed, without generators and what is opened on demand.
 
         Returns:
             ``"entries"``: only what is kept for single samples, as in a cache; None: nothing.
@@ -234,7 +234,7 @@ class DatasetState:
             (self._near if place.near else self._far).append(part)
 
     def _look_into(self, place: _Place, value: Any) -> Iterable[tuple[_Place, Any]]:
-        """Note what there is to compare of one object; what it holds, to be looked into next."""
+        """Record what to compare of one object; returns the objects that it holds."""
         kind = type(value)
         if isinstance(value, type):
             return self._of_class(place, value)
@@ -248,7 +248,7 @@ class DatasetState:
             if not any(value is each for each in GLOBAL_GENERATORS):
                 self._note("generator", place, value)
             self._watch(place, lambda: drawn_to(value), "generator")
-        elif isinstance(value, (dict, MappingProxyType)):  # other mappings may load what they hold
+        elif isinstance(value, (dict, MappingProxyType)):  # other mappings may load their values on access
             return self._of_dict(place, value)
         elif isinstance(value, (list, tuple, deque)):
             return self._of_sequence(place, value)
@@ -281,7 +281,7 @@ class DatasetState:
         return ()
 
     def _of_class(self, place: _Place, value: type) -> Iterable[tuple[_Place, Any]]:
-        """What a class of the user's holds beside its functions; others are the same."""
+        """The attributes of a user's class without its functions; other classes do not change."""
         if not has_data(value):
             return ()
         self._watch(place, lambda: data_of(value))
@@ -312,7 +312,7 @@ class DatasetState:
         return ()
 
     def _of_rows(self, place: _Place, value: np.ndarray[Any, Any]) -> None:
-        """Have the rows of an array that is too large to be compared whole compared as their samples are asked for."""
+        """Compare an array that is too large row by row, whenever the rows' samples are asked for."""
         if len(value) > _MAX_OBJECTS - len(self._met):
             return
         for sample in range(len(value)):
@@ -359,7 +359,7 @@ class DatasetState:
         ]
 
     def _of_lightning_method(self, place: _Place, value: MethodType) -> Iterable[tuple[_Place, Any]]:
-        """A ``collate_fn`` of the module's own: of the module, only what the method and what it calls read."""
+        """For a ``collate_fn`` that is a module's method: the attributes that it, and what it calls, reads."""
         owner, todo, names = value.__self__, [value.__func__], set[str]()
         while todo:
             for name in set(names_in(getattr(todo.pop(), "__code__", None))) - names:
@@ -379,7 +379,7 @@ class DatasetState:
         return [(place / f".{name}", item) for name, item in inside.items()]
 
     def _of_lightning(self, place: _Place, value: Any) -> Iterable[tuple[_Place, Any]]:
-        """A module or data module that the dataset knows: what the user has put into it, without its parameters."""
+        """The user's attributes of a module or data module that the dataset refers to, without parameters."""
 
         def own() -> dict[str, Any]:
             return {
@@ -397,7 +397,7 @@ class DatasetState:
         kind: Any = type(value)
         facts = facts_of(kind)
         self.has_epochs |= facts.has_epochs
-        if facts.module.startswith("pandas."):  # its indices keep what they were asked for
+        if facts.module.startswith("pandas."):  # its indices cache lookups
             arrays = arrays_of(value)
             self._watch(place, lambda: [id(each) for each in arrays_of(value)])
             return [(place, each) for each in arrays]
@@ -429,12 +429,12 @@ class DatasetState:
 
 
 def is_resource(value: Any) -> bool:
-    """Whether a value is or holds a file, a connection or the like, and so is opened when it is needed."""
+    """Whether a value is or holds a file, a connection or the like, which are opened on demand."""
     return any(each.kind == "file" for each in DatasetState(value=value).held)
 
 
 def _has_only_opened(was: Any, now: Any) -> bool:
-    """Whether all that is new are files and other resources where there was nothing, and attributes computed once."""
+    """Whether everything new is a resource opened on demand, or an attribute computed once."""
     if not isinstance(now, dict) or not isinstance(was, dict) or not was.keys() <= now.keys():
         return False
     new = [now[name] for name in now if now[name] is not was.get(name)]

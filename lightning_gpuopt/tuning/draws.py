@@ -1,4 +1,4 @@
-"""Whether workers draw random numbers as they read: what they draw depends on how many they are."""
+"""Detects whether workers draw random numbers; if so, the samples depend on the number of workers."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
 
 _BATCHES: Final = 50
-"""A worker that has not drawn for so many batches is not looked at any longer."""
+"""Batches without a draw after which a worker is no longer checked."""
 
 
 class DrawWatch:
-    """Looks whether forked workers draw from the global random states of torch, numpy and Python."""
+    """Detects whether forked workers draw from the global random states of torch, NumPy and Python."""
 
     def __init__(self) -> None:
         self._flag: mmap.mmap | None = None
 
     @property
     def seen(self) -> bool:
-        """Whether one of them was seen to draw."""
+        """Whether one of them has drawn."""
         return self._flag is not None and self._flag[0] != 0
 
     def around(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A ``collate_fn`` that looks, around this one."""
+        """Wrap a ``collate_fn`` in one that detects draws."""
         if self._flag is None:
-            self._flag = mmap.mmap(-1, 1)  # shared with what is forked
+            self._flag = mmap.mmap(-1, 1)  # shared with forked workers
         if not isinstance(collate_fn, TimedCollate):
             return _Looks(collate_fn, self._flag)
         timed = copy.copy(collate_fn)  # which is to stay what the worker's fetcher calls

@@ -1,4 +1,4 @@
-"""``find_num_workers``: measured in a few short trials, before training."""
+"""``find_num_workers``: finds the number of workers in a few short trials, before training."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lightning_gpuopt.utils.arguments import flag, real_number, refuse, whole_nu
 
 _USUAL_PREFETCH: Final = 2
 _REFINE: Final = 0.6
-"""Of the budget, after which nothing is tried again only to be surer."""
+"""Share of the budget after which no trial is repeated just for certainty."""
 _RESERVE: Final = 0.25
 _MAX_RESERVE_S: Final = 0.75
-"""Of the budget, for ending the last trial's workers: a quarter, but no more than this."""
+"""Seconds, at most, of the quarter of the budget that is kept for ending the last trial's workers."""
 
 
 def find_num_workers(
@@ -80,7 +80,7 @@ def find_num_workers(
 
 
 def workers_can_run(dataloader: DataLoader[Any]) -> bool:
-    """Whether processes can have locks and tensors in common here: not without ``/dev/shm``."""
+    """Whether processes can share locks and tensors here; they cannot without ``/dev/shm``."""
     context: Any = dataloader.multiprocessing_context or torch.multiprocessing.get_context()
     try:
         context.Lock()
@@ -91,7 +91,7 @@ def workers_can_run(dataloader: DataLoader[Any]) -> bool:
 
 
 def check(dataloader: DataLoader[Any], iterable: bool = False) -> dict[str, Any]:
-    """Whether a loader can be tried, and how its samples are then asked for.
+    """Check that a loader can be tried, and make a sampler for the trials.
 
     Args:
         dataloader: the loader.
@@ -130,7 +130,7 @@ def check_shared(dataloader: DataLoader[Any]) -> None:
 
 
 def _warn_of_shared(dataloader: DataLoader[Any]) -> None:
-    """Warn of what the workers read wrongly already, and of generators that they would have copies of."""
+    """Warn of resources that the user's workers share already, and of generators that workers would copy."""
     held = [] if isinstance(dataloader.dataset, IterableDataset) else held_by(dataloader)
     shared = next((each for each in held if each.kind == "file" and forks(dataloader) is None), None)
     if shared is not None:
@@ -176,7 +176,7 @@ class _Finder:
         self._prefetch = loader.prefetch_factor or _USUAL_PREFETCH
 
     def run(self) -> NumWorkersResult:
-        """Try until nothing is left to find out, or the time is up."""
+        """Run trials until no further one would change the choice, or the time is up."""
         while (
             count := self._search.next_count(self._cap(), in_haste=self._clocks.now() > self._refine_until)
         ) is not None:
@@ -197,7 +197,7 @@ class _Finder:
                 break
             seen = self._search.seen
             seen.append(measured)
-            if len(seen) <= 2:  # a single hiccup in the first is none in the second
+            if len(seen) <= 2:  # repeated: a hiccup in the first trial will not be in the second
                 self._prefetch = self._prefetch_for(min(each.unevenness for each in seen))
         return self._result()
 
@@ -229,7 +229,7 @@ class _Finder:
         return factor if fits is None else min(factor, fits)
 
     def _affordable(self, count: int) -> int | None:
-        """So many workers, or fewer where the time is too short for them; None where those were tried, too."""
+        """This number of workers, or the most that the time left allows; None if that was tried already."""
         seen = self._search.seen
         while seen and not self._time_for(count):
             count -= 1

@@ -1,4 +1,4 @@
-"""The training loaders of one ``fit``, their workers changed to what training needs."""
+"""Changes the number of workers of the training loaders of one ``fit`` to what training needs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TunedFit:
     Args:
         trainer: the Trainer, in ``setup``: before it has asked for its loaders.
         options: what the user asked for.
-        restored: gives the choices of the run that is resumed, by the loaders' order; asked when a loader is taken in.
+        restored: returns the choices of the run that is resumed, by the loaders' order.
 
     Attributes:
         trainer: the Trainer.
@@ -68,16 +68,16 @@ class TunedFit:
 
     @property
     def choices(self) -> dict[int, WorkersChoice]:
-        """As they are now, by the loaders' order; those that are left alone are missing."""
+        """The choices so far, by the loaders' order; loaders that are left alone are missing."""
         return {**self._choices, **{index: self._tuned[index].choice for index in sorted(self._tuned)}}
 
     @property
     def first_num_workers(self) -> int | None:
-        """What the first training loader has; None where it does not say, or none was asked for yet."""
+        """``num_workers`` of the first training loader; None where it has none, or is not known yet."""
         return next((getattr(loader, "num_workers", None) for loader in train_loaders(self.trainer)), None)
 
     def restore(self) -> None:
-        """The choices of a checkpoint have come, in some strategies after the loaders were iterated.
+        """Use the choices of a checkpoint; some strategies load it after the loaders were iterated.
 
         One that is loaded in mid-fit, as a search for a learning rate does, changes nothing.
         """
@@ -114,7 +114,7 @@ class TunedFit:
                     other.wake()
 
     def undo(self, *, failed: bool = False) -> None:
-        """Take away all that was placed; may be called more than once.
+        """Remove our hooks; may be called more than once.
 
         Args:
             failed: training has ended with an exception, which may keep the iterators alive: end their workers.
@@ -132,7 +132,7 @@ class TunedFit:
                 with suppress(Exception):  # the workers of other loaders have to end as well
                     tuned.running.end(iterators[index : index + 1])
 
-    # -- a loader passes on its way to the training loop, and is iterated
+    # -- following the loaders, and their iterators
 
     def _see(self, loader: Any) -> None:
         if not self.trainer.training or any(each is loader for each, _ in self._watched):
@@ -149,7 +149,7 @@ class TunedFit:
             self._fail(error)
 
     def _new_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
-        """In place of the loader's own way to make an iterator."""
+        """Replaces the loader's ``_get_iterator``."""
         # validation may read the same loader, and other callbacks as well
         theirs = threading.get_ident() == self._thread and not is_begun_by_fetcher(self.trainer)
         if not self.trainer.training or theirs:
@@ -161,7 +161,7 @@ class TunedFit:
         return next((tuned for tuned in self._tuned.values() if tuned.running.loader is loader), None)
 
     def _take_in(self, loader: DataLoader[Any], loaders: list[Any]) -> TunedLoader | None:
-        """Begin to tune a loader, or to go on with it where an earlier one was; None where it is left alone."""
+        """Begin to tune a loader, or go on from the one that it replaces; None where it is left alone."""
         if not loaders:
             self._fail(RuntimeError("this Lightning does not say which training loader it is"))
         index = next((index for index, each in enumerate(loaders) if each is loader), None)

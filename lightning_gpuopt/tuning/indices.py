@@ -1,7 +1,7 @@
-"""Which samples a trial reads: the dataset's own numbers, in an order of ours, so that the user's sampler is not used.
+"""Chooses the samples that a trial reads: the dataset's indices in our own order, without the user's sampler.
 
-One walk goes through all trials of a search: no trial finds in the page cache what an earlier one has read, as long as
-the dataset lasts.
+All trials of a search share one walk: no trial reads what an earlier one has left in the page cache, until every
+sample was read once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_gpuopt.utils.arguments import refuse
 _DRAWN_AT_ONCE = 256
 
 _USUAL_BATCH = 32
-"""The size of a batch for a batch sampler that does not say it, in any way."""
+"""Assumed batch size of a batch sampler from which it cannot be read."""
 
 
 class Walk:
@@ -101,7 +101,7 @@ def own_sampling(loader: DataLoader[Any]) -> dict[str, Any]:
     batched: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     in_order = type(getattr(batched, "sampler", batched)) is SequentialSampler
     walk: Iterator[int] = Walk(length, in_order=in_order)
-    chosen = getattr(getattr(batched, "sampler", batched), "indices", None)  # as SubsetRandomSampler has them
+    chosen = getattr(getattr(batched, "sampler", batched), "indices", None)  # such as SubsetRandomSampler's
     if isinstance(chosen, Sequence) and not isinstance(chosen, (str, bytes)) and chosen:
         walk = _Chosen(chosen, Walk(len(chosen), in_order=in_order))
     if loader.batch_sampler is None and not hasattr(batched, "batch_size"):
@@ -113,7 +113,7 @@ def own_sampling(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _batch_size(batch_sampler: Any, length: int) -> int:
-    """The size that the batch sampler says, or else its samples over its batches."""
+    """The batch sampler's ``batch_size``, or else its samples divided by its batches."""
     size = getattr(batch_sampler, "batch_size", None)
     if isinstance(size, int) and size > 0:
         return size

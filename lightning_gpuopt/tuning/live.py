@@ -1,4 +1,4 @@
-"""The number of workers of a loader that runs: from what was just measured to the number to try next.
+"""Decides on the number of workers of a running loader: measurements in, the number to try next out.
 
 Numbers in, a number out: no clock, no process, no thread. The policy looks for a while, changes the number, looks
 whether that helped, and when there is nothing left to gain it sleeps, and looks again now and then.
@@ -16,20 +16,20 @@ from lightning_gpuopt.tuning.workers import LimitedBy, Trial
 
 _MIN_WINDOW: Final = 6
 _IDLE_WINDOW: Final = 50
-"""Steps that must be seen before a worker is taken away: an idle worker costs little, a missing one much."""
+"""Steps measured before a worker is removed: an idle worker costs little, a missing one much."""
 
 _MAX_LEAP: Final = 8
-"""Never more than so many times the workers at once: what was measured with few of them is a rough guide."""
+"""Largest factor by which workers grow at once: measurements with few of them are a rough guide."""
 
 _LOOK_AGAIN: Final = 200
 _LOOK_AGAIN_AT_LAST: Final = 3200
-"""Steps between two looks at a loader that is left as it is: the pause doubles from the first to the second."""
+"""Steps between two measurements of a loader that needs no change: the pause doubles from the first to the second."""
 
 _ALL_CPUS: Final = 0.9
-"""With so much of the CPUs in use there is none left for another worker."""
+"""CPU utilization, 0-1, from which on another worker is not tried."""
 
 _ANOTHER_STEP: Final = 0.25
-"""A step that takes so much more or less than when the loader was last settled: what was learnt then is forgotten."""
+"""Relative change of the step time after which earlier measurements no longer count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class LivePolicy:
         return list(self._trials.values())
 
     def decide(self, seen: LoaderStats, cap: Cap) -> int:
-        """Take in a window.
+        """Decide after a window.
 
         Args:
             seen: what was measured with ``num_workers`` workers.
@@ -115,11 +115,11 @@ class LivePolicy:
         return self._improve(seen, starved, cap)
 
     def set(self, num_workers: int, *, settle: bool = False) -> None:
-        """Another number runs than was decided on: fewer could be started, or other ranks need more.
+        """Set the number that actually runs: fewer could be started, or other ranks need more.
 
         Args:
             num_workers: what runs.
-            settle: leave it at that for a while; else look whether it is right.
+            settle: leave it so for a while; else measure whether it is right.
         """
         self._change(num_workers, None)
         if settle:
@@ -127,7 +127,7 @@ class LivePolicy:
             self.skip = _LOOK_AGAIN_AT_LAST
 
     def wake(self) -> None:
-        """Look again soon: something around the loader has changed."""
+        """Measure again soon, as something around the loader has changed."""
         if self.settled:
             self.settled = False
             self.skip, self.window = 0, _window(self.num_workers)
@@ -152,7 +152,7 @@ class LivePolicy:
         """Keep a change, or take it back."""
         number, earlier = before
         if self.num_workers > number:
-            if earlier.step_s < (1 + self._tolerance) * seen.step_s:  # more workers have gained nothing
+            if earlier.step_s < (1 + self._tolerance) * seen.step_s:  # no gain
                 # Where nothing is waited for any more, it was not the data that set the pace: a GPU that works behind
                 # the training loop, or another rank.
                 self.limited_by = "cpu" if starved else "consumer"
@@ -183,7 +183,7 @@ class LivePolicy:
         return min(count + max(count // 2, 1), most)  # uneven batches: more of them ahead
 
     def _fewer(self, seen: LoaderStats) -> int:
-        """How many would do for a consumer that does not wait; the number now where that is not surely fewer."""
+        """How many workers suffice for a consumer that does not wait; the current number unless clearly fewer do."""
         count = self.num_workers
         if seen.busy is None or count <= 1:
             return count
@@ -204,7 +204,7 @@ class LivePolicy:
         )
 
     def _change(self, count: int, seen: LoaderStats | None) -> int:
-        """Try another number; ``seen`` is what it will be compared with."""
+        """Try another number, to be compared with ``seen``."""
         earlier, self.num_workers = self.num_workers, count
         self._before = (earlier, seen) if seen is not None else None
         self._idle_windows = 0
@@ -236,6 +236,6 @@ class LivePolicy:
 
 
 def _window(count: int) -> int:
-    """Steps to look at: workers that all work deliver in bursts, one batch each; so whole bursts."""
+    """Steps of the next window, in whole rounds: busy workers deliver in bursts of one batch each."""
     count = max(count, 1)
     return count * math.ceil(_MIN_WINDOW / count)

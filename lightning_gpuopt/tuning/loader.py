@@ -1,4 +1,4 @@
-"""One training loader whose workers are changed to what training needs: what is measured on it, decided and said."""
+"""Tunes one training loader: measures it, decides on the number of workers, changes and reports it."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ log = logging.getLogger(__name__)
 
 _STEPS_FOR_STEP_TIME: Final = 8
 _MAX_LOOK_S: Final = 30.0
-"""A worker without a batch after so long may be stuck for ever."""
+"""Seconds without a batch after which a worker may be stuck for ever."""
 _PATIENCE_S: Final = 10.0
-"""Ranks wait no longer for one another before their trials."""
+"""Seconds that ranks wait for one another before their trials, at most."""
 
 _GRACE_S: Final = 2.0
-"""Nor longer than this after the time for the trials is over."""
+"""Seconds that they wait after the time for the trials is over, at most."""
 
 
 DRAWS: Final = (
     "random numbers are drawn in the workers: as everywhere in PyTorch they depend on how many workers there are; the "
     "samples and their order do not"
 )
-"""Said with another number of workers, where a draw was seen."""
+"""Reported with a change of the number of workers if a worker has drawn random numbers."""
 
 
 class LeftAlone(Exception):
-    """A loader keeps what it has; the message says why."""
+    """The loader keeps its number of workers; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class WorkersChoice:
 
     @property
     def _gain(self) -> float | None:
-        """Batches per second over those with the user's own number; None where that is not known."""
+        """Batches per second, over those with the user's own number; None where that is not known."""
         best: dict[int, Trial] = {}
-        for trial in self.trials:  # of repeated ones the best
+        for trial in self.trials:  # the best of repeated ones
             if trial.num_workers not in best or trial.batches_per_s > best[trial.num_workers].batches_per_s:
                 best[trial.num_workers] = trial
         now, own = best.get(self.num_workers), best.get(self.before)
@@ -109,7 +109,7 @@ class WorkersChoice:
 
 @dataclass(frozen=True)
 class LoaderContext:
-    """Where a loader stands in its ``fit``.
+    """A loader's position in its ``fit``, and the ranks around it.
 
     Attributes:
         trainer: the Trainer.
@@ -135,7 +135,7 @@ class LoaderContext:
 
 
 def has_own_state(loader: Any) -> bool:
-    """Whether a loader resumes from a state that holds for its ``num_workers`` only, as a ``StatefulDataLoader``."""
+    """Whether a loader's state is only valid for its ``num_workers``, as a ``StatefulDataLoader``'s."""
     return hasattr(loader, "state_dict") and not isinstance(loader, ElasticLoader)
 
 
@@ -144,7 +144,7 @@ class TunedLoader:
 
     Args:
         loader: as Lightning made it ready; about to be iterated.
-        place: where it stands.
+        place: its position among the loaders, and the ranks.
         options: what the user asked for.
         restored: the choice of the run that is resumed.
 
@@ -196,7 +196,7 @@ class TunedLoader:
         self._ranks = NodeRanks(f"num-workers-{first}-{place.index}", place.trainer.global_rank, peers)
 
     def _check(self, loader: DataLoader[Any]) -> None:
-        """Raise what speaks against any other number of workers."""
+        """Raise :class:`LeftAlone` if no other number of workers is safe."""
         if isinstance(loader.dataset, IterableDataset):
             return
         if not self.before and (method := forks(loader)) is not None:
@@ -210,7 +210,7 @@ class TunedLoader:
             raise LeftAlone(f"a loader with num_workers={self.before} alone: {reason}")
 
     def _fitting(self, choice: WorkersChoice) -> WorkersChoice:
-        """A restored choice as this machine has room for it; measured again where it has not."""
+        """Clip a restored choice to what this machine has room for; a clipped one is measured again."""
         cap = worker_cap(
             room(0), max_num_workers=self._options.max_num_workers, local_world_size=self._place.local_ranks
         )
@@ -248,7 +248,7 @@ class TunedLoader:
         assign(loader, 1)
 
     def restore(self, choice: WorkersChoice) -> None:
-        """Go on with a choice that comes late, before the first step, instead of what was found until now."""
+        """Use a restored choice that comes after the first iterator, but before the first step."""
         choice = self._fitting(choice)
         self._restored, self._result, self.before = choice, None, choice.before
         if self._keeps_state:  # it runs already
@@ -264,7 +264,7 @@ class TunedLoader:
         return number if most is None else min(number, most)
 
     def begin(self) -> None:
-        """Search now, or begin to look; a choice that is restored is taken as it is."""
+        """Run the search (``"probe"``) or begin to measure (``"live"``); a restored choice is used as it is."""
         policy, options = self.running.policy, self._options
         if self._restored is not None and (self._fixed or self._keeps_state):
             policy.settled, policy.limited_by = True, self._restored.limited_by
@@ -281,7 +281,7 @@ class TunedLoader:
 
     @property
     def choice(self) -> WorkersChoice:
-        """As it is now."""
+        """The choice so far."""
         policy, number = self.running.policy, self.running.loader.num_workers
         settled, trials, limited_by = self.running.frozen or policy.settled, tuple(policy.trials), policy.limited_by
         if self._result is not None:
@@ -289,7 +289,7 @@ class TunedLoader:
         return WorkersChoice(number, settled, self.before, trials, limited_by, self._prefetch_factor, self._making_s)
 
     def goes_on_with(self, loader: DataLoader[Any]) -> bool:
-        """Whether a loader is as the last one was to begin with; else it is another, to be tuned anew."""
+        """Whether a loader has the settings that the last one began with; if not, it is tuned from the beginning."""
         return loader.num_workers == self.before
 
     def new_iterator(self, create: Callable[[], Any]) -> Any:
@@ -299,7 +299,7 @@ class TunedLoader:
         return iterator
 
     def replace(self, loader: DataLoader[Any]) -> None:
-        """Lightning has asked for its loaders again: the new one goes on where the last one was.
+        """Replace the loader by a reloaded one, which goes on with the choice of the old one.
 
         Raises:
             LeftAlone: it cannot have other workers.
@@ -355,7 +355,7 @@ class TunedLoader:
         return running.loader.num_workers != before
 
     def wake(self) -> None:
-        """Look again soon where nothing is looked at: the workers of another loader have become more, or fewer."""
+        """Measure again soon, since the number of another loader's workers has changed."""
         if not self.running.frozen and self.running.policy.settled:
             self.running.policy.wake()
             self.running.look()
@@ -391,7 +391,7 @@ class TunedLoader:
         self._warn_of_shared()
 
     def _warn_of_shared(self) -> None:
-        """Where more workers than the user's own share a file."""
+        """Warn where more workers than the user's own share an open file."""
         running = self.running
         held = running.start.shared_file if running.start is not None else None
         if held is not None and running.loader.num_workers > self.before:
@@ -426,7 +426,7 @@ class TunedLoader:
                 self._place.local_ranks,
                 options.iterable,
             )
-        except Exception as error:  # where it is the data's, training will meet it, too
+        except Exception as error:  # an error of the dataset's will come in training, too
             log.debug("the trials failed", exc_info=True)
             why = f"its trials failed: {type(error).__name__}: {error}"
         if result is not None and not result.trials:
@@ -447,14 +447,14 @@ class TunedLoader:
             self._notify()
 
     def _prefetch(self, loader: DataLoader[Any], factor: int | None) -> None:
-        """Have the iterators to come prepare so many batches ahead, where that is more than the user had set."""
+        """Raise ``prefetch_factor`` for later iterators, if the user's value is lower."""
         if factor is not None and factor > (loader.prefetch_factor or 0):
             loader.prefetch_factor = self._prefetch_factor = factor
 
-    # -- telling
+    # -- reporting
 
     def _notify(self) -> None:
-        """Say and log a choice, once."""
+        """Report and log a choice, once."""
         choice, trainer = self.choice, self._place.trainer
         if choice.num_workers == self._reported:
             return
@@ -468,7 +468,7 @@ class TunedLoader:
             logger.log_metrics({self._place.metric: float(choice.num_workers)}, step=logging_step(trainer))
 
     def _advice(self, choice: WorkersChoice) -> str | None:
-        """What the program itself has to set, since it changes what its DataLoader draws from the random state."""
+        """Advice on settings that only the program can change without changing what the DataLoader draws."""
         loader, trainer = self.running.loader, self._place.trainer
         settings = []
         if choice.num_workers and not loader.persistent_workers and trainer.max_epochs != 1:
@@ -479,7 +479,7 @@ class TunedLoader:
 
 
 def why_left_alone(loader: Any, options: FinderOptions) -> str | None:
-    """Why a loader keeps its workers, whatever is measured; None where it need not."""
+    """Why a loader keeps its number of workers whatever is measured; None if it may be changed."""
     if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__} alone, which is no torch DataLoader"
     if isinstance(loader.dataset, IterableDataset) and not options.iterable:
