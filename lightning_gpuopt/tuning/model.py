@@ -17,18 +17,18 @@ from typing import Final
 Interval = tuple[float, float, float]
 
 HEADROOM_LEFT: Final = 0.03
-"""Below this share of the step there is nothing left to gain."""
+"""Share of the step below which waiting does not count."""
 
 _MAX_PREFETCH: Final = 16
 _MAX_USED: Final = 0.9
-"""Of the workers' time, where what they cannot keep up with is planned for."""
+"""Highest planned utilization of the workers."""
 
 _MAX_WORKERS: Final = 32
 _MAX_WORKERS_PER_CPU: Final = 8
 
 _SPARE: Final = 0.1
 _SPARE_FOR_UNEVEN: Final = 0.5
-"""Of the workers' time, where batches are alike, and more where they are not: a queue fills up behind slow ones."""
+"""Spare share of the workers' time for even batches; uneven ones need more, as a queue builds up behind slow ones."""
 
 _RECEIVE_S: Final[Interval] = (0.0003, 0.0008, 0.002)
 """What it costs the training process to take a batch from a worker: 0.6-1.2 ms were measured on a small machine."""
@@ -37,10 +37,10 @@ _COPY_BYTES_PER_S: Final = 2e9
 """A batch passes through shared memory once; touching fresh pages runs at about this rate."""
 
 STEP_SPREAD: Final = 0.04
-"""A step of the same work takes so much more or less from run to run."""
+"""Relative difference of the step time between runs of the same work."""
 
 MIN_SPREAD: Final = 0.08
-"""Workers on a shared machine are never surer than this, to either side."""
+"""Least relative uncertainty, to either side, of a prediction for workers on a shared machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class LoaderModel:
             max(
                 (1 + side * STEP_SPREAD) * self.consumer_s + receive,
                 (1 + side * self.spread) * self.service_s / workers,
-                # CPUs that are all in use share caches, memory and often cores: twice as unsure
+                # fully used CPUs share caches, memory and often cores: twice the uncertainty
                 (1 + 2 * side * self.spread) * (self.cpu_s + self.consumer_cpu_s) / cpus,
             )
             for side, receive, cpus in zip((-1, 0, 1), self.receive_s, reversed(self.cpus), strict=True)
@@ -97,7 +97,7 @@ class LoaderModel:
 
 
 def most_workers(cpus: float) -> int:
-    """More workers than this are never advised, whatever they wait for."""
+    """Most workers that are ever advised."""
     return max(1, int(min(_MAX_WORKERS, _MAX_WORKERS_PER_CPU * cpus)))
 
 

@@ -1,4 +1,4 @@
-"""One trial: a loader like the user's, with so many workers, read for a moment by a consumer of the given pace."""
+"""Runs one trial: a copy of the user's loader with a given number of workers and a consumer of a given pace."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _MIN_BATCHES: Final = 8
 _MIN_ROUNDS: Final = 2
 
 _MAX_S: Final = 1.2
-"""A trial that is not over by then, because batches differ much or are slow, has to do with what it has."""
+"""Seconds after which a trial ends with what it has measured: batches differ much, or are slow."""
 
 _EVEN_ENOUGH: Final = 0.04
 """Relative standard error of a batch's mean time."""
 
 _HARDLY_BUSY: Final = 0.5
-"""Workers that idle for half of the time are not what matters: how even their times are is no matter."""
+"""Share of idle time from which on workers are not the bottleneck, and their times need no precision."""
 
 _MAX_PAUSE_S: Final = 0.25
 _MORE_S: Final = 2.0
 _GRACE_S: Final = 2.0
 _MIN_GRACE_S: Final = 0.2
-"""Workers that are in order end in less than this, but for the batch that they are at."""
+"""Seconds in which a healthy worker ends, beside the batch that it is making."""
 
 _TIMED_OUT: Final = "DataLoader timed out after"
 
@@ -49,7 +49,7 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """Where a trial has its time from, so that a test can say what time it is.
+    """The clocks of a trial, so that tests can replace them.
 
     Attributes:
         now: seconds, from any origin.
@@ -109,8 +109,8 @@ def first_batches(
         loader: the user's; only read.
         sampling: the arguments for its samples, from :func:`lightning_gpuopt.tuning.indices.own_sampling`.
         collate_fn: in place of the loader's own.
-        most: so many, or fewer where the data ends or they take more than two seconds after the first.
-        seconds: for the first of them.
+        most: number of batches; fewer if the data ends, or two seconds after the first.
+        seconds: longest wait for the first.
 
     Raises:
         OutOfTime: not one came in time.
@@ -139,7 +139,7 @@ def first_batches(
 
 
 def own_collate(loader: DataLoader[Any]) -> Callable[[Any], Any]:
-    """The loader's own ``collate_fn``, behind a clock of ours."""
+    """The loader's own ``collate_fn``, without the clock that we wrap around it."""
     collate: Any = loader.collate_fn
     return collate.collate_fn if isinstance(collate, TimedCollate) else collate
 
@@ -152,7 +152,7 @@ def _twin(
     collate: Callable[[Any], Any],
     seconds: float,
 ) -> DataLoader[Any]:
-    """A loader that is like the user's in all but its samples' order, its workers and its random numbers."""
+    """A copy of the user's loader with our own order of samples, number of workers and random state."""
     more: dict[str, Any] = {} if getattr(loader, "in_order", True) else {"in_order": False}
     with _quiet():
         return DataLoader(
@@ -172,7 +172,7 @@ def _twin(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Do not let torch warn of more workers than CPUs, since to try them is the point, or say what we say."""
+    """Silence torch's warnings of more workers than CPUs, which a trial starts on purpose."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create|Got pickle error")
         yield
@@ -195,7 +195,7 @@ def _start(twin: DataLoader[Any]) -> Any:
 
 
 def _stop(iterator: Any, grace_s: float) -> None:
-    """End the workers: in good order, and those that are stuck by force after the grace.
+    """End the workers; those that are stuck are killed after a grace period.
 
     Not when its last reference goes: an exception's traceback may hold one. torch alone would wait 5 s for each worker
     that is stuck.
@@ -212,7 +212,7 @@ def _stop(iterator: Any, grace_s: float) -> None:
     timer.start()
     try:
         shut_down(iterator)
-    except BaseException:  # a second Ctrl-C does not want to wait
+    except BaseException:  # a second Ctrl-C: do not wait
         by_force()
         raise
     finally:
@@ -239,10 +239,10 @@ class _TrialReading:
         self._processes = _processes(worker_pids([iterator]))
 
     def run(self, began: float) -> Measured:
-        """Read until enough was seen, or the deadline comes."""
+        """Read batches until the figures are precise enough, or until the deadline."""
         clocks = self._clocks
         warm = 0
-        while warm < self._workers and self._fetch():  # each worker's first batch holds what is done once
+        while warm < self._workers and self._fetch():  # a worker's first batch contains one-time work
             warm += 1
         if not warm:
             raise OutOfTime
@@ -284,7 +284,7 @@ class _TrialReading:
         return True
 
     def _whole_rounds(self, start: float) -> tuple[list[float], float]:
-        """The waits after the warm-up, and the seconds they were in.
+        """The waits after the warm-up, and the time that they were measured in.
 
         Workers that were started together deliver in bursts: only whole rounds say how fast they are. Where there is
         not one, what there is.
@@ -342,7 +342,7 @@ class _TrialReading:
         return (times.unevenness or 0.0) <= times.batches * _EVEN_ENOUGH**2
 
     def _receive_s(self, service_s: float) -> float:
-        """What it costs to take a batch that lies ready: as most did, or as two do after a pause for making them."""
+        """Cost of taking a batch that lies ready: of most batches, or of two after a pause."""
         if len(self._ready_s) >= max(len(self._waits_s) / 2, _MIN_BATCHES):
             return taking(self._ready_s)
         quickest_s = min(self._waits_s)

@@ -1,4 +1,4 @@
-"""More or fewer workers for a DataLoader's iterator while it runs.
+"""Changes the number of workers of a DataLoader's iterator while it runs.
 
 torch has no way to do this, so private parts of its iterator are used, which ``compat.dataloader`` names and checks:
 :func:`adopt` makes the iterator a :class:`ResizableIterator`, the same object with a few methods of ours around torch's
@@ -47,14 +47,14 @@ _PATIENCE_S: Final = 30.0
 long without its first batch, while all others have nothing left to do, its work goes to them."""
 
 _GRACE_S: Final = 1.0
-"""So long workers that were told to end may take, before they are killed."""
+"""Seconds that a worker may take to end before it is killed."""
 
 _SEED_STEP: Final = 0x9E3779B97F4A7C15
 _SEEDS: Final = 1 << 63
 
 
 class ResizeUnsupported(RuntimeError):
-    """This iterator cannot be given other workers while it runs; the message says why."""
+    """The number of workers of this iterator cannot be changed while it runs; the message gives the reason."""
 
 
 class ResizableIterator(WorkersIterator):
@@ -66,33 +66,33 @@ class ResizableIterator(WorkersIterator):
 
     _gpuopt_loader: weakref.ref[DataLoader[Any]]
     _gpuopt_depth: int
-    """Batches that were asked for ahead before anything was changed; 0: there were no workers."""
+    """Batches requested ahead before any change; 0: there were no workers."""
     _gpuopt_length: int | None
     """Batches of an epoch; None where the sampler does not know."""
     _gpuopt_waits: bool
-    """Whether nothing is asked for until the first batch is: without workers the sampler draws no earlier."""
+    """Whether to request nothing before the first fetch, since without workers the sampler draws no earlier."""
     _gpuopt_at_end: bool
-    """Whether the consumer has come to the end of what there is, and so may the sampler."""
+    """Whether the consumer is at the end of the epoch, so that the sampler may be asked for its end as well."""
     _gpuopt_drawn: deque[Any]
-    """Indices that were drawn and are with no worker yet."""
+    """Indices drawn from the sampler and not yet given to a worker."""
     _gpuopt_drawn_all: bool
     """Whether the sampler has ended."""
     _gpuopt_starts: dict[int, int]
-    """How often a worker of each number was started."""
+    """Workers started so far, by worker number."""
     _gpuopt_new: dict[Any, tuple[float, dict[int, Any]]]
-    """Workers whose first batch is awaited: since when, and the indices that they were given."""
+    """New workers without a batch so far: when they were started, and their indices."""
     _gpuopt_again: dict[int, bool]
-    """Batches that were given to two workers, and whether the first of the two has come."""
+    """Batches that two workers make, and whether one of the two has arrived."""
     _gpuopt_ended: list[tuple[Any, Any]]
     """Processes that were told to end, with their index queues."""
     _gpuopt_stuck: list[tuple[Any, Any]]
     """Processes that never gave a batch, with their index queues."""
     _gpuopt_draws: DrawWatch
-    """Of the workers that were started here."""
+    """Detects draws of the workers that were started here."""
     _gpuopt_state: DatasetState | None
-    """What workers were given that work in place of the training process; None where the user has workers."""
+    """What workers got that work in place of the training process; None if the user's loader has workers."""
     _gpuopt_given: dict[int, Any]
-    """The indices of the batches that those workers were asked for."""
+    """Indices of the batches requested from those workers."""
     _gpuopt_fetch: Callable[[Any], Any] | None
     """Makes the batches in this process, since the dataset has changed; None before."""
 
@@ -114,12 +114,12 @@ class ResizableIterator(WorkersIterator):
 
     @property
     def as_without_workers(self) -> bool:
-        """Whether workers do what the training process would do: each batch is as the dataset is when it is taken."""
+        """Whether workers stand in for the training process: each batch must match the dataset at its fetch."""
         return self._gpuopt_state is not None
 
     @property
     def fetches_here(self) -> bool:
-        """Whether the training process makes the batches, since the dataset is no longer what the workers have."""
+        """Whether the training process makes the batches, since the dataset has changed under the workers."""
         return self._gpuopt_fetch is not None
 
     @property
@@ -128,7 +128,7 @@ class ResizableIterator(WorkersIterator):
         return self._gpuopt_draws.seen
 
     def resize(self, num_workers: int) -> int:
-        """Have so many workers; call it between two batches, on the thread that takes them.
+        """Set the number of workers; call it between two batches, on the consumer's thread.
 
         The loader's ``num_workers`` follows, for the epochs to come.
 
@@ -169,10 +169,10 @@ class ResizableIterator(WorkersIterator):
         self._num_workers = count
         self._worker_queue_idx_cycle = itertools.cycle(range(count))
 
-    # -- workers come
+    # -- starting workers
 
     def _start_workers(self, count: int) -> None:
-        """Start workers until there are so many; where one cannot be started, what runs is enough to go on."""
+        """Start workers up to this number; if one cannot be started, go on with the running ones."""
         loader = self._gpuopt_loader()
         context = (loader.multiprocessing_context if loader is not None else None) or torch.multiprocessing
         started = False
@@ -215,7 +215,7 @@ class ResizableIterator(WorkersIterator):
             self._workers_num_tasks.append(0)
 
     def _prime(self) -> None:
-        """Fill up those that have less than their share of work: the new ones."""
+        """Give new workers their share of the work."""
         active, factor = self._num_workers, self._prefetch_factor
         given = [0] * len(self._workers)
         for info in self._task_info.values():
@@ -229,11 +229,11 @@ class ResizableIterator(WorkersIterator):
         if self._num_workers == active:
             self._worker_queue_idx_cycle = in_turn
 
-    # -- work is given out
+    # -- distributing work
 
     @property
     def _handed_out(self) -> int:
-        """Batches that the consumer has; in whatever order they come."""
+        """Number of batches that the consumer has taken."""
         return self._send_idx - len(self._task_info)
 
     def _would_end_too_early(self) -> bool:
@@ -260,13 +260,13 @@ class ResizableIterator(WorkersIterator):
         except Exception as error:
             if self._gpuopt_at_end or (self._gpuopt_depth and self._handed_out + self._gpuopt_depth > self._send_idx):
                 raise
-            # Training meets it where it would have with the workers that it began with.
+            # Raised later, at the batch where training would have met it without the change.
             self._sampler_iter = Raises(error.with_traceback(self._without_us(error.__traceback__)))
             self._gpuopt_length = self._send_idx
             raise StopIteration from None
 
     def _draw_as_far_as_before(self) -> None:
-        """With fewer workers the sampler is still asked as far ahead as with those that there were."""
+        """Ask the sampler as far ahead as before the workers became fewer."""
         while not self._gpuopt_drawn_all:
             drawn = self._send_idx + len(self._gpuopt_drawn)
             if drawn >= self._handed_out + self._gpuopt_depth:
@@ -333,7 +333,7 @@ class ResizableIterator(WorkersIterator):
             worker.terminate()
         return True
 
-    # -- batches come
+    # -- receiving batches
 
     def _next_data(self) -> Any:
         if self._is_out_of_date():
@@ -350,7 +350,7 @@ class ResizableIterator(WorkersIterator):
         return super()._next_data()  # type: ignore[no-untyped-call]
 
     def _is_out_of_date(self) -> bool:
-        """Whether workers that work in place of the training process have another dataset than that by now."""
+        """Whether workers that stand in for the training process have an outdated dataset."""
         state = self._gpuopt_state
         if state is None or self._gpuopt_fetch is not None or self._shutdown:
             return False
@@ -358,11 +358,11 @@ class ResizableIterator(WorkersIterator):
         return state.has_changed_for(given)
 
     def _ahead(self) -> Iterable[Any]:
-        """The indices of the batches that workers were asked for, and the consumer has not."""
+        """Indices of the batches that were requested from workers and not yet taken by the consumer."""
         return (index for number, index in self._gpuopt_given.items() if number in self._task_info)
 
     def _fetch_from_here_on(self) -> None:
-        """Make this batch and all later ones in the training process: the dataset is no longer what workers have."""
+        """Make this batch and all later ones in the training process, since the workers' dataset is outdated."""
         self._gpuopt_fetch = fetcher_here(self)
         given = [index for number, index in sorted(self._gpuopt_given.items()) if number in self._task_info]
         self._gpuopt_drawn.extendleft(reversed(given))
@@ -399,7 +399,7 @@ class ResizableIterator(WorkersIterator):
         return success, data
 
     def _look_after_new(self) -> None:
-        """Nothing has come for seconds: give the work of new workers that are stuck to others."""
+        """After seconds without a batch, give the work of new workers that are stuck to others."""
         busy = {self._workers[info[0]] for info in self._task_info.values() if len(info) == 1}
         if not busy or not busy <= self._gpuopt_new.keys() or len(busy) == len(self._workers):
             return
@@ -419,10 +419,10 @@ class ResizableIterator(WorkersIterator):
                 self._gpuopt_new[self._workers[other]][1][number] = index
             self._gpuopt_again[number] = False
 
-    # -- workers go
+    # -- ending workers
 
     def _give_up(self, worker: Any) -> None:
-        """Take a worker out of the lists, from wherever it is; what it was given has to go to another."""
+        """Remove a worker from all lists; its work has to go to another one."""
         number = self._workers.index(worker)
         index_queue = self._index_queues.pop(number)
         self._gpuopt_stuck.append((self._workers.pop(number), index_queue))
@@ -438,13 +438,13 @@ class ResizableIterator(WorkersIterator):
         watch_pids(self)
 
     def _at_work(self) -> bool:
-        """Whether a worker that is being taken away, or is new, has something that was not received yet."""
+        """Whether a new or leaving worker still has a batch that was not received."""
         active, new = self._num_workers, self._gpuopt_new
         owners = {info[0] for info in self._task_info.values() if len(info) == 1}
         return any(owner >= active or self._workers[owner] in new for owner in owners)
 
     def _end_drained(self) -> None:
-        """Tell the workers that are being taken away to end, once nothing of theirs is missing."""
+        """Ask leaving workers to end, once all their batches were received."""
         active = self._num_workers
         if len(self._workers) == active:
             return
@@ -484,7 +484,7 @@ class ResizableIterator(WorkersIterator):
         super()._reset(loader, first_iter)
 
     def _measure(self) -> None:
-        """See how long the epoch will be."""
+        """Record the length of the epoch."""
         self._gpuopt_length = None
         with contextlib.suppress(TypeError, NotImplementedError):
             self._gpuopt_length = len(self._index_sampler)

@@ -56,28 +56,28 @@ from lightning_gpuopt.tuning.sharing import WorkersStart, forks, note_own_worker
 log = logging.getLogger(__name__)
 
 _PAUSE: Final = 4.0
-"""A step whose own work takes so many times the median has a validation, a checkpoint or the like in it."""
+"""A step that takes so many times the median contains a validation, a checkpoint or the like."""
 
 _USUAL: Final = 0.75
-"""Pauses in a quarter of the steps are none: they belong to training's pace, as where gradients accumulate."""
+"""Share of the steps from which on pauses count as training's own pace, as where gradients accumulate."""
 
 _NEVER: Final = 1 << 60
 
 _FITS_FOR_S: Final = 5.0
-"""Seconds from one look at the room for the workers to the next."""
+"""Seconds between two checks of the memory left for the workers."""
 
 
 class FetchMeter:
     """Times the fetches of one loader, whichever iterator they come from.
 
     Args:
-        skip: fetches to let pass first.
-        window: fetches to look at then.
+        skip: fetches to ignore first.
+        window: fetches to measure then.
         clock: seconds.
 
     Attributes:
-        asleep: fetches to let pass.
-        seen: the window that is complete; None before it is.
+        asleep: fetches still to be ignored.
+        seen: the last complete window; None before.
     """
 
     def __init__(self, skip: int, window: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -85,18 +85,18 @@ class FetchMeter:
         self.begin(skip, window)
 
     def begin(self, skip: int, window: int) -> None:
-        """Let ``skip`` fetches pass, then look at ``window`` steps."""
+        """Ignore ``skip`` fetches, then measure ``window`` steps."""
         self.asleep = skip
         self.seen: LoaderStats | None = None
         self._window = window
         self._forget()
 
     def sleep(self) -> None:
-        """Look at nothing until :meth:`begin`."""
+        """Measure nothing until :meth:`begin`."""
         self.begin(_NEVER, self._window)
 
     def epoch_begins(self, skip: int) -> None:
-        """A new iterator delivers: its first batches are no measure, nor is the time between the epochs."""
+        """Begin with a new iterator: its first batches and the time between epochs are not representative."""
         if self.seen is None:
             self.asleep = max(self.asleep, skip)
             self._last: float | None = None
@@ -138,7 +138,7 @@ class FetchMeter:
 
     def _close(self, workers: Any) -> LoaderStats:
         steps = len(self._waits)
-        # What a batch that lay ready took to take is no wait.
+        # Receiving a batch that lies ready is no wait.
         taking_s = taking(self._ready) if self._ready else receive_cost(self._bytes)[1] if workers else 0.0
         wait_s = fmean(max(wait - taking_s, 0.0) for wait in self._waits)
         usual_s = median(self._owns)
@@ -155,7 +155,7 @@ class FetchMeter:
 
 
 class _Timed:
-    """In front of an iterator's class: times its fetches."""
+    """Base class put before an iterator's own class: times its fetches."""
 
     _gpuopt_meter: FetchMeter
 
@@ -173,7 +173,7 @@ def _timed(kind: type) -> type:
 
 
 class RunningLoader:
-    """A DataLoader whose workers follow what its consumer needs.
+    """A DataLoader whose number of workers follows what its consumer needs.
 
     Args:
         loader: the loader, before it is iterated.
@@ -185,9 +185,9 @@ class RunningLoader:
         own_workers: the number that the user has given it; None: what it has now.
 
     Attributes:
-        start: what the workers that run were given; None before some were started.
-        no_more: why no worker may be added; None where one may.
-        frozen: whether nothing is looked at any more.
+        start: what the running workers got a copy of; None before they were started.
+        no_more: why no worker may be added; None if one may.
+        frozen: whether measuring has ended.
         problem: why the running iterator cannot be changed; None where it can.
         unknown: what the consumer fetches from, where that cannot be timed; None where it can.
     """
@@ -215,7 +215,7 @@ class RunningLoader:
         self.frozen = False
         self._max_num_workers = max_num_workers
         self._local_world_size = local_world_size
-        # Only the consumer keeps an iterator: its workers end when that lets go of it.
+        # Only the consumer holds an iterator, so that its workers end when the consumer drops it.
         self._current: weakref.ref[Any] | None = None
         self._waits_for_next = False
         self._base_seed: int | None = None
@@ -228,11 +228,11 @@ class RunningLoader:
 
     @property
     def _iterator(self) -> Any:
-        """What the consumer fetches from; None before its first step, and when it has let go of it."""
+        """The consumer's iterator; None before its first step, and after the consumer has dropped it."""
         return None if self._current is None else self._current()
 
     def new_iterator(self, create: Callable[[], Any]) -> Any:
-        """In place of the loader's ``_get_iterator``.
+        """Make an iterator; replaces the loader's ``_get_iterator``.
 
         Args:
             create: the loader's own ``_get_iterator``.
@@ -283,16 +283,16 @@ class RunningLoader:
 
     @property
     def fetches_here(self) -> bool:
-        """Whether the loader goes on without workers, since its dataset is not what they were given any more."""
+        """Whether the training process makes the batches, since the dataset has changed under its workers."""
         return isinstance(self._iterator, ResizableIterator) and self._iterator.fetches_here
 
     @property
     def draws(self) -> bool:
-        """Whether a worker that was added was seen to draw random numbers."""
+        """Whether an added worker has drawn random numbers."""
         return isinstance(self._iterator, ResizableIterator) and self._iterator.draws
 
     def _create_as_if_persistent(self, create: Callable[[], Any]) -> Any:
-        """A new iterator draws its base seed, which one that went on would not have done: not from the user's state."""
+        """Keep the random state as it is: a new iterator draws a base seed, a continued one would not."""
         generator, seed = self.loader.generator, self._base_seed
         assert seed is not None
         self.loader.generator = torch.Generator().manual_seed(seed)
@@ -302,7 +302,7 @@ class RunningLoader:
             self.loader.generator, self._base_seed = generator, None
 
     def follow(self, iterator: Any) -> None:
-        """See to it that this is the iterator that is timed, and if possible resized.
+        """Time this iterator, and make it resizable if possible.
 
         Args:
             iterator: what the consumer has just fetched a batch from.
@@ -351,7 +351,7 @@ class RunningLoader:
         return True
 
     def take_over(self, old: RunningLoader) -> None:
-        """Go on where the loader that this one replaces has stopped."""
+        """Continue with the number and policy of the loader that this one replaces."""
         assign(self.loader, old.loader.num_workers)
         self._own_workers = old._own_workers
         self.meter, self.frozen, self._depth = old.meter, old.frozen, old._depth
@@ -382,21 +382,21 @@ class RunningLoader:
         return wanted
 
     def freeze(self) -> None:
-        """Look at nothing from now on: the choice is made."""
+        """Stop measuring: the choice is final."""
         self.frozen = True
         self.meter.sleep()
 
     def look(self) -> None:
-        """Look as the policy would; at nothing while a change waits for the next epoch."""
+        """Measure the policy's next window; nothing while a change waits for the next epoch."""
         if self._waits_for_next:
             self.meter.sleep()
         elif not self.frozen:
             self.meter.begin(self.policy.skip, self.policy.window)
 
     def no_longer_fits(self) -> Cap | None:
-        """Every few seconds: whether there is not room any more for all workers; the most that fit, else None.
+        """Every few seconds, check the room for the workers: the most that fit if that is fewer than run, else None.
 
-        Workers that were forked grow as they write to what they share with their parent, be it only to count its
+        Forked workers grow as they write to memory shared with their parent, be it only to count its
         references; others on the machine come and go.
         """
         now = self._clock()
@@ -407,10 +407,10 @@ class RunningLoader:
         return cap if cap.num_workers < self.loader.num_workers else None
 
     def cap(self, *, keep: bool = False) -> Cap:
-        """The most workers that fit here now, those that run counted in.
+        """The most workers that fit here now, including the running ones.
 
         Args:
-            keep: how many may stay, which is more than may be started.
+            keep: how many may stay; more may stay than may be started.
         """
         running = self._iterator
         workers = workers_of(running)
@@ -442,13 +442,13 @@ class RunningLoader:
         )
 
     def _look_at_memory(self) -> None:
-        """Have it read what a worker takes, where that is due."""
+        """Have the memory of a worker read in the background, if that is due."""
         workers = workers_of(self._iterator)
         # the first has run for longest, the last is what another would be like
         self._memory.look([each.pid or 0 for each in {*workers[:1], *workers[-1:]}])
 
     def apply(self, num_workers: int) -> int:
-        """Have so many workers: now where that can be done, else from the next iterator on.
+        """Set the number of workers: now if possible, else from the next iterator on.
 
         Returns:
             The number that runs, or will run.
@@ -504,7 +504,7 @@ class RunningLoader:
         return self._wait_s * length * (1 - before / num_workers) > longer_s
 
     def before_epoch(self) -> None:
-        """Persistent workers of another number than the loader should have must go before it is iterated again."""
+        """Drop an iterator with persistent workers, if their number or their copy of the dataset is out of date."""
         self.meter.epoch_begins(max(self.policy.num_workers, 1))
         iterator: Any = persistent_iterator(self.loader)
         if iterator is None or iterator is not self._iterator:  # the loop is about to fetch from it
@@ -521,7 +521,7 @@ class RunningLoader:
         self._base_seed = end_persistent(self.loader)
 
     def done(self) -> None:
-        """The fit is over: the user's own number is remembered, beside that which the loader keeps."""
+        """End with the fit: the loader keeps its number, and the user's own number is remembered."""
         note_own_workers(self.loader, self._own_workers)
 
     def end(self, running: Sequence[Any] = ()) -> None:
@@ -543,12 +543,12 @@ def length_of(loader: DataLoader[Any]) -> int | None:
 
 
 def depth_of(loader: DataLoader[Any]) -> int:
-    """Batches that a loader asks for ahead."""
+    """Batches that a loader requests ahead."""
     return max(loader.num_workers * (loader.prefetch_factor or 2), 1)
 
 
 def assign(loader: DataLoader[Any], num_workers: int) -> None:
-    """Set a loader's ``num_workers``, and what goes with it."""
+    """Set a loader's ``num_workers``, and the arguments that depend on it."""
     loader.num_workers = num_workers
     if not num_workers:
         loader.prefetch_factor = None

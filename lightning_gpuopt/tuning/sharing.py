@@ -1,4 +1,4 @@
-"""What the workers of a loader share, or have a copy of: whether more of them would read what those that run do."""
+"""Decides whether more workers would read the same samples, by what they share and what they get a copy of."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from lightning_gpuopt.tuning.dataset_state import DatasetState, Held
 from lightning_gpuopt.tuning.probe import own_collate
 
 _own: weakref.WeakKeyDictionary[DataLoader[Any], tuple[int, int]] = weakref.WeakKeyDictionary()
-"""Of loaders whose number was changed here: the user's own, and what it was changed to."""
+"""For each changed loader: the user's number of workers, and the number set here."""
 
 
 def own_workers(loader: DataLoader[Any]) -> int:
-    """The number of workers that the user has given a loader, in an earlier fit perhaps."""
+    """The user's own number of workers, also if an earlier fit has changed it."""
     own, ours = _own.get(loader, (loader.num_workers, loader.num_workers))
     return own if loader.num_workers == ours else loader.num_workers
 
 
 def note_own_workers(loader: DataLoader[Any], own: int) -> None:
-    """Keep the user's own number of a loader whose number was changed."""
+    """Remember the user's own number of workers of a changed loader."""
     _own[loader] = own, loader.num_workers
 
 
 def forks(loader: DataLoader[Any]) -> str | None:
-    """How a loader's workers are started where that is not by forking; None where they are forked."""
+    """The start method of a loader's workers; None for fork."""
     context: Any = loader.multiprocessing_context or torch.multiprocessing.get_context()
     method: str = context.get_start_method()
     return None if method == "fork" else method
 
 
 def state_of(loader: DataLoader[Any], also: Sequence[int] = (), *, by_sample: bool = False) -> DatasetState:
-    """The state of all that workers have a copy of.
+    """The state of everything that workers get a copy of.
 
     Args:
         loader: the loader.
@@ -52,12 +52,12 @@ def state_of(loader: DataLoader[Any], also: Sequence[int] = (), *, by_sample: bo
 
 
 def held_by(loader: DataLoader[Any]) -> list[Held]:
-    """What in a loader its workers cannot simply have a copy of."""
+    """The parts of a loader that cannot simply be copied to its workers."""
     return state_of(loader).held
 
 
 def why_not_shared(loader: DataLoader[Any], held: Sequence[Held], *, workers: int) -> str | None:
-    """Why a loader must not have more workers, by what it holds; None where nothing speaks against it.
+    """Why a loader must not get more workers, by what it holds; None if it may.
 
     Args:
         loader: the loader.
@@ -88,7 +88,7 @@ def _seeds_workers(loader: DataLoader[Any]) -> bool:
 
 
 class WorkersStart:
-    """What a loader's workers were given when they were started.
+    """What a loader's workers got a copy of when they were started.
 
     Args:
         loader: the loader, about to start workers.
@@ -102,11 +102,11 @@ class WorkersStart:
 
     @property
     def has_changed(self) -> bool:
-        """Whether workers that are started now would see another dataset than those that run."""
+        """Whether workers started now would get another dataset than the running ones."""
         return self.state.has_changed()
 
     def why_no_more(self) -> str | None:
-        """Why no worker may be added, now or later: what the loader holds now; None where nothing speaks against it."""
+        """Why no worker may be added, now or later, by what the loader holds now; None if one may."""
         if self.state.has_failed:
             return "its dataset holds what cannot be looked into, and may change unseen"
         before = {id(each.value) for each in self.state.held}
