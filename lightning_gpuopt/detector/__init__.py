@@ -1,1 +1,1 @@
-"""One ``fit`` under observation: what is instrumented, sampled and accumulated, and how its report is built."""
+"""Observes one ``fit``: instruments the Trainer, samples, accumulates figures, and builds the report."""

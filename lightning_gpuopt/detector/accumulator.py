@@ -1,4 +1,4 @@
-"""What was measured of a fit since the warm-up, or since the last change of its loader."""
+"""Accumulates the figures of a fit since the warm-up, or since the last change of its loader."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, RankWo
 from lightning_gpuopt.timeline.pauses import PauseWatch
 
 _MIN_SAMPLE_S: Final = 0.1
-"""Windows that are shorter than this are joined before they are compared with others."""
+"""Seconds: shorter windows are joined before they are compared."""
 
 _LOOK_AGAIN: Final = 1.5
-"""Where nothing that grows was found: look again after so many times the steps. A look takes milliseconds."""
+"""If nothing that grows was found: search again after so many times the steps. A search takes milliseconds."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What workers, pipelines, queues, the GPU, CudaPrefetcher and DDP have counted up to one moment."""
+    """The counters of workers, pipelines, queues, the GPU, CudaPrefetcher and DDP at one moment."""
 
     workers: dict[int, tuple[LoaderFacts, WorkerTimes]] = field(default_factory=dict)
     pipelines: dict[int, Pipelines] = field(default_factory=dict)
@@ -43,21 +43,21 @@ class Reading:
 
 
 class SteadyStateAccumulator:
-    """Measures from its making on: the host's and NVML's figures begin anew with it.
+    """Measures from its construction on; resets the host's and NVML's figures.
 
     Args:
         loader: the watch over the training loaders.
         device: the watch over this rank's GPU, None on other devices.
         looks: the close looks at its steps.
         steps: steps that the host has done: the GPU may have some of them before it, which are no part of this.
-        ahead: reads the copies that were made ahead; gives None where there are none.
-        images: gives what is known of the images behind the loader.
+        ahead: returns the figures of the copies made ahead; None where there are none.
+        images: returns what is known of the images behind the loader.
         pauses: the watch over what stops the training thread.
         owners: whose lists and dicts may grow, by a name for people.
         rank_watch: the watch over what ranks do together; None on one rank.
 
     Attributes:
-        findings: of the time so far; what comes after a change of the loader proves them.
+        findings: of the run so far; after a change of the loader, later windows prove them.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class SteadyStateAccumulator:
             self.step_done()
 
     def step_done(self) -> None:
-        """A step has ended; once the GPU has done those before this part, its times begin to count."""
+        """Count a step. GPU times count once the GPU has finished the steps before this run."""
         if self._gpu_is_here or self._device is None:
             return
         snapshot = self._device.clock.snapshot
@@ -148,7 +148,7 @@ class SteadyStateAccumulator:
         self._history.add(measured, self._steps, self._loader.process())
 
     def look_for_growth(self, finding: Finding) -> bool:
-        """Find out what grows in a program whose steps get slower; True where that is found now.
+        """Search for what grows in a program whose steps get slower; True if it is found now.
 
         Args:
             finding: that they do.
@@ -214,7 +214,7 @@ class SteadyStateAccumulator:
 
 
 def _slowest_loader(start: Reading, now: Reading) -> tuple[LoaderFacts | None, WorkerTimes | None]:
-    """Of several loaders, the one whose workers were busiest: the others wait with the loop for it."""
+    """Of several loaders, the one whose workers were busiest, which the loop waits for."""
     since = [
         (facts, times - start.workers[key][1] if key in start.workers else times)
         for key, (facts, times) in now.workers.items()

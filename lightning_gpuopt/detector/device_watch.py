@@ -1,4 +1,4 @@
-"""This rank's GPU under observation: its event clock, and what NVML says of it."""
+"""Observes this rank's GPU: its event clock, and NVML's figures."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class DeviceWatch:
         self._sampler.start()
 
     def refuse(self, error: Exception) -> None:
-        """CUDA does not take the clock's events any more, for example while a graph is captured."""
+        """Stop the clock: CUDA refuses its events, for example while a graph is captured."""
         if self._reads:
             self._reads = False
             self.notes.append(f"The GPU's own times end here: CUDA refused an event ({error}).")
 
     def catch_up(self, after_reading: Callable[[], None] = lambda: None) -> None:
-        """Training has ended: take in what the GPU has still to do, as long as that takes no more than a moment.
+        """Training has ended: read what the GPU still has to finish, for a short time.
 
         Args:
             after_reading: called after each reading.
@@ -83,7 +83,7 @@ class DeviceWatch:
         self._take_notices()
 
     def read(self) -> None:
-        """Take in what the GPU has finished."""
+        """Read the events that the GPU has passed."""
         if self._reads:
             try:
                 self.clock.read()
@@ -95,7 +95,7 @@ class DeviceWatch:
         return self.clock.times()
 
     def restart(self) -> None:
-        """Something else begins: forget what NVML reported."""
+        """Reset NVML's figures."""
         self._sampler.cut()
         self._stats.clear()
         self._since_s = self._seconds_now()
@@ -133,7 +133,7 @@ class DeviceWatch:
 
     @property
     def link(self) -> str:
-        """What GPUs of this machine are linked by: ``"NVLink"`` or ``"PCIe"``; empty while NVML has not reported it."""
+        """The link between this machine's GPUs: ``"NVLink"`` or ``"PCIe"``; empty while NVML has not reported it."""
         if self._nvlinks is None:
             stat = self._stats.get("active_nvlinks") or self._window_of(self._sampler.peek).get("active_nvlinks")
             self._nvlinks = stat.high if stat is not None else None

@@ -1,4 +1,4 @@
-"""What grows in a program whose steps get slower: lists, dicts and hooks of the module, its callbacks and its data."""
+"""Finds what grows in a program whose steps get slower: lists, dicts, hooks of module, callbacks and data."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 _MAX_OWNERS: Final = 2000
 _MAX_SAMPLED: Final = 512
 _MAX_PARTS: Final = 64
-"""Of an entry that is a container itself, at most so many parts are looked at."""
+"""Parts that are weighed of an entry that is a container itself."""
 
 _MAX_S: Final = 0.02
-"""Seconds for finding the containers, and again for weighing those that have grown."""
+"""Seconds at most for finding the containers, and again for weighing those that have grown."""
 
 _GROWN: Final = 64
-"""More entries than at the beginning, at least so many, and twice as many."""
+"""A container has grown if it has at least so many more entries than at the beginning, and twice as many."""
 
 _HEAVY_MIB: Final = 1.0
 _LEFT_OUT: Final = frozenset({"_modules", "_parameters", "_buffers"})

@@ -1,4 +1,4 @@
-"""The image files behind a training loader: found by what a dataset looks like, and measured once."""
+"""Finds the image files behind a training loader by duck typing, and measures once what they cost."""
 
 from __future__ import annotations
 
@@ -233,5 +233,5 @@ class ImageLook:
             if batch is not None:
                 self._in_batch = images_in(batch)
             self.samples = look(getattr(loaders[0], "dataset", None), self._in_batch)
-        except Exception:  # whatever a dataset or batch of somebody's own does not like about it
+        except Exception:  # a user's dataset or batch may raise anything
             log.debug("the images of a dataset could not be looked at", exc_info=True)

@@ -1,4 +1,4 @@
-"""What is placed in a Trainer to see where its time goes, and how it is taken away again."""
+"""Instruments a Trainer: the profiler and the replaced methods that show where time goes, and their removal."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class CopiesAhead(Protocol):
 
 
 class Observers(StepObserver):
-    """Passes a step's events on to whoever measures there; what fails is left out from then on."""
+    """Calls observers at a step's events; an observer that raises is not called again."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
 
     def connect(self, event: str, function: Callable[..., None], refused: Callable[[Exception], None]) -> None:
-        """Have a function called at an event.
+        """Call a function at an event.
 
         Args:
             event: a method of :class:`~lightning_gpuopt.timeline.observer.StepObserver`.
@@ -79,11 +79,11 @@ class Observers(StepObserver):
         setattr(self, event, safely_with if event == "fetch_ends" else safely)
 
     def stopped(self, event: str) -> Callable[[Exception], None]:
-        """What notes that measuring stopped there."""
+        """Returns a function that notes that an observer was dropped."""
         return lambda error: self.problems.append(f"Measuring at {event} stopped: {type(error).__name__}: {error}.")
 
     def disconnect(self, events: tuple[str, ...]) -> None:
-        """Call nobody at these any more."""
+        """Drop all observers of these events."""
         for event in events:
             vars(self).pop(event, None)
 
@@ -129,7 +129,7 @@ class Instrumentation:
         )
 
     def place(self, timeline: Timeline) -> None:
-        """Have everything that the Trainer does pass the timeline."""
+        """Install the profiler and the replaced methods."""
         trainer = self._trainer
         self._shadow(trainer, "profiler", TimelineProfiler(timeline, lightning.profiler(trainer)))
         validation = lightning.validation_loop(trainer)
@@ -137,7 +137,7 @@ class Instrumentation:
             self._shadow(validation, "run", timeline.validating(validation.run))
         else:
             self.notes.append("The start of validation could not be seen: its set-up counts as other.")
-        if not self._pl_module.automatic_optimization:  # manual_backward passes the profiler by
+        if not self._pl_module.automatic_optimization:  # manual_backward does not call the profiler
             self._shadow(trainer.strategy, "backward", timeline.timed(trainer.strategy.backward, "backward"))
         broadcast = lightning.signal_broadcast(trainer)
         if broadcast is not None and trainer.world_size > 1:
@@ -183,7 +183,7 @@ def _public_name(callback: Callback) -> str:
 
 
 def forward_is_a_ranks_own(trainer: Trainer, pl_module: LightningModule) -> bool:
-    """Whether the forward's GPU time says how fast a rank is: no collective lies in it.
+    """Whether the forward's GPU time is a rank's own: no collective lies in it.
 
     DDP's broadcast of buffers, ``SyncBatchNorm``, sharded strategies and manual optimization put one there.
     """

@@ -1,4 +1,4 @@
-"""When to look closely inside a step, and what was seen: once in a run, and only where that is allowed."""
+"""Decides when to look inside a step, once in a run and only where that is allowed, and keeps what was seen."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lightning_gpuopt.timeline.syncs import SyncLook
 log = logging.getLogger(__name__)
 
 _SETTLED_STEPS: Final = 5
-"""After the warm-up, before the first look."""
+"""Steps between the warm-up and the first look."""
 
 _PROFILER_AFTER: Final = 10
 """Steps after the warm-up at which rank 0 of several records its steps."""
 
 _SPARE_STEPS: Final = 2
-"""An end that is foreseen may come so many steps earlier."""
+"""Training may end so many steps before its foreseen end."""
 
 _PATIENCE_STEPS: Final = 100
-"""For so long the GPU may take to reach the end of a recording."""
+"""Steps after which a recording is read although the GPU has not passed its end."""
 
 
 Profile = Literal["auto", "on", "off"]
@@ -85,7 +85,7 @@ class KernelProfiling:
 
     @property
     def pending(self) -> bool:
-        """Whether a look may still come: until then nothing is said of the inside of the step."""
+        """Whether a look may still come; until then no finding concerns the inside of the step."""
         no_more = self.look is not None or self._profiler_failed or not self._may_come
         return not (self._over or (no_more and self.syncs is not None))
 
@@ -97,7 +97,7 @@ class KernelProfiling:
 
     @property
     def notes(self) -> list[str]:
-        """What a look cost, and what could not be looked at."""
+        """Notes for the report: what a look cost, and what could not be looked at."""
         things = ["idle time inside the steps, which NVML's figures suggest"] if self.missed else []
         if self._several_ranks and self._profile != "on":
             things.append("exposed communication")
@@ -123,11 +123,11 @@ class KernelProfiling:
 
     @property
     def recording(self) -> bool:
-        """Whether torch.profiler is at work for us."""
+        """Whether our own torch.profiler is running."""
         return self._profiler_look is not None and not self._reading
 
     def leaves_time_for(self, steps: int) -> bool:
-        """Whether something else may have torch.profiler for so many steps, and a look does not come too late."""
+        """Whether torch.profiler is free for so many steps, with enough steps left for a look after them."""
         if self.recording:
             return False
         left = self._batches_left() if self._profile == "auto" and self._wanted and self.pending else None
@@ -155,7 +155,7 @@ class KernelProfiling:
             self._begin_profiler()
 
     def window_done(self, since_warm: GpuTimes, step_s: float | None) -> None:
-        """A window has ended: is there reason to look?
+        """Decide after a window whether there is reason to look.
 
         Args:
             since_warm: what the GPU did since the end of the warm-up.
@@ -175,7 +175,7 @@ class KernelProfiling:
             self._begin_sync_look()
 
     def finish(self) -> None:
-        """The run ends: what was recorded is read, and no look comes any more."""
+        """End with the run: read what was recorded, and begin no other look."""
         if self._sync_look is not None:
             self._sync_look.end()
             self._sync_look = None
@@ -194,7 +194,7 @@ class KernelProfiling:
         self._wanted = self._wanted or worth_a_look(since_warm, self._device.state(), self._threshold)
 
     def _may_idle(self, gpu: GpuTimes) -> bool:
-        """Whether the GPU could be idle inside the steps for long enough: where the host runs ahead, it cannot."""
+        """Whether the GPU could be idle inside the steps for long enough; where the host runs ahead, it cannot."""
         return gpu.steps > 0 and gpu.compute_bound_s >= self._threshold * (gpu.compute_s + gpu.idle_s + gpu.copy_s)
 
     def _sync_look_due(self, steps: int, since_warm: Callable[[], GpuTimes]) -> bool:
@@ -204,7 +204,7 @@ class KernelProfiling:
 
     @property
     def _last_steps(self) -> int:
-        """So many batches before the end that is foreseen a look begins."""
+        """Batches before the foreseen end at which a look begins."""
         return ProfilerLook(self._rhythm).lasts + _SPARE_STEPS
 
     def _due(self, steps: int, since_warm: Callable[[], GpuTimes]) -> bool:

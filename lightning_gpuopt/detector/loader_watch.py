@@ -1,4 +1,4 @@
-"""The training loaders of one ``fit`` under observation: inside their workers, at their queues, and on the host."""
+"""Observes the training loaders of one ``fit``: their workers, their queues, and the host."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class LoaderWatch:
         self._undo.append(self._host.stop)
 
     def release(self) -> None:
-        """Let go of the iterators of the epoch that is over, so that their workers can end."""
+        """Drop our references to the ended epoch's iterators, so that their workers can end."""
         self.queues.watch([])
         self._running.clear()
 
     def epoch_begins(self) -> None:
-        """New iterators, and perhaps new loaders and workers, feed the loop."""
+        """Find the new epoch's iterators, and perhaps new loaders and workers."""
         loaders, iterators = train_loaders(self._trainer), train_iterators(self._trainer)
         self.facts = facts_of(loaders, iterators)
         self._running = [
@@ -84,7 +84,7 @@ class LoaderWatch:
         return False
 
     def reset_host(self) -> None:
-        """Forget what the host did so far."""
+        """Reset the host's figures."""
         self._host.reset()
 
     def host(self) -> HostActivity:
@@ -92,7 +92,7 @@ class LoaderWatch:
         return self._host.activity()
 
     def process(self) -> ProcessReading:
-        """What this process held a moment ago."""
+        """The last reading of this process: memory, files, threads."""
         return self._host.process
 
     def workers(self) -> dict[int, tuple[LoaderFacts, WorkerTimes]]:
@@ -105,7 +105,7 @@ class LoaderWatch:
         return readings
 
     def busiest(self) -> tuple[int, WorkerStacks, int] | None:
-        """Of the loaders with workers the one whose workers were busiest: key, stacks, and number of workers."""
+        """The loader whose workers were busiest: key, stacks, and number of workers."""
         readings = self.workers()
         with_workers = {key: each for key, each in readings.items() if each[0].num_workers}
         for key in sorted(with_workers, key=lambda key: -with_workers[key][1].busy_s):
@@ -115,7 +115,7 @@ class LoaderWatch:
         return None
 
     def stacks_of(self, key: int) -> WorkerStacks | None:
-        """What asks the workers of a loader for their stacks; None where it is gone.
+        """The sampler of the stacks of a loader's workers; None where the loader is gone.
 
         Args:
             key: of :meth:`workers`.
@@ -137,7 +137,7 @@ class LoaderWatch:
         return notes
 
     def describe_workers(self) -> list[tuple[int, str]]:
-        """Process id, and what it is doing, for each worker."""
+        """Process id and current state of each worker."""
         described: list[tuple[int, str]] = []
         clocks = {id(loader): clock for loader, clock in self._clocks}
         loaders = train_loaders(self._trainer)
@@ -148,7 +148,7 @@ class LoaderWatch:
         return described
 
     def undo(self) -> None:
-        """Take away all that was placed, and let go of loaders and iterators; may be called more than once.
+        """Remove our hooks and drop loaders and iterators; may be called more than once.
 
         Workers end when the last reference to their iterator goes: none of ours may keep them.
         """
@@ -159,7 +159,7 @@ class LoaderWatch:
         self._pipelines.clear()
 
     def _see(self, loader: Any) -> None:
-        """A loader passes on its way to a loop."""
+        """Called with each loader on its way to a loop."""
         known = [*(each for each, _ in self._clocks), *self._pipelines.values()]
         if not self._trainer.training or any(each is loader for each in known):
             return
@@ -181,7 +181,7 @@ class LoaderWatch:
 
 
 def _without_work(loader: DataLoader[Any], workers: int) -> str | None:
-    """That a loader has fewer batches than workers, where that is so."""
+    """A note if a loader has fewer batches than workers."""
     try:
         batches = len(loader)
     except TypeError:  # an iterable dataset need not have a length

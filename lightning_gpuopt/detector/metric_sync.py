@@ -1,4 +1,4 @@
-"""How long the step waits for metrics that are reduced over the ranks in it: ``self.log(..., sync_dist=True)``."""
+"""Times how long a step waits for the reduction of metrics over ranks: ``self.log(..., sync_dist=True)``."""
 
 from __future__ import annotations
 

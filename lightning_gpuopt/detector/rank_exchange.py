@@ -1,4 +1,4 @@
-"""What each rank did in a mean step, known to rank 0 once a window."""
+"""Sends each rank's mean step to rank 0 once a window."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_gpuopt.utils.rank_channel import RankGather
 
 
 class RankExchange:
-    """Sends this rank's work to rank 0, and there takes in that of all; without a collective.
+    """Sends this rank's work to rank 0, which collects that of all ranks; without a collective.
 
     Args:
         rank: global rank.
@@ -41,7 +41,7 @@ class RankExchange:
         self._take_in()
 
     def end(self) -> None:
-        """Training has ended: wait a few seconds for the last of it."""
+        """After training: wait a few seconds for the other ranks' last figures."""
         self.close(3.0)
         self._take_in()
 

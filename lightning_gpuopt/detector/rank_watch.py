@@ -1,4 +1,4 @@
-"""What the ranks do together, on this rank: the reduction of gradients, and of metrics in steps."""
+"""Observes the collectives of this rank: the reduction of gradients, and of metrics in steps."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def is_sharded(strategy: object) -> bool:
 
 
 def _of_parameters(pl_module: LightningModule, *, accumulated: int) -> GradientSync:
-    """What the parameters tell of their gradients."""
+    """What the parameters show of their gradients: their number and bytes."""
     trained = [
         each for each in pl_module.parameters() if each.requires_grad and not isinstance(each, UninitializedParameter)
     ]

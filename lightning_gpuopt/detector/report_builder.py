@@ -1,4 +1,4 @@
-"""What is reported of a fit: its report, its notes, and the environment it ran in."""
+"""Builds the report of a fit: findings, notes, and the environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_gpuopt.measurements.phases import STEP_HOOKS, PhaseTimes
 from lightning_gpuopt.timeline.windows import Window
 
 _LARGE_BYTES: Final = 16 << 20
-"""A tensor or array in the hyperparameters that is worth a word."""
+"""Bytes from which on a tensor or array in the hyperparameters is noted."""
 
 
 def report_of(
@@ -80,7 +80,7 @@ def report_of(
 def _of_whole_run(
     found: list[Finding], times: PhaseTimes, measured: Measurement, threshold: float, changes: Sequence[Change]
 ) -> list[Finding]:
-    """Those since the last change, with what only the whole run shows, and without what was tried in vain."""
+    """Findings since the last change, with those that only the whole run shows, without advice that was refuted."""
     persists = any(each.setting == "persistent_workers" and each.kept for each in changes)
     restart = None if persists else restart_in_run(times, measured, threshold)
     if restart is not None and all(each.cause != restart.cause for each in found):
@@ -91,7 +91,7 @@ def _of_whole_run(
 def notes_of(
     times: PhaseTimes, measured: Measurement | None, threshold: float, known: list[str], changed_after: int | None
 ) -> list[str]:
-    """What could not be measured, and what is no cause but worth a word.
+    """Notes on what could not be measured, and on what is no cause but worth knowing.
 
     Args:
         times: the phases of the whole run.
@@ -111,7 +111,7 @@ def notes_of(
 
 
 def lightning_work(times: PhaseTimes, own_callbacks: frozenset[str]) -> dict[str, float]:
-    """What Lightning itself does in a mean step, in seconds by part, the largest first.
+    """Lightning's own work in a mean step, in seconds by part, the largest first.
 
     Args:
         times: the phases of the run since the last change.
@@ -166,7 +166,7 @@ def environment_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, st
 
 
 def owners_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, object]:
-    """Whose attributes may grow in a run, by a name for people: the module, callbacks, loggers and datasets."""
+    """Objects whose attributes may grow, by display name: the module, callbacks, loggers and datasets."""
     callbacks: list[object] = list(trainer.callbacks)  # type: ignore[attr-defined]
     datasets = (getattr(loader, "dataset", None) for loader in lightning.train_loaders(trainer))
     others = [*callbacks, *trainer.loggers, *datasets]

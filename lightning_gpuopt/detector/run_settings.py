@@ -1,4 +1,4 @@
-"""What is looked at of a script's settings: the graph of a few losses, the shapes of a few batches, the allocator."""
+"""Inspects a script's settings: the graphs of a few losses, the shapes of a few batches, the allocator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HALF: Final = (torch.float16, torch.bfloat16)
 
 
 class RunSettingsWatch:
-    """Looks at a run on a CUDA device now and then: at batches 1, 2, 4, 8 ... and at the first four losses.
+    """Inspects a run on a CUDA device: batches 1, 2, 4, 8 ... and the first four losses.
 
     Args:
         trainer: the Trainer, when training starts.

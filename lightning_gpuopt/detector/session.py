@@ -1,4 +1,4 @@
-"""One ``fit`` under observation, from ``setup`` to its end: what is placed, measured and reported comes together."""
+"""Observes one ``fit`` from ``setup`` to its end; brings instrumentation, measurements and report together."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class DetectorOptions:
 
 
 class WindowListener(Protocol):
-    """Acts on what is found while training runs; the report lists what it has changed.
+    """Acts on findings while training runs; the report lists its changes.
 
     Attributes:
         changes: what it has tried so far.
@@ -96,10 +96,10 @@ class WindowListener(Protocol):
     notes: list[str]
 
     def window_closed(self, session: DetectorSession, window: Measurement, findings: list[Finding]) -> bool:
-        """A window has ended; on every rank, at the same step. Returns whether from here on it is another run."""
+        """Called at a window's end, on every rank at the same step. Returns whether measurements have to start anew."""
 
     def training_ended(self) -> None:
-        """What is to be in the report must be there now."""
+        """Last call before the report: conclude what is under way."""
 
 
 class DetectorSession:
@@ -146,7 +146,7 @@ class DetectorSession:
         self._images = ImageLook(lambda: lightning.train_loaders(trainer))
 
     def start(self) -> None:
-        """Place the profiler and the few shadows, and begin to measure; called in ``on_train_start``."""
+        """Install the profiler and the replaced methods, and begin to measure; called in ``on_train_start``."""
         trainer, placed = self._trainer, self._instruments
         self._environment = environment_of(trainer, self._pl_module)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -184,7 +184,7 @@ class DetectorSession:
         self.timeline.start()
 
     def _new_accumulator(self) -> SteadyStateAccumulator:
-        """The warm-up is over, or the loader has changed: what comes now is measured together."""
+        """Begin a new accumulation, after the warm-up or a change of the loader."""
         return SteadyStateAccumulator(
             self.loader,
             self._device,
@@ -267,7 +267,7 @@ class DetectorSession:
         self._trace.ask(path)
 
     def stop(self) -> None:
-        """Freeze the figures, and take in what the other ranks have to say."""
+        """Freeze the figures, and collect those of the other ranks."""
         self.timeline.stop()
         if self._device is not None:
             self._device.catch_up(self._accumulator.step_done if self._accumulator is not None else lambda: None)
@@ -282,7 +282,7 @@ class DetectorSession:
             listener.training_ended()
 
     def undo(self) -> None:
-        """Take away all that was placed; may be called more than once."""
+        """Remove all instrumentation; may be called more than once."""
         if self.started:
             self.timeline.stop()
         self._instruments.undo.close()
@@ -338,7 +338,7 @@ class DetectorSession:
         return times.phases["epoch_setup"], times.epochs
 
     def notify(self, window: Measurement, findings: list[Finding]) -> None:
-        """Have the listeners act on what was found.
+        """Call the listeners with what was found.
 
         Args:
             window: what the window measured.
@@ -354,7 +354,7 @@ class DetectorSession:
         return list(self._listeners)
 
     def _begin_anew(self) -> None:
-        """From here on it is another run: what was found before is to be proved by what comes now."""
+        """Start the measurements anew; the findings so far are proved or not by the windows after it."""
         self._prove()
         times = self.timeline.times()
         measured = self._measured(times)

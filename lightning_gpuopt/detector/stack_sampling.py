@@ -1,4 +1,4 @@
-"""When to look which lines of the user's code a finding's time goes to, and what was seen."""
+"""Decides when to sample stacks for the lines that a finding's time goes to, and keeps what was seen."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StackSampling:
         return steps in _EARLY and not self._over
 
     def found(self, findings: Sequence[Finding]) -> None:
-        """These findings stand: begin to look at those of which nothing is known yet."""
+        """Begin to sample for the findings without samples so far."""
         if self._over:
             return
         self._collect()
@@ -86,7 +86,7 @@ class StackSampling:
             self._end_there()
 
     def finish(self) -> None:
-        """The run ends, and so does every look."""
+        """End all sampling with the run."""
         self._over = True
         if self._sampler is not None:
             self._sampler.stop()
@@ -94,7 +94,7 @@ class StackSampling:
         self._end_there()
 
     def sampled(self) -> tuple[Sampled, ...]:
-        """What was seen until now."""
+        """The sampled stacks so far."""
         self._collect()
         return tuple(self._seen.values())
 

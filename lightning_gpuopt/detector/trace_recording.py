@@ -1,4 +1,4 @@
-"""A trace of a few steps, recorded once, when torch.profiler is free."""
+"""Records a trace of a few steps, once, when torch.profiler is free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The course of a run: window by window, how long its steps took and what the process held."""
+"""Keeps the history of a run: by window, how long its steps took and what the process held."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GPU_MEMORY: Final = (
 
 
 class WindowHistory:
-    """Keeps the samples of a run since its last change, at most 64: of more, each two neighbours become one.
+    """Keeps at most 64 samples of a run since its last change; beyond that, neighbours are merged in pairs.
 
     Args:
         device: the CUDA device whose memory is read; None on other devices.
