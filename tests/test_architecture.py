@@ -29,6 +29,9 @@ MOST_TERMS = 12
 _PATH = re.compile(r"(?P<path>[\w./-]+(?:\.(?:py|md|toml|txt|yaml|yml|c)|/))(?:::(?P<name>\w+(?:\.\w+)*))?")
 
 
+_ROW = re.compile(r"^\| `([\w/]+)/` \| (\S.*) \|$", re.MULTILINE)
+
+
 def section(title: str) -> str:
     """A part of the page, without its heading."""
     text = PAGE.read_text(encoding="utf-8")
@@ -76,6 +79,54 @@ def test_a_room_says_in_one_line_what_it_is_for(room: Path) -> None:
     first, *others = (ast.get_docstring(tree_of(room / "__init__.py")) or "").split("\n")
     assert first.endswith((".", "``.")), f"{room}: {first!r}"
     assert not others or not others[0]
+    name = room.relative_to(PACKAGE).as_posix()
+    if name in (rows := dict(_ROW.findall(section("The rooms")))):
+        assert rows[name].replace("`", "``").startswith(first)
+
+
+# ---- private names ----
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@cache
+def defined() -> set[str]:
+    """Every name that this package defines, or sets as an attribute."""
+    names: set[str] = set()
+    for node in (node for path in sources() for node in ast.walk(tree_of(path))):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def private_names_of_others(path: Path) -> list[str]:
+    """Where a file imports, or asks an object for, a private name that this package does not define."""
+    found = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in defined() | OF_TUPLES:
+            if ast.unparse(node.value) not in STANDARD_LIBRARY:
+                found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(NAME):
+            parts = [*(node.module or "").split("."), *(each.name for each in node.names)]
+            found += [f"{path.name}:{node.lineno}: {part}" for part in parts if is_private(part)]
+    return found
+
+
+OF_TUPLES = {"_replace", "_make"}
+STANDARD_LIBRARY = {"os", "sys", "ctypes", "functools", "connection"}
+DOORS = {"compat", "dali", "telemetry"}
+
+
+def test_what_is_private_of_others_is_touched_behind_the_doors_only() -> None:
+    outside = [path for path in sources() if path.relative_to(PACKAGE).parts[0] not in DOORS]
+    found = {path.relative_to(PACKAGE).as_posix(): private_names_of_others(path) for path in outside}
+    assert {name for name, names in found.items() if names} == {"tuning/resize.py"}, found
 
 
 # ---- layers ----

@@ -1,1 +1,1 @@
-"""Applies the advice of findings while training runs, one change at a time, and keeps the changes that prove a gain."""
+"""Findings become changes, one at a time; each is kept or taken back."""

@@ -22,7 +22,7 @@ from lightning_gpuopt.compat.dataloader import (
     shut_down,
     why_not_reset,
 )
-from lightning_gpuopt.compat.lightning import Trainer, shadow, train_iterators, train_loaders
+from lightning_gpuopt.compat.lightning import Trainer, replace_get_iterator, shadow, train_iterators, train_loaders
 from lightning_gpuopt.compat.lightning_loops import is_begun_by_fetcher
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.live import LivePolicy
@@ -84,9 +84,10 @@ class AdjustableLoader:
             reason = f"a {type(loader).__name__} alone: it makes its iterators itself"
         self._seen.append((loader, reason))
         if reason is None:
-            create = loader._get_iterator
-            ours = Replacement(create, lambda: self._new_iterator(loader, create))
-            self._undo.callback(shadow(loader, "_get_iterator", ours))
+            undo = replace_get_iterator(
+                loader, lambda create: Replacement(create, lambda: self._new_iterator(loader, create))
+            )
+            self._undo.callback(undo)
 
     @property
     def _loader(self) -> DataLoader[Any] | None:

@@ -1,1 +1,1 @@
-"""Thin Lightning shells over the rooms below."""
+"""The five public callbacks, one class a file: they check arguments, and pass hooks on."""

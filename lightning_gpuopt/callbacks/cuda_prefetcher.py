@@ -14,9 +14,9 @@ from lightning_gpuopt.compat.lightning import (
     Trainer,
     say_once,
 )
+from lightning_gpuopt.compat.torch_internals import count_holders
 from lightning_gpuopt.measurements.gpu import AheadCopies
 from lightning_gpuopt.prefetch.fit import PrefetchedRun
-from lightning_gpuopt.prefetch.ring import count_holders
 from lightning_gpuopt.prefetch.stream import CopyTimes
 from lightning_gpuopt.utils.arguments import refuse, whole_number
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard

@@ -1,4 +1,4 @@
-"""The command ``lightning-gpuopt``: one module per subcommand, found by its name in ``COMMANDS``.
+"""One file for each command: its arguments, and what it prints.
 
 A subcommand's module has ``SUMMARY`` (one line for the help), ``add_arguments(parser)``, and ``run(options) -> int``,
 which returns the exit code. It imports what is heavy inside ``run``, so that the help of every command is quick. One

@@ -1,1 +1,1 @@
-"""The doors to Lightning and torch: what is private of theirs is named and checked here, and nowhere else."""
+"""The doors to Lightning and torch: what is private of theirs is named and checked here."""

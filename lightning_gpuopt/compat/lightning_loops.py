@@ -1,6 +1,6 @@
 """The door to Lightning's loops: how they fetch batches and bring them to the device.
 
-Like ``_lightning``, this module names each private attribute that it touches, the versions in which it was read, and
+Like ``lightning.py``, this module names each private attribute that it touches, the versions in which it was read, and
 what happens when it is gone. What looking ahead needs is checked once, by :func:`missing_names`.
 """
 
@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer, is_plain_hook
 
-_STRATEGY: Final = ("lightning.pytorch.strategies.strategy", "pytorch_lightning.strategies.strategy")
 _FETCHER: Final = ("_PrefetchDataFetcher", "_DataFetcher")
 _MAX_FRAMES: Final = 40
 _FETCHER_ATTRIBUTES: Final = (

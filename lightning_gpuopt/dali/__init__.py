@@ -1,1 +1,1 @@
-"""NVIDIA DALI as the decoder: order, sharding and resume stay with this package, DALI gets one batch after another."""
+"""NVIDIA DALI as the decoder."""

@@ -1,1 +1,1 @@
-"""LightningDataModules: thin shells over the rooms below."""
+"""The public DataModules: thin shells over ``loading/``, ``storage/`` and ``dali/``."""

@@ -1,1 +1,1 @@
-"""What the command ``demo`` does: the data set, the steps of the demonstration, and their table."""
+"""What ``demo`` does: the photographs, the training, its steps, the table."""

@@ -69,7 +69,7 @@ class DemoSettings:
     """One training run of the demo.
 
     Attributes:
-        data_dir: holds the images of ``train`` and ``val``, as ``_demo_data.make`` makes them; with ``storage="lmdb"``
+        data_dir: folder with the images of ``train`` and ``val`` (see ``demo.data.make``); with ``storage="lmdb"``
             ``train.lmdb`` and ``val.lmdb``.
         output_dir: where the report and the metrics go.
         epochs: passes over the training images.

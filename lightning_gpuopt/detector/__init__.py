@@ -1,1 +1,1 @@
-"""Observes one ``fit``: instruments the Trainer, samples, accumulates figures, and builds the report."""
+"""One ``fit`` under observation: instrumentation, sampling, accumulation, the report."""

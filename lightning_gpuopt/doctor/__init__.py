@@ -1,1 +1,1 @@
-"""What in this environment will hold a GPU back: pure checks (numbers in, ``Check`` out), and gatherers of numbers."""
+"""Checks of an environment: pure checks, and what gathers their numbers."""

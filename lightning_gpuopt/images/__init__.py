@@ -1,1 +1,1 @@
-"""Image files to pixels, and what is done with them: for any source."""
+"""Image files to pixels: decoding, cropping, checks, normalisation."""

@@ -1,1 +1,1 @@
-"""Order, sampler, loader and resume, for any map-style dataset."""
+"""Order, sampler, loader and resume for any map-style dataset."""

@@ -9,7 +9,8 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+from lightning_gpuopt.compat.torch_internals import collate, default_collate_fn_map
 
 MemoryFormat = Literal["channels_last", "contiguous"]
 

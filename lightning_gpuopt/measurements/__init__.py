@@ -1,1 +1,1 @@
-"""Plain measured data: what was read of phases, loaders, the host, ranks and the GPU. No torch, no clock, no I/O."""
+"""Plain measured data."""

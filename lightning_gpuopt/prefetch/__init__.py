@@ -1,1 +1,1 @@
-"""The next batch on its way to the device, while the current one is trained on."""
+"""The next batch: fetched early, copied on a stream of its own."""

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from lightning_gpuopt.compat.torch_internals import copy_each
 from lightning_gpuopt.prefetch.stream import Streams
 
 ALIGNMENT: Final = 512
@@ -83,5 +84,5 @@ class HostSlabs:
                 views, copied = layout.views(slab), self._streams.new_event()
             if len(self._slabs) < _MAX_SLABS:
                 self._slabs.append((slab, views, copied))
-        torch._foreach_copy_(views, tensors)
+        copy_each(views, tensors)
         return slab, copied

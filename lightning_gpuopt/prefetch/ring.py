@@ -7,17 +7,14 @@ was queued until then. The host asks the device nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any
 
 import torch
 
+from lightning_gpuopt.compat.torch_internals import count_holders, storage_key
 from lightning_gpuopt.prefetch.packing import Layout
 from lightning_gpuopt.prefetch.stream import Streams
-
-count_holders: Final[Callable[[int], int] | None] = getattr(torch._C, "_storage_Use_Count", None)
-"""How many tensors share a storage (torch 2.4 to 2.13); without it, nothing can be used again."""
 
 
 class Destination:
@@ -39,7 +36,7 @@ class Destination:
     def _keep(self, base: torch.Tensor) -> None:
         self._base = base
         self._storage = base.untyped_storage()
-        self._storage_key = self._storage._cdata
+        self._storage_key = storage_key(self._storage)
         assert count_holders is not None
         self._alone = count_holders(self._storage_key)
 
@@ -88,7 +85,7 @@ class Slab:
             self.memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
             self._views = layout.views(self.memory)
         self._storage = self.memory.untyped_storage()
-        self._storage_key = self._storage._cdata
+        self._storage_key = storage_key(self._storage)
         assert count_holders is not None
         self._alone = count_holders(self._storage_key)
 

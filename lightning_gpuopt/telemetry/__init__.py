@@ -1,1 +1,1 @@
-"""What the hardware does: NVML readings, taken on a background thread."""
+"""What the hardware does: NVML, the host, processes."""

@@ -1,1 +1,1 @@
-"""What the training loop does: exclusive time per phase, on the host and on the GPU."""
+"""What the training loop does: exclusive time on the host and on the GPU, queues, workers, stacks."""

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from lightning_gpuopt.compat.torch_internals import profiler_is_enabled, profiler_records
 from lightning_gpuopt.measurements.gpu import StepLook
 from lightning_gpuopt.timeline.activity import Activity, ActivitySpan, kind_of, look_of
 
@@ -139,7 +140,7 @@ def refuse_beside_another() -> None:
         CannotLookError: it has one.
     """
     kind = torch.profiler.profile
-    if torch.autograd._profiler_enabled() or any(  # type: ignore[attr-defined]
+    if profiler_is_enabled() or any(
         isinstance(kind, type) and issubclass(type(each), kind) and each not in OURS for each in gc.get_objects()
     ):
         raise CannotLookError("the program has a torch.profiler of its own")
@@ -148,16 +149,15 @@ def refuse_beside_another() -> None:
 def _activities_of(profiler: Any, begin_s: float) -> list[Activity]:
     """The profiler's records on the clock of ``time.perf_counter``.
 
-    Reads ``profile.profiler.kineto_results`` (torch 2.4 to 2.13), whose times are those of ``time.time_ns``. Without it
-    the public ``events()`` stand in, which count from the beginning of the recording.
+    The times of its raw records are those of ``time.time_ns``. Where torch has none, the public ``events()`` stand in,
+    which count from the beginning of the recording.
     """
     on_device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
-    results = getattr(getattr(profiler, "profiler", None), "kineto_results", None)
-    if results is not None:
+    if (records := profiler_records(profiler)) is not None:
         to_perf_s = time.perf_counter() - time.time_ns() / 1e9
         raw = (
             (each.name(), each.device_type() == on_device, each.start_ns() / 1e9 + to_perf_s, each.duration_ns() / 1e9)
-            for each in results.events()
+            for each in records
         )
     else:
         raw = (

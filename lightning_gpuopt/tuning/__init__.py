@@ -1,1 +1,1 @@
-"""How many worker processes a loader needs: measured, predicted, and changed while training runs."""
+"""How many workers a loader needs."""

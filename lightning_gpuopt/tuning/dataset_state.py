@@ -24,6 +24,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import torch
 
+from lightning_gpuopt.compat.torch_internals import version_of
 from lightning_gpuopt.tuning.object_facts import (
     HUGE,
     LARGE,
@@ -295,7 +296,7 @@ class DatasetState:
             numbers = value.detach().resolve_conj().resolve_neg().numpy()
             self._watch(place, lambda: (value.shape, digest_of(numbers)), "entries")
         elif not value.is_inference():
-            self._watch(place, lambda: (value._version, value.shape), "entries")
+            self._watch(place, lambda: (version_of(value), value.shape), "entries")
 
     def _of_array(self, place: _Place, value: np.ndarray[Any, Any]) -> Iterable[tuple[_Place, Any]]:
         if is_mapped(value):

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_gpuopt.compat.dataloader import persistent_iterator
 from lightning_gpuopt.compat.lightning import (
     Trainer,
+    replace_get_iterator,
     say_once,
     shadow,
     silence_worker_hint,
@@ -141,9 +142,10 @@ class TunedFit:
             if (reason := why_left_alone(loader, self._options)) is not None:
                 self._say(reason)
                 return
-            create = loader._get_iterator
-            ours = Replacement(create, lambda: self._new_iterator(loader, create))
-            self._watched.append((loader, shadow(loader, "_get_iterator", ours)))
+            undo = replace_get_iterator(
+                loader, lambda create: Replacement(create, lambda: self._new_iterator(loader, create))
+            )
+            self._watched.append((loader, undo))
             self._undo.callback(silence_worker_hint("train_dataloader"))
         except Exception as error:
             self._fail(error)

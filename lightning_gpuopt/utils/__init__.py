@@ -1,1 +1,1 @@
-"""What callbacks share: argument checks, the channel between ranks, guards, and the progress bar."""
+"""What callbacks share: their base and its guard, argument checks, the channel between ranks, the progress bar."""

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_gpuopt.compat.torch_internals import default_store
+
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
@@ -245,14 +247,9 @@ class RankBroadcast:
 def open_store(name: str) -> Any:
     """A part of the default process group's store, under a prefix that no earlier run has used.
 
-    Reads ``torch.distributed.distributed_c10d._get_default_store`` (torch 2.4 to 2.13); where it is gone, or the
-    backend has no store (MPI), each rank keeps to its own figures.
+    None where there is none, as with MPI: each rank then keeps to its own figures.
     """
-    try:
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        store = _get_default_store()
-    except (ImportError, ValueError, RuntimeError):
+    if (store := default_store()) is None:
         return None
     run = _runs[name] = _runs.get(name, 0) + 1
     return dist.PrefixStore(f"lightning_gpuopt/{name}/{run}", store)  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""What the command ``watch`` does: a child process, the mailbox between both, the callbacks it adds, the summary."""
+"""What ``watch`` does: the child process, the callbacks that it adds, the summary."""

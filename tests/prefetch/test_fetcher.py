@@ -56,7 +56,7 @@ class Iterator:
 
 
 class Stock:
-    """As ``_lightning_loops.StockFetcher`` over one loader."""
+    """As ``lightning_loops.StockFetcher`` over one loader."""
 
     next_restarts_a_loader = False
     is_stateful = has_one_loader = True

@@ -1,1 +1,1 @@
-"""The causes: their table, and the rules that find them, one module for each part of a run."""
+"""The table of causes, and the rules that find them, one file for each part of a run."""

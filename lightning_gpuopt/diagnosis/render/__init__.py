@@ -1,1 +1,1 @@
-"""The report, drawn: as text, as a page, in charts."""
+"""A report as text, as a page, as a flame graph."""

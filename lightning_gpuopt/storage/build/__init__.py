@@ -1,1 +1,1 @@
-"""Building a dataset: what is planned, who builds, and how it comes to be at its path."""
+"""``build_lmdb``: plan, processes, resume, publication."""

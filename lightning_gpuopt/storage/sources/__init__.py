@@ -1,4 +1,4 @@
-"""Where samples come from when a dataset is built: each kind of source is one module."""
+"""What a dataset is built from, one file for each kind of source."""
 
 from __future__ import annotations
 

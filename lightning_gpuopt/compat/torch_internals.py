@@ -1,0 +1,75 @@
+"""The door to torch's tensors, profiler and process groups: what is private of them is named and checked here.
+
+===============================================  ===========  ==========================================================
+name                                             torch        when it is gone
+===============================================  ===========  ==========================================================
+``torch._C._storage_Use_Count``,                 2.4 - 2.13   batches' memory on the device is not used again
+``UntypedStorage._cdata``
+``torch._foreach_copy_``                         2.4 - 2.13   CudaPrefetcher disables itself
+``Tensor._version``                              2.4 - 2.13   a change of a large tensor of a dataset goes unnoticed
+``torch.autograd._profiler_enabled``             2.4 - 2.13   torch.profiler is not used
+``profile.profiler.kineto_results``              2.4 - 2.13   the public ``events()`` stand in, without some GPU records
+``distributed_c10d._get_default_store``          2.4 - 2.13   each rank keeps to its own figures
+``torch.utils.data._utils.collate``              2.4 - 2.13   ``import`` fails: nothing else makes torch's own batches
+===============================================  ===========  ==========================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+__all__ = [
+    "collate",
+    "copy_each",
+    "count_holders",
+    "default_collate_fn_map",
+    "default_store",
+    "profiler_is_enabled",
+    "profiler_records",
+    "storage_key",
+    "version_of",
+]
+
+count_holders: Final[Callable[[int], int] | None] = getattr(torch._C, "_storage_Use_Count", None)
+"""How many tensors share a storage, by :func:`storage_key`; None where torch cannot count them."""
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What :func:`count_holders` knows a storage by."""
+    key: int = storage._cdata
+    return key
+
+
+def copy_each(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    """Copy each tensor of one list into that of the other, in one call."""
+    torch._foreach_copy_(to, source)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """A number that each change in place makes greater; None where torch does not count them."""
+    return getattr(tensor, "_version", None)
+
+
+def profiler_is_enabled() -> bool:
+    """Whether any profiler of torch's records now."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def profiler_records(profiler: Any) -> Any:
+    """The raw records of a ``torch.profiler.profile`` that has ended, with times of ``time.time_ns``; None without."""
+    results = getattr(getattr(profiler, "profiler", None), "kineto_results", None)
+    return None if results is None else results.events()
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group; None where there is none, as with MPI."""
+    try:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return _get_default_store()
+    except (ImportError, ValueError, RuntimeError):
+        return None
