@@ -13,8 +13,8 @@ from statistics import fmean
 from typing import Any, Final, Literal, get_args
 
 from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loading import LoaderFacts
-from lightning_gpuopt.tuning.model import Interval
 
 Fix = Literal["num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "device_prefetch"]
 FIXES: Final[tuple[Fix, ...]] = get_args(Fix)

@@ -173,7 +173,7 @@ class GpuUtilMonitor(CallbackBase):
             return
         self._step = step
         ends_window = self._every > 0 and (step + 1) % self._every == 0
-        if ends_window or monitor.has_news:
+        if ends_window or monitor.has_pending:
             self._advance(trainer, monitor, ends_window)
 
     @override

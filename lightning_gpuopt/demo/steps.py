@@ -14,9 +14,9 @@ from lightning_gpuopt.demo.training import CROP_SIZE, DemoSettings, Outcome
 from lightning_gpuopt.diagnosis.causes.table import STORAGE_CAUSES
 from lightning_gpuopt.diagnosis.record import Finding, RunRecord
 from lightning_gpuopt.images.cost import resize_for
+from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.telemetry.host import usable_cpus
-from lightning_gpuopt.tuning.model import Interval
 
 StepName = Literal["fast-decoder", "smaller-images", "worker-search", "prefetch", "dali"]
 STEP_NAMES: Final[tuple[str, ...]] = get_args(StepName)

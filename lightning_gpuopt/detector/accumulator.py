@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from lightning_gpuopt.detector.device_watch import DeviceWatch
-from lightning_gpuopt.detector.growth import Growing
+from lightning_gpuopt.detector.growing_containers import Growing
 from lightning_gpuopt.detector.kernel_profiling import KernelProfiling
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
 from lightning_gpuopt.detector.rank_watch import RankWatch
@@ -16,11 +16,11 @@ from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.gpu import AheadCopies, GpuTimes
 from lightning_gpuopt.measurements.loading import ImageSamples, LoaderFacts, Pipelines, QueueTimes, WorkerTimes
-from lightning_gpuopt.measurements.phases import PhaseTimes, WindowSample
+from lightning_gpuopt.measurements.phases import PhaseTimes, WindowRecord
 from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, RankWork, ReducerTimes
 from lightning_gpuopt.timeline.pauses import PauseWatch
 
-_MIN_SAMPLE_S: Final = 0.1
+_MIN_RECORD_S: Final = 0.1
 """Seconds: shorter windows are joined before they are compared."""
 
 _LOOK_AGAIN: Final = 1.5
@@ -88,8 +88,8 @@ class SteadyStateAccumulator:
         self._look_after = 0.0
         self._steps = steps
         self._start = Reading()
-        self._start = self._last = self._sampled_reading = self._read()
-        self._sampled_times: PhaseTimes | None = None
+        self._start = self._last = self._recorded_reading = self._read()
+        self._recorded_times: PhaseTimes | None = None
         loader.reset_host()
         if device is not None:
             device.restart()
@@ -105,7 +105,7 @@ class SteadyStateAccumulator:
             self._gpu_is_here = True
             self._start = replace(self._start, gpu=snapshot)
             self._last = replace(self._last, gpu=snapshot)
-            self._sampled_reading = replace(self._sampled_reading, gpu=snapshot)
+            self._recorded_reading = replace(self._recorded_reading, gpu=snapshot)
 
     def measure(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
         """What was measured since the beginning.
@@ -114,7 +114,7 @@ class SteadyStateAccumulator:
             times: the phases since then.
             ranks: the work of all ranks.
         """
-        return self._since(self._start, self._read(), times, ranks, self._history.samples)
+        return self._since(self._start, self._read(), times, ranks, self._history.records)
 
     def window(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
         """What was measured since the last window.
@@ -134,16 +134,16 @@ class SteadyStateAccumulator:
             times: the phases since then.
             ranks: the work of all ranks.
         """
-        sample_s = times.wall_s - (self._sampled_times.wall_s if self._sampled_times is not None else 0.0)
-        if sample_s >= _MIN_SAMPLE_S:
-            self._keep_sample(times)
-        return self._since(self._start, self._last, times, ranks, self._history.samples)
+        record_s = times.wall_s - (self._recorded_times.wall_s if self._recorded_times is not None else 0.0)
+        if record_s >= _MIN_RECORD_S:
+            self._keep_record(times)
+        return self._since(self._start, self._last, times, ranks, self._history.records)
 
-    def _keep_sample(self, times: PhaseTimes) -> None:
-        """Keep what was measured since the last sample, for what changes over the run."""
-        since = times - self._sampled_times if self._sampled_times is not None else times
-        measured = self._since(self._sampled_reading, self._last, since, ())
-        self._sampled_reading, self._sampled_times = self._last, times
+    def _keep_record(self, times: PhaseTimes) -> None:
+        """Keep what was measured since the last record, for what changes over the run."""
+        since = times - self._recorded_times if self._recorded_times is not None else times
+        measured = self._since(self._recorded_reading, self._last, since, ())
+        self._recorded_reading, self._recorded_times = self._last, times
         self._steps += since.steps
         self._history.add(measured, self._steps, self._loader.process())
 
@@ -178,7 +178,7 @@ class SteadyStateAccumulator:
         now: Reading,
         times: PhaseTimes,
         ranks: tuple[RankWork, ...],
-        history: tuple[WindowSample, ...] = (),
+        history: tuple[WindowRecord, ...] = (),
     ) -> Measurement:
         loader, workers = _slowest_loader(start, now)
         measured = Measurement(

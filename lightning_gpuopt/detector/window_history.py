@@ -10,12 +10,12 @@ import torch
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.waterfall import in_steps
 from lightning_gpuopt.measurements.gpu import DeviceState
-from lightning_gpuopt.measurements.phases import GPU_WORK, SIGNAL_BROADCAST, WindowSample
+from lightning_gpuopt.measurements.phases import GPU_WORK, SIGNAL_BROADCAST, WindowRecord
 from lightning_gpuopt.telemetry.process import ProcessReading
 
 log = logging.getLogger(__name__)
 
-_MAX_SAMPLES: Final = 64
+_MAX_RECORDS: Final = 64
 _MIB: Final = 1024 * 1024
 _STEP_WORK: Final = ("forward", "backward", "optimizer")
 _GPU_MEMORY: Final = (
@@ -26,7 +26,7 @@ _GPU_MEMORY: Final = (
 
 
 class WindowHistory:
-    """Keeps at most 64 samples of a run since its last change; beyond that, neighbours are merged in pairs.
+    """Keeps at most 64 records of a run since its last change; beyond that, neighbours are merged in pairs.
 
     Args:
         device: the CUDA device whose memory is read; None on other devices.
@@ -34,15 +34,15 @@ class WindowHistory:
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
-        self._samples: list[WindowSample] = []
-        self._per_sample = 1
+        self._records: list[WindowRecord] = []
+        self._per_record = 1
         self._in_last = 0
         self._clock: tuple[float, float] = (0.0, 0.0)
 
     @property
-    def samples(self) -> tuple[WindowSample, ...]:
-        """The samples so far, oldest first."""
-        return tuple(self._samples)
+    def records(self) -> tuple[WindowRecord, ...]:
+        """The records so far, oldest first."""
+        return tuple(self._records)
 
     def add(self, window: Measurement, end_step: int, process: ProcessReading) -> None:
         """Add a window.
@@ -68,19 +68,19 @@ class WindowHistory:
                 parts[name] = phases[name] - stopped[0].get(name, 0.0) - stopped[1].get(name, 0.0)
             if not parts.get(SIGNAL_BROADCAST):
                 parts.pop(SIGNAL_BROADCAST, None)
-        self._keep(WindowSample(waterfall.steps, end_step, seconds, parts, self._held(window.device, process), host))
+        self._keep(WindowRecord(waterfall.steps, end_step, seconds, parts, self._held(window.device, process), host))
 
-    def _keep(self, sample: WindowSample) -> None:
-        if self._samples and self._in_last < self._per_sample:
-            self._samples[-1] = self._samples[-1].joined(sample)
+    def _keep(self, record: WindowRecord) -> None:
+        if self._records and self._in_last < self._per_record:
+            self._records[-1] = self._records[-1].joined(record)
             self._in_last += 1
             return
-        self._samples.append(sample)
+        self._records.append(record)
         self._in_last = 1
-        if len(self._samples) > _MAX_SAMPLES:
-            pairs = [self._samples[i : i + 2] for i in range(0, len(self._samples), 2)]
-            self._samples = [pair[0].joined(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
-            self._per_sample *= 2
+        if len(self._records) > _MAX_RECORDS:
+            pairs = [self._records[i : i + 2] for i in range(0, len(self._records), 2)]
+            self._records = [pair[0].joined(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
+            self._per_record *= 2
 
     def _held(self, device: DeviceState | None, process: ProcessReading) -> dict[str, float]:
         read = (("rss_mib", process.rss_mib), ("open_files", process.open_files), ("threads", process.threads))

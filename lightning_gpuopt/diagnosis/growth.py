@@ -1,4 +1,4 @@
-"""Whether the steps of a run get slower, since when, and which part of them grows. Pure: samples in, numbers out."""
+"""Whether the steps of a run get slower, since when, and which part of them grows. Pure: records in, numbers out."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
-from lightning_gpuopt.measurements.phases import GPU_WORK, WindowSample
+from lightning_gpuopt.measurements.phases import GPU_WORK, WindowRecord
 
-_MIN_SAMPLES: Final = 6
-_MIN_SLOW_SAMPLES: Final = 3
+_MIN_RECORDS: Final = 6
+_MIN_SLOW_RECORDS: Final = 3
 _MIN_GROWTH: Final = 0.1
 """The last third takes longer than the first by this share."""
 
 _OVER_NOISE: Final = 4.0
-"""So many times the usual scatter, from sample to sample, lies between the first third and the last."""
+"""So many times the usual scatter, from record to record, lies between the first third and the last."""
 
 _BACK: Final = 0.25
-"""A sample that has come back to this share of the growth, or less, ends what was slow before it."""
+"""A record that has come back to this share of the growth, or less, ends what was slow before it."""
 
 _BEGUN: Final = 0.1
 _SLOW_BEFORE: Final = 0.2
-"""Where more of the samples before the growth were slow as well, the steps come and go: a pattern, no growth."""
+"""Where more of the records before the growth were slow as well, the steps come and go: a pattern, no growth."""
 
 _DOUBLED: Final = 2.0
 _MOSTLY: Final = 0.5
@@ -35,7 +35,7 @@ class Growth:
     """Steps that take longer and longer.
 
     Attributes:
-        from_s: seconds of a step in the first third of the samples, the median.
+        from_s: seconds of a step in the first third of the records, the median.
         to_s: the same of the last third.
         since_step: step at which the growth began.
         lost_s: seconds that all steps since then took more than ``from_s``.
@@ -44,8 +44,8 @@ class Growth:
             well, that phase.
         part_from_s: its seconds of a step in the first third.
         part_to_s: the same of the last third.
-        first: the first sample.
-        last: the last sample.
+        first: the first record.
+        last: the last record.
     """
 
     from_s: float
@@ -55,8 +55,8 @@ class Growth:
     part: str
     part_from_s: float
     part_to_s: float
-    first: WindowSample
-    last: WindowSample
+    first: WindowRecord
+    last: WindowRecord
     parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -75,25 +75,25 @@ class Growth:
         return waits
 
 
-def growth_of(samples: Sequence[WindowSample]) -> Growth | None:
-    """What grows over these samples; None where the steps do not get slower, or not for good.
+def growth_of(records: Sequence[WindowRecord]) -> Growth | None:
+    """What grows over these records; None where the steps do not get slower, or not for good.
 
-    One slow sample is smoothed away, a pattern that repeats itself is told apart by its slow samples before the last
+    One slow record is smoothed away, a pattern that repeats itself is told apart by its slow records before the last
     return, and the growth has to stand out from the usual difference between neighbours.
 
     Args:
-        samples: of a run since a change, oldest first.
+        records: of a run since a change, oldest first.
     """
-    samples = [sample for sample in samples if sample.steps]
-    if len(samples) < _MIN_SAMPLES:
+    records = [record for record in records if record.steps]
+    if len(records) < _MIN_RECORDS:
         return None
-    sample_s = [sample.seconds / sample.steps for sample in samples]
-    third = len(samples) // 3
-    if sum(sample_s[-third:]) < (1 + _MIN_GROWTH) * third * min(sample_s[:third]):  # the usual case, at little cost
+    record_s = [record.seconds / record.steps for record in records]
+    third = len(records) // 3
+    if sum(record_s[-third:]) < (1 + _MIN_GROWTH) * third * min(record_s[:third]):  # the usual case, at little cost
         return None
-    step_s = _smooth(sample_s)
+    step_s = _smooth(record_s)
     from_s, to_s = statistics.median(step_s[:third]), statistics.median(step_s[-third:])
-    changes = [after - before for before, after in pairwise(sample_s)]
+    changes = [after - before for before, after in pairwise(record_s)]
     usual_s = statistics.median(changes)
     noise_s = statistics.median(abs(each - usual_s) for each in changes)
     grown_s = to_s - from_s
@@ -101,22 +101,22 @@ def growth_of(samples: Sequence[WindowSample]) -> Growth | None:
         return None
     begin = _after_last(step_s, from_s + _BACK * grown_s)
     slow_before = sum(each > from_s + grown_s / 2 for each in step_s[:begin])
-    if len(samples) - begin < _MIN_SLOW_SAMPLES or slow_before > _SLOW_BEFORE * begin:
+    if len(records) - begin < _MIN_SLOW_RECORDS or slow_before > _SLOW_BEFORE * begin:
         return None
     since = min(_after_last(step_s[:begin], from_s + _BEGUN * grown_s), begin)
-    lost_s = sum(max(sample.seconds - from_s * sample.steps, 0.0) for sample in samples[since:])
-    spans = _spans([sample.parts for sample in samples], [sample.steps for sample in samples])
+    lost_s = sum(max(record.seconds - from_s * record.steps, 0.0) for record in records[since:])
+    spans = _spans([record.parts for record in records], [record.steps for record in records])
     parts = {
-        name: sum(max(sample.parts.get(name, 0.0) - before_s * sample.steps, 0.0) for sample in samples)
+        name: sum(max(record.parts.get(name, 0.0) - before_s * record.steps, 0.0) for record in records)
         for name, (before_s, after_s) in spans.items()
         if after_s > before_s
     }
     part = max(spans, key=lambda name: spans[name][1] - spans[name][0])
     if part == GPU_WORK:
-        spans |= (host := _spans([sample.host for sample in samples], [sample.steps for sample in samples]))
+        spans |= (host := _spans([record.host for record in records], [record.steps for record in records]))
         part = max((GPU_WORK, *host), key=lambda name: _grown(spans[name]) * (_MOSTLY if name == GPU_WORK else 1.0))
-    since_step = samples[since].end_step - samples[since].steps
-    return Growth(from_s, to_s, since_step, lost_s, part, *spans[part], samples[0], samples[-1], parts)
+    since_step = records[since].end_step - records[since].steps
+    return Growth(from_s, to_s, since_step, lost_s, part, *spans[part], records[0], records[-1], parts)
 
 
 def _spans(parts: Sequence[Mapping[str, float]], steps: Sequence[int]) -> dict[str, tuple[float, float]]:

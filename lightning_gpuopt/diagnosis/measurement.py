@@ -13,7 +13,7 @@ from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.gpu import AheadCopies, DeviceState, GpuTimes, StepLook, SyncSighting
 from lightning_gpuopt.measurements.host import Collections, Compilations, HostActivity
 from lightning_gpuopt.measurements.loading import ImageSamples, LoaderFacts, Pipelines, QueueTimes, WorkerTimes
-from lightning_gpuopt.measurements.phases import GPU_WORK, PhaseTimes, WindowSample
+from lightning_gpuopt.measurements.phases import GPU_WORK, PhaseTimes, WindowRecord
 from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, RankWork, ReducerTimes
 
 _MOSTLY: Final = 0.5
@@ -76,7 +76,7 @@ class Measurement:
     sampled: tuple[Sampled, ...] = ()
     collections: Collections | None = None
     compilations: Compilations | None = None
-    history: tuple[WindowSample, ...] = ()
+    history: tuple[WindowRecord, ...] = ()
     grows: str = ""
     growth_s: Mapping[str, float] = field(default_factory=dict)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_gpuopt.measurements.code_location import CodeLocation
+from lightning_gpuopt.measurements.loader_costs import LoaderCosts
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import StepTimes
-from lightning_gpuopt.tuning.loader_costs import LoaderCosts
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any
 from lightning_gpuopt.diagnosis.record import Change, Finding, Hint, HotSpots, Proof, RunRecord, Stretch
 from lightning_gpuopt.diagnosis.schema import REPORT_SCHEMA, SCHEMA_VERSION, check_types
 from lightning_gpuopt.measurements.code_location import CodeLocation
+from lightning_gpuopt.measurements.loader_costs import LoaderCosts
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import Outlier, StepTimes
-from lightning_gpuopt.tuning.loader_costs import LoaderCosts
 
 __all__ = ["REPORT_SCHEMA", "Finding", "HotSpots", "Proof", "StallReport", "Stretch", "write_whole"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from lightning_gpuopt.diagnosis.record import RunRecord
-from lightning_gpuopt.tuning.loader_costs import LoaderCosts
-from lightning_gpuopt.tuning.model import STEP_SPREAD, Interval
+from lightning_gpuopt.measurements.loader_costs import Interval, LoaderCosts
+from lightning_gpuopt.tuning.model import STEP_SPREAD
 from lightning_gpuopt.tuning.simulate import Pace, Pipeline, shape_of, simulate
 
 Limit = Literal["step", "workers", "cpus", "handing_over", "order", "training_process"]

@@ -47,7 +47,8 @@ def bad_images(
     numbers: Iterable[int] = range(count) if kept is None else kept
     found = _check(read, list(numbers), progress and kept is None)
     if found != kept:
-        cache.keep(json.dumps({str(number): why for number, why in found.items()}).encode())
+        text = json.dumps({str(number): why for number, why in found.items()})
+        cache.keep(lambda stream: stream.write(text.encode()))
     return found
 
 
@@ -61,7 +62,9 @@ def _check(read: Callable[[int], bytes], numbers: list[int], progress: bool) -> 
 
     found: dict[int, str] = {}
     shown = progress and len(numbers) > _AT_A_TIME
-    bar = ConsoleProgress(len(numbers), what="checking images", unit="images", enabled=shown, lines=False)
+    bar = ConsoleProgress(
+        len(numbers), what="checking images", unit="images", enabled=shown, lines=False, transient=True
+    )
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="gpuopt-check") as pool, bar:
         for start in range(0, len(numbers), _AT_A_TIME):
             here = numbers[start : start + _AT_A_TIME]

@@ -11,7 +11,7 @@ import warnings
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 import xxhash
@@ -218,7 +218,9 @@ _Listed = list[tuple[str, int, list[str]]]
 
 
 def _list(folder: str, classes: list[str] | None, cache: UserCache, progress: bool) -> ImageFiles:
-    counter = ConsoleProgress(None, what=f"listing {folder}", unit="images", enabled=progress, lines=False, after_s=1.0)
+    counter = ConsoleProgress(
+        None, what=f"listing {folder}", unit="images", enabled=progress, lines=False, after_s=1.0, transient=True
+    )
     with counter, ThreadPoolExecutor(_THREADS, thread_name_prefix="gpuopt-list") as pool:
         tops = [folder] if classes is None else [os.path.join(folder, name) for name in classes]
         listed = list(pool.map(lambda top: _walk(top, counter.add), tops))
@@ -236,7 +238,7 @@ def _list(folder: str, classes: list[str] | None, cache: UserCache, progress: bo
                 names.append(image)
     files = ImageFiles(folder, None if classes is None else tuple(classes), folders, labels, folder_of, names)
     if len(files) >= CACHE_FROM and max(watched.values()) < time.time_ns() - _RECENT_NS:
-        cache.keep(_as_bytes(files, watched))
+        cache.keep(lambda stream: _write(files, watched, stream))
     return files
 
 
@@ -284,15 +286,13 @@ def _parse(data: bytes, folder: str) -> ImageFiles | None:
     return ImageFiles(folder, classes, about["folders"], arrays["labels"], arrays["folder_of"], names)
 
 
-def _as_bytes(files: ImageFiles, watched: dict[str, int]) -> bytes:
+def _write(files: ImageFiles, watched: dict[str, int], stream: IO[bytes]) -> None:
     about = {"classes": files.classes, "folders": files.folders, "watched": watched}
     names, ends = files._names.parts()
     arrays = {"about": json.dumps(about).encode(), "names": names, "ends": ends}
     arrays |= {"labels": files._labels.tobytes(), "folder_of": files._folder_of.tobytes()}
     parts: dict[str, Any] = {name: np.frombuffer(data, np.uint8) for name, data in arrays.items()}
-    stream = io.BytesIO()
     np.savez(stream, **parts)
-    return stream.getvalue()
 
 
 def _no_classes(path: str, loose: list[str]) -> str:

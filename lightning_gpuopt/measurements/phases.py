@@ -37,7 +37,7 @@ RECOMPILATION: Final = "recompilation"
 """torch.compile at work, which the training thread waits for."""
 
 GPU_WORK: Final = "gpu_work"
-"""The part of a sample in which the GPU ran the steps' own work."""
+"""The part of a window in which the GPU ran the steps' own work."""
 
 STEP_HOOKS: Final = frozenset(
     {
@@ -105,7 +105,7 @@ class PhaseTimes(Summed):
 
 
 @dataclass(frozen=True, slots=True)
-class WindowSample:
+class WindowRecord:
     """A window of the run, or several that follow each other, for what changes over the run.
 
     Attributes:
@@ -125,10 +125,10 @@ class WindowSample:
     held: dict[str, float] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
 
-    def joined(self, later: WindowSample) -> WindowSample:
+    def joined(self, later: WindowRecord) -> WindowRecord:
         """This and the one that follows as one."""
         parts, host = added(self.parts, later.parts), added(self.host, later.host)
-        return WindowSample(
+        return WindowRecord(
             self.steps + later.steps, later.end_step, self.seconds + later.seconds, parts, later.held, host
         )
 

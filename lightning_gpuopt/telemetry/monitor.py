@@ -80,21 +80,25 @@ class GpuMonitor:
         ]
 
     def notices(self) -> list[Notice]:
-        """What the user should hear, and has not been told yet."""
-        if self._gather.problem is not None and not self._problem_reported:
+        """What the user should know, and was not reported yet."""
+        if self._has_problem:
             self._problem_reported = True
             text = f"each rank keeps to its own GPU figures: {self._gather.problem}."
             self._own_notices.append(Notice("warning", "gather", text))
-        told: list[Notice] = []
+        pending: list[Notice] = []
         for queue in (self._own_notices, self._sampler.notices):
             while queue:
-                told.append(queue.popleft())
-        return told
+                pending.append(queue.popleft())
+        return pending
 
     @property
-    def has_news(self) -> bool:
-        """Whether :meth:`ready` or :meth:`notices` may have something. Cheap enough for every step."""
-        return bool(self._sampler.notices) or self._gather.has_ready
+    def _has_problem(self) -> bool:
+        return self._gather.problem is not None and not self._problem_reported
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether :meth:`ready` or :meth:`notices` would return something. Cheap enough for every step."""
+        return bool(self._own_notices or self._sampler.notices) or self._has_problem or self._gather.has_ready
 
     def summary(self) -> dict[str, float]:
         """The figures of the run so far: on rank 0 of all ranks, elsewhere of this rank's devices."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-Interval = tuple[float, float, float]
+from lightning_gpuopt.measurements.loader_costs import Interval
 
 HEADROOM_LEFT: Final = 0.03
 """Share of the step below which waiting does not count."""

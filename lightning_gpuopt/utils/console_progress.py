@@ -25,7 +25,8 @@ class ConsoleProgress:
         unit: What is counted.
         enabled: Show anything at all.
         lines: Print a line now and then where there is no terminal.
-        after_s: Seconds until something is shown; what is over sooner leaves no trace, nor does what is shown late.
+        after_s: Seconds until a bar is shown.
+        transient: Erase the bar at the end.
         console: Where; None: stderr.
         clock: Seconds.
     """
@@ -40,12 +41,14 @@ class ConsoleProgress:
         enabled: bool = True,
         lines: bool = True,
         after_s: float = 0.0,
+        transient: bool = False,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console or Console(stderr=True)
         self._enabled = enabled and (lines or self._console.is_terminal)
         self._after_s = after_s
+        self._transient = transient
         self._clock = clock
         self._what, self._unit = what, unit
         self._total = total
@@ -92,7 +95,7 @@ class ConsoleProgress:
         known = (BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f}"), _Rates(self))
         columns = (*known, TimeRemainingColumn()) if self._total is not None else (_Count(self),)
         head = (TextColumn("{task.description}"),) if self._total is not None else (SpinnerColumn(),)
-        self._bar = Progress(*head, *columns, console=self._console, transient=self._after_s > 0)
+        self._bar = Progress(*head, *columns, console=self._console, transient=self._transient)
         self._bar.add_task(self._what, total=self._total, completed=self._before + self._done)
         self._bar.start()
 

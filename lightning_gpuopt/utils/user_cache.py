@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
 
@@ -44,20 +44,20 @@ class UserCache:
             log.debug("%s cannot be used: %s", self._path, error)
             return None
 
-    def keep(self, data: bytes) -> None:
-        """Keep it, in place of what was kept; all of it, or nothing.
+    def keep(self, write: Callable[[IO[bytes]], object]) -> None:
+        """Replace the file, with all of the new content or not at all.
 
         Args:
-            data: the file's bytes.
+            write: writes the content to the stream that it is given.
         """
         temporary: str | None = None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._path.parent, suffix=".part", delete=False) as stream:
                 temporary = stream.name
-                stream.write(data)
+                write(stream)
             os.replace(temporary, self._path)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # numpy and zipfile refuse some dates and names
             log.debug("%s cannot be kept: %s", self._path, error)
             if temporary is not None and os.path.exists(temporary):
                 os.unlink(temporary)

@@ -226,8 +226,8 @@ class TestLaps:
         steady.window(short)
         assert steady.until_window(short).history == ()
         steady.window(times())
-        (sample,) = steady.until_window(times()).history
-        assert (sample.steps, sample.end_step, sample.held) == (100, 150, {"threads": 3})
+        (record,) = steady.until_window(times()).history
+        assert (record.steps, record.end_step, record.held) == (100, 150, {"threads": 3})
         both = times() + times()
         steady.window(times())
         assert [each.end_step for each in steady.until_window(both).history] == [150, 250]

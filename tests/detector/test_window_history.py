@@ -10,25 +10,25 @@ import torch
 
 from lightning_gpuopt.detector.window_history import WindowHistory
 from lightning_gpuopt.measurements.gpu import DeviceState
-from lightning_gpuopt.measurements.phases import WindowSample
+from lightning_gpuopt.measurements.phases import WindowRecord
 from lightning_gpuopt.telemetry.process import ProcessReading
 from tests.diagnosis.numbers import gpu, measurement, times
 
 HELD = ProcessReading(rss_mib=100.0, open_files=20, threads=3)
 
 
-def history(*windows: Any, process: ProcessReading = HELD) -> tuple[WindowSample, ...]:
+def history(*windows: Any, process: ProcessReading = HELD) -> tuple[WindowRecord, ...]:
     made = WindowHistory(None)
     for number, each in enumerate(windows):
         made.add(each, 100 * (number + 1), process)
-    return made.samples
+    return made.records
 
 
-def test_a_window_is_a_sample_of_its_phases_without_what_lies_between_steps() -> None:
+def test_a_window_is_a_record_of_its_phases_without_what_lies_between_steps() -> None:
     hooks = {"Slow.on_train_batch_end": 1.0, "Slow.on_validation_end": 0.5}
-    (sample,) = history(measurement(times(data_wait=2.0, backward=1.0, optimizer=0.5, validation=1.0, callbacks=hooks)))
-    assert (sample.steps, sample.end_step, sample.seconds) == (100, 100, pytest.approx(8.5))
-    assert sample.parts == {
+    (record,) = history(measurement(times(data_wait=2.0, backward=1.0, optimizer=0.5, validation=1.0, callbacks=hooks)))
+    assert (record.steps, record.end_step, record.seconds) == (100, 100, pytest.approx(8.5))
+    assert record.parts == {
         "data_wait": 2.0,
         "transfer": 0.0,
         "logging": 0.0,
@@ -40,28 +40,28 @@ def test_a_window_is_a_sample_of_its_phases_without_what_lies_between_steps() ->
         "backward": 1.0,
         "optimizer": 0.5,
     }
-    assert sum(sample.parts.values()) == pytest.approx(sample.seconds)
-    assert sample.host == {}
+    assert sum(record.parts.values()) == pytest.approx(record.seconds)
+    assert record.host == {}
 
 
 def test_what_stopped_a_phase_is_apart() -> None:
     stopped = replace(times(backward=2.0), collecting={"backward": 0.5}, compiling={"forward": 1.0})
-    (sample,) = history(measurement(stopped))
-    assert (sample.parts["backward"], sample.parts["forward"]) == (1.5, 7.0)
-    assert (sample.parts["garbage_collection"], sample.parts["recompilation"]) == (0.5, 1.0)
+    (record,) = history(measurement(stopped))
+    assert (record.parts["backward"], record.parts["forward"]) == (1.5, 7.0)
+    assert (record.parts["garbage_collection"], record.parts["recompilation"]) == (0.5, 1.0)
 
 
 def test_a_broadcast_before_each_step_is_a_part_where_there_is_one() -> None:
-    (sample,) = history(measurement(times(other=3.0, broadcast_s=2.0)))
-    assert (sample.parts["signal_broadcast"], sample.parts["other"]) == (2.0, 1.0)
+    (record,) = history(measurement(times(other=3.0, broadcast_s=2.0)))
+    assert (record.parts["signal_broadcast"], record.parts["other"]) == (2.0, 1.0)
 
 
 def test_on_a_gpu_the_rest_is_its_work_and_the_hosts_is_apart() -> None:
     busy = gpu(compute_s=7.0, idle={"data_wait": 2.0, "checkpoint": 1.0})
-    (sample,) = history(measurement(times(backward=2.0, optimizer=1.0), gpu=busy))
-    assert (sample.seconds, sample.parts["data_wait"], sample.parts["gpu_work"]) == (9.0, 2.0, 7.0)
-    assert "checkpoint" not in sample.parts
-    assert sample.host == {"forward": 7.0, "backward": 2.0, "optimizer": 1.0}
+    (record,) = history(measurement(times(backward=2.0, optimizer=1.0), gpu=busy))
+    assert (record.seconds, record.parts["data_wait"], record.parts["gpu_work"]) == (9.0, 2.0, 7.0)
+    assert "checkpoint" not in record.parts
+    assert record.host == {"forward": 7.0, "backward": 2.0, "optimizer": 1.0}
 
 
 @pytest.mark.parametrize("window", [measurement(times(steps=0)), measurement(times(), gpu=gpu(0))])
@@ -81,8 +81,8 @@ def test_the_clock_of_each_window_is_taken_from_the_mean_of_the_whole_part() -> 
         DeviceState(sm_clock_mhz=1500.0, seconds=20.0),  # nothing new was read
         DeviceState(),
     ]
-    samples = history(*(measurement(times(), device=each) for each in states))
-    assert [each.held.get("sm_clock_mhz") for each in samples] == [2000.0, 1000.0, None, None]
+    records = history(*(measurement(times(), device=each) for each in states))
+    assert [each.held.get("sm_clock_mhz") for each in records] == [2000.0, 1000.0, None, None]
 
 
 def test_the_gpus_memory_is_in_mib(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_the_gpus_memory_is_in_mib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     made = WindowHistory(torch.device("cuda", 0))
     made.add(measurement(times()), 100, ProcessReading())
-    assert made.samples[0].held == {"gpu_allocated_mib": 3.0, "alloc_retries": 2.0}
+    assert made.records[0].held == {"gpu_allocated_mib": 3.0, "alloc_retries": 2.0}
 
 
 def test_an_allocator_that_keeps_no_figures_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_an_allocator_that_keeps_no_figures_is_no_fault(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "memory_stats", fails)
     made = WindowHistory(torch.device("cuda", 0))
     made.add(measurement(times()), 100, HELD)
-    assert set(made.samples[0].held) == {"rss_mib", "open_files", "threads"}
+    assert set(made.records[0].held) == {"rss_mib", "open_files", "threads"}
 
 
 def test_of_more_than_64_each_two_neighbours_become_one() -> None:
@@ -111,14 +111,14 @@ def test_of_more_than_64_each_two_neighbours_become_one() -> None:
 
     for number in range(64):
         add(number)
-    assert [each.steps for each in made.samples] == [100] * 64
+    assert [each.steps for each in made.records] == [100] * 64
     add(64)
-    assert [each.steps for each in made.samples] == [200] * 32 + [100]
-    first = made.samples[0]
+    assert [each.steps for each in made.records] == [200] * 32 + [100]
+    first = made.records[0]
     assert (first.end_step, first.seconds, first.held) == (200, pytest.approx(20.0), {"threads": 1})
     assert first.parts["data_wait"] == pytest.approx(0.01)
     add(65)
-    assert [each.steps for each in made.samples] == [200] * 33  # from here on two windows are a sample
+    assert [each.steps for each in made.records] == [200] * 33  # from here on two windows are a record
     add(66)
     add(67)
-    assert [(each.steps, each.end_step) for each in made.samples[-2:]] == [(200, 6600), (200, 6800)]
+    assert [(each.steps, each.end_step) for each in made.records[-2:]] == [(200, 6600), (200, 6800)]

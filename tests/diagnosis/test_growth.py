@@ -1,4 +1,4 @@
-"""Whether the steps of a run get slower: from samples of numbers."""
+"""Whether the steps of a run get slower: from records of numbers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Callable
 import pytest
 
 from lightning_gpuopt.diagnosis.growth import growth_of
-from lightning_gpuopt.measurements.phases import WindowSample
+from lightning_gpuopt.measurements.phases import WindowRecord
 
-PER_SAMPLE = 50
+PER_RECORD = 50
 
 
-def samples_of(step_ms: list[float], part: str = "forward", **held: float) -> list[WindowSample]:
-    """Samples of 50 steps whose time lies in one part, but for 10 ms of a step; ``held`` grows by so much a sample."""
+def records_of(step_ms: list[float], part: str = "forward", **held: float) -> list[WindowRecord]:
+    """Records of 50 steps whose time lies in one part, but for 10 ms of a step; ``held`` grows by so much a record."""
     return [
-        WindowSample(
-            PER_SAMPLE,
-            PER_SAMPLE * (index + 1),
-            PER_SAMPLE * each / 1e3,
-            {part: PER_SAMPLE * (each - 10) / 1e3, "backward": PER_SAMPLE * 10 / 1e3},
+        WindowRecord(
+            PER_RECORD,
+            PER_RECORD * (index + 1),
+            PER_RECORD * each / 1e3,
+            {part: PER_RECORD * (each - 10) / 1e3, "backward": PER_RECORD * 10 / 1e3},
             {name: value * index for name, value in held.items()},
         )
         for index, each in enumerate(step_ms)
@@ -29,17 +29,17 @@ def samples_of(step_ms: list[float], part: str = "forward", **held: float) -> li
 
 
 def test_steps_that_get_slower_from_the_middle_on() -> None:
-    growth = growth_of(samples_of([80.0] * 8 + [120.0] * 8))
+    growth = growth_of(records_of([80.0] * 8 + [120.0] * 8))
     assert growth is not None
     assert (growth.from_s, growth.to_s, growth.since_step) == (0.08, 0.12, 400)
-    assert growth.lost_s == pytest.approx(8 * PER_SAMPLE * 0.04)
+    assert growth.lost_s == pytest.approx(8 * PER_RECORD * 0.04)
     assert (growth.part, growth.part_from_s, growth.part_to_s) == ("forward", pytest.approx(0.07), pytest.approx(0.11))
-    assert growth.parts == {"forward": pytest.approx(8 * PER_SAMPLE * 0.04)}
+    assert growth.parts == {"forward": pytest.approx(8 * PER_RECORD * 0.04)}
     assert growth.waits_s == growth.parts
 
 
 def test_steps_that_get_slower_little_by_little() -> None:
-    growth = growth_of(samples_of([50.0 + 5 * index for index in range(12)], rss_mib=100.0))
+    growth = growth_of(records_of([50.0 + 5 * index for index in range(12)], rss_mib=100.0))
     assert growth is not None
     assert growth.from_s == pytest.approx(0.0575)
     assert growth.to_s == pytest.approx(0.0975)
@@ -70,11 +70,11 @@ def _noise(scale: float) -> list[float]:
         _noise(0.3),
     ],
     ids=[
-        "too few samples",
+        "too few records",
         "even",
-        "one slow sample",
-        "a slow last sample",
-        "two slow last samples",
+        "one slow record",
+        "a slow last record",
+        "two slow last records",
         "a pattern",
         "waves",
         "a saw",
@@ -86,57 +86,57 @@ def _noise(scale: float) -> list[float]:
     ],
 )
 def test_what_is_no_growth(step_ms: list[float]) -> None:
-    assert growth_of(samples_of(step_ms)) is None
+    assert growth_of(records_of(step_ms)) is None
 
 
 def test_noise_alone_is_hardly_ever_taken_for_growth() -> None:
     draw = random.Random(11)
     runs = ([80.0 * (1 + draw.gauss(0, 0.1)) for _ in range(draw.randint(6, 40))] for _ in range(500))
-    assert sum(growth_of(samples_of(run)) is not None for run in runs) <= 5
+    assert sum(growth_of(records_of(run)) is not None for run in runs) <= 5
 
 
 @pytest.mark.parametrize("more", [lambda index: 5.0 * index, lambda index: 60.0 * (index >= 10)], ids=["slope", "step"])
 def test_growth_among_noise_is_seen(more: Callable[[int], float]) -> None:
     draw = random.Random(11)
     runs = ([80.0 * (1 + draw.gauss(0, 0.03)) + more(index) for index in range(20)] for _ in range(100))
-    assert sum(growth_of(samples_of(run)) is not None for run in runs) >= 98
+    assert sum(growth_of(records_of(run)) is not None for run in runs) >= 98
 
 
 def test_all_of_what_has_doubled_is_the_growths() -> None:
-    growth = growth_of(samples_of([20.0] * 6 + [50.0] * 6, part="Slow.on_train_batch_end"))
+    growth = growth_of(records_of([20.0] * 6 + [50.0] * 6, part="Slow.on_train_batch_end"))
     assert growth is not None
     assert growth.part == "Slow.on_train_batch_end"
     assert growth.waits_s == {"Slow.on_train_batch_end": math.inf}
 
 
 def test_a_host_that_is_slower_inside_the_step_is_named_for_a_gpu() -> None:
-    samples = samples_of([80.0] * 6 + [120.0] * 6, part="gpu_work")
+    records = records_of([80.0] * 6 + [120.0] * 6, part="gpu_work")
     slower = [
-        WindowSample(
-            sample.steps,
-            sample.end_step,
-            sample.seconds,
-            sample.parts,
+        WindowRecord(
+            record.steps,
+            record.end_step,
+            record.seconds,
+            record.parts,
             {},
-            {"forward": sample.seconds - 1.0, "backward": 0.5},
+            {"forward": record.seconds - 1.0, "backward": 0.5},
         )
-        for sample in samples
+        for record in records
     ]
     growth = growth_of(slower)
     assert growth is not None
     assert growth.part == "forward"
-    assert growth.waits_s == {"gpu_work": pytest.approx(6 * PER_SAMPLE * 0.04)}
+    assert growth.waits_s == {"gpu_work": pytest.approx(6 * PER_RECORD * 0.04)}
 
 
 def test_a_gpu_that_has_more_to_do_is_not_idle() -> None:
-    growth = growth_of(samples_of([80.0] * 6 + [120.0] * 6, part="gpu_work"))
+    growth = growth_of(records_of([80.0] * 6 + [120.0] * 6, part="gpu_work"))
     assert growth is not None
     assert growth.part == "gpu_work"
     assert growth.waits_s == {}
 
 
-def test_joined_samples_are_one() -> None:
-    first, second = samples_of([80.0, 120.0], rss_mib=5.0)
+def test_joined_records_are_one() -> None:
+    first, second = records_of([80.0, 120.0], rss_mib=5.0)
     joined = first.joined(second)
     assert (joined.steps, joined.end_step, joined.seconds) == (100, 100, pytest.approx(10.0))
     assert joined.parts == {"forward": pytest.approx(9.0), "backward": 1.0}

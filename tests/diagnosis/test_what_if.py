@@ -12,8 +12,8 @@ import pytest
 from lightning_gpuopt.diagnosis.render.what_if import forecast_data, render_forecast
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, StallReport
 from lightning_gpuopt.diagnosis.what_if import CannotSayError, Forecast, WhatIf, what_if
+from lightning_gpuopt.measurements.loader_costs import LoaderCosts
 from lightning_gpuopt.measurements.loading import LoaderFacts
-from lightning_gpuopt.tuning.loader_costs import LoaderCosts
 from tests.diagnosis.reports import before
 
 COSTS = LoaderCosts(

@@ -32,9 +32,9 @@ def test_a_cut_window_comes_back_under_its_step(simulator, start):
     monitor = start()
     wait_for(lambda: monitor.summary() != {})
     monitor.cut(step=49)
-    assert monitor.has_news
+    assert monitor.has_pending
     assert monitor.ready() == [(49, {"gpu/0/utilization": 70.0})]
-    assert not monitor.has_news
+    assert not monitor.has_pending
 
 
 def test_several_nodes_have_their_own_keys(simulator, start):
@@ -54,7 +54,7 @@ def test_a_missing_device_is_given_to_who_waits(simulator, start):
 def test_a_failure_that_comes_late_is_news_and_told_once(simulator, start):
     simulator.machine(slow("nvmlInitWithFlags", 50), error("nvmlInitWithFlags", 9))
     monitor = start()
-    wait_for(lambda: monitor.has_news)
+    wait_for(lambda: monitor.has_pending)
     assert [notice.cause for notice in monitor.notices()] == ["nvml-unavailable"]
     assert monitor.notices() == []
 
@@ -68,3 +68,11 @@ def test_without_a_way_to_the_other_ranks_each_keeps_to_itself_and_says_so_once(
     assert monitor.ready() == [(0, {"gpu/0/utilization": 70.0})]
     assert [notice.cause for notice in monitor.notices()] == ["gather"]
     assert monitor.notices() == []
+
+
+def test_a_channel_that_fails_is_pending_until_it_was_reported(simulator, start):
+    simulator.machine(Gpu())
+    monitor = start(rank=1, world_size=2)  # without a process group there is no store
+    assert monitor.has_pending
+    assert [notice.cause for notice in monitor.notices()] == ["gather"]
+    assert not monitor.has_pending

@@ -11,9 +11,10 @@ from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import ceiling, loader_model, speedup_of_workers, without_data_s
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.waterfall import Waterfall
+from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loading import QueueTimes
 from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
-from lightning_gpuopt.tuning.model import HEADROOM_LEFT, Interval, most_workers, prefetch_needed
+from lightning_gpuopt.tuning.model import HEADROOM_LEFT, most_workers, prefetch_needed
 
 _BUSY: Final = 0.6
 """Workers that make batches for less than this share of their time are not the bottleneck; what follows them is."""

@@ -242,11 +242,11 @@ def inside_the_step(measurement: Measurement) -> Iterator[Candidate]:
 
 def _retries_a_step(measurement: Measurement) -> float:
     """How often torch's allocator had no memory left, and freed some, which waits for the GPU."""
-    samples = [sample for sample in measurement.history if "alloc_retries" in sample.held]
-    if len(samples) < 2:
+    records = [record for record in measurement.history if "alloc_retries" in record.held]
+    if len(records) < 2:
         return 0.0
-    return (samples[-1].held["alloc_retries"] - samples[0].held["alloc_retries"]) / (
-        samples[-1].end_step - samples[0].end_step
+    return (records[-1].held["alloc_retries"] - records[0].held["alloc_retries"]) / (
+        records[-1].end_step - records[0].end_step
     )
 
 

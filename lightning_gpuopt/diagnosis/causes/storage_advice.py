@@ -9,8 +9,8 @@ from typing import Final
 from lightning_gpuopt.diagnosis.causes.table import CAUSES, STORAGE_CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import speedup_of_cheaper_batches
+from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loading import ImageSamples, WorkerTimes
-from lightning_gpuopt.tuning.model import Interval
 
 _WORTH_IT: Final = 1.1
 """Batches per second over now, from which on a step is advised; and over a simpler step's, where there is one."""

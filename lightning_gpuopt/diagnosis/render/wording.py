@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.compare import Comparison
     from lightning_gpuopt.diagnosis.gate import Gate
     from lightning_gpuopt.diagnosis.record import Change, Finding, HotSpots, Proof, RunRecord
-    from lightning_gpuopt.tuning.model import Interval
+    from lightning_gpuopt.measurements.loader_costs import Interval
 
 _UNITS: Final = {"ms": "ms", "s": "s", "mib": "MiB", "mhz": "MHz", "percent": "%"}
 _NAME: Final = re.compile(rf"(?:(?P<what>\w+)_)?(?P<unit>{'|'.join(_UNITS)})(?P<per>_per_\w+)?(?P<rest>_max)?")

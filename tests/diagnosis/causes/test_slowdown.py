@@ -10,7 +10,7 @@ import pytest
 from lightning_gpuopt.diagnosis.diagnose import diagnose
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.measurements.gpu import DeviceState, StepLook
-from lightning_gpuopt.measurements.phases import WindowSample
+from lightning_gpuopt.measurements.phases import WindowRecord
 from tests.diagnosis.numbers import WALL_S, gpu, host, measurement, times
 
 HOOK = "Slow.on_train_batch_end"
@@ -20,7 +20,7 @@ def samples(before_ms: float, after_ms: float, part: str, held: dict[str, float]
     """Ten samples of ten steps, the last five slower."""
     grown = held or {}
     return tuple(
-        WindowSample(
+        WindowRecord(
             10,
             10 * (index + 1),
             each / 100,

@@ -13,9 +13,9 @@ from lightning.pytorch import Trainer
 from evaluation.parts import Model, quiet
 from evaluation.pause_parts import KeepsItsLosses
 from lightning_gpuopt import StallDetector
-from lightning_gpuopt.detector.growth import Growing
+from lightning_gpuopt.detector.growing_containers import Growing
 from lightning_gpuopt.detector.window_history import WindowHistory
-from lightning_gpuopt.measurements.phases import WindowSample
+from lightning_gpuopt.measurements.phases import WindowRecord
 from lightning_gpuopt.telemetry.process import ProcessReading, read_process
 from tests.diagnosis.numbers import gpu, measurement, times
 
@@ -158,26 +158,26 @@ class TestRunCourse:
         course.add(
             measurement(times(data_wait=2.0, callbacks={"A.on_train_batch_end": 1.0, "A.on_fit_end": 1.0})), 105, HELD
         )
-        (sample,) = course.samples
-        assert (sample.steps, sample.end_step, sample.seconds) == (100, 105, pytest.approx(9.0))
-        assert {name: value for name, value in sample.parts.items() if value} == {
+        (record,) = course.records
+        assert (record.steps, record.end_step, record.seconds) == (100, 105, pytest.approx(9.0))
+        assert {name: value for name, value in record.parts.items() if value} == {
             "data_wait": 2.0,
             "forward": 6.0,
             "A.on_train_batch_end": 1.0,
         }
-        assert sample.held == {"rss_mib": 512.0, "threads": 9}
+        assert record.held == {"rss_mib": 512.0, "threads": 9}
 
     def test_a_window_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         stats = {"allocated_bytes.all.current": 2**30, "reserved_bytes.all.current": 2**31, "num_alloc_retries": 3}
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
         course = WindowHistory(torch.device("cuda", 0))
         course.add(measurement(times(), gpu=gpu(compute_s=8.0, idle={"data_wait": 2.0})), 100, HELD)
-        (sample,) = course.samples
-        assert sample.seconds == 10.0
-        assert sample.parts["gpu_work"] == 8.0
-        assert sample.parts["data_wait"] == 2.0
-        assert sample.host == {"forward": 10.0, "backward": 0.0, "optimizer": 0.0}
-        assert (sample.held["gpu_allocated_mib"], sample.held["gpu_reserved_mib"], sample.held["alloc_retries"]) == (
+        (record,) = course.records
+        assert record.seconds == 10.0
+        assert record.parts["gpu_work"] == 8.0
+        assert record.parts["data_wait"] == 2.0
+        assert record.host == {"forward": 10.0, "backward": 0.0, "optimizer": 0.0}
+        assert (record.held["gpu_allocated_mib"], record.held["gpu_reserved_mib"], record.held["alloc_retries"]) == (
             1024,
             2048,
             3,
@@ -190,15 +190,15 @@ class TestRunCourse:
         monkeypatch.setattr(torch.cuda, "memory_stats", refuse)
         course = WindowHistory(torch.device("cuda", 0))
         course.add(measurement(times(), gpu=gpu()), 100, HELD)
-        assert course.samples[0].held == {"rss_mib": 512.0, "threads": 9}
+        assert course.records[0].held == {"rss_mib": 512.0, "threads": 9}
 
-    def test_a_long_run_is_kept_in_64_samples_at_most(self) -> None:
+    def test_a_long_run_is_kept_in_64_records_at_most(self) -> None:
         course = WindowHistory(None)
         for index in range(2000):
-            course._keep(WindowSample(10, 10 * (index + 1), 0.5, {"forward": 0.5}))
-        assert len(course.samples) <= 64
-        assert sum(sample.steps for sample in course.samples) == 20_000
-        assert course.samples[-1].end_step == 20_000
+            course._keep(WindowRecord(10, 10 * (index + 1), 0.5, {"forward": 0.5}))
+        assert len(course.records) <= 64
+        assert sum(record.steps for record in course.records) == 20_000
+        assert course.records[-1].end_step == 20_000
 
 
 def test_without_proc_nothing_is_held(tmp_path: Any) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_gpuopt.tuning.model import Interval
+Interval = tuple[float, float, float]
+"""A figure and its uncertainty: (low, mid, high)."""
 
 
 @dataclass(frozen=True, slots=True)
