@@ -52,6 +52,7 @@ def test_one_that_ends_before_has_no_result(tmp_path: Path) -> None:
     assert run_ranks(f"{HERE}:note_and", 2, folder=str(tmp_path), first="dies", second="returns") == [None, 1]
 
 
+@pytest.mark.timed
 def test_one_that_fails_ends_them_all_at_once(tmp_path: Path) -> None:
     begun = time.monotonic()
     with pytest.raises(AssertionError, match=r"(?s)ranks \[1\] of .* failed.*OSError: the disk is gone"):
@@ -65,6 +66,7 @@ def test_one_that_may_fail_leaves_the_others_alone(tmp_path: Path) -> None:
     assert run_ranks(f"{HERE}:note_and", 2, may_fail=True, **arguments) == [None, 1]
 
 
+@pytest.mark.timed
 def test_after_the_time_limit_all_are_ended(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"ranks \[0\] of .* still ran after 5 s"):
         run_ranks(f"{HERE}:note_and", 2, timeout_s=5, folder=str(tmp_path), first="stays", second="returns")

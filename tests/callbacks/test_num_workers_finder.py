@@ -1137,6 +1137,7 @@ def test_a_rank_that_fails_leaves_no_worker_and_holds_up_nobody(how: str, ended:
         assert ranks[1]["ended"] == "OSError"
 
 
+@pytest.mark.timed
 def test_the_ranks_of_a_node_probe_together_and_agree() -> None:
     ranks = run_ranks("tests.callbacks.tuned_rank:probe", 2)
     assert [rank["num_workers"] for rank in ranks] == [3, 3]  # what rank 1 needs

@@ -134,6 +134,7 @@ def fit(
     model: Model | None = None,
     threshold: float = 0.1,
     epoch: int = 1000,
+    steps: int = 35,
 ) -> dict[str, Any]:
     logger = RecordingLogger()
     model = model or Model(step_s, sample_s)
@@ -144,7 +145,7 @@ def fit(
             "devices": world_size,
             "strategy": "ddp",
             "logger": logger,
-            "max_steps": 35,
+            "max_steps": steps,
             "limit_train_batches": epoch,
         }
         look = Look(detector)
@@ -214,7 +215,7 @@ def two() -> dict[str, Any]:
         "compute": fit(2, step_s=STEP_S + (0.03 if RANK == 1 else 0.0)),
         "data": fit(2, sample_s=0.015 if RANK == 1 else 0.0),
         "collectives": fit(2, model=LargeModel()),
-        "metrics": fit(2, model=LogsEachStep(0.001, 0.0)),
+        "metrics": fit(2, model=LogsEachStep(0.001, 0.0), steps=200),  # a second or two: time for stack samples
         "metrics_slow_rank": fit(2, model=LogsEachStep(STEP_S + (0.06 if RANK == 1 else 0.0), 0.0)),
         "epoch_metrics": fit(2, model=LogsEachEpoch(0.001, 0.0), threshold=0.001, epoch=5),
     }

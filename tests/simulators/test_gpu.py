@@ -372,6 +372,7 @@ def test_a_progress_bar_that_shows_a_loss_waits_at_each_step(gpu, clock, tmp_pat
     assert lengths == [seconds(0.072)] * 4
 
 
+@pytest.mark.timed
 def test_a_fit_on_real_time(tmp_path):
     with simulated_gpu(copy_s=0.001) as gpu:
         begin_s = time.perf_counter()

@@ -183,7 +183,7 @@ def test_a_fork_while_another_thread_opens_a_shard_does_not_hang(path: Path) -> 
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork with threads
         child = multiprocessing.get_context("fork").Process(target=assert_numbered, args=(path, 25))
         child.start()
-    child.join(10)
+    child.join(60)
     child.kill()  # if it hangs
     child.join()
     go.set()

@@ -387,6 +387,7 @@ def test_the_thread_waits_by_what_its_own_reading_took(proc: Proc, monkeypatch: 
     assert waits == [pytest.approx(1.0)]
 
 
+@pytest.mark.timed
 def test_a_real_busy_process_is_seen_busy_and_a_sleeping_one_asleep() -> None:
     busy = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
     asleep = subprocess.Popen(
