@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -11,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
-import fsspec
 from typing_extensions import override
 
 from lightning_gpuopt.compat.lightning import (
@@ -23,12 +21,12 @@ from lightning_gpuopt.compat.lightning import (
     say_once,
 )
 from lightning_gpuopt.detector.kernel_profiling import Profile
+from lightning_gpuopt.detector.report_files import is_remote, read_report, write_report
 from lightning_gpuopt.detector.session import DetectorOptions, DetectorSession, WindowListener
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.diagnose import StallError
-from lightning_gpuopt.diagnosis.render.speedscope import STACKS_FILE, speedscope
 from lightning_gpuopt.diagnosis.render.text import render_text
-from lightning_gpuopt.diagnosis.report import Finding, StallReport, write_whole
+from lightning_gpuopt.diagnosis.report import Finding, StallReport
 from lightning_gpuopt.diagnosis.where import finding_name
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.phases import PHASES
@@ -196,7 +194,7 @@ class StallDetector(CallbackBase):
             log_dir = trainer.log_dir  # asks the other ranks, so every rank asks
             if not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 self._folder = f"{str(log_dir or trainer.default_root_dir).rstrip('/')}/gpuopt"
-        self._baseline = _read_report(self._folder)
+        self._baseline = read_report(self._folder)
         options = DetectorOptions(
             self.threshold, self.window_size, self.warmup_steps, self.hang_timeout, self.nvtx, self.profile
         )
@@ -293,7 +291,7 @@ class StallDetector(CallbackBase):
         if window.waterfall.wall_s > 0:
             self._bar_item.set_percent(window.waterfall.share(window.waterfall.wait("data_wait")) * 100)
         local = self._folder if trainer.is_global_zero else None
-        if findings and self.capture_trace and local is not None and "://" not in local:
+        if findings and self.capture_trace and local is not None and not is_remote(local):
             session.record_trace(Path(local) / "trace.json.gz")
         self._report_findings(trainer, findings)
 
@@ -322,7 +320,7 @@ class StallDetector(CallbackBase):
     def _report_hang(self, session: DetectorSession, quiet_s: float) -> None:
         """Called on the thread of the watch; any rank may be the one that hangs."""
         folder = self._folder
-        local = Path(folder) if folder is not None and "://" not in folder else Path(tempfile.gettempdir())
+        local = Path(folder) if folder is not None and not is_remote(folder) else Path(tempfile.gettempdir())
         path = session.write_hang(local, quiet_s)
         warnings.warn(
             f"StallDetector: no progress for {quiet_s:.0f} s. What every thread and worker is doing is in "
@@ -380,27 +378,9 @@ class StallDetector(CallbackBase):
 
     def _write(self, trainer: Trainer, folder: str, report: StallReport) -> None:
         try:
-            if "://" not in folder:
-                self._write_into(folder, report)
-                return
-            with tempfile.TemporaryDirectory() as local:
-                self._write_into(local, report)
-                remote, path = fsspec.core.url_to_fs(folder)
-                remote.makedirs(path, exist_ok=True)
-                for name in sorted(os.listdir(local)):  # a list at once is misread by fsspec before 2023.9
-                    remote.put_file(f"{local}/{name}", f"{path}/{name}")
+            write_report(folder, report, self._sampled, page=self.writes_page)
         except Exception as error:
             say_once(trainer, "report-not-written", f"StallDetector could not write to {folder}: {error}")
-
-    def _write_into(self, folder: str, report: StallReport) -> None:
-        report.save_json(f"{folder}/report.json")
-        if self.writes_page:
-            report.save_html(f"{folder}/report.html")
-        stacks = Path(folder) / STACKS_FILE
-        if self._sampled:
-            write_whole(stacks, json.dumps(speedscope(self._sampled)))
-        else:
-            stacks.unlink(missing_ok=True)  # an earlier run's belong to no report here
 
     def _leave(self) -> None:
         session, self._session = self._session, None
@@ -413,14 +393,3 @@ class StallDetector(CallbackBase):
     @override
     def _is_user_error(self, error: Exception) -> bool:
         return isinstance(error, StallError)
-
-
-def _read_report(folder: str | None) -> StallReport | None:
-    """The report that an earlier run has left in the folder; None where there is none that can be read."""
-    if folder is None:
-        return None
-    try:
-        with fsspec.open(f"{folder}/report.json", "r", encoding="utf-8") as file:
-            return StallReport.from_json(file.read())
-    except Exception:  # none there, or somebody else's: nothing to compare with
-        return None

@@ -17,6 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
+from lightning_gpuopt.detector.report_files import read_report
 from lightning_gpuopt.diagnosis.record import RunRecord
 from lightning_gpuopt.diagnosis.render.text import render_text
 from lightning_gpuopt.diagnosis.report import StallReport
@@ -85,16 +86,9 @@ def fits_of(notes: Sequence[dict[str, Any]]) -> list[Fit]:
             fit = fits.setdefault(note["folder"], Fit(Path(note["folder"])))
             fit.ended, fit.messages = True, list(note.get("messages", ()))
     for fit in fits.values():
-        fit.report = _read_report(fit.folder)
+        fit.report = read_report(fit.folder)
         fit.gpu = _read_gpu(fit.folder)
     return list(fits.values())
-
-
-def _read_report(folder: Path) -> StallReport | None:
-    try:
-        return StallReport.from_json((folder / "report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def _read_gpu(folder: Path) -> dict[str, float]:
