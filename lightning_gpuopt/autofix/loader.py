@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,8 +23,8 @@ from lightning_gpuopt.compat.dataloader import (
     shut_down,
     why_not_reset,
 )
-from lightning_gpuopt.compat.lightning import Trainer, replace_get_iterator, shadow, train_iterators, train_loaders
-from lightning_gpuopt.compat.lightning_loops import is_begun_by_fetcher
+from lightning_gpuopt.compat.lightning import Trainer, train_iterators, train_loaders
+from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.loader import FinderOptions, has_own_state, why_left_alone
@@ -31,8 +32,6 @@ from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
 from lightning_gpuopt.tuning.sampler_draws import why_not_earlier
 from lightning_gpuopt.tuning.sharing import WorkersStart, forks, own_workers, state_of
 from lightning_gpuopt.tuning.without_workers import check_workers
-from lightning_gpuopt.utils.replacement import Replacement
-from lightning_gpuopt.utils.seen_loaders import LoaderListener
 
 log = logging.getLogger(__name__)
 
@@ -69,25 +68,21 @@ class AdjustableLoader:
         self._undo = ExitStack()
         self.refused: dict[str, str] = {}
         self.looked_s = 0.0
-        strategy = trainer.strategy
-        self._undo.callback(
-            shadow(strategy, "process_dataloader", LoaderListener(strategy.process_dataloader, self._see))
-        )
+        self._thread = threading.get_ident()
+        self._registry = LoaderRegistry.of(trainer)
+        self._undo.callback(self._registry.subscribe(self, trainer))
 
     # -- finding the loader, and following its iterators
 
-    def _see(self, loader: Any) -> None:
-        if not self._trainer.training or any(each is loader for each, _ in self._seen):
+    def loader_seen(self, seen: SeenLoader) -> None:
+        """Take in a loader; the registry calls it."""
+        if not seen.is_training:
             return
+        loader = seen.loader
         reason = why_left_alone(loader, _OPTIONS)
         if reason is None and not is_plain(loader):
             reason = f"a {type(loader).__name__} alone: it makes its iterators itself"
         self._seen.append((loader, reason))
-        if reason is None:
-            undo = replace_get_iterator(
-                loader, lambda create: Replacement(create, lambda: self._new_iterator(loader, create))
-            )
-            self._undo.callback(undo)
 
     @property
     def _loader(self) -> DataLoader[Any] | None:
@@ -101,9 +96,9 @@ class AdjustableLoader:
             return "the training loader was made before"
         return None if known[0] is None else f"AutoFix leaves {known[0]}"
 
-    def _new_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
-        # validation may read the same loader, and other callbacks as well
-        if not self._trainer.training or loader is not self._loader or not is_begun_by_fetcher(self._trainer):
+    def make_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
+        """Make an iterator with the settings that were asked for; the registry calls it."""
+        if loader is not self._loader or threading.get_ident() != self._thread:
             return create()
         self._note_dataset(loader)
         for setting in list(self._next):

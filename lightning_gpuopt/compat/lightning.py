@@ -62,7 +62,6 @@ __all__ = [
     "profiler",
     "rank_zero_info",
     "rank_zero_warn",
-    "replace_get_iterator",
     "say_once",
     "seed_everything",
     "set_train_batches",
@@ -446,16 +445,3 @@ _buried: list[tuple[Any, str, Any, Any]] = []
 
 def _is_shadow(buried: tuple[Any, str, Any, Any], owner: Any, name: str, replacement: Any) -> bool:
     return buried[0] is owner and buried[1] == name and buried[2] is replacement
-
-
-def replace_get_iterator(loader: Any, ours: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Have something of ours make a loader's iterators.
-
-    Args:
-        loader: the loader.
-        ours: returns the replacement for its ``_get_iterator``, which it is given.
-
-    Returns:
-        The undo, which may be called more than once.
-    """
-    return shadow(loader, "_get_iterator", ours(loader._get_iterator))

@@ -9,7 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt.compat.dataloader import running_workers, worker_pids
-from lightning_gpuopt.compat.lightning import Trainer, shadow, train_iterators, train_loaders
+from lightning_gpuopt.compat.lightning import Trainer, train_iterators, train_loaders
+from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
 from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.measurements.loading import LoaderFacts, Pipelines, WorkerTimes
 from lightning_gpuopt.telemetry.host import HostWatch
@@ -18,7 +19,6 @@ from lightning_gpuopt.timeline.loader import facts_of, pipeline_of
 from lightning_gpuopt.timeline.queues import QueueProbe
 from lightning_gpuopt.timeline.worker_clock import TimedCollate, watch_workers
 from lightning_gpuopt.timeline.worker_stacks import WorkerStacks
-from lightning_gpuopt.utils.seen_loaders import LoaderListener
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +42,7 @@ class LoaderWatch:
         self._host = HostWatch(local_ranks=trainer.num_devices)
         self.queues = QueueProbe()
         self.facts = LoaderFacts()
-        strategy = trainer.strategy
-        ours = LoaderListener(strategy.process_dataloader, self._see)
-        self._undo.append(shadow(strategy, "process_dataloader", ours))
+        self._undo.append(LoaderRegistry.of(trainer).subscribe(self, trainer))
 
     def start(self) -> None:
         """Begin to read the host; called when training starts."""
@@ -158,11 +156,11 @@ class LoaderWatch:
         self._clocks.clear()
         self._pipelines.clear()
 
-    def _see(self, loader: Any) -> None:
-        """Called with each loader on its way to a loop."""
-        known = [*(each for each, _ in self._clocks), *self._pipelines.values()]
-        if not self._trainer.training or any(each is loader for each in known):
+    def loader_seen(self, seen: SeenLoader) -> None:
+        """Watch a loader; the registry calls it."""
+        if not seen.is_training:
             return
+        loader = seen.loader
         try:
             if pipeline_of(loader) is not None:
                 self._pipelines[self._pipelines_seen] = loader

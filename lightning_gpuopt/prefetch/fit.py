@@ -12,6 +12,7 @@ import torch
 from lightning_gpuopt.compat import lightning_loops as loops
 from lightning_gpuopt.compat.dataloader import may_pin
 from lightning_gpuopt.compat.lightning import LightningModule, PassThroughProfiler, Trainer, profiler, say_once, shadow
+from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
 from lightning_gpuopt.prefetch.fetcher import NOTHING_YET, LookAheadFetcher, Ready
 from lightning_gpuopt.prefetch.leaves import is_on
 from lightning_gpuopt.prefetch.randomness import RandomStates
@@ -74,8 +75,7 @@ class PrefetchedRun:
         self._place(strategy.precision_plugin, "convert_input", Replacement(self._convert, self._convert_input))
         self._place(strategy, "batch_to_device", Replacement(self._to_device, self._batch_to_device))
         if self._on_cuda:
-            self._process = strategy.process_dataloader
-            self._place(strategy, "process_dataloader", Replacement(self._process, self._process_dataloader))
+            self._undo.callback(LoaderRegistry.of(trainer).subscribe(self, trainer))
 
     def _place(self, owner: Any, name: str, replacement: Any) -> None:
         self._undo.callback(shadow(owner, name, replacement))
@@ -251,11 +251,10 @@ class PrefetchedRun:
         del ready, expected  # the hook may give back other tensors: these are free then
         return loops.after_transfer(self._pl_module, moved, dataloader_idx)
 
-    def _process_dataloader(self, dataloader: Any) -> Any:
-        processed = self._process(dataloader)
+    def loader_seen(self, seen: SeenLoader) -> None:
+        """Pin a loader's batches; the registry calls it."""
         if not self._asleep:
-            self._pin(processed)
-        return processed
+            self._pin(seen.inner)
 
     def _pin(self, loader: Any) -> None:
         """Have a loader's own thread bring batches to page-locked memory."""

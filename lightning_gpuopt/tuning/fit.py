@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -13,14 +12,12 @@ from torch.utils.data import DataLoader
 from lightning_gpuopt.compat.dataloader import persistent_iterator
 from lightning_gpuopt.compat.lightning import (
     Trainer,
-    replace_get_iterator,
     say_once,
-    shadow,
     silence_worker_hint,
     train_iterators,
     train_loaders,
 )
-from lightning_gpuopt.compat.lightning_loops import is_begun_by_fetcher
+from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
 from lightning_gpuopt.tuning.loader import (
     FinderOptions,
     LeftAlone,
@@ -29,8 +26,6 @@ from lightning_gpuopt.tuning.loader import (
     WorkersChoice,
     why_left_alone,
 )
-from lightning_gpuopt.utils.replacement import Replacement
-from lightning_gpuopt.utils.seen_loaders import LoaderListener
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +52,13 @@ class TunedFit:
         self._options = options
         self._restored = restored
         self._under_way = False
-        self._thread = threading.get_ident()
         self._undo = ExitStack()
         self._tuned: dict[int, TunedLoader] = {}
         self._choices: dict[int, WorkersChoice] = {}
         self._left: set[int] = set()
-        self._watched: list[tuple[DataLoader[Any], Callable[[], None]]] = []
-        strategy = trainer.strategy
-        ours = LoaderListener(strategy.process_dataloader, self._see)
-        self._undo.callback(shadow(strategy, "process_dataloader", ours))
+        self._registry = LoaderRegistry.of(trainer)
+        self._watched: list[DataLoader[Any]] = []
+        self._undo.callback(self._registry.subscribe(self, trainer))
 
     @property
     def choices(self) -> dict[int, WorkersChoice]:
@@ -92,7 +85,7 @@ class TunedFit:
         """The loaders are about to be iterated."""
         loaders = train_loaders(self.trainer)
         self._let_go(loaders)
-        for loader, _ in self._watched:
+        for loader in self._watched:
             if self._tuned_of(loader) is None and persistent_iterator(loader) is not None:
                 self._take_in(loader, loaders)  # its workers run since an earlier fit
         for tuned in self._tuned.values():
@@ -121,8 +114,7 @@ class TunedFit:
             failed: training has ended with an exception, which may keep the iterators alive: end their workers.
         """
         self._undo.close()
-        while self._watched:
-            self._watched.pop()[1]()
+        self._watched.clear()
         iterators = train_iterators(self.trainer) if failed else []
         self._choices = self.choices
         while self._tuned:
@@ -135,26 +127,22 @@ class TunedFit:
 
     # -- following the loaders, and their iterators
 
-    def _see(self, loader: Any) -> None:
-        if not self.trainer.training or any(each is loader for each, _ in self._watched):
+    def loader_seen(self, seen: SeenLoader) -> None:
+        """Tune a loader once it is iterated; the registry calls it."""
+        if not seen.is_training:
             return
         try:
-            if (reason := why_left_alone(loader, self._options)) is not None:
+            if (reason := why_left_alone(seen.loader, self._options)) is not None:
                 self._say(reason)
                 return
-            undo = replace_get_iterator(
-                loader, lambda create: Replacement(create, lambda: self._new_iterator(loader, create))
-            )
-            self._watched.append((loader, undo))
+            self._watched.append(seen.loader)
             self._undo.callback(silence_worker_hint("train_dataloader"))
         except Exception as error:
             self._fail(error)
 
-    def _new_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
-        """Replaces the loader's ``_get_iterator``."""
-        # validation may read the same loader, and other callbacks as well
-        theirs = threading.get_ident() == self._thread and not is_begun_by_fetcher(self.trainer)
-        if not self.trainer.training or theirs:
+    def make_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
+        """Make an iterator of a loader under tuning; the registry calls it."""
+        if not any(each is loader for each in self._watched):
             return create()
         tuned = self._tuned_of(loader) or self._take_in(loader, train_loaders(self.trainer))
         return create() if tuned is None else tuned.new_iterator(create)
@@ -187,12 +175,9 @@ class TunedFit:
 
     def _let_go(self, loaders: list[Any]) -> None:
         """Forget the loaders that the training loop has dropped."""
-        kept = [each for each in self._watched if any(each[0] is loader for loader in loaders)]
-        for watched in self._watched:
-            if watched not in kept:
-                watched[1]()
-        self._watched = kept
-        left = [index for index, loader in enumerate(loaders) if any(loader is each for each, _ in kept)]
+        self._registry.forget_dropped()
+        self._watched = kept = [each for each in self._watched if any(each is loader for loader in loaders)]
+        left = [index for index, loader in enumerate(loaders) if any(loader is each for each in kept)]
         for index in [index for index in self._tuned if index not in left]:
             del self._tuned[index]
 

@@ -88,6 +88,12 @@ class Fetcher:
         return iter([each._get_iterator() for each in self.loaders])
 
 
+class PlainTrainer(SimpleNamespace):
+    """Has the attributes that it is given; can be held weakly, and be a key."""
+
+    __hash__ = object.__hash__
+
+
 class Rig:
     """An AdjustableLoader over these loaders, of whose iterators it only counts how many are made."""
 
@@ -97,7 +103,7 @@ class Rig:
             _combined_loader=SimpleNamespace(flattened=self.loaders, _iterator=SimpleNamespace(iterators=[])),
             _data_fetcher=Fetcher(self.loaders),
         )
-        self.trainer: Any = SimpleNamespace(
+        self.trainer: Any = PlainTrainer(
             strategy=SimpleNamespace(process_dataloader=lambda loader: loader),
             fit_loop=self.loops,
             **{

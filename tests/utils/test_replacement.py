@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_gpuopt.utils.replacement import Replacement, identity
-from lightning_gpuopt.utils.seen_loaders import LoaderListener
 
 
 def original(first: int, *, second: int = 0) -> int:
@@ -41,11 +40,3 @@ def test_a_replacement_of_a_replacement_is_still_the_original() -> None:
 
 def test_identity_gives_what_it_was_given() -> None:
     assert identity(original) is original
-
-
-def test_a_listener_sees_each_loader_as_the_strategy_has_made_it() -> None:
-    seen: list[Any] = []
-    listener = LoaderListener(lambda loader: [loader], seen.append)
-    given = listener("loader")
-    assert given == ["loader"]
-    assert seen[0] is given

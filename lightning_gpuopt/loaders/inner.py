@@ -1,0 +1,35 @@
+"""Finds the torch DataLoader inside a loader: WebDataset's first stage, or an attribute of a user's own class."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch.utils.data import DataLoader
+
+_MAX_ATTRIBUTES: Final = 64
+_MAX_DEPTH: Final = 3
+
+
+def dataloader_in(loader: Any, depth: int = _MAX_DEPTH) -> DataLoader[Any] | None:
+    """The DataLoader that makes a loader's batches.
+
+    Args:
+        loader: a loader of any kind.
+        depth: how many attributes deep to look.
+
+    Returns:
+        The loader itself where it is a DataLoader; the only one behind its attributes; else None.
+    """
+    if isinstance(loader, DataLoader):
+        return loader
+    if depth <= 0 or isinstance(loader, (str, bytes, dict, set, range)) or type(loader).__module__ == "builtins":
+        return None
+    stages = getattr(loader, "pipeline", None)  # webdataset's DataPipeline: each stage feeds the next
+    if isinstance(stages, (list, tuple)) and stages and isinstance(stages[0], DataLoader):
+        return stages[0]
+    held = list(getattr(loader, "__dict__", {}).values())[:_MAX_ATTRIBUTES]
+    found = [each for each in held if isinstance(each, DataLoader)]
+    if not found and depth > 1:
+        deeper = (dataloader_in(each, depth - 1) for each in held if hasattr(type(each), "__iter__"))
+        found = [each for each in deeper if each is not None]
+    return found[0] if len({id(each) for each in found}) == 1 else None

@@ -1,0 +1,186 @@
+"""The one registry of a Trainer's loaders: who wants to know of them, or to make their iterators, subscribes.
+
+``strategy.process_dataloader`` is shadowed once for as long as somebody subscribes, and so is ``_get_iterator`` of each
+training loader: Lightning passes every loader there, with its sampler, before it is iterated.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import DataLoader
+
+from lightning_gpuopt.compat.lightning import Trainer, shadow, train_loaders
+from lightning_gpuopt.compat.lightning_loops import is_begun_by_fetcher
+from lightning_gpuopt.loaders.inner import dataloader_in
+from lightning_gpuopt.utils.replacement import Replacement
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class SeenLoader:
+    """A loader that a strategy has made ready.
+
+    Attributes:
+        loader: what the Trainer iterates.
+        inner: the DataLoader that makes its batches: itself, or one inside it; None where there is none.
+        is_training: whether it was made for training; else for validation, or another loop.
+    """
+
+    loader: Any
+    inner: DataLoader[Any] | None
+    is_training: bool
+    _iterator: Callable[[], Any] = field(default=lambda: None, repr=False)
+    _undo: Callable[[], None] = field(default=lambda: None, repr=False)
+
+    @property
+    def iterator(self) -> Any:
+        """The last iterator of ``inner``; None before there is one, and once nobody holds it any more."""
+        return self._iterator()
+
+
+class LoaderSubscriber(Protocol):
+    """Hears of each loader."""
+
+    def loader_seen(self, seen: SeenLoader) -> None:
+        """A loader was made ready; it is not iterated yet."""
+
+
+@runtime_checkable
+class IteratorMaker(Protocol):
+    """Makes the iterators of training loaders as well."""
+
+    def make_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
+        """An iterator for the training loop; not one with which a callback, or validation, reads the same loader.
+
+        Args:
+            loader: the DataLoader.
+            create: makes it as without this subscriber.
+        """
+
+
+class LoaderRegistry:
+    """The loaders of one Trainer. Use :meth:`of`.
+
+    Args:
+        trainer: the Trainer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._thread = threading.get_ident()
+        self._subscribers: list[LoaderSubscriber] = []
+        self._seen: list[SeenLoader] = []
+        self._undo: Callable[[], None] | None = None
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> LoaderRegistry:
+        """The registry of a Trainer; the same one for everybody."""
+        registry = _registries.get(trainer)
+        if registry is None:
+            registry = _registries[trainer] = cls(trainer)
+        return registry
+
+    def subscribe(self, subscriber: LoaderSubscriber, trainer: Trainer) -> Callable[[], None]:
+        """Hear of each loader from now on; call it in ``setup``, before the Trainer has asked for its loaders.
+
+        Args:
+            subscriber: a later one's iterators are put around an earlier one's.
+            trainer: the Trainer of this registry.
+
+        Returns:
+            The undo, which may be called more than once.
+        """
+        if not self._subscribers:
+            strategy = trainer.strategy
+            process = strategy.process_dataloader
+            self._thread = threading.get_ident()
+            self._undo = shadow(
+                strategy, "process_dataloader", Replacement(process, lambda dataloader: self._pass(process, dataloader))
+            )
+        self._subscribers.append(subscriber)
+
+        def undo() -> None:
+            if not any(each is subscriber for each in self._subscribers):
+                return
+            self._subscribers = [each for each in self._subscribers if each is not subscriber]
+            if not self._subscribers:
+                self._end()
+
+        return undo
+
+    def find(self, loader: Any) -> SeenLoader | None:
+        """What is known of a loader; None where it was made ready before anybody subscribed."""
+        return next((each for each in self._seen if each.loader is loader or each.inner is loader), None)
+
+    @property
+    def training(self) -> list[SeenLoader]:
+        """The training loaders that the Trainer has now, in its order; those that were not seen are left out."""
+        trainer = self._trainer()
+        found = [self.find(loader) for loader in (train_loaders(trainer) if trainer is not None else ())]
+        return [each for each in found if each is not None]
+
+    def forget_dropped(self) -> None:
+        """Let go of training loaders that the Trainer has dropped; called as an epoch begins."""
+        kept = self.training
+        if not kept:
+            return
+        for each in [each for each in self._seen if each not in kept]:
+            each._undo()
+            self._seen.remove(each)
+
+    def _pass(self, process: Callable[[object], object], loader: object) -> object:
+        processed: object = process(loader)
+        trainer = self._trainer()
+        if trainer is not None and not (trainer.training and self.find(processed) is not None):
+            self._add(processed, is_training=bool(trainer.training))
+        return processed
+
+    def _add(self, loader: Any, *, is_training: bool) -> None:
+        seen = SeenLoader(loader, dataloader_in(loader), is_training)
+        if is_training:
+            self._seen.append(seen)
+        if is_training and seen.inner is not None and callable(getattr(seen.inner, "_get_iterator", None)):
+            create = seen.inner._get_iterator
+            seen._undo = shadow(seen.inner, "_get_iterator", Replacement(create, lambda: self._iterate(seen, create)))
+        for subscriber in self._subscribers:
+            try:
+                subscriber.loader_seen(seen)
+            except Exception:  # whatever a loader of somebody's own does not like about it
+                log.debug("%s failed on a loader", type(subscriber).__name__, exc_info=True)
+
+    def _iterate(self, seen: SeenLoader, create: Callable[[], Any]) -> Any:
+        trainer = self._trainer()
+        here = threading.get_ident() == self._thread
+        if trainer is None or not trainer.training or (here and not is_begun_by_fetcher(trainer)):
+            return create()
+        assert seen.inner is not None
+        for subscriber in self._subscribers:
+            if isinstance(subscriber, IteratorMaker):
+                create = _bound(subscriber, seen.inner, create)
+        iterator = create()
+        try:
+            seen._iterator = weakref.ref(iterator)
+        except TypeError:  # such as an iterator without a place for weak references
+            seen._iterator = lambda: None
+        return iterator
+
+    def _end(self) -> None:
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+        while self._seen:
+            self._seen.pop()._undo()
+
+
+def _bound(maker: IteratorMaker, loader: DataLoader[Any], create: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: maker.make_iterator(loader, create)
+
+
+_registries: weakref.WeakKeyDictionary[Trainer, LoaderRegistry] = weakref.WeakKeyDictionary()
