@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-timed test-loaded test-examples test-matrix test-gpu test-faults lint hooks docs bench clean
+.PHONY: setup demo test test-timed test-loaded test-examples test-matrix test-gpu test-faults lint hooks docs bench clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -12,6 +12,9 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
+
+# .venv with this package and all that its tests and linters need.
+setup: $(READY)
 
 demo: $(READY)
 	$(BIN)/lightning-gpuopt demo

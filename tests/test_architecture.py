@@ -1,4 +1,4 @@
-"""docs/dev/architecture.md and CONTRIBUTING.md say what is so: rooms, layers, files and names; and no import circle."""
+"""The pages for developers say what is so: rooms, layers, contracts, files and names; and no import circle."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 NAME = "lightning_gpuopt"
 PACKAGE = ROOT / NAME
 PAGE = ROOT / "docs/dev/architecture.md"
+DECISIONS = ROOT / "docs/dev/decisions.md"
 GUIDE = ROOT / "CONTRIBUTING.md"
 AT_THE_ROOT = {"__init__.py", "__main__.py", "_version.py"}
 MOST_TERMS = 12
@@ -138,12 +139,55 @@ def test_the_rooms_are_in_the_order_of_the_layers() -> None:
     assert ranks == sorted(ranks)
 
 
-def test_the_layers_are_those_that_the_linter_checks() -> None:
+def contracts(kind: str) -> list[dict[str, Any]]:
+    """The contracts of this kind that the linter checks."""
     settings: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    contracts = settings["tool"]["importlinter"]["contracts"]
-    (contract,) = [each for each in contracts if each["name"] == "The rooms of the house"]
+    return [each for each in settings["tool"]["importlinter"]["contracts"] if each["type"] == kind]
+
+
+def test_the_layers_are_those_that_the_linter_checks() -> None:
+    (contract,) = contracts("layers")
     assert layers() == [set(re.findall(r"\w+", layer)) for layer in contract["layers"]]
     assert set.union(*layers()) == {room.partition("/")[0] for room in rooms()}
+
+
+Contract = tuple[bool, frozenset[str], frozenset[str]]
+"""Whether its files alone may import the libraries, rather than not at all; the files; the libraries."""
+
+
+def contracts_of_the_page() -> set[Contract]:
+    """What the sentence "Further contracts" says, clause by clause."""
+    (sentence,) = re.findall(
+        r"^Further contracts: (.*?)(?=\n\n|\Z)", section("Who imports whom"), re.MULTILINE | re.DOTALL
+    )
+    found = set()
+    for clause in sentence.split(";"):
+        spans = re.findall(r"`([^`]+)`", clause)
+        files = frozenset(span for span in spans if "/" in span)
+        assert clause.strip().startswith("only ") != ("do not import" in clause), clause
+        found.add((clause.strip().startswith("only "), files, frozenset(spans) - files))
+    return found
+
+
+def file_of(module: str) -> str:
+    """A module, or a package, as the page writes it."""
+    path = "/".join(module.split(".")[1:])
+    return f"{path}/" if (PACKAGE / path).is_dir() else f"{path}.py"
+
+
+def test_the_further_contracts_are_those_that_the_linter_checks() -> None:
+    checked: set[Contract] = set()
+    for each in contracts("forbidden"):
+        allowed = [line.partition(" -> ")[0] for line in each.get("ignore_imports", ())]
+        assert not allowed or each["source_modules"] == [NAME]
+        files = frozenset(map(file_of, allowed or each["source_modules"]))
+        checked.add((bool(allowed), files, frozenset(each["forbidden_modules"])))
+    assert contracts_of_the_page() == checked
+
+
+def test_the_page_says_that_there_are_no_circles_as_the_linter_does() -> None:
+    assert len(contracts("acyclic_siblings")) == 1
+    assert "files do not import one another in a circle" in " ".join(section("Who imports whom").split())
 
 
 # ---- what the pages name ----
@@ -172,10 +216,10 @@ def defines(body: list[ast.stmt], name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("page", [PAGE, GUIDE], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [PAGE, DECISIONS, GUIDE], ids=lambda page: page.name)
 def test_what_a_page_names_is_there(page: Path) -> None:
     pairs = named(page)
-    assert len(pairs) > 30
+    assert len(pairs) > 15
     assert [path for path, _ in pairs if in_tree(path) is None] == []
     missing = []
     for path, name in pairs:

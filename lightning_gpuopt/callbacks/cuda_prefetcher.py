@@ -135,7 +135,7 @@ class CudaPrefetcher(CallbackBase):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same, where the loaders are new."""
+        """Stand in front of the loop's fetcher where the loaders are new."""
         self._enter("fit", trainer)
 
     @override

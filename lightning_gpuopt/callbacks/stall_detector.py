@@ -263,7 +263,7 @@ class StallDetector(CallbackBase):
         self._finish(trainer, ended=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The same, for a run that ends early; Lightning calls no ``teardown`` then."""
+        """Freeze and write the report of a run that ends early; Lightning calls no ``teardown`` then."""
         self._finish(trainer, ended=False)
         if isinstance(exception, KeyboardInterrupt):
             self._print(trainer, interrupted=True)

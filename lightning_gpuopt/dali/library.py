@@ -12,7 +12,7 @@ _pipelines: set[weakref.ref[Any]] = set()
 
 
 class _Held(threading.local):
-    """What a thread holds during its fork; in a forked process, first of all, what was held when it was forked."""
+    """The pipelines that a thread holds while it forks; in the forked process, those held at its fork come first."""
 
     def __init__(self) -> None:
         self.pipelines: list[list[Any]] = []
@@ -63,8 +63,8 @@ def load_dali() -> DALI:
 def held_in_forks(pipeline: Any) -> Any:
     """Keep a pipeline alive in every process that is forked from this one.
 
-    A forked process has the pipeline without its threads, and to free it there, as a garbage collection may, waits for
-    these for ever. The process that forks holds the pipeline during the fork, too: what it reads has to live as long.
+    A forked process has the pipeline, but not its threads: if it frees it, as a garbage collection may, it waits for
+    them for ever. The process that forks holds the pipeline during the fork, too: what it reads has to live as long.
 
     Args:
         pipeline: of DALI.

@@ -102,7 +102,7 @@ class DALILoader:
         return self.engine.state
 
     def random_state_after(self, done: int) -> str | None:
-        """The same after so many batches of this epoch, of the last few."""
+        """The random operators' state after ``done`` batches of this epoch; only the last few states are kept."""
         return self._states.get(done, self._resume_state)
 
     def resume_from(self, state: str | None) -> None:
@@ -157,7 +157,7 @@ class DALILoader:
             self.source.release()
 
     def _begin(self, epoch: int) -> Batches:
-        """An epoch's batches: those that have been begun at the end of the one before, or from its first on."""
+        """Begin an epoch: go on with the batches that were read ahead for it, or read from its start."""
         ahead, self._ahead = self._ahead, None
         if self._last is not None:  # whoever sets no epochs has the same one again
             self._stride = int(epoch != self._last)
@@ -254,7 +254,7 @@ class DALILoader:
             self.engine.submit(batch)
 
     def _recovered(self, batch: EncodedBatch) -> EncodedBatch:
-        """The batch without images that cannot be decoded; those that only PIL can decode as it decodes them."""
+        """The batch without the images that nothing can decode, and with those as PPM that only PIL can decode."""
         rewritten: dict[int, Bytes] = {}
         gone: list[int] = []
         for at, refused in self._undecodable(batch.images).items():

@@ -86,7 +86,7 @@ def _apply(step: Step, kept: list[Run], output_dir: Path) -> Run:
 
 
 def _put_side_by_side(runs: list[Run], folder: Path) -> None:
-    """Leave the results of the last run that is built upon in the folder, and those of the first in one below it."""
+    """Put the results of the last kept run into the folder, and those of the first run into a folder below it."""
     (folder / BEFORE).mkdir(exist_ok=True)
     for name in RESULTS:
         if (folder / name).exists():

@@ -15,7 +15,7 @@ BEFORE = "before"
 
 
 def remove_results(folder: Path) -> None:
-    """Those of an earlier demo, which this one is not to be held against."""
+    """Remove the results of an earlier demo, so that this one is not compared with them."""
     for name in RESULTS:
         (folder / name).unlink(missing_ok=True)
 

@@ -249,7 +249,7 @@ def _predicted(finding: Finding) -> Interval | None:
 
 
 def _data_wait_grows(finding: Finding) -> bool:
-    """A loader that became slower over the run: another finding does not stand beside it for the same time."""
+    """Whether a finding is of a loader that became slower: then no other finding covers the same time."""
     return finding.cause == "slowdown" and finding.evidence.get("phase") == "data_wait"
 
 

@@ -21,8 +21,8 @@ _IN_STEP: Final = frozenset(("forward", "backward", "optimizer"))
 class TimedReduce(Replacement):
     """A strategy's ``reduce`` whose time inside a step is logging.
 
-    Lightning keeps it with the metric from one ``self.log`` to the next, and from one ``fit`` to the next, and wants it
-    to be the same: it is equal to what it stands for.
+    Lightning keeps it with a metric from one ``self.log``, and one ``fit``, to the next, and expects the same function
+    each time: so it is equal to the one that it replaces.
 
     Args:
         reduce: the strategy's method.

@@ -206,7 +206,7 @@ class DetectorSession:
         return prefetchers[0].copies_ahead() if prefetchers else None
 
     def see_batch(self, batch: Any) -> None:
-        """Look at the first batch: which images are in it, and whether they are read from files; at a few shapes."""
+        """Look at the first batch's images, and whether they come from files, and at the shapes of a few batches."""
         if self._run_settings is not None:
             self._run_settings.see_batch(batch)
         self._images.see_batch(batch)

@@ -18,7 +18,18 @@ from lightning_gpuopt.measurements.phases import GPU_WORK
 
 
 class StallError(RuntimeError):
-    """A stall was found under ``StallDetector(on_stall="raise")``; the text names the cause and the cure."""
+    """A stall was found under ``StallDetector(on_stall="raise")``; the text names the cause and the cure.
+
+    Guide: ``docs/stall-detector.md``.
+
+    Example::
+
+        trainer = Trainer(callbacks=[StallDetector(on_stall="raise")])
+        try:
+            trainer.fit(model, train_dataloader)
+        except StallError as error:
+            sys.exit(f"the GPU waits: {error}")
+    """
 
 
 def diagnose(measurement: Measurement, threshold: float) -> list[Finding]:

@@ -77,9 +77,9 @@ def judge(comparison: Comparison, allowed_percent: float) -> Gate:
 
 
 def phases_per_step(report: RunRecord) -> dict[str, float]:
-    """Host seconds of a mean step, by phase: of the run since the last change, as far as the report keeps it apart.
+    """Host seconds of a mean step, by phase.
 
-    The first stretch of a run's timeline is its warm-up, wherever there is more than one.
+    The first stretch of a run's timeline is its warm-up, and is left out wherever there is more than one.
     """
     steady = report.timeline[1:] or report.timeline
     steps = sum(each.steps for each in steady)

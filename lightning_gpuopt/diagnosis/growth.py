@@ -61,10 +61,10 @@ class Growth:
 
     @property
     def waits_s(self) -> dict[str, float]:
-        """Seconds of the device's waits that are due to the growth, by name: no other cause has them.
+        """Seconds of the device's waits that are due to the growth, by name; no other cause counts them.
 
-        All of what has more than doubled: that it took some time at the beginning, too, is no cause of its own. Where
-        it is the host that is slower inside the step, ``"gpu_work"`` is idle time there.
+        A part that has at least doubled counts with all of its time (infinity), also that of the beginning. Where the
+        host became slower inside the step, ``"gpu_work"`` is the GPU's idle time there.
         """
         waits = {name: seconds for name, seconds in self.parts.items() if name != GPU_WORK}
         inside = self.part not in waits
@@ -78,8 +78,8 @@ class Growth:
 def growth_of(records: Sequence[WindowRecord]) -> Growth | None:
     """What grows over these records; None where the steps do not get slower, or not for good.
 
-    One slow record is smoothed away, a pattern that repeats itself is told apart by its slow records before the last
-    return, and the growth has to stand out from the usual difference between neighbours.
+    A single slow record is smoothed away. Many slow records before the growth began are a repeating pattern, and no
+    growth. The growth has to exceed the usual difference between neighbouring records.
 
     Args:
         records: of a run since a change, oldest first.

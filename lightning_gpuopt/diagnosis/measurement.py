@@ -109,7 +109,7 @@ class Measurement:
 
     @property
     def communication_s(self) -> float | None:
-        """The same of the rank that waits least: the others wait in them for a slower one. None if not known.
+        """`collectives_s` of the rank that waits least: the others wait in them for a slower one. None if not known.
 
         On the CPU the other ranks' figures are needed: there every wait for another rank looks like a collective.
         """

@@ -18,9 +18,8 @@ _STEP_WORK: Final = ("forward", "backward", "optimizer", "other")
 def loader_model(measurement: Measurement) -> LoaderModel | None:
     """Read the model off a measurement; None where workers or steps were not measured.
 
-    The consumer is the device that is diagnosed: on CUDA its step without the time in which the GPU was idle for want
-    of data. There it costs nothing that the host takes a batch from a worker, unless the host waits for the GPU at
-    every step anyway.
+    The consumer is the diagnosed device, with its step time without data waits. On CUDA the host receives batches while
+    the GPU computes, at no cost, unless it waits for the GPU in every step.
     """
     times, workers, host, waterfall = measurement.times, measurement.workers, measurement.host, measurement.waterfall
     if workers is None or not workers.batches or not times.steps or waterfall.step_s is None:
@@ -48,9 +47,9 @@ def loader_model(measurement: Measurement) -> LoaderModel | None:
 
 
 def pipeline_model(measurement: Measurement) -> LoaderModel | None:
-    """The same for a late pipeline, each of whose CPU threads is a worker; None where it is not one, or not measured.
+    """The model of a late pipeline, with its CPU threads as workers; None without exactly one, or without figures.
 
-    A batch comes out a step, since training waits for it: its threads take that long together.
+    Training waits for the pipeline, so it makes one batch a step: each thread takes ``num_threads`` steps for a batch.
     """
     pipelines, times, host = measurement.late_pipelines, measurement.times, measurement.host
     step_s = measurement.waterfall.step_s
@@ -71,8 +70,8 @@ def pipeline_model(measurement: Measurement) -> LoaderModel | None:
 def step_without_s(measurement: Measurement, idle_s: float, host_s: float) -> float:
     """Seconds of a mean step without something that the host does in every step.
 
-    What the device waited for it is gone. Where the host never waits for the GPU, more may be: if what is left of its
-    step is shorter than the GPU's, it runs ahead, and hides the rest as well.
+    The device's wait for it goes away. Where the host never waits for the GPU, more may: a host whose remaining step is
+    shorter than the GPU's runs ahead, and hides its other work as well.
 
     Args:
         measurement: of the run as it is.
@@ -127,7 +126,7 @@ def speedup_of_workers(measurement: Measurement, workers: int) -> Interval | Non
 
 
 def speedup_of_threads(measurement: Measurement, threads: int) -> Interval | None:
-    """The same for so many CPU threads of a pipeline.
+    """Steady steps per second with so many CPU threads of a pipeline, over now: (low, mid, high).
 
     Args:
         measurement: of the run as it is; the threads, and nothing else, are what the pipeline waits for.
@@ -192,7 +191,7 @@ def headroom(measurement: Measurement) -> float | None:
 
 
 def _own_waits_s(measurement: Measurement) -> float:
-    """On the training process: what surrounds a step is its own work, except for these."""
+    """Seconds that the training process could save: all but the step's own work and what surrounds it."""
     phases = measurement.times.phases
     waits_s = phases["data_wait"] + phases["logging"] + phases["transfer"] + measurement.times.step_hooks_s
     stopped = (measurement.times.collecting, measurement.times.compiling)

@@ -13,7 +13,7 @@ from lightning_gpuopt.measurements.phases import StepTimes
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause of waiting, with its evidence and what to do.
+    """One cause of waiting, with its evidence and what to do. Guide: ``docs/causes/README.md``.
 
     Attributes:
         cause: one of the causes in the documentation, for example ``"main_process_loading"``.

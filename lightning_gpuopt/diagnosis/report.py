@@ -20,7 +20,7 @@ __all__ = ["REPORT_SCHEMA", "Finding", "HotSpots", "Proof", "StallReport", "Stre
 
 @dataclass(frozen=True)
 class StallReport(RunRecord):
-    """Where the time of a run went, and why.
+    """Where the time of a run went, and why. Guide: ``docs/reports.md``.
 
     Attributes:
         verdict: the cause of the largest finding; without one ``"compute_bound"``, or ``"unknown"`` where a look inside
@@ -171,7 +171,7 @@ def write_whole(target: Path, text: str) -> None:
 
 
 def _known(value: Any) -> Any:
-    """The same without what is None, all the way down."""
+    """A value without the members that are None, at any depth."""
     if isinstance(value, dict):
         return {name: _known(each) for name, each in value.items() if each is not None}
     if isinstance(value, (list, tuple)):
@@ -204,7 +204,7 @@ def _hot_spots(data: dict[str, Any]) -> HotSpots:
 
 
 def _loader_costs(data: dict[str, Any] | None) -> LoaderCosts | None:
-    """As it was written; what is not known was left out there."""
+    """The costs as they were written, with None for what was left out as not known."""
     if data is None:
         return None
     lists: dict[str, Any] = {name: tuple(data[name]) for name in ("receive_s", "edges_s", "counts")}

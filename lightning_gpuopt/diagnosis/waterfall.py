@@ -186,8 +186,8 @@ def _inside_the_steps(
 ) -> tuple[float, float | None]:
     """Seconds in which the GPU was idle inside the steps, and how much of that followed a wait of the host, 0-1.
 
-    A look gives the busy time of a mean step; its idle time is somewhat more than usual, since recording costs the host
-    time. So the lesser of two counts: what steps usually take longer than that, and the look's own share of idle time.
+    From a look, where there is one. Recording costs the host time, so a look sees more idle time than usual. Therefore
+    the lesser counts: the usual step time beyond the look's busy time, or the look's share of idle time.
     """
     # after the host has issued all of a step, the GPU cannot be idle in it any more
     max_s = min(gpu.compute_bound_s, gpu.compute_s)

@@ -158,10 +158,10 @@ def _pipeline(costs: LoaderCosts, side: _Side) -> Pipeline:
 
 
 def _with_what_is_not_explained(now: list[Pipeline], measured_s: float) -> list[Pipeline]:
-    """The run as it was, with what it took longer than the step explains: for handing batches over.
+    """The run as it was, with the part of the measured step that the model does not explain counted as hand-over time.
 
-    Where workers or CPUs are the limit, nothing is known of that. At best it goes away with whatever is changed: it may
-    lie in the workers, and more of them do more.
+    Nothing is added where workers or CPUs are the limit. The best case stays as it is: the unexplained time may lie in
+    the workers, and go away with more of them.
     """
     best, mid, worst = now
     pace = simulate(mid)
@@ -195,9 +195,9 @@ def _changed(now: Pipeline, costs: LoaderCosts, change: WhatIf, factor: float | 
 def _cpus(costs: LoaderCosts, change: WhatIf, side: _Side) -> float:
     """CPUs that the run gets.
 
-    Other processes keep what they have, at worst; at best they leave all to us. What is expected is the former, but not
-    less than half: a scheduler that is asked for more takes it from them. CPUs that are given up are first those of
-    others; of CPUs that the run did not have it is not known who uses them.
+    At worst other processes keep theirs; at best they leave all to us. Expected is the worst case, but at least half of
+    all: a scheduler gives CPUs to those who ask. Fewer CPUs than now are first taken from the others; additional ones
+    count as free.
     """
     usable, free = costs.usable_cpus, costs.free_cpus
     if usable is None or free is None:
@@ -208,7 +208,7 @@ def _cpus(costs: LoaderCosts, change: WhatIf, side: _Side) -> float:
 
 
 def _limit(pipeline: Pipeline, pace: Pace) -> Limit:
-    """What the step would be shorter without."""
+    """What limits the pace of the steps."""
     if pace.step_s <= _OWN_WORK * pipeline.consumer_s:
         return "step"
     if pace.cpus_busy >= _IN_USE:

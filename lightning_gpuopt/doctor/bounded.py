@@ -19,7 +19,7 @@ class NoAnswerError(Exception):
 
 
 class _GivenUp(BaseException):
-    """Nobody waits any more. No ``Exception``: what handles a look's errors is not to take it for one."""
+    """Ends a look that nobody waits for. No ``Exception``, so that a look's own handling of errors lets it through."""
 
 
 def within(

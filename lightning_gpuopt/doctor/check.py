@@ -26,7 +26,7 @@ class Check:
         found: what was found, in one line.
         measured: the figures behind it; the unit is in each name.
         why: why it matters; empty where all is well.
-        fix: the command or the setting that mends it; empty where there is none.
+        fix: the command or the setting that solves it; empty where there is none.
     """
 
     name: str
@@ -49,12 +49,12 @@ def not_known(name: str, reason: str, measured: dict[str, Any] | None = None) ->
 
 
 def by_weight(checks: Iterable[Check]) -> list[Check]:
-    """The same, problems first and what is well last; else in their order."""
+    """The checks, sorted: problems first and what is well last; else in their order."""
     return sorted(checks, key=lambda check: _WEIGHT.index(check.status))
 
 
 def tally(checks: Iterable[Check]) -> dict[Status, int]:
-    """How many there are of each status."""
+    """How many checks have each status."""
     counts: dict[Status, int] = dict.fromkeys(_WEIGHT, 0)
     for check in checks:
         counts[check.status] += 1

@@ -158,7 +158,7 @@ def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
 
 
 def _leads_on(link: str, linked: set[str]) -> bool:
-    """Whether a link leads to a folder where no other has led, and not to one that it lies in."""
+    """Whether a link leads to a folder that no other link has led to, and that does not contain the link."""
     here, there = os.path.realpath(os.path.dirname(link)), os.path.realpath(link)
     if there in linked or f"{here}/".startswith(f"{there}/"):
         return False
@@ -274,7 +274,7 @@ def _build(candidates: Sequence[str], folder: Path, clock: Callable[[], float]) 
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """Without the writer's words on how to go on with what was interrupted: it is thrown away."""
+    """Silence the writer's advice on how to resume: what was interrupted here is thrown away."""
     writers = logging.getLogger(LMDBWriter.__module__)
     before, writers.disabled = writers.disabled, True
     try:

@@ -25,7 +25,7 @@ def render_checks(checks: Sequence[Check], width: int = 80) -> str:
         width: columns of the terminal.
 
     Returns:
-        A line of how many there are of each kind, then for each what was found, why it matters and what mends it,
+        A line of how many there are of each kind, then for each what was found, why it matters and what solves it,
         without a newline at the end.
     """
     lines = [_summary(checks)]

@@ -39,7 +39,7 @@ class Strings:
         self._ends: array[int] = array("Q") if ends is None else ends
 
     def append(self, text: str) -> None:
-        """Add one."""
+        """Add a string."""
         self._blob += os.fsencode(text)
         self._ends.append(len(self._blob))
 
@@ -51,11 +51,11 @@ class Strings:
         return os.fsdecode(bytes(self._blob[start : self._ends[index]]))
 
     def parts(self) -> tuple[bytes, bytes]:
-        """All of them as bytes, and where each ends: uint64, in this machine's byte order."""
+        """The strings as bytes, and where each ends: uint64, in this machine's byte order."""
         return bytes(self._blob), self._ends.tobytes()
 
     def digest(self) -> str:
-        """A hash of them all."""
+        """A hash of all strings."""
         state = xxhash.xxh3_64()
         for part in self.parts():
             state.update(part)

@@ -106,7 +106,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class LMDBInfo:
-    """What a dataset holds.
+    """What a dataset holds. Guide: ``docs/lmdb.md``.
 
     Attributes:
         num_samples: Samples in it.

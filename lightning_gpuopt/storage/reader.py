@@ -37,7 +37,7 @@ class LMDBDataset(Dataset[Any]):
     """A dataset that `build_lmdb` or `LMDBWriter` made, by index.
 
     Safe in worker processes however they are started, from threads, and when the same dataset is opened again. Files
-    are mapped when the first sample is read, once a process.
+    are mapped when the first sample is read, once a process. Guide: ``docs/lmdb.md``.
 
     Args:
         path: The dataset's directory.

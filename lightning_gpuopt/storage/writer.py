@@ -28,7 +28,7 @@ class LMDBWriter:
 
     Every commit (16 MiB or 4,096 samples) reaches the disk before the next begins, so a killed process or a power cut
     costs what came after the last one, and ``resume=True`` goes on from there. An exception in the ``with`` block
-    leaves the unfinished dataset for that.
+    leaves the unfinished dataset for that. Guide: ``docs/lmdb.md``.
 
     Args:
         path: Directory of the dataset.

@@ -334,7 +334,7 @@ class _ActiveNvLinks(MetricSource):
     """How many NVLinks are up; 0 for a GPU without any. Links do not come and go: asked once."""
 
     def pause_after(self, interval_s: float) -> float:
-        """Never again."""
+        """Infinite: it is read once."""
         return math.inf
 
     def read(self) -> Iterator[Value | Failed]:

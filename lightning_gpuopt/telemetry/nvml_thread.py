@@ -73,8 +73,8 @@ class NvmlThread(threading.Thread):
     def checking(self, user: User) -> Callable[[], None]:
         """What to call before each NVML call of a user's turn.
 
-        It lets go of those whose readings are over, so that none waits for another's slow calls, and raises
-        ``StopReading`` where the user is one of them.
+        It releases the users whose readings are over, so that none waits for another's slow calls. It raises
+        ``StopReading`` where this user's readings are over.
         """
 
         def check() -> None:
@@ -92,7 +92,7 @@ class NvmlThread(threading.Thread):
             self._changed.notify()
 
     def is_last(self, user: User) -> bool:
-        """Whether it ends with this user, who is over, or has ended already."""
+        """Whether the thread ends with this user, as all others are over."""
         return all(each is user or each.is_over() for each in self._users)
 
     def run(self) -> None:
@@ -131,7 +131,7 @@ class NvmlThread(threading.Thread):
         self._changed.notify()
 
     def _has_room(self) -> bool:
-        """Whether it goes on; one whose users are all over may hang in a call of theirs, and ends by itself."""
+        """Whether it accepts users. A thread whose users are all over may hang in a call, and ends by itself."""
         return not all(user.is_over() for user in self._users)
 
 
@@ -177,7 +177,7 @@ if hasattr(os, "register_at_fork"):
 class SamplePace:
     """When a user's next reading is due: once in each interval, at a random moment of it.
 
-    On a grid, readings of what comes and goes in the grid's own time would all fall into the same part of it.
+    On a fixed grid, readings of a load with the grid's own period would all fall into the same part of it.
 
     Args:
         interval_s: seconds of an interval.

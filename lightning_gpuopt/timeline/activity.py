@@ -70,9 +70,9 @@ def kind_of(name: str, *, on_device: bool) -> str | None:
 def look_of(activities: Iterable[Activity], steps: Sequence[ActivitySpan]) -> StepLook | None:
     """Account for the inside of steps.
 
-    Had the host never waited, it would need its time without the waits to issue a step; as far as that is more than the
-    GPU is busy for, the GPU has to be idle: it is launched too slowly. What it is idle beyond that follows from the
-    waits, after which the host has to issue everything anew.
+    Without its waits, the host needs a certain time to issue a step. As far as that exceeds the GPU's busy time, the
+    GPU is idle because kernels are launched too slowly. The rest of its idle time follows from the waits: after each,
+    the host has to issue everything anew.
 
     Args:
         activities: the records, in any order.

@@ -33,7 +33,7 @@ _LAG_NS: Final = 50_000
 """A stamp that lags behind its recording by no more is that of an event on a drained stream."""
 
 _WAITED_NS: Final = 1_000_000
-"""A host that stood still in a hook for so long until the GPU was done has waited for it ..."""
+"""A host that was in a hook for at least this long until the GPU was done has waited for it ..."""
 
 _RETURN_NS: Final = 300_000
 """... if it returned so soon after that ..."""
@@ -150,7 +150,7 @@ class GpuClock(StepObserver):
         self._turn(_STEP)
 
     def compute_ends(self) -> None:
-        """All of it has been issued."""
+        """All of the step's own work has been issued."""
         self._turn(_HOST)
 
     def forward_begins(self) -> None:
@@ -160,7 +160,7 @@ class GpuClock(StepObserver):
             self._turn(_FORWARD)
 
     def forward_ends(self) -> None:
-        """All of that has been issued."""
+        """All work of ``training_step`` has been issued."""
         if self._doing == _FORWARD:
             self._turn(_STEP)
 
@@ -169,7 +169,7 @@ class GpuClock(StepObserver):
         self._turn(_BROADCAST)
 
     def broadcast_ends(self) -> None:
-        """It has the answer."""
+        """The ranks have answered."""
         self._turn(_HOST)
 
     def validation_begins(self) -> None:
@@ -188,7 +188,7 @@ class GpuClock(StepObserver):
             self._turn(_HOST)
 
     def host_work_ends(self) -> None:
-        """It is over."""
+        """The hook, logger call, checkpoint or fetch has ended."""
         if self._doing == _HOST:
             self._turn(_VALIDATION if self._validating else _HOST)
             if self._validating:  # a long one must not fill the memory

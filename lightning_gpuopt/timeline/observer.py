@@ -28,19 +28,19 @@ class StepObserver:
         """The step's own work is about to be issued."""
 
     def compute_ends(self) -> None:
-        """All of it has been issued."""
+        """All of the step's own work has been issued."""
 
     def forward_begins(self) -> None:
         """The work of ``training_step`` is about to be issued."""
 
     def forward_ends(self) -> None:
-        """All of that has been issued."""
+        """All work of ``training_step`` has been issued."""
 
     def broadcast_begins(self) -> None:
         """Lightning is about to ask all ranks whether a signal told it to stop."""
 
     def broadcast_ends(self) -> None:
-        """It has the answer."""
+        """The ranks have answered."""
 
     def validation_begins(self) -> None:
         """A validation is about to begin."""
@@ -52,4 +52,4 @@ class StepObserver:
         """A hook, a logger call, a checkpoint or a fetch begins, which may be long."""
 
     def host_work_ends(self) -> None:
-        """It is over."""
+        """The hook, logger call, checkpoint or fetch has ended."""

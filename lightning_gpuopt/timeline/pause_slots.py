@@ -7,15 +7,15 @@ from typing import Final
 from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, RECOMPILATION
 
 _LONG_NS: Final = 100_000
-"""A GPU's clock is told of pauses from this length on."""
+"""Pauses from this length on are kept for a GPU's clock."""
 
 
 class PauseSlots:
     """The slots of a timeline that hold pauses, two for each slot that belongs to training steps.
 
-    Python's collector calls :meth:`add` between any two instructions of the timeline. So nothing is created there, and
-    nothing depends on what is half done: time moves from the slot that is open to one of its own, before the open one
-    has got it.
+    Python's collector calls :meth:`add` between any two instructions of the timeline. So all slots are made in advance,
+    and nothing depends on what is half done: a pause is added to its slot, and subtracted from the open one, before the
+    open slot gets its time.
 
     Args:
         ns: nanoseconds by slot, of the timeline; slots of pauses are put at its end.
@@ -71,7 +71,7 @@ class PauseSlots:
         return True
 
     def forget_long(self) -> None:
-        """Keep no longer when long pauses were: nobody will ask."""
+        """Stop keeping when long pauses were: nobody will ask for them."""
         self._keep_long = False
         self.long.clear()
 

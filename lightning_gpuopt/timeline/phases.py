@@ -177,7 +177,7 @@ class Timeline(SlotClock):
         return Timed(function, span)
 
     def validating(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a validation loop's ``run``: what is no callback, logger or checkpoint inside it is validation."""
+        """Wrap a validation loop's ``run``: all inside it but callbacks, loggers and checkpoints is validation."""
         return Timed(run, ValidationSpan(self, _VALIDATION))
 
     def snapshot(self) -> list[int]:
@@ -226,7 +226,7 @@ class Timeline(SlotClock):
         return self._last_ns
 
     def forget_host_work(self) -> None:
-        """Keep the order of what the host does no longer: nobody will take it."""
+        """Stop keeping the order of what the host does: nobody will take it."""
         self._host_work = None
         self.pauses.forget_long()
 
@@ -322,7 +322,7 @@ class Timeline(SlotClock):
         return Span(self, slot)
 
     def _slot_in_loop(self, action: str) -> int:
-        """For what is Lightning's own: the loop around the optimizer, a hook of a strategy."""
+        """A slot for Lightning's own work: the loop around the optimizer, a hook of a strategy."""
         if len(self._ns) >= _MAX_ACTIONS:
             return _OTHER
         slot = self._new_slot()

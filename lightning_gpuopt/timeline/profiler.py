@@ -52,7 +52,7 @@ class TimelineProfiler(Profiler):
             self.profile = timeline.span  # type: ignore[assignment, method-assign]
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """Book the action while the context is open; the inner profiler's context is inside ours."""
+        """Attribute time to the action while the context is open; the inner profiler's context is inside ours."""
         return _Both(self.timeline.span(action_name), self.inner.profile(action_name))
 
     def start(self, action_name: str) -> None:

@@ -109,9 +109,9 @@ class QueueProbe:
 
 
 def _held_up(iterator: Any, awaited: int | None) -> bool:
-    """Whether, now that the awaited worker's batch has come, nearly all that the others were asked for is ready.
+    """Whether the other workers' batches are nearly all ready, now that the awaited worker's has come.
 
-    What else the awaited worker was asked for cannot be ready: it comes after the late batch.
+    The awaited worker's next batches do not count: they cannot be ready before the late one.
     """
     others, ready = shares_of_others(iterator, awaited)
     return bool(others) and ready >= _NEARLY_ALL * others

@@ -120,7 +120,7 @@ class SlotClock:
         return self._hooks.get(slot) or self._batch_hooks.get(slot) or SIGNAL_BROADCAST
 
     def _become(self, slot: int) -> None:
-        """What is open now goes on as something else."""
+        """Let the open span go on in another slot."""
         self._current = slot
         if self._ranges is not None:
             self._ranges.pop()

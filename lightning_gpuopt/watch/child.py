@@ -45,7 +45,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], mask: set[
 
     It has our standard streams and our process group, so what is sent to the group, as a terminal's Ctrl-C, reaches it
     and its own children by itself. What another process sends to us alone (Slurm before its time limit, a supervisor)
-    is sent on. Which of the two it was the kernel does not say: a process of ours in the same group does.
+    is sent on. The kernel does not tell the two apart; a second process of ours in the group does.
 
     Args:
         command: program and arguments.
@@ -93,9 +93,9 @@ _MAX_ANSWER_S = 2.0
 
 
 class _Witness:
-    """A process in our group that does nothing but get signals; made, and ended, with these signals held back.
+    """A process in our group that only receives signals: one that reaches it as well was sent to the whole group.
 
-    A signal that came to it as well was sent to all of the group.
+    Made, and ended, while these signals are held back.
     """
 
     def __init__(self) -> None:
@@ -121,9 +121,9 @@ class _Witness:
             os.waitpid(self._pid, 0)
 
     def got(self, number: int) -> bool:
-        """Whether a signal that has come to us came to it, too; from then on it looks out for the next.
+        """Whether a signal that has come to us has come to the witness, too.
 
-        Of two of one kind, so close to one another that a process may find them as one, none is taken for ours alone.
+        Two signals of one kind may arrive as one if they are close together: both count as sent to the group.
         """
         if not self._ask(number):
             return False
@@ -140,7 +140,7 @@ class _Witness:
 
 
 def _answer(line: socket.socket) -> NoReturn:
-    """The life of a :class:`_Witness`: it ends with the other side of its line, however that ends."""
+    """What a :class:`_Witness` does: answer until the other end of its line is closed, however that happens."""
     try:
         os.closerange(0, 3)  # whoever reads our output waits for us alone
         while asked := line.recv(1):
@@ -151,7 +151,7 @@ def _answer(line: socket.socket) -> NoReturn:
 
 
 def end_like(code: int) -> int:
-    """End as the child did: where a signal ended it, this process sends that one to itself.
+    """End this process by the signal that ended the child, if one did.
 
     Args:
         code: from :func:`run_child`.

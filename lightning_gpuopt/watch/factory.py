@@ -63,7 +63,7 @@ class WatchedRun(CallbackBase):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Bring what is missing, where a ``fit`` begins."""
         self._leave()
-        if self._parts is not None:  # of a fit whose end nobody told of
+        if self._parts is not None:  # of a fit that ended without a hook
             self._parts.leave()
             self._parts = None
         if stage != "fit" or self._is_second(trainer):
@@ -140,7 +140,7 @@ class WatchedRun(CallbackBase):
         return dict.fromkeys(("_parts", "_folder", "_monitor", "_detector")) | {"_messages": []}
 
     def _leave(self) -> None:
-        """Do nothing more; its parts stay, and Lightning may be walking through them."""
+        """Do nothing more. The added callbacks stay in the Trainer: Lightning may be iterating over its list."""
         self._folder = self._monitor = self._detector = None
 
     @override

@@ -30,7 +30,7 @@ class Watch:
 
     Attributes:
         folder: absolute path of the run's folder.
-        fix: whether what is found is mended while training runs.
+        fix: whether AutoFix acts on what is found while training runs.
     """
 
     folder: str

@@ -81,14 +81,14 @@ def _cause(measurement: Measurement) -> str:
 
 
 def _hands_over_slowly(queues: QueueTimes | None) -> bool:
-    """Whether nearly every fetch takes its time although batches lie ready."""
+    """Whether nearly every fetch waits although a batch is ready."""
     if queues is None or not queues.fetches:
         return False
     return queues.waits >= _NEARLY_EVERY * queues.fetches and queues.empty <= _SELDOM * queues.fetches
 
 
 def _cause_from_outside(measurement: Measurement) -> str:
-    """Where nothing could be timed inside the workers, what the kernel says of their processes."""
+    """The cause by the kernel's figures of the workers, for loaders in whose workers nothing could be timed."""
     host = measurement.host
     if host is None or host.worker_cpu is None:
         return "slow_transform"
@@ -98,7 +98,7 @@ def _cause_from_outside(measurement: Measurement) -> str:
 
 
 def cpu_cause(measurement: Measurement) -> str:
-    """Why what computes is late: CPUs are free, none is, or a quota stops it."""
+    """The cause for a loader that computes: a quota stops it, no CPU is free, or its work is slow."""
     host = measurement.host
     if host is not None:
         if host.throttled is not None and host.throttled >= _THROTTLED:
@@ -273,7 +273,7 @@ def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], stor
 
 
 def bound_to_one_cpu(measurement: Measurement) -> list[str]:
-    """The sentence that says so where the process may use one CPU of several."""
+    """A sentence for the advice where the process may use only one CPU; empty elsewhere."""
     host = measurement.host
     if host is None or host.affinity != 1:
         return []
@@ -284,7 +284,7 @@ def bound_to_one_cpu(measurement: Measurement) -> list[str]:
 
 
 def at_most(measurement: Measurement) -> list[str]:
-    """The sentence that says what any change of the loader brings at the very most, where a GPU says so."""
+    """A sentence on the most that a change of the loader can bring, by the GPU's step time; empty without a GPU."""
     most = ceiling(measurement)
     if most is None or not measurement.waterfall.on_gpu:
         return []

@@ -34,7 +34,10 @@ def garbage_collection(measurement: Measurement) -> Iterator[Candidate]:
 
 
 def _one_took_most(measurement: Measurement) -> bool:
-    """Whether a single collection stands out: a full one comes seldom, and a longer run has it as seldom."""
+    """Whether one collection takes more than a third of the collection time.
+
+    Full collections are rare, so a single one proves nothing.
+    """
     collections = measurement.collections
     return collections is not None and collections.longest_s * _PAUSES_AT_LEAST > collections.seconds
 

@@ -110,7 +110,7 @@ def _threads_needed(measurement: Measurement) -> int | None:
 
 
 def _prediction(measurement: Measurement, threads: int | None) -> Interval | None:
-    """What so many CPU threads bring, where nothing else holds the pipeline up; None where something may."""
+    """The speed-up with so many CPU threads; None where something else may hold the pipeline up."""
     pipelines = _late(measurement)
     if threads is None or pipelines.on_gpu:  # the GPU's decoder may be the next bottleneck
         return None

@@ -155,7 +155,11 @@ def _slowest(ranks: tuple[RankWork, ...], kind: str, seconds: Callable[[RankWork
 
 
 def _slowest_forward(ranks: tuple[RankWork, ...]) -> _Excess:
-    """The same with the forward: what a rank waits in it for another's data or compute evens their sums out."""
+    """The slowest rank by compute and forward together.
+
+    Its forward may contain a wait for a rank that still loads: then their sums with the data wait are even. So the
+    lesser of both excesses counts.
+    """
     work_s = {rank.rank: rank.compute_s + (rank.forward_s or 0.0) for rank in ranks}
     kind, slowest, excess_s, others_s = _slowest(ranks, "compute", lambda rank: work_s[rank.rank])
     others = statistics.median(rank.data_wait_s + work_s[rank.rank] for rank in ranks if rank is not slowest)

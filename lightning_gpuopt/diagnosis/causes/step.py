@@ -241,7 +241,7 @@ def inside_the_step(measurement: Measurement) -> Iterator[Candidate]:
 
 
 def _retries_a_step(measurement: Measurement) -> float:
-    """How often torch's allocator had no memory left, and freed some, which waits for the GPU."""
+    """Times a step that torch's allocator ran out of memory and freed some, which waits for the GPU."""
     records = [record for record in measurement.history if "alloc_retries" in record.held]
     if len(records) < 2:
         return 0.0
@@ -326,7 +326,7 @@ def _gpu_sync(measurement: Measurement, waterfall: Waterfall) -> Finding:
 
 
 def signal_broadcast(measurement: Measurement) -> Iterator[Candidate]:
-    """Lightning's broadcast before each step, off the GPU; there it waits for the step, and what it exposes counts."""
+    """Lightning's broadcast before each step; on a GPU nothing, since there only the idle time after it counts."""
     waterfall = measurement.waterfall
     if waterfall.on_gpu:
         return

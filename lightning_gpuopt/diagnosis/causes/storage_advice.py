@@ -113,7 +113,7 @@ def _cheaper_decoding(cause: str, images: ImageSamples, measurement: Measurement
 
 
 def _decodes_in_s(images: ImageSamples, measurement: Measurement) -> float | None:
-    """CPU seconds of an image that another decoder would take the place of; None where that cannot be told.
+    """CPU seconds in which an image is decoded as it is now; None where that cannot be known.
 
     The dataset is not looked into: one that takes less CPU time than PIL needs does not decode with PIL.
     """

@@ -48,5 +48,5 @@ def _run(report: RunRecord) -> dict[str, Any]:
 
 
 def known(data: dict[str, Any]) -> dict[str, Any]:
-    """The same without what is None."""
+    """The entries that are not None."""
     return {name: value for name, value in data.items() if value is not None}

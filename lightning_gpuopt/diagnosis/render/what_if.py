@@ -44,7 +44,7 @@ def render_forecast(forecast: Forecast, width: int = 80) -> str:
 
 
 def forecast_data(forecast: Forecast) -> dict[str, Any]:
-    """The same as plain data."""
+    """A forecast as plain data."""
     return asdict(forecast)
 
 

@@ -162,7 +162,7 @@ def all_proofs(report: RunRecord, comparison: Comparison | None) -> list[Proof]:
 
 
 def headroom_line(report: RunRecord) -> str | None:
-    """That nothing is left to gain, where that is so: no cause was found, and next to no headroom."""
+    """That nothing is left to gain; None where a cause was found, or there is headroom."""
     if report.headroom is None or report.headroom >= HEADROOM_LEFT or report.findings:
         return None
     return f"Nothing is left to gain: {percent(1 - report.headroom)} of a step is its own work."

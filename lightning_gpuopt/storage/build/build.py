@@ -54,7 +54,7 @@ def build_lmdb(
 
     The order is the source's, unless `shuffle_seed` is given. The result is the same whatever `num_proc` and `part`
     are, and whether or not it was interrupted. Images are stored as they came, unless `image_size` asks for smaller
-    ones.
+    ones. Guide: ``docs/lmdb.md``.
 
     Image files are photographs, which are read as upright RGB, but for these, which keep mode and values: a part of a
     sample that is named mask, seg, label or depth (a word of its extension, column or key), and in samples of several

@@ -61,7 +61,7 @@ class Locks:
         self._held = []
 
     def _refuse_other_number(self, n: int) -> None:
-        """AddedCallbacks of another number would share shards with ours."""
+        """Refuse a build in another number of parts: its parts would share shards with ours."""
         for file in self._directory.glob("part-*.lock"):
             if not file.name.endswith(f"-of-{n}.lock"):
                 with io.FileIO(file, "r+") as other:

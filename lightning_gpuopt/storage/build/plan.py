@@ -52,7 +52,7 @@ def read_plan(directory: Path) -> Plan | None:
 
 
 def write_plan(directory: Path, plan: Plan, *, shared: bool) -> None:
-    """Write the plan; where several parts begin at once, it is that of the first which stays.
+    """Write the plan; where several parts begin at once, the plan of the first stays.
 
     Args:
         directory: The unfinished build.

@@ -52,7 +52,7 @@ def build_shards(job: Job, numbers: Sequence[int], num_proc: int, path: str, rep
 
 
 def _build_here(job: Job, numbers: Sequence[int], report: Report) -> None:
-    """Build shards in this process: one is finished, which is waiting for the disk, while the next is filled."""
+    """Build shards in this process: while one is finished, which means to wait for the disk, the next is filled."""
     finishing: Future[None] | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="gpuopt-finish") as finisher:
         for number in numbers:

@@ -33,5 +33,5 @@ class FolderSource(Source):
         return read_image(os.path.join(self._files.path, self._files.name(index))), self._files.label(index)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Names of all files; not their sizes, since a broken image may be mended before a build goes on."""
+        """Names of all files; not their sizes, since a broken image may be replaced before a build goes on."""
         return {"kind": self.kind, "num_samples": len(self), "names": self._files.digest()}

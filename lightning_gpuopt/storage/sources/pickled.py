@@ -200,7 +200,7 @@ def _file(path: str) -> str:
 
 
 def _refuse_truncated(path: str) -> None:
-    """Of format 0.9 it can be told in advance; touching what is not there would kill the process."""
+    """Refuse a truncated LMDB of format 0.9, which tells its length: touching a missing page would kill the process."""
     with open(_file(path), "rb") as stream:
         head = stream.read(_META.size)
         magic, version, page_bytes, *first = _META.unpack(head.ljust(_META.size, b"\0"))
