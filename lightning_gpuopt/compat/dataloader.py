@@ -357,6 +357,12 @@ def is_plain(loader: DataLoader[Any]) -> bool:
     return ours and getattr(loader, "_dataset_kind", None) == _MAP and not isinstance(loader.dataset, _MAP_PIPES)
 
 
+def iterator_maker(loader: Any) -> tuple[str, Callable[[], Any]] | None:
+    """The method with which a loader makes its iterators: its name, and the bound method; None where it has none."""
+    make = getattr(loader, "_get_iterator", None)
+    return ("_get_iterator", make) if callable(make) else None
+
+
 def persistent_iterator(loader: DataLoader[Any]) -> Any:
     """The iterator of a loader whose workers persist; None before its first epoch, and where they do not persist."""
     return getattr(loader, "_iterator", None)

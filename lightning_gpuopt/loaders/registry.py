@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader
 
+from lightning_gpuopt.compat.dataloader import iterator_maker
 from lightning_gpuopt.compat.lightning import Trainer, shadow, train_loaders
 from lightning_gpuopt.compat.lightning_loops import is_begun_by_fetcher
 from lightning_gpuopt.loaders.inner import dataloader_in
@@ -146,9 +147,9 @@ class LoaderRegistry:
         seen = SeenLoader(loader, dataloader_in(loader), is_training)
         if is_training:
             self._seen.append(seen)
-        if is_training and seen.inner is not None and callable(getattr(seen.inner, "_get_iterator", None)):
-            create = seen.inner._get_iterator
-            seen._undo = shadow(seen.inner, "_get_iterator", Replacement(create, lambda: self._iterate(seen, create)))
+        if is_training and (maker := iterator_maker(seen.inner)) is not None:
+            name, create = maker
+            seen._undo = shadow(seen.inner, name, Replacement(create, lambda: self._iterate(seen, create)))
         for subscriber in self._subscribers:
             try:
                 subscriber.loader_seen(seen)
