@@ -8,7 +8,6 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any, Final
 
-from lightning_gpuopt.autofix.loader import CannotChange
 from lightning_gpuopt.autofix.policy import (
     MIN_BEFORE,
     Fix,
@@ -26,7 +25,8 @@ from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Change, Finding
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, INTERRUPTED, TOO_SHORT
 from lightning_gpuopt.diagnosis.render.wording import change_line
-from lightning_gpuopt.tuning.loader import DRAWS
+from lightning_gpuopt.tuning.managed import DRAWS
+from lightning_gpuopt.tuning.rules import CannotChange
 from lightning_gpuopt.utils.callback_base import Guard
 from lightning_gpuopt.utils.rank_channel import RankBroadcast
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from lightning_gpuopt.autofix.loader import AdjustableLoader, CannotChange
+from lightning_gpuopt.autofix.loader import AdjustableLoader
+from lightning_gpuopt.tuning.rules import CannotChange
 
 
 class DevicePrefetch(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lightning_gpuopt.autofix.loader import CannotChange
 from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
+from lightning_gpuopt.tuning.rules import CannotChange
 
 
 class SleepingPrefetcher(CudaPrefetcher):

@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from lightning_gpuopt.compat.lightning import STEP_OUTPUT, LightningModule, Trainer
 from lightning_gpuopt.tuning.fit import TunedFit
-from lightning_gpuopt.tuning.loader import FinderOptions, WorkersChoice
-from lightning_gpuopt.tuning.workers import Trial
+from lightning_gpuopt.tuning.loader import FinderOptions
+from lightning_gpuopt.tuning.workers import Trial, WorkersChoice
 from lightning_gpuopt.utils.arguments import choice, flag, real_number, whole_number
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 
@@ -40,6 +40,8 @@ class NumWorkersFinder(CallbackBase):
         tolerance: share, 0-1, below which waiting and gains do not count.
         iterable: also for loaders of an ``IterableDataset``, whose order depends on the number of workers; their number
             changes between epochs only.
+        exact: leave alone a loader whose workers were not shown to draw no random numbers: a worker reads a few
+            batches first; where a random state of it moves, or the dataset holds a generator, nothing is changed.
 
     Raises:
         ValueError: an argument is out of range.
@@ -63,6 +65,7 @@ class NumWorkersFinder(CallbackBase):
         max_seconds: float = 10.0,
         tolerance: float = 0.05,
         iterable: bool = False,
+        exact: bool = False,
     ) -> None:
         super().__init__()
         self.mode: Mode = "off" if mode is False else choice("mode", mode, get_args(Mode))  # type: ignore[arg-type]
@@ -77,6 +80,7 @@ class NumWorkersFinder(CallbackBase):
         self.max_seconds = real_number("max_seconds", max_seconds, "seconds", above=0)
         self.tolerance = real_number("tolerance", tolerance, "a share", above=0, at_most=0.5)
         self.iterable = flag("iterable", iterable)
+        self.exact = flag("exact", exact)
         self._fit: TunedFit | None = None
         self._choices: dict[int, WorkersChoice] = {}
         self._restored: dict[int, WorkersChoice] = {}
@@ -120,6 +124,7 @@ class NumWorkersFinder(CallbackBase):
             self.max_seconds,
             self.tolerance,
             self.iterable,
+            self.exact,
         )
         with Guard(self, trainer):
             self._fit = TunedFit(trainer, options, lambda: self._restored)

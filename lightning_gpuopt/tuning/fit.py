@@ -18,14 +18,9 @@ from lightning_gpuopt.compat.lightning import (
     train_loaders,
 )
 from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
-from lightning_gpuopt.tuning.loader import (
-    FinderOptions,
-    LeftAlone,
-    LoaderContext,
-    TunedLoader,
-    WorkersChoice,
-    why_left_alone,
-)
+from lightning_gpuopt.tuning.loader import FinderOptions, LoaderContext, TunedLoader, why_left
+from lightning_gpuopt.tuning.rules import CannotChange
+from lightning_gpuopt.tuning.workers import WorkersChoice
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +84,7 @@ class TunedFit:
             if self._tuned_of(loader) is None and persistent_iterator(loader) is not None:
                 self._take_in(loader, loaders)  # its workers run since an earlier fit
         for tuned in self._tuned.values():
-            tuned.running.before_epoch()
+            tuned.managed.epoch_begins()
 
     def step_done(self) -> None:
         """Act on what the workers have reported since the last call; cheap where that is nothing."""
@@ -100,7 +95,7 @@ class TunedFit:
                 continue
             try:
                 changed = tuned.step_done(iterators[index])
-            except LeftAlone as reason:
+            except CannotChange as reason:
                 self._leave(index, reason)
                 continue
             for other in self._tuned.values() if changed else ():
@@ -120,7 +115,7 @@ class TunedFit:
         while self._tuned:
             index, tuned = self._tuned.popitem()
             with suppress(Exception):
-                tuned.running.done()
+                tuned.managed.end()
             if failed:
                 with suppress(Exception):  # the workers of other loaders have to end as well
                     tuned.running.end(iterators[index : index + 1])
@@ -132,7 +127,7 @@ class TunedFit:
         if not seen.is_training:
             return
         try:
-            if (reason := why_left_alone(seen.loader, self._options)) is not None:
+            if (reason := why_left(seen.loader, self._options)) is not None:
                 self._say(reason)
                 return
             self._watched.append(seen.loader)
@@ -165,7 +160,7 @@ class TunedFit:
                 place = LoaderContext(self.trainer, index, len(loaders) == 1, self._local_ranks)
                 self._tuned[index] = TunedLoader(loader, place, self._options, self._restored().get(index))
                 self._tuned[index].begin()
-        except LeftAlone as reason:
+        except CannotChange as reason:
             self._leave(index, reason)
         except Exception as error:
             self._tuned.pop(index, None)
@@ -181,7 +176,7 @@ class TunedFit:
         for index in [index for index in self._tuned if index not in left]:
             del self._tuned[index]
 
-    def _leave(self, index: int, reason: LeftAlone) -> None:
+    def _leave(self, index: int, reason: CannotChange) -> None:
         self._left.add(index)
         self._tuned.pop(index, None)
         self._say(str(reason))

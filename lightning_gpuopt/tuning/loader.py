@@ -8,42 +8,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_gpuopt.compat.lightning import Trainer, logging_step, rank_zero_info, say_once
-from lightning_gpuopt.loading.loader import ElasticLoader
-from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.agree import NodeRanks
 from lightning_gpuopt.tuning.caps import room, worker_cap
 from lightning_gpuopt.tuning.find import check, find_num_workers
 from lightning_gpuopt.tuning.live import LivePolicy
+from lightning_gpuopt.tuning.managed import DRAWS, MAX_LOOK_S, ManagedLoader, check_first_worker, why_not_exact
+from lightning_gpuopt.tuning.rules import AskedChange, CannotChange, has_own_state, why_left_alone, why_not
 from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
-from lightning_gpuopt.tuning.sampler_draws import why_not_earlier
-from lightning_gpuopt.tuning.sharing import forks, held_by, own_workers, why_not_shared
-from lightning_gpuopt.tuning.without_workers import check_workers
-from lightning_gpuopt.tuning.workers import LimitedBy, NumWorkersResult, Trial
+from lightning_gpuopt.tuning.sharing import own_workers
+from lightning_gpuopt.tuning.workers import NumWorkersResult, WorkersChoice
 
 log = logging.getLogger(__name__)
 
 _STEPS_FOR_STEP_TIME: Final = 8
-_MAX_LOOK_S: Final = 30.0
-"""Seconds without a batch after which a worker may be stuck for ever."""
 _PATIENCE_S: Final = 10.0
 """Seconds that ranks wait for one another before their trials, at most."""
 
 _GRACE_S: Final = 2.0
 """Seconds that they wait after the time for the trials is over, at most."""
-
-
-DRAWS: Final = (
-    "random numbers are drawn in the workers: as everywhere in PyTorch they depend on how many workers there are; the "
-    "samples and their order do not"
-)
-"""Reported with a change of the number of workers if a worker has drawn random numbers."""
-
-
-class LeftAlone(Exception):
-    """The loader keeps its number of workers; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -56,55 +41,7 @@ class FinderOptions:
     max_seconds: float
     tolerance: float
     iterable: bool
-
-
-@dataclass(frozen=True)
-class WorkersChoice:
-    """What was chosen for a loader.
-
-    Attributes:
-        num_workers: the number.
-        settled: whether the search for it was over.
-        before: the number that the user had set.
-        trials: what was measured.
-        limited_by: why not more.
-        prefetch_factor: batches that each worker prepares ahead; None: as the user had set it.
-        making_s: seconds that the training process would take to make a batch, where the user had set no workers.
-    """
-
-    num_workers: int
-    settled: bool
-    before: int
-    trials: tuple[Trial, ...] = ()
-    limited_by: LimitedBy = "consumer"
-    prefetch_factor: int | None = None
-    making_s: float | None = None
-
-    def __str__(self) -> str:
-        ahead = "" if self.prefetch_factor is None else f", prefetch_factor={self.prefetch_factor}"
-        if self.num_workers == self.before:
-            return f"num_workers {self.before} is left as it is{ahead}: limited by {self.limited_by}"
-        text = f"num_workers {self.before} → {self.num_workers}{ahead}: "
-        if (gain := self._gain) is not None and gain >= 1.05:
-            text += f"{gain:.1f}× faster input, "
-        return f"{text}limited by {self.limited_by}"
-
-    @property
-    def _gain(self) -> float | None:
-        """Batches per second, over those with the user's own number; None where that is not known."""
-        best: dict[int, Trial] = {}
-        for trial in self.trials:  # the best of repeated ones
-            if trial.num_workers not in best or trial.batches_per_s > best[trial.num_workers].batches_per_s:
-                best[trial.num_workers] = trial
-        now, own = best.get(self.num_workers), best.get(self.before)
-        if now is None:
-            return None
-        if own is not None:
-            return now.batches_per_s / own.batches_per_s if own.batches_per_s else None
-        if self.before or self.making_s is None:
-            return None
-        step_s = max(1 / now.batches_per_s - now.data_wait_s, 0.0)
-        return (step_s + self.making_s) * now.batches_per_s
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,32 +71,27 @@ class LoaderContext:
         return "loader/num_workers" if self.alone else f"loader/{self.index}/num_workers"
 
 
-def has_own_state(loader: Any) -> bool:
-    """Whether a loader's state is only valid for its ``num_workers``, as a ``StatefulDataLoader``'s."""
-    return hasattr(loader, "state_dict") and not isinstance(loader, ElasticLoader)
-
-
 class TunedLoader:
     """A loader under tuning.
 
     Args:
         loader: as Lightning made it ready; about to be iterated.
-        place: its position among the loaders, and the ranks.
+        context: which of the training loaders it is, and the ranks.
         options: what the user asked for.
         restored: the choice of the run that is resumed.
 
     Attributes:
-        running: the loader and its iterator.
+        managed: the loader, which changes only there.
         before: the ``num_workers`` that the user had set.
 
     Raises:
-        LeftAlone: it cannot have other workers, or gains nothing by them.
+        CannotChange: it cannot have other workers, or gains nothing by them.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], place: LoaderContext, options: FinderOptions, restored: WorkersChoice | None
+        self, loader: DataLoader[Any], context: LoaderContext, options: FinderOptions, restored: WorkersChoice | None
     ) -> None:
-        self._place = place
+        self._context = context
         self._options = options
         self._result: NumWorkersResult | None = None
         self._prefetch_factor: int | None = None
@@ -174,49 +106,48 @@ class TunedLoader:
         if restored is not None:
             self.before = restored.before
             assign(loader, restored.num_workers)
-            self._prefetch(loader, restored.prefetch_factor)
-        elif self._keeps_state and (place.trainer.ckpt_path or getattr(loader, "next_iter_state", None)) is not None:
-            raise LeftAlone(
+        elif self._keeps_state and (context.trainer.ckpt_path or getattr(loader, "next_iter_state", None)) is not None:
+            raise CannotChange(
                 f"a {type(loader).__name__} alone: the state that it resumes from holds for its num_workers only"
             )
         elif not self.before and not loader.num_workers:
             self._first_worker(loader)
         assign(loader, self._allowed(loader.num_workers))
-        policy = LivePolicy(
-            loader.num_workers,
-            cpus=usable_cpus() / place.local_ranks,
-            tolerance=options.tolerance,
-            prefetch_factor=loader.prefetch_factor or 2,
+        self.managed = self._manage(loader, depth)
+        if restored is not None:
+            self._raise_prefetch(restored.prefetch_factor)
+        first = context.trainer.global_rank - context.trainer.local_rank
+        peers = range(first, first + context.local_ranks)
+        self._ranks = NodeRanks(f"num-workers-{first}-{context.index}", context.trainer.global_rank, peers)
+
+    def _manage(self, loader: DataLoader[Any], depth: int | None, policy: LivePolicy | None = None) -> ManagedLoader:
+        return ManagedLoader(
+            loader,
+            local_ranks=self._context.local_ranks,
+            max_num_workers=self._options.max_num_workers,
+            tolerance=self._options.tolerance,
+            own=self.before,
+            depth=depth,
+            policy=policy,
+            measures=not self._keeps_state,
         )
-        self.running = RunningLoader(
-            loader, policy, options.max_num_workers, place.local_ranks, depth, own_workers=self.before
-        )
-        first = place.trainer.global_rank - place.trainer.local_rank
-        peers = range(first, first + place.local_ranks)
-        self._ranks = NodeRanks(f"num-workers-{first}-{place.index}", place.trainer.global_rank, peers)
 
     def _check(self, loader: DataLoader[Any]) -> None:
-        """Raise :class:`LeftAlone` if no other number of workers is safe."""
-        if isinstance(loader.dataset, IterableDataset):
-            return
-        if not self.before and (method := forks(loader)) is not None:
-            raise LeftAlone(
-                f"a loader with num_workers=0 alone: its workers would be started by {method!r}, which runs the "
-                "program's script again. Give the DataLoader num_workers= itself"
-            )
-        if (reason := why_not_earlier(loader)) is not None:
-            raise LeftAlone(f"a loader alone: {reason}")
-        if (reason := why_not_shared(loader, held_by(loader), workers=self.before)) is not None:
-            raise LeftAlone(f"a loader with num_workers={self.before} alone: {reason}")
+        """Raise :class:`CannotChange` if no other number of workers is safe."""
+        reason = why_not(AskedChange(loader, "num_workers", self.before + 1, self.before, before_first=True))
+        if reason is None and self._options.exact and self.before:
+            reason = why_not_exact(loader)
+        if reason is not None:
+            raise CannotChange(f"a loader with num_workers={self.before} alone: {reason}")
 
     def _fitting(self, choice: WorkersChoice) -> WorkersChoice:
         """Clip a restored choice to what this machine has room for; a clipped one is measured again."""
         cap = worker_cap(
-            room(0), max_num_workers=self._options.max_num_workers, local_world_size=self._place.local_ranks
+            room(0), max_num_workers=self._options.max_num_workers, local_world_size=self._context.local_ranks
         )
         if choice.num_workers <= cap.num_workers:
             return choice
-        name = self._place.name
+        name = self._context.name
         if self._keeps_state:
             rank_zero_info(
                 f"NumWorkersFinder: {name}num_workers={choice.num_workers} is kept, though there is room for "
@@ -232,15 +163,16 @@ class TunedLoader:
     def _first_worker(self, loader: DataLoader[Any]) -> None:
         """Give a loader that has no workers its first one."""
         options = self._options
-        max_s = _MAX_LOOK_S if options.mode == "live" else min(_MAX_LOOK_S, options.max_seconds)
-        seen = check_workers(loader, iterable=options.iterable, longest_s=max_s)
-        if seen.problem is not None:
-            raise LeftAlone(f"a loader with num_workers=0 alone: {seen.problem}")
+        longest_s = MAX_LOOK_S if options.mode == "live" else options.max_seconds
+        try:
+            seen = check_first_worker(loader, longest_s=longest_s, iterable=options.iterable, exact=options.exact)
+        except CannotChange as reason:
+            raise CannotChange(f"a loader with num_workers=0 alone: {reason}") from None
         if seen.shuffles:
             say_once(
-                self._place.trainer,
+                self._context.trainer,
                 "num-workers-draws",
-                f"NumWorkersFinder: {self._place.name}reading this dataset draws from the global random state, which "
+                f"NumWorkersFinder: {self._context.name}reading this dataset draws from the global random state, which "
                 "without workers decides how the epochs after the first are shuffled: with workers their order is "
                 "another. Give the DataLoader a generator=, or NumWorkersFinder(mode='off'), to keep it.",
             )
@@ -253,15 +185,20 @@ class TunedLoader:
         self._restored, self._result, self.before = choice, None, choice.before
         if self._keeps_state:  # it runs already
             return
-        if (number := self._allowed(choice.num_workers)) != self.running.loader.num_workers:
+        if (number := self._allowed(choice.num_workers)) != self.managed.loader.num_workers:
             self._apply(number)
-        self._prefetch(self.running.loader, choice.prefetch_factor)
+        self._raise_prefetch(choice.prefetch_factor)
         if self._fixed:
             self.begin()
 
     def _allowed(self, number: int) -> int:
         most = self._options.max_num_workers
         return number if most is None else min(number, most)
+
+    @property
+    def running(self) -> RunningLoader:
+        """The loader's iterator and workers."""
+        return self.managed.running
 
     def begin(self) -> None:
         """Run the search (``"probe"``) or begin to measure (``"live"``); a restored choice is used as it is."""
@@ -294,7 +231,7 @@ class TunedLoader:
 
     def new_iterator(self, create: Callable[[], Any]) -> Any:
         """In place of the loader's own way to make an iterator."""
-        iterator = self.running.new_iterator(create)
+        iterator = self.managed.make_iterator(create)
         self._warn_of_shared()
         return iterator
 
@@ -302,18 +239,15 @@ class TunedLoader:
         """Replace the loader by a reloaded one, which goes on with the choice of the old one.
 
         Raises:
-            LeftAlone: it cannot have other workers.
+            CannotChange: it cannot have other workers.
         """
         self._check(loader)
-        if not self.before and loader.dataset is not self.running.loader.dataset:
-            self._first_worker(loader)
         old = self.running
-        self.running = RunningLoader(
-            loader, old.policy, self._options.max_num_workers, self._place.local_ranks, own_workers=self.before
-        )
+        if not self.before and loader.dataset is not old.loader.dataset:
+            self._first_worker(loader)
+        self.managed = self._manage(loader, None, old.policy)
         self.running.take_over(old)
-        if self._prefetch_factor is not None:
-            loader.prefetch_factor = self._prefetch_factor
+        self._raise_prefetch(self._prefetch_factor)
 
     def step_done(self, iterator: Any) -> bool:
         """Act on what the workers have reported since the last call; cheap where that is nothing.
@@ -325,33 +259,29 @@ class TunedLoader:
             Whether the number of workers has changed.
 
         Raises:
-            LeftAlone: what training fetches from is no iterator of a DataLoader.
+            CannotChange: from now on the loader is left alone.
         """
         running = self.running
         before = running.loader.num_workers
-        if not self._keeps_state:
-            running.follow(iterator)
-            if running.unknown is not None:
-                raise LeftAlone(
-                    f"a {type(running.loader).__name__} alone: training fetches from its {running.unknown}, behind "
-                    "which the DataLoader's own iterator cannot be seen"
-                )
-            if running.fetches_here:
-                raise LeftAlone(
-                    "a loader with num_workers=0 alone: its dataset was changed while training ran, and workers would "
-                    "have kept the old one"
-                )
-            if running.gives_up_growing():
-                self._not_live()
-            if (cap := running.no_longer_fits()) is not None:
-                running.policy.limited_by = cap.limited_by
-                self._apply(cap.num_workers)
-                rank_zero_info(
-                    f"NumWorkersFinder: {self._place.name}num_workers {before} → {running.loader.num_workers}: for "
-                    f"more there is no room any longer, limited by {cap.limited_by}"
-                )
-            if running.meter.seen is not None:
-                self._attend()
+        if self._keeps_state:
+            return False
+        lost = self.managed.step_done(iterator)
+        if running.unknown is not None:
+            raise CannotChange(
+                f"a {type(running.loader).__name__} alone: training fetches from its {running.unknown}, behind "
+                "which the DataLoader's own iterator cannot be seen"
+            )
+        if lost is not None and lost.kind == "dataset":
+            raise CannotChange(f"a loader with num_workers=0 alone: {lost.why}")
+        if lost is not None and lost.kind == "growth":
+            self._not_live()
+        elif lost is not None:
+            now = running.loader.num_workers
+            rank_zero_info(f"NumWorkersFinder: {self._context.name}num_workers {before} → {now}: {lost.why}")
+        if self._options.exact and running.draws:
+            raise CannotChange("a loader alone: its workers draw random numbers after all (exact=True)")
+        if running.meter.seen is not None:
+            self._attend()
         return running.loader.num_workers != before
 
     def wake(self) -> None:
@@ -378,12 +308,12 @@ class TunedLoader:
     def _apply(self, number: int) -> None:
         running = self.running
         before = running.loader.num_workers
-        running.apply(number)
+        self.managed.apply(number)
         if running.no_more is not None:
             say_once(
-                self._place.trainer,
-                f"num-workers-no-more-{self._place.index}",
-                f"NumWorkersFinder: {self._place.name}num_workers stays {running.loader.num_workers}: "
+                self._context.trainer,
+                f"num-workers-no-more-{self._context.index}",
+                f"NumWorkersFinder: {self._context.name}num_workers stays {running.loader.num_workers}: "
                 f"{running.no_more}.",
             )
         elif running.problem is not None and running.loader.num_workers != before:
@@ -396,15 +326,15 @@ class TunedLoader:
         held = running.start.shared_file if running.start is not None else None
         if held is not None and running.loader.num_workers > self.before:
             say_once(
-                self._place.trainer,
-                f"num-workers-shared-{self._place.index}",
-                f"NumWorkersFinder: {self._place.name}the workers share {held}: where they move its position, each "
+                self._context.trainer,
+                f"num-workers-shared-{self._context.index}",
+                f"NumWorkersFinder: {self._context.name}the workers share {held}: where they move its position, each "
                 "reads what another asked for. With the number of workers that you gave they share it as well.",
             )
 
     def _not_live(self) -> None:
         say_once(
-            self._place.trainer,
+            self._context.trainer,
             "num-workers-not-live",
             f"NumWorkersFinder cannot change workers that run: {self.running.problem}. "
             f"num_workers is {self.running.loader.num_workers} from the next epoch on.",
@@ -423,7 +353,7 @@ class TunedLoader:
                 options.max_num_workers,
                 max(left_s, options.max_seconds / 2),
                 options.tolerance,
-                self._place.local_ranks,
+                self._context.local_ranks,
                 options.iterable,
             )
         except Exception as error:  # an error of the dataset's will come in training, too
@@ -438,38 +368,38 @@ class TunedLoader:
         running.freeze()
         if result is None:
             cause = f"num-workers-{why.split(':')[0]}"
-            say_once(self._place.trainer, cause, f"NumWorkersFinder goes on with num_workers={number}: {why}")
+            say_once(self._context.trainer, cause, f"NumWorkersFinder goes on with num_workers={number}: {why}")
         if number != running.loader.num_workers:
             self._apply(number)
         if result is not None:
             if number:
-                self._prefetch(running.loader, result.prefetch_factor)
+                self._raise_prefetch(result.prefetch_factor)
             self._notify()
 
-    def _prefetch(self, loader: DataLoader[Any], factor: int | None) -> None:
+    def _raise_prefetch(self, factor: int | None) -> None:
         """Raise ``prefetch_factor`` for later iterators, if the user's value is lower."""
-        if factor is not None and factor > (loader.prefetch_factor or 0):
-            loader.prefetch_factor = self._prefetch_factor = factor
+        if self.managed.raise_prefetch(factor):
+            self._prefetch_factor = factor
 
     # -- reporting
 
     def _notify(self) -> None:
         """Report and log a choice, once."""
-        choice, trainer = self.choice, self._place.trainer
+        choice, trainer = self.choice, self._context.trainer
         if choice.num_workers == self._reported:
             return
         self._reported = choice.num_workers
-        rank_zero_info(f"NumWorkersFinder: {self._place.name}{choice}")
-        if (self._draws or self.running.draws) and choice.num_workers != choice.before:
-            rank_zero_info(f"NumWorkersFinder: {self._place.name}{DRAWS}")
+        rank_zero_info(f"NumWorkersFinder: {self._context.name}{choice}")
+        if (self._draws or self.managed.draws) and choice.num_workers != choice.before:
+            rank_zero_info(f"NumWorkersFinder: {self._context.name}{DRAWS}")
         if (advice := self._advice(choice)) is not None:
-            rank_zero_info(f"NumWorkersFinder: {self._place.name}{advice}")
+            rank_zero_info(f"NumWorkersFinder: {self._context.name}{advice}")
         for logger in trainer.loggers:
-            logger.log_metrics({self._place.metric: float(choice.num_workers)}, step=logging_step(trainer))
+            logger.log_metrics({self._context.metric: float(choice.num_workers)}, step=logging_step(trainer))
 
     def _advice(self, choice: WorkersChoice) -> str | None:
         """Advice on settings that only the program can change without changing what the DataLoader draws."""
-        loader, trainer = self.running.loader, self._place.trainer
+        loader, trainer = self.running.loader, self._context.trainer
         settings = []
         if choice.num_workers and not loader.persistent_workers and trainer.max_epochs != 1:
             settings.append("persistent_workers=True: its workers are started anew in every epoch")
@@ -478,19 +408,12 @@ class TunedLoader:
         return f"give the DataLoader {'; '.join(settings)}" if settings else None
 
 
-def why_left_alone(loader: Any, options: FinderOptions) -> str | None:
+def why_left(loader: Any, options: FinderOptions) -> str | None:
     """Why a loader keeps its number of workers whatever is measured; None if it may be changed."""
-    if not isinstance(loader, DataLoader):
-        return f"a {type(loader).__name__} alone, which is no torch DataLoader"
-    if isinstance(loader.dataset, IterableDataset) and not options.iterable:
-        return "an IterableDataset alone, since what it yields depends on the workers (iterable=True: not alone)"
-    if loader.num_workers == 0 and has_own_state(loader):
-        return f"a {type(loader).__name__} with num_workers=0 alone: with workers it would shuffle in another order"
-    if loader.num_workers == 0 and getattr(loader.dataset, "gathers_batches", False):
-        return "a loader alone that gathers its batches faster without workers"
-    if options.mode == "probe":
+    reason = why_left_alone(loader, iterable=options.iterable)
+    if reason is None and options.mode == "probe":
         try:
             check(loader, options.iterable)
         except ValueError as error:
             return f"a loader alone: {error}"
-    return None
+    return reason

@@ -1,8 +1,4 @@
-"""A loader that runs, under the policy of :mod:`~lightning_gpuopt.tuning.live`: its fetches timed, its workers changed.
-
-The iterator that the consumer fetches from stays the same object, with a ``__next__`` of ours around its own. While
-there is nothing to look at, that is a counter that goes down.
-"""
+"""A loader that runs, under the policy of :mod:`~lightning_gpuopt.tuning.live`: its workers are changed."""
 
 from __future__ import annotations
 
@@ -13,9 +9,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from statistics import fmean, median
 from typing import Any, Final
 
 import torch
@@ -24,10 +17,8 @@ from torch.utils.data import DataLoader
 from lightning_gpuopt.compat.dataloader import (
     batches_there,
     end_persistent,
-    in_the_making,
     is_like,
     is_plain,
-    lies_ready,
     persistent_iterator,
     running_workers,
     set_prefetch,
@@ -36,140 +27,26 @@ from lightning_gpuopt.compat.dataloader import (
 )
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.telemetry.host import usable_cpus
-from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.caps import (
     FILES_OF_A_WORKER,
     THREADS_OF_A_WORKER,
     Cap,
-    files_of,
     files_wanted,
     room,
     worker_cap,
     worker_memory,
 )
-from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
+from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.memory_watch import MemoryWatch
-from lightning_gpuopt.tuning.model import most_workers, receive_cost, taking
+from lightning_gpuopt.tuning.meter import FetchMeter, place
+from lightning_gpuopt.tuning.model import most_workers
 from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt, first_workers
 from lightning_gpuopt.tuning.sharing import WorkersStart, forks, note_own_workers, why_not_shared
 
 log = logging.getLogger(__name__)
 
-_PAUSE: Final = 4.0
-"""A step that takes so many times the median contains a validation, a checkpoint or the like."""
-
-_USUAL: Final = 0.75
-"""Share of the steps from which on pauses count as training's own pace, as where gradients accumulate."""
-
-_NEVER: Final = 1 << 60
-
 _FITS_FOR_S: Final = 5.0
 """Seconds between two checks of the memory left for the workers."""
-
-
-class FetchMeter:
-    """Times the fetches of one loader, whichever iterator they come from.
-
-    Args:
-        skip: fetches to ignore first.
-        window: fetches to measure then.
-        clock: seconds.
-
-    Attributes:
-        asleep: fetches still to be ignored.
-        seen: the last complete window; None before.
-    """
-
-    def __init__(self, skip: int, window: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self.begin(skip, window)
-
-    def begin(self, skip: int, window: int) -> None:
-        """Ignore ``skip`` fetches, then measure ``window`` steps."""
-        self.asleep = skip
-        self.seen: LoaderStats | None = None
-        self._window = window
-        self._forget()
-
-    def sleep(self) -> None:
-        """Measure nothing until :meth:`begin`."""
-        self.begin(_NEVER, self._window)
-
-    def epoch_begins(self, skip: int) -> None:
-        """Begin with a new iterator: its first batches and the time between epochs are not representative."""
-        if self.seen is None:
-            self.asleep = max(self.asleep, skip)
-            self._last: float | None = None
-
-    def _forget(self) -> None:
-        self._last = None
-        self._waits: list[float] = []
-        self._owns: list[float] = []
-        self._ready: list[float] = []
-        self._busy: list[int] = []
-        self._cpu_began: tuple[float | None, float] | None = None
-        self._bytes, self._tensors = 0.0, 0
-
-    def fetch(self, iterator: Any, take: Callable[[], Any]) -> Any:
-        """Take a batch, and note how long that took."""
-        workers = workers_of(iterator)
-        if self._cpu_began is None:
-            self._cpu_began = _cpu_s(workers), time.process_time()
-        ready, busy = lies_ready(iterator), in_the_making(iterator)
-        began = self._clock()
-        batch = take()
-        ended = self._clock()
-        last, self._last = self._last, ended
-        if last is None:
-            self._bytes, self._tensors = float(nbytes_of(batch)), files_of(batch)
-            self._cpu_began = _cpu_s(workers), time.process_time()
-            return batch
-        self._waits.append(ended - began)
-        self._owns.append(began - last)
-        if ready:
-            self._ready.append(ended - began)
-        if busy is not None:
-            self._busy.append(busy)
-        if len(self._waits) >= self._window:
-            self.seen = self._close(workers)
-            self._forget()
-            self.asleep = _NEVER
-        return batch
-
-    def _close(self, workers: Any) -> LoaderStats:
-        steps = len(self._waits)
-        # Receiving a batch that lies ready is no wait.
-        taking_s = taking(self._ready) if self._ready else receive_cost(self._bytes)[1] if workers else 0.0
-        wait_s = fmean(max(wait - taking_s, 0.0) for wait in self._waits)
-        usual_s = median(self._owns)
-        usual = [own for own in self._owns if own <= _PAUSE * usual_s]
-        own_s = fmean(usual if len(usual) > _USUAL * steps else self._owns)
-        assert self._cpu_began is not None
-        cpu_before, process_before = self._cpu_began
-        cpu_after, process_s = _cpu_s(workers), time.process_time() - process_before
-        worker_cpu_s = None if cpu_before is None or cpu_after is None else max(cpu_after - cpu_before, 0.0) / steps
-        consumer_cpu_s = process_s / steps
-        busy = fmean(self._busy) if self._busy else None
-        step_s = own_s + fmean(self._waits)
-        return LoaderStats(step_s, wait_s, busy, worker_cpu_s, consumer_cpu_s, self._bytes, self._tensors)
-
-
-class _Timed:
-    """Base class put before an iterator's own class: times its fetches."""
-
-    _gpuopt_meter: FetchMeter
-
-    def __next__(self) -> Any:
-        meter = self._gpuopt_meter
-        if meter.asleep > 0:
-            meter.asleep -= 1
-            return super().__next__()  # type: ignore[misc]
-        return meter.fetch(self, super().__next__)  # type: ignore[misc]
-
-
-@cache
-def _timed(kind: type) -> type:
-    return type(f"Timed{kind.__name__}", (_Timed, kind), {})
 
 
 class RunningLoader:
@@ -187,6 +64,7 @@ class RunningLoader:
     Attributes:
         start: what the running workers got a copy of; None before they were started.
         no_more: why no worker may be added; None if one may.
+        dataset_changes: whether the dataset was another one when the last two iterators were made.
         frozen: whether measuring has ended.
         problem: why the running iterator cannot be changed; None where it can.
         unknown: what the consumer fetches from, where that cannot be timed; None where it can.
@@ -206,6 +84,7 @@ class RunningLoader:
         self.policy = policy
         self.start: WorkersStart | None = None
         self.no_more: str | None = None
+        self.dataset_changes = False
         self._own_workers = loader.num_workers if own_workers is None else own_workers
         self._began: float | None = None
         self._set_up: tuple[float, int] | None = None
@@ -231,20 +110,30 @@ class RunningLoader:
         """The consumer's iterator; None before its first step, and after the consumer has dropped it."""
         return None if self._current is None else self._current()
 
+    def compare_dataset(self) -> None:
+        """See whether the dataset has changed since the workers of the last iterator were started."""
+        self.dataset_changes = self.start is not None and self.start.has_changed
+
+    def note_start(self) -> WorkersStart:
+        """Remember what the workers that are about to begin an epoch get a copy of."""
+        self.start = WorkersStart(self.loader, self._own_workers)
+        return self.start
+
     def new_iterator(self, create: Callable[[], Any]) -> Any:
         """Make an iterator; replaces the loader's ``_get_iterator``.
 
         Args:
             create: the loader's own ``_get_iterator``.
         """
-        self.start, self._began = WorkersStart(self.loader, self._own_workers), self._clock()
+        start = self.note_start()
+        self._began = self._clock()
         note_own_workers(self.loader, self._own_workers)
-        reason = why_not_shared(self.loader, self.start.state.held, workers=self._own_workers)
+        reason = why_not_shared(self.loader, start.state.held, workers=self._own_workers)
         if self.loader.num_workers > self._own_workers and reason is not None:
             self.no_more = reason
             assign(self.loader, self._own_workers)
             self.policy.set(self.loader.num_workers, settle=True)
-        if self.loader.num_workers <= usable_cpus():
+        if self.loader.num_workers <= usable_cpus() or self.loader.num_workers == self._own_workers:
             iterator = self._create(create)
         else:
             # What is measured is no reason to warn of more workers than CPUs. Only then: each change of the filters
@@ -324,13 +213,8 @@ class RunningLoader:
                 adopted.resize(self.loader.num_workers)
         except ResizeUnsupported as unsupported:
             self.problem = str(unsupported)
-        kind: Any = type(iterator)
-        try:
-            iterator._gpuopt_meter = self.meter
-            if not issubclass(kind, _Timed):
-                iterator.__class__ = _timed(kind)
-        except (AttributeError, TypeError):  # such as a generator: its loader has an __iter__ of its own
-            self.unknown = kind.__name__
+        if not place(self.meter, iterator):  # such as a generator: its loader has an __iter__ of its own
+            self.unknown = type(iterator).__name__
             return
         waited, self._waits_for_next = self._waits_for_next, False
         if running_workers(self.loader, iterator) != self.loader.num_workers:
@@ -554,11 +438,3 @@ def assign(loader: DataLoader[Any], num_workers: int) -> None:
         loader.prefetch_factor = None
     elif loader.prefetch_factor is None:
         loader.prefetch_factor = 2
-
-
-def _cpu_s(workers: Any, proc: Path = Path("/proc")) -> float | None:
-    """CPU seconds of these processes' main threads; None where that cannot be read."""
-    try:
-        return sum(int((proc / str(each.pid) / "schedstat").read_text().split()[0]) for each in workers) / 1e9
-    except (OSError, ValueError, IndexError):
-        return None

@@ -90,6 +90,25 @@ def check_workers(loader: DataLoader[Any], *, longest_s: float, iterable: bool =
     return _judged(loader, batches)
 
 
+def check_draws(loader: DataLoader[Any], *, longest_s: float) -> str | None:
+    """Why a loader was not shown to draw nothing in its workers; None where a worker read a few batches without a draw.
+
+    The loader, its sampler and the random states are as before.
+
+    Args:
+        loader: of a map-style dataset, with forked workers.
+        longest_s: seconds to wait for a batch.
+    """
+    try:
+        looking = _CheckingCollate(own_collate(loader), loader, [])
+        batches = first_batches(loader, check(loader), looking, _BATCHES, longest_s)
+    except OutOfTime:
+        return f"a worker process gave no batch within {longest_s:g} s to see whether it draws random numbers"
+    except Exception as error:
+        return f"a worker process fails, and so does not show whether it draws random numbers: {_first_line(error)}"
+    return "its workers draw random numbers" if any(seen.drawn for _, seen in batches) else None
+
+
 def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]]) -> WorkersCheck:
     drawn = {seen.drawn for _, seen in batches if seen.drawn is not None}
     shuffles = _shuffles(loader, drawn)

@@ -95,3 +95,52 @@ class NumWorkersResult:
             "pin_memory": self.pin_memory,
             "persistent_workers": self.persistent_workers,
         }
+
+
+@dataclass(frozen=True)
+class WorkersChoice:
+    """What was chosen for a loader.
+
+    Attributes:
+        num_workers: the number.
+        settled: whether the search for it was over.
+        before: the number that the user had set.
+        trials: what was measured.
+        limited_by: why not more.
+        prefetch_factor: batches that each worker prepares ahead; None: as the user had set it.
+        making_s: seconds that the training process would take to make a batch, where the user had set no workers.
+    """
+
+    num_workers: int
+    settled: bool
+    before: int
+    trials: tuple[Trial, ...] = ()
+    limited_by: LimitedBy = "consumer"
+    prefetch_factor: int | None = None
+    making_s: float | None = None
+
+    def __str__(self) -> str:
+        ahead = "" if self.prefetch_factor is None else f", prefetch_factor={self.prefetch_factor}"
+        if self.num_workers == self.before:
+            return f"num_workers {self.before} is left as it is{ahead}: limited by {self.limited_by}"
+        text = f"num_workers {self.before} → {self.num_workers}{ahead}: "
+        if (gain := self._gain) is not None and gain >= 1.05:
+            text += f"{gain:.1f}× faster input, "
+        return f"{text}limited by {self.limited_by}"
+
+    @property
+    def _gain(self) -> float | None:
+        """Batches per second, over those with the user's own number; None where that is not known."""
+        best: dict[int, Trial] = {}
+        for trial in self.trials:  # the best of repeated ones
+            if trial.num_workers not in best or trial.batches_per_s > best[trial.num_workers].batches_per_s:
+                best[trial.num_workers] = trial
+        now, own = best.get(self.num_workers), best.get(self.before)
+        if now is None:
+            return None
+        if own is not None:
+            return now.batches_per_s / own.batches_per_s if own.batches_per_s else None
+        if self.before or self.making_s is None:
+            return None
+        step_s = max(1 / now.batches_per_s - now.data_wait_s, 0.0)
+        return (step_s + self.making_s) * now.batches_per_s

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_gpuopt.autofix.controller import AutoFixController
-from lightning_gpuopt.autofix.loader import CannotChange
 from lightning_gpuopt.autofix.policy import FIXES
 from lightning_gpuopt.autofix.run_length import RunLength
 from lightning_gpuopt.diagnosis.measurement import Measurement
@@ -17,6 +16,7 @@ from lightning_gpuopt.diagnosis.record import Change, Finding
 from lightning_gpuopt.measurements.gpu import GpuTimes
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import PHASES, PhaseTimes
+from lightning_gpuopt.tuning.rules import CannotChange
 
 GAIN = (1.5, 2.0, 2.5)
 SLOW, FAST = 0.5, 0.25

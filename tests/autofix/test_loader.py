@@ -15,8 +15,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_gpuopt.autofix.loader import AdjustableLoader, CannotChange
+from lightning_gpuopt.autofix.loader import AdjustableLoader
 from lightning_gpuopt.tuning.caps import Cap
+from lightning_gpuopt.tuning.managed import ManagedLoader
+from lightning_gpuopt.tuning.rules import CannotChange
 from lightning_gpuopt.tuning.running import RunningLoader
 
 
@@ -154,21 +156,8 @@ class TestWhatIsLeftAlone:
             (lambda: [loader(), loader()], "there are several training loaders"),
             (lambda: [], "there is no training loader"),
             (
-                lambda: [StatefulDataLoader(Numbers(), 2, num_workers=1)],
-                "AutoFix leaves a StatefulDataLoader alone: it makes its iterators itself",
-            ),
-            (
-                lambda: [Iterates(Numbers(), 2, num_workers=1)],
-                "AutoFix leaves a Iterates alone: it makes its iterators itself",
-            ),
-            (
                 lambda: [Keeps(Numbers(), 2, num_workers=1)],
                 "the state of a Keeps holds for the settings that it began with",
-            ),
-            (
-                lambda: [DataLoader(Stream(), 2, num_workers=1)],
-                "AutoFix leaves an IterableDataset alone, since what it yields depends on the workers (iterable=True: "
-                "not alone)",
             ),
             (lambda: [[1, 2]], "AutoFix leaves a list alone, which is no torch DataLoader"),
         ],
@@ -177,6 +166,30 @@ class TestWhatIsLeftAlone:
         rig = Rig(*made())
         assert rig.change("num_workers", 3) == why
         assert rig.change("prefetch_factor", 5) == why
+
+    @pytest.mark.parametrize(
+        ("made", "why"),
+        [
+            (
+                lambda: StatefulDataLoader(Numbers(), 2, num_workers=1),
+                "the state of a StatefulDataLoader holds for the settings that it began with",
+            ),
+            (lambda: Iterates(Numbers(), 2, num_workers=1), "a Iterates makes its iterators itself"),
+            (
+                lambda: DataLoader(Stream(), 2, num_workers=1),
+                "AutoFix leaves an IterableDataset alone, since what it yields depends on the workers (iterable=True: "
+                "not alone)",
+            ),
+        ],
+        ids=["stateful", "own-iterators", "iterable"],
+    )
+    @pytest.mark.parametrize("setting", ["num_workers", "persistent_workers"])
+    def test_workers_that_cannot_be_changed_where_more_may_be_prepared_ahead(
+        self, made: Callable[[], Any], why: str, setting: str
+    ) -> None:
+        rig = Rig(made())
+        assert rig.change(setting, True if setting == "persistent_workers" else 3) == why
+        assert rig.change("prefetch_factor", 5) is False
 
     def test_one_that_was_made_before(self) -> None:
         rig = Rig(loader())
@@ -342,7 +355,7 @@ class TestWithTheNextIterator:
 
         rig = Rig(loader())
         rig.change("prefetch_factor", 5)
-        monkeypatch.setattr(AdjustableLoader, "_set", broken)
+        monkeypatch.setattr(ManagedLoader, "_set", broken)
         rig.epoch()
         assert rig.adjustable.refused == {"prefetch_factor": "ours"}
 
@@ -380,7 +393,7 @@ class TestRunningWorkers:
             (
                 "fetches_here",
                 property(lambda self: True),
-                "the dataset was changed while training ran, and workers would have kept the old one",
+                "its dataset was changed while training ran, and workers would have kept the old one",
             ),
         ],
     )

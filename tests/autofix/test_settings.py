@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt.autofix.loader import CannotChange
 from lightning_gpuopt.autofix.settings import AutoFixSettings
+from lightning_gpuopt.tuning.rules import CannotChange
 
 
 class Loader:

@@ -41,7 +41,9 @@ from lightning_gpuopt.storage.gather import Gather
 from lightning_gpuopt.tuning import caps, resize, running, without_workers
 from lightning_gpuopt.tuning import loader as loader_module
 from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
-from lightning_gpuopt.tuning.running import FetchMeter, RunningLoader
+from lightning_gpuopt.tuning.meter import FetchMeter
+from lightning_gpuopt.tuning.rules import why_left_alone
+from lightning_gpuopt.tuning.running import RunningLoader
 from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
 from tests.datamodules.training import EPOCHS, Notes, build
 from tests.helpers import FEATURES, RecordingLogger, TinyModel, tiny_trainer, wait_for
@@ -278,8 +280,7 @@ def test_a_stream_is_left_alone_unless_asked_for(
 def test_a_loader_that_gathers_without_workers_stays_so() -> None:
     source = loader(0)
     vars(source)["dataset"] = Gather.__new__(Gather)
-    reason = loader_module.why_left_alone(source, loader_module.FinderOptions("live", None, None, 1.0, 0.05, False))
-    assert reason == "a loader alone that gathers its batches faster without workers"
+    assert why_left_alone(source) == "a loader alone that gathers its batches faster without workers"
 
 
 class Stop(Exception):
@@ -1048,7 +1049,7 @@ def test_workers_for_which_there_is_no_room_any_longer_go_at_once(
     with caplog.at_level(logging.INFO):
         fit(tmp_path, Model(loader()), finder, counts, Grows(), max_epochs=1)
     assert counts.counts[38:43] == [4, 4, 4, 2, 2]
-    assert "num_workers 4 → 2: for more there is no room any longer, limited by memory" in caplog.text
+    assert "num_workers 4 → 2: for more workers there is no room any longer, limited by memory" in caplog.text
     assert finder.choices[0].limited_by == "memory"
 
 

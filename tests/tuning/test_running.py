@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_gpuopt.tuning import caps, running
 from lightning_gpuopt.tuning.caps import Cap, Room
 from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
-from lightning_gpuopt.tuning.running import FetchMeter, RunningLoader, assign, depth_of, length_of
+from lightning_gpuopt.tuning.meter import FetchMeter
+from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of, length_of
 from lightning_gpuopt.tuning.sharing import own_workers
 from lightning_gpuopt.tuning.workers import Trial
 from tests.helpers import Clock

@@ -1,0 +1,418 @@
+"""A training loader under management: the only code that changes a loader, or its iterator.
+
+Each setting is changed *now*, *with the next iterator*, or the change is *refused because* of a rule
+(:mod:`~lightning_gpuopt.tuning.rules`). NumWorkersFinder, AutoFix and the trials before training use it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_gpuopt.compat.dataloader import (
+    as_persistent,
+    is_like,
+    persistent_iterator,
+    reset_persistent,
+    running_workers,
+    set_prefetch,
+    shut_down,
+    why_not_reset,
+)
+from lightning_gpuopt.measurements.loader_description import NEXT, NOW
+from lightning_gpuopt.telemetry.host import usable_cpus
+from lightning_gpuopt.tuning.live import LivePolicy
+from lightning_gpuopt.tuning.rules import AskedChange, CannotChange, why_not
+from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
+from lightning_gpuopt.tuning.sharing import forks, held_by, own_workers
+from lightning_gpuopt.tuning.without_workers import WorkersCheck, check_draws, check_workers
+
+log = logging.getLogger(__name__)
+
+MAX_LOOK_S: Final = 30.0
+"""Seconds without a batch after which a worker may be stuck for ever."""
+
+DRAWS: Final = (
+    "random numbers are drawn in the workers: as everywhere in PyTorch they depend on how many workers there are; the "
+    "samples and their order do not"
+)
+"""Reported with a change of the number of workers if a worker has drawn random numbers."""
+
+_LAST_EPOCH: Final = "it takes a new iterator of the loader, and this epoch is the last"
+
+
+@dataclass(frozen=True)
+class LostWorkers:
+    """Why a loader has fewer workers than were asked for.
+
+    Attributes:
+        kind: the dataset was changed; a worker that was started in mid-epoch failed; there is no room any longer.
+        why: the reason.
+    """
+
+    kind: Literal["dataset", "growth", "room"]
+    why: str
+
+
+class ManagedLoader:
+    """A training loader whose settings can be changed.
+
+    Args:
+        loader: about to be iterated.
+        local_ranks: ranks on this node.
+        max_num_workers: not more workers; None: as :func:`~lightning_gpuopt.tuning.caps.worker_cap` has it.
+        tolerance: of its :class:`~lightning_gpuopt.tuning.live.LivePolicy`.
+        exact: leave alone what was not shown to draw no random numbers in workers.
+        own: the number of workers that the user has given it; None: what is known of it.
+        depth: batches that it asks for ahead with the user's own settings; None: with those that it has.
+        policy: continue with this policy.
+        measures: time its fetches from the first one on; else once its number of workers is changed.
+
+    Attributes:
+        loader: as given.
+        running: its iterator and its workers.
+        refused: reasons, by setting, why a change that waited for an iterator could not be made.
+        looked_s: seconds spent on trials in workers, to check whether they can make the batches.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        local_ranks: int,
+        max_num_workers: int | None = None,
+        tolerance: float = 0.05,
+        exact: bool = False,
+        own: int | None = None,
+        depth: int | None = None,
+        policy: LivePolicy | None = None,
+        measures: bool = False,
+    ) -> None:
+        self.loader = loader
+        self.own_workers = own_workers(loader) if own is None else own
+        self._exact = exact
+        self._exact_reason: tuple[str | None] | None = None
+        self._next: dict[str, Any] = {}
+        self._returns: set[str] = set()
+        self._kept: Any = None
+        self._keeps_workers = False
+        self._follows = measures or (not self.own_workers and loader.num_workers > 0)  # set by an earlier fit
+        self.refused: dict[str, str] = {}
+        self.looked_s = 0.0
+        policy = policy or LivePolicy(
+            loader.num_workers,
+            cpus=usable_cpus() / local_ranks,
+            tolerance=tolerance,
+            prefetch_factor=loader.prefetch_factor or 2,
+        )
+        if depth is None:
+            depth = depth_of(loader) if self.own_workers else 0
+        self.running = RunningLoader(loader, policy, max_num_workers, local_ranks, depth, own_workers=self.own_workers)
+
+    # -- what may be changed, and when
+
+    def now(self, setting: str) -> Any:
+        """The value of a setting; a change that waits for the next iterator does not count."""
+        if setting == "persistent_workers" and self._keeps_workers:
+            return True
+        return getattr(self.loader, setting, None)
+
+    def when(self, setting: str, value: Any, *, last_epoch: bool = False) -> str:
+        """When a change would take effect: ``"now"``, ``"with the next iterator"`` or ``"refused because ..."``."""
+        try:
+            reason = self._why_not(setting, value)
+        except Exception as error:  # of the dataset's or the sampler's: what cannot be looked at is left alone
+            reason = f"it cannot be looked into: {type(error).__name__}: {error}"
+        if reason is None and setting == "num_workers" and self.loader.num_workers:
+            return NOW
+        if reason is None and last_epoch:
+            reason = _LAST_EPOCH
+        return NEXT if reason is None else f"refused because {reason}"
+
+    def _why_not(self, setting: str, value: Any) -> str | None:
+        if self.now(setting) == value:
+            return "it is so already"
+        if self._exact and setting in ("num_workers", "persistent_workers") and self.own_workers:
+            if self._exact_reason is None:
+                return "no iterator was begun yet, and so nothing shown of what its workers draw"
+            if self._exact_reason[0] is not None:
+                return self._exact_reason[0]
+        running = self.running
+        changes = running.dataset_changes
+        return why_not(AskedChange(self.loader, setting, value, self.own_workers, running.start, changes))
+
+    def change(self, setting: str, value: Any, iterator: Any = None, *, last_epoch: bool = False) -> bool:
+        """Change a setting.
+
+        Args:
+            setting: an argument of a DataLoader.
+            value: its new value.
+            iterator: what training fetches from; None between epochs.
+            last_epoch: no other iterator will be made.
+
+        Returns:
+            Whether it is in effect; else it will be with the next iterator.
+
+        Raises:
+            CannotChange: it has to stay as it is.
+        """
+        if (reason := self._why_not(setting, value)) is not None:
+            raise CannotChange(reason)
+        if setting == "num_workers" and self.loader.num_workers:
+            return self._resize(value, iterator, last_epoch=last_epoch)
+        if last_epoch:
+            raise CannotChange(_LAST_EPOCH)
+        self._next[setting] = value
+        return False
+
+    def take_back(self, setting: str, value: Any) -> None:
+        """Restore a setting, now or with the next iterator.
+
+        Args:
+            setting: its name.
+            value: its value before.
+        """
+        if self._next.pop(setting, None) is not None:
+            return
+        if setting == "num_workers" and value and self._follows:
+            self.running.apply(value)
+        elif setting == "persistent_workers":
+            self._keeps_workers = False
+        else:
+            self._next[setting] = value
+            self._returns.add(setting)
+
+    def is_waiting(self, setting: str, iterator: Any) -> bool:
+        """Whether a change waits for the next iterator.
+
+        Args:
+            setting: its name.
+            iterator: what training fetches from; None between epochs.
+        """
+        if setting == "num_workers" and iterator is not None:
+            return setting in self._next or running_workers(self.loader, iterator) != self.loader.num_workers
+        return setting in self._next
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing waits for the next iterator."""
+        return not self._next
+
+    @property
+    def starts_slowly(self) -> bool:
+        """Whether workers are started by another method than fork, which takes seconds."""
+        return forks(self.loader) is not None
+
+    @property
+    def draws(self) -> bool:
+        """Whether an added worker drew random numbers, or the dataset holds a generator to draw from."""
+        start = self.running.start
+        return self.running.draws or (start is not None and any(each.kind == "generator" for each in start.state.held))
+
+    # -- the number of workers
+
+    def _resize(self, workers: int, iterator: Any, *, last_epoch: bool) -> bool:
+        loader, running, self._follows = self.loader, self.running, True
+        self.follow(iterator)
+        if running.unknown is not None:
+            raise CannotChange(f"training fetches from its {running.unknown}")
+        cap = running.cap()
+        if cap.num_workers <= loader.num_workers < workers:
+            raise CannotChange(f"there is no room for more workers, limited by {cap.limited_by}")
+        before = loader.num_workers
+        running.apply(min(workers, cap.num_workers))
+        if running.no_more is not None:
+            raise CannotChange(running.no_more)
+        there = iterator is not None and running_workers(loader, iterator) == loader.num_workers
+        if not there and last_epoch:
+            running.apply(before)
+            why = running.problem or "all batches of the epoch are on their way"
+            raise CannotChange(f"running workers cannot be changed ({why}), and this epoch is the last")
+        return there
+
+    def apply(self, workers: int) -> None:
+        """Set the number of workers to what the policy wants: now if possible, else from the next iterator on."""
+        self.running.apply(workers)
+
+    def raise_prefetch(self, factor: int | None) -> bool:
+        """Raise ``prefetch_factor`` for later iterators, if its value is lower; True where it was."""
+        if factor is None or factor <= (self.loader.prefetch_factor or 0):
+            return False
+        self.loader.prefetch_factor = factor
+        return True
+
+    def follow(self, iterator: Any) -> None:
+        """Time what the consumer fetches from, and make it resizable if possible; None is left out."""
+        if iterator is not None and self._follows:
+            self.running.follow(iterator)
+
+    def step_done(self, iterator: Any) -> LostWorkers | None:
+        """Check the workers that were started while training runs.
+
+        Args:
+            iterator: what training has just fetched from.
+
+        Returns:
+            Why there are fewer workers than were asked for; None if there are as many.
+        """
+        if not self._follows:
+            return None
+        running = self.running
+        self.follow(iterator)
+        if running.fetches_here:
+            why = "its dataset was changed while training ran, and workers would have kept the old one"
+            return LostWorkers("dataset", why)
+        if running.gives_up_growing():
+            return LostWorkers("growth", "a worker that was started in mid-epoch never gave a batch")
+        if (cap := running.no_longer_fits()) is None:
+            return None
+        running.policy.limited_by = cap.limited_by
+        running.apply(cap.num_workers)
+        return LostWorkers("room", f"for more workers there is no room any longer, limited by {cap.limited_by}")
+
+    # -- iterators
+
+    def make_iterator(self, create: Callable[[], Any]) -> Any:
+        """Make an iterator with the settings that were asked for.
+
+        Args:
+            create: the loader's own way to make one.
+        """
+        running, loader = self.running, self.loader
+        running.compare_dataset()
+        if self._exact and self._exact_reason is None and self.own_workers:
+            self._exact_reason = (self._timed(lambda: why_not_exact(loader)),)
+        self._make_waiting_changes()
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            unchanged = is_like(kept, loader) and not running.dataset_changes and why_not_reset() is None
+            if self._keeps_workers and unchanged:
+                running.note_start()
+                reset_persistent(kept, loader)
+                self._kept = kept
+                return kept
+            shut_down(kept)
+        if not (self._keeps_workers and loader.num_workers):
+            return running.new_iterator(create)
+        self._kept = as_persistent(loader, lambda: running.new_iterator(create))
+        return self._kept
+
+    def _make_waiting_changes(self) -> None:
+        for setting in list(self._next):
+            value = self._next.pop(setting)
+            self._returns.discard(setting)
+            try:
+                self._set(setting, value)
+            except Exception as error:
+                log.debug("a setting could not be changed", exc_info=not isinstance(error, CannotChange))
+                self.refused[setting] = str(error)
+
+    def _set(self, setting: str, value: Any) -> None:
+        """Change a setting right before an iterator is made."""
+        loader = self.loader
+        if setting == "num_workers" and value:
+            self._first_workers(value)
+        elif setting == "num_workers":
+            loader.num_workers, loader.prefetch_factor = 0, None
+        elif setting == "persistent_workers":
+            if value and (reason := self._why_not(setting, value)) is not None:
+                raise CannotChange(reason)
+            self._keeps_workers = bool(value)
+        else:
+            setattr(loader, setting, value)
+
+    def _first_workers(self, workers: int) -> None:
+        """Change from no workers to some."""
+        loader, running = self.loader, self.running
+        if (reason := self._why_not("num_workers", workers)) is not None:
+            raise CannotChange(reason)
+        seen = self._timed(lambda: check_workers(loader, longest_s=MAX_LOOK_S))
+        if seen.draws:
+            raise CannotChange(
+                "reading the dataset draws from the process's random state, which training's own draws follow: with "
+                "workers training would be another"
+            )
+        if seen.problem is not None:
+            raise CannotChange(seen.problem)
+        assign(loader, 1)
+        assign(loader, min(workers, running.cap().num_workers))
+        self._follows = True
+        running.policy.set(loader.num_workers)
+
+    def _timed(self, look: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        try:
+            return look()
+        finally:
+            self.looked_s += time.perf_counter() - began
+
+    def epoch_begins(self) -> None:
+        """An epoch begins. With the user's own ``persistent_workers``, no new iterator is made."""
+        iterator = persistent_iterator(self.loader)
+        if iterator is not None and "prefetch_factor" in self._next:
+            self.loader.prefetch_factor = self._next.pop("prefetch_factor")
+            set_prefetch(iterator, self.loader.prefetch_factor)
+        if self._follows:
+            self.running.before_epoch()
+
+    # -- the end
+
+    def end(self, back: dict[str, Any] | None = None) -> None:
+        """End with the fit; may be called more than once.
+
+        Args:
+            back: settings to restore, by name.
+        """
+        loader = self.loader
+        self.running.done()
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            shut_down(kept)
+        back = {**{setting: self._next[setting] for setting in self._returns if setting in self._next}, **(back or {})}
+        self._next, self._returns = {}, set()
+        for setting, value in back.items():
+            if setting != "persistent_workers":  # an attribute that we never set on the loader
+                setattr(loader, setting, value)
+        if not loader.num_workers and loader.prefetch_factor is not None:
+            loader.prefetch_factor = None
+
+
+def check_first_worker(loader: DataLoader[Any], *, longest_s: float, iterable: bool, exact: bool) -> WorkersCheck:
+    """See whether a loader that has no workers can have some.
+
+    Args:
+        loader: not iterated yet.
+        longest_s: seconds to wait for a batch.
+        iterable: an ``IterableDataset`` may get workers.
+        exact: only one that was not seen to draw random numbers.
+
+    Raises:
+        CannotChange: it cannot, or gains nothing.
+    """
+    seen = check_workers(loader, iterable=iterable, longest_s=min(longest_s, MAX_LOOK_S))
+    if seen.problem is not None:
+        raise CannotChange(seen.problem)
+    if exact and (seen.draws or isinstance(loader.dataset, IterableDataset)):
+        raise CannotChange("with exact=True its workers must not draw random numbers, and one was seen to")
+    return seen
+
+
+def why_not_exact(loader: DataLoader[Any]) -> str | None:
+    """Why a loader is left alone under ``exact=True``; None where its workers were shown to draw nothing.
+
+    That is no proof: a few batches were read by a worker, and no random state of it had moved.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return "what an IterableDataset yields depends on its workers (exact=True)"
+    if (method := forks(loader)) is not None:
+        return f"its workers are started by {method!r}: what they draw cannot be looked at (exact=True)"
+    generator = next((each for each in held_by(loader) if each.kind == "generator"), None)
+    if generator is not None:
+        return f"its dataset holds a random generator, {generator} (exact=True)"
+    drawn = check_draws(loader, longest_s=MAX_LOOK_S)
+    return None if drawn is None else f"{drawn} (exact=True)"

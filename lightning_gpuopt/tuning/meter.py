@@ -1,0 +1,153 @@
+"""Times the fetches of a loader that runs: what its consumer waited, and what its workers had under way.
+
+The iterator that the consumer fetches from stays the same object, with a ``__next__`` of ours around its own. While
+there is nothing to look at, that is a counter that goes down.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Final
+
+from lightning_gpuopt.compat.dataloader import in_the_making, lies_ready, workers_of
+from lightning_gpuopt.timeline.worker_clock import nbytes_of
+from lightning_gpuopt.tuning.caps import files_of
+from lightning_gpuopt.tuning.live import LoaderStats
+from lightning_gpuopt.tuning.model import receive_cost, taking
+
+_PAUSE: Final = 4.0
+"""A step that takes so many times the median contains a validation, a checkpoint or the like."""
+
+_USUAL: Final = 0.75
+"""Share of the steps from which on pauses count as training's own pace, as where gradients accumulate."""
+
+_NEVER: Final = 1 << 60
+
+
+class FetchMeter:
+    """Times the fetches of one loader, whichever iterator they come from.
+
+    Args:
+        skip: fetches to ignore first.
+        window: fetches to measure then.
+        clock: seconds.
+
+    Attributes:
+        asleep: fetches still to be ignored.
+        seen: the last complete window; None before.
+    """
+
+    def __init__(self, skip: int, window: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.begin(skip, window)
+
+    def begin(self, skip: int, window: int) -> None:
+        """Ignore ``skip`` fetches, then measure ``window`` steps."""
+        self.asleep = skip
+        self.seen: LoaderStats | None = None
+        self._window = window
+        self._forget()
+
+    def sleep(self) -> None:
+        """Measure nothing until :meth:`begin`."""
+        self.begin(_NEVER, self._window)
+
+    def epoch_begins(self, skip: int) -> None:
+        """Begin with a new iterator: its first batches and the time between epochs are not representative."""
+        if self.seen is None:
+            self.asleep = max(self.asleep, skip)
+            self._last: float | None = None
+
+    def _forget(self) -> None:
+        self._last = None
+        self._waits: list[float] = []
+        self._owns: list[float] = []
+        self._ready: list[float] = []
+        self._busy: list[int] = []
+        self._cpu_began: tuple[float | None, float] | None = None
+        self._bytes, self._tensors = 0.0, 0
+
+    def fetch(self, iterator: Any, take: Callable[[], Any]) -> Any:
+        """Take a batch, and note how long that took."""
+        workers = workers_of(iterator)
+        if self._cpu_began is None:
+            self._cpu_began = _cpu_s(workers), time.process_time()
+        ready, busy = lies_ready(iterator), in_the_making(iterator)
+        began = self._clock()
+        batch = take()
+        ended = self._clock()
+        last, self._last = self._last, ended
+        if last is None:
+            self._bytes, self._tensors = float(nbytes_of(batch)), files_of(batch)
+            self._cpu_began = _cpu_s(workers), time.process_time()
+            return batch
+        self._waits.append(ended - began)
+        self._owns.append(began - last)
+        if ready:
+            self._ready.append(ended - began)
+        if busy is not None:
+            self._busy.append(busy)
+        if len(self._waits) >= self._window:
+            self.seen = self._close(workers)
+            self._forget()
+            self.asleep = _NEVER
+        return batch
+
+    def _close(self, workers: Any) -> LoaderStats:
+        steps = len(self._waits)
+        # Receiving a batch that lies ready is no wait.
+        taking_s = taking(self._ready) if self._ready else receive_cost(self._bytes)[1] if workers else 0.0
+        wait_s = fmean(max(wait - taking_s, 0.0) for wait in self._waits)
+        usual_s = median(self._owns)
+        usual = [own for own in self._owns if own <= _PAUSE * usual_s]
+        own_s = fmean(usual if len(usual) > _USUAL * steps else self._owns)
+        assert self._cpu_began is not None
+        cpu_before, process_before = self._cpu_began
+        cpu_after, process_s = _cpu_s(workers), time.process_time() - process_before
+        worker_cpu_s = None if cpu_before is None or cpu_after is None else max(cpu_after - cpu_before, 0.0) / steps
+        consumer_cpu_s = process_s / steps
+        busy = fmean(self._busy) if self._busy else None
+        step_s = own_s + fmean(self._waits)
+        return LoaderStats(step_s, wait_s, busy, worker_cpu_s, consumer_cpu_s, self._bytes, self._tensors)
+
+
+class _Timed:
+    """Base class put before an iterator's own class: times its fetches."""
+
+    _gpuopt_meter: FetchMeter
+
+    def __next__(self) -> Any:
+        meter = self._gpuopt_meter
+        if meter.asleep > 0:
+            meter.asleep -= 1
+            return super().__next__()  # type: ignore[misc]
+        return meter.fetch(self, super().__next__)  # type: ignore[misc]
+
+
+@cache
+def _timed(kind: type) -> type:
+    return type(f"Timed{kind.__name__}", (_Timed, kind), {})
+
+
+def place(meter: FetchMeter, iterator: Any) -> bool:
+    """Have a meter time an iterator's fetches; False where it cannot, as with a generator."""
+    kind: Any = type(iterator)
+    try:
+        iterator._gpuopt_meter = meter
+        if not issubclass(kind, _Timed):
+            iterator.__class__ = _timed(kind)
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
+def _cpu_s(workers: Any, proc: Path = Path("/proc")) -> float | None:
+    """CPU seconds of these processes' main threads; None where that cannot be read."""
+    try:
+        return sum(int((proc / str(each.pid) / "schedstat").read_text().split()[0]) for each in workers) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,204 @@
+"""The safety rules: what keeps a setting of a loader as it is, each with its reason in one sentence.
+
+Whoever changes a loader asks :func:`why_not`. ``docs/workers.md`` has the same table for readers; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_gpuopt.compat.dataloader import is_plain, may_pin, persistent_iterator, why_not_reset
+from lightning_gpuopt.loaders.kinds import KNOWN_STATES, kind_of
+from lightning_gpuopt.loading.loader import ElasticLoader
+from lightning_gpuopt.tuning.sampler_draws import why_not_earlier
+from lightning_gpuopt.tuning.sharing import WorkersStart, forks, held_by, state_of, why_not_shared
+
+_WORKERS: Final = ("num_workers",)
+_KEPT: Final = ("persistent_workers",)
+_AHEAD: Final = ("num_workers", "prefetch_factor", "persistent_workers")
+
+
+class CannotChange(Exception):
+    """A setting has to stay as it is; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class AskedChange:
+    """A change that somebody wants, and what is known of the loader.
+
+    Attributes:
+        loader: the DataLoader.
+        setting: the name of one of its arguments.
+        value: the new value.
+        own_workers: the number of workers that the user has given it.
+        start: what its running workers got a copy of; None where none were started, or earlier than can be known.
+        dataset_changes: whether the dataset was another one at the last two starts of an epoch.
+        before_first: the loader was never iterated, and its state is a new one.
+    """
+
+    loader: DataLoader[Any]
+    setting: str
+    value: Any
+    own_workers: int
+    start: WorkersStart | None = None
+    dataset_changes: bool = False
+    before_first: bool = False
+
+    @property
+    def adds_first(self) -> bool:
+        """Whether a loader without workers would get some."""
+        return self.setting == "num_workers" and not self.own_workers and bool(self.value)
+
+    @property
+    def adds(self) -> bool:
+        """Whether a loader with workers would get more."""
+        return self.setting == "num_workers" and 0 < self.loader.num_workers < self.value
+
+    @property
+    def dataset(self) -> str:
+        """The dataset's class."""
+        return type(self.loader.dataset).__name__
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One reason to leave a setting as it is.
+
+    Attributes:
+        name: what speaks against the change, as the table of the docs has it.
+        settings: the settings that it is about.
+        why: gives the reason; None where it does not apply.
+    """
+
+    name: str
+    settings: tuple[str, ...]
+    why: Callable[[AskedChange], str | None]
+
+
+def _own_iterators(asked: AskedChange) -> str | None:
+    if is_plain(asked.loader) or kind_of(asked.loader) == "stateful":
+        return None
+    if isinstance(asked.loader.dataset, IterableDataset) and kind_of(asked.loader) == "torch":
+        return None
+    return f"a {type(asked.loader).__name__} makes its iterators itself"
+
+
+def _own_state(asked: AskedChange) -> str | None:
+    loader = asked.loader
+    if asked.before_first or not has_own_state(loader):
+        return None
+    if asked.setting in ("prefetch_factor", "pin_memory") and kind_of(loader) in KNOWN_STATES:
+        return None
+    return f"the state of a {type(loader).__name__} holds for the settings that it began with"
+
+
+def _to_none(asked: AskedChange) -> str | None:
+    if asked.value:
+        return None
+    return "without workers the training process draws what its workers draw now: training would be another"
+
+
+def _start_method(asked: AskedChange) -> str | None:
+    if not asked.adds_first or (method := forks(asked.loader)) is None:
+        return None
+    return (
+        f"its workers would be started by {method!r}, which runs the program's script again. Give the DataLoader "
+        "num_workers= itself"
+    )
+
+
+def _sampler(asked: AskedChange) -> str | None:
+    return None if isinstance(asked.loader.dataset, IterableDataset) else why_not_earlier(asked.loader)
+
+
+def _held(asked: AskedChange) -> str | None:
+    if isinstance(asked.loader.dataset, IterableDataset):
+        return None
+    if asked.adds and asked.start is not None:
+        return asked.start.why_no_more()
+    if asked.adds_first or asked.value > asked.own_workers:
+        return why_not_shared(asked.loader, held_by(asked.loader), workers=asked.own_workers)
+    return None
+
+
+def _changed(asked: AskedChange) -> str | None:
+    if asked.adds_first and asked.dataset_changes:
+        return "the dataset changes while training runs, and workers would keep the old one"
+    if asked.adds and asked.own_workers and asked.start is not None and asked.start.has_changed:
+        return "the dataset has changed since its workers were started: new ones would see another"
+    return None
+
+
+def _pinning(asked: AskedChange) -> str | None:
+    if persistent_iterator(asked.loader) is not None:
+        return "its workers persist: pinning takes new ones"
+    return None if may_pin(asked.loader) else "its batches would come as other types, or no worker makes them"
+
+
+def _keeping(asked: AskedChange) -> str | None:
+    if isinstance(asked.loader.dataset, IterableDataset):
+        return "workers that live on would go on with the stream that they have read"
+    if (reason := why_not_reset()) is not None:
+        return reason
+    state = state_of(asked.loader)
+    if state.has_epochs:
+        return f"{asked.dataset} has set_epoch(), which workers that live on would not hear of"
+    if not state.is_whole:
+        return f"{asked.dataset} holds too much to see whether it changes between epochs"
+    if asked.dataset_changes:
+        return f"{asked.dataset} changes between epochs, and workers that live on would keep the old one"
+    return None
+
+
+RULES: Final = (
+    Rule("iterators of its own", (*_WORKERS, *_KEPT), _own_iterators),
+    Rule("state of its own", (*_AHEAD, "pin_memory"), _own_state),
+    Rule("to no workers", _WORKERS, _to_none),
+    Rule("start method", _WORKERS, _start_method),
+    Rule("sampler", _AHEAD, _sampler),
+    Rule("held by the dataset", _WORKERS, _held),
+    Rule("changes while training runs", _WORKERS, _changed),
+    Rule("pinning", ("pin_memory",), _pinning),
+    Rule("workers that live on", _KEPT, _keeping),
+)
+
+
+def why_not(asked: AskedChange) -> str | None:
+    """Why a setting has to stay as it is; None where it may be changed.
+
+    Raises:
+        Exception: what the dataset or the sampler raises when it is looked at.
+    """
+    reasons = (rule.why(asked) for rule in RULES if asked.setting in rule.settings)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def why_left_alone(loader: Any, *, iterable: bool = False) -> str | None:
+    """Why a loader keeps its number of workers, whatever is measured; None where it may be changed.
+
+    Args:
+        loader: a loader of any kind.
+        iterable: an ``IterableDataset`` may get other workers.
+
+    Returns:
+        What completes "NumWorkersFinder leaves ...".
+    """
+    name = type(loader).__name__
+    if not isinstance(loader, DataLoader):
+        return f"a {name} alone, which is no torch DataLoader"
+    if isinstance(loader.dataset, IterableDataset) and not iterable:
+        return "an IterableDataset alone, since what it yields depends on the workers (iterable=True: not alone)"
+    if loader.num_workers == 0 and has_own_state(loader):
+        return f"a {name} with num_workers=0 alone: with workers it would shuffle in another order"
+    if loader.num_workers == 0 and getattr(loader.dataset, "gathers_batches", False):
+        return "a loader alone that gathers its batches faster without workers"
+    return None
+
+
+def has_own_state(loader: Any) -> bool:
+    """Whether a loader's state is only valid for its ``num_workers``, as a ``StatefulDataLoader``'s."""
+    return hasattr(loader, "state_dict") and not isinstance(loader, ElasticLoader)
