@@ -523,9 +523,20 @@ def fetcher_here(iterator: Any) -> Callable[[Any], Any]:
     return fetch
 
 
-def watch_pids(iterator: Any) -> None:
-    """Have torch's SIGCHLD handler know the workers that there are; it takes a set of them only once."""
+def watch_pids(iterator: Any, workers: list[Any]) -> None:
+    """Have torch's SIGCHLD handler raise where one of these workers ends; it takes a set of them only once."""
     if iterator._worker_pids_set:
         _remove_worker_pids(id(iterator))
-    _set_worker_pids(id(iterator), tuple(worker.pid for worker in iterator._workers if worker.pid is not None))
+    _set_worker_pids(id(iterator), tuple(worker.pid for worker in workers if worker.pid is not None))
     iterator._worker_pids_set = True
+
+
+def may_write(iterator: Any, seconds: float) -> bool:
+    """Whether workers can still send to an iterator: none has died with the lock of its result queue."""
+    lock = getattr(iterator._worker_result_queue, "_wlock", None)
+    if lock is None:
+        return True
+    if not lock.acquire(timeout=seconds):
+        return False
+    lock.release()
+    return True

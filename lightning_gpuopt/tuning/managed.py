@@ -265,10 +265,10 @@ class ManagedLoader:
         running = self.running
         self.follow(iterator)
         if running.fetches_here:
-            why = "its dataset was changed while training ran, and workers would have kept the old one"
-            return LostWorkers("dataset", why)
+            changed = "its dataset was changed while training ran, and workers would have kept the old one"
+            return LostWorkers("dataset", running.failure or changed)
         if running.gives_up_growing():
-            return LostWorkers("growth", "a worker that was started in mid-epoch never gave a batch")
+            return LostWorkers("growth", running.problem or "a worker that was started in mid-epoch failed")
         if (cap := running.no_longer_fits()) is None:
             return None
         running.policy.limited_by = cap.limited_by

@@ -21,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
+from multiprocessing import connection
 from types import TracebackType
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ from lightning_gpuopt.compat.dataloader import (
     CHECK_EVERY_S,
     WorkersIterator,
     fetcher_here,
+    may_write,
     watch_pids,
     why_not_as_expected,
     why_torch_is_not_as_expected,
@@ -57,6 +59,10 @@ class ResizeUnsupported(RuntimeError):
     """The number of workers of this iterator cannot be changed while it runs; the message gives the reason."""
 
 
+class _NoWorkersLeft(Exception):
+    """All workers that stood in for the training process have died."""
+
+
 class ResizableIterator(WorkersIterator):
     """A running iterator whose workers can become more and fewer; from :func:`adopt` or :func:`first_workers`.
 
@@ -79,8 +85,10 @@ class ResizableIterator(WorkersIterator):
     """Whether the sampler has ended."""
     _gpuopt_starts: dict[int, int]
     """Workers started so far, by worker number."""
-    _gpuopt_new: dict[Any, tuple[float, dict[int, Any]]]
-    """New workers without a batch so far: when they were started, and their indices."""
+    _gpuopt_added: set[Any]
+    """Workers that were started here, and not by the user's loader."""
+    _gpuopt_new: dict[Any, float]
+    """New workers without a batch so far, and when they were started."""
     _gpuopt_again: dict[int, bool]
     """Batches that two workers make, and whether one of the two has arrived."""
     _gpuopt_ended: list[tuple[Any, Any]]
@@ -92,7 +100,7 @@ class ResizableIterator(WorkersIterator):
     _gpuopt_state: DatasetState | None
     """What workers got that work in place of the training process; None if the user's loader has workers."""
     _gpuopt_given: dict[int, Any]
-    """Indices of the batches requested from those workers."""
+    """Indices of the batches that were requested, by number; some that were taken by the consumer may be left."""
     _gpuopt_fetch: Callable[[Any], Any] | None
     """Makes the batches in this process, since the dataset has changed; None before."""
 
@@ -103,14 +111,14 @@ class ResizableIterator(WorkersIterator):
         self._gpuopt_at_end = False
         self._gpuopt_drawn, self._gpuopt_drawn_all = deque(), False
         self._gpuopt_starts = dict.fromkeys(range(workers), 1)
-        self._gpuopt_new, self._gpuopt_again = {}, {}
+        self._gpuopt_added, self._gpuopt_new, self._gpuopt_again = set(), {}, {}
         self._gpuopt_ended, self._gpuopt_stuck = [], []
         self._gpuopt_draws = DrawWatch()
         self._gpuopt_state, self._gpuopt_given, self._gpuopt_fetch = None, {}, None
-        self.failed_to_grow = False
+        self.failure: str | None = None
 
-    failed_to_grow: bool
-    """Whether a worker that was started in mid-epoch never gave a batch, or was given none: here no more are."""
+    failure: str | None
+    """Why no more workers are started here: one never gave a batch, was given none, or died; None where none did."""
 
     @property
     def as_without_workers(self) -> bool:
@@ -147,7 +155,7 @@ class ResizableIterator(WorkersIterator):
             self._set_active(num_workers)
             self._end_drained()
         elif num_workers > before:
-            if self.failed_to_grow or not self._is_work_left():
+            if self.failure is not None or not self._is_work_left():
                 self._follow(num_workers)
                 return num_workers
             self._start_workers(num_workers)
@@ -184,7 +192,11 @@ class ResizableIterator(WorkersIterator):
             log.warning("a worker of the DataLoader could not be started", exc_info=True)
         finally:
             if started:
-                watch_pids(self)
+                self._watch_pids()
+
+    def _watch_pids(self) -> None:
+        """Have torch raise when a worker of the user's own ends; one that was added is looked after here."""
+        watch_pids(self, [worker for worker in self._workers if worker not in self._gpuopt_added])
 
     def _start_worker(self, context: Any, worker_id: int, num_workers: int) -> None:
         index_queue = context.Queue()
@@ -206,7 +218,8 @@ class ResizableIterator(WorkersIterator):
             index_queue.close()
             raise
         self._gpuopt_starts[worker_id] = earlier + 1
-        self._gpuopt_new[worker] = time.monotonic(), {}
+        self._gpuopt_new[worker] = time.monotonic()
+        self._gpuopt_added.add(worker)
         self._index_queues.append(index_queue)
         self._workers.append(worker)
         self._workers_status.append(True)
@@ -310,13 +323,9 @@ class ResizableIterator(WorkersIterator):
             return
         self._workers_status = status
         if self._send_idx > number:
-            new = self._gpuopt_new.get(self._workers[self._task_info[number][0]]) if self._gpuopt_new else None
-            if new is not None:
-                new[1][number] = self._gpuopt_drawn[0]
-            if self._gpuopt_state is not None:
+            if len(self._gpuopt_given) > 2 * len(self._task_info):
                 self._gpuopt_given = {each: self._gpuopt_given.get(each) for each in self._task_info}
-                self._gpuopt_given[number] = self._gpuopt_drawn[0]
-            self._gpuopt_drawn.popleft()
+            self._gpuopt_given[number] = self._gpuopt_drawn.popleft()
 
     def _drop_unused(self) -> bool:
         """Let go of new workers that could be given nothing: the system lets no thread start that feeds their queue.
@@ -324,12 +333,13 @@ class ResizableIterator(WorkersIterator):
         Returns:
             Whether there were some, and others are left.
         """
-        unused = [worker for worker, (_, given) in self._gpuopt_new.items() if not given]
+        used = {self._workers[info[0]] for info in self._task_info.values()}
+        unused = [worker for worker in self._gpuopt_new if worker not in used]
         if not unused or len(unused) == len(self._workers):
             return False
         log.warning("%d new workers of the DataLoader could not be given work", len(unused))
         for worker in unused:
-            self._give_up(worker)
+            self._give_up(worker, "a worker that was started in mid-epoch could be given no work")
             worker.terminate()
         return True
 
@@ -347,7 +357,10 @@ class ResizableIterator(WorkersIterator):
         if not self._gpuopt_depth and not self._task_info and not self._shutdown:
             self._gpuopt_at_end = True  # without workers the sampler is asked now
             self._try_put_index()
-        return super()._next_data()  # type: ignore[no-untyped-call]
+        with contextlib.suppress(_NoWorkersLeft):
+            return super()._next_data()  # type: ignore[no-untyped-call]
+        fetch: Any = self._gpuopt_fetch
+        return fetch(self._next_index_here())
 
     def _is_out_of_date(self) -> bool:
         """Whether workers that stand in for the training process have an outdated dataset."""
@@ -379,24 +392,62 @@ class ResizableIterator(WorkersIterator):
         return next(self._sampler_iter)
 
     def _try_get_data(self, timeout: float = CHECK_EVERY_S) -> tuple[bool, Any]:
+        status = self._workers_status
+        if self._gpuopt_added:  # torch would raise for one of these that has died
+            ours = self._gpuopt_added
+            self._workers_status = [up and each not in ours for up, each in zip(status, self._workers, strict=True)]
         try:
             success, data = super()._try_get_data(timeout)  # type: ignore[no-untyped-call]
-        except (ConnectionError, FileNotFoundError):
-            if not self.failed_to_grow:
+        except (ConnectionError, FileNotFoundError, EOFError):  # what a worker has sent goes with it
+            dead = self._dead_of_added(wait_s=_GRACE_S)
+            if not dead and self.failure is None:
                 raise
-            return False, None  # the second of two, whose maker has been ended
+            success, data = False, None
+        finally:
+            self._workers_status = status
         if not success:
+            self._look_after_dead()
             self._look_after_new()
         elif self._gpuopt_new or self._gpuopt_again:
             number = data[0]
-            for worker, (_, given) in list(self._gpuopt_new.items()):
-                if number in given:
-                    del self._gpuopt_new[worker]
+            info = self._task_info.get(number)
+            if info is not None:
+                self._gpuopt_new.pop(self._workers[info[0]], None)
             if self._gpuopt_again.get(number):
                 return False, None  # the second of two
             if number in self._gpuopt_again:
                 self._gpuopt_again[number] = True
         return success, data
+
+    def _dead_of_added(self, wait_s: float = 0.0) -> list[Any]:
+        """The workers that were started here and have died, after so many seconds at most."""
+        here = [worker for worker in self._workers if worker in self._gpuopt_added]
+        ended = connection.wait([worker.sentinel for worker in here], wait_s) if wait_s else ()
+        for worker in [each for each in here if each.sentinel in ended]:
+            worker.join(_GRACE_S)  # a process closes its files a moment before it has ended
+        return [worker for worker in here if not worker.is_alive()]
+
+    def _look_after_dead(self) -> None:
+        """Give the work of added workers that have died to others, once for each batch.
+
+        Raises:
+            RuntimeError: as torch has it, where the result queue cannot be used any more, or a batch has ended two.
+        """
+        for worker in self._dead_of_added():
+            number = self._workers.index(worker)
+            orphans = [task for task, info in self._task_info.items() if info == (number,)]
+            why = f"worker {worker.pid}, which was added while training ran, died ({_exit(worker)})"
+            if self._gpuopt_again.keys() & orphans or not may_write(self, CHECK_EVERY_S):
+                raise RuntimeError(
+                    f"DataLoader worker (pid(s) {worker.pid}) exited unexpectedly: {why}. num_workers was "
+                    f"{len(self._workers) - len(self._gpuopt_added)} before"
+                )
+            log.warning("%s; others do its work", why)
+            self._give_up(worker, why)
+            if not self._workers and self._gpuopt_state is not None:
+                self._fetch_from_here_on()
+                raise _NoWorkersLeft
+            self._hand_on(orphans)
 
     def _look_after_new(self) -> None:
         """After seconds without a batch, give the work of new workers that are stuck to others."""
@@ -404,38 +455,42 @@ class ResizableIterator(WorkersIterator):
         if not busy or not busy <= self._gpuopt_new.keys() or len(busy) == len(self._workers):
             return
         latest = time.monotonic() - _PATIENCE_S
-        orphans: dict[int, Any] = {}
-        for worker in [each for each in busy if self._gpuopt_new[each][0] <= latest]:
+        orphans: list[int] = []
+        for worker in [each for each in busy if self._gpuopt_new[each] <= latest]:
             log.warning("worker %s gave no batch within %.0f s; others do its work", worker.pid, _PATIENCE_S)
-            orphans.update(self._gpuopt_new[worker][1])
-            self._give_up(worker)
-        for number, index in sorted(orphans.items()):
+            number = self._workers.index(worker)
+            orphans += [task for task, info in self._task_info.items() if info == (number,)]
+            self._give_up(worker, "a worker that was started in mid-epoch never gave a batch")
+        self._hand_on(orphans)
+
+    def _hand_on(self, orphans: Iterable[int]) -> None:
+        """Have other workers make these batches, which their own worker will not."""
+        for number in sorted(orphans):
             other = next(self._worker_queue_idx_cycle)
-            self._index_queues[other].put((number, index))
+            self._index_queues[other].put((number, self._gpuopt_given[number]))
             self._task_info[number] = (other,)
             if hasattr(self, "_workers_num_tasks"):
                 self._workers_num_tasks[other] += 1
-            if self._workers[other] in self._gpuopt_new:
-                self._gpuopt_new[self._workers[other]][1][number] = index
             self._gpuopt_again[number] = False
 
     # -- ending workers
 
-    def _give_up(self, worker: Any) -> None:
+    def _give_up(self, worker: Any, why: str) -> None:
         """Remove a worker from all lists; its work has to go to another one."""
         number = self._workers.index(worker)
         index_queue = self._index_queues.pop(number)
         self._gpuopt_stuck.append((self._workers.pop(number), index_queue))
-        self.failed_to_grow = True
+        self.failure = why
         del self._workers_status[number]
         if hasattr(self, "_workers_num_tasks"):
             del self._workers_num_tasks[number]
         self._gpuopt_new.pop(worker, None)
+        self._gpuopt_added.discard(worker)
         for task, (owner, *data) in self._task_info.items():
             self._task_info[task] = (owner - (owner > number), *data)
         self._set_active(self._num_workers - (number < self._num_workers))
         self._follow(self._num_workers)
-        watch_pids(self)
+        self._watch_pids()
 
     def _at_work(self) -> bool:
         """Whether a new or leaving worker still has a batch that was not received."""
@@ -453,10 +508,11 @@ class ResizableIterator(WorkersIterator):
         leaving = list(zip(self._workers[active:], self._index_queues[active:], strict=True))
         for each in (self._workers, self._index_queues, self._workers_status):
             del each[active:]
-        watch_pids(self)
+        self._watch_pids()
         self._gpuopt_ended = [ended for ended in self._gpuopt_ended if ended[0].is_alive()] + leaving
         for worker, index_queue in leaving:
             self._gpuopt_new.pop(worker, None)
+            self._gpuopt_added.discard(worker)
             index_queue.put(End())
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -475,11 +531,12 @@ class ResizableIterator(WorkersIterator):
             self._task_info[index] += (None,)
         self._end_drained()
         for worker in list(self._gpuopt_new):  # it had nothing to do, and may be stuck: torch would wait for it
-            self._give_up(worker)
+            self._give_up(worker, "a worker that was started in mid-epoch never gave a batch")
         self._join_ended()  # what they may still send would be taken for batches of the new epoch
         self._gpuopt_drawn.clear()
         self._gpuopt_drawn_all = False
         self._gpuopt_again.clear()
+        self._gpuopt_given.clear()
         self._measure()
         super()._reset(loader, first_iter)
 
@@ -513,6 +570,12 @@ class ResizableIterator(WorkersIterator):
 
     def __del__(self) -> None:
         self._shutdown_workers()
+
+
+def _exit(worker: Any) -> str:
+    """How a process has ended, for people."""
+    code = worker.exitcode
+    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
 
 def adopt(iterator: Any, loader: DataLoader[Any], depth: int | None = None) -> ResizableIterator:
@@ -567,7 +630,9 @@ def first_workers(loader: DataLoader[Any], state: DatasetState) -> ResizableIter
     iterator._gpuopt_begin(loader, 0, loader.num_workers)
     iterator._gpuopt_state = state
     WorkersIterator.__init__(iterator, loader)
+    iterator._gpuopt_added = set(iterator._workers)
     try:
+        iterator._watch_pids()
         fetcher_here(iterator)
     except Exception as error:
         iterator._shutdown_workers()

@@ -103,7 +103,7 @@ class RunningLoader:
         self._fits_until = clock() + _FITS_FOR_S
         self._memory = MemoryWatch(lambda pid: worker_memory(pid))
         self._batch, self._wait_s = (0.0, 0), 0.0
-        self._grow_at_epochs = False
+        self._grow_at_epochs: str | None = None
 
     @property
     def _iterator(self) -> Any:
@@ -176,6 +176,11 @@ class RunningLoader:
         return isinstance(self._iterator, ResizableIterator) and self._iterator.fetches_here
 
     @property
+    def failure(self) -> str | None:
+        """What became of a worker that was added; None where they all work."""
+        return self._iterator.failure if isinstance(self._iterator, ResizableIterator) else None
+
+    @property
     def draws(self) -> bool:
         """Whether an added worker has drawn random numbers."""
         return isinstance(self._iterator, ResizableIterator) and self._iterator.draws
@@ -225,10 +230,9 @@ class RunningLoader:
 
     def gives_up_growing(self) -> bool:
         """Whether a worker that was started in mid-epoch has turned out not to work; says so once."""
-        iterator = self._iterator
-        if not isinstance(iterator, ResizableIterator) or not iterator.failed_to_grow or self._grow_at_epochs:
+        if self.failure is None or self._grow_at_epochs is not None:
             return False
-        self._grow_at_epochs = True
+        self._grow_at_epochs = self.failure
         self.problem = self._why_not_live()
         self.policy.set(self.loader.num_workers)
         self.look()
@@ -246,8 +250,8 @@ class RunningLoader:
 
     def _why_not_live(self) -> str | None:
         """Why workers should not be started in the running epoch; None where they may."""
-        if self._grow_at_epochs:
-            return "one that was started in mid-epoch never gave a batch"
+        if self._grow_at_epochs is not None:
+            return self._grow_at_epochs
         context: Any = self.loader.multiprocessing_context or torch.multiprocessing.get_context()
         if context.get_start_method() != "fork":
             return f"workers started by {context.get_start_method()!r} take seconds, and training would wait for them"
@@ -396,7 +400,7 @@ class RunningLoader:
         resizable = isinstance(iterator, ResizableIterator)
         if resizable:
             set_prefetch(iterator, self.loader.prefetch_factor)
-        if is_like(iterator, self.loader) and not (resizable and iterator.failed_to_grow):
+        if is_like(iterator, self.loader) and not (resizable and iterator.failure is not None):
             return
         if self.start is not None and self.start.has_changed:  # those that persist go on with what they were given
             assign(self.loader, running_workers(self.loader, iterator))

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import inspect
 import itertools
 import multiprocessing
 import multiprocessing.queues
+import os
 import re
 import signal
 import threading
@@ -508,13 +510,120 @@ def test_the_work_of_a_new_worker_that_is_stuck_goes_to_others(
         if comes_late and len(seen) == 20:
             released.set()
         if len(seen) == 40:
-            assert iterator.failed_to_grow
+            assert iterator.failure is not None
             assert (iterator._num_workers, source.num_workers) == (1, 1)
             assert iterator.resize(2) == 2
             assert (len(iterator._workers), source.num_workers) == (1, 2)  # from the next iterator on
     assert seen == [(index, index + 1) for index in range(0, 240, 2)]
     source.num_workers = 1
     assert [tuple(batch[:, 0].tolist()) for batch in source] == seen
+    iterator._shutdown_workers()
+
+
+class Dies(Numbers):
+    """A worker ends itself, without a word, as it is about to read: nothing of it is on its way then.
+
+    Args:
+        worker: the number of the worker, which does so at its first sample; None: each does so at sample ``at``.
+        contagious: whether another that reads the same sample does so, too.
+        at: a sample that is read once ``may_die`` is set.
+    """
+
+    def __init__(self, worker: int | None = 1, *, contagious: bool = False, at: int | None = None) -> None:
+        super().__init__()
+        self.worker, self.contagious, self.at = worker, contagious, at
+        self.deadly = multiprocessing.Value("q", -1 if at is None else at)
+        self.may_die = multiprocessing.Event()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        info = get_worker_info()
+        if info is not None and self.worker == info.id:
+            if self.contagious:
+                self.deadly.value = index
+            os.kill(os.getpid(), signal.SIGKILL)
+        if info is not None and (self.contagious or self.at is not None) and index == self.deadly.value:
+            self.may_die.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor([index, -1 if info is None else info.id, 0])
+
+
+@pytest.fixture
+def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (dataloader.WorkersIterator, resize.ResizableIterator):
+        monkeypatch.setattr(kind._try_get_data, "__defaults__", (0.05,))
+
+
+@pytest.mark.usefixtures("quick_checks")
+class TestAddedWorkersThatDie:
+    @contextlib.contextmanager
+    def grown(self, dataset: Dataset[Any], **kwargs: Any) -> Iterator[tuple[DataLoader[Any], Any]]:
+        """One worker of the user's, and a second from the first batch on."""
+        source = DataLoader(dataset, batch_size=2, num_workers=1, **kwargs)
+        iterator = adopt(iter(source), source)
+        try:
+            next(iterator)
+            assert iterator.resize(2) == 2
+            yield source, iterator
+        finally:
+            iterator._shutdown_workers()
+
+    @pytest.mark.parametrize("persistent", [False, True])
+    def test_others_do_its_work(self, persistent: bool) -> None:
+        with self.grown(Dies(), persistent_workers=persistent) as (source, iterator):
+            assert [tuple(batch[:, 0].tolist()) for batch in iterator] == [(n, n + 1) for n in range(2, 240, 2)]
+            why = r"worker \d+, which was added while training ran, died \(signal 9\)"
+            assert re.fullmatch(why, iterator.failure)
+            assert (iterator._num_workers, source.num_workers) == (1, 1)
+
+    def test_a_sample_that_ends_each_worker_is_handed_on_once(self) -> None:
+        dataset = Dies(contagious=True)
+        dataset.may_die.set()
+        with self.grown(dataset) as (_, iterator), pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
+            list(iterator)
+
+    def test_a_queue_whose_lock_has_died_with_it_is_an_error_that_names_the_change(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(resize, "may_write", lambda iterator, seconds: False)
+        said = r"exited unexpectedly: worker .* died \(signal 9\). num_workers was 1"
+        with self.grown(Dies()) as (_, iterator), pytest.raises(RuntimeError, match=said):
+            list(iterator)
+
+    def test_one_of_the_user_s_own_is_torch_s_error(self) -> None:
+        dataset = Dies(None, at=100)
+        with self.grown(dataset) as (_, iterator):
+            iterator.resize(1)
+            dataset.may_die.set()
+            with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
+                list(iterator)
+
+    def test_the_only_one_that_stands_in_for_the_training_process_leaves_the_rest_to_it(self) -> None:
+        dataset = Dies(None, at=40)
+        source = DataLoader(dataset, batch_size=2, num_workers=1)
+        iterator = first_workers(source, state_of(source))
+        seen = [tuple(next(iterator)[:, 0].tolist()) for _ in range(20)]
+        dataset.may_die.set()
+        seen += [tuple(batch[:, 0].tolist()) for batch in iterator]
+        assert seen == [(n, n + 1) for n in range(0, 240, 2)]
+        assert (iterator.fetches_here, source.num_workers) == (True, 0)
+        iterator._shutdown_workers()
+
+    def test_of_several_the_others_take_over(self) -> None:
+        source = DataLoader(Dies(), batch_size=2, num_workers=3)
+        iterator = first_workers(source, state_of(source))
+        assert [tuple(batch[:, 0].tolist()) for batch in iterator] == [(n, n + 1) for n in range(0, 240, 2)]
+        assert (iterator.fetches_here, source.num_workers) == (False, 2)
+        iterator._shutdown_workers()
+
+
+def test_the_lock_of_the_result_queue_says_whether_workers_can_send() -> None:
+    source = loader()
+    iterator = adopt(iter(source), source)
+    list(iterator)
+    assert dataloader.may_write(iterator, 1.0)
+    lock = iterator._worker_result_queue._wlock
+    with lock:
+        assert not dataloader.may_write(iterator, 0.01)
     iterator._shutdown_workers()
 
 

@@ -306,7 +306,7 @@ class Growing(running.ResizableIterator):
     """An iterator whose growth a test has a say in; it has no workers."""
 
     def __init__(self) -> None:
-        self.failed_to_grow = False
+        self.failure: str | None = None
         self._num_workers = 2
         self._workers: list[Any] = []
         self.asked: list[int] = []
@@ -331,28 +331,28 @@ class TestGrowthThatFails:
     def test_it_is_given_up_once_and_the_next_epoch_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made, iterator = self.grown(monkeypatch)
         assert not made.gives_up_growing()
-        iterator.failed_to_grow = True
+        iterator.failure = "one died"
         assert made.gives_up_growing()
-        assert made.problem == "one that was started in mid-epoch never gave a batch"
+        assert made.problem == "one died"
         assert not made.gives_up_growing()
         made.apply(4)
         assert (iterator.asked, made.loader.num_workers) == ([], 4)
 
     def test_fewer_are_still_had_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made, iterator = self.grown(monkeypatch)
-        iterator.failed_to_grow = True
+        iterator.failure = "one died"
         made.gives_up_growing()
         made.apply(1)
         assert iterator.asked == [1]
 
     def test_the_loader_after_it_does_not_try_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made, iterator = self.grown(monkeypatch)
-        iterator.failed_to_grow = True
+        iterator.failure = "one died"
         made.gives_up_growing()
         new = follower()
         new.take_over(made)
         new.follow(Growing())
-        assert new.problem == "one that was started in mid-epoch never gave a batch"
+        assert new.problem == "one died"
 
     def test_no_other_iterator_fails(self) -> None:
         made = follower()
