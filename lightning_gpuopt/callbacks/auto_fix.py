@@ -29,7 +29,7 @@ from lightning_gpuopt.compat.lightning import (
 from lightning_gpuopt.diagnosis.record import Change
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.utils.added_callbacks import AddedCallbacks
-from lightning_gpuopt.utils.arguments import real_number, refuse
+from lightning_gpuopt.utils.arguments import flag, real_number, refuse
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 from lightning_gpuopt.utils.rank_channel import RankBroadcast
 
@@ -56,6 +56,8 @@ class AutoFix(CallbackBase):
             ``"persistent_workers"``, ``"device_prefetch"``.
         report_dir: folder of the report; by default ``<trainer.log_dir>/gpuopt``. Of a StallDetector that is there
             already, its own counts.
+        exact: leave alone the workers of a loader that were not shown to draw no random numbers: a worker reads a few
+            batches first; where a random state of it moves, or the dataset holds a generator, they stay as they are.
 
     Raises:
         ValueError: an argument is out of range.
@@ -77,6 +79,7 @@ class AutoFix(CallbackBase):
         threshold: float = 0.1,
         fixes: Literal["all"] | list[Fix] = "all",
         report_dir: str | Path | None = None,
+        exact: bool = False,
     ) -> None:
         super().__init__()
         if report_dir is not None and not isinstance(report_dir, (str, os.PathLike)):
@@ -84,6 +87,7 @@ class AutoFix(CallbackBase):
         self.threshold = real_number("threshold", threshold, "a share of wall time", above=0, at_most=1)
         self.fixes = _checked(fixes)
         self.report_dir = report_dir
+        self.exact = flag("exact", exact)
         self._parts: AddedCallbacks | None = None
         self._controller: AutoFixController | None = None
         self._detector: StallDetector | None = None
@@ -133,7 +137,7 @@ class AutoFix(CallbackBase):
         else:
             fixes = [fix for fix in fixes if fix != "device_prefetch"]
         self._controller = AutoFixController(
-            AutoFixSettings(AdjustableLoader(trainer), prefetcher),
+            AutoFixSettings(AdjustableLoader(trainer, exact=self.exact), prefetcher),
             fixes,
             run_length=lambda: run_length_of(trainer),
             notify=lambda message: notify(trainer, message),

@@ -18,7 +18,7 @@ from lightning_gpuopt.watch.mailbox import Watch, new_folder
 
 SUMMARY = "run a training script as it is, measure it, and print why the GPU waits"
 
-USAGE: Final = "lightning-gpuopt watch [--fix] [--report-dir DIR] -- COMMAND ..."
+USAGE: Final = "lightning-gpuopt watch [--fix [--exact]] [--report-dir DIR] -- COMMAND ..."
 
 TAKES_COMMAND: Final = True
 """What stands behind ``--`` is no argument of ours."""
@@ -31,7 +31,8 @@ _USAGE: Final = "lightning-gpuopt watch -- python train.py"
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``watch``."""
     add = parser.add_argument
-    add("--fix", action="store_true", help="mend what is found while training runs, and keep what proves its gain")
+    add("--fix", action="store_true", help="change what is found while training runs, and keep what proves its gain")
+    add("--exact", action="store_true", help="with --fix: leave alone workers that may draw random numbers")
     add(
         "--report-dir",
         type=str,
@@ -56,7 +57,11 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     """
     if not command:
         raise UsageError(f"watch: expected a command behind --, got none; for example: {_USAGE}")
-    watch = _begin(Path(options.report_dir).absolute(), command, fix=options.fix)
+    if options.exact and not options.fix:
+        raise UsageError(
+            "--exact: expected --fix beside it, got none; for example: watch --fix --exact -- python a.py"
+        )
+    watch = _begin(Path(options.report_dir).absolute(), command, fix=options.fix, exact=options.exact)
     try:
         with signals_held() as mask:
             code = run_child(command, watch.environment(os.environ), mask)
@@ -70,9 +75,9 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     return end_like(code)
 
 
-def _begin(parent: Path, command: Sequence[str], *, fix: bool) -> Watch:
+def _begin(parent: Path, command: Sequence[str], *, fix: bool, exact: bool) -> Watch:
     try:
-        watch = Watch(str(_make_folder(parent)), fix)
+        watch = Watch(str(_make_folder(parent)), fix, exact)
         try:
             watch.begin(command)
         except OSError:

@@ -41,6 +41,7 @@ from lightning_gpuopt.tuning.memory_watch import MemoryWatch
 from lightning_gpuopt.tuning.meter import FetchMeter, place
 from lightning_gpuopt.tuning.model import most_workers
 from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt, first_workers
+from lightning_gpuopt.tuning.self_test import why_not_tried
 from lightning_gpuopt.tuning.sharing import WorkersStart, forks, note_own_workers, why_not_shared
 
 log = logging.getLogger(__name__)
@@ -211,7 +212,7 @@ class RunningLoader:
             self._set_up, self._began = (self._clock() - self._began, self.loader.num_workers), None
         self._look_at_memory()
         try:
-            if (reason := self._why_not_live()) is not None:
+            if (reason := self._why_not_live() or why_not_tried()) is not None:
                 raise ResizeUnsupported(reason)
             adopted = adopt(iterator, self.loader, self._depth)
             if adopted._num_workers != self.loader.num_workers:  # a choice was restored since it was made

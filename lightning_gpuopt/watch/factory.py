@@ -99,7 +99,7 @@ class WatchedRun(CallbackBase):
             own = QuietDetector(window_size=steps, on_stall="ignore", report_dir=folder, print_report=False)
             parts.append(own)
         if self._watch.fix and not any(isinstance(each, AutoFix) for each in callbacks):
-            parts.append(AutoFix())
+            parts.append(AutoFix(exact=self._watch.exact))
         self._monitor, self._detector = monitor, own
         self._parts = AddedCallbacks(trainer, self, parts)
 

@@ -31,10 +31,12 @@ class Watch:
     Attributes:
         folder: absolute path of the run's folder.
         fix: whether AutoFix acts on what is found while training runs.
+        exact: whether it leaves alone workers that were not shown to draw no random numbers.
     """
 
     folder: str
     fix: bool = False
+    exact: bool = False
 
     def environment(self, before: Mapping[str, str]) -> dict[str, str]:
         """The environment of the watched command.

@@ -165,6 +165,7 @@ class Run:
         loader: the training loader, or several.
         fixes: of AutoFix.
         callbacks: more of them; those of AutoFix's parts come behind it.
+        exact: of AutoFix.
         trainer: further arguments of the Trainer.
     """
 
@@ -175,9 +176,11 @@ class Run:
         loader: Any,
         fixes: Any = "all",
         callbacks: tuple[Callback, ...] = (),
+        exact: bool = False,
         **trainer: Any,
     ) -> None:
-        self.autofix, self.workers, self.detector, self.loader = AutoFix(fixes=fixes), Workers(), detector, loader
+        self.autofix, self.workers = AutoFix(fixes=fixes, exact=exact), Workers()
+        self.detector, self.loader = detector, loader
         own = [self.autofix, self.workers, detector, *callbacks]
         self.model, self.trainer = train(tmp_path, loader, own, **trainer)
         self.callbacks_after = list(self.trainer.callbacks) == own  # type: ignore[attr-defined]

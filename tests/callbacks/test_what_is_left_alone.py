@@ -566,6 +566,53 @@ class TestRandomNumbers:
         assert "random numbers are drawn in the workers" in run.why[0]
 
 
+class TestExact:
+    """With ``exact=True`` workers stay as they are where they were not shown to draw no random numbers."""
+
+    @pytest.mark.parametrize(
+        ("made", "workers", "why"),
+        [
+            (lambda: loader(Augmented()), 1, "its workers draw random numbers (exact=True)"),
+            (lambda: loader(Augmented(draws=False)), 4, None),
+            (lambda: loader(Augmented(), 0), 0, "its workers must not draw random numbers, and one was seen to"),
+            (lambda: loader(Augmented(draws=False), 0), 4, None),
+            (
+                lambda: loader(Augmented(np.random.default_rng(0)), 2, worker_init_fn=print),
+                2,
+                "its dataset holds a random generator, dataset.held (Generator) (exact=True)",
+            ),
+            (
+                lambda: loader(multiprocessing_context="forkserver"),
+                1,
+                "started by 'forkserver': what they draw cannot be",
+            ),
+        ],
+        ids=["draws", "draws-nothing", "draws-from-0", "draws-nothing-from-0", "generator", "not-forked"],
+    )
+    def test_the_finder(self, tmp_path, caplog, made, workers, why):
+        fit = Fit(tmp_path, caplog, made(), finder=NumWorkersFinder(exact=True))
+        assert fit.num_workers == workers
+        assert why is None or why in fit.said[0]
+        assert not [each for each in fit.said if "random numbers are drawn" in each]
+
+    def test_autofix(self, tmp_path):
+        run = Run(tmp_path, script([finding(num_workers=3)]), loader(Augmented(draws=False)), exact=True)
+        assert run.changes == [("num_workers", 1, 3, True)]
+
+    def test_autofix_leaves_workers_that_draw(self, tmp_path):
+        wanted = finding(num_workers=3, persistent_workers=True, prefetch_factor=4)
+        run = Run(tmp_path, script([wanted]), loader(Augmented()), exact=True)
+        why = {each.setting: each.why for each in run.autofix.changes if each.kept is None}
+        drawn = "its workers draw random numbers (exact=True)"
+        assert why == {"num_workers": drawn, "persistent_workers": drawn}
+        assert [each.setting for each in run.autofix.changes if each.setting not in why] == ["prefetch_factor"]
+
+    def test_without_it_a_change_says_so(self, tmp_path, caplog):
+        fit = Fit(tmp_path, caplog, loader(Augmented(np.random.default_rng(0)), 2, worker_init_fn=print))
+        assert fit.num_workers == 5
+        assert "random numbers are drawn in the workers" in fit.said[1]
+
+
 class TestSpawnedWorkers:
     @pytest.mark.matrix
     def test_no_more_are_started_for_each_epoch_than_save_what_that_takes(self, tmp_path, caplog):

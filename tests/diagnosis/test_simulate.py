@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_gpuopt.tuning.simulate import Pipeline, shape_of, simulate
+from lightning_gpuopt.diagnosis.simulate import Pipeline, shape_of, simulate
 
 WAITS = Pipeline(
     workers=1,
