@@ -58,9 +58,7 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     if not command:
         raise UsageError(f"watch: expected a command behind --, got none; for example: {_USAGE}")
     if options.exact and not options.fix:
-        raise UsageError(
-            "--exact: expected --fix beside it, got none; for example: watch --fix --exact -- python a.py"
-        )
+        raise UsageError("--exact: expected --fix beside it, got none; for example: watch --fix --exact -- python a.py")
     watch = _begin(Path(options.report_dir).absolute(), command, fix=options.fix, exact=options.exact)
     try:
         with signals_held() as mask:

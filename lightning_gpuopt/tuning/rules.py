@@ -166,6 +166,12 @@ RULES: Final = (
     Rule("workers that live on", _KEPT, _keeping),
 )
 
+BY_TRIAL: Final = {
+    "changes as it is read": ("num_workers",),
+    "random numbers": ("num_workers", "persistent_workers"),
+}
+"""Rules that a trial in a worker process decides, and their settings: ``without_workers.py``, ``managed.py``."""
+
 
 def why_not(asked: AskedChange) -> str | None:
     """Why a setting has to stay as it is; None where it may be changed.

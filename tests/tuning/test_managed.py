@@ -1,0 +1,164 @@
+"""ManagedLoader and its rules: each setting is changed now, with the next iterator, or refused because of a rule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+from lightning_gpuopt.tuning.managed import ManagedLoader
+from lightning_gpuopt.tuning.rules import BY_TRIAL, RULES, CannotChange
+
+PAGE = Path(__file__).parents[2] / "docs/workers.md"
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index])
+
+
+class Draws(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(1)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(24))
+
+
+class Makes(DataLoader[Any]):
+    def _get_iterator(self) -> Any:
+        return super()._get_iterator()
+
+
+class Keeps(DataLoader[Any]):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def loader(dataset: Any = None, kind: Any = DataLoader, **kwargs: Any) -> DataLoader[Any]:
+    made: DataLoader[Any] = kind(dataset or Numbers(), **{"batch_size": 2, "num_workers": 1, **kwargs})
+    return made
+
+
+def managed(source: DataLoader[Any] | None = None, **kwargs: Any) -> ManagedLoader:
+    return ManagedLoader(loader() if source is None else source, local_ranks=1, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("made", "setting", "value", "when"),
+    [
+        (loader, "num_workers", 2, "now"),
+        (lambda: loader(num_workers=0), "num_workers", 2, "with the next iterator"),
+        (loader, "prefetch_factor", 4, "with the next iterator"),
+        (loader, "pin_memory", True, "with the next iterator"),
+        (loader, "persistent_workers", True, "with the next iterator"),
+        (loader, "num_workers", 1, "refused because it is so already"),
+        (lambda: loader(kind=Makes), "num_workers", 2, "refused because a Makes makes its iterators itself"),
+        (lambda: loader(kind=Makes), "prefetch_factor", 4, "with the next iterator"),
+        (lambda: loader(kind=Keeps), "prefetch_factor", 4, "refused because the state of a Keeps holds for"),
+        (lambda: loader(Stream()), "prefetch_factor", 4, "with the next iterator"),
+        (lambda: loader(Stream()), "persistent_workers", True, "refused because workers that live on would go on"),
+        (loader, "num_workers", 0, "refused because without workers the training process draws"),
+        (
+            lambda: loader(sampler=RandomSampler(range(24), generator=torch.default_generator)),
+            "prefetch_factor",
+            4,
+            "refused because its sampler (RandomSampler) draws from the global generator",
+        ),
+        (lambda: loader(num_workers=0), "pin_memory", True, "refused because its batches would come as other types"),
+        (lambda: loader(persistent_workers=True, num_workers=1), "pin_memory", True, "with the next iterator"),
+    ],
+)
+def test_when_a_change_takes_effect(made: Callable[[], Any], setting: str, value: Any, when: str) -> None:
+    assert managed(made()).when(setting, value).startswith(when)
+
+
+def test_what_takes_another_iterator_is_refused_in_the_last_epoch() -> None:
+    one = managed()
+    last = "it takes a new iterator of the loader, and this epoch is the last"
+    assert one.when("prefetch_factor", 4, last_epoch=True) == f"refused because {last}"
+    with pytest.raises(CannotChange, match=re.escape(last)):
+        one.change("prefetch_factor", 4, last_epoch=True)
+
+
+def test_a_dataset_that_cannot_be_looked_into_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails:
+        def __iter__(self) -> Any:
+            raise OSError("gone")
+
+        @property
+        def generator(self) -> Any:
+            raise OSError("gone")
+
+    assert managed(loader(sampler=Fails())).when("num_workers", 2) == (
+        "refused because it cannot be looked into: OSError: gone"
+    )
+
+
+def test_a_setting_comes_with_the_next_iterator_and_goes_with_the_one_after() -> None:
+    one, made = managed(), []
+    assert one.change("prefetch_factor", 4) is False
+    assert (one.is_settled, one.is_waiting("prefetch_factor", None)) == (False, True)
+    one.make_iterator(lambda: made.append(one.loader.prefetch_factor))
+    one.take_back("prefetch_factor", 2)
+    assert one.loader.prefetch_factor == 4
+    one.make_iterator(lambda: made.append(one.loader.prefetch_factor))
+    assert made == [4, 2]
+    assert one.is_settled
+
+
+def test_running_workers_are_changed_now_and_the_loader_is_as_before_at_the_end() -> None:
+    source = loader()
+    one = managed(source)
+    iterator = one.make_iterator(source._get_iterator)
+    next(iterator)
+    assert one.change("num_workers", 2, iterator) is True
+    assert (iterator._num_workers, one.now("num_workers")) == (2, 2)
+    one.take_back("num_workers", 1)
+    assert iterator._num_workers == 1
+    assert [int(batch[0]) for batch in iterator] == list(range(2, 24, 2))
+    one.end({"num_workers": 1, "persistent_workers": False})
+    assert (source.num_workers, source.prefetch_factor, source.persistent_workers) == (1, 2, False)
+
+
+@pytest.mark.parametrize("setting", ["num_workers", "persistent_workers"])
+def test_exact_waits_for_a_first_look_and_leaves_alone_what_draws(setting: str) -> None:
+    value = {"num_workers": 2, "persistent_workers": True}[setting]
+    one = managed(loader(Draws()), exact=True)
+    assert one.when(setting, value) == (
+        "refused because no iterator was begun yet, and so nothing shown of what its workers draw"
+    )
+    one.make_iterator(lambda: None)
+    assert one.when(setting, value) == "refused because its workers draw random numbers (exact=True)"
+    assert one.when("prefetch_factor", 4) == "with the next iterator"
+    assert one.looked_s > 0
+
+
+def test_a_generator_that_is_held_counts_as_drawing() -> None:
+    one = managed(loader(Numbers(rng=np.random.default_rng(0)), num_workers=2))
+    one.make_iterator(lambda: None)
+    assert one.draws
+    other = managed()
+    other.make_iterator(lambda: None)
+    assert not other.draws
+
+
+def test_the_page_has_a_row_for_each_rule() -> None:
+    (table,) = re.findall(r"\| rule \|.*?\n\n", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    rows = [row.split("|")[1:3] for row in table.strip().splitlines()[2:]]
+    named = {**{rule.name: rule.settings for rule in RULES}, **BY_TRIAL}
+    assert {row[0].strip(): tuple(re.findall(r"`(\w+)`", row[1])) for row in rows} == named
