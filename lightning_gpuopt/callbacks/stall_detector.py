@@ -23,6 +23,7 @@ from lightning_gpuopt.compat.lightning import (
 from lightning_gpuopt.detector.kernel_profiling import Profile
 from lightning_gpuopt.detector.report_files import is_remote, read_report, write_report
 from lightning_gpuopt.detector.session import DetectorOptions, DetectorSession, WindowListener
+from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.diagnose import StallError
 from lightning_gpuopt.diagnosis.render.text import render_text
@@ -313,7 +314,7 @@ class StallDetector(CallbackBase):
                 continue
             self._reported.add(who)
             text = f"Training waits: {who} takes {finding.share * 100:.0f} % of the time. {finding.advice}"
-            if "where" in finding.evidence and finding.cause != "gpu_sync":  # whose advice has it
+            if "where" in finding.evidence and "{where}" not in cause_of(finding.cause).advice:
                 text += f" Where: {finding.evidence['where']}."
             yield text
 

@@ -29,7 +29,7 @@ from lightning_gpuopt.detector.report_builder import (
 from lightning_gpuopt.detector.run_settings import RunSettingsWatch
 from lightning_gpuopt.detector.stack_sampling import StackSampling
 from lightning_gpuopt.detector.trace_recording import TraceRecording
-from lightning_gpuopt.diagnosis.causes.table import STORAGE_CAUSES
+from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.compare import proofs_of
 from lightning_gpuopt.diagnosis.diagnose import count_stalls, diagnose
 from lightning_gpuopt.diagnosis.measurement import Measurement
@@ -438,7 +438,7 @@ class DetectorSession:
         times = self.timeline.times()
         measured = self._measured(times)
         findings = self._diagnose(measured) if measured is not None else []
-        if measured is not None and measure_images and any(each.cause in STORAGE_CAUSES for each in findings):
+        if measured is not None and measure_images and any(cause_of(each.cause).storage for each in findings):
             self._images.measure()
             measured = replace(measured, images=self._images.samples)
             findings = self._diagnose(measured)

@@ -33,9 +33,6 @@ _MEMORY_SHORT: Final = 0.1
 _SWAPPING_MIB_S: Final = 4.0
 """Memory is short where tasks wait for it for this share of the time, or so much comes back from swap."""
 
-_NEED_CPUS: Final = ("main_process_loading", "slow_transform", "cpu_saturated")
-"""Causes that another CPU would help."""
-
 _UNEVEN: Final = 1.0
 """Variance over squared mean of the batches' times: from here on single batches stand out (an exponential has 1)."""
 
@@ -195,7 +192,7 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
         return _prefetch_settings(measurement)
     if cause == "worker_transfer" and _costs_more_to_hand_over(measurement):
         return {"num_workers": 0}
-    if cause not in ("main_process_loading", "slow_transform", "slow_storage"):
+    if not CAUSES[cause].doing:
         return {}
     if loader.duplicates or (cause == "slow_storage" and memory_is_short(measurement)):
         return {}
@@ -267,7 +264,7 @@ def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], stor
         parts.append("NumWorkersFinder() finds the number while training runs, and sets it.")
     if storage and not (cause == "slow_storage" and memory_is_short(measurement)):
         parts.append(storage)
-    if cause in _NEED_CPUS:
+    if CAUSES[cause].needs_cpus:
         parts += bound_to_one_cpu(measurement)
     return " ".join([*parts, *at_most(measurement)])
 
@@ -293,10 +290,10 @@ def at_most(measurement: Measurement) -> list[str]:
 
 
 def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> str:
-    workers = settings.get("num_workers")
-    if cause in _DOING and measurement.loader.duplicates:
+    workers, doing = settings.get("num_workers"), CAUSES[cause].doing
+    if doing and measurement.loader.duplicates:
         return (
-            f"{_DOING[cause]}, but more workers are not the remedy: this IterableDataset does not divide its samples "
+            f"{doing}, but more workers are not the remedy: this IterableDataset does not divide its samples "
             "among them, and each sample would come once from every worker. Divide them by "
             "torch.utils.data.get_worker_info() first, or make each sample cheaper to read."
         )
@@ -310,8 +307,8 @@ def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
         return taken
     if cause == "main_process_loading" and workers is None:
         return _without_workers(measurement)
-    if cause in _DOING and workers is None:
-        return f"{_DOING[cause]}, and more of them would not help: make each sample cheaper to read."
+    if doing and workers is None:
+        return f"{doing}, and more of them would not help: make each sample cheaper to read."
     if workers == 0:
         return (
             "A batch of these samples is made faster than a worker process can hand it over: load in the training "
@@ -349,10 +346,3 @@ def _without_workers(measurement: Measurement) -> str:
         "The training process loads the data itself, and no CPU is left for worker processes: they would not be "
         "faster. Decode and transform less or cheaper, or give the job more CPUs."
     )
-
-
-_DOING: Final = {
-    "main_process_loading": "The training process loads the data itself",
-    "slow_transform": "The workers mostly compute",
-    "slow_storage": "The workers mostly wait for storage",
-}

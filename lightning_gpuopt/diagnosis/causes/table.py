@@ -21,6 +21,8 @@ class Cause:
         group: the part of a run that it lies in.
         in_user_code: whether Python code of the user's takes the time, so that its lines can be sampled.
         storage: whether storing or decoding the samples otherwise can take it away.
+        needs_cpus: whether another CPU would help.
+        doing: what the loader does meanwhile, where more workers take the cause away; else empty.
         cases: other advice, by the case that it is for.
     """
 
@@ -30,16 +32,21 @@ class Cause:
     group: Group = "run"
     in_user_code: bool = False
     storage: bool = False
+    needs_cpus: bool = False
+    doing: str = ""
     cases: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def docs(self) -> str:
-        """Where the documentation says more, from the root of the project."""
-        return f"docs/causes/{self.name}.md"
+    def in_loader_code(self) -> bool:
+        """Whether it lies in what the loader calls of the user's."""
+        return self.group == "loader" and self.in_user_code
 
 
 MEASURING: Final = frozenset(("AutoFix", "GpuUtilMonitor", "StallDetector", "WatchedRun"))
 """Callbacks of ours that measure a run, and change what they find."""
+
+OURS: Final = MEASURING | {"CudaPrefetcher", "NumWorkersFinder"}
+"""All callbacks of ours."""
 
 COMPUTE_BOUND: Final = Cause(
     "compute_bound", "Nothing holds the training up: the time goes into the steps' own work.", ""
@@ -59,6 +66,8 @@ _ALL: Final = (
         group="loader",
         in_user_code=True,
         storage=True,
+        needs_cpus=True,
+        doing="The training process loads the data itself",
     ),
     Cause(
         "slow_storage",
@@ -68,6 +77,7 @@ _ALL: Final = (
         group="loader",
         in_user_code=True,
         storage=True,
+        doing="The workers mostly wait for storage",
         cases={
             "any_data": "Few large files are read faster than many small ones: lightning-gpuopt lmdb build SRC DST "
             "makes them, and LMDBDataModule reads them ahead.",
@@ -79,6 +89,8 @@ _ALL: Final = (
         "The workers compute all the time and CPUs are free: num_workers={num_workers}.",
         group="loader",
         in_user_code=True,
+        needs_cpus=True,
+        doing="The workers mostly compute",
         cases={"pipeline": "The pipeline's CPU threads are the bottleneck. {more}{smaller}{gpu}."},
     ),
     Cause(
@@ -89,6 +101,7 @@ _ALL: Final = (
         group="loader",
         in_user_code=True,
         storage=True,
+        needs_cpus=True,
         cases={
             "any_data": 'Or store the data ready to use: of image files, LMDBDataModule(..., decode="tensor", '
             "crop_size=..., normalize=...) decodes only what is cropped, and normalises on the device.",
@@ -260,14 +273,9 @@ _ALL: Final = (
 CAUSES: Final = {cause.name: cause for cause in _ALL}
 """Every cause that is found, by name."""
 
-LOADER_CAUSES: Final = frozenset(each.name for each in _ALL if each.group == "loader" and each.in_user_code)
-"""Causes that lie in what the loader calls of the user's."""
-
-STORAGE_CAUSES: Final = frozenset(each.name for each in _ALL if each.storage)
-"""Causes that storing or decoding the samples otherwise can take away."""
+_VERDICTS: Final = {**CAUSES, COMPUTE_BOUND.name: COMPUTE_BOUND, UNKNOWN.name: UNKNOWN}
 
 
-def meaning_of(verdict: str) -> str:
-    """The sentence for a verdict; empty for one that is not known, as in a report of another version."""
-    cause = {each.name: each for each in (COMPUTE_BOUND, UNKNOWN)}.get(verdict) or CAUSES.get(verdict)
-    return cause.meaning if cause is not None else ""
+def cause_of(verdict: str) -> Cause:
+    """The row of a verdict or a finding; an empty one for what is not known, as in a report of another version."""
+    return _VERDICTS.get(verdict) or Cause(verdict, "", "")
