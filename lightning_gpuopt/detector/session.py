@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer
@@ -39,28 +39,13 @@ from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.gpu import AheadCopies
 from lightning_gpuopt.measurements.phases import PhaseTimes
 from lightning_gpuopt.measurements.ranks import RankWork
+from lightning_gpuopt.timeline.gpu_clock import GPU_EVENTS
 from lightning_gpuopt.timeline.hang import HangWatch, Watched, write_state
 from lightning_gpuopt.timeline.pauses import PauseWatch
 from lightning_gpuopt.timeline.steps import StepClock
 from lightning_gpuopt.timeline.windows import Windows
 
 log = logging.getLogger(__name__)
-
-_GPU_EVENTS: Final = (
-    "batch_arrives",
-    "batch_copied",
-    "batch_ready",
-    "compute_begins",
-    "compute_ends",
-    "forward_begins",
-    "forward_ends",
-    "broadcast_begins",
-    "broadcast_ends",
-    "validation_begins",
-    "validation_ends",
-    "host_work_begins",
-    "host_work_ends",
-)
 
 
 @dataclass(frozen=True)
@@ -237,11 +222,11 @@ class DetectorSession:
         self._instruments.undo.callback(self._kernels.finish)
 
         def refused(error: Exception) -> None:
-            self._instruments.observers.disconnect(_GPU_EVENTS)
+            self._instruments.observers.disconnect(GPU_EVENTS)
             self.timeline.forget_host_work()
             device.refuse(error)
 
-        for event in _GPU_EVENTS:
+        for event in GPU_EVENTS:
             self._instruments.observers.connect(event, getattr(device.clock, event), refused)
 
     def watch_for_hangs(self, write: Callable[[float], None]) -> None:
