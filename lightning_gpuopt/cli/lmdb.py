@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
-from lightning_gpuopt.cli._parser import Parser, UsageError
+from lightning_gpuopt.cli._parser import INTERRUPTED, Parser, UsageError
 
 if TYPE_CHECKING:
     from lightning_gpuopt.storage.format import Manifest
@@ -134,7 +134,7 @@ def _build(options: Namespace) -> int:
             )
         except KeyboardInterrupt:
             print("interrupted; --resume goes on", file=sys.stderr)
-            return 130
+            return INTERRUPTED
     what = options.path if part is None else f"{options.path}: part {options.part}"
     skipped = f", {info.num_skipped:,} skipped" if info.num_skipped else ""
     print(f"{what}: {info.num_samples:,} samples, {_size(info.num_bytes)}, {_shards(info.num_shards)}{skipped}")

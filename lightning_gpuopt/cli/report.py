@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_gpuopt.cli._parser import UsageError
+from lightning_gpuopt.cli._parser import PROBLEM_FOUND, UsageError, writing_to
 from lightning_gpuopt.cli._reports import read_report
 
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.report import StallReport
-
-PROBLEM_FOUND = 1
 
 SUMMARY = "show a report.json that StallDetector wrote, or compare two of them"
 
@@ -106,9 +104,5 @@ def _write_page(target: Path, first: StallReport, second: StallReport | None) ->
     from lightning_gpuopt.diagnosis.report import write_whole
 
     page = render_html(first) if second is None else render_html(second, baseline=first)
-    try:
+    with writing_to("--html", target):
         write_whole(target, page)
-    except OSError as error:
-        raise UsageError(
-            f"--html: expected a place to write to, got {target}: {error.strerror}; name another"
-        ) from error
