@@ -10,7 +10,6 @@ from lightning_gpuopt.compat import lightning_loops as loops
 from lightning_gpuopt.compat.lightning import (
     STEP_OUTPUT,
     LightningModule,
-    MisconfigurationException,
     Trainer,
     say_once,
 )
@@ -96,11 +95,7 @@ class CudaPrefetcher(CallbackBase):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out whether the Trainer can do with it, and wait for its loops."""
-        if any(isinstance(each, CudaPrefetcher) and each is not self for each in trainer.callbacks):  # type: ignore[attr-defined]
-            raise MisconfigurationException(
-                "Two CudaPrefetchers are in this Trainer. Expected one: depth says how far it looks ahead. Take one "
-                "away."
-            )
+        self._refuse_second(trainer, CudaPrefetcher, "CudaPrefetchers", ": depth says how far it looks ahead")
         self._leave()
         self._counts, self._times, self._states = _counts_of(None), None, None
         if self.enabled is False:

@@ -19,7 +19,7 @@ from lightning_gpuopt.compat.lightning import (
 )
 from lightning_gpuopt.telemetry.keys import select_metrics
 from lightning_gpuopt.telemetry.monitor import GpuMonitor
-from lightning_gpuopt.utils.arguments import flag, real_number, refuse, whole_number
+from lightning_gpuopt.utils.arguments import flag, or_none, real_number, refuse, whole_number
 from lightning_gpuopt.utils.callback_base import CallbackBase
 from lightning_gpuopt.utils.progress_bar import BarItem
 
@@ -98,11 +98,9 @@ class GpuUtilMonitor(CallbackBase):
         self.metrics = metrics
         self.devices: Literal["auto", "all"] | list[int | str] = _checked_devices(devices)
         self.sample_interval = real_number("sample_interval", sample_interval, "seconds", least=_MIN_INTERVAL_S)
-        if log_every_n_steps is not None:
-            log_every_n_steps = whole_number(
-                "log_every_n_steps", log_every_n_steps, "a number of steps", least=0, or_none=True
-            )
-        self.log_every_n_steps = log_every_n_steps
+        self.log_every_n_steps = or_none(
+            whole_number, "log_every_n_steps", log_every_n_steps, "a number of steps", least=0
+        )
         self.prog_bar = flag("prog_bar", prog_bar)
         if prog_bar and all(each.key != "utilization" for each in self._selected):
             refuse("metrics", '"utilization" among them, which prog_bar=True shows', metrics)
