@@ -105,7 +105,7 @@ class GpuUtilMonitor(CallbackBase):
         if prog_bar and all(each.key != "utilization" for each in self._selected):
             refuse("metrics", '"utilization" among them, which prog_bar=True shows', metrics)
         self._bar_item = BarItem("gpu")
-        self._undo_bar: Callable[[], None] = _nothing
+        self._undo_bar: Callable[[], None] | None = None
         self._monitor: GpuMonitor | None = None
         self._every = 0
         self._logs = False
@@ -188,7 +188,7 @@ class GpuUtilMonitor(CallbackBase):
 
     @override
     def _at_rest(self) -> dict[str, Any]:
-        return {"_monitor": None, "_summary": self.summary(), "_undo_bar": _nothing}
+        return {"_monitor": None, "_summary": self.summary(), "_undo_bar": None}
 
     def _start(self, trainer: Trainer) -> GpuMonitor:
         return GpuMonitor(
@@ -232,7 +232,8 @@ class GpuUtilMonitor(CallbackBase):
     def _close(self, trainer: Trainer, *, finished: bool, quietly: bool = False) -> None:
         """Stop the threads and keep the summary; on a regular end the last window is logged too."""
         monitor, self._monitor = self._monitor, None
-        self._undo_bar()
+        if self._undo_bar is not None:
+            self._undo_bar()
         if monitor is None:
             return
         try:
@@ -252,10 +253,6 @@ def _report_failure(trainer: Trainer, error: Exception) -> None:
     text = f"GpuUtilMonitor stopped after an error, training goes on without it: {error!r}"
     say_once(trainer, "gpu-monitor-failed", text)
     log.debug(text, exc_info=error)
-
-
-def _nothing() -> None:
-    """There is nothing to undo."""
 
 
 def _utilization(figures: Mapping[str, float]) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import restricted_number_type
@@ -42,7 +43,7 @@ def run(options: Namespace) -> int:
     Raises:
         UsageError: nothing is changed, the file is no report, or the report does not say enough.
     """
-    from lightning_gpuopt.diagnosis.render.what_if import forecast_data, render_forecast
+    from lightning_gpuopt.diagnosis.render.what_if import render_forecast
     from lightning_gpuopt.diagnosis.what_if import CannotSayError, WhatIf, what_if
 
     changes = {name: options[name] for name in _CHANGES if options[name] is not None}
@@ -55,7 +56,7 @@ def run(options: Namespace) -> int:
     except CannotSayError as error:
         raise UsageError(f"{options.file}: {error}; record one with StallDetector and give that") from error
     if options.json:
-        print(json.dumps(forecast_data(forecast), indent=2, allow_nan=False))
+        print(json.dumps(asdict(forecast), indent=2, allow_nan=False))
     else:
         print(render_forecast(forecast, shutil.get_terminal_size().columns))
     return 0

@@ -22,6 +22,7 @@ from lightning_gpuopt.dali.source import Areas, BatchSource, CenterAreas, Random
 from lightning_gpuopt.datamodules.resumable import Data, ResumableDataModule, is_path
 from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.images.file_checks import bad_images
+from lightning_gpuopt.images.normalize import IMAGENET_MEAN, IMAGENET_STD
 from lightning_gpuopt.loading.image_folder import ImageFolder
 from lightning_gpuopt.loading.order import Order, mix
 from lightning_gpuopt.loading.sampler import ElasticSampler
@@ -29,9 +30,6 @@ from lightning_gpuopt.loading.samples import SkippedSamples
 from lightning_gpuopt.storage.format import MANIFEST
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.utils.arguments import choice, or_auto, real_number, refuse, whole_number
-
-IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
-IMAGENET_STD: Final = (0.229, 0.224, 0.225)
 
 _GPU_THREADS: Final = 4
 """CPU threads for a GPU pipeline: they parse and hand over, the GPU decodes."""

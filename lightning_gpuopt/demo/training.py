@@ -37,6 +37,7 @@ from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.demo.data import IMAGE_SIZE, PHOTOGRAPHS
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.images.cost import resize_for
+from lightning_gpuopt.images.normalize import IMAGENET_MEAN, IMAGENET_STD
 
 CROP_SIZE = 128
 """Height and width of what the network sees, in pixels."""
@@ -51,7 +52,7 @@ _SHORT, _LONG = sorted(IMAGE_SIZE)
 CROP_SCALE: Final = (SMALLEST_SIDE**2 * _SHORT / _LONG, _SHORT / _LONG)
 """Those random crops as shares of the image's area."""
 
-NORMALIZE: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+NORMALIZE: Final = (IMAGENET_MEAN, IMAGENET_STD)
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in NORMALIZE)
 
 Storage = Literal["files", "folder", "lmdb", "dali"]

@@ -40,10 +40,10 @@ def usable_cpus(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/
         cgroup_root: where the cgroup file systems (v2, or v1's ``cpu`` controller) are mounted.
         proc: where procfs is mounted.
     """
-    return min(float(_allowed_cpus()), quota_cpus(cgroup_root, proc))
+    return min(float(allowed_cpus()), quota_cpus(cgroup_root, proc))
 
 
-def _allowed_cpus() -> int:
+def allowed_cpus() -> int:
     """CPUs that this process may run on, whatever its quota."""
     try:
         return len(os.sched_getaffinity(0))
@@ -57,7 +57,7 @@ def _sharers(local_ranks: int) -> int:
     All local ones where these are the whole machine. Where they are a part of it, a launcher has pinned the ranks, and
     each has its own.
     """
-    return local_ranks if _allowed_cpus() >= (os.cpu_count() or 1) else 1
+    return local_ranks if allowed_cpus() >= (os.cpu_count() or 1) else 1
 
 
 def quota_cpus(cgroup_root: Path, proc: Path) -> float:
@@ -239,8 +239,8 @@ class HostWatch:
         self._cpu_clock = cpu_clock
         self._sharers = _sharers(local_ranks)
         self._quota_cpus = quota_cpus(cgroup_root, proc) / local_ranks
-        self._usable_cpus = min(max(_allowed_cpus() / self._sharers, 1.0), self._quota_cpus)
-        self._affinity = _allowed_cpus() if _allowed_cpus() < (os.cpu_count() or 1) else None
+        self._usable_cpus = min(max(allowed_cpus() / self._sharers, 1.0), self._quota_cpus)
+        self._affinity = allowed_cpus() if allowed_cpus() < (os.cpu_count() or 1) else None
         self._cpu_stats = [f"{group}/cpu.stat" for group in cgroups("cpu", cgroup_root, proc)]
         self._sources: dict[str, Callable[[], float | None]] = {
             "idle": lambda: _idle_s(f"{proc}/stat"),
