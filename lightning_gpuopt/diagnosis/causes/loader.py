@@ -298,11 +298,7 @@ def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
             "torch.utils.data.get_worker_info() first, or make each sample cheaper to read."
         )
     if cause == "slow_storage" and memory_is_short(measurement):
-        return (
-            "The workers mostly wait, and the machine is short of memory: what they read is pushed out again, or comes "
-            "back from swap. Use fewer workers or a smaller prefetch_factor, keep less in memory, or give the job "
-            "more. LMDBDataModule reads from files that all workers share."
-        )
+        return CAUSES[cause].cases["memory"]
     if cause == "cpu_saturated" and (taken := _taken_by_others(measurement)) is not None:
         return taken
     if cause == "main_process_loading" and workers is None:
@@ -310,10 +306,7 @@ def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
     if doing and workers is None:
         return f"{doing}, and more of them would not help: make each sample cheaper to read."
     if workers == 0:
-        return (
-            "A batch of these samples is made faster than a worker process can hand it over: load in the training "
-            "process (num_workers=0), or make larger batches."
-        )
+        return CAUSES["worker_transfer"].cases["no_workers"]
     return CAUSES[cause].advice.format(**{"num_workers": workers, "prefetch_factor": None, **settings})
 
 
@@ -326,23 +319,12 @@ def _taken_by_others(measurement: Measurement) -> str | None:
     others = host.usable_cpus - host.free_cpus - own
     if others < _MOSTLY * host.usable_cpus:
         return None
-    return (
-        f"Other programs use about {others:.2g} of the {host.usable_cpus:g} CPUs, and the workers wait for them: end "
-        "those, or ask for CPUs of your own. More workers would not help."
-    )
+    return CAUSES["cpu_saturated"].cases["others"].format(others=others, usable=host.usable_cpus)
 
 
 def _without_workers(measurement: Measurement) -> str:
     """Advice for a training process that loads by itself, where workers are none."""
+    cases = CAUSES["main_process_loading"].cases
     if measurement.loader.num_workers is None:
-        return "The loader works in the training process and is no DataLoader: let it prepare batches ahead."
-    if _costs_more_to_hand_over(measurement):
-        return (
-            "The training process loads the data itself, and worker processes would not be faster: handing a batch "
-            "over costs as much. Make fewer, larger batches, or read a batch at once (__getitems__), as LMDBDataModule "
-            "does."
-        )
-    return (
-        "The training process loads the data itself, and no CPU is left for worker processes: they would not be "
-        "faster. Decode and transform less or cheaper, or give the job more CPUs."
-    )
+        return cases["no_dataloader"]
+    return cases["handing_over" if _costs_more_to_hand_over(measurement) else "no_cpus"]
