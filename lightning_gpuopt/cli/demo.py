@@ -12,14 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from lightning_gpuopt.cli._parser import UsageError, writing_to
 from lightning_gpuopt.demo import data
-from lightning_gpuopt.demo.folders import BEFORE, MARK, RESULTS, short
+from lightning_gpuopt.demo.folders import BEFORE, MARK, RESULTS, from_here
 
 SUMMARY = "train a small convnet on real photographs, show where the time goes, apply the advice and train again"
 
-SMALLEST_NUMBER_OF_IMAGES = data.VALIDATION_PART * len(data.PHOTOGRAPHS)
+MIN_IMAGES = data.VALIDATION_PART * len(data.PHOTOGRAPHS)
 """So many that each class is in the validation images."""
 
-EnoughImages = restricted_number_type(f"int>={SMALLEST_NUMBER_OF_IMAGES}", int, (">=", SMALLEST_NUMBER_OF_IMAGES))
+EnoughImages = restricted_number_type(f"int>={MIN_IMAGES}", int, (">=", MIN_IMAGES))
 
 Seed = restricted_number_type("0..2^32-1", int, [(">=", 0), ("<", 2**32)])
 
@@ -106,9 +106,9 @@ def _prepare_images(folder: Path, recipe: data.Recipe) -> None:
     width, height = data.IMAGE_SIZE
     images = f"{recipe.images} JPEGs of {width}x{height} pixels from {len(data.PHOTOGRAPHS)} photographs"
     if whole:
-        print(f"{images} are in {short(folder)}")
+        print(f"{images} are in {from_here(folder)}")
         return
-    print(f"Making {images} in {short(folder)}", flush=True)
+    print(f"Making {images} in {from_here(folder)}", flush=True)
     with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task("", total=recipe.images)
         data.make(folder, recipe, on_image=lambda: progress.advance(task))

@@ -231,8 +231,8 @@ def _describe(path: str, manifest: Manifest) -> str:
     if manifest.num_skipped:
         lines.append(("skipped", f"{manifest.num_skipped:,} (listed in {SKIPPED})"))
     if manifest.source:
-        told = {name: value for name, value in manifest.source.items() if value is not None and name != "plan"}
-        how = [f"{name.replace('_', ' ')} {value}" for name, value in told.items()]
+        known = {name: value for name, value in manifest.source.items() if value is not None and name != "plan"}
+        how = [f"{name.replace('_', ' ')} {value}" for name, value in known.items()]
         lines.append(("built from", ", ".join(how)))
     return "\n".join([path, *(f"  {name:<10}  {text}" for name, text in lines)])
 

@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import restricted_number_type
 
 from lightning_gpuopt.cli._parser import UsageError
-from lightning_gpuopt.cli._reports import read_report
+from lightning_gpuopt.cli._reports import load_report
 
 SUMMARY = "forecast a run with other workers, CPUs, decoding or batches, from its report.json"
 
@@ -50,7 +50,7 @@ def run(options: Namespace) -> int:
     if not changes:
         asked = ", ".join(f"--{name.replace('_', '-')}" for name in _CHANGES)
         raise UsageError(f"what-if: expected a change, got none; give one or more of {asked}")
-    report = read_report(options.file)
+    report = load_report(options.file)
     try:
         forecast = what_if(report, WhatIf(**changes))
     except CannotSayError as error:

@@ -42,14 +42,14 @@ from lightning_gpuopt.images.normalize import IMAGENET_MEAN, IMAGENET_STD
 CROP_SIZE = 128
 """Height and width of what the network sees, in pixels."""
 
-SMALLEST_SIDE: Final = 0.5
+MIN_SIDE: Final = 0.5
 """Side of the smallest random crop, as a share of the image's shorter side."""
 
 CENTER: Final = 7 / 8
 """Side of the square that is validated, as a share of the shorter side: ``Resize(146)`` and ``CenterCrop(128)``."""
 
 _SHORT, _LONG = sorted(IMAGE_SIZE)
-CROP_SCALE: Final = (SMALLEST_SIDE**2 * _SHORT / _LONG, _SHORT / _LONG)
+CROP_SCALE: Final = (MIN_SIDE**2 * _SHORT / _LONG, _SHORT / _LONG)
 """Those random crops as shares of the image's area."""
 
 NORMALIZE: Final = (IMAGENET_MEAN, IMAGENET_STD)
@@ -160,7 +160,7 @@ class Photographs(Dataset[tuple[Tensor, int]]):
     def _view(self, image: Image.Image) -> Image.Image:
         side, place = min(image.size) * CENTER, torch.tensor([0.5, 0.5])
         if self.train:
-            side = min(image.size) * float(torch.empty(()).uniform_(SMALLEST_SIDE, 1.0))
+            side = min(image.size) * float(torch.empty(()).uniform_(MIN_SIDE, 1.0))
             place = torch.rand(2)
         left, top = (place * torch.tensor([image.width - side, image.height - side])).tolist()
         box = (left, top, left + side, top + side)

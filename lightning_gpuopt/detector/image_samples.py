@@ -19,7 +19,7 @@ from lightning_gpuopt.measurements.loading import ImageSamples
 log = logging.getLogger(__name__)
 
 _SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif"})
-_DEEPEST: Final = 16
+_MAX_DEPTH: Final = 16
 """Datasets inside datasets."""
 
 _CHANNELS: Final = 3
@@ -53,7 +53,7 @@ def image_files(dataset: Any) -> ReadImages | None:
     Args:
         dataset: a loader's dataset.
     """
-    return _find(dataset, _DEEPEST)
+    return _find(dataset, _MAX_DEPTH)
 
 
 def _find(dataset: Any, depth: int) -> ReadImages | None:

@@ -36,7 +36,7 @@ def belongs_to(finding: Finding, activity: str) -> bool:
     return finding.cause == "logging" and activity == "logging"
 
 
-def locate(findings: Sequence[Finding], sampled: Sequence[Sampled]) -> list[Finding]:
+def with_places(findings: Sequence[Finding], sampled: Sequence[Sampled]) -> list[Finding]:
     """The findings, with ``evidence["where"]`` for those that something was sampled of."""
     return [_located(finding, hot_spots_of(finding, sampled)) for finding in findings]
 

@@ -85,7 +85,7 @@ class Windows:
             self._stretches[-1] = replace(last, gpu_utilization=mean)
 
     def restart(self, reading: PhaseTimes, *, in_step: bool = False) -> None:
-        """Begin a new steady part, with a warm-up of its own: something was changed.
+        """Begin the run since a change, with a warm-up of its own: something was changed.
 
         Args:
             reading: the timeline's times now.

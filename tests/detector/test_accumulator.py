@@ -1,4 +1,4 @@
-"""The steady part of a fit, and what rank 0 is told of it: readings of counters in, measurements out."""
+"""The run since the last change of a fit, and what rank 0 is told of it: readings of counters in, measurements out."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, RECOMPILATI
 _AGAIN_AND_AGAIN: Final = 3
 """Steps with a compilation after the warm-up; fewer are a late first one, or the smaller last batch of an epoch."""
 
-_PAUSES_AT_LEAST: Final = 3
+_MIN_PAUSES: Final = 3
 """A single collection takes no more of all of them than one in so many."""
 
 _SIZES: Final = ("size mismatch", "stride mismatch", ".size()", "rank mismatch")
@@ -35,7 +35,7 @@ def garbage_collection(measurement: Measurement) -> Iterator[Candidate]:
 def _one_took_most(measurement: Measurement) -> bool:
     """Whether a single collection stands out: a full one comes seldom, and a longer run has it as seldom."""
     collections = measurement.collections
-    return collections is not None and collections.longest_s * _PAUSES_AT_LEAST > collections.seconds
+    return collections is not None and collections.longest_s * _MIN_PAUSES > collections.seconds
 
 
 def _garbage_collection(measurement: Measurement, seconds: float) -> Finding:
