@@ -212,7 +212,7 @@ class StallDetector(CallbackBase):
                 if stop.problem is None:
                     self._stop = stop
                 else:
-                    session.notes.append(f"A stall is raised on each rank by itself: {stop.problem}.")
+                    session.note(f"A stall is raised on each rank by itself: {stop.problem}.")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int

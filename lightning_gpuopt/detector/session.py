@@ -37,6 +37,7 @@ from lightning_gpuopt.diagnosis.record import Change, Finding, Proof
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.gpu import AheadCopies
+from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import PhaseTimes
 from lightning_gpuopt.measurements.ranks import RankWork
 from lightning_gpuopt.timeline.gpu_clock import GPU_EVENTS
@@ -80,8 +81,20 @@ class WindowListener(Protocol):
     changes: list[Change]
     notes: list[str]
 
-    def window_closed(self, session: DetectorSession, window: Measurement, findings: list[Finding]) -> bool:
-        """Called at a window's end, on every rank at the same step. Returns whether measurements have to start anew."""
+    def window_closed(
+        self, window: Measurement, findings: list[Finding], loader: LoaderFacts, set_ups: tuple[float, int]
+    ) -> bool:
+        """Called at a window's end, on every rank at the same step.
+
+        Args:
+            window: what the window measured.
+            findings: the causes above the threshold since warm-up.
+            loader: the training loader's settings now.
+            set_ups: seconds of the set-ups of epochs until now, and how many there were.
+
+        Returns:
+            Whether measurements have to start anew.
+        """
 
     def training_ended(self) -> None:
         """Last call before the report: conclude what is under way."""
@@ -104,7 +117,7 @@ class DetectorSession:
         self._pl_module = pl_module
         self._options = options
         self._instruments = Instrumentation(trainer, pl_module)
-        self.notes: list[str] = []
+        self._notes: list[str] = []
         self._windows = Windows(options.window_size, options.warmup_steps)
         self._accumulator: SteadyStateAccumulator | None = None
         self._proofs: list[Proof] = []
@@ -243,6 +256,10 @@ class DetectorSession:
         if self._hang is not None:
             self._hang.progress()
 
+    def note(self, text: str) -> None:
+        """Have the report say something."""
+        self._notes.append(text)
+
     def at_end(self, undo: Callable[[], None]) -> None:
         """Have something undone with the rest, when the fit ends."""
         self._instruments.undo.callback(undo)
@@ -330,7 +347,7 @@ class DetectorSession:
             findings: the causes above the threshold since warm-up.
         """
         for each in self._hear():
-            if each.window_closed(self, window, findings):
+            if each.window_closed(window, findings, self.loader.facts, self.set_ups):
                 self._begin_anew()
 
     def _hear(self) -> list[WindowListener]:
@@ -429,7 +446,7 @@ class DetectorSession:
             findings = self._diagnose(measured)
         heard = [note for each in self._heard for note in each.notes]
         notes = (
-            self.notes + heard + self._instruments.notes + self._instruments.observers.problems + self.loader.notes()
+            self._notes + heard + self._instruments.notes + self._instruments.observers.problems + self.loader.notes()
         )
         if self._exchange is not None and self._exchange.problem is not None:
             notes.append(f"Stragglers could not be looked for: {self._exchange.problem}.")
