@@ -154,7 +154,7 @@ class DetectorSession:
         self.timeline = placed.timeline(nvtx=self._options.nvtx, detailed=on_cuda)
         self.steps = StepClock(self.timeline, self._options.warmup_steps)
         for event, function in (
-            ("epoch_begins", self._epoch_begins),
+            ("epoch_begins", self.loader.release),
             ("fetch_begins", self.loader.queues.before_fetch),
             ("fetch_ends", self.loader.queues.after_fetch),
         ):
@@ -288,9 +288,6 @@ class DetectorSession:
         if self.started:
             self.timeline.stop()
         self._instruments.undo.close()
-
-    def _epoch_begins(self) -> None:
-        self.loader.release()
 
     def step_done(self) -> bool:
         """Count a step; True when a window ends with it."""
