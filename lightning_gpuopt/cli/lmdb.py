@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
-from lightning_gpuopt.cli._parser import INTERRUPTED, Parser, UsageError
+from lightning_gpuopt.cli._parser import INTERRUPTED, PROBLEM_FOUND, Parser, UsageError
 
 if TYPE_CHECKING:
     from lightning_gpuopt.storage.format import Manifest
@@ -195,7 +195,7 @@ def _info(options: Namespace) -> int:
     wrong = wrong_files(Path(options.path), manifest)
     for text in wrong:
         print(f"error: {text}", file=sys.stderr)
-    return 1 if wrong else 0
+    return PROBLEM_FOUND if wrong else 0
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:

@@ -356,14 +356,9 @@ class DetectorSession:
         """Start the measurements anew; the findings so far are proved or not by the windows after it."""
         self._prove()
         times = self.timeline.times()
-        measured = self._measured(times)
-        if (
-            self._accumulator is not None
-            and self._accumulator.findings
-            and measured is not None
-            and measured.waterfall.step_s
-        ):
-            self._pending = (self._accumulator.findings, measured.waterfall.step_s)
+        part, measured = self._accumulator, self._measured(times)
+        if part is not None and part.findings and measured is not None and measured.waterfall.step_s:
+            self._pending = (part.findings, measured.waterfall.step_s)
         self._accumulator = None
         self._changed_after = times.steps
         self._windows.restart(times, in_step=self._exchange is not None)

@@ -52,8 +52,6 @@ _MIN_SAMPLES: Final = 8
 
 _UPPER_KIB: Final = (4, 16, 64, 128, 512, 2048)
 
-_CROP: Final = 224
-
 _Read = Callable[[Sequence[int]], int]
 """Reads the samples of a batch; gives their bytes."""
 
@@ -308,7 +306,7 @@ def _decode_s(paths: Sequence[str]) -> float | None:
     images = [path for path in paths if path.lower().endswith(EXTENSIONS)]
     if 2 * len(images) < len(paths):
         return None
-    costs = measure_images(lambda index: read_file(images[index]), range(len(images)), _CROP)
+    costs = measure_images(lambda index: read_file(images[index]), range(len(images)), None)
     return costs.pil_decode_s if costs is not None else None
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lightning_gpuopt.measurements.host import HostActivity
@@ -245,9 +246,7 @@ class HostWatch:
         self._sources: dict[str, Callable[[], float | None]] = {
             "idle": lambda: _idle_s(f"{proc}/stat"),
             "process": time.process_time,
-            "cpu": lambda: _pressure_s(f"{proc}/pressure/cpu"),
-            "io": lambda: _pressure_s(f"{proc}/pressure/io"),
-            "memory": lambda: _pressure_s(f"{proc}/pressure/memory"),
+            **{kind: partial(_pressure_s, f"{proc}/pressure/{kind}") for kind in ("cpu", "io", "memory")},
             "swapped_in": lambda: _swapped_in_mib(f"{proc}/vmstat"),
         }
         self._periods = self._throttled = 0
