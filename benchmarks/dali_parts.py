@@ -70,7 +70,7 @@ TRIAL = Size(
 
 
 @dataclass(frozen=True)
-class Place:
+class DecodeWorkload:
     """Where it runs, and over what.
 
     Attributes:
@@ -100,7 +100,7 @@ class Place:
             torch.cuda.synchronize()
 
 
-def make_data(work: Path, device: str, size: Size) -> Place:
+def make_data(work: Path, device: str, size: Size) -> DecodeWorkload:
     """Photographs, each linked several times; and the LMDB of them."""
     once, folder = work / "once", work / "images"
     for file in make_jpegs(once, size.images):
@@ -109,7 +109,7 @@ def make_data(work: Path, device: str, size: Size) -> Place:
         for link in range(size.links):
             os.link(file, target / f"{link}-{file.name}")
     build_lmdb(once, work / "stored", progress=False)
-    return Place(device, size, folder, work / "stored")
+    return DecodeWorkload(device, size, folder, work / "stored")
 
 
 class Watch:
@@ -118,24 +118,24 @@ class Watch:
     Make it before the loader is warmed up: opening NVML takes a while, in which queues would fill.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, workload: DecodeWorkload) -> None:
+        self.workload = workload
         self._monitor: GpuMonitor | None = None
         self._begin = self._begin_cpu = 0.0
-        if place.device == "cuda":
+        if workload.device == "cuda":
             current = torch.cuda.current_device()
             self._monitor = GpuMonitor(select_metrics(WATCHED), "auto", interval_s=0.1, current=current)
             self._monitor.wait_until_open(1.5)
 
     def begin(self) -> None:
-        self.place.wait()
+        self.workload.wait()
         if self._monitor is not None:
             self._monitor.restart()
         self._begin, self._begin_cpu = time.perf_counter(), cpu_s()
 
     def end(self, images: int) -> dict[str, float]:
         """The figures, with images per second."""
-        self.place.wait()
+        self.workload.wait()
         wall, cpu = time.perf_counter() - self._begin, cpu_s() - self._begin_cpu
         found = {"images_s": images / wall, "cores": cpu / wall, "images_s_per_core": images / max(cpu, 1e-9)}
         if self._monitor is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import dali_peers as peers
 import torch
-from dali_parts import Place, Watch
+from dali_parts import DecodeWorkload, Watch
 from dali_peers import CROP, MEAN, STD
 from gpu_parts import quiet_trainer
 from lightning.pytorch import Callback, LightningModule
@@ -66,13 +66,13 @@ class Classifier(LightningModule):
 class Measure(Callback):
     """Figures of the steps behind the first ones."""
 
-    def __init__(self, place: Place) -> None:
-        self.place, self.watch = place, Watch(place)
+    def __init__(self, workload: DecodeWorkload) -> None:
+        self.workload, self.watch = workload, Watch(workload)
         self.images = 0
         self.found: dict[str, float] = {}
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step, size = trainer.global_step, self.place.size
+        step, size = trainer.global_step, self.workload.size
         if step > size.warmup:
             self.images += len(batch[1])
         if step == size.warmup:
@@ -84,10 +84,10 @@ class Measure(Callback):
 class OnDevice:
     """The same batch again and again, on the device already."""
 
-    def __init__(self, place: Place) -> None:
-        size = place.size
-        images = torch.randn(size.train_batch_size, 3, CROP, CROP, device=place.device)
-        labels = torch.randint(0, 10, (size.train_batch_size,), device=place.device)
+    def __init__(self, workload: DecodeWorkload) -> None:
+        size = workload.size
+        images = torch.randn(size.train_batch_size, 3, CROP, CROP, device=workload.device)
+        labels = torch.randint(0, 10, (size.train_batch_size,), device=workload.device)
         self.batch = images.contiguous(memory_format=torch.channels_last), labels
         self.length = size.warmup + size.steps
 
@@ -98,33 +98,35 @@ class OnDevice:
         return (self.batch for _ in range(self.length))
 
 
-def sources(place: Place) -> dict[str, Callable[[], dict[str, Any]]]:
+def sources(workload: DecodeWorkload) -> dict[str, Callable[[], dict[str, Any]]]:
     """What ``fit`` is given, for each way to feed it."""
-    batch_size, workers = place.size.train_batch_size, peers.usable_cores()
+    batch_size, workers = workload.size.train_batch_size, peers.usable_cores()
     common = {"batch_size": batch_size, "crop_size": CROP, "mean": MEAN, "std": STD, "layout": "HWC"}
 
     def dali(data: Any) -> dict[str, Any]:
-        return {"datamodule": DALIDataModule(data, device=place.dali_device, **common)}
+        return {"datamodule": DALIDataModule(data, device=workload.dali_device, **common)}
 
     return {
-        SYNTHETIC: lambda: {"train_dataloaders": OnDevice(place)},
-        FOLDER: lambda: dali(place.folder),
-        LMDB: lambda: dali(place.lmdb),
+        SYNTHETIC: lambda: {"train_dataloaders": OnDevice(workload)},
+        FOLDER: lambda: dali(workload.folder),
+        LMDB: lambda: dali(workload.lmdb),
         FAST_PATH: lambda: {
-            "datamodule": peers.lmdb_datamodule(place.lmdb, batch_size=batch_size, num_workers=workers)
+            "datamodule": peers.lmdb_datamodule(workload.lmdb, batch_size=batch_size, num_workers=workers)
         },
-        PIL: lambda: {"train_dataloaders": peers.pil_loader(place.folder, batch_size=batch_size, num_workers=workers)},
+        PIL: lambda: {
+            "train_dataloaders": peers.pil_loader(workload.folder, batch_size=batch_size, num_workers=workers)
+        },
     }
 
 
-def train(place: Place, source: dict[str, Any]) -> dict[str, float]:
+def train(workload: DecodeWorkload, source: dict[str, Any]) -> dict[str, float]:
     """One training; its figures."""
     torch.manual_seed(0)
-    measure = Measure(place)
-    on_gpu = place.device == "cuda"
+    measure = Measure(workload)
+    on_gpu = workload.device == "cuda"
     options: dict[str, Any] = {
         "max_epochs": -1,
-        "max_steps": place.size.warmup + place.size.steps,
+        "max_steps": workload.size.warmup + workload.size.steps,
         "precision": "bf16-mixed" if on_gpu else "32-true",
         "accelerator": "gpu" if on_gpu else "cpu",
         "benchmark": True,
@@ -134,19 +136,19 @@ def train(place: Place, source: dict[str, Any]) -> dict[str, float]:
     return measure.found
 
 
-def training(place: Place) -> dict[str, Any]:
+def training(workload: DecodeWorkload) -> dict[str, Any]:
     """All ways to feed the network, in turn; medians over the rounds, ratios to synthetic within a round."""
-    ways = sources(place)
+    ways = sources(workload)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     names = list(ways)
-    for number in range(place.size.rounds):
+    for number in range(workload.size.rounds):
         random.Random(number).shuffle(names)
         for name in names:
-            runs[name].append(train(place, ways[name]()))
+            runs[name].append(train(workload, ways[name]()))
     rows = {}
     for name, found in runs.items():
         rows[name] = {key: statistics.median(run[key] for run in found if key in run) for key in found[0]}
         rows[name]["of_synthetic"] = statistics.median(
             run["images_s"] / other["images_s"] for run, other in zip(found, runs[SYNTHETIC], strict=True)
         )
-    return {"network": make_network()[0], "rounds": place.size.rounds, "rows": rows}
+    return {"network": make_network()[0], "rounds": workload.size.rounds, "rows": rows}

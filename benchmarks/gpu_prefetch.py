@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpu_parts import Form
-from prefetch import a_place, all_targets, claim, copies_section, host_sections, quiet
+from prefetch import a_workload, all_targets, claim, copies_section, host_sections, quiet
 
 
 def prefetch(*, simulated: bool = False, form: Form = "full") -> dict[str, Any]:
@@ -17,8 +17,8 @@ def prefetch(*, simulated: bool = False, form: Form = "full") -> dict[str, Any]:
     """
     quick, trial = form != "full", form == "trial"
     with quiet():
-        with a_place(simulated=simulated) as place:
-            copies = copies_section(place, 1 if quick else 2, quick=quick, steps=8 if trial else None)
+        with a_workload(simulated=simulated) as workload:
+            copies = copies_section(workload, 1 if quick else 2, quick=quick, steps=8 if trial else None)
         rounds, steps = {"full": (9, 250), "quick": (3, 250), "trial": (1, 40)}[form]
         host = host_sections(rounds, simulated=simulated, quick=quick, steps=steps)
     result: dict[str, Any] = {"copies": copies, **host}

@@ -72,7 +72,7 @@ EXPLAINED = (
 
 
 @dataclass
-class Place:
+class CopyWorkload:
     """A GPU whose idle time between the steps' kernels is known.
 
     Attributes:
@@ -121,7 +121,7 @@ class Place:
         )
 
 
-class SimulatedPlace(Place):
+class SimulatedWorkload(CopyWorkload):
     """The simulated GPU, whose ledger knows."""
 
     simulated = True
@@ -143,14 +143,14 @@ class SimulatedPlace(Place):
 
 
 @contextlib.contextmanager
-def a_place(*, simulated: bool) -> Iterator[Place]:
+def a_workload(*, simulated: bool) -> Iterator[CopyWorkload]:
     if not simulated:
-        yield Place(RealDevice(), mib=(16, 64, 256), work_ms=(5.0, 20.0))
+        yield CopyWorkload(RealDevice(), mib=(16, 64, 256), work_ms=(5.0, 20.0))
         return
     side = 8
     smaller = (256 / side) ** 2  # the host need not copy hundreds of MiB for the time that they would take
     with simulated_gpu(bandwidth=25e9 / smaller, pageable_bandwidth=6e9 / smaller) as gpu:
-        yield SimulatedPlace(gpu, side)
+        yield SimulatedWorkload(gpu, side)
 
 
 # ---- how batches may come to the device ----
@@ -221,13 +221,13 @@ class Cell:
 
 
 class Model(LightningModule):
-    def __init__(self, place: Place, cell: Cell) -> None:
+    def __init__(self, workload: CopyWorkload, cell: Cell) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(8, 1)
-        self.place, self.cell = [place], cell
+        self.workload, self.cell = [workload], cell
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.place[0].step(self.cell.work_ms)
+        self.workload[0].step(self.cell.work_ms)
         loss: torch.Tensor = self.layer(batch[0].flatten()[:8].float()).mean()
         if self.cell.item:
             loss.item()
@@ -253,34 +253,34 @@ class Times:
         return statistics.median(self.idle)
 
 
-def train(place: Place, cell: Cell, way: Way, steps: int, times: Times) -> None:
+def train(workload: CopyWorkload, cell: Cell, way: Way, steps: int, times: Times) -> None:
     """One run."""
-    place.make_ready(cell.mib, pinned=way.pinned)
+    workload.make_ready(cell.mib, pinned=way.pinned)
     loader = way.wrap(worker_loader(WARMUP_STEPS + steps + LAST_STEPS, pinned=way.pinned))
     with tempfile.TemporaryDirectory() as folder:
         callbacks = way.callbacks()
-        trainer = quiet_trainer(folder, callbacks, max_epochs=1, **place.device.trainer_arguments())
-        place.begin()
-        trainer.fit(Model(place, cell), loader)
+        trainer = quiet_trainer(folder, callbacks, max_epochs=1, **workload.device.trainer_arguments())
+        workload.begin()
+        trainer.fit(Model(workload, cell), loader)
     refuse_idle(callbacks)
-    kernels = itertools.pairwise(place.spans_ms()[WARMUP_STEPS:-LAST_STEPS])
+    kernels = itertools.pairwise(workload.spans_ms()[WARMUP_STEPS:-LAST_STEPS])
     for (begin, end), (next_begin, _) in kernels:
         times.steps.append(next_begin - begin)
         times.idle.append(next_begin - end)
 
 
-def measure_copies(place: Place, rounds: int, steps: int, *, quick: bool) -> dict[Cell, dict[str, Times]]:
+def measure_copies(workload: CopyWorkload, rounds: int, steps: int, *, quick: bool) -> dict[Cell, dict[str, Times]]:
     """Every way in every cell, in turns; each also with a batch of next to nothing."""
-    work_ms = place.work_ms[-1:] if quick else place.work_ms
-    mib = place.mib[-1:] if quick else place.mib
+    work_ms = workload.work_ms[-1:] if quick else workload.work_ms
+    mib = workload.mib[-1:] if quick else workload.mib
     cells = [Cell(size, ms, item) for ms in work_ms for item in (False, True) for size in (TINY_MIB, *mib)]
     usable = {name: way for name, way in ways().items() if way.missing is None}
     found: dict[Cell, dict[str, Times]] = {cell: {name: Times() for name in usable} for cell in cells}
-    train(place, Cell(TINY_MIB, 1.0, False), Way(), 1 + LAST_STEPS, Times())  # what the first Trainer loads
+    train(workload, Cell(TINY_MIB, 1.0, False), Way(), 1 + LAST_STEPS, Times())  # what the first Trainer loads
     for number in range(rounds):
         for cell in cells:
             for name in usable if number % 2 == 0 else reversed(usable):
-                train(place, cell, usable[name], steps, found[cell][name])
+                train(workload, cell, usable[name], steps, found[cell][name])
         print(f"  copies, round {number + 1} of {rounds}", file=sys.stderr)
     return found
 
@@ -352,21 +352,21 @@ def versions() -> dict[str, str]:
     return here
 
 
-def copies_section(place: Place, rounds: int, *, quick: bool, steps: int | None = None) -> dict[str, Any]:
+def copies_section(workload: CopyWorkload, rounds: int, *, quick: bool, steps: int | None = None) -> dict[str, Any]:
     """The grid, judged; in runs of so many steps (None: 40, or 24 where it is quick)."""
     steps = steps or (24 if quick else 40)
-    found = measure_copies(place, rounds, steps, quick=quick)
+    found = measure_copies(workload, rounds, steps, quick=quick)
     rows, targets = judge_copies(found)
     tiny = judge_tiny(found)
     return {
-        "simulated": place.simulated,
+        "simulated": workload.simulated,
         "rounds": rounds,
         "steps_per_run": steps,
         "rows": rows,
         "left_out": {name: way.missing for name, way in ways().items() if way.missing is not None},
         # Events made in Python are most of the simulated GPU's share here.
-        "targets": targets if place.simulated else targets + tiny,
-        "notes": tiny if place.simulated else [],
+        "targets": targets if workload.simulated else targets + tiny,
+        "notes": tiny if workload.simulated else [],
     }
 
 
@@ -447,8 +447,8 @@ def main() -> int:
     here = versions()
     print(", ".join(f"{name} {value}" for name, value in here.items()), flush=True)
     with quiet():
-        with a_place(simulated=simulated) as place:
-            copies = copies_section(place, arguments.rounds or (1 if quick else 3), quick=quick)
+        with a_workload(simulated=simulated) as workload:
+            copies = copies_section(workload, arguments.rounds or (1 if quick else 3), quick=quick)
         host = host_sections(arguments.rounds or (3 if quick else 15), simulated=simulated, quick=quick)
     result: dict[str, Any] = {"machine": here, "copies": copies, **host}
     text = render(result)

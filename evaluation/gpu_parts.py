@@ -336,11 +336,11 @@ class RefusesEvents(Callback):
 
 
 class Truth(Callback):
-    """Notes where steps, validations and the steady part lie on the device.
+    """Notes where steps, validations and the run since the last change lie on the device.
 
     Args:
         gpu: the device.
-        warmup_steps: after these the steady part begins.
+        warmup_steps: after these the run since the last change begins.
     """
 
     def __init__(self, gpu: SimulatedGpu, warmup_steps: int) -> None:
@@ -364,7 +364,7 @@ class Truth(Callback):
     on_validation_end = on_validation_start
 
     def idle_s(self) -> float | None:
-        """Seconds in which the device stood idle in the steady part, without validations."""
+        """Seconds in which the device stood idle in the run since the last change, without validations."""
         if self._begin_s is None or self._end is None:
             return None
         ledger, end_s = self._gpu.ledger, self._end.stamp_s

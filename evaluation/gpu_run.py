@@ -313,10 +313,10 @@ def train(fault: GpuFault, library: Path, rank: int, folder: Path) -> dict[str, 
         trainer = Trainer(**arguments, callbacks=[detector, truth, *parts.callbacks])
         trainer.fit(parts.module(gpu, parts))
         gpu.synchronize()
-        return _told(detector.report) | {"idle_s": truth.idle_s(), "step_s": truth.step_s()}
+        return _summary(detector.report) | {"idle_s": truth.idle_s(), "step_s": truth.step_s()}
 
 
-def _told(report: StallReport) -> dict[str, Any]:
+def _summary(report: StallReport) -> dict[str, Any]:
     return {
         "verdict": report.verdict,
         "findings": [asdict(each) for each in report.findings],

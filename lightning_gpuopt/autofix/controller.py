@@ -20,11 +20,11 @@ from lightning_gpuopt.autofix.policy import (
 from lightning_gpuopt.autofix.run_length import RunLength
 from lightning_gpuopt.autofix.settings import AutoFixSettings
 from lightning_gpuopt.autofix.trial import ChangeTrial, Evidence, KeptChange
-from lightning_gpuopt.detector.session import DetectorSession
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Change, Finding
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, INTERRUPTED, TOO_SHORT
 from lightning_gpuopt.diagnosis.render.wording import change_line
+from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.tuning.managed import DRAWS
 from lightning_gpuopt.tuning.rules import CannotChange
 from lightning_gpuopt.utils.callback_base import Guard
@@ -95,20 +95,24 @@ class AutoFixController:
 
     # -- what rank 0 decides
 
-    def window_closed(self, session: DetectorSession, window: Measurement, findings: list[Finding]) -> bool:
+    def window_closed(
+        self, window: Measurement, findings: list[Finding], loader: LoaderFacts, set_ups: tuple[float, int]
+    ) -> bool:
         """Act on a window; True where the detector has to start its measurements anew."""
         awake = self._settings.now("device_prefetch")
         with self._guard:
-            self._act(session, window, findings)
+            self._act(window, findings, loader, set_ups)
         return bool(self._settings.now("device_prefetch")) and not awake and not self._rank
 
-    def _act(self, session: DetectorSession, window: Measurement, findings: list[Finding]) -> None:
+    def _act(
+        self, window: Measurement, findings: list[Finding], loader: LoaderFacts, set_ups: tuple[float, int]
+    ) -> None:
         workers = self._settings.now("num_workers")
         problem = self._settings.loader.step_done()
         if self._rank:
             return
         step_s = window.waterfall.step_s
-        setup_s, epochs = session.set_ups
+        setup_s, epochs = set_ups
         self._evidence.note_set_ups(setup_s - self._settings.loader.looked_s, epochs)  # checked once
         if step_s is None:
             return
@@ -125,7 +129,7 @@ class AutoFixController:
             if trial.waits:
                 self._evidence.before.append(step_s)
         if self._trial is None and len(self._evidence.before) >= MIN_BEFORE and self._settings.loader.is_settled:
-            self._look_for_more(session, window, findings)
+            self._look_for_more(window, findings, loader)
 
     def _note_problem(self, trial: ChangeTrial | None, workers: int, problem: str) -> None:
         """The number of workers changed without a decision here: for lack of memory, or since a worker failed."""
@@ -141,21 +145,20 @@ class AutoFixController:
         else:
             self.notes.append(f"AutoFix starts workers at the beginning of an epoch only: {problem}.")
 
-    def _look_for_more(self, session: DetectorSession, window: Measurement, findings: list[Finding]) -> None:
-        facts = replace(session.loader.facts)
-        wanted = wanted_changes(findings, facts, on_gpu=window.waterfall.on_gpu)
+    def _look_for_more(self, window: Measurement, findings: list[Finding], loader: LoaderFacts) -> None:
+        wanted = wanted_changes(findings, loader, on_gpu=window.waterfall.on_gpu)
         if len(self._evidence.set_ups) < _MIN_SET_UPS:
             wanted = [each for each in wanted if each.setting != "persistent_workers"]
         while (first := first_to_try(wanted, self._fixes, self._failed)) is not None:
-            if self._try(session, first):
+            if self._try(first, loader):
                 return
 
-    def _try(self, session: DetectorSession, wanted: Wanted) -> bool:
+    def _try(self, wanted: Wanted, loader: LoaderFacts) -> bool:
         """Begin a change; False where the setting cannot be changed and the change is only advised."""
         setting, value = wanted.setting, wanted.value
         before = self._settings.now(setting)
         if before is None:  # several loaders: the value of the one that the finding is about
-            before = getattr(session.loader.facts, setting, None)
+            before = getattr(loader, setting, None)
         not_forked = setting == "num_workers" and bool(before) and self._settings.loader.starts_slowly
         worth = self._worth_starting(wanted, before) if not_forked and value > before else value
         if worth is not None and worth != value:

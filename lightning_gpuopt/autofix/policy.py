@@ -67,7 +67,7 @@ def wanted_changes(findings: Sequence[Finding], loader: LoaderFacts, *, on_gpu: 
         on_gpu: whether training runs on a GPU.
     """
     found = [each for finding in findings for each in _of(finding, loader, on_gpu=on_gpu)]
-    return [each for each in found if _now(each.setting, loader) != each.value]
+    return [each for each in found if getattr(loader, each.setting, None) != each.value]
 
 
 def _of(finding: Finding, loader: LoaderFacts, *, on_gpu: bool) -> list[Wanted]:
@@ -87,10 +87,6 @@ def _of(finding: Finding, loader: LoaderFacts, *, on_gpu: bool) -> list[Wanted]:
         for setting in FIXES
         if setting in settings
     ]
-
-
-def _now(setting: Fix, loader: LoaderFacts) -> Any:
-    return getattr(loader, setting, None)
 
 
 def first_to_try(wanted: Sequence[Wanted], fixes: Collection[str], failed: Collection[str]) -> Wanted | None:

@@ -21,7 +21,6 @@ from lightning_gpuopt.compat.lightning import (
     STEP_OUTPUT,
     Callback,
     LightningModule,
-    MisconfigurationException,
     Trainer,
     notify,
     say_once,
@@ -88,7 +87,7 @@ class AutoFix(CallbackBase):
         self.fixes = _checked(fixes)
         self.report_dir = report_dir
         self.exact = flag("exact", exact)
-        self._parts: AddedCallbacks | None = None
+        self._parts = AddedCallbacks()
         self._controller: AutoFixController | None = None
         self._detector: StallDetector | None = None
         self._changes: list[Change] = []
@@ -106,13 +105,9 @@ class AutoFix(CallbackBase):
         """Bring what is missing, where a ``fit`` begins."""
         if stage != "fit":
             return
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(other, AutoFix) and other is not self for other in callbacks):
-            raise MisconfigurationException("Two AutoFix are in this Trainer. Expected one. Take one away.")
+        self._refuse_second(trainer, AutoFix, "AutoFix")
         self._leave()
-        if self._parts is not None:  # of a fit whose end nobody told of
-            self._parts.leave()
-            self._parts = None
+        self._parts.leave()  # of a fit whose end nobody told of
         self._changes = []
         with Guard(self, trainer):
             self._begin(trainer)
@@ -147,7 +142,7 @@ class AutoFix(CallbackBase):
         )
         detector.add_listener(self._controller)
         self._detector = detector
-        self._parts = AddedCallbacks(trainer, self, parts)
+        self._parts.add(trainer, self, parts)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -180,22 +175,18 @@ class AutoFix(CallbackBase):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the Trainer as it was; Lightning calls no ``teardown`` then."""
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            parts.on_exception(pl_module, exception)
+        self._parts.on_exception(pl_module, exception)
         self._leave()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the Trainer as it was; the loader keeps the settings that were kept."""
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            parts.teardown(pl_module, stage)
+        self._parts.teardown(pl_module, stage)
         self._leave()
 
     @override
     def _at_rest(self) -> dict[str, Any]:
-        return {"_parts": None, "_controller": None, "_detector": None, "_changes": self.changes}
+        return {"_parts": AddedCallbacks(), "_controller": None, "_detector": None, "_changes": self.changes}
 
     def _leave(self) -> None:
         controller, self._controller = self._controller, None

@@ -10,7 +10,6 @@ from lightning_gpuopt.compat import lightning_loops as loops
 from lightning_gpuopt.compat.lightning import (
     STEP_OUTPUT,
     LightningModule,
-    MisconfigurationException,
     Trainer,
     say_once,
 )
@@ -96,11 +95,7 @@ class CudaPrefetcher(CallbackBase):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out whether the Trainer can do with it, and wait for its loops."""
-        if any(isinstance(each, CudaPrefetcher) and each is not self for each in trainer.callbacks):  # type: ignore[attr-defined]
-            raise MisconfigurationException(
-                "Two CudaPrefetchers are in this Trainer. Expected one: depth says how far it looks ahead. Take one "
-                "away."
-            )
+        self._refuse_second(trainer, CudaPrefetcher, "CudaPrefetchers", ": depth says how far it looks ahead")
         self._leave()
         self._counts, self._times, self._states = _counts_of(None), None, None
         if self.enabled is False:
@@ -133,40 +128,29 @@ class CudaPrefetcher(CallbackBase):
         """Stand in front of the loop's fetcher; after a resume in the middle of an epoch, no other hook comes first."""
         self._enter("fit", trainer)
 
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stand in front of the loop's fetcher where the loaders are new."""
-        self._enter("fit", trainer)
+    on_train_epoch_start = on_train_start  # the loaders may be new
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look ahead before the step, if the next batch is there."""
-        if self._run is not None and not self._run.is_done:
-            self._look_ahead(trainer)
+        self._look_ahead()
 
     @override
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Look ahead if the next batch is there by now; in manual optimization this lies inside ``training_step``."""
-        if self._run is not None and not self._run.is_done and pl_module.automatic_optimization:
-            self._look_ahead(trainer)
+        self._look_ahead(allowed=pl_module.automatic_optimization)
+
+    on_before_optimizer_step = on_before_zero_grad
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Look ahead if the next batch is there by now."""
-        if self._run is not None and not self._run.is_done and pl_module.automatic_optimization:
-            self._look_ahead(trainer)
+        self._look_ahead(allowed=pl_module.automatic_optimization)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look ahead if the next batch is there by now."""
-        if self._run is not None and not self._run.is_done and pl_module.automatic_optimization:
-            self._look_ahead(trainer)
-
-    @override
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Look ahead if the next batch is there by now."""
-        if self._run is not None and not self._run.is_done and pl_module.automatic_optimization:
-            self._look_ahead(trainer)
+        self._look_ahead(allowed=pl_module.automatic_optimization)
 
     @override
     def on_train_batch_end(
@@ -185,10 +169,10 @@ class CudaPrefetcher(CallbackBase):
             with self._guard:
                 self._run.epoch_ends()
 
-    def _look_ahead(self, trainer: Trainer) -> None:
-        assert self._run is not None
-        with self._guard:
-            self._run.look_ahead("fit")
+    def _look_ahead(self, *, allowed: bool = True) -> None:
+        if self._run is not None and not self._run.is_done and allowed:
+            with self._guard:
+                self._run.look_ahead("fit")
 
     # ---- evaluation ----
 
@@ -220,7 +204,9 @@ class CudaPrefetcher(CallbackBase):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give back what only validation needed."""
-        self._evaluated(trainer)
+        if self._run is not None:
+            with self._guard:
+                self._run.leave(_evaluation(trainer))
 
     on_test_start = on_validation_start
     on_test_batch_start = on_validation_batch_start
@@ -240,11 +226,6 @@ class CudaPrefetcher(CallbackBase):
         if self._run is not None:
             with self._guard:
                 self._run.look_ahead(_evaluation(trainer), step_done=step_done)
-
-    def _evaluated(self, trainer: Trainer) -> None:
-        if self._run is not None:
-            with self._guard:
-                self._run.leave(_evaluation(trainer))
 
     # ---- checkpoints, and the end ----
 

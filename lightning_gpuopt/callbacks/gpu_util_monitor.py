@@ -19,7 +19,7 @@ from lightning_gpuopt.compat.lightning import (
 )
 from lightning_gpuopt.telemetry.keys import select_metrics
 from lightning_gpuopt.telemetry.monitor import GpuMonitor
-from lightning_gpuopt.utils.arguments import flag, real_number, refuse, whole_number
+from lightning_gpuopt.utils.arguments import flag, or_none, real_number, refuse, whole_number
 from lightning_gpuopt.utils.callback_base import CallbackBase
 from lightning_gpuopt.utils.progress_bar import BarItem
 
@@ -98,16 +98,14 @@ class GpuUtilMonitor(CallbackBase):
         self.metrics = metrics
         self.devices: Literal["auto", "all"] | list[int | str] = _checked_devices(devices)
         self.sample_interval = real_number("sample_interval", sample_interval, "seconds", least=_MIN_INTERVAL_S)
-        if log_every_n_steps is not None:
-            log_every_n_steps = whole_number(
-                "log_every_n_steps", log_every_n_steps, "a number of steps", least=0, or_none=True
-            )
-        self.log_every_n_steps = log_every_n_steps
+        self.log_every_n_steps = or_none(
+            whole_number, "log_every_n_steps", log_every_n_steps, "a number of steps", least=0
+        )
         self.prog_bar = flag("prog_bar", prog_bar)
         if prog_bar and all(each.key != "utilization" for each in self._selected):
             refuse("metrics", '"utilization" among them, which prog_bar=True shows', metrics)
         self._bar_item = BarItem("gpu")
-        self._undo_bar: Callable[[], None] = _nothing
+        self._undo_bar: Callable[[], None] | None = None
         self._monitor: GpuMonitor | None = None
         self._every = 0
         self._logs = False
@@ -190,7 +188,7 @@ class GpuUtilMonitor(CallbackBase):
 
     @override
     def _at_rest(self) -> dict[str, Any]:
-        return {"_monitor": None, "_summary": self.summary(), "_undo_bar": _nothing}
+        return {"_monitor": None, "_summary": self.summary(), "_undo_bar": None}
 
     def _start(self, trainer: Trainer) -> GpuMonitor:
         return GpuMonitor(
@@ -234,7 +232,8 @@ class GpuUtilMonitor(CallbackBase):
     def _close(self, trainer: Trainer, *, finished: bool, quietly: bool = False) -> None:
         """Stop the threads and keep the summary; on a regular end the last window is logged too."""
         monitor, self._monitor = self._monitor, None
-        self._undo_bar()
+        if self._undo_bar is not None:
+            self._undo_bar()
         if monitor is None:
             return
         try:
@@ -254,10 +253,6 @@ def _report_failure(trainer: Trainer, error: Exception) -> None:
     text = f"GpuUtilMonitor stopped after an error, training goes on without it: {error!r}"
     say_once(trainer, "gpu-monitor-failed", text)
     log.debug(text, exc_info=error)
-
-
-def _nothing() -> None:
-    """There is nothing to undo."""
 
 
 def _utilization(figures: Mapping[str, float]) -> float | None:

@@ -15,7 +15,6 @@ from typing_extensions import override
 from lightning_gpuopt.compat.lightning import (
     STEP_OUTPUT,
     LightningModule,
-    MisconfigurationException,
     Trainer,
     rank_zero_warn,
     say_once,
@@ -23,6 +22,7 @@ from lightning_gpuopt.compat.lightning import (
 from lightning_gpuopt.detector.kernel_profiling import Profile
 from lightning_gpuopt.detector.report_files import is_remote, read_report, write_report
 from lightning_gpuopt.detector.session import DetectorOptions, DetectorSession, WindowListener
+from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.diagnose import StallError
 from lightning_gpuopt.diagnosis.render.text import render_text
@@ -30,7 +30,7 @@ from lightning_gpuopt.diagnosis.report import Finding, StallReport
 from lightning_gpuopt.diagnosis.where import finding_name
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.phases import PHASES
-from lightning_gpuopt.utils.arguments import choice, flag, real_number, refuse, whole_number
+from lightning_gpuopt.utils.arguments import choice, flag, or_none, real_number, refuse, whole_number
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 from lightning_gpuopt.utils.progress_bar import BarItem, print_once_fit_has_ended
 from lightning_gpuopt.utils.rank_stop import RankStop
@@ -124,9 +124,7 @@ class StallDetector(CallbackBase):
         self.warmup_steps = whole_number("warmup_steps", warmup_steps, "a number of batches", least=0)
         self.on_stall: OnStall = choice("on_stall", on_stall, get_args(OnStall))
         self.report_dir = report_dir
-        self.hang_timeout = hang_timeout
-        if hang_timeout is not None:
-            self.hang_timeout = real_number("hang_timeout", hang_timeout, "seconds", above=0, or_none=True)
+        self.hang_timeout = or_none(real_number, "hang_timeout", hang_timeout, "seconds", above=0)
         self.nvtx = flag("nvtx", nvtx)
         self.capture_trace = flag("capture_trace", capture_trace)
         self.print_report = flag("print_report", print_report)
@@ -179,10 +177,7 @@ class StallDetector(CallbackBase):
         """Check the Trainer's set-up, find the folder of the report, and wait for the loaders to pass."""
         if stage != "fit":
             return
-        if any(isinstance(other, StallDetector) and other is not self for other in trainer.callbacks):  # type: ignore[attr-defined]
-            raise MisconfigurationException(
-                "Two StallDetectors are in this Trainer. Expected one: each would measure the other. Take one away."
-            )
+        self._refuse_second(trainer, StallDetector, "StallDetectors", ": each would measure the other")
         self._leave()
         self._reported.clear()
         self._report = None
@@ -217,7 +212,7 @@ class StallDetector(CallbackBase):
                 if stop.problem is None:
                     self._stop = stop
                 else:
-                    session.notes.append(f"A stall is raised on each rank by itself: {stop.problem}.")
+                    session.note(f"A stall is raised on each rank by itself: {stop.problem}.")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -313,7 +308,7 @@ class StallDetector(CallbackBase):
                 continue
             self._reported.add(who)
             text = f"Training waits: {who} takes {finding.share * 100:.0f} % of the time. {finding.advice}"
-            if "where" in finding.evidence and finding.cause != "gpu_sync":  # whose advice has it
+            if "where" in finding.evidence and "{where}" not in cause_of(finding.cause).advice:
                 text += f" Where: {finding.evidence['where']}."
             yield text
 

@@ -16,15 +16,13 @@ import traceback
 from collections.abc import Sequence
 
 from lightning_gpuopt._version import __version__
-from lightning_gpuopt.cli._parser import Parser, UsageError
+from lightning_gpuopt.cli._parser import INTERRUPTED, PROBLEM_FOUND, Parser, UsageError
 
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = ("demo", "doctor", "find-workers", "lmdb", "report", "watch", "what-if")
 
-PROBLEM_FOUND = 1
 WRONG_USAGE = 2
-INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from jsonargparse import ArgumentParser
 
+PROBLEM_FOUND = 1
+"""The exit code of a command that has run, and found a problem."""
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
+
 
 class UsageError(Exception):
     """What the user asked for cannot be done as asked: a wrong argument, or a path that is not there."""
+
+
+@contextmanager
+def writing_to(argument: str, path: object) -> Iterator[None]:
+    """Around writing to a path that an argument names.
+
+    Raises:
+        UsageError: it cannot be written to.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{argument}: expected a place to write to, got {path}: {error.strerror}; name another"
+        ) from error
 
 
 class Parser(ArgumentParser):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.report import StallReport
 
 
-def read_report(name: str) -> StallReport:
+def load_report(name: str) -> StallReport:
     """Read a report that ``StallDetector`` wrote.
 
     Args:

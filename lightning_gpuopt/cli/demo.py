@@ -10,16 +10,16 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from lightning_gpuopt.cli._parser import UsageError
+from lightning_gpuopt.cli._parser import UsageError, writing_to
 from lightning_gpuopt.demo import data
-from lightning_gpuopt.demo.folders import BEFORE, MARK, RESULTS, short
+from lightning_gpuopt.demo.folders import BEFORE, MARK, RESULTS, from_here
 
 SUMMARY = "train a small convnet on real photographs, show where the time goes, apply the advice and train again"
 
-SMALLEST_NUMBER_OF_IMAGES = data.VALIDATION_PART * len(data.PHOTOGRAPHS)
+MIN_IMAGES = data.VALIDATION_PART * len(data.PHOTOGRAPHS)
 """So many that each class is in the validation images."""
 
-EnoughImages = restricted_number_type(f"int>={SMALLEST_NUMBER_OF_IMAGES}", int, (">=", SMALLEST_NUMBER_OF_IMAGES))
+EnoughImages = restricted_number_type(f"int>={MIN_IMAGES}", int, (">=", MIN_IMAGES))
 
 Seed = restricted_number_type("0..2^32-1", int, [(">=", 0), ("<", 2**32)])
 
@@ -55,14 +55,16 @@ def run(options: Namespace) -> int:
     if options.accelerator == "gpu":
         _require_gpu()
     _refuse_results_of_others(output_dir)
-    _make_room(data_dir.parent, "--data-dir")
-    _make_room(output_dir, "--output-dir")
+    for folder, argument in ((data_dir.parent, "--data-dir"), (output_dir, "--output-dir")):
+        with writing_to(argument, folder):
+            folder.mkdir(parents=True, exist_ok=True)
     _prepare_images(data_dir, data.Recipe(options.images, options.seed))
 
     from lightning_gpuopt.demo.demonstration import demonstrate
     from lightning_gpuopt.demo.training import DemoSettings
 
-    _mark(output_dir)
+    with writing_to("--output-dir", output_dir):
+        (output_dir / MARK).touch()
     settings = DemoSettings(
         data_dir=data_dir,
         output_dir=output_dir,
@@ -85,15 +87,6 @@ def _require_gpu() -> None:
         raise UsageError("--accelerator: expected a GPU that PyTorch can use, found none; leave it out to train on CPU")
 
 
-def _make_room(folder: Path, argument: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"{argument}: expected a place to write to, got {folder}: {error.strerror}; name another"
-        ) from error
-
-
 def _refuse_results_of_others(folder: Path) -> None:
     if (folder / MARK).exists():
         return
@@ -105,15 +98,6 @@ def _refuse_results_of_others(folder: Path) -> None:
             )
 
 
-def _mark(folder: Path) -> None:
-    try:
-        (folder / MARK).touch()
-    except OSError as error:
-        raise UsageError(
-            f"--output-dir: expected a place to write to, got {folder}: {error.strerror}; name another"
-        ) from error
-
-
 def _prepare_images(folder: Path, recipe: data.Recipe) -> None:
     try:
         whole = data.is_whole(folder, recipe)
@@ -122,9 +106,9 @@ def _prepare_images(folder: Path, recipe: data.Recipe) -> None:
     width, height = data.IMAGE_SIZE
     images = f"{recipe.images} JPEGs of {width}x{height} pixels from {len(data.PHOTOGRAPHS)} photographs"
     if whole:
-        print(f"{images} are in {short(folder)}")
+        print(f"{images} are in {from_here(folder)}")
         return
-    print(f"Making {images} in {short(folder)}", flush=True)
+    print(f"Making {images} in {from_here(folder)}", flush=True)
     with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task("", total=recipe.images)
         data.make(folder, recipe, on_image=lambda: progress.advance(task))

@@ -12,9 +12,7 @@ from types import FrameType
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_gpuopt.cli._parser import UsageError
-
-PROBLEM_FOUND = 1
+from lightning_gpuopt.cli._parser import PROBLEM_FOUND, UsageError
 
 SUMMARY = "find out what in this environment will hold a GPU back: driver, CPUs, memory, disk, versions"
 

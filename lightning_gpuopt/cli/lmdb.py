@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
-from lightning_gpuopt.cli._parser import Parser, UsageError
+from lightning_gpuopt.cli._parser import INTERRUPTED, PROBLEM_FOUND, Parser, UsageError
 
 if TYPE_CHECKING:
     from lightning_gpuopt.storage.format import Manifest
@@ -134,7 +134,7 @@ def _build(options: Namespace) -> int:
             )
         except KeyboardInterrupt:
             print("interrupted; --resume goes on", file=sys.stderr)
-            return 130
+            return INTERRUPTED
     what = options.path if part is None else f"{options.path}: part {options.part}"
     skipped = f", {info.num_skipped:,} skipped" if info.num_skipped else ""
     print(f"{what}: {info.num_samples:,} samples, {_size(info.num_bytes)}, {_shards(info.num_shards)}{skipped}")
@@ -195,7 +195,7 @@ def _info(options: Namespace) -> int:
     wrong = wrong_files(Path(options.path), manifest)
     for text in wrong:
         print(f"error: {text}", file=sys.stderr)
-    return 1 if wrong else 0
+    return PROBLEM_FOUND if wrong else 0
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
@@ -231,8 +231,8 @@ def _describe(path: str, manifest: Manifest) -> str:
     if manifest.num_skipped:
         lines.append(("skipped", f"{manifest.num_skipped:,} (listed in {SKIPPED})"))
     if manifest.source:
-        told = {name: value for name, value in manifest.source.items() if value is not None and name != "plan"}
-        how = [f"{name.replace('_', ' ')} {value}" for name, value in told.items()]
+        known = {name: value for name, value in manifest.source.items() if value is not None and name != "plan"}
+        how = [f"{name.replace('_', ' ')} {value}" for name, value in known.items()]
         lines.append(("built from", ", ".join(how)))
     return "\n".join([path, *(f"  {name:<10}  {text}" for name, text in lines)])
 

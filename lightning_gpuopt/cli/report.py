@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_gpuopt.cli._parser import UsageError
-from lightning_gpuopt.cli._reports import read_report
+from lightning_gpuopt.cli._parser import PROBLEM_FOUND, UsageError, writing_to
+from lightning_gpuopt.cli._reports import load_report
 
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.report import StallReport
-
-PROBLEM_FOUND = 1
 
 SUMMARY = "show a report.json that StallDetector wrote, or compare two of them"
 
@@ -49,8 +47,8 @@ def run(options: Namespace) -> int:
     allowed = _percentage(options.fail_if_slower) if options.fail_if_slower is not None else None
     if allowed is not None and options.after is None:
         raise UsageError("--fail-if-slower: expected two reports to compare, got one; give the one of the run after")
-    first = read_report(options.file)
-    second = read_report(options.after) if options.after is not None else None
+    first = load_report(options.file)
+    second = load_report(options.after) if options.after is not None else None
     if second is None:
         print(first.to_json() if options.json else _table(first))
         failed = False
@@ -70,13 +68,13 @@ def _table(report: StallReport) -> str:
 def _compare(first: StallReport, second: StallReport, allowed: float | None, *, as_json: bool) -> bool:
     """Print the comparison; whether the gate, if there is one, did not let it pass."""
     from lightning_gpuopt.diagnosis.compare import compare
-    from lightning_gpuopt.diagnosis.gate import judge
+    from lightning_gpuopt.diagnosis.gate import gate_of
     from lightning_gpuopt.diagnosis.render.data import comparison_data
     from lightning_gpuopt.diagnosis.render.text import render_comparison
     from lightning_gpuopt.diagnosis.render.wording import gate_line
 
     comparison = compare(first, second)
-    gate = judge(comparison, allowed) if allowed is not None else None
+    gate = gate_of(comparison, allowed) if allowed is not None else None
     if as_json:
         print(json.dumps(comparison_data(comparison, gate), indent=2, allow_nan=False))
     else:
@@ -106,9 +104,5 @@ def _write_page(target: Path, first: StallReport, second: StallReport | None) ->
     from lightning_gpuopt.diagnosis.report import write_whole
 
     page = render_html(first) if second is None else render_html(second, baseline=first)
-    try:
+    with writing_to("--html", target):
         write_whole(target, page)
-    except OSError as error:
-        raise UsageError(
-            f"--html: expected a place to write to, got {target}: {error.strerror}; name another"
-        ) from error

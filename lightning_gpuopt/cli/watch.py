@@ -12,7 +12,7 @@ from typing import Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_gpuopt.cli._parser import UsageError
+from lightning_gpuopt.cli._parser import UsageError, writing_to
 from lightning_gpuopt.watch.child import end_like, run_child, signals_held
 from lightning_gpuopt.watch.mailbox import Watch, new_folder
 
@@ -74,17 +74,13 @@ def run(options: Namespace, command: Sequence[str]) -> int:
 
 
 def _begin(parent: Path, command: Sequence[str], *, fix: bool, exact: bool) -> Watch:
-    try:
+    with writing_to("--report-dir", parent):
         watch = Watch(str(_make_folder(parent)), fix, exact)
         try:
             watch.begin(command)
         except OSError:
             watch.end()
             raise
-    except OSError as error:
-        raise UsageError(
-            f"--report-dir: expected a place to write to, got {parent}: {error.strerror}; name another"
-        ) from error
     return watch
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import restricted_number_type
 
 from lightning_gpuopt.cli._parser import UsageError
-from lightning_gpuopt.cli._reports import read_report
+from lightning_gpuopt.cli._reports import load_report
 
 SUMMARY = "forecast a run with other workers, CPUs, decoding or batches, from its report.json"
 
@@ -42,20 +43,20 @@ def run(options: Namespace) -> int:
     Raises:
         UsageError: nothing is changed, the file is no report, or the report does not say enough.
     """
-    from lightning_gpuopt.diagnosis.render.what_if import forecast_data, render_forecast
+    from lightning_gpuopt.diagnosis.render.what_if import render_forecast
     from lightning_gpuopt.diagnosis.what_if import CannotSayError, WhatIf, what_if
 
     changes = {name: options[name] for name in _CHANGES if options[name] is not None}
     if not changes:
         asked = ", ".join(f"--{name.replace('_', '-')}" for name in _CHANGES)
         raise UsageError(f"what-if: expected a change, got none; give one or more of {asked}")
-    report = read_report(options.file)
+    report = load_report(options.file)
     try:
         forecast = what_if(report, WhatIf(**changes))
     except CannotSayError as error:
         raise UsageError(f"{options.file}: {error}; record one with StallDetector and give that") from error
     if options.json:
-        print(json.dumps(forecast_data(forecast), indent=2, allow_nan=False))
+        print(json.dumps(asdict(forecast), indent=2, allow_nan=False))
     else:
         print(render_forecast(forecast, shutil.get_terminal_size().columns))
     return 0

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 # `lightning` and `pytorch_lightning` are the same code under two names, whose classes do not know one another. Speak
 # the name that the user's program speaks; where it comes to speak the other one as well, see `Callback` below.
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
+_MODULES = tuple(f"{name}." for name in _NAMES)
 _FOUND = [name for name in _NAMES if name in sys.modules]
 if TYPE_CHECKING or _FOUND != ["pytorch_lightning"]:
     from lightning.pytorch import Callback as _Callback
@@ -153,15 +154,12 @@ def is_checkpoint(callback: object) -> bool:
 
     With both imported, the Trainer's callbacks may speak the name that we do not.
     """
-    return any(
-        cls.__name__ == "Checkpoint" and cls.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
-        for cls in type(callback).__mro__
-    )
+    return any(cls.__name__ == "Checkpoint" and cls.__module__.startswith(_MODULES) for cls in type(callback).__mro__)
 
 
 def is_its_own(callback: object) -> bool:
     """Whether a callback's class is one of Lightning's, by either name."""
-    return type(callback).__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+    return type(callback).__module__.startswith(_MODULES)
 
 
 def is_plain_hook(owner: object, hook: str) -> bool:

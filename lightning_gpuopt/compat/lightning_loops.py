@@ -85,7 +85,7 @@ def set_fetcher(loop: Any, fetcher: Any) -> None:
     loop._data_fetcher = fetcher
 
 
-def why_not_in_front_of(fetcher: Any) -> str | None:
+def why_not_replaceable(fetcher: Any) -> str | None:
     """Why a fetcher of Lightning's cannot be looked ahead of; None where it can."""
     names = [cls.__name__ for cls in type(fetcher).__mro__]
     if "_DataLoaderIterDataFetcher" in names:

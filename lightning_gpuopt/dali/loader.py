@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -13,7 +13,7 @@ from lightning_gpuopt.dali.engine import Engine
 from lightning_gpuopt.dali.pipelines import PipelineError
 from lightning_gpuopt.dali.source import PPM, BatchSource, EncodedBatch, as_ppm, none_left
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image
-from lightning_gpuopt.loading.sampler import ElasticSampler
+from lightning_gpuopt.loading.sampler import ElasticSampler, ResumableLoader
 from lightning_gpuopt.measurements.loading import PipelineTimes
 
 Batches = Generator[EncodedBatch, None, None]
@@ -25,7 +25,7 @@ _IN_FLIGHT: Final = 3
 _STATES_KEPT: Final = 8
 
 
-class DALILoader:
+class DALILoader(ResumableLoader):
     """Batches ``(images, labels)`` of an elastic order, decoded by DALI.
 
     Args:
@@ -86,16 +86,6 @@ class DALILoader:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
         self._turn += 1
         return self._batches(self._turn)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: the position in the epoch is kept by the DataModule.
-
-        That it is here tells Lightning that this loader can resume in the middle of an epoch.
-        """
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to do; see `state_dict`."""
 
     def random_state(self) -> str | None:
         """The state of a user's own random operators after the last batch; None where it is not kept."""

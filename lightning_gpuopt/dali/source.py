@@ -169,6 +169,9 @@ class BatchSource:
         seed: of the random areas.
         skipped: notes samples that cannot be read and are left out; None: they are errors.
         ahead: batches whose files are being read beyond the one that is asked for.
+
+    Attributes:
+        times: what reading has taken so far.
     """
 
     def __init__(
@@ -190,13 +193,8 @@ class BatchSource:
         self._by_pil: set[int] = set()
         self._pools: dict[int, ThreadPoolExecutor] = {}
         self._resting: list[ThreadPoolExecutor] = []
-        self._times = ReadTimes()
+        self.times = ReadTimes()
         self._slow = False
-
-    @property
-    def times(self) -> ReadTimes:
-        """What reading has taken so far."""
-        return self._times
 
     def batches(self, plan: Iterable[BatchIndices]) -> Generator[EncodedBatch, None, None]:
         """The batches of these samples, in their order.
@@ -304,8 +302,8 @@ class BatchSource:
         parts = [part.result() for part in reading.parts]
         waited_s = time.perf_counter() - began
         wall_s, cpu_s = sum(part.wall_s for part in parts), sum(part.cpu_s for part in parts)
-        before = self._times
-        self._times = ReadTimes(before.wall_s + wall_s, before.cpu_s + cpu_s, before.wait_s + waited_s)
+        before = self.times
+        self.times = ReadTimes(before.wall_s + wall_s, before.cpu_s + cpu_s, before.wait_s + waited_s)
         samples = [sample for part in parts for sample in part.samples]
         blocked = wall_s > max(_BLOCKED * cpu_s, _LATENCY_S * len(samples))
         # Threads that queue for a CPU look blocked, too; but then it is not the files that are waited for.

@@ -22,16 +22,14 @@ from lightning_gpuopt.dali.source import Areas, BatchSource, CenterAreas, Random
 from lightning_gpuopt.datamodules.resumable import Data, ResumableDataModule, is_path
 from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.images.file_checks import bad_images
+from lightning_gpuopt.images.normalize import IMAGENET_MEAN, IMAGENET_STD
 from lightning_gpuopt.loading.image_folder import ImageFolder
 from lightning_gpuopt.loading.order import Order, mix
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.loading.samples import SkippedSamples
 from lightning_gpuopt.storage.format import MANIFEST
 from lightning_gpuopt.storage.reader import LMDBDataset
-from lightning_gpuopt.utils.arguments import choice, flag, real_number, refuse, whole_number
-
-IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
-IMAGENET_STD: Final = (0.229, 0.224, 0.225)
+from lightning_gpuopt.utils.arguments import choice, or_auto, real_number, refuse, whole_number
 
 _GPU_THREADS: Final = 4
 """CPU threads for a GPU pipeline: they parse and hand over, the GPU decodes."""
@@ -110,21 +108,14 @@ class DALIDataModule(ResumableDataModule):
         hw_decoder_load: float = 0.65,
         on_corrupt: Literal["raise", "skip"] = "raise",
     ) -> None:
-        super().__init__(
-            {"train": train, "val": val, "test": test, "predict": predict},
-            whole_number("batch_size", batch_size, "samples per batch and rank", least=1),
-            whole_number("seed", seed, "a whole number", least=0),
-            flag("shuffle", shuffle),
-        )
+        super().__init__({"train": train, "val": val, "test": test, "predict": predict}, batch_size, seed, shuffle)
         load_dali()  # so that it is missed here
         self.crop_size = whole_number("crop_size", crop_size, "pixels", least=1)
         self.resize_size = whole_number("resize_size", resize_size, "pixels", least=1)
         if resize_size < crop_size and eval_pipeline is None:
             refuse("resize_size", f"at least crop_size={crop_size}, which is cut out of it", resize_size)
         self.device = choice("device", device, ("auto", "gpu", "cpu"))
-        self.num_threads = (
-            num_threads if num_threads == "auto" else whole_number("num_threads", num_threads, "CPU threads", least=1)
-        )
+        self.num_threads = or_auto(whole_number, "num_threads", num_threads, "CPU threads", least=1)
         self.mean = _channels("mean", mean)
         self.std = _channels("std", std)
         if min(self.std) <= 0:

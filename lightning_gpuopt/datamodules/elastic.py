@@ -20,7 +20,16 @@ from lightning_gpuopt.loading.datasets import as_written, balanced_weights, mean
 from lightning_gpuopt.loading.loader import ElasticLoader, make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
-from lightning_gpuopt.utils.arguments import choice, flag, function, number_range, refuse, whole_number
+from lightning_gpuopt.utils.arguments import (
+    choice,
+    flag,
+    function,
+    number_range,
+    or_auto,
+    or_none,
+    refuse,
+    whole_number,
+)
 
 RUN_BYTES: Final = 1 << 20
 """With `shuffle_window`, so much of a dataset is read in one go: enough for a disk to be near its best."""
@@ -122,35 +131,20 @@ class ElasticDataModule(ResumableDataModule):
         weights: Sequence[float] | str | os.PathLike[str] | None = None,
         on_corrupt: Literal["raise", "skip"] = "raise",
     ) -> None:
-        super().__init__(
-            {"train": train, "val": val, "test": test, "predict": predict},
-            whole_number("batch_size", batch_size, "samples per batch and rank", least=1),
-            whole_number("seed", seed, "a whole number", least=0),
-            flag("shuffle", shuffle),
-        )
-        self.num_workers = (
-            num_workers if num_workers == "auto" else whole_number("num_workers", num_workers, "processes", least=0)
-        )
+        super().__init__({"train": train, "val": val, "test": test, "predict": predict}, batch_size, seed, shuffle)
+        self.num_workers = or_auto(whole_number, "num_workers", num_workers, "processes", least=0)
         self.train_transform = function("train_transform", train_transform)
         self.eval_transform = function("eval_transform", eval_transform)
         self.target_transform = function("target_transform", target_transform)
         self.collate_fn = function("collate_fn", collate_fn)
         self.decode = choice("decode", decode, ("pil", "tensor", "raw"))
-        self.shuffle_window = (
-            None
-            if shuffle_window is None
-            else whole_number("shuffle_window", shuffle_window, "samples", least=1, or_none=True)
-        )
+        self.shuffle_window = or_none(whole_number, "shuffle_window", shuffle_window, "samples", least=1)
         self.drop_last = flag("drop_last", drop_last)
-        self.pin_memory = pin_memory if pin_memory == "auto" else flag("pin_memory", pin_memory)
-        self.persistent_workers = (
-            persistent_workers if persistent_workers == "auto" else flag("persistent_workers", persistent_workers)
-        )
+        self.pin_memory = or_auto(flag, "pin_memory", pin_memory)
+        self.persistent_workers = or_auto(flag, "persistent_workers", persistent_workers)
         self.prefetch_factor = whole_number("prefetch_factor", prefetch_factor, "batches", least=1)
         self.normalize = None if normalize is None else Normalize.of(normalize)
-        self.crop_size = (
-            None if crop_size is None else whole_number("crop_size", crop_size, "pixels", least=1, or_none=True)
-        )
+        self.crop_size = or_none(whole_number, "crop_size", crop_size, "pixels", least=1)
         self.memory_format = choice("memory_format", memory_format, ("channels_last", "contiguous"))
         self.flip = flag("flip", flip)
         self.scale = number_range("scale", scale, "shares of an image's area", at_most=1.0)

@@ -17,8 +17,6 @@ from lightning_gpuopt.images.cost import MAX_IMAGES, measure_images, resize_for
 from lightning_gpuopt.images.files import ImageFiles, find_images
 from lightning_gpuopt.loading.image_folder import ImageFolder
 
-_CROP_SIZE = 224
-
 
 class ImageFolderDataModule(ElasticDataModule):
     """Loaders over folders of image files, read as they are: no conversion.
@@ -67,7 +65,7 @@ class ImageFolderDataModule(ElasticDataModule):
         if self.trainer is not None and not self.trainer.is_global_zero:
             return
         some = np.random.default_rng(0).choice(len(folder), min(MAX_IMAGES, len(folder)), replace=False)
-        costs = measure_images(folder.image_file, some.tolist(), self.crop_size or _CROP_SIZE)
+        costs = measure_images(folder.image_file, some.tolist(), self.crop_size)
         if costs is None:
             return
         text = f"{folder.path} is read file by file, {costs.read_s * 1e3:.2f} ms an image"

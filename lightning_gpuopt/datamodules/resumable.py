@@ -17,6 +17,7 @@ from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.loading.samples import SkippedSamples
 from lightning_gpuopt.telemetry.host import usable_cpus
+from lightning_gpuopt.utils.arguments import flag, whole_number
 
 Data: TypeAlias = str | os.PathLike[str] | Dataset[Any]
 
@@ -36,9 +37,9 @@ class ResumableDataModule(LightningDataModule):
     def __init__(self, sources: dict[str, Any], batch_size: int, seed: int, shuffle: bool) -> None:
         super().__init__()
         self._sources = sources
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
+        self.batch_size = whole_number("batch_size", batch_size, "samples per batch and rank", least=1)
+        self.seed = whole_number("seed", seed, "a whole number", least=0)
+        self.shuffle = flag("shuffle", shuffle)
         self._attached()
         if isinstance(sources["train"], (list, tuple)):
             raise MisconfigurationException(

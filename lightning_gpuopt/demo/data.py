@@ -36,7 +36,7 @@ IMAGE_SIZE = (500, 375)
 """Width and height of the JPEGs in pixels: those of the common photograph in ImageNet."""
 
 JPEG_QUALITY = 90
-SMALLEST_CROP = 0.15
+MIN_CROP = 0.15
 """The narrowest crop, as a share of the widest that fits into the photograph."""
 
 VALIDATION_PART = 16
@@ -78,7 +78,7 @@ class Recipe:
             "photographs": list(PHOTOGRAPHS),
             "image_size": list(IMAGE_SIZE),
             "jpeg_quality": JPEG_QUALITY,
-            "smallest_crop": SMALLEST_CROP,
+            "smallest_crop": MIN_CROP,
         }
 
 
@@ -154,7 +154,7 @@ def crop(photograph: Image, rng: random.Random) -> Image:
     from PIL import Image
 
     aspect = IMAGE_SIZE[0] / IMAGE_SIZE[1]
-    width = min(photograph.width, photograph.height * aspect) * rng.uniform(SMALLEST_CROP, 1.0)
+    width = min(photograph.width, photograph.height * aspect) * rng.uniform(MIN_CROP, 1.0)
     height = width / aspect
     left, top = rng.uniform(0, photograph.width - width), rng.uniform(0, photograph.height - height)
     box = (left, top, left + width, top + height)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_gpuopt.demo import steps, training
 from lightning_gpuopt.demo.data import PHOTOGRAPHS
-from lightning_gpuopt.demo.folders import BEFORE, RESULTS, remove_results, short
+from lightning_gpuopt.demo.folders import BEFORE, RESULTS, from_here, remove_results
 from lightning_gpuopt.demo.steps import STEP_NAMES, Machine, Step, build, settings_after
 from lightning_gpuopt.demo.table import Run, gain_line, table, title
 from lightning_gpuopt.demo.training import DemoSettings, Outcome
@@ -110,7 +110,7 @@ def _print_diagnosis(outcome: Outcome) -> None:
 
 def _print_end(runs: list[Run], seconds: float) -> None:
     first, last = runs[0], [run for run in runs if run.kept][-1]
-    folder = short(first.settings.output_dir)
+    folder = from_here(first.settings.output_dir)
     before, after = first.outcome.samples_per_s, last.outcome.samples_per_s
     if last is not first and before and after:
         print(f"{after / before:.1f}x samples per second; same network, seed, and number of samples")

@@ -20,6 +20,6 @@ def remove_results(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def short(path: Path) -> Path:
+def from_here(path: Path) -> Path:
     """A path as it is shown: from the working folder where it lies below that."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

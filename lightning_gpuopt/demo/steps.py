@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, get_args
 
 from lightning_gpuopt.dali.library import load_dali
 from lightning_gpuopt.demo.training import CROP_SIZE, DemoSettings, Outcome
-from lightning_gpuopt.diagnosis.causes.table import STORAGE_CAUSES
+from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.record import Finding, RunRecord
 from lightning_gpuopt.images.cost import resize_for
 from lightning_gpuopt.measurements.loader_costs import Interval
@@ -23,9 +23,6 @@ STEP_NAMES: Final[tuple[str, ...]] = get_args(StepName)
 
 _SURE_GAIN: Final = 1.1
 """Workers are searched for where the low end of their prediction promises so much: on few CPUs they take the step's."""
-
-_CPU_CAUSES: Final = STORAGE_CAUSES | {"slow_transform", "cpu_throttled"}
-"""Causes that go where a GPU decodes the images."""
 
 
 _PIL_MS: Final = ("image_decode_ms", "image_crop_ms", "image_to_float_ms")
@@ -156,7 +153,9 @@ def prefetch(finding: Finding, settings: DemoSettings, machine: Machine) -> Step
 
 def dali(finding: Finding, settings: DemoSettings, machine: Machine) -> Step | None:
     """DALI decodes the same images on the GPU, where the CPU or the storage is still too slow."""
-    if finding.cause not in _CPU_CAUSES or settings.storage == "dali" or not (machine.on_cuda and machine.has_dali):
+    row = cause_of(finding.cause)
+    decodes = row.storage or "pipeline" in row.cases
+    if not decodes or settings.storage == "dali" or not (machine.on_cuda and machine.has_dali):
         return None
     suffix = ".lmdb" if settings.storage == "lmdb" else ""
     return Step(
@@ -202,7 +201,7 @@ def next_step(
 
     if (step := first(STEPS[:2], latest.findings)) is not None:
         return step
-    if any(finding.cause in STORAGE_CAUSES or _data_wait_grows(finding) for finding in latest.findings):
+    if any(cause_of(finding.cause).storage or _data_wait_grows(finding) for finding in latest.findings):
         # Few images are measured for a report: on a busy machine one may miss what the one before has seen.
         step = first([smaller_images], [finding for run in earlier for finding in run.findings])
     return step or first(STEPS[2:], latest.findings)
@@ -256,7 +255,7 @@ def _data_wait_grows(finding: Finding) -> bool:
 def _cheaper(finding: Finding, then: str, *now: str) -> bool:
     """Whether what was measured of a few images promises a gain, even where no share of the loader's time is sure."""
     evidence = finding.evidence
-    if finding.cause not in STORAGE_CAUSES or not all(name in evidence for name in (then, *now)):
+    if not cause_of(finding.cause).storage or not all(name in evidence for name in (then, *now)):
         return False
     return float(evidence[then]) <= _CLEARLY_CHEAPER * sum(float(evidence[name]) for name in now)
 

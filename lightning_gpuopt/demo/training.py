@@ -37,21 +37,22 @@ from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.demo.data import IMAGE_SIZE, PHOTOGRAPHS
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.images.cost import resize_for
+from lightning_gpuopt.images.normalize import IMAGENET_MEAN, IMAGENET_STD
 
 CROP_SIZE = 128
 """Height and width of what the network sees, in pixels."""
 
-SMALLEST_SIDE: Final = 0.5
+MIN_SIDE: Final = 0.5
 """Side of the smallest random crop, as a share of the image's shorter side."""
 
 CENTER: Final = 7 / 8
 """Side of the square that is validated, as a share of the shorter side: ``Resize(146)`` and ``CenterCrop(128)``."""
 
 _SHORT, _LONG = sorted(IMAGE_SIZE)
-CROP_SCALE: Final = (SMALLEST_SIDE**2 * _SHORT / _LONG, _SHORT / _LONG)
+CROP_SCALE: Final = (MIN_SIDE**2 * _SHORT / _LONG, _SHORT / _LONG)
 """Those random crops as shares of the image's area."""
 
-NORMALIZE: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+NORMALIZE: Final = (IMAGENET_MEAN, IMAGENET_STD)
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in NORMALIZE)
 
 Storage = Literal["files", "folder", "lmdb", "dali"]
@@ -159,7 +160,7 @@ class Photographs(Dataset[tuple[Tensor, int]]):
     def _view(self, image: Image.Image) -> Image.Image:
         side, place = min(image.size) * CENTER, torch.tensor([0.5, 0.5])
         if self.train:
-            side = min(image.size) * float(torch.empty(()).uniform_(SMALLEST_SIDE, 1.0))
+            side = min(image.size) * float(torch.empty(()).uniform_(MIN_SIDE, 1.0))
             place = torch.rand(2)
         left, top = (place * torch.tensor([image.width - side, image.height - side])).tolist()
         box = (left, top, left + side, top + side)

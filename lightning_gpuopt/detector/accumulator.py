@@ -164,7 +164,7 @@ class SteadyStateAccumulator:
         return self._read().gpu - self._start.gpu
 
     def _read(self) -> Reading:
-        gpu = self._device.times() if self._device is not None and self._gpu_is_here else self._start.gpu
+        gpu = self._device.clock.times() if self._device is not None and self._gpu_is_here else self._start.gpu
         loader = self._loader
         reading = Reading(loader.workers(), loader.pipelines(), loader.queues.times(), gpu, self._ahead())
         if self._rank_watch is None:

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from lightning_gpuopt.measurements.gpu import DeviceState, GpuTimes
+from lightning_gpuopt.measurements.gpu import DeviceState
 from lightning_gpuopt.telemetry.cuda import choose_current
 from lightning_gpuopt.telemetry.sampler import GpuSampler
 from lightning_gpuopt.telemetry.window import Stat
@@ -89,10 +89,6 @@ class DeviceWatch:
                 self.clock.read()
             except RuntimeError as error:  # for example after the program has changed streams in a step
                 self.refuse(error)
-
-    def times(self) -> GpuTimes:
-        """What the GPU did so far."""
-        return self.clock.times()
 
     def restart(self) -> None:
         """Reset NVML's figures."""

@@ -6,7 +6,7 @@ import logging
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -19,10 +19,9 @@ from lightning_gpuopt.measurements.loading import ImageSamples
 log = logging.getLogger(__name__)
 
 _SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif"})
-_DEEPEST: Final = 16
+_MAX_DEPTH: Final = 16
 """Datasets inside datasets."""
 
-_CROP_SIZE: Final = 224
 _CHANNELS: Final = 3
 
 
@@ -54,7 +53,7 @@ def image_files(dataset: Any) -> ReadImages | None:
     Args:
         dataset: a loader's dataset.
     """
-    return _find(dataset, _DEEPEST)
+    return _find(dataset, _MAX_DEPTH)
 
 
 def _find(dataset: Any, depth: int) -> ReadImages | None:
@@ -161,22 +160,10 @@ def measure(dataset: Any, batch: tuple[int, int] | None) -> ImageSamples | None:
     from lightning_gpuopt.images.cost import MAX_IMAGES, measure_images  # needs decoders, which others do without
 
     indices = range(0, files.count, max(files.count // MAX_IMAGES, 1))
-    costs = measure_images(files.read, indices, known.crop_size or _CROP_SIZE)
+    costs = measure_images(files.read, indices, known.crop_size)
     if costs is None:
         return known
-    return replace(
-        known,
-        small_size=costs.small_size,
-        read_s=costs.read_s,
-        pil_decode_s=costs.pil_decode_s,
-        pil_crop_s=costs.pil_crop_s,
-        pil_float_s=costs.pil_float_s,
-        fast_decode_s=costs.fast_decode_s,
-        small_decode_s=costs.small_decode_s,
-        file_bytes=costs.file_bytes,
-        width=costs.width,
-        height=costs.height,
-    )
+    return replace(known, **{name: value for name, value in asdict(costs).items() if name != "images"})
 
 
 def images_in(batch: Any) -> tuple[int, int] | None:

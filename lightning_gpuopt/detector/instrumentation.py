@@ -15,10 +15,10 @@ from lightning_gpuopt.detector.metric_sync import TimedReduce
 from lightning_gpuopt.detector.rank_watch import is_sharded
 from lightning_gpuopt.measurements.gpu import AheadCopies
 from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
+from lightning_gpuopt.timeline.nvtx import NvtxRanges
 from lightning_gpuopt.timeline.observer import StepObserver
 from lightning_gpuopt.timeline.phases import Timeline
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
-from lightning_gpuopt.timeline.trace import NvtxRanges
 
 log = logging.getLogger(__name__)
 

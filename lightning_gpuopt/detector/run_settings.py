@@ -22,7 +22,7 @@ _LOSSES: Final = 4
 """Losses whose graphs are looked at: a GAN has two or three a step."""
 
 _MAX_NODES: Final = 5000
-_DEEPEST: Final = 4
+_MAX_DEPTH: Final = 4
 _MIB: Final = 1024 * 1024
 _PRODUCTS: Final = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "ScaledDotProduct")
 _CONVOLUTIONS: Final = ("Convolution", "CudnnConvolution")
@@ -154,7 +154,7 @@ def _nodes_of(loss: Any) -> Iterator[Any]:
                 waiting.append(following)
 
 
-def _shapes_in(batch: Any, depth: int = _DEEPEST) -> Iterator[tuple[int, ...]]:
+def _shapes_in(batch: Any, depth: int = _MAX_DEPTH) -> Iterator[tuple[int, ...]]:
     if isinstance(batch, torch.Tensor):
         yield tuple(batch.shape)
     elif depth and isinstance(batch, Mapping):

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer
@@ -29,7 +29,7 @@ from lightning_gpuopt.detector.report_builder import (
 from lightning_gpuopt.detector.run_settings import RunSettingsWatch
 from lightning_gpuopt.detector.stack_sampling import StackSampling
 from lightning_gpuopt.detector.trace_recording import TraceRecording
-from lightning_gpuopt.diagnosis.causes.table import STORAGE_CAUSES
+from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.compare import proofs_of
 from lightning_gpuopt.diagnosis.diagnose import count_stalls, diagnose
 from lightning_gpuopt.diagnosis.measurement import Measurement
@@ -37,30 +37,16 @@ from lightning_gpuopt.diagnosis.record import Change, Finding, Proof
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.gpu import AheadCopies
+from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import PhaseTimes
 from lightning_gpuopt.measurements.ranks import RankWork
+from lightning_gpuopt.timeline.gpu_clock import GPU_EVENTS
 from lightning_gpuopt.timeline.hang import HangWatch, Watched, write_state
 from lightning_gpuopt.timeline.pauses import PauseWatch
 from lightning_gpuopt.timeline.steps import StepClock
 from lightning_gpuopt.timeline.windows import Windows
 
 log = logging.getLogger(__name__)
-
-_GPU_EVENTS: Final = (
-    "batch_arrives",
-    "batch_copied",
-    "batch_ready",
-    "compute_begins",
-    "compute_ends",
-    "forward_begins",
-    "forward_ends",
-    "broadcast_begins",
-    "broadcast_ends",
-    "validation_begins",
-    "validation_ends",
-    "host_work_begins",
-    "host_work_ends",
-)
 
 
 @dataclass(frozen=True)
@@ -95,8 +81,20 @@ class WindowListener(Protocol):
     changes: list[Change]
     notes: list[str]
 
-    def window_closed(self, session: DetectorSession, window: Measurement, findings: list[Finding]) -> bool:
-        """Called at a window's end, on every rank at the same step. Returns whether measurements have to start anew."""
+    def window_closed(
+        self, window: Measurement, findings: list[Finding], loader: LoaderFacts, set_ups: tuple[float, int]
+    ) -> bool:
+        """Called at a window's end, on every rank at the same step.
+
+        Args:
+            window: what the window measured.
+            findings: the causes above the threshold since warm-up.
+            loader: the training loader's settings now.
+            set_ups: seconds of the set-ups of epochs until now, and how many there were.
+
+        Returns:
+            Whether measurements have to start anew.
+        """
 
     def training_ended(self) -> None:
         """Last call before the report: conclude what is under way."""
@@ -119,7 +117,7 @@ class DetectorSession:
         self._pl_module = pl_module
         self._options = options
         self._instruments = Instrumentation(trainer, pl_module)
-        self.notes: list[str] = []
+        self._notes: list[str] = []
         self._windows = Windows(options.window_size, options.warmup_steps)
         self._accumulator: SteadyStateAccumulator | None = None
         self._proofs: list[Proof] = []
@@ -156,7 +154,7 @@ class DetectorSession:
         self.timeline = placed.timeline(nvtx=self._options.nvtx, detailed=on_cuda)
         self.steps = StepClock(self.timeline, self._options.warmup_steps)
         for event, function in (
-            ("epoch_begins", self._epoch_begins),
+            ("epoch_begins", self.loader.release),
             ("fetch_begins", self.loader.queues.before_fetch),
             ("fetch_ends", self.loader.queues.after_fetch),
         ):
@@ -237,11 +235,11 @@ class DetectorSession:
         self._instruments.undo.callback(self._kernels.finish)
 
         def refused(error: Exception) -> None:
-            self._instruments.observers.disconnect(_GPU_EVENTS)
+            self._instruments.observers.disconnect(GPU_EVENTS)
             self.timeline.forget_host_work()
             device.refuse(error)
 
-        for event in _GPU_EVENTS:
+        for event in GPU_EVENTS:
             self._instruments.observers.connect(event, getattr(device.clock, event), refused)
 
     def watch_for_hangs(self, write: Callable[[float], None]) -> None:
@@ -257,6 +255,10 @@ class DetectorSession:
         """A batch of an evaluation has begun, or was finished."""
         if self._hang is not None:
             self._hang.progress()
+
+    def note(self, text: str) -> None:
+        """Have the report say something."""
+        self._notes.append(text)
 
     def at_end(self, undo: Callable[[], None]) -> None:
         """Have something undone with the rest, when the fit ends."""
@@ -286,9 +288,6 @@ class DetectorSession:
         if self.started:
             self.timeline.stop()
         self._instruments.undo.close()
-
-    def _epoch_begins(self) -> None:
-        self.loader.release()
 
     def step_done(self) -> bool:
         """Count a step; True when a window ends with it."""
@@ -345,7 +344,7 @@ class DetectorSession:
             findings: the causes above the threshold since warm-up.
         """
         for each in self._hear():
-            if each.window_closed(self, window, findings):
+            if each.window_closed(window, findings, self.loader.facts, self.set_ups):
                 self._begin_anew()
 
     def _hear(self) -> list[WindowListener]:
@@ -357,14 +356,9 @@ class DetectorSession:
         """Start the measurements anew; the findings so far are proved or not by the windows after it."""
         self._prove()
         times = self.timeline.times()
-        measured = self._measured(times)
-        if (
-            self._accumulator is not None
-            and self._accumulator.findings
-            and measured is not None
-            and measured.waterfall.step_s
-        ):
-            self._pending = (self._accumulator.findings, measured.waterfall.step_s)
+        part, measured = self._accumulator, self._measured(times)
+        if part is not None and part.findings and measured is not None and measured.waterfall.step_s:
+            self._pending = (part.findings, measured.waterfall.step_s)
         self._accumulator = None
         self._changed_after = times.steps
         self._windows.restart(times, in_step=self._exchange is not None)
@@ -438,13 +432,13 @@ class DetectorSession:
         times = self.timeline.times()
         measured = self._measured(times)
         findings = self._diagnose(measured) if measured is not None else []
-        if measured is not None and measure_images and any(each.cause in STORAGE_CAUSES for each in findings):
+        if measured is not None and measure_images and any(cause_of(each.cause).storage for each in findings):
             self._images.measure()
             measured = replace(measured, images=self._images.samples)
             findings = self._diagnose(measured)
         heard = [note for each in self._heard for note in each.notes]
         notes = (
-            self.notes + heard + self._instruments.notes + self._instruments.observers.problems + self.loader.notes()
+            self._notes + heard + self._instruments.notes + self._instruments.observers.problems + self.loader.notes()
         )
         if self._exchange is not None and self._exchange.problem is not None:
             notes.append(f"Stragglers could not be looked for: {self._exchange.problem}.")

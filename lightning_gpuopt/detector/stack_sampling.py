@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
-from lightning_gpuopt.diagnosis.causes.table import LOADER_CAUSES
+from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.where import belongs_to, finding_name, is_in_user_code
 from lightning_gpuopt.measurements.code_location import Sampled
@@ -67,9 +67,8 @@ class StackSampling:
             return
         self._collect()
         workers = bool(self._loader.facts.num_workers)
-        here = [each for each in findings if is_in_user_code(each) and not (workers and each.cause in LOADER_CAUSES)]
-        there = [each for each in findings if workers and each.cause in LOADER_CAUSES]
-        here = [each for each in here if self._may_look(each)]
+        there = [each for each in findings if workers and cause_of(each.cause).in_loader_code]
+        here = [each for each in findings if is_in_user_code(each) and each not in there and self._may_look(each)]
         if here and self._sampler is None:
             self._look_here(here)
         if self._in_worker is not None and not self._answered and time.monotonic() - self._asked_at > _ANSWER_WITHIN_S:
@@ -114,7 +113,7 @@ class StackSampling:
             return "in this Python one thread cannot safely read another's stack"
         if not self._looks.get(finding_name(finding)):
             return "the run was over before it could be looked at"
-        if finding.cause in LOADER_CAUSES and self._loader.facts.num_workers:
+        if cause_of(finding.cause).in_loader_code and self._loader.facts.num_workers:
             return "no worker has begun a batch, and sampled itself, after it was asked to"
         return "nothing ran when it was looked at"
 

@@ -1,14 +1,20 @@
-"""Records a trace of a few steps, once, when torch.profiler is free."""
+"""Records a trace of a few steps for Perfetto, once, when torch.profiler is free."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
-from lightning_gpuopt.timeline.trace import TraceCapture
+import torch
+
+from lightning_gpuopt.timeline.look import OURS, refuse_beside_another
 
 log = logging.getLogger(__name__)
+
+_STEPS: Final = 5
+"""Training batches that are recorded."""
 
 
 class TraceRecording:
@@ -23,42 +29,62 @@ class TraceRecording:
 
     def __init__(self, is_free: Callable[[int], bool]) -> None:
         self._is_free = is_free
-        self._capture: TraceCapture | None = None
+        self._path: Path | None = None
+        self._left = _STEPS
+        self._profiler: torch.profiler.profile | None = None
         self.notes: list[str] = []
 
     @property
     def is_recording(self) -> bool:
         """Whether torch.profiler records now."""
-        return self._capture is not None and self._capture.recording
+        return self._profiler is not None
 
     def ask(self, path: Path) -> None:
         """Record the next steps; once.
 
         Args:
-            path: of the file.
+            path: the file, ``.json`` or ``.json.gz``.
         """
-        if self._capture is None:
-            self._capture = TraceCapture(path)
+        if self._path is None:
+            self._path = path
             self.step_done()
 
     def step_done(self) -> None:
-        """A step has ended: begin to record, or count it."""
-        capture = self._capture
-        if capture is None or capture.over:
+        """A step has ended: begin to record, or count it; after the last, write the file."""
+        if self._path is None or not self._left:
             return
-        if capture.recording:
-            capture.step_done()
-        elif self._is_free(capture.steps_left):
+        if self._profiler is not None:
+            self._left -= 1
+            if not self._left:
+                self._write()
+        elif self._is_free(self._left):
             try:
-                capture.begin()
+                self._begin()
             except RuntimeError as error:
-                capture.end()
+                self._left = 0
                 self.notes.append(f"No trace was recorded: {error}")
+
+    def _begin(self) -> None:
+        refuse_beside_another()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profiler = torch.profiler.profile(activities=activities, with_stack=True)
+        OURS.add(profiler)
+        profiler.start()
+        self._profiler = profiler
+
+    def _write(self) -> None:
+        """Stop recording, and write what there is."""
+        profiler, self._profiler, self._left = self._profiler, None, 0
+        if profiler is not None and self._path is not None:
+            profiler.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self._path))
 
     def end(self) -> None:
         """Write what there is."""
         try:
-            if self._capture is not None:
-                self._capture.end()
+            self._write()
         except Exception:
             log.warning("StallDetector could not write its trace", exc_info=True)

@@ -13,7 +13,7 @@ from lightning_gpuopt.diagnosis.causes.step import Candidate
 from lightning_gpuopt.diagnosis.causes.table import COMPUTE_BOUND, UNKNOWN
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding
-from lightning_gpuopt.diagnosis.where import locate
+from lightning_gpuopt.diagnosis.where import with_places
 from lightning_gpuopt.measurements.phases import GPU_WORK
 
 
@@ -43,7 +43,7 @@ def diagnose(measurement: Measurement, threshold: float) -> list[Finding]:
         The findings, largest share first.
     """
     findings = [build() for share, build in _causes(measurement, threshold) if share >= threshold]
-    findings = locate(findings, measurement.sampled)
+    findings = with_places(findings, measurement.sampled)
     return sorted(findings, key=lambda finding: finding.share, reverse=True)
 
 

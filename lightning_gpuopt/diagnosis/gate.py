@@ -43,7 +43,7 @@ class Gate:
     reason: str = ""
 
 
-def judge(comparison: Comparison, allowed_percent: float) -> Gate:
+def gate_of(comparison: Comparison, allowed_percent: float) -> Gate:
     """Whether the later run is slower by more than is allowed.
 
     What is compared is ``step_s``, the mean steady step: after warm-up, without validation, checkpoints and the set-up

@@ -109,7 +109,7 @@ REPORT_SCHEMA: Final[_Schema] = {
     ),
 }
 
-_LARGEST: Final = 1e18
+_MAX_NUMBER: Final = 1e18
 _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "array": (list,),
     "boolean": (bool,),
@@ -159,4 +159,4 @@ def _is_of(value: Any, kind: str) -> bool:
     if kind not in ("integer", "number"):
         return isinstance(value, _TYPES[kind])
     number: Any = value
-    return isinstance(value, _TYPES[kind]) and not isinstance(value, bool) and bool(-_LARGEST < number < _LARGEST)
+    return isinstance(value, _TYPES[kind]) and not isinstance(value, bool) and bool(-_MAX_NUMBER < number < _MAX_NUMBER)

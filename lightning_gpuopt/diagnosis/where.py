@@ -7,11 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from lightning_gpuopt.diagnosis.causes.table import CAUSES, LOADER_CAUSES, MEASURING
+from lightning_gpuopt.diagnosis.causes.table import OURS, cause_of
 from lightning_gpuopt.diagnosis.record import Finding, HotSpots
 from lightning_gpuopt.measurements.code_location import INSTALLED, Call, CodeLocation, Sampled, Stack, in_shares, short
-
-_OURS: Final = MEASURING | {"CudaPrefetcher", "NumWorkersFinder"}
 
 _MAX_PLACES: Final = 20
 
@@ -19,14 +17,14 @@ _MAX_PLACES: Final = 20
 def is_in_user_code(finding: Finding) -> bool:
     """Whether a finding is about code whose lines can be sampled: what the loader, callbacks and loggers run."""
     if finding.cause == "callback":
-        return finding.evidence.get("callback") not in _OURS
-    row = CAUSES.get(finding.cause)
-    return row is not None and row.in_user_code and (row.group != "loader" or is_the_loaders(finding))
+        return finding.evidence.get("callback") not in OURS
+    row = cause_of(finding.cause)
+    return row.in_user_code and (row.group != "loader" or is_the_loaders(finding))
 
 
 def is_the_loaders(finding: Finding) -> bool:
     """Whether Python code of the loader takes the time; a pipeline of its own, as DALI's, has none."""
-    return finding.cause in LOADER_CAUSES and "bottleneck" not in finding.evidence
+    return cause_of(finding.cause).in_loader_code and "bottleneck" not in finding.evidence
 
 
 def belongs_to(finding: Finding, activity: str) -> bool:
@@ -38,7 +36,7 @@ def belongs_to(finding: Finding, activity: str) -> bool:
     return finding.cause == "logging" and activity == "logging"
 
 
-def locate(findings: Sequence[Finding], sampled: Sequence[Sampled]) -> list[Finding]:
+def with_places(findings: Sequence[Finding], sampled: Sequence[Sampled]) -> list[Finding]:
     """The findings, with ``evidence["where"]`` for those that something was sampled of."""
     return [_located(finding, hot_spots_of(finding, sampled)) for finding in findings]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 __all__ = ["SCHEMA_VERSION", "Check", "Status", "as_data", "by_weight", "not_known", "tally"]
@@ -63,15 +63,5 @@ def tally(checks: Iterable[Check]) -> dict[Status, int]:
 
 def as_data(checks: Sequence[Check]) -> dict[str, Any]:
     """The checks as JSON has them, problems first."""
-    listed = [
-        {
-            "name": check.name,
-            "status": check.status,
-            "found": check.found,
-            "measured": check.measured,
-            "why": check.why,
-            "fix": check.fix,
-        }
-        for check in by_weight(checks)
-    ]
+    listed = [asdict(check) for check in by_weight(checks)]
     return {"schema_version": SCHEMA_VERSION, "problems": tally(checks)["problem"], "checks": listed}

@@ -34,7 +34,7 @@ _LIST_S: Final = 3.0
 
 _MAX_SAMPLES: Final = 2048
 _MAX_BYTES: Final = 192 * _MIB
-_LARGEST_SAMPLE: Final = 16 * _MIB
+_MAX_SAMPLE_BYTES: Final = 16 * _MIB
 """A larger file is no sample of a batch."""
 
 _COLLECT_S: Final = 5.0
@@ -51,8 +51,6 @@ _BLOCK: Final = 128 * 1024
 _MIN_SAMPLES: Final = 8
 
 _UPPER_KIB: Final = (4, 16, 64, 128, 512, 2048)
-
-_CROP: Final = 224
 
 _Read = Callable[[Sequence[int]], int]
 """Reads the samples of a batch; gives their bytes."""
@@ -190,10 +188,12 @@ def _folder(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
         total_mib=sum(listing.bytes_) / _MIB,
         sizes=histogram(listing.bytes_),
     )
-    candidates = [path for path, size in zip(listing.paths, listing.bytes_, strict=True) if 0 < size <= _LARGEST_SAMPLE]
+    candidates = [
+        path for path, size in zip(listing.paths, listing.bytes_, strict=True) if 0 < size <= _MAX_SAMPLE_BYTES
+    ]
     if len(candidates) < _MIN_SAMPLES:
         failure = f"{len(candidates)} files of a sample's size; {_MIN_SAMPLES} are needed"
-        large = any(size > _LARGEST_SAMPLE for size in listing.bytes_)
+        large = any(size > _MAX_SAMPLE_BYTES for size in listing.bytes_)
         return replace(facts, failure=failure + ("; of large files name one" if large else ""))
     random.Random(0).shuffle(candidates)
     with _beside(facts.path) as (folder, same_disk):
@@ -306,7 +306,7 @@ def _decode_s(paths: Sequence[str]) -> float | None:
     images = [path for path in paths if path.lower().endswith(EXTENSIONS)]
     if 2 * len(images) < len(paths):
         return None
-    costs = measure_images(lambda index: read_file(images[index]), range(len(images)), _CROP)
+    costs = measure_images(lambda index: read_file(images[index]), range(len(images)), None)
     return costs.pil_decode_s if costs is not None else None
 
 

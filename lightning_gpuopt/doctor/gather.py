@@ -18,7 +18,8 @@ from typing import Any, Final
 import psutil
 
 from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts, HostFacts, TorchFacts
-from lightning_gpuopt.telemetry.host import HostWatch, cgroups, quota_cpus, throttling
+from lightning_gpuopt.telemetry.host import HostWatch, allowed_cpus, cgroups, quota_cpus, throttling
+from lightning_gpuopt.telemetry.process import entries
 
 __all__ = ["CudaProbe", "free_cpus", "host_facts", "torch_facts", "versions_of"]
 
@@ -75,7 +76,7 @@ def host_facts(
         memory_available = available_memory(cgroup_root, proc) / _MIB
     return HostFacts(
         machine_cpus=os.cpu_count() or 1,
-        affinity_cpus=_affinity(),
+        affinity_cpus=allowed_cpus(),
         quota_cpus=None if math.isinf(quota) else quota,
         throttled_percent=None if stopped is None else 100.0 * stopped[1] / stopped[0],
         free_cpus=free,
@@ -84,7 +85,7 @@ def host_facts(
         shm_total_mib=shm_total,
         shm_free_mib=shm_free,
         files_limit=None if soft == resource.RLIM_INFINITY else soft,
-        files_open=_entries(proc / "self/fd"),
+        files_open=entries(f"{proc}/self/fd"),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         mkl_num_threads=os.environ.get("MKL_NUM_THREADS"),
     )
@@ -168,13 +169,6 @@ def _cuda_facts(data: dict[str, Any]) -> CudaFacts:
     return CudaFacts(data["available"], tuple(data["architectures"]), devices, data["failure"], data["refusal"])
 
 
-def _affinity() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # not Linux
-        return os.cpu_count() or 1
-
-
 def _space(path: Path) -> tuple[float, float] | tuple[None, None]:
     """MiB of a file system, and what of it is free."""
     try:
@@ -182,10 +176,3 @@ def _space(path: Path) -> tuple[float, float] | tuple[None, None]:
     except OSError:
         return None, None
     return status.f_blocks * status.f_frsize / _MIB, status.f_bavail * status.f_frsize / _MIB
-
-
-def _entries(folder: Path) -> int | None:
-    try:
-        return len(os.listdir(folder))
-    except OSError:
-        return None

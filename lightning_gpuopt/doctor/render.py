@@ -13,7 +13,7 @@ from lightning_gpuopt.doctor.check import Check, Status, by_weight, tally
 __all__ = ["render_checks"]
 
 _HEADING: Final[dict[Status, str]] = {"problem": "PROBLEM", "note": "note", "unknown": "?", "ok": "ok"}
-_NARROWEST: Final = 20
+_MIN_WIDTH: Final = 20
 _COLUMN: Final = max(map(len, _HEADING.values())) + 1
 
 
@@ -32,7 +32,7 @@ def render_checks(checks: Sequence[Check], width: int = 80) -> str:
     for check in by_weight(checks):
         parts = [f"{check.name}: {check.found}"]
         parts += [f"{label}: {text}" for label, text in (("why", check.why), ("fix", check.fix)) if text]
-        body = new_console(max(width - _COLUMN, _NARROWEST))
+        body = new_console(max(width - _COLUMN, _MIN_WIDTH))
         for part in parts:
             body.print(Text(part))
         first, *rest = text_of(body).splitlines()

@@ -13,7 +13,7 @@ __all__ = ["LOOKED_AT", "version_checks"]
 _COMPROMISED: Final = ("2.6.2", "2.6.3")
 """Of lightning: uploads that were not its makers', GHSA-w37p-236h-pfx3."""
 
-_OLDEST_DALI: Final = 12
+_MIN_CUDA_OF_DALI: Final = 12
 """Major version of CUDA of the oldest DALI that the extras install."""
 
 _DALI: Final = re.compile(r"nvidia-dali-cuda(\d+)0")
@@ -89,7 +89,7 @@ def _dali(versions: Mapping[str, str], driver_cuda: tuple[int, int] | None) -> C
     if driver_cuda is not None and driver_cuda[0] < major:
         why = f"It is built for CUDA {major}; this driver runs CUDA up to {driver_cuda[0]}.{driver_cuda[1]}."
         fix = "update the driver"
-        if driver_cuda[0] >= _OLDEST_DALI:
+        if driver_cuda[0] >= _MIN_CUDA_OF_DALI:
             fix = f'pip uninstall {name}; pip install "lightning-gpuopt[dali]", or {fix}'
         return Check("dali", "problem", found, measured, why, fix)
     return Check("dali", "ok", found, measured)

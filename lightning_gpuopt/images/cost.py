@@ -24,6 +24,7 @@ T = TypeVar("T")
 MAX_IMAGES: Final = 16
 """Images measured; their medians vary by a few percent."""
 
+_CROP_SIZE: Final = 224
 _QUALITY: Final = 90
 """Of the JPEGs that were made smaller, as ``build_lmdb`` makes them."""
 
@@ -46,7 +47,6 @@ class ImageCosts:
         file_bytes: bytes of the file; the mean.
         width: pixels, as stored.
         height: pixels, as stored.
-        crop_size: side of the crops in pixels.
         small_size: shorter side in pixels of the images made smaller.
     """
 
@@ -60,7 +60,6 @@ class ImageCosts:
     file_bytes: float
     width: int
     height: int
-    crop_size: int
     small_size: int
 
 
@@ -72,7 +71,7 @@ def resize_for(crop_size: int) -> int:
 def measure_images(
     read: Callable[[int], bytes | None],
     indices: Sequence[int],
-    crop_size: int,
+    crop_size: int | None,
     *,
     clock: Callable[[], float] = time.perf_counter,
     budget_s: float = 0.5,
@@ -84,13 +83,14 @@ def measure_images(
     Args:
         read: gives an image file's bytes by index; None where a sample has none.
         indices: which images; the first 16 are measured.
-        crop_size: side of the crops in pixels.
+        crop_size: side of the crops in pixels; None: 224, as most models have them.
         clock: seconds.
         budget_s: no further image is begun after so many seconds.
 
     Returns:
         Their costs; None where no image could be measured.
     """
+    crop_size = crop_size or _CROP_SIZE
     _warm_up(crop_size)
     began = clock()
     measured: list[tuple[float, ...]] = []
@@ -118,7 +118,6 @@ def measure_images(
         fmean(file_bytes),
         round(median(width)),
         round(median(height)),
-        crop_size,
         resize_for(crop_size),
     )
 

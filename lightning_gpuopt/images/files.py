@@ -11,6 +11,7 @@ import warnings
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import IO, Any, Final
 
 import numpy as np
@@ -62,6 +63,7 @@ class Strings:
         return state.hexdigest()
 
 
+@dataclass(eq=False)
 class ImageFiles:
     """The image files below a folder; hidden files and folders are left out.
 
@@ -72,21 +74,12 @@ class ImageFiles:
         num_bytes: About how many bytes all files have.
     """
 
-    def __init__(
-        self,
-        path: str,
-        classes: tuple[str, ...] | None,
-        folders: list[str],
-        labels: array[int],
-        folder_of: array[int],
-        names: Strings,
-    ) -> None:
-        self.path = path
-        self.classes = classes
-        self.folders = folders
-        self._labels = labels  # by folder
-        self._folder_of = folder_of
-        self._names = names
+    path: str
+    classes: tuple[str, ...] | None
+    folders: list[str]
+    _labels: array[int]  # by folder
+    _folder_of: array[int]
+    _names: Strings
 
     def __len__(self) -> int:
         return len(self._names)

@@ -14,6 +14,9 @@ Path: TypeAlias = tuple[int | str, ...]
 """Where something lies in a batch: indices and keys from the outside in."""
 
 
+IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
+IMAGENET_STD: Final = (0.229, 0.224, 0.225)
+
 _KEPT: Final = 64
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt.loading.collate import Collate, MemoryFormat, as_it_is
 from lightning_gpuopt.loading.datasets import for_loader, gathered
-from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
+from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler, ResumableLoader
 from lightning_gpuopt.loading.samples import EpochSamples, SkippedSamples
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ GATHER_BYTES: Final = 8 << 20
 one from a worker process."""
 
 
-class ElasticLoader(DataLoader[Any]):
+class ElasticLoader(ResumableLoader, DataLoader[Any]):
     """A DataLoader that shows its `ElasticSampler` as its sampler.
 
     With a `batch_sampler`, torch's own puts a meaningless sequential sampler there, which Lightning would replace.
@@ -45,16 +45,6 @@ class ElasticLoader(DataLoader[Any]):
         if self.num_workers == 0 and getattr(self.dataset, "gathers_batches", False):
             return _GatheredBatches(self)
         return super().__iter__()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: the position in the epoch is kept by the DataModule, where it is right at every moment.
-
-        That it is here tells Lightning that this loader can resume in the middle of an epoch.
-        """
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to do; see `state_dict`."""
 
 
 class _Fetcher:

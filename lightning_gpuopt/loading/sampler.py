@@ -251,3 +251,14 @@ class ElasticBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         return self.sampler.num_batches() if isinstance(self.sampler, ElasticSampler) else super().__len__()
+
+
+class ResumableLoader:
+    """A loader that can resume in the middle of an epoch, as these methods tell Lightning."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: the position in the epoch is kept by the DataModule, where it is right at every moment."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to do; see `state_dict`."""

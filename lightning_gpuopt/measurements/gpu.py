@@ -97,13 +97,11 @@ class SyncSighting:
         count: synchronizing calls made by the user's own code in them.
         places: function, file and line of each place that made them, ``"Model.training_step (model.py:12)"``, with
             their number; the most frequent first.
-        elsewhere: synchronizing calls made by torch, Lightning and other libraries.
     """
 
     steps: int
     count: int
     places: tuple[tuple[str, int], ...] = ()
-    elsewhere: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class PrefetchedRun:
         stock = loops.fetcher_of(loop)
         if stock is None or isinstance(stock, LookAheadFetcher):
             return
-        reason = loops.why_not_in_front_of(stock)
+        reason = loops.why_not_replaceable(stock)
         if reason is not None:
             self.disable(reason)
             return

@@ -17,7 +17,25 @@ from lightning_gpuopt.prefetch.packing import Layout
 from lightning_gpuopt.prefetch.stream import Streams
 
 
-class Destination:
+class _Watched:
+    """A storage of which is known whether somebody else holds a tensor in it."""
+
+    __slots__ = ("_alone", "_storage", "_storage_key")
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+        self._storage_key = storage_key(storage)
+        assert count_holders is not None
+        self._alone = count_holders(self._storage_key)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody still has a tensor that was given out, or a view of it."""
+        assert count_holders is not None
+        return count_holders(self._storage_key) > self._alone
+
+
+class Destination(_Watched):
     """Memory for one tensor of a batch.
 
     Args:
@@ -25,7 +43,7 @@ class Destination:
         device: where the memory is.
     """
 
-    __slots__ = ("_alone", "_base", "_layout", "_storage", "_storage_key")
+    __slots__ = ("_base", "_layout")
 
     def __init__(self, like: torch.Tensor, device: torch.device) -> None:
         # Inside inference mode it would be a tensor that training cannot write to.
@@ -35,16 +53,7 @@ class Destination:
 
     def _keep(self, base: torch.Tensor) -> None:
         self._base = base
-        self._storage = base.untyped_storage()
-        self._storage_key = storage_key(self._storage)
-        assert count_holders is not None
-        self._alone = count_holders(self._storage_key)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether somebody still has what :meth:`tensor` gave, or a view of it."""
-        assert count_holders is not None
-        return count_holders(self._storage_key) > self._alone
+        self._watch(base.untyped_storage())
 
     def fits(self, source: torch.Tensor) -> bool:
         """Whether a tensor can go here; the memory takes on its shape."""
@@ -69,7 +78,7 @@ class Destination:
         return self._base.data
 
 
-class Slab:
+class Slab(_Watched):
     """Memory for all tensors of a batch in one piece.
 
     Args:
@@ -77,28 +86,19 @@ class Slab:
         device: where the memory is.
     """
 
-    __slots__ = ("_alone", "_storage", "_storage_key", "_views", "layout", "memory")
+    __slots__ = ("_views", "layout", "memory")
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
         with torch.inference_mode(False):
             self.memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
             self._views = layout.views(self.memory)
-        self._storage = self.memory.untyped_storage()
-        self._storage_key = storage_key(self._storage)
-        assert count_holders is not None
-        self._alone = count_holders(self._storage_key)
+        self._watch(self.memory.untyped_storage())
 
     @property
     def is_whole(self) -> bool:
         """Whether nobody has freed it."""
         return self._storage.nbytes() >= self.layout.nbytes
-
-    @property
-    def is_held(self) -> bool:
-        """Whether somebody still has one of the tensors."""
-        assert count_holders is not None
-        return count_holders(self._storage_key) > self._alone
 
     def tensors(self) -> list[torch.Tensor]:
         """The batch's tensors in the slab, each with a version counter of its own."""

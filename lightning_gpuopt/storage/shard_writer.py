@@ -37,6 +37,9 @@ class ShardWriter:
             else only `finish` does.
         resume: Go on in a file that an earlier writer left, after its last commit.
         map_size_step: Bytes by which the memory map grows.
+
+    Attributes:
+        committed: Samples that a crash of this process cannot take back.
     """
 
     def __init__(
@@ -71,11 +74,11 @@ class ShardWriter:
             )
         except lmdb.Error as err:
             raise _disk_error(err, self._path) from err
-        self._committed: int = self._env.stat()["entries"]
+        self.committed: int = self._env.stat()["entries"]
         self._pending: list[tuple[bytes, bytes]] = []
         self._pending_bytes = 0
         self.num_bytes = 0
-        if self._committed:
+        if self.committed:
             with self._env.begin(buffers=True) as txn:
                 self.num_bytes = sum(len(value) for _, value in txn.cursor())
 
@@ -89,14 +92,9 @@ class ShardWriter:
         self._path.unlink(missing_ok=True)
 
     @property
-    def committed(self) -> int:
-        """Samples that a crash of this process cannot take back."""
-        return self._committed
-
-    @property
     def num_samples(self) -> int:
         """Samples given so far."""
-        return self._committed + len(self._pending)
+        return self.committed + len(self._pending)
 
     def add(self, sample: codec.Encoded) -> None:
         """Append a sample.
@@ -134,7 +132,7 @@ class ShardWriter:
                 continue
             except lmdb.Error as err:
                 raise _disk_error(err, self._path, self._pending_bytes) from err
-            self._committed += len(self._pending)
+            self.committed += len(self._pending)
             self._pending = []
             self._pending_bytes = 0
 
@@ -195,7 +193,7 @@ class ShardWriter:
     def _places(self, mapped: mmap.mmap) -> Iterator[tuple[int, int, int]]:
         """Index, offset in the file and length of every value, in order."""
         index = 0
-        while index < self._committed:
+        while index < self.committed:
             seen = 0
             with self._env.begin(buffers=True) as txn, txn.cursor() as cursor:
                 cursor.set_range(key(index))
@@ -209,7 +207,7 @@ class ShardWriter:
                     if seen >= _READ_BACK_BYTES:
                         break
                 else:
-                    if index != self._committed:
+                    if index != self.committed:
                         raise self._read_back_wrong(index, DamagedError("it is not there"))
             # Both maps let go of what they have seen: it counts as memory of this process.
             mapped.madvise(mmap.MADV_DONTNEED)

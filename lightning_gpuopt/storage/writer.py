@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.build.plan import Plan, difference
-from lightning_gpuopt.storage.build.staging import Staging, refuse_unfinished_beside
+from lightning_gpuopt.storage.build.staging import Staging, finished_dataset
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest, Shard
 from lightning_gpuopt.storage.shard_writer import MAP_SIZE_STEP, ShardWriter
-from lightning_gpuopt.utils.arguments import flag, refuse, whole_number
+from lightning_gpuopt.utils.arguments import flag, or_none, refuse, whole_number
 
 SHARD_BYTES: Final = 8 << 30
 _MIN_STEP: Final = 1 << 16
@@ -63,8 +63,7 @@ class LMDBWriter:
         overwrite: bool = False,
         resume: bool = False,
     ) -> None:
-        if samples_per_shard is not None:
-            whole_number("samples_per_shard", samples_per_shard, "a number of samples", least=1, or_none=True)
+        or_none(whole_number, "samples_per_shard", samples_per_shard, "a number of samples", least=1)
         whole_number("map_size_step", map_size_step, "a number of bytes", least=_MIN_STEP)
         self._per_shard = samples_per_shard
         self._step = map_size_step
@@ -77,7 +76,7 @@ class LMDBWriter:
         self._staging: Staging | None = None
         self._info: LMDBInfo | None = None
         self._pid = os.getpid()
-        manifest = _finished_dataset(self.path, plan) if resume and not overwrite else None
+        manifest = _finished(self.path, plan) if resume and not overwrite else None
         self._was_finished = manifest is not None
         if manifest is not None:
             self._finished, self._classes, self._info = list(manifest.shards), manifest.classes, manifest.info
@@ -285,18 +284,14 @@ class LMDBWriter:
             self._staging = None
 
 
-def _finished_dataset(path: Path, plan: Plan) -> Manifest | None:
+def _finished(path: Path, plan: Plan) -> Manifest | None:
     """The finished dataset at a path, if there is one.
 
     Raises:
         FileExistsError: It was begun with other arguments, or not by this writer.
     """
-    try:
-        manifest = Manifest.load(path)
-    except (FileNotFoundError, StorageError):  # nothing, or nothing of use
-        return None
-    refuse_unfinished_beside(path)
-    if manifest.source == plan:
+    manifest = finished_dataset(path)
+    if manifest is None or manifest.source == plan:
         return manifest
     raise FileExistsError(
         f"{path}: the dataset there was written differently ({difference(manifest.source, plan)}); give overwrite=True "

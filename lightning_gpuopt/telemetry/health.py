@@ -185,7 +185,7 @@ class HealthQuestion:
             values: dict[str, float] = {}
             try:
                 values = {value.reading: value.value for value in reader.read()}
-                reader.tell_absent()
+                reader.notify_absent()
                 unknown = tuple(notice.text for notice in reader.notices)
             except DeviceLostError as error:
                 unknown = (f"{error}.",)

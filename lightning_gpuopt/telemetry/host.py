@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lightning_gpuopt.measurements.host import HostActivity
@@ -40,10 +41,10 @@ def usable_cpus(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/
         cgroup_root: where the cgroup file systems (v2, or v1's ``cpu`` controller) are mounted.
         proc: where procfs is mounted.
     """
-    return min(float(_allowed_cpus()), quota_cpus(cgroup_root, proc))
+    return min(float(allowed_cpus()), quota_cpus(cgroup_root, proc))
 
 
-def _allowed_cpus() -> int:
+def allowed_cpus() -> int:
     """CPUs that this process may run on, whatever its quota."""
     try:
         return len(os.sched_getaffinity(0))
@@ -57,7 +58,7 @@ def _sharers(local_ranks: int) -> int:
     All local ones where these are the whole machine. Where they are a part of it, a launcher has pinned the ranks, and
     each has its own.
     """
-    return local_ranks if _allowed_cpus() >= (os.cpu_count() or 1) else 1
+    return local_ranks if allowed_cpus() >= (os.cpu_count() or 1) else 1
 
 
 def quota_cpus(cgroup_root: Path, proc: Path) -> float:
@@ -239,15 +240,13 @@ class HostWatch:
         self._cpu_clock = cpu_clock
         self._sharers = _sharers(local_ranks)
         self._quota_cpus = quota_cpus(cgroup_root, proc) / local_ranks
-        self._usable_cpus = min(max(_allowed_cpus() / self._sharers, 1.0), self._quota_cpus)
-        self._affinity = _allowed_cpus() if _allowed_cpus() < (os.cpu_count() or 1) else None
+        self._usable_cpus = min(max(allowed_cpus() / self._sharers, 1.0), self._quota_cpus)
+        self._affinity = allowed_cpus() if allowed_cpus() < (os.cpu_count() or 1) else None
         self._cpu_stats = [f"{group}/cpu.stat" for group in cgroups("cpu", cgroup_root, proc)]
         self._sources: dict[str, Callable[[], float | None]] = {
             "idle": lambda: _idle_s(f"{proc}/stat"),
             "process": time.process_time,
-            "cpu": lambda: _pressure_s(f"{proc}/pressure/cpu"),
-            "io": lambda: _pressure_s(f"{proc}/pressure/io"),
-            "memory": lambda: _pressure_s(f"{proc}/pressure/memory"),
+            **{kind: partial(_pressure_s, f"{proc}/pressure/{kind}") for kind in ("cpu", "io", "memory")},
             "swapped_in": lambda: _swapped_in_mib(f"{proc}/vmstat"),
         }
         self._periods = self._throttled = 0

@@ -236,7 +236,7 @@ class DeviceReader:
             if source.covers_span:
                 source.values = []
         if not self._undecided or now_s - self._begun_s > _UNDECIDED_S:
-            self.tell_absent()
+            self.notify_absent()
         return values
 
     def _read_source(self, name: str, source: MetricSource, now_s: float) -> None:
@@ -256,7 +256,7 @@ class DeviceReader:
             source.due_s = now_s + source.pause_after(self._interval_s)
         source.values = values
 
-    def tell_absent(self) -> None:
+    def notify_absent(self) -> None:
         """Put into words, once, which metrics this device does not have."""
         if not self._absent:
             return

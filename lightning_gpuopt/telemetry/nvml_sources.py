@@ -211,9 +211,7 @@ class _Reasons(MetricSource):
 class _MaxClock(MetricSource):
     """The highest clock that the device can have: asked once, since it does not change."""
 
-    def __init__(self, handles: Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
-        super().__init__(handles, clock, between_calls)
-        self._mhz: float | None = None
+    _mhz: float | None = None
 
     def read(self) -> Iterator[Value | Failed]:
         if self._mhz is None:
@@ -276,9 +274,7 @@ class _Buffer(MetricSource):
 
 
 class _Ecc(MetricSource):
-    def __init__(self, handles: Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
-        super().__init__(handles, clock, between_calls)
-        self._at_start: int | None = None
+    _at_start: int | None = None
 
     def read(self) -> Iterator[Value | Failed]:
         count = pynvml.nvmlDeviceGetTotalEccErrors(

@@ -29,7 +29,7 @@ def read_process(proc: str = "/proc") -> ProcessReading:
     Args:
         proc: where procfs is mounted.
     """
-    return ProcessReading(_rss_mib(proc), _count(f"{proc}/self/fd"), _count(f"{proc}/self/task"))
+    return ProcessReading(_rss_mib(proc), entries(f"{proc}/self/fd"), entries(f"{proc}/self/task"))
 
 
 def _rss_mib(proc: str) -> float | None:
@@ -41,7 +41,8 @@ def _rss_mib(proc: str) -> float | None:
         return None
 
 
-def _count(folder: str) -> int | None:
+def entries(folder: str) -> int | None:
+    """How many entries a folder has; None where it cannot be read."""
     try:
         return len(os.listdir(folder))
     except OSError:

@@ -181,7 +181,7 @@ class GpuSampler:
         self._opened.set()
         if not self._ended.is_set():
             for reader in self._readers:
-                reader.tell_absent()
+                reader.notify_absent()
                 while reader.notices:
                     self._notify(reader.notices.popleft())
             self._ended.set()

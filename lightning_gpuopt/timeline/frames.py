@@ -54,7 +54,7 @@ _MODULE_CALLS: Final = ("_wrapped_call_impl", "_call_impl")
 """Frames of ``torch.nn.Module.__call__``."""
 
 _INNER_FUNCTIONS: Final = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>")
-_DEEPEST: Final = 96
+_MAX_DEPTH: Final = 96
 _AT_ONCE: Final = 16
 """So many frames are stepped outwards in one call."""
 
@@ -150,7 +150,7 @@ def raw_frames(innermost: FrameType | None) -> tuple[RawFrame, ...]:
             break
         if not _is_between(file):
             frames.append(frame)
-        if len(frames) == _DEEPEST:
+        if len(frames) == _MAX_DEPTH:
             break
     found: list[RawFrame] = [
         (each.f_code, each.f_code.co_filename, each.f_lineno or each.f_code.co_firstlineno, "") for each in frames

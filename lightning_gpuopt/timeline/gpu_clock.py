@@ -86,6 +86,11 @@ class HostWork(Protocol):
         """Slots of what stops the host from outside."""
 
 
+def _turn_to(doing: int) -> Callable[[GpuClock], None]:
+    """The method for an event from which on the GPU does something else, whatever it did before."""
+    return lambda clock: clock._turn(doing)
+
+
 class GpuClock(StepObserver):
     """Records an event at each turn of a training step, and later reads what the GPU did between them.
 
@@ -133,25 +138,10 @@ class GpuClock(StepObserver):
         self._paused_steps = 0
         self._paused_compute_ns = 0.0
 
-    def batch_arrives(self) -> None:
-        """The batch is about to be copied to the device."""
-        self._turn(_COPY)
-
-    def batch_copied(self) -> None:
-        """The copy has been issued."""
-        self._turn(_HOST)
-
-    def batch_ready(self) -> None:
-        """The strategy has the batch on the device; called where more than the copy lay in that."""
-        self._turn(_HOST)
-
-    def compute_begins(self) -> None:
-        """The step's own work is about to be issued."""
-        self._turn(_STEP)
-
-    def compute_ends(self) -> None:
-        """All of the step's own work has been issued."""
-        self._turn(_HOST)
+    batch_arrives = _turn_to(_COPY)
+    compute_begins = _turn_to(_STEP)
+    broadcast_begins = _turn_to(_BROADCAST)
+    batch_copied = batch_ready = compute_ends = broadcast_ends = _turn_to(_HOST)
 
     def forward_begins(self) -> None:
         """The work of ``training_step`` is about to be issued."""
@@ -163,14 +153,6 @@ class GpuClock(StepObserver):
         """All work of ``training_step`` has been issued."""
         if self._doing == _FORWARD:
             self._turn(_STEP)
-
-    def broadcast_begins(self) -> None:
-        """Lightning is about to ask all ranks whether a signal told it to stop."""
-        self._turn(_BROADCAST)
-
-    def broadcast_ends(self) -> None:
-        """The ranks have answered."""
-        self._turn(_HOST)
 
     def validation_begins(self) -> None:
         """A validation is about to begin."""
@@ -369,3 +351,7 @@ class GpuClock(StepObserver):
             name = slot if isinstance(slot, str) else self._host.name_of(slot)
             named[name] = named.get(name, 0.0) + value / 1e9
         return named
+
+
+GPU_EVENTS: Final = tuple(vars(StepObserver).keys() & vars(GpuClock).keys() - vars(object).keys() - {"__module__"})
+"""The events of a step at which it is called."""

@@ -41,23 +41,21 @@ class ProfilerLook:
     Args:
         rhythm: batches after which steps repeat themselves: with accumulated gradients, so many; at least three are
             recorded, and at most 16.
+
+    Attributes:
+        recorded_s: when recording began and ended, in seconds of ``time.perf_counter``.
     """
 
     def __init__(self, rhythm: int = 1) -> None:
         self._profiler: Any = None
         self._steps = min(max(_STEPS, rhythm), _MAX_STEPS)
         self._left = _WARMUP_STEPS + self._steps
-        self._recorded_s = (0.0, 0.0)
+        self.recorded_s = (0.0, 0.0)
 
     @property
     def lasts(self) -> int:
         """Steps that it takes, its warm-up included."""
         return _WARMUP_STEPS + self._steps
-
-    @property
-    def recorded_s(self) -> tuple[float, float]:
-        """When recording began and ended, in seconds of ``time.perf_counter``."""
-        return self._recorded_s
 
     def begin(self) -> None:
         """Start, with a step of warm-up.
@@ -92,13 +90,13 @@ class ProfilerLook:
         try:
             self._profiler.step()
             if last:  # to stop recording waits for the GPU, which so has finished these steps
-                self._recorded_s = (self._recorded_s[0], time.perf_counter())
+                self.recorded_s = (self.recorded_s[0], time.perf_counter())
                 self._profiler.stop()
         except Exception as error:
             self._profiler = None
             raise CannotLookError(f"{type(error).__name__}: {error}") from error
         if self._left == self._steps:
-            self._recorded_s = (time.perf_counter(), 0.0)
+            self.recorded_s = (time.perf_counter(), 0.0)
         return last
 
     def read(self, spans: Sequence[ActivitySpan]) -> StepLook:
@@ -111,7 +109,7 @@ class ProfilerLook:
             CannotLookError: there is no record of these steps: CUPTI may be in another tool's hands.
         """
         profiler, self._profiler = self._profiler, None
-        begin_s, end_s = self._recorded_s
+        begin_s, end_s = self.recorded_s
         steps = [each for each in spans if begin_s <= each.begun_s and each.ended_s <= end_s]
         if not steps:
             raise CannotLookError("the GPU ran none of the recorded steps meanwhile: the host is too far ahead of it")

@@ -22,7 +22,7 @@ from lightning_gpuopt.timeline.syncs import place_of
 
 log = logging.getLogger(__name__)
 
-_OLDEST: Final = 2
+_FULL: Final = 2
 _LONG_NS: Final = 1_000_000
 """From this length on it is looked for who asked for a full collection."""
 
@@ -154,7 +154,7 @@ class PauseWatch:
         self._collected_ns += taken_ns
         if taken_ns > self._longest_ns:
             self._longest_ns = taken_ns
-        if generation == _OLDEST and taken_ns >= _LONG_NS:
+        if generation == _FULL and taken_ns >= _LONG_NS:
             self._full_collection(taken_ns, sys._getframe(1))
 
     def _full_collection(self, taken_ns: int, frame: FrameType | None) -> None:

@@ -64,6 +64,7 @@ class Timeline(SlotClock):
     Attributes:
         slots_between_steps: places in :meth:`snapshot` whose time is no part of a training step.
         pauses: places in :meth:`snapshot` of what stops a step from outside.
+        steps: training batches finished.
 
     Args:
         checkpoint_callbacks: state keys of callbacks whose hooks are checkpointing.
@@ -83,8 +84,8 @@ class Timeline(SlotClock):
         "_phase_of_callback",
         "_silent",
         "_started_ns",
-        "_steps",
         "_stopped_ns",
+        "steps",
     )
 
     def __init__(
@@ -106,42 +107,27 @@ class Timeline(SlotClock):
         self._silent = silent
         self._started_ns = 0
         self._stopped_ns: int | None = None
-        self._steps = 0
-
-    @property
-    def steps(self) -> int:
-        """Training batches finished."""
-        return self._steps
-
-    @property
-    def epochs(self) -> int:
-        """Epochs begun."""
-        return self._epochs
+        self.steps = 0
 
     def start(self) -> None:
         """Begin to measure this thread's time. What is open around this call is not seen."""
-        self._started_ns = self._last_ns = self._clock_ns()
-        self._thread = threading.get_ident()
+        self._started_ns = self.last_ns = self._clock_ns()
+        self.thread = threading.get_ident()
 
     def stop(self) -> None:
         """Stop measuring. What is still open gets its time until now; calling it again changes nothing."""
-        if self._thread:
-            if self._ranges is not None and self._thread == threading.get_ident():  # whose they are
+        if self.thread:
+            if self._ranges is not None and self.thread == threading.get_ident():  # whose they are
                 for _ in self._open:
                     self._ranges.pop()
             self._stopped_ns = self._clock_ns()
-            self._ns[self._current] += self._stopped_ns - self._last_ns
-            self._thread = 0
+            self._ns[self._current] += self._stopped_ns - self.last_ns
+            self.thread = 0
             self._open.clear()
 
     def step_done(self) -> None:
         """Count a finished training batch."""
-        self._steps += 1
-
-    @property
-    def thread(self) -> int:
-        """Identifier of the thread that is measured; 0 outside of a measurement."""
-        return self._thread
+        self.steps += 1
 
     @property
     def in_backward(self) -> bool:
@@ -158,7 +144,7 @@ class Timeline(SlotClock):
         Args:
             action: name of the action; an unknown one leaves its time with the action around it.
         """
-        if self._thread != threading.get_ident():
+        if self.thread != threading.get_ident():
             return _NOTHING
         span = self._spans.get(action)
         return span if span is not None else self._make_span(action)
@@ -194,7 +180,7 @@ class Timeline(SlotClock):
         aside = 0
         for slot in self.slots_between_steps:
             aside += ns[slot]
-        return self._last_ns - self._started_ns - aside
+        return self.last_ns - self._started_ns - aside
 
     def phases_between(self, before: list[int], after: list[int]) -> list[int]:
         """Nanoseconds by phase, in the order of :data:`PHASES`, from one snapshot to a later one."""
@@ -218,12 +204,7 @@ class Timeline(SlotClock):
     @property
     def activity(self) -> str | None:
         """What the measured thread does now, by :meth:`name_of`; None while nothing is measured. Any thread may ask."""
-        return self.name_of(self._current) if self._thread else None
-
-    @property
-    def last_ns(self) -> int:
-        """When the last action began or ended, by the timeline's clock."""
-        return self._last_ns
+        return self.name_of(self._current) if self.thread else None
 
     def forget_host_work(self) -> None:
         """Stop keeping the order of what the host does: nobody will take it."""
@@ -246,18 +227,18 @@ class Timeline(SlotClock):
         ns = self.snapshot()
         end = self._stopped_ns
         if end is None:
-            end = self._clock_ns() if self._thread else self._started_ns
-            ns[self._current] += end - self._last_ns
+            end = self._clock_ns() if self.thread else self._started_ns
+            ns[self._current] += end - self.last_ns
         phases = self.phases_between([], ns)
         pauses = self.pauses.seconds_by_stopped(ns)
         for made, slot in self.pauses.stopped.items():
             ns[slot] += ns[made]
         return PhaseTimes(
             wall_s=(end - self._started_ns) / 1e9,
-            steps=self._steps,
+            steps=self.steps,
             phases={phase: value / 1e9 for phase, value in zip(PHASES, phases, strict=True)},
             callbacks=self._named({slot: ns[slot] / 1e9 for slot in self._hooks if ns[slot]}),
-            epochs=self._epochs,
+            epochs=self.epochs,
             signal_broadcast_s=ns[self._broadcast_slot] / 1e9,
             first_fetch_s=ns[self._first_fetch_slot] / 1e9,
             validation_setup_s=self._validation_setup_ns / 1e9,

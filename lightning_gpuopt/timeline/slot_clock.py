@@ -39,6 +39,9 @@ class SlotClock:
         slots_between_steps: slots whose time is no part of a training step.
         pauses: slots of what stops a step from outside.
         loop_slot: the slot of the training loop's own work.
+        last_ns: when the last action began or ended, by the timeline's clock.
+        thread: identifier of the thread that is measured; 0 outside of a measurement.
+        epochs: epochs begun.
     """
 
     # With as many attributes as these an instance's dict is slow.
@@ -51,25 +54,25 @@ class SlotClock:
         "_copy_ahead_spans",
         "_current",
         "_epoch_begins",
-        "_epochs",
         "_first_fetch_slot",
         "_hooks",
         "_host_work",
-        "_last_ns",
         "_loops",
         "_ns",
         "_observer",
         "_open",
         "_ranges",
         "_spans",
-        "_thread",
         "_training_spans",
         "_validation_began_ns",
         "_validation_setup_ns",
         "_validation_spans",
+        "epochs",
+        "last_ns",
         "loop_slot",
         "pauses",
         "slots_between_steps",
+        "thread",
     )
 
     def __init__(
@@ -101,11 +104,11 @@ class SlotClock:
         self._spans = self._training_spans
         self._current = EPOCH_SETUP
         self._open: list[int] = []
-        self._last_ns = 0
-        self._thread = 0
+        self.last_ns = 0
+        self.thread = 0
         self._epoch_begins = False
         self._validation_began_ns = self._validation_setup_ns = 0
-        self._epochs = 0
+        self.epochs = 0
 
     def name_of(self, slot: int) -> str:
         """What a slot of the clock holds, for people: a phase, a callback's hook, or what stops a step."""

@@ -31,12 +31,12 @@ class Span:
         timeline = self.timeline
         now = timeline._clock_ns()
         current = timeline._current
-        timeline._ns[current] += now - timeline._last_ns
+        timeline._ns[current] += now - timeline.last_ns
         if timeline._host_work is not None:
             timeline._host_work += (current, now)
         timeline._open.append(current)
         timeline._current = self.slot
-        timeline._last_ns = now
+        timeline.last_ns = now
         if timeline._ranges is not None:
             timeline._ranges.push(timeline.name_of(self.slot))
 
@@ -48,11 +48,11 @@ class Span:
             timeline._ranges.pop()
         now = timeline._clock_ns()
         current = timeline._current
-        timeline._ns[current] += now - timeline._last_ns
+        timeline._ns[current] += now - timeline.last_ns
         if timeline._host_work is not None:
             timeline._host_work += (current, now)
         timeline._current = timeline._open.pop()
-        timeline._last_ns = now
+        timeline.last_ns = now
 
 
 class HostSpan(Span):
@@ -67,14 +67,14 @@ class HostSpan(Span):
     def __enter__(self) -> None:
         timeline = self.timeline
         Span.__enter__(self)
-        self.began_ns = timeline._last_ns
+        self.began_ns = timeline.last_ns
         if self.long:
             timeline._observer.host_work_begins()
 
     def __exit__(self, *exception: object) -> None:
         timeline = self.timeline
         Span.__exit__(self)
-        long = timeline._last_ns - self.began_ns >= _LONG_NS
+        long = timeline.last_ns - self.began_ns >= _LONG_NS
         if long or self.long:
             timeline._observer.host_work_ends()
         self.long = long
@@ -104,7 +104,7 @@ class FetchSpan(Span):
         timeline = self.timeline
         self.slot = timeline._first_fetch_slot if timeline._epoch_begins else self.later_slot
         Span.__enter__(self)
-        self.began_ns = timeline._last_ns
+        self.began_ns = timeline.last_ns
         if self.long:
             timeline._observer.host_work_begins()
         if not timeline._epoch_begins:
@@ -114,7 +114,7 @@ class FetchSpan(Span):
         timeline = self.timeline
         Span.__exit__(self)
         if not timeline._epoch_begins:
-            fetch_ns = timeline._last_ns - self.began_ns
+            fetch_ns = timeline.last_ns - self.began_ns
             self.long = fetch_ns >= _LONG_NS and timeline._host_work is not None
             timeline._observer.fetch_ends(fetch_ns / 1e9)
             return
@@ -132,7 +132,7 @@ class EpochSpan(Span):
         timeline = self.timeline
         Span.__enter__(self)
         timeline._epoch_begins = True
-        timeline._epochs += 1
+        timeline.epochs += 1
         timeline._observer.epoch_begins()
 
 
@@ -218,7 +218,7 @@ class ValidationSpan(Span):
     def __enter__(self) -> None:
         timeline = self.timeline
         Span.__enter__(self)
-        timeline._validation_began_ns = timeline._last_ns
+        timeline._validation_began_ns = timeline.last_ns
         timeline._observer.validation_begins()
         self.outer = timeline._spans
         timeline._spans = timeline._validation_spans
@@ -239,7 +239,7 @@ class ValidationFetchSpan(Span):
         timeline = self.timeline
         Span.__exit__(self)
         if timeline._validation_began_ns:
-            timeline._validation_setup_ns += timeline._last_ns - timeline._validation_began_ns
+            timeline._validation_setup_ns += timeline.last_ns - timeline._validation_began_ns
             timeline._validation_began_ns = 0
 
 
@@ -253,7 +253,7 @@ class Timed(Replacement):
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._span.timeline._thread != threading.get_ident():
+        if self._span.timeline.thread != threading.get_ident():
             return self._original(*args, **kwargs)
         with self._span:
             return self._original(*args, **kwargs)

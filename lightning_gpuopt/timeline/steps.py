@@ -11,7 +11,7 @@ from lightning_gpuopt.measurements.phases import BETWEEN_STEPS, PHASES, Outlier,
 from lightning_gpuopt.timeline.phases import Timeline
 
 _PER_DECADE: Final = 40
-_SMALLEST_S: Final = 1e-5
+_MIN_S: Final = 1e-5
 _BINS: Final = 9 * _PER_DECADE
 """From 10 µs to about three hours, each bin 6 % wider than the one before."""
 
@@ -129,10 +129,10 @@ def _quantile(bins: Sequence[int], share: float) -> float | None:
 
 
 def _bin_of(seconds: float) -> int:
-    if seconds <= _SMALLEST_S:
+    if seconds <= _MIN_S:
         return 0
-    return min(int(math.log10(seconds / _SMALLEST_S) * _PER_DECADE), _BINS - 1)
+    return min(int(math.log10(seconds / _MIN_S) * _PER_DECADE), _BINS - 1)
 
 
 def _edge_of(index: int) -> float:
-    return float(_SMALLEST_S * 10 ** (index / _PER_DECADE))
+    return float(_MIN_S * 10 ** (index / _PER_DECADE))

@@ -65,7 +65,6 @@ class SyncLook:
         self._catcher: Any = None
         self._thread = 0
         self._places: Counter[Call] = Counter()
-        self._elsewhere = 0
         self._others: dict[tuple[str, type[Warning], str, int], _Warning] = {}
 
     @property
@@ -109,7 +108,7 @@ class SyncLook:
     def sighting(self) -> SyncSighting:
         """What was seen."""
         places = tuple((call.at, count) for call, count in self._places.most_common())
-        return SyncSighting(self.steps, self._places.total(), places, self._elsewhere)
+        return SyncSighting(self.steps, self._places.total(), places)
 
     def _seen(
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any, **options: Any
@@ -124,8 +123,6 @@ class SyncLook:
             place = place_of(sys._getframe(1), filename, lineno)
             if place is not None:
                 self._places[place] += 1
-            else:
-                self._elsewhere += 1
 
 
 def place_of(frame: FrameType | None, filename: str, lineno: int) -> Call | None:

@@ -268,7 +268,7 @@ class ManagedLoader:
             changed = "its dataset was changed while training ran, and workers would have kept the old one"
             return LostWorkers("dataset", running.failure or changed)
         if running.gives_up_growing():
-            return LostWorkers("growth", running.problem or "a worker that was started in mid-epoch failed")
+            return LostWorkers("growth", running.failure or "a worker that was started in mid-epoch never gave a batch")
         if (cap := running.no_longer_fits()) is None:
             return None
         running.policy.limited_by = cap.limited_by

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_gpuopt.compat.lightning import Callback, LightningModule, Trainer
 
@@ -12,16 +13,21 @@ class AddedCallbacks:
 
     Lightning makes a list of its own from the user's, and walks through that list itself to call a hook: what is added
     in ``setup`` behind the callback whose turn it is has its own turn next.
-
-    Args:
-        trainer: the Trainer, in its callbacks' ``setup``.
-        owner: the callback whose ``setup`` it is.
-        parts: what it brings.
     """
 
-    def __init__(self, trainer: Trainer, owner: Callback, parts: Sequence[Callback]) -> None:
-        self._trainer = trainer
-        self._parts = list(parts)
+    def __init__(self) -> None:
+        self._trainer: Any = None
+        self._parts: list[Callback] = []
+
+    def add(self, trainer: Trainer, owner: Callback, parts: Sequence[Callback]) -> None:
+        """Bring callbacks into a Trainer.
+
+        Args:
+            trainer: the Trainer, in its callbacks' ``setup``.
+            owner: the callback whose ``setup`` it is.
+            parts: what it brings.
+        """
+        self._trainer, self._parts = trainer, list(parts)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         after = next(index for index, each in enumerate(callbacks) if each is owner) + 1
         callbacks[after:after] = self._parts
@@ -30,21 +36,20 @@ class AddedCallbacks:
         """Have them leave at the end; for use in the owner's own ``teardown``."""
         for part in self._parts:
             part.teardown(self._trainer, pl_module, stage)
-        self._remove()
+        self.leave()
 
     def on_exception(self, pl_module: LightningModule, exception: BaseException) -> None:
         """Have them leave after an exception; for use in the owner's own ``on_exception``."""
         for part in self._parts:
             part.on_exception(self._trainer, pl_module, exception)
-        self._remove()
+        self.leave()
 
     def leave(self) -> None:
-        """Take them out where nobody has told how training ended."""
-        self._remove()
-
-    def _remove(self) -> None:
-        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        """Take them out; by itself where nobody has told how training ended."""
+        if not self._parts:
+            return
+        callbacks = self._trainer.callbacks
         for part in self._parts:
             for index in [index for index, each in enumerate(callbacks) if each is part]:
                 del callbacks[index]
-        self._parts = []
+        self._trainer, self._parts = None, []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
-from typing import NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 import numpy as np
 
@@ -40,7 +40,7 @@ def whole_number(name: str, value: object, what: str, *, least: int, or_none: bo
         value: what came.
         what: what it stands for, such as ``"a number of batches"``.
         least: the smallest that will do.
-        or_none: say that None would do too; the caller has let it pass before.
+        or_none: say that None would do too; :func:`or_none` lets it pass.
 
     Raises:
         ValueError: it is smaller, or no integer (then a ``TypeError`` as well).
@@ -72,7 +72,7 @@ def real_number(
         above: it must be larger than this.
         least: the smallest that will do.
         at_most: the largest that will do.
-        or_none: say that None would do too; the caller has let it pass before.
+        or_none: say that None would do too; :func:`or_none` lets it pass.
 
     Raises:
         ValueError: it is out of these bounds, infinite, NaN, or no number (then a ``TypeError`` as well).
@@ -96,6 +96,16 @@ def real_number(
     ):
         refuse(name, expected, value)
     return number
+
+
+def or_none(check: Callable[..., _R], name: str, value: object, what: str, **bounds: float) -> _R | None:
+    """None as it is; anything else as ``check`` takes it, which says that None would do too."""
+    return None if value is None else check(name, value, what, or_none=True, **bounds)
+
+
+def or_auto(check: Callable[..., _R], name: str, value: object, *what: str, **bounds: float) -> _R | Literal["auto"]:
+    """``"auto"`` as it is; anything else as ``check`` takes it."""
+    return "auto" if value == "auto" else check(name, value, *what, **bounds)
 
 
 def choice(name: str, value: _T, choices: Sequence[_T]) -> _T:

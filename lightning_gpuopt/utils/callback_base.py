@@ -6,7 +6,7 @@ import logging
 from types import TracebackType
 from typing import Any, Final
 
-from lightning_gpuopt.compat.lightning import Callback, Trainer, say_once
+from lightning_gpuopt.compat.lightning import Callback, MisconfigurationException, Trainer, say_once
 
 log = logging.getLogger(__name__)
 
@@ -16,6 +16,11 @@ _BOUND_TO_THE_MODEL: Final = ("log", "log_dict")
 
 class CallbackBase(Callback):
     """A callback that only watches or tunes: copied at rest, and disabled by :class:`Guard` where it fails."""
+
+    def _refuse_second(self, trainer: Trainer, kind: type[Callback], plural: str, why: str = "") -> None:
+        """Refuse a Trainer that has another callback of this kind; called in ``setup``."""
+        if any(isinstance(each, kind) and each is not self for each in trainer.callbacks):  # type: ignore[attr-defined]
+            raise MisconfigurationException(f"Two {plural} are in this Trainer. Expected one{why}. Take one away.")
 
     def _at_rest(self) -> dict[str, Any]:
         """Attributes that are under way in a ``fit``, each with its value in a copy."""

@@ -28,7 +28,7 @@ _POLL_S = 0.05
 _PATIENCE_S = 30.0
 """How long a window waits for a silent rank, before it is given out without that rank."""
 
-_POLL_S = 1.0
+_RECEIVE_EVERY_S = 1.0
 """How often other ranks look for messages of rank 0."""
 
 _runs: dict[str, int] = {}
@@ -230,12 +230,12 @@ class RankBroadcast:
         """End the thread; may be called more than once."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(_POLL_S + 1.0)
+            self._thread.join(_RECEIVE_EVERY_S + 1.0)
             self._thread = None
 
     def _run(self) -> None:
         try:
-            while not self._closing.wait(_POLL_S):
+            while not self._closing.wait(_RECEIVE_EVERY_S):
                 while self._store.check([str(self._number)]):
                     self._came.append(json.loads(self._store.get(str(self._number))))
                     self._number += 1

@@ -110,9 +110,9 @@ class RankStop:
                 end_s = time.monotonic() + _PATIENCE_S
                 while not self._store.check([_ENDED]) and time.monotonic() < end_s:
                     time.sleep(_POLL_S)
-                told = json.loads(self._store.get(_ENDED)) if self._store.check([_ENDED]) else None
+                reason = json.loads(self._store.get(_ENDED)) if self._store.check([_ENDED]) else None
                 self._store.set(f"{_ENDED}/{self._rank}", "")
-                return told if told is None else str(told)
+                return reason if reason is None else str(reason)
             if self._why is not None:
                 self._settled.wait(_PATIENCE_S)
             why = self._why or why

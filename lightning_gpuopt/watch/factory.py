@@ -53,7 +53,7 @@ class WatchedRun(CallbackBase):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
-        self._parts: AddedCallbacks | None = None
+        self._parts = AddedCallbacks()
         self._folder: Path | None = None
         self._monitor: GpuUtilMonitor | None = None
         self._detector: StallDetector | None = None
@@ -63,9 +63,7 @@ class WatchedRun(CallbackBase):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Bring what is missing, where a ``fit`` begins."""
         self._leave()
-        if self._parts is not None:  # of a fit that ended without a hook
-            self._parts.leave()
-            self._parts = None
+        self._parts.leave()  # of a fit that ended without a hook
         if stage != "fit" or self._is_second(trainer):
             return
         with Guard(self, trainer):
@@ -101,25 +99,21 @@ class WatchedRun(CallbackBase):
         if self._watch.fix and not any(isinstance(each, AutoFix) for each in callbacks):
             parts.append(AutoFix(exact=self._watch.exact))
         self._monitor, self._detector = monitor, own
-        self._parts = AddedCallbacks(trainer, self, parts)
+        self._parts.add(trainer, self, parts)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave what there is of a report; Lightning calls no ``teardown`` then."""
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            with Guard(self, trainer):
-                parts.on_exception(pl_module, exception)
-                self._end()
+        with Guard(self, trainer):
+            self._parts.on_exception(pl_module, exception)
+            self._end()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the report, and the Trainer as it was."""
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            with Guard(self, trainer):
-                parts.teardown(pl_module, stage)
-                self._end()
+        with Guard(self, trainer):
+            self._parts.teardown(pl_module, stage)
+            self._end()
 
     def _end(self) -> None:
         folder, self._folder = self._folder, None
@@ -137,7 +131,7 @@ class WatchedRun(CallbackBase):
 
     @override
     def _at_rest(self) -> dict[str, Any]:
-        return dict.fromkeys(("_parts", "_folder", "_monitor", "_detector")) | {"_messages": []}
+        return dict.fromkeys(("_folder", "_monitor", "_detector")) | {"_parts": AddedCallbacks(), "_messages": []}
 
     def _leave(self) -> None:
         """Do nothing more. The added callbacks stay in the Trainer: Lightning may be iterating over its list."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 from lightning_gpuopt.autofix.controller import AutoFixController
@@ -201,9 +200,8 @@ class PlainRun:
         """A window ends."""
         values = {name: self.settings.values.get(name) for name in ("num_workers", "prefetch_factor", "pin_memory")}
         facts = LoaderFacts(**values, persistent_workers=self.settings.values.get("persistent_workers"))
-        loader = SimpleNamespace(facts=self.facts or facts)
-        session: Any = SimpleNamespace(set_ups=(self.setup_s, self.epochs), loader=loader)
-        return self.controller.window_closed(session, window(step_s, on_gpu=on_gpu), list(findings))
+        closed, set_ups = window(step_s, on_gpu=on_gpu), (self.setup_s, self.epochs)
+        return self.controller.window_closed(closed, list(findings), self.facts or facts, set_ups)
 
     def windows(self, number: int, step_s: float, *findings: Finding, on_gpu: bool = False) -> list[bool]:
         return [self.window(step_s, *findings, on_gpu=on_gpu) for _ in range(number)]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_gpuopt.cli import main
-from lightning_gpuopt.diagnosis.render.what_if import forecast_data, render_forecast
+from lightning_gpuopt.diagnosis.render.what_if import render_forecast
 from lightning_gpuopt.diagnosis.what_if import WhatIf, what_if
 from tests.diagnosis.reports import before
 from tests.diagnosis.test_what_if import COMPUTING
@@ -39,7 +39,7 @@ def test_the_forecast_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_forecast_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["what-if", "report.json", *ASKED.split(), "--json"]) == 0
     out, err = capsys.readouterr()
-    assert (json.loads(out), err) == (json.loads(json.dumps(forecast_data(what_if(REPORT, CHANGE)))), "")
+    assert (json.loads(out), err) == (json.loads(json.dumps(asdict(what_if(REPORT, CHANGE)))), "")
 
 
 def test_no_workers_is_a_number_too(capsys: pytest.CaptureFixture[str]) -> None:

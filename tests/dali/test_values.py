@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageOps, PngImagePlugin
 
 from lightning_gpuopt import DALIDataModule, ImageFolderDataModule, LMDBDataModule, build_lmdb
-from lightning_gpuopt.datamodules.dali import IMAGENET_MEAN, IMAGENET_STD
+from lightning_gpuopt.images.normalize import IMAGENET_MEAN, IMAGENET_STD
 from tests.fork_server import run_code
 from tests.images.pictures import encoded, photo, with_orientation
 

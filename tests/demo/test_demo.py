@@ -184,7 +184,7 @@ def test_a_folder_with_other_files_takes_the_reports(tmp_path: Path) -> None:
     (tmp_path / "run" / "before" / "metrics.csv").touch()
     with pytest.raises(UsageError, match=r"whose before/metrics\.csv the demo has not written"):
         demo_module._refuse_results_of_others(tmp_path / "run")
-    demo_module._mark(tmp_path / "run")
+    (tmp_path / "run" / MARK).touch()
     demo_module._refuse_results_of_others(tmp_path / "run")
 
 

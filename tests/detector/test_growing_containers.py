@@ -152,7 +152,7 @@ def test_a_look_ends_when_its_time_is_over() -> None:
     assert 0 < model.own.seen < 10
 
 
-class TestRunCourse:
+class TestWindowHistory:
     def test_a_window_on_the_cpu(self) -> None:
         course = WindowHistory(None)
         course.add(

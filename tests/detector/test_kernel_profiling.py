@@ -68,7 +68,7 @@ class FakeProfilerLook(ProfilerLook):
     def step_done(self) -> bool:
         self._may_fail("step_done")
         self._left -= 1
-        self._recorded_s = (1.0, 2.0)
+        self.recorded_s = (1.0, 2.0)
         return self._left == 0
 
     def read(self, spans: Any) -> StepLook:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_gpuopt.diagnosis.compare import compare
-from lightning_gpuopt.diagnosis.gate import Gate, judge, phases_per_step
+from lightning_gpuopt.diagnosis.gate import Gate, gate_of, phases_per_step
 from lightning_gpuopt.diagnosis.render.data import comparison_data
 from lightning_gpuopt.diagnosis.render.wording import gate_line
 from lightning_gpuopt.diagnosis.report import StallReport, Stretch
@@ -36,19 +36,19 @@ SLOW = run_of(0.12, 0.12, data_wait=0.05, forward=0.07, validation=9.0)
 
 @pytest.mark.parametrize(("allowed", "outcome"), [(0.0, "slower"), (19.9, "slower"), (20.0, "passed"), (50, "passed")])
 def test_the_mean_steady_step_decides(allowed: float, outcome: str) -> None:
-    gate = judge(compare(FAST, SLOW), allowed)
+    gate = gate_of(compare(FAST, SLOW), allowed)
     assert (gate.outcome, gate.slower_percent) == (outcome, pytest.approx(20))
     assert (gate.phase, gate.phase_before_s, gate.phase_after_s) == ("data_wait", 0.02, 0.05)
 
 
 def test_a_faster_run_passes() -> None:
-    gate = judge(compare(SLOW, FAST), 0)
+    gate = gate_of(compare(SLOW, FAST), 0)
     assert (gate.outcome, gate.slower_percent) == ("passed", pytest.approx(-100 / 6))
     assert gate_line(gate) == "Faster by 16.7 %, 0 % allowed."
 
 
 def test_the_same_run_passes_with_nothing_allowed() -> None:
-    assert judge(compare(FAST, FAST), 0) == Gate("passed", 0, 0.0, 0.0)
+    assert gate_of(compare(FAST, FAST), 0) == Gate("passed", 0, 0.0, 0.0)
 
 
 def test_phases_leave_the_warm_up_out_where_the_timeline_does() -> None:
@@ -62,7 +62,7 @@ def test_phases_leave_the_warm_up_out_where_the_timeline_does() -> None:
 @pytest.mark.parametrize("name", ["device", "ranks", "batch_size"])
 def test_runs_of_other_work_are_not_judged(name: str) -> None:
     first, second = replace(FAST, environment={name: "1"}), replace(SLOW, environment={name: "2"})
-    gate = judge(compare(first, second), 50)
+    gate = gate_of(compare(first, second), 50)
     assert gate == Gate("not_judged", 50, reason=f"the runs differ in {name.replace('_', ' ')}")
     assert gate_line(gate) == f"Not judged: the runs differ in {name.replace('_', ' ')}."
 
@@ -70,28 +70,28 @@ def test_runs_of_other_work_are_not_judged(name: str) -> None:
 @pytest.mark.parametrize("name", ["model", "strategy", "precision", "accumulate_grad_batches"])
 def test_what_a_change_of_the_code_may_change_is_judged(name: str) -> None:
     first, second = replace(FAST, environment={name: "1"}), replace(SLOW, environment={name: "2"})
-    assert judge(compare(first, second), 5).outcome == "slower"
+    assert gate_of(compare(first, second), 5).outcome == "slower"
 
 
 def test_without_a_steady_step_nothing_is_judged() -> None:
     none = replace(FAST, step_s=None)
-    assert judge(compare(FAST, none), 5).reason == "the later run has no step after its warm-up"
-    assert judge(compare(none, FAST), 5).reason == "the earlier run has no step after its warm-up"
+    assert gate_of(compare(FAST, none), 5).reason == "the later run has no step after its warm-up"
+    assert gate_of(compare(none, FAST), 5).reason == "the earlier run has no step after its warm-up"
 
 
 def test_the_line_names_the_phase() -> None:
-    gate = judge(compare(FAST, SLOW), 5)
+    gate = gate_of(compare(FAST, SLOW), 5)
     assert gate_line(gate) == "Slower by 20.0 %, 5 % allowed: data_wait takes 50 ms a step, 20 ms before."
 
 
 def test_a_few_long_steps_are_told_apart() -> None:
-    gate = judge(compare(FAST, replace(SLOW, step_times=StepTimes(median_s=0.1))), 5)
+    gate = gate_of(compare(FAST, replace(SLOW, step_times=StepTimes(median_s=0.1))), 5)
     assert gate.median_slower_percent == 0
     assert gate_line(gate).endswith("20 ms before; the median step is not, so few long steps make the difference.")
 
 
 def test_where_no_phase_grew_it_is_the_device() -> None:
-    gate = judge(compare(FAST, replace(FAST, step_s=0.2, step_times=StepTimes())), 5)
+    gate = gate_of(compare(FAST, replace(FAST, step_s=0.2, step_times=StepTimes())), 5)
     assert gate.phase is None
     assert gate_line(gate) == (
         "Slower by 100.0 %, 5 % allowed: no phase of the training process grew, the device's own work takes longer."
@@ -100,7 +100,7 @@ def test_where_no_phase_grew_it_is_the_device() -> None:
 
 def test_a_comparison_as_data() -> None:
     comparison = compare(before(), after())
-    data = comparison_data(comparison, judge(comparison, 5))
+    data = comparison_data(comparison, gate_of(comparison, 5))
     assert data["before"]["verdict"] == "slow_storage"
     assert (data["before"]["step_s"], data["before"]["median_step_s"]) == (0.1, 0.1)
     assert "median_step_s" not in data["after"]

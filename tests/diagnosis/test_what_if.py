@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import jsonschema
 import pytest
 
-from lightning_gpuopt.diagnosis.render.what_if import forecast_data, render_forecast
+from lightning_gpuopt.diagnosis.render.what_if import render_forecast
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, StallReport
 from lightning_gpuopt.diagnosis.what_if import CannotSayError, Forecast, WhatIf, what_if
 from lightning_gpuopt.measurements.loader_costs import LoaderCosts
@@ -219,7 +219,7 @@ def test_a_forecast_in_the_terminal() -> None:
 
 
 def test_a_forecast_as_data() -> None:
-    data = json.loads(json.dumps(forecast_data(ask(COSTS, num_workers=4))))
+    data = json.loads(json.dumps(asdict(ask(COSTS, num_workers=4))))
     assert data["limit"] == "workers"
     assert data["after"] == {"num_workers": 4, "prefetch_factor": 2, "cpus": 4.0, "batch_size": 32}
     assert data["before"]["num_workers"] == 2

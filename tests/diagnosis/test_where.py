@@ -9,7 +9,7 @@ import pytest
 from lightning_gpuopt.diagnosis.record import Finding, HotSpots
 from lightning_gpuopt.diagnosis.render.speedscope import speedscope
 from lightning_gpuopt.diagnosis.render.wording import place_rows
-from lightning_gpuopt.diagnosis.where import hot_spots_of, is_in_user_code, locate, places_of, sentence
+from lightning_gpuopt.diagnosis.where import hot_spots_of, is_in_user_code, places_of, sentence, with_places
 from lightning_gpuopt.measurements.code_location import Call, CodeLocation, Sampled, Stack
 
 ITEM = Call("Photos.__getitem__", "/home/me/data.py", 31, own=True)
@@ -104,7 +104,7 @@ IN_LOGGER = Sampled("logging", "training process", (Stack((OPEN, ITEM), 1.0, 5),
     ],
 )
 def test_each_finding_has_the_places_of_its_own_time(found: Finding, where: str | None) -> None:
-    (located,) = locate([found], [IN_WORKER, IN_HOOK, IN_LOGGER])
+    (located,) = with_places([found], [IN_WORKER, IN_HOOK, IN_LOGGER])
     assert located.evidence.get("where") == where
 
 

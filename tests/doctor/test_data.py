@@ -173,7 +173,7 @@ def test_links_to_folders_are_followed_once_and_loops_are_not(files, tmp_path, p
 
 
 def test_large_files_are_no_samples(tmp_path, place, monkeypatch):
-    monkeypatch.setattr(data, "_LARGEST_SAMPLE", 100)
+    monkeypatch.setattr(data, "_MAX_SAMPLE_BYTES", 100)
     (tmp_path / "shard.tar").write_bytes(bytes(101))
     facts = data_facts(str(tmp_path), Ticks())
     assert facts.failure == "0 files of a sample's size; 8 are needed; of large files name one"

@@ -74,7 +74,6 @@ def test_costs_are_medians_in_seconds(clock: Clock) -> None:
         file_bytes=pytest.approx(sum(map(len, files)) / 3),
         width=200,
         height=100,
-        crop_size=32,
         small_size=37,
     )
     assert median(small) < len(files[1])

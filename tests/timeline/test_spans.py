@@ -68,7 +68,7 @@ class Rig:
         self.now_ns = 1_000
         self.observer, self.marks = Noted(), Marks()
         self.clock = SlotClock(self.observer, self.marks, lambda: self.now_ns, detailed=detailed)
-        self.clock._last_ns, self.clock._thread = self.now_ns, threading.get_ident()
+        self.clock.last_ns, self.clock.thread = self.now_ns, threading.get_ident()
         self.clock._current = self.clock.loop_slot
 
     @property
@@ -183,7 +183,7 @@ class TestFetches:
             assert rig.events == ["fetch_begins", ("fetch_ends", 3e-6)]
         first, loop = rig.clock._first_fetch_slot, rig.clock.loop_slot
         assert (rig.spent(EPOCH_SETUP), rig.spent(first), rig.spent(WAIT), rig.spent(loop)) == (5, 1_000, 2_006_000, 7)
-        assert rig.clock._epochs == 1
+        assert rig.clock.epochs == 1
 
     def test_of_an_epoch_that_fetches_inside_the_step_the_step_stays_the_step(self) -> None:
         rig = Rig()
@@ -289,7 +289,7 @@ class TestAFunction:
 
     def test_on_another_thread_is_only_called(self) -> None:
         rig = Rig()
-        rig.clock._thread = 0
+        rig.clock.thread = 0
         assert Timed(lambda: 7, Span(rig.clock, FORWARD))() == 7
         assert rig.marks.seen == []
 

@@ -48,7 +48,7 @@ def test_calls_are_counted_and_located(mode: Mode) -> None:
         mode.item()
         assert look.step_done() is (step == 2)
     seen = look.sighting()
-    assert (seen.steps, seen.count, seen.elsewhere) == (3, 6, 0)
+    assert (seen.steps, seen.count) == (3, 6)
     assert [place.partition(":")[0] for place, _ in seen.places] == [
         "test_calls_are_counted_and_located (test_syncs.py",
         "test_calls_are_counted_and_located (test_syncs.py",
@@ -223,7 +223,7 @@ def test_what_lightnings_loops_call_through_torch_is_nobodys_line(mode: Mode) ->
     # the lambda that calls the scaler is this file's, as a closure of the user's would be
     assert look.sighting().count == 1
     nested = look_at(mode, lambda: loop(functools.partial(scaler, mode.item)))
-    assert nested.sighting() == SyncSighting(1, 0, elsewhere=1)
+    assert nested.sighting() == SyncSighting(1, 0)
 
 
 def test_the_most_frequent_place_is_named(mode: Mode) -> None:

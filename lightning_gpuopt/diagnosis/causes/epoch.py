@@ -87,7 +87,7 @@ def _restart(measurement: Measurement, pause: Pause, restart_s: float) -> Findin
             evidence[f"{name}_s_per_epoch"] = round(seconds / times.epochs, 3)
     advice = CAUSES["epoch_restart"].advice
     if pause.largest == "first_batch":
-        advice += " Most of the pause is the first batch itself: fewer, longer epochs make it rarer."
+        advice += f" {CAUSES['epoch_restart'].cases['first_batch']}"
     return Finding("epoch_restart", waterfall.share(restart_s), evidence, advice, {"persistent_workers": True})
 
 

@@ -33,9 +33,6 @@ _MEMORY_SHORT: Final = 0.1
 _SWAPPING_MIB_S: Final = 4.0
 """Memory is short where tasks wait for it for this share of the time, or so much comes back from swap."""
 
-_NEED_CPUS: Final = ("main_process_loading", "slow_transform", "cpu_saturated")
-"""Causes that another CPU would help."""
-
 _UNEVEN: Final = 1.0
 """Variance over squared mean of the batches' times: from here on single batches stand out (an exponential has 1)."""
 
@@ -195,7 +192,7 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
         return _prefetch_settings(measurement)
     if cause == "worker_transfer" and _costs_more_to_hand_over(measurement):
         return {"num_workers": 0}
-    if cause not in ("main_process_loading", "slow_transform", "slow_storage"):
+    if not CAUSES[cause].doing:
         return {}
     if loader.duplicates or (cause == "slow_storage" and memory_is_short(measurement)):
         return {}
@@ -267,7 +264,7 @@ def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], stor
         parts.append("NumWorkersFinder() finds the number while training runs, and sets it.")
     if storage and not (cause == "slow_storage" and memory_is_short(measurement)):
         parts.append(storage)
-    if cause in _NEED_CPUS:
+    if CAUSES[cause].needs_cpus:
         parts += bound_to_one_cpu(measurement)
     return " ".join([*parts, *at_most(measurement)])
 
@@ -293,30 +290,23 @@ def at_most(measurement: Measurement) -> list[str]:
 
 
 def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> str:
-    workers = settings.get("num_workers")
-    if cause in _DOING and measurement.loader.duplicates:
+    workers, doing = settings.get("num_workers"), CAUSES[cause].doing
+    if doing and measurement.loader.duplicates:
         return (
-            f"{_DOING[cause]}, but more workers are not the remedy: this IterableDataset does not divide its samples "
+            f"{doing}, but more workers are not the remedy: this IterableDataset does not divide its samples "
             "among them, and each sample would come once from every worker. Divide them by "
             "torch.utils.data.get_worker_info() first, or make each sample cheaper to read."
         )
     if cause == "slow_storage" and memory_is_short(measurement):
-        return (
-            "The workers mostly wait, and the machine is short of memory: what they read is pushed out again, or comes "
-            "back from swap. Use fewer workers or a smaller prefetch_factor, keep less in memory, or give the job "
-            "more. LMDBDataModule reads from files that all workers share."
-        )
+        return CAUSES[cause].cases["memory"]
     if cause == "cpu_saturated" and (taken := _taken_by_others(measurement)) is not None:
         return taken
     if cause == "main_process_loading" and workers is None:
         return _without_workers(measurement)
-    if cause in _DOING and workers is None:
-        return f"{_DOING[cause]}, and more of them would not help: make each sample cheaper to read."
+    if doing and workers is None:
+        return f"{doing}, and more of them would not help: make each sample cheaper to read."
     if workers == 0:
-        return (
-            "A batch of these samples is made faster than a worker process can hand it over: load in the training "
-            "process (num_workers=0), or make larger batches."
-        )
+        return CAUSES["worker_transfer"].cases["no_workers"]
     return CAUSES[cause].advice.format(**{"num_workers": workers, "prefetch_factor": None, **settings})
 
 
@@ -329,30 +319,12 @@ def _taken_by_others(measurement: Measurement) -> str | None:
     others = host.usable_cpus - host.free_cpus - own
     if others < _MOSTLY * host.usable_cpus:
         return None
-    return (
-        f"Other programs use about {others:.2g} of the {host.usable_cpus:g} CPUs, and the workers wait for them: end "
-        "those, or ask for CPUs of your own. More workers would not help."
-    )
+    return CAUSES["cpu_saturated"].cases["others"].format(others=others, usable=host.usable_cpus)
 
 
 def _without_workers(measurement: Measurement) -> str:
     """Advice for a training process that loads by itself, where workers are none."""
+    cases = CAUSES["main_process_loading"].cases
     if measurement.loader.num_workers is None:
-        return "The loader works in the training process and is no DataLoader: let it prepare batches ahead."
-    if _costs_more_to_hand_over(measurement):
-        return (
-            "The training process loads the data itself, and worker processes would not be faster: handing a batch "
-            "over costs as much. Make fewer, larger batches, or read a batch at once (__getitems__), as LMDBDataModule "
-            "does."
-        )
-    return (
-        "The training process loads the data itself, and no CPU is left for worker processes: they would not be "
-        "faster. Decode and transform less or cheaper, or give the job more CPUs."
-    )
-
-
-_DOING: Final = {
-    "main_process_loading": "The training process loads the data itself",
-    "slow_transform": "The workers mostly compute",
-    "slow_storage": "The workers mostly wait for storage",
-}
+        return cases["no_dataloader"]
+    return cases["handing_over" if _costs_more_to_hand_over(measurement) else "no_cpus"]

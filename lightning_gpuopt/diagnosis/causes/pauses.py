@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from lightning_gpuopt.diagnosis.causes.step import Candidate, per_step
+from lightning_gpuopt.diagnosis.causes.step import Candidate, finding_of, per_step
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.predict import speedup_without
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.host import Compilations
 from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, RECOMPILATION
@@ -17,7 +16,7 @@ from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, RECOMPILATI
 _AGAIN_AND_AGAIN: Final = 3
 """Steps with a compilation after the warm-up; fewer are a late first one, or the smaller last batch of an epoch."""
 
-_PAUSES_AT_LEAST: Final = 3
+_MIN_PAUSES: Final = 3
 """A single collection takes no more of all of them than one in so many."""
 
 _SIZES: Final = ("size mismatch", "stride mismatch", ".size()", "rank mismatch")
@@ -39,7 +38,7 @@ def _one_took_most(measurement: Measurement) -> bool:
     Full collections are rare, so a single one proves nothing.
     """
     collections = measurement.collections
-    return collections is not None and collections.longest_s * _PAUSES_AT_LEAST > collections.seconds
+    return collections is not None and collections.longest_s * _MIN_PAUSES > collections.seconds
 
 
 def _garbage_collection(measurement: Measurement, seconds: float) -> Finding:
@@ -54,13 +53,7 @@ def _garbage_collection(measurement: Measurement, seconds: float) -> Finding:
         if collections.where:
             evidence["where"] = f"{collections.where_share * 100:.0f} % {collections.where}"
             advice = CAUSES[GARBAGE_COLLECTION].cases["asked"].format(where=collections.where)
-    return Finding(
-        GARBAGE_COLLECTION,
-        measurement.waterfall.share(seconds),
-        evidence,
-        advice,
-        predicted_speedup=speedup_without(measurement, seconds),
-    )
+    return finding_of(GARBAGE_COLLECTION, seconds, measurement, evidence, advice)
 
 
 def recompilation(measurement: Measurement) -> Iterator[Candidate]:
@@ -73,36 +66,27 @@ def recompilation(measurement: Measurement) -> Iterator[Candidate]:
 
 
 def _recompilation(measurement: Measurement, compilations: Compilations, seconds: float) -> Finding:
+    compiling_s = sum(measurement.times.compiling.values())
     evidence = per_step(seconds, measurement) | {
         "compilations": compilations.count,
-        "ms_per_compilation": round(
-            sum(measurement.times.compiling.values()) / max(compilations.count, 1) * 1e3,
-            3,
-        ),
+        "ms_per_compilation": round(compiling_s / max(compilations.count, 1) * 1e3, 3),
     }
     if compilations.function:
         evidence |= {"function": compilations.function, "reason": compilations.reason}
-    return Finding(
-        RECOMPILATION,
-        measurement.waterfall.share(seconds),
-        evidence,
-        f"{CAUSES[RECOMPILATION].advice} {_remedy(compilations)}",
-        predicted_speedup=speedup_without(measurement, seconds),
-    )
+    advice = f"{CAUSES[RECOMPILATION].advice} {_remedy(compilations)}"
+    return finding_of(RECOMPILATION, seconds, measurement, evidence, advice)
 
 
 def _remedy(compilations: Compilations) -> str:
+    cases = CAUSES[RECOMPILATION].cases
     if not compilations.function:
-        return "TORCH_LOGS=recompiles says which function, and why."
-    because = f"{compilations.function} did not fit again: {compilations.reason}. "
+        return cases["unknown"]
+    case = "other"
     if any(words in compilations.reason for words in _SIZES):
-        return because + (
-            "Keep the sizes: drop_last=True, or pad to a few lengths (buckets); or compile for any size with "
-            "torch.compile(dynamic=True) or torch._dynamo.mark_dynamic(tensor, dim)."
-        )
-    if _NUMBER.search(compilations.reason):
-        return because + "A number changes from step to step: pass it as a tensor, or keep it out of what is compiled."
-    return because + "Keep that the same from step to step, or take it out of what is compiled."
+        case = "sizes"
+    elif _NUMBER.search(compilations.reason):
+        case = "number"
+    return f"{compilations.function} did not fit again: {compilations.reason}. {cases[case]}"
 
 
 def pause_notes(measurement: Measurement, threshold: float) -> list[str]:

@@ -143,28 +143,19 @@ _SMALLER: Final = f"Build an LMDB of smaller images ({_BUILD} --image-size N), w
 
 
 def _remedy(bottleneck: str, cause: str, measurement: Measurement, threads: int | None) -> str:
-    pipelines = _late(measurement)
+    pipelines, cases = _late(measurement), CAUSES[cause].cases
     if bottleneck == STORAGE:
-        return _for_storage(measurement)
+        return cases["pipeline_memory" if memory_is_short(measurement) else "pipeline"].format(build=_BUILD)
     if bottleneck == DECODE_ENGINE:
-        return (
-            "The GPU's decoder is the bottleneck; the pipeline's CPU threads compute for "
-            f"{_threads_busy(measurement):.0%} of the time. Try another hw_decoder_load, the share of the JPEG images "
-            "that goes to the hardware decoder, and a larger num_threads for those that the CPU helps to decode. "
-            f"{_SMALLER}."
-        )
+        return cases["decode_engine"].format(busy=_threads_busy(measurement), smaller=_SMALLER)
     if _waits_for_files(pipelines) and cause == "slow_transform":
-        return (
-            "The pipeline waits for files, and the threads that read them compute for most of that time: opening and "
-            f"reading single files costs them CPU. An LMDB costs less ({_BUILD}), and DALIDataModule(DST) reads it too."
-        )
+        return cases["pipeline_files"].format(build=_BUILD)
     gpu = _on_the_gpu(measurement)
     gpu = f"; or {gpu}" if gpu else ""
     if threads is not None:
-        number = f"DALIDataModule(num_threads={threads})"
-        return f"The pipeline's CPU threads are the bottleneck, and CPUs are free: {number}{gpu}."
+        return cases["pipeline_threads"].format(threads=threads, gpu=gpu)
     more = "CPUs are free: raise num_threads. " if pipelines.loaders > 1 else ""
-    return CAUSES[cause].cases["pipeline"].format(more=more, smaller=_SMALLER, gpu=gpu)
+    return cases["pipeline"].format(more=more, smaller=_SMALLER, gpu=gpu)
 
 
 def _on_the_gpu(measurement: Measurement) -> str:
@@ -174,16 +165,3 @@ def _on_the_gpu(measurement: Measurement) -> str:
     if _late(measurement).on_gpu:
         return "raise hw_decoder_load: the hardware decoder takes no CPU"
     return 'let the GPU decode (device="gpu")'
-
-
-def _for_storage(measurement: Measurement) -> str:
-    if memory_is_short(measurement):
-        return (
-            "The pipeline mostly waits for files, and the machine is short of memory: what is read is pushed out "
-            "again, or comes back from swap. Keep less in memory, or give the job more."
-        )
-    return (
-        "The pipeline mostly waits for files, and the threads that read them for storage. Few large files are read "
-        f"faster than many small ones: {_BUILD} makes them, and DALIDataModule(DST) reads them too. Where the samples "
-        "are in an LMDB already, a faster disk helps, or smaller images (--image-size N), which are fewer bytes."
-    )

@@ -6,21 +6,14 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from lightning_gpuopt.diagnosis.causes.step import Candidate, per_step
+from lightning_gpuopt.diagnosis.causes.step import Candidate, finding_of, per_step
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.predict import speedup_without
-from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.ranks import RankWork
 
 _SLOWER_LOADER: Final = 1.3
 """A rank whose loader needs this much longer for a batch than the others' really has slower data; a rank that merely
 happens to wait in everybody's stead does not."""
-
-_OR_A_SLOWER_RANK: Final = (
-    " Only rank 0 was looked at: where another rank's forward is slower and has collectives in it, this is the wait "
-    "for that rank."
-)
 
 _MIB: Final = 1024 * 1024
 
@@ -41,9 +34,10 @@ def straggler(measurement: Measurement) -> Iterator[Candidate]:
     seconds = excess_s * waterfall.steps
     yield (
         waterfall.share(seconds),
-        lambda: Finding(
+        lambda: finding_of(
             "straggler",
-            waterfall.share(seconds),
+            seconds,
+            measurement,
             {
                 "rank": slowest.rank,
                 "kind": kind,
@@ -51,7 +45,6 @@ def straggler(measurement: Measurement) -> Iterator[Candidate]:
                 "ms_per_step_elsewhere": round(others_s * 1e3, 3),
             },
             CAUSES["straggler"].advice.format(rank=slowest.rank) + CAUSES["straggler"].cases[kind],
-            predicted_speedup=speedup_without(measurement, seconds),
         ),
     )
 
@@ -68,12 +61,12 @@ def communication(measurement: Measurement) -> Iterator[Candidate]:
     seconds = exposed_s * waterfall.steps
     yield (
         waterfall.share(seconds),
-        lambda: Finding(
+        lambda: finding_of(
             "communication",
-            waterfall.share(seconds),
+            seconds,
+            measurement,
             per_step(seconds, measurement) | {"exposed_ms_per_step": round(exposed_s * 1e3, 3)} | _sent(measurement),
-            _send_less(measurement) + (_OR_A_SLOWER_RANK if alone else ""),
-            predicted_speedup=speedup_without(measurement, seconds),
+            _send_less(measurement) + (CAUSES["communication"].cases["one_look"] if alone else ""),
         ),
     )
 

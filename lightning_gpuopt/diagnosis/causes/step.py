@@ -47,6 +47,23 @@ def per_step(seconds: float, measurement: Measurement) -> dict[str, float | str]
     return evidence | exposed_by(waterfall)
 
 
+def finding_of(
+    cause: str, seconds: float, measurement: Measurement, evidence: dict[str, float | str], advice: str = ""
+) -> Finding:
+    """A finding of so many seconds that steps would be shorter without.
+
+    Args:
+        cause: its name.
+        seconds: of the device's waiting, over all steps.
+        measurement: of the run.
+        evidence: the numbers behind it.
+        advice: what to do; by default what the table says.
+    """
+    gain = speedup_without(measurement, seconds)
+    share = measurement.waterfall.share(seconds)
+    return Finding(cause, share, evidence, advice or CAUSES[cause].advice, predicted_speedup=gain)
+
+
 def callbacks(measurement: Measurement) -> Iterator[Candidate]:
     """Each callback, and each module or data module by its hooks."""
     hooks_of: dict[str, dict[str, float]] = {}
@@ -118,14 +135,8 @@ def between_steps(measurement: Measurement) -> Iterator[Candidate]:
     """Validation by its wall time, and checkpoints."""
     waterfall = measurement.waterfall
     validation_s, checkpoint_s = waterfall.validation_s, waterfall.wait("checkpoint")
-    yield (
-        waterfall.share(validation_s),
-        lambda: _validation(measurement, validation_s),
-    )
-    yield (
-        waterfall.share(checkpoint_s),
-        lambda: _checkpoint(measurement, checkpoint_s),
-    )
+    yield waterfall.share(validation_s), lambda: _validation(measurement, validation_s)
+    yield waterfall.share(checkpoint_s), lambda: _checkpoint(measurement, checkpoint_s)
 
 
 def _validation(measurement: Measurement, seconds: float) -> Finding:
@@ -165,11 +176,11 @@ def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
     """The copy of batches to the device."""
     waterfall, pinned, ahead = measurement.waterfall, measurement.loader.pin_memory, measurement.ahead
     seconds = waterfall.wait("transfer")
-    gained_s = seconds
+    gained_s, cases = seconds, CAUSES["host_to_device"].cases
     settings: dict[str, Any] = {}
     evidence: dict[str, float | str] = {}
     if not waterfall.on_gpu:  # moving a batch to where it is already costs the walk through it
-        advice = "Walking through the batch to move it takes long: make batches of few large tensors, not many objects."
+        advice = cases["no_gpu"]
     else:
         evidence["pin_memory"] = str(bool(pinned))
         advice = CAUSES["host_to_device"].advice
@@ -177,25 +188,14 @@ def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
         if ahead is not None and ahead.copies:
             work_s = max((waterfall.step_s or 0.0) - seconds / max(waterfall.steps, 1), 0.0)
             too_long = ahead.copy_s / ahead.copies >= work_s
-            advice = "The GPU waits for the copy of batches, though CudaPrefetcher begins it as soon as it can: "
-            advice += (
-                "the copy takes longer than the rest of the step. Send smaller types (uint8, and normalise on the GPU)."
-                if too_long
-                else "the loader has them too late, or batches differ in size (depth=2 evens that out)."
-            )
+            advice = cases["ahead"] + cases["ahead_too_long" if too_long else "ahead_too_late"]
             evidence |= _per_copy(ahead)
         elif pinned:
-            advice += (
-                f"CudaPrefetcher() among the Trainer's callbacks copies the next batch during the step{with_workers}. "
-                "Smaller types (uint8, normalised on the GPU) make the copy itself shorter."
-            )
+            advice += cases["pinned"].format(with_workers=with_workers)
             # A copy can be hidden behind the rest of the step, no more: (S + C) / max(S, C).
             gained_s = max(min(seconds, (waterfall.step_s or 0.0) * waterfall.steps - seconds), 0.0)
         else:
-            advice += (
-                "CudaPrefetcher() among the Trainer's callbacks copies the next batch during the step, from "
-                f"page-locked memory{with_workers}. Without it, pin_memory=True makes the copy shorter."
-            )
+            advice += cases["not_pinned"].format(with_workers=with_workers)
             settings = {"pin_memory": True} if pinned is not None else {}
     yield (
         waterfall.share(seconds),
@@ -259,25 +259,14 @@ def _one_full_cpu(measurement: Measurement) -> bool:
 def _waits_for_memory(measurement: Measurement, waterfall: Waterfall) -> Finding:
     evidence = _inside_evidence(waterfall.launch_s, measurement)
     evidence["alloc_retries_per_step"] = round(_retries_a_step(measurement), 2)
-    return Finding(
-        "gpu_sync",
-        waterfall.share(waterfall.launch_s),
-        evidence | {"where": "torch's allocator of GPU memory"},
-        "torch's allocator finds no free block of GPU memory, gives memory back to the driver and asks again, which "
-        "waits for the GPU: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, keep the sizes of tensors the same "
-        "from step to step, or use a smaller batch.",
-        predicted_speedup=speedup_without(measurement, waterfall.launch_s),
-    )
+    evidence["where"] = "torch's allocator of GPU memory"
+    return finding_of("gpu_sync", waterfall.launch_s, measurement, evidence, CAUSES["gpu_sync"].cases["memory"])
 
 
 def _one_cpu(measurement: Measurement, waterfall: Waterfall) -> Finding:
-    return Finding(
-        "cpu_saturated",
-        waterfall.share(waterfall.launch_s),
-        _inside_evidence(waterfall.launch_s, measurement) | rounded(host_evidence(measurement)),
-        " ".join(["The host starts the GPU's work too slowly for want of CPUs.", *bound_to_one_cpu(measurement)]),
-        predicted_speedup=speedup_without(measurement, waterfall.launch_s),
-    )
+    evidence = _inside_evidence(waterfall.launch_s, measurement) | rounded(host_evidence(measurement))
+    advice = " ".join([CAUSES["cpu_saturated"].cases["step"], *bound_to_one_cpu(measurement)])
+    return finding_of("cpu_saturated", waterfall.launch_s, measurement, evidence, advice)
 
 
 def _inside_evidence(seconds: float, measurement: Measurement) -> dict[str, float | str]:
@@ -295,16 +284,11 @@ def _launch_bound(measurement: Measurement, waterfall: Waterfall) -> Finding:
     evidence = _inside_evidence(waterfall.launch_s, measurement)
     if memory_is_short(measurement):
         evidence |= rounded(host_evidence(measurement))
-        advice.append("The machine is short of memory, and what the host needs comes back from swap: keep less in it.")
+        advice.append(CAUSES["launch_bound"].cases["memory"])
     if bound_to_one_cpu(measurement):
         evidence["cpu_affinity"] = 1
-    return Finding(
-        "launch_bound",
-        waterfall.share(waterfall.launch_s),
-        evidence,
-        " ".join([*advice, *bound_to_one_cpu(measurement)]),
-        predicted_speedup=speedup_without(measurement, waterfall.launch_s),
-    )
+    advice += bound_to_one_cpu(measurement)
+    return finding_of("launch_bound", waterfall.launch_s, measurement, evidence, " ".join(advice))
 
 
 def _gpu_sync(measurement: Measurement, waterfall: Waterfall) -> Finding:
@@ -316,12 +300,8 @@ def _gpu_sync(measurement: Measurement, waterfall: Waterfall) -> Finding:
         if syncs.places:
             where = syncs.places[0][0]
             evidence["where"] = in_shares(syncs.places, syncs.count)
-    return Finding(
-        "gpu_sync",
-        waterfall.share(waterfall.sync_s),
-        evidence,
-        CAUSES["gpu_sync"].advice.format(where=where),
-        predicted_speedup=speedup_without(measurement, waterfall.sync_s),
+    return finding_of(
+        "gpu_sync", waterfall.sync_s, measurement, evidence, CAUSES["gpu_sync"].advice.format(where=where)
     )
 
 
@@ -331,17 +311,12 @@ def signal_broadcast(measurement: Measurement) -> Iterator[Candidate]:
     if waterfall.on_gpu:
         return
     seconds = waterfall.wait(SIGNAL_BROADCAST)
-    yield (
-        waterfall.share(seconds),
-        lambda: Finding(
-            "gpu_sync",
-            waterfall.share(seconds),
-            per_step(seconds, measurement) | {"where": hook_name(SIGNAL_BROADCAST)},
-            "Before every step Lightning broadcasts whether a signal told it to stop, and waits for the answer. No "
-            "setting switches it off; larger batches make it rarer.",
-            predicted_speedup=speedup_without(measurement, seconds),
-        ),
-    )
+    yield waterfall.share(seconds), lambda: _signal_broadcast(measurement, seconds)
+
+
+def _signal_broadcast(measurement: Measurement, seconds: float) -> Finding:
+    evidence = per_step(seconds, measurement) | {"where": hook_name(SIGNAL_BROADCAST)}
+    return finding_of("gpu_sync", seconds, measurement, evidence, CAUSES["gpu_sync"].cases["broadcast"])
 
 
 def gpu_throttled(measurement: Measurement) -> Iterator[Candidate]:

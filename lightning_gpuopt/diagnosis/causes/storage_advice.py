@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final
 
-from lightning_gpuopt.diagnosis.causes.table import CAUSES, STORAGE_CAUSES
+from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import speedup_of_cheaper_batches
 from lightning_gpuopt.measurements.loader_costs import Interval
@@ -46,7 +46,7 @@ def storage_advice(cause: str, measurement: Measurement) -> StorageAdvice:
         cause: of the loader's finding.
         measurement: of the run.
     """
-    if cause not in STORAGE_CAUSES or measurement.late_pipelines is not None:
+    if not CAUSES[cause].storage or measurement.late_pipelines is not None:
         return StorageAdvice()
     images = measurement.images
     if images is None:

@@ -21,6 +21,8 @@ class Cause:
         group: the part of a run that it lies in.
         in_user_code: whether Python code of the user's takes the time, so that its lines can be sampled.
         storage: whether storing or decoding the samples otherwise can take it away.
+        needs_cpus: whether another CPU would help.
+        doing: what the loader does meanwhile, where more workers take the cause away; else empty.
         cases: other advice, by the case that it is for.
     """
 
@@ -30,16 +32,21 @@ class Cause:
     group: Group = "run"
     in_user_code: bool = False
     storage: bool = False
+    needs_cpus: bool = False
+    doing: str = ""
     cases: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def docs(self) -> str:
-        """Where the documentation says more, from the root of the project."""
-        return f"docs/causes/{self.name}.md"
+    def in_loader_code(self) -> bool:
+        """Whether it lies in what the loader calls of the user's."""
+        return self.group == "loader" and self.in_user_code
 
 
 MEASURING: Final = frozenset(("AutoFix", "GpuUtilMonitor", "StallDetector", "WatchedRun"))
 """Callbacks of ours that measure a run, and change what they find."""
+
+OURS: Final = MEASURING | {"CudaPrefetcher", "NumWorkersFinder"}
+"""All callbacks of ours."""
 
 COMPUTE_BOUND: Final = Cause(
     "compute_bound", "Nothing holds the training up: the time goes into the steps' own work.", ""
@@ -59,6 +66,17 @@ _ALL: Final = (
         group="loader",
         in_user_code=True,
         storage=True,
+        needs_cpus=True,
+        doing="The training process loads the data itself",
+        cases={
+            "no_dataloader": "The loader works in the training process and is no DataLoader: let it prepare batches "
+            "ahead.",
+            "handing_over": "The training process loads the data itself, and worker processes would not be faster: "
+            "handing a batch over costs as much. Make fewer, larger batches, or read a batch at once (__getitems__), "
+            "as LMDBDataModule does.",
+            "no_cpus": "The training process loads the data itself, and no CPU is left for worker processes: they "
+            "would not be faster. Decode and transform less or cheaper, or give the job more CPUs.",
+        },
     ),
     Cause(
         "slow_storage",
@@ -68,9 +86,19 @@ _ALL: Final = (
         group="loader",
         in_user_code=True,
         storage=True,
+        doing="The workers mostly wait for storage",
         cases={
             "any_data": "Few large files are read faster than many small ones: lightning-gpuopt lmdb build SRC DST "
             "makes them, and LMDBDataModule reads them ahead.",
+            "memory": "The workers mostly wait, and the machine is short of memory: what they read is pushed out "
+            "again, or comes back from swap. Use fewer workers or a smaller prefetch_factor, keep less in memory, or "
+            "give the job more. LMDBDataModule reads from files that all workers share.",
+            "pipeline": "The pipeline mostly waits for files, and the threads that read them for storage. Few large "
+            "files are read faster than many small ones: {build} makes them, and DALIDataModule(DST) reads them too. "
+            "Where the samples are in an LMDB already, a faster disk helps, or smaller images (--image-size N), which "
+            "are fewer bytes.",
+            "pipeline_memory": "The pipeline mostly waits for files, and the machine is short of memory: what is read "
+            "is pushed out again, or comes back from swap. Keep less in memory, or give the job more.",
         },
     ),
     Cause(
@@ -79,7 +107,19 @@ _ALL: Final = (
         "The workers compute all the time and CPUs are free: num_workers={num_workers}.",
         group="loader",
         in_user_code=True,
-        cases={"pipeline": "The pipeline's CPU threads are the bottleneck. {more}{smaller}{gpu}."},
+        needs_cpus=True,
+        doing="The workers mostly compute",
+        cases={
+            "pipeline": "The pipeline's CPU threads are the bottleneck. {more}{smaller}{gpu}.",
+            "pipeline_threads": "The pipeline's CPU threads are the bottleneck, and CPUs are free: "
+            "DALIDataModule(num_threads={threads}){gpu}.",
+            "pipeline_files": "The pipeline waits for files, and the threads that read them compute for most of that "
+            "time: opening and reading single files costs them CPU. An LMDB costs less ({build}), and "
+            "DALIDataModule(DST) reads it too.",
+            "decode_engine": "The GPU's decoder is the bottleneck; the pipeline's CPU threads compute for {busy:.0%} "
+            "of the time. Try another hw_decoder_load, the share of the JPEG images that goes to the hardware decoder, "
+            "and a larger num_threads for those that the CPU helps to decode. {smaller}.",
+        },
     ),
     Cause(
         "cpu_saturated",
@@ -89,9 +129,13 @@ _ALL: Final = (
         group="loader",
         in_user_code=True,
         storage=True,
+        needs_cpus=True,
         cases={
             "any_data": 'Or store the data ready to use: of image files, LMDBDataModule(..., decode="tensor", '
             "crop_size=..., normalize=...) decodes only what is cropped, and normalises on the device.",
+            "others": "Other programs use about {others:.2g} of the {usable:g} CPUs, and the workers wait for them: "
+            "end those, or ask for CPUs of your own. More workers would not help.",
+            "step": "The host starts the GPU's work too slowly for want of CPUs.",
             "pipeline": "The pipeline's CPU threads use all the CPU there is: more of them would not help. "
             "{smaller}{gpu}.",
         },
@@ -125,6 +169,10 @@ _ALL: Final = (
         "leave padding and stacking to the device. LMDBDataModule gathers small records batch-wise without workers.",
         group="loader",
         in_user_code=True,
+        cases={
+            "no_workers": "A batch of these samples is made faster than a worker process can hand it over: load in the "
+            "training process (num_workers=0), or make larger batches.",
+        },
     ),
     Cause(
         "pin_memory",
@@ -138,6 +186,18 @@ _ALL: Final = (
         "The GPU does nothing else while batches are copied to it.",
         "The GPU does nothing else while batches are copied to it: ",
         group="transfer",
+        cases={
+            "pinned": "CudaPrefetcher() among the Trainer's callbacks copies the next batch during the step"
+            "{with_workers}. Smaller types (uint8, normalised on the GPU) make the copy itself shorter.",
+            "not_pinned": "CudaPrefetcher() among the Trainer's callbacks copies the next batch during the step, from "
+            "page-locked memory{with_workers}. Without it, pin_memory=True makes the copy shorter.",
+            "ahead": "The GPU waits for the copy of batches, though CudaPrefetcher begins it as soon as it can: ",
+            "ahead_too_long": "the copy takes longer than the rest of the step. Send smaller types (uint8, and "
+            "normalise on the GPU).",
+            "ahead_too_late": "the loader has them too late, or batches differ in size (depth=2 evens that out).",
+            "no_gpu": "Walking through the batch to move it takes long: make batches of few large tensors, not many "
+            "objects.",
+        },
     ),
     Cause(
         "gpu_sync",
@@ -145,6 +205,13 @@ _ALL: Final = (
         "The host waits for the GPU inside the step, at {where}, so the GPU waits for the host afterwards: leave out "
         ".item(), .cpu() and prints of tensors there, or do them every n steps.",
         group="step",
+        cases={
+            "memory": "torch's allocator finds no free block of GPU memory, gives memory back to the driver and asks "
+            "again, which waits for the GPU: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, keep the sizes of "
+            "tensors the same from step to step, or use a smaller batch.",
+            "broadcast": "Before every step Lightning broadcasts whether a signal told it to stop, and waits for the "
+            "answer. No setting switches it off; larger batches make it rarer.",
+        },
     ),
     Cause(
         "launch_bound",
@@ -152,6 +219,9 @@ _ALL: Final = (
         "The GPU finishes kernels faster than the host starts them: use larger batches, torch.compile "
         '(mode="reduce-overhead" uses CUDA graphs), and fused optimizers (fused=True).',
         group="step",
+        cases={
+            "memory": "The machine is short of memory, and what the host needs comes back from swap: keep less in it.",
+        },
     ),
     Cause(
         "callback",
@@ -204,6 +274,9 @@ _ALL: Final = (
         "The loader's workers are started again for every epoch.",
         "The workers are started again for every epoch: keep them with persistent_workers=True.",
         group="epoch",
+        cases={
+            "first_batch": "Most of the pause is the first batch itself: fewer, longer epochs make it rarer.",
+        },
     ),
     Cause(
         "straggler",
@@ -229,6 +302,10 @@ _ALL: Final = (
         "batches, accumulate_grad_batches), send less (bf16 gradient compression), and see that the ranks' links are "
         "fast.",
         group="ranks",
+        cases={
+            "one_look": " Only rank 0 was looked at: where another rank's forward is slower and has collectives in it, "
+            "this is the wait for that rank.",
+        },
     ),
     Cause(
         "slowdown",
@@ -241,6 +318,13 @@ _ALL: Final = (
         "torch.compile compiles again and again.",
         "torch.compile compiles again and again, and the step waits for it.",
         group="step",
+        cases={
+            "sizes": "Keep the sizes: drop_last=True, or pad to a few lengths (buckets); or compile for any size with "
+            "torch.compile(dynamic=True) or torch._dynamo.mark_dynamic(tensor, dim).",
+            "number": "A number changes from step to step: pass it as a tensor, or keep it out of what is compiled.",
+            "other": "Keep that the same from step to step, or take it out of what is compiled.",
+            "unknown": "TORCH_LOGS=recompiles says which function, and why.",
+        },
     ),
     Cause(
         "garbage_collection",
@@ -260,14 +344,9 @@ _ALL: Final = (
 CAUSES: Final = {cause.name: cause for cause in _ALL}
 """Every cause that is found, by name."""
 
-LOADER_CAUSES: Final = frozenset(each.name for each in _ALL if each.group == "loader" and each.in_user_code)
-"""Causes that lie in what the loader calls of the user's."""
-
-STORAGE_CAUSES: Final = frozenset(each.name for each in _ALL if each.storage)
-"""Causes that storing or decoding the samples otherwise can take away."""
+_VERDICTS: Final = {**CAUSES, COMPUTE_BOUND.name: COMPUTE_BOUND, UNKNOWN.name: UNKNOWN}
 
 
-def meaning_of(verdict: str) -> str:
-    """The sentence for a verdict; empty for one that is not known, as in a report of another version."""
-    cause = {each.name: each for each in (COMPUTE_BOUND, UNKNOWN)}.get(verdict) or CAUSES.get(verdict)
-    return cause.meaning if cause is not None else ""
+def cause_of(verdict: str) -> Cause:
+    """The row of a verdict or a finding; an empty one for what is not known, as in a report of another version."""
+    return _VERDICTS.get(verdict) or Cause(verdict, "", "")

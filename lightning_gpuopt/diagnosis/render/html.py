@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from lightning_gpuopt.diagnosis.causes.table import meaning_of
+from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.compare import Comparison, compare
 from lightning_gpuopt.diagnosis.record import RunRecord
 from lightning_gpuopt.diagnosis.render import wording
@@ -47,7 +47,7 @@ def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
         .get_template("page.html")
         .render(
             report=report,
-            meaning=meaning_of(report.verdict),
+            meaning=cause_of(report.verdict).meaning,
             comparison=comparison,
             comparison_rows=wording.comparison_rows(comparison) if comparison is not None else [],
             no_proof_line=wording.no_proof_line(comparison) if comparison is not None else None,

@@ -1,9 +1,8 @@
-"""A forecast as a table for the terminal, and as data for JSON."""
+"""A forecast as a table for the terminal."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -41,11 +40,6 @@ def render_forecast(forecast: Forecast, width: int = 80) -> str:
     for note in forecast.notes:
         console.print(Text(f"Note: {note}"))
     return text_of(console)
-
-
-def forecast_data(forecast: Forecast) -> dict[str, Any]:
-    """A forecast as plain data."""
-    return asdict(forecast)
 
 
 def _table(forecast: Forecast) -> Table:

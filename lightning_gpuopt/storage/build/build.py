@@ -20,13 +20,13 @@ from lightning_gpuopt.storage import durable
 from lightning_gpuopt.storage.build.fill import Job, Skipped, skip_file, skipped_samples
 from lightning_gpuopt.storage.build.plan import Plan, as_json, difference, plan_shards
 from lightning_gpuopt.storage.build.pool import build_shards
-from lightning_gpuopt.storage.build.staging import Staging, refuse_unfinished_beside
+from lightning_gpuopt.storage.build.staging import Staging, finished_dataset
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import SKIPPED, LMDBInfo, Manifest, Shard, staging_directory
 from lightning_gpuopt.storage.sources import Source, open_source
 from lightning_gpuopt.storage.sources.prepare import ImageOptions
 from lightning_gpuopt.storage.verify import wrong_files
-from lightning_gpuopt.utils.arguments import choice, refuse, whole_number
+from lightning_gpuopt.utils.arguments import choice, or_none, refuse, whole_number
 from lightning_gpuopt.utils.console_progress import ConsoleProgress
 
 _log = logging.getLogger(__name__)
@@ -170,11 +170,8 @@ def _finished(path: Path, plan: Plan, overwrite: bool) -> Manifest | None:
     """
     if overwrite:
         return None  # what the source holds may have changed under the same names
-    try:
-        manifest = Manifest.load(path)
-    except (FileNotFoundError, StorageError):  # nothing, or nothing of use
+    if (manifest := finished_dataset(path)) is None:
         return None
-    refuse_unfinished_beside(path)
     if wrong := wrong_files(path, manifest):
         raise StorageError(f"{wrong[0]}; give overwrite=True to build the dataset again")
     how = manifest.source
@@ -193,12 +190,10 @@ def _finished(path: Path, plan: Plan, overwrite: bool) -> Manifest | None:
 
 def _check_arguments(num_proc: Any, part: Any, image_size: Any, image_quality: Any, shuffle_seed: Any) -> None:
     whole_number("num_proc", num_proc, "a number of processes", least=1)
-    if image_size is not None:
-        whole_number("image_size", image_size, "a number of pixels", least=1, or_none=True)
+    or_none(whole_number, "image_size", image_size, "a number of pixels", least=1)
     if whole_number("image_quality", image_quality, "a JPEG quality up to 95", least=1) > 95:
         refuse("image_quality", "a JPEG quality from 1 to 95", image_quality)
-    if shuffle_seed is not None:
-        whole_number("shuffle_seed", shuffle_seed, "a seed", least=0, or_none=True)
+    or_none(whole_number, "shuffle_seed", shuffle_seed, "a seed", least=0)
     if part is None:
         return
     whole = isinstance(part, Sequence) and len(part) == 2 and all(isinstance(number, Integral) for number in part)

@@ -191,15 +191,20 @@ class Staging:
             return
 
 
-def refuse_unfinished_beside(path: str | os.PathLike[str]) -> None:
-    """Refuse to go on with a finished dataset, where an unfinished build that is to replace it lies beside it.
+def finished_dataset(path: Path) -> Manifest | None:
+    """The dataset that is finished at a path; None where there is none, or nothing of use.
 
     Raises:
-        FileExistsError: There is such a build.
+        FileExistsError: An unfinished build that is to replace it lies beside it.
     """
+    try:
+        manifest = Manifest.load(path)
+    except (FileNotFoundError, StorageError):
+        return None
     beside = staging_directory(path)
     if read_plan(beside) is not None:
         raise FileExistsError(
             f"{os.fspath(path)}: the dataset there is finished, and an unfinished build that is to replace it lies "
             f"beside it ({beside}); give overwrite=True and resume=True to go on with that, or remove it"
         )
+    return manifest

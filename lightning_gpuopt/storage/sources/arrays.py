@@ -11,7 +11,7 @@ import numpy as np
 from numpy.lib import format as npy_format
 
 from lightning_gpuopt.storage.errors import DamagedError
-from lightning_gpuopt.storage.sources.base import PerProcess, Source
+from lightning_gpuopt.storage.sources.base import PerProcess, RowSource
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -44,7 +44,7 @@ class _Header:
         self.data_offset = stream.tell()
 
 
-class NumpySource(Source):
+class NumpySource(RowSource):
     """A sample is a row; for a .npz of several arrays a dict of their rows.
 
     Rows of a .npy file are read one by one. The arrays of a .npz file are loaded as wholes, in each process that
@@ -99,13 +99,6 @@ class NumpySource(Source):
     def _open(self) -> IO[bytes]:
         return open(self.path, "rb", buffering=0)
 
-    def __len__(self) -> int:
-        return self._length
-
-    def name(self, index: int) -> str:
-        """The row."""
-        return f"row {index}"
-
     def read(self, index: int) -> Any:
         """The row, or one of each array."""
         if not self._is_npz and not (header := self._headers[""]).fortran:
@@ -129,9 +122,7 @@ class NumpySource(Source):
 
     def fingerprint(self) -> dict[str, Any]:
         """Shapes, dtypes and the file's size."""
-        return {
-            "kind": self.kind,
-            "num_samples": len(self),
+        return super().fingerprint() | {
             "file_bytes": os.path.getsize(self.path),
             "arrays": {name: [list(header.shape), str(header.dtype)] for name, header in self._headers.items()},
         }

@@ -100,7 +100,7 @@ class DatasetSource(Source):
 
     def fingerprint(self) -> dict[str, Any]:
         """Type and length; nobody can look inside."""
-        return {"kind": self.kind, "num_samples": len(self), "type": self.path}
+        return super().fingerprint() | {"type": self.path}
 
 
 class FilesSource(Source):
@@ -134,7 +134,7 @@ class FilesSource(Source):
         """Names of the files, folders above their own left out, and the labels."""
         tails = (os.fsencode(os.sep.join(self._files[i].split(os.sep)[-2:])) + b"\0" for i in range(len(self)))
         labels = digest([self._labels.tobytes()])
-        return {"kind": self.kind, "num_samples": len(self), "names": digest(tails), "labels": labels}
+        return super().fingerprint() | {"names": digest(tails), "labels": labels}
 
 
 def _gives_files(dataset: Any) -> bool:
@@ -203,11 +203,7 @@ class SubsetSource(Source):
 
     def fingerprint(self) -> dict[str, Any]:
         """The whole source's, and which samples."""
-        return {
-            **self._source.fingerprint(),
-            "num_samples": len(self),
-            "subset": digest([self._indices.tobytes()]),
-        }
+        return self._source.fingerprint() | {"num_samples": len(self), "subset": digest([self._indices.tobytes()])}
 
     def close(self) -> None:
         """Close the whole source."""
@@ -268,4 +264,4 @@ class OwnSource(Source):
 
     def fingerprint(self) -> dict[str, Any]:
         """Its manifest."""
-        return {"kind": self.kind, "num_samples": len(self), "manifest": digest([self._manifest.to_json().encode()])}
+        return super().fingerprint() | {"manifest": digest([self._manifest.to_json().encode()])}

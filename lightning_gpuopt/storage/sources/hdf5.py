@@ -11,7 +11,7 @@ from lightning_gpuopt.images.checks import BadImage, looks_like_image
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.sources.arrays import same_length
-from lightning_gpuopt.storage.sources.base import PART_BYTES, PerProcess, Source, missing_extra
+from lightning_gpuopt.storage.sources.base import PART_BYTES, PerProcess, RowSource, missing_extra
 from lightning_gpuopt.storage.sources.kinds import with_kinds
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class _Column:
         return {**self.__dict__, "_block": None}
 
 
-class HDF5Source(Source):
+class HDF5Source(RowSource):
     """All datasets of a file, whatever groups they are in."""
 
     kind = "hdf5"
@@ -93,13 +93,6 @@ class HDF5Source(Source):
 
         return h5py.File(self.path, "r", rdcc_nbytes=_CHUNK_CACHE_BYTES)
 
-    def __len__(self) -> int:
-        return self._length
-
-    def name(self, index: int) -> str:
-        """The row."""
-        return f"row {index}"
-
     def read(self, index: int) -> Any:
         """The row, or one of each dataset."""
         try:
@@ -117,9 +110,7 @@ class HDF5Source(Source):
 
     def fingerprint(self) -> dict[str, Any]:
         """Shapes, dtypes and the file's size."""
-        return {
-            "kind": self.kind,
-            "num_samples": len(self),
+        return super().fingerprint() | {
             "file_bytes": os.path.getsize(self.path),
             "datasets": {column.name: [list(column.shape), str(column.dtype)] for column in self._columns},
         }

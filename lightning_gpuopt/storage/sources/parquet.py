@@ -13,7 +13,7 @@ import numpy as np
 from lightning_gpuopt.images.checks import BadImage, looks_like_image
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
-from lightning_gpuopt.storage.sources.base import PART_BYTES, PerProcess, Source, digest, missing_extra
+from lightning_gpuopt.storage.sources.base import PART_BYTES, PerProcess, RowSource, digest, missing_extra
 from lightning_gpuopt.storage.sources.kinds import with_kinds
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _PROBED: Final = 16
 Convert = Callable[["pa.Scalar[Any]"], Any]
 
 
-class ParquetSource(Source):
+class ParquetSource(RowSource):
     """Rows of one or several files of the same columns. Read in ascending order, a batch of rows is in memory."""
 
     kind = "parquet"
@@ -101,17 +101,10 @@ class ParquetSource(Source):
         with self._open(file) as opened:
             yield from opened.iter_batches(batch_size=self._batch_rows, row_groups=[group], use_threads=False)
 
-    def locate(self, index: int) -> tuple[int, int, int, int]:
+    def position(self, index: int) -> tuple[int, int, int, int]:
         """A row's file, row group, the group's number among all, and the row within it."""
         at = bisect_right(self._group_starts, index) - 1
         return *self._groups[at], at, index - self._group_starts[at]
-
-    def __len__(self) -> int:
-        return self._length
-
-    def name(self, index: int) -> str:
-        """The row."""
-        return f"row {index}"
 
     def read(self, index: int) -> Any:
         """The row as a dict."""
@@ -136,9 +129,7 @@ class ParquetSource(Source):
 
     def fingerprint(self) -> dict[str, Any]:
         """Columns, row groups and the files' sizes."""
-        return {
-            "kind": self.kind,
-            "num_samples": len(self),
+        return super().fingerprint() | {
             "file_bytes": [os.path.getsize(path) for path in self._paths],
             "columns": digest([self._schema.encode()]),
         }
@@ -156,7 +147,7 @@ class _Reader:
 
     def find(self, index: int) -> tuple[pa.RecordBatch, int]:
         """The batch with that row, and where in it the row is."""
-        file, group, at, row = self._source.locate(index)
+        file, group, at, row = self._source.position(index)
         if at != self._group or row < self._first or self._batch is None:
             self._batches = self._source.batches(file, group)
             self._batch, self._group, self._first = next(self._batches), at, 0

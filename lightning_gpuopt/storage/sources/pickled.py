@@ -90,9 +90,7 @@ class ForeignSource(Source):
 
     def fingerprint(self) -> dict[str, Any]:
         """The keys and the bytes of all values."""
-        return {
-            "kind": self.kind,
-            "num_samples": len(self),
+        return super().fingerprint() | {
             "keys": digest([self._blob, self._ends.tobytes()]),
             "file_bytes": os.path.getsize(_file(self.path)),
         }

@@ -153,9 +153,7 @@ class TarSource(Source):
 
     def fingerprint(self) -> dict[str, Any]:
         """Names of tars and keys, and where everything lies."""
-        return {
-            "kind": self.kind,
-            "num_samples": len(self),
+        return super().fingerprint() | {
             "num_tars": len(self._paths),
             "names": self._keys.digest() + digest(os.fsencode(os.path.basename(path)) for path in self._paths),
             "members": digest([self._offsets.tobytes(), self._sizes.tobytes()]),

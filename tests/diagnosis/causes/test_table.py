@@ -16,14 +16,7 @@ import lightning_gpuopt.diagnosis
 from evaluation.catalogue import FAULTS
 from evaluation.gpu_catalogue import GPU_FAULTS
 from lightning_gpuopt.diagnosis.causes.loader import data_finding
-from lightning_gpuopt.diagnosis.causes.table import (
-    CAUSES,
-    COMPUTE_BOUND,
-    LOADER_CAUSES,
-    STORAGE_CAUSES,
-    UNKNOWN,
-    meaning_of,
-)
+from lightning_gpuopt.diagnosis.causes.table import CAUSES, COMPUTE_BOUND, UNKNOWN, cause_of
 from lightning_gpuopt.measurements.loading import QueueTimes
 from tests.diagnosis.numbers import TWO_WORKERS, host, measurement, times, workers
 
@@ -78,8 +71,7 @@ def test_every_cause_has_a_meaning_an_advice_and_a_page_in_the_docs(name: str) -
     assert cause.name == name
     assert cause.meaning.endswith(".")
     assert cause.advice
-    assert cause.docs == f"docs/causes/{name}.md"
-    page = ROOT / cause.docs
+    page = PAGES / f"{name}.md"
     assert prose(page).startswith(f"# {name}\n\n")
     assert headings(page) == HEADINGS
     assert f"\n1. {name}: " in page.read_text(encoding="utf-8"), "an excerpt of the report"
@@ -143,10 +135,10 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
 
 
 def test_every_verdict_has_a_sentence() -> None:
-    assert meaning_of("compute_bound") == COMPUTE_BOUND.meaning
-    assert meaning_of("unknown") == UNKNOWN.meaning
-    assert meaning_of("slow_storage") == CAUSES["slow_storage"].meaning
-    assert meaning_of("of another version") == ""
+    assert cause_of("compute_bound").meaning == COMPUTE_BOUND.meaning
+    assert cause_of("unknown").meaning == UNKNOWN.meaning
+    assert cause_of("slow_storage").meaning == CAUSES["slow_storage"].meaning
+    assert cause_of("of another version").meaning == ""
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/stall-detector.md"])
@@ -161,13 +153,17 @@ def test_every_cause_is_in_the_faults_that_verdicts_are_graded_by() -> None:
 
 
 def test_rows_say_what_the_rules_ask() -> None:
-    assert {name for name, row in CAUSES.items() if row.storage} == STORAGE_CAUSES
-    assert (
-        STORAGE_CAUSES
-        < LOADER_CAUSES
-        == {
-            *("main_process_loading", "slow_storage", "slow_transform", "cpu_saturated", "cpu_throttled"),
-            *("head_of_line", "worker_transfer"),
-        }
-    )
-    assert {name for name, row in CAUSES.items() if row.in_user_code} - LOADER_CAUSES == {"callback", "logging"}
+    of_loader = {name for name, row in CAUSES.items() if row.in_loader_code}
+    assert of_loader == {
+        *("main_process_loading", "slow_storage", "slow_transform", "cpu_saturated", "cpu_throttled"),
+        *("head_of_line", "worker_transfer"),
+    }
+    assert {name for name, row in CAUSES.items() if row.in_user_code} - of_loader == {"callback", "logging"}
+    assert {name for name, row in CAUSES.items() if row.storage} == {
+        *("main_process_loading", "slow_storage", "cpu_saturated"),
+    }
+    assert {name for name, row in CAUSES.items() if row.needs_cpus} == {
+        *("main_process_loading", "slow_transform", "cpu_saturated"),
+    }
+    for row in CAUSES.values():
+        assert bool(row.doing) == ("{num_workers}" in row.advice)

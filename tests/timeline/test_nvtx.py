@@ -1,41 +1,14 @@
-"""Traces for Perfetto, ranges for Nsight."""
+"""Ranges for Nsight."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_gpuopt.timeline.nvtx import NvtxRanges
 from lightning_gpuopt.timeline.phases import Timeline
-from lightning_gpuopt.timeline.trace import NvtxRanges, TraceCapture
-
-
-def test_the_steps_asked_for_are_recorded_once(tmp_path: Path) -> None:
-    capture = TraceCapture(tmp_path / "new" / "trace.json.gz", steps=3)
-    assert capture.step_done()
-    capture.begin()
-    for step in range(3):
-        torch.ones(4).cumsum(0)
-        assert capture.step_done() is (step == 2)
-    torch.ones(4).cumprod(0)
-    assert capture.step_done()
-    events = json.loads(gzip.decompress((tmp_path / "new" / "trace.json.gz").read_bytes()))["traceEvents"]
-    names = [event.get("name") for event in events]
-    assert names.count("aten::cumsum") == 3
-    assert "aten::cumprod" not in names
-
-
-def test_an_early_end_writes_what_there_is(tmp_path: Path) -> None:
-    capture = TraceCapture(tmp_path / "trace.json")
-    capture.begin()
-    torch.ones(4).cumsum(0)
-    capture.end()
-    capture.end()
-    assert "aten::cumsum" in (tmp_path / "trace.json").read_text()
 
 
 class Ranges:
