@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,6 +47,12 @@ _NO_LIMIT: Final = 1 << 60
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
+BY_NAME: Final = (
+    "each tensor on its way is an open file, and this process may open no more: put "
+    "torch.multiprocessing.set_sharing_strategy('file_system') at the beginning of the program, or raise `ulimit -n`"
+)
+"""What helps where descriptors run out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cap:
@@ -55,10 +61,15 @@ class Cap:
     Attributes:
         num_workers: the number, at least 1.
         limited_by: the resource that sets it.
+        remedy: what would leave room for more; empty where nothing simple does.
     """
 
     num_workers: int
     limited_by: LimitedBy
+    remedy: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"limited by {self.limited_by}" + f" ({self.remedy})" * bool(self.remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,23 +124,24 @@ def worker_cap(
         keep: of workers that run already: how many may stay. Only what is really short counts then, and no reserve.
     """
     most = max_num_workers if max_num_workers is not None else most_workers(room.cpus / local_world_size)
-    caps: list[tuple[int, LimitedBy]] = [(_ANY_NUMBER if keep else most, "max_num_workers")]
+    caps = [Cap(_ANY_NUMBER if keep else most, "max_num_workers")]
     of_memory, of_shared = (_PART_TO_KEEP,) * 2 if keep else (_PART_OF_MEMORY, _PART_OF_SHARED_MEMORY)
     if room.memory_bytes is not None and worker_bytes:
         each = worker_bytes + prefetch_factor * (batch_bytes or 0.0)
-        caps.append((int(of_memory * room.memory_bytes / local_world_size / each), "memory"))
+        caps.append(Cap(int(of_memory * room.memory_bytes / local_world_size / each), "memory"))
     if room.shared_memory_bytes is not None and batch_bytes:
         fits = of_shared * room.shared_memory_bytes / local_world_size / batch_bytes
         # one more batch is with the consumer
-        caps.append((int((fits - 1) / prefetch_factor), "shared_memory"))
+        caps.append(Cap(int((fits - 1) / prefetch_factor), "shared_memory"))
     if room.files is not None:
         none, one = (files_wanted(count, prefetch_factor, batch_tensors) for count in (0, 1))
-        caps.append(((room.files - (0 if keep else none)) // (one - none), "shared_memory"))
+        remedy = BY_NAME if batch_tensors else ""
+        caps.append(Cap((room.files - (0 if keep else none)) // (one - none), "shared_memory", remedy))
     if room.processes is not None:
         left = room.processes // local_world_size - (0 if keep else _THREADS_FOR_OTHERS)
-        caps.append((left // THREADS_OF_A_WORKER, "max_num_workers"))
-    number, limited_by = min(caps, key=lambda cap: cap[0])
-    return Cap(max(number, 1), limited_by)
+        caps.append(Cap(left // THREADS_OF_A_WORKER, "max_num_workers"))
+    least = min(caps, key=lambda cap: cap.num_workers)
+    return replace(least, num_workers=max(least.num_workers, 1))
 
 
 def files_wanted(workers: int, prefetch_factor: int, batch_tensors: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_gpuopt.tuning.caps import Cap
-from lightning_gpuopt.tuning.model import LoaderModel
+from lightning_gpuopt.tuning.model import LoaderModel, next_workers
 from lightning_gpuopt.tuning.workers import LimitedBy, Trial
 
 _MIN_WINDOW: Final = 6
@@ -173,14 +173,12 @@ class LivePolicy:
         if count >= most:
             self.limited_by = reason if count == ceiling else cap.limited_by
             return count
-        needed = model.workers_needed(most)
         if (model.cpu_s + model.consumer_cpu_s) / seen.step_s > _ALL_CPUS * self._cpus:
             self.limited_by = "cpu"
             return count
-        if needed > count:
-            self.limited_by = cap.limited_by if needed == cap.num_workers else "consumer"
-            return needed
-        return min(count + max(count // 2, 1), most)  # uneven batches: more of them ahead
+        needed = next_workers(model, count, most)
+        self.limited_by = cap.limited_by if needed == cap.num_workers else "consumer"
+        return needed
 
     def _fewer(self, seen: LoaderStats) -> int:
         """How many workers suffice for a consumer that does not wait; the current number unless clearly fewer do."""

@@ -223,7 +223,7 @@ class ManagedLoader:
             raise CannotChange(f"training fetches from its {running.unknown}")
         cap = running.cap()
         if cap.num_workers <= loader.num_workers < workers:
-            raise CannotChange(f"there is no room for more workers, limited by {cap.limited_by}")
+            raise CannotChange(f"there is no room for more workers, {cap}")
         before = loader.num_workers
         running.apply(min(workers, cap.num_workers))
         if running.no_more is not None:
@@ -273,7 +273,7 @@ class ManagedLoader:
             return None
         running.policy.limited_by = cap.limited_by
         running.apply(cap.num_workers)
-        return LostWorkers("room", f"for more workers there is no room any longer, limited by {cap.limited_by}")
+        return LostWorkers("room", f"for more workers there is no room any longer, {cap}")
 
     # -- iterators
 

@@ -96,6 +96,20 @@ class LoaderModel:
         return limit
 
 
+def next_workers(model: LoaderModel, now: int, most: int) -> int:
+    """The number of workers to have next, where a consumer waits for the ones that there are.
+
+    The one rule for what is advised after a run, and what is tried while it runs.
+
+    Args:
+        model: what a batch costs.
+        now: their number.
+        most: not more than so many.
+    """
+    needed = model.workers_needed(most)
+    return needed if needed > now else min(now + max(now // 2, 1), most)  # uneven batches: more of them ahead
+
+
 def most_workers(cpus: float) -> int:
     """Most workers that are ever advised."""
     return max(1, int(min(_MAX_WORKERS, _MAX_WORKERS_PER_CPU * cpus)))

@@ -14,7 +14,7 @@ from lightning_gpuopt.diagnosis.waterfall import Waterfall
 from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loading import QueueTimes
 from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
-from lightning_gpuopt.tuning.model import HEADROOM_LEFT, most_workers, prefetch_needed
+from lightning_gpuopt.tuning.model import HEADROOM_LEFT, most_workers, next_workers, prefetch_needed
 
 _BUSY: Final = 0.6
 """Workers that make batches for less than this share of their time are not the bottleneck; what follows them is."""
@@ -222,7 +222,7 @@ def _workers_needed(cause: str, measurement: Measurement) -> int:
         if cpu_share:
             most = min(most, now + math.ceil(host.free_cpus / cpu_share))
     if model is not None:
-        return max(now + 1, model.workers_needed(max(most, now + 1)))
+        return next_workers(model, now, max(most, now + 1))
     waterfall = measurement.waterfall
     wait_s = waterfall.wait("data_wait") / waterfall.steps
     consumer_s = without_data_s(measurement)
