@@ -140,6 +140,7 @@ def test_who_comes_after_a_thread_was_left_hanging_is_read_on_another(simulator,
 # ---- calls that are slow ----
 
 
+@pytest.mark.timed
 def test_a_stop_while_devices_are_listed_lets_no_more_than_a_few_slow_calls_pass(simulator, start):
     simulator.machine(Gpu(), Gpu(), slow("*", 300))
     sampler = start("utilization", "sm_activity", "memory_used_mib", "power_w")
@@ -150,6 +151,7 @@ def test_a_stop_while_devices_are_listed_lets_no_more_than_a_few_slow_calls_pass
     assert reading_calls(simulator) <= before + 2, "of the 11 that the list still needed"
 
 
+@pytest.mark.timed
 def test_a_stop_within_a_reading_lets_no_more_than_a_few_slow_calls_pass(simulator, start):
     simulator.machine(Gpu(), Gpu())
     sampler = start("utilization", "sm_activity", "memory_used_mib", "power_w", "temperature_c", interval_s=0.5)
@@ -162,6 +164,7 @@ def test_a_stop_within_a_reading_lets_no_more_than_a_few_slow_calls_pass(simulat
     assert reading_calls(simulator) <= before + 1, "of the 12 of a reading"
 
 
+@pytest.mark.timed
 def test_a_stop_does_not_wait_for_the_slow_calls_of_another(simulator, start):
     simulator.machine(Gpu(), Gpu())
     first, second = start("utilization"), start("power_w", "temperature_c", "memory_used_mib", interval_s=0.2)
@@ -174,6 +177,7 @@ def test_a_stop_does_not_wait_for_the_slow_calls_of_another(simulator, start):
     assert simulator.calls() <= before + 2, "of the 6 of the other's reading"
 
 
+@pytest.mark.timed
 def test_set_up_and_end_let_no_more_slow_calls_pass_than_three_seconds_have(simulator, start):
     simulator.machine(Gpu(), Gpu(), slow("*", 300))
     monitor, watch = start("utilization", "sm_activity"), start("utilization", "slowed_percent")

@@ -69,6 +69,7 @@ def test_only_the_worker_that_was_asked_samples_itself(method: str) -> None:
     assert next(each for each in batches if each[0][1] == first[1])[0][0] == 0
 
 
+@pytest.mark.timed
 def test_it_stops_when_nobody_asks_any_more() -> None:
     batches, _, stacks = watched(num_workers=1)
     stacks.ask(0)

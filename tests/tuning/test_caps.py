@@ -232,7 +232,7 @@ def test_a_processs_memory_is_read(tmp_path: Path) -> None:
 
 def test_where_descriptors_run_out_the_other_sharing_strategy_is_advised() -> None:
     cap = worker_cap(Room(4.0, files=200), batch_tensors=20)
-    assert cap == Cap(1, "shared_memory")
+    assert cap == Cap(2, "shared_memory")
     assert "torch.multiprocessing.set_sharing_strategy('file_system')" in str(cap)
     assert str(worker_cap(Room(4.0, files=200))) == "limited by max_num_workers"
     assert str(worker_cap(Room(4.0, shared_memory_bytes=100), batch_bytes=50.0)) == "limited by shared_memory"

@@ -180,6 +180,7 @@ def test_a_dataset_that_gives_nothing_takes_no_longer_than_the_budget() -> None:
     assert result.predicted_batches_per_s is None
 
 
+@pytest.mark.timed
 def test_a_worker_that_gets_stuck_ends_the_trial_and_what_was_seen_counts() -> None:
     result = find_num_workers(DataLoader(Stuck(), 4), max_seconds=2, max_num_workers=1)
     assert (result.num_workers, len(result.trials)) == (1, 1)
