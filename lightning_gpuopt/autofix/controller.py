@@ -8,6 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any, Final
 
+from lightning_gpuopt.autofix.loader import AdjustableLoader
 from lightning_gpuopt.autofix.policy import (
     MIN_BEFORE,
     Fix,
@@ -18,7 +19,6 @@ from lightning_gpuopt.autofix.policy import (
     workers_worth_starting,
 )
 from lightning_gpuopt.autofix.run_length import RunLength
-from lightning_gpuopt.autofix.settings import AutoFixSettings
 from lightning_gpuopt.autofix.trial import ChangeTrial, Evidence, KeptChange
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Change, Finding
@@ -43,7 +43,7 @@ class AutoFixController:
     """Listens to the detector of one ``fit``, changes one setting at a time, and compares the windows before and after.
 
     Args:
-        settings: the settings that can be changed.
+        loader: the training loader, whose settings can be changed.
         fixes: names of the settings that may be changed.
         run_length: returns what is left of the run.
         notify: reports to the user what is tried, and the result.
@@ -58,7 +58,7 @@ class AutoFixController:
 
     def __init__(
         self,
-        settings: AutoFixSettings,
+        loader: AdjustableLoader,
         fixes: Sequence[Fix],
         *,
         run_length: Callable[[], RunLength],
@@ -67,7 +67,7 @@ class AutoFixController:
         rank: int,
         cpus: float,
     ) -> None:
-        self._settings = settings
+        self._loader = loader
         self._fixes = fixes
         self._run_length = run_length
         self._notify = notify
@@ -99,21 +99,21 @@ class AutoFixController:
         self, window: Measurement, findings: list[Finding], loader: LoaderFacts, set_ups: tuple[float, int]
     ) -> bool:
         """Act on a window; True where the detector has to start its measurements anew."""
-        awake = self._settings.now("device_prefetch")
+        awake = self._loader.now("device_prefetch")
         with self._guard:
             self._act(window, findings, loader, set_ups)
-        return bool(self._settings.now("device_prefetch")) and not awake and not self._rank
+        return bool(self._loader.now("device_prefetch")) and not awake and not self._rank
 
     def _act(
         self, window: Measurement, findings: list[Finding], loader: LoaderFacts, set_ups: tuple[float, int]
     ) -> None:
-        workers = self._settings.now("num_workers")
-        problem = self._settings.loader.step_done()
+        workers = self._loader.now("num_workers")
+        problem = self._loader.step_done()
         if self._rank:
             return
         step_s = window.waterfall.step_s
         setup_s, epochs = set_ups
-        self._evidence.note_set_ups(setup_s - self._settings.loader.looked_s, epochs)  # checked once
+        self._evidence.note_set_ups(setup_s - self._loader.looked_s, epochs)  # checked once
         if step_s is None:
             return
         trial = self._trial
@@ -128,7 +128,7 @@ class AutoFixController:
             self._go_on(trial, step_s)
             if trial.waits:
                 self._evidence.before.append(step_s)
-        if self._trial is None and len(self._evidence.before) >= MIN_BEFORE and self._settings.loader.is_settled:
+        if self._trial is None and len(self._evidence.before) >= MIN_BEFORE and self._loader.is_settled:
             self._look_for_more(window, findings, loader)
 
     def _note_problem(self, trial: ChangeTrial | None, workers: int, problem: str) -> None:
@@ -139,7 +139,7 @@ class AutoFixController:
         if trial is not None:
             self._take_back(trial, INTERRUPTED)
         self._evidence.before.clear()
-        now = self._settings.now("num_workers")
+        now = self._loader.now("num_workers")
         if now != workers:
             self.changes.append(Change("num_workers", workers, now, kept=True, why=problem))
         else:
@@ -156,10 +156,10 @@ class AutoFixController:
     def _try(self, wanted: Wanted, loader: LoaderFacts) -> bool:
         """Begin a change; False where the setting cannot be changed and the change is only advised."""
         setting, value = wanted.setting, wanted.value
-        before = self._settings.now(setting)
+        before = self._loader.now(setting)
         if before is None:  # several loaders: the value of the one that the finding is about
             before = getattr(loader, setting, None)
-        not_forked = setting == "num_workers" and bool(before) and self._settings.loader.starts_slowly
+        not_forked = setting == "num_workers" and bool(before) and self._loader.starts_slowly
         worth = self._worth_starting(wanted, before) if not_forked and value > before else value
         if worth is not None and worth != value:
             value, wanted = worth, replace(wanted, value=worth, predicted=None)
@@ -167,14 +167,14 @@ class AutoFixController:
         try:
             if worth is None:
                 raise CannotChange(COSTS_MORE)
-            there = self._settings.change(setting, value)
+            there = self._loader.change(setting, value)
         except CannotChange as reason:
             self._failed.add(setting)
             self._conclude(len(self.changes) - 1, why=str(reason))
             return False
         self._send("change", setting, value)
-        if setting == "num_workers" and there and self._settings.now(setting) != value:  # no room for all
-            self.changes[-1] = replace(self.changes[-1], to=self._settings.now(setting), predicted=None)
+        if setting == "num_workers" and there and self._loader.now(setting) != value:  # no room for all
+            self.changes[-1] = replace(self.changes[-1], to=self._loader.now(setting), predicted=None)
         self._before_change.setdefault(setting, before)
         trial = self._trial = ChangeTrial(
             wanted,
@@ -182,7 +182,7 @@ class AutoFixController:
             waits=not there,
             set_ups_before=len(self._evidence.set_ups),
             epochs_left=self._run_length().epochs_left + 1,
-            persisted=bool(self._settings.now("persistent_workers")),
+            persisted=bool(self._loader.now("persistent_workers")),
         )
         if not_forked and not there and not trial.persisted:
             self._persist_as_well(trial)
@@ -207,7 +207,7 @@ class AutoFixController:
             steps=length.steps,
             epochs_left=length.epochs_left,
             cpus=self._cpus,
-            persist=bool(self._settings.now("persistent_workers")),
+            persist=bool(self._loader.now("persistent_workers")),
         )
 
     def _persist_as_well(self, trial: ChangeTrial) -> None:
@@ -215,7 +215,7 @@ class AutoFixController:
         if "persistent_workers" not in self._fixes or "persistent_workers" in self._failed:
             return
         try:
-            self._settings.change("persistent_workers", True)
+            self._loader.change("persistent_workers", True)
         except CannotChange as reason:
             log.debug("workers cannot persist: %s", reason)
             return
@@ -226,12 +226,12 @@ class AutoFixController:
 
     def _go_on(self, trial: ChangeTrial, step_s: float) -> None:
         """A window has ended while a change is tried."""
-        setting, refused = trial.wanted.setting, self._settings.loader.refused
+        setting, refused = trial.wanted.setting, self._loader.refused
         if setting in refused:
             self._give_up(trial, refused.pop(setting))
             return
         if trial.waits:
-            if self._settings.is_waiting(setting):
+            if self._loader.is_waiting(setting):
                 return
             trial.waits, trial.set_ups_before = False, len(self._evidence.set_ups)
             trial.epochs_left = self._run_length().epochs_left + 1
@@ -260,7 +260,7 @@ class AutoFixController:
         setting = trial.wanted.setting
         self._failed.add(setting)
         step_s = fmean(evidence.before)
-        self._settings.take_back(setting, kept.before)
+        self._loader.take_back(setting, kept.before)
         self._send("change", setting, kept.before)
         evidence.before.clear()
         for each in kept.trials:
@@ -277,7 +277,7 @@ class AutoFixController:
         setting = trial.wanted.setting
         before = self._before_change.pop(setting, None)
         self._send("keep", setting, None)
-        drawn = DRAWS if setting == "num_workers" and self._settings.loader.draws else ""
+        drawn = DRAWS if setting == "num_workers" and self._loader.draws else ""
         self._conclude(trial.index, measured=self._measured(trial), kept=True, why=drawn)
         if trial.with_persistence is not None:
             self._before_change.pop("persistent_workers", None)
@@ -306,7 +306,7 @@ class AutoFixController:
                 why = COSTS_MORE
         kept = None if trial.waits else False  # a change that never took effect is not refuted
         self._give_up(trial, why, kept=kept)
-        self._settings.take_back(setting, before)
+        self._loader.take_back(setting, before)
         self._send("back", setting, before)
         self._take_back_persistence(trial, why, kept)
         evidence.before.clear()  # a loader needs some batches to be as it was before the change
@@ -317,7 +317,7 @@ class AutoFixController:
             return
         self._failed.add("persistent_workers")
         self._before_change.pop("persistent_workers", None)
-        self._settings.take_back("persistent_workers", False)
+        self._loader.take_back("persistent_workers", False)
         self._send("back", "persistent_workers", False)
         self._conclude(trial.with_persistence, kept=kept, why=why)
 
@@ -341,7 +341,7 @@ class AutoFixController:
         trial, self._trial = self._trial, None
         if trial is None:
             return
-        refused = self._settings.loader.refused
+        refused = self._loader.refused
         waits = trial.waits or trial.wanted.setting in refused
         if not waits and self._evidence.verdict(trial, self._run_length().steps) is True:
             self._keep(trial)
@@ -358,7 +358,7 @@ class AutoFixController:
 
     def epoch_begins(self) -> None:
         """The loader is about to be iterated."""
-        self._settings.loader.epoch_begins()
+        self._loader.epoch_begins()
 
     def obey(self) -> None:
         """Apply what rank 0 has decided since the last step."""
@@ -367,12 +367,12 @@ class AutoFixController:
         for what, setting, value in self._broadcast.take():
             try:
                 if what == "change":
-                    self._before_change.setdefault(setting, self._settings.now(setting))
-                    self._settings.change(setting, value)
+                    self._before_change.setdefault(setting, self._loader.now(setting))
+                    self._loader.change(setting, value)
                     continue
                 self._before_change.pop(setting, None)
                 if what == "back":
-                    self._settings.take_back(setting, value)
+                    self._loader.take_back(setting, value)
             except CannotChange as reason:
                 log.debug("rank %d leaves %s: %s", self._rank, setting, reason)
 
@@ -385,6 +385,6 @@ class AutoFixController:
         try:
             self._end_trial()
         finally:
-            self._settings.loader.undo(self._before_change)
+            self._loader.undo(self._before_change)
         if self._broadcast is not None:
             self._broadcast.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
@@ -16,19 +16,33 @@ from lightning_gpuopt.tuning.rules import CannotChange, why_left_alone
 _WORKERS = ("num_workers", "persistent_workers")
 
 
+class DevicePrefetch(Protocol):
+    """Copies batches to the device ahead of the step, once it is woken."""
+
+    is_awake: bool
+
+    def wake(self) -> None:
+        """Copy batches ahead from now on; raises CannotChange where that cannot be."""
+
+    def sleep(self) -> None:
+        """Leave the batches as they come again."""
+
+
 class AdjustableLoader:
-    """The one training loader of a ``fit``, whose settings can be changed.
+    """The one training loader of a ``fit``, whose settings can be changed; ``"device_prefetch"`` is one of them.
 
     Args:
         trainer: the Trainer, in ``setup``: before it has asked for its loaders.
+        prefetch: what copies ahead; None: nothing does.
         exact: leave alone workers that were not shown to draw no random numbers.
 
     Attributes:
         refused: reasons, by setting, why a change that waited for an iterator could not be made.
     """
 
-    def __init__(self, trainer: Trainer, *, exact: bool = False) -> None:
+    def __init__(self, trainer: Trainer, prefetch: DevicePrefetch | None = None, *, exact: bool = False) -> None:
         self._trainer = trainer
+        self._prefetch = prefetch
         self._exact = exact
         self._thread = threading.get_ident()
         self._managed: list[ManagedLoader] = []
@@ -77,18 +91,16 @@ class AdjustableLoader:
     # -- changes
 
     def now(self, setting: str) -> Any:
-        """The loader's value of a setting; a change that waits for the next iterator does not count.
-
-        Args:
-            setting: ``"num_workers"``, ``"prefetch_factor"``, ``"pin_memory"`` or ``"persistent_workers"``.
-        """
+        """The value of a setting; a change that waits for the next iterator does not count."""
+        if setting == "device_prefetch":
+            return self._prefetch is not None and self._prefetch.is_awake
         return None if (managed := self._only) is None else managed.now(setting)
 
     def change(self, setting: str, value: Any) -> bool:
         """Change a setting.
 
         Args:
-            setting: its name, a DataLoader's argument.
+            setting: its name.
             value: its new value.
 
         Returns:
@@ -97,6 +109,11 @@ class AdjustableLoader:
         Raises:
             CannotChange: it has to stay as it is.
         """
+        if setting == "device_prefetch":
+            if self._prefetch is None:
+                raise CannotChange("there is no CudaPrefetcher to wake")
+            self._prefetch.wake()
+            return True
         trainer, managed = self._trainer, self._only
         if managed is None:
             raise CannotChange(self._why_none())
@@ -118,13 +135,10 @@ class AdjustableLoader:
         return f"AutoFix leaves {why_left_alone(loaders[0])}"
 
     def take_back(self, setting: str, value: Any) -> None:
-        """Restore a setting, now or with the next iterator.
-
-        Args:
-            setting: its name.
-            value: its value before.
-        """
-        if (managed := self._only) is not None:
+        """Restore the value that a setting had before, now or with the next iterator."""
+        if setting == "device_prefetch" and self._prefetch is not None:
+            self._prefetch.sleep()
+        elif (managed := self._only) is not None:
             managed.take_back(setting, value)
 
     def is_waiting(self, setting: str) -> bool:

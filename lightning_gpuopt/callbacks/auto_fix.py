@@ -12,7 +12,6 @@ from lightning_gpuopt.autofix.controller import AutoFixController
 from lightning_gpuopt.autofix.loader import AdjustableLoader
 from lightning_gpuopt.autofix.policy import FIXES, Fix
 from lightning_gpuopt.autofix.run_length import run_length_of
-from lightning_gpuopt.autofix.settings import AutoFixSettings
 from lightning_gpuopt.callbacks._sleeping_prefetcher import SleepingPrefetcher
 from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
@@ -132,7 +131,7 @@ class AutoFix(CallbackBase):
         else:
             fixes = [fix for fix in fixes if fix != "device_prefetch"]
         self._controller = AutoFixController(
-            AutoFixSettings(AdjustableLoader(trainer, exact=self.exact), prefetcher),
+            AdjustableLoader(trainer, prefetcher, exact=self.exact),
             fixes,
             run_length=lambda: run_length_of(trainer),
             notify=lambda message: notify(trainer, message),

@@ -165,10 +165,9 @@ class StockFetcher:
             if at + 1 >= len(combined.flattened):
                 return False
             limit = float("inf") if running.limits is None else running.limits[at]
-            return _length(combined.flattened[at]) is None or running._idx >= min(
-                _length(combined.flattened[at]), limit
-            )
-        lengths = [_length(loader) for loader in combined.flattened]
+            length = length_of(combined.flattened[at])
+            return length is None or running._idx >= min(length, limit)
+        lengths = [length_of(loader) for loader in combined.flattened]
         if any(length is None for length in lengths):
             return True
         if len(set(lengths)) == 1:
@@ -192,7 +191,8 @@ class StockFetcher:
         self.fetcher.teardown()
 
 
-def _length(loader: Any) -> Any:
+def length_of(loader: Any) -> int | None:
+    """Batches of an epoch; None where the loader does not know."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):

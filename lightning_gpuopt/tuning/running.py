@@ -25,6 +25,7 @@ from lightning_gpuopt.compat.dataloader import (
     shut_down,
     workers_of,
 )
+from lightning_gpuopt.compat.lightning_loops import length_of
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.caps import (
@@ -421,14 +422,6 @@ class RunningLoader:
         """
         for iterator in (self._iterator, persistent_iterator(self.loader), *running):
             shut_down(iterator)
-
-
-def length_of(loader: DataLoader[Any]) -> int | None:
-    """Batches of an epoch; None where the loader does not know."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def depth_of(loader: DataLoader[Any]) -> int:

@@ -39,7 +39,7 @@ def window(step_s: float | None, *, on_gpu: bool = False) -> Measurement:
 class PlainLoader:
     """What the controller asks of the loader beside its settings, as a test has set it."""
 
-    def __init__(self, log: list[tuple[Any, ...]]) -> None:
+    def __init__(self) -> None:
         self.refused: dict[str, str] = {}
         self.is_settled = True
         self.starts_slowly = self.draws = False
@@ -47,7 +47,7 @@ class PlainLoader:
         self.problems: deque[str | None] = deque()
         self.lost: tuple[PlainSettings, int] | None = None
         self.undone: list[dict[str, Any]] = []
-        self._log = log
+        self.log: list[tuple[Any, ...]] = []
 
     def step_done(self) -> str | None:
         """The next problem; with it there are as few workers as ``lost`` says."""
@@ -58,13 +58,13 @@ class PlainLoader:
         return problem
 
     def epoch_begins(self) -> None:
-        self._log.append(("epoch",))
+        self.log.append(("epoch",))
 
     def undo(self, back: dict[str, Any]) -> None:
         self.undone.append(dict(back))
 
 
-class PlainSettings:
+class PlainSettings(PlainLoader):
     """Settings that are a dict.
 
     Args:
@@ -78,13 +78,12 @@ class PlainSettings:
     """
 
     def __init__(self, values: dict[str, Any], waiting: Sequence[str]) -> None:
+        super().__init__()
         self.values = {"device_prefetch": False, **values}
         self.waiting = set(waiting)
         self.refuses: dict[str, str] = {}
         self.room = 99
         self.next: dict[str, Any] = {}
-        self.log: list[tuple[Any, ...]] = []
-        self.loader = PlainLoader(self.log)
 
     def now(self, setting: str) -> Any:
         return self.values.get(setting)
@@ -112,7 +111,7 @@ class PlainSettings:
         for setting in list(self.next):
             value = self.next.pop(setting)
             if setting in self.refuses:
-                self.loader.refused[setting] = self.refuses[setting]
+                self.refused[setting] = self.refuses[setting]
             else:
                 self.values[setting] = value
 
@@ -165,7 +164,7 @@ class PlainRun:
         cpus: float = 2.0,
     ) -> None:
         self.settings = PlainSettings(values, waiting)
-        self.loader = self.settings.loader
+        self.loader = self.settings
         self.length, self.facts = run_length, facts
         self.messages: list[str] = []
         self.setup_s, self.epochs = 0.0, 0

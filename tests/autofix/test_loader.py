@@ -434,3 +434,30 @@ class TestTheEnd:
         made.num_workers, made.prefetch_factor = 2, 2
         rig.adjustable.undo({"num_workers": 0})
         assert (made.num_workers, made.prefetch_factor) == (0, None)
+
+
+class Prefetch:
+    def __init__(self) -> None:
+        self.is_awake = False
+
+    def wake(self) -> None:
+        self.is_awake = True
+
+    def sleep(self) -> None:
+        self.is_awake = False
+
+
+class TestTheCopyAhead:
+    def test_it_is_woken_at_once_and_sleeps_again(self) -> None:
+        adjustable = AdjustableLoader(Rig(loader()).trainer, Prefetch())
+        assert adjustable.now("device_prefetch") is False
+        assert adjustable.change("device_prefetch", True) is True
+        assert (adjustable.now("device_prefetch"), adjustable.is_waiting("device_prefetch")) == (True, False)
+        adjustable.take_back("device_prefetch", False)
+        assert adjustable.now("device_prefetch") is False
+
+    def test_where_there_is_none_it_cannot_be_woken(self) -> None:
+        rig = Rig(loader())
+        assert rig.change("device_prefetch", True) == "there is no CudaPrefetcher to wake"
+        rig.adjustable.take_back("device_prefetch", False)
+        assert rig.adjustable.now("device_prefetch") is False
