@@ -14,10 +14,9 @@ from lightning_gpuopt.compat.lightning import Trainer, logging_step, rank_zero_i
 from lightning_gpuopt.tuning.agree import NodeRanks
 from lightning_gpuopt.tuning.caps import room, worker_cap
 from lightning_gpuopt.tuning.find import check, find_num_workers
-from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.managed import DRAWS, MAX_LOOK_S, ManagedLoader, check_first_worker, why_not_exact
 from lightning_gpuopt.tuning.rules import AskedChange, CannotChange, has_own_state, why_left_alone, why_not
-from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
+from lightning_gpuopt.tuning.running import RunningLoader, depth_of
 from lightning_gpuopt.tuning.sharing import own_workers
 from lightning_gpuopt.tuning.workers import NumWorkersResult, WorkersChoice
 
@@ -103,24 +102,24 @@ class TunedLoader:
         depth = 0 if not self.before else depth_of(loader)
         self._check(loader)
         self._restored = restored = None if restored is None else self._fitting(restored)
+        number = loader.num_workers
         if restored is not None:
-            self.before = restored.before
-            assign(loader, restored.num_workers)
+            self.before, number = restored.before, restored.num_workers
         elif self._keeps_state and (context.trainer.ckpt_path or getattr(loader, "next_iter_state", None)) is not None:
             raise CannotChange(
                 f"a {type(loader).__name__} alone: the state that it resumes from holds for its num_workers only"
             )
-        elif not self.before and not loader.num_workers:
-            self._first_worker(loader)
-        assign(loader, self._allowed(loader.num_workers))
-        self.managed = self._manage(loader, depth)
+        elif not self.before and not number:
+            self._check_first_worker(loader)
+            number = 1
+        self.managed = self._manage(loader, depth, num_workers=self._allowed(number))
         if restored is not None:
             self._raise_prefetch(restored.prefetch_factor)
         first = context.trainer.global_rank - context.trainer.local_rank
         peers = range(first, first + context.local_ranks)
         self._ranks = NodeRanks(f"num-workers-{first}-{context.index}", context.trainer.global_rank, peers)
 
-    def _manage(self, loader: DataLoader[Any], depth: int | None, policy: LivePolicy | None = None) -> ManagedLoader:
+    def _manage(self, loader: DataLoader[Any], depth: int | None = None, **more: Any) -> ManagedLoader:
         return ManagedLoader(
             loader,
             local_ranks=self._context.local_ranks,
@@ -128,8 +127,8 @@ class TunedLoader:
             tolerance=self._options.tolerance,
             own=self.before,
             depth=depth,
-            policy=policy,
             measures=not self._keeps_state,
+            **more,
         )
 
     def _check(self, loader: DataLoader[Any]) -> None:
@@ -160,8 +159,8 @@ class TunedLoader:
         )
         return replace(choice, num_workers=cap.num_workers, settled=False, trials=())
 
-    def _first_worker(self, loader: DataLoader[Any]) -> None:
-        """Give a loader that has no workers its first one."""
+    def _check_first_worker(self, loader: DataLoader[Any]) -> None:
+        """Raise :class:`CannotChange` if a loader that has no workers should have none."""
         options = self._options
         longest_s = MAX_LOOK_S if options.mode == "live" else options.max_seconds
         try:
@@ -177,7 +176,6 @@ class TunedLoader:
                 "another. Give the DataLoader a generator=, or NumWorkersFinder(mode='off'), to keep it.",
             )
         self._making_s, self._draws = seen.making_s, seen.draws
-        assign(loader, 1)
 
     def restore(self, choice: WorkersChoice) -> None:
         """Use a restored choice that comes after the first iterator, but before the first step."""
@@ -244,8 +242,8 @@ class TunedLoader:
         self._check(loader)
         old = self.running
         if not self.before and loader.dataset is not old.loader.dataset:
-            self._first_worker(loader)
-        self.managed = self._manage(loader, None, old.policy)
+            self._check_first_worker(loader)
+        self.managed = self._manage(loader, policy=old.policy)
         self.running.take_over(old)
         self._raise_prefetch(self._prefetch_factor)
 

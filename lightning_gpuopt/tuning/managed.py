@@ -69,6 +69,7 @@ class ManagedLoader:
         tolerance: of its :class:`~lightning_gpuopt.tuning.live.LivePolicy`.
         exact: leave alone what was not shown to draw no random numbers in workers.
         own: the number of workers that the user has given it; None: what is known of it.
+        num_workers: the number of workers to begin with; None: those that it has.
         depth: batches that it asks for ahead with the user's own settings; None: with those that it has.
         policy: continue with this policy.
         measures: time its fetches from the first one on; else once its number of workers is changed.
@@ -89,6 +90,7 @@ class ManagedLoader:
         tolerance: float = 0.05,
         exact: bool = False,
         own: int | None = None,
+        num_workers: int | None = None,
         depth: int | None = None,
         policy: LivePolicy | None = None,
         measures: bool = False,
@@ -104,14 +106,16 @@ class ManagedLoader:
         self._follows = measures or (not self.own_workers and loader.num_workers > 0)  # set by an earlier fit
         self.refused: dict[str, str] = {}
         self.looked_s = 0.0
+        if depth is None:
+            depth = depth_of(loader) if self.own_workers else 0
+        if num_workers is not None:
+            assign(loader, num_workers)
         policy = policy or LivePolicy(
             loader.num_workers,
             cpus=usable_cpus() / local_ranks,
             tolerance=tolerance,
             prefetch_factor=loader.prefetch_factor or 2,
         )
-        if depth is None:
-            depth = depth_of(loader) if self.own_workers else 0
         self.running = RunningLoader(loader, policy, max_num_workers, local_ranks, depth, own_workers=self.own_workers)
 
     # -- what may be changed, and when
