@@ -57,7 +57,7 @@ class AdjustableLoader:
         if not seen.is_training or seen.inner is None:
             return
         ranks = max(min(self._trainer.num_devices, self._trainer.world_size), 1)
-        managed = ManagedLoader(seen.inner, local_ranks=ranks, exact=self._exact)
+        managed = ManagedLoader(seen.inner, local_ranks=ranks, exact=self._exact, wrapped=seen.inner is not seen.loader)
         managed.running.freeze()
         managed.refused = self.refused
         self._managed.append(managed)

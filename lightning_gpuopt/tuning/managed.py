@@ -73,6 +73,7 @@ class ManagedLoader:
         depth: batches that it asks for ahead with the user's own settings; None: with those that it has.
         policy: continue with this policy.
         measures: time its fetches from the first one on; else once its number of workers is changed.
+        wrapped: the program iterates it inside a loader of its own, maybe on a thread: nothing is changed *now*.
 
     Attributes:
         loader: as given.
@@ -94,8 +95,10 @@ class ManagedLoader:
         depth: int | None = None,
         policy: LivePolicy | None = None,
         measures: bool = False,
+        wrapped: bool = False,
     ) -> None:
         self.loader = loader
+        self._wrapped = wrapped
         self.own_workers = own_workers(loader) if own is None else own
         self._exact = exact
         self._exact_reason: tuple[str | None] | None = None
@@ -132,11 +135,14 @@ class ManagedLoader:
             reason = self._why_not(setting, value)
         except Exception as error:  # of the dataset's or the sampler's: what cannot be looked at is left alone
             reason = f"it cannot be looked into: {type(error).__name__}: {error}"
-        if reason is None and setting == "num_workers" and self.loader.num_workers:
+        if reason is None and self._comes_now(setting):
             return NOW
         if reason is None and last_epoch:
             reason = _LAST_EPOCH
         return NEXT if reason is None else f"refused because {reason}"
+
+    def _comes_now(self, setting: str) -> bool:
+        return setting == "num_workers" and self.loader.num_workers > 0 and not self._wrapped
 
     def _why_not(self, setting: str, value: Any) -> str | None:
         if self.now(setting) == value:
@@ -167,7 +173,7 @@ class ManagedLoader:
         """
         if (reason := self._why_not(setting, value)) is not None:
             raise CannotChange(reason)
-        if setting == "num_workers" and self.loader.num_workers:
+        if self._comes_now(setting):
             return self._resize(value, iterator, last_epoch=last_epoch)
         if last_epoch:
             raise CannotChange(_LAST_EPOCH)
@@ -319,7 +325,9 @@ class ManagedLoader:
     def _set(self, setting: str, value: Any) -> None:
         """Change a setting right before an iterator is made."""
         loader = self.loader
-        if setting == "num_workers" and value:
+        if setting == "num_workers" and value and self.own_workers:
+            assign(loader, min(value, self.running.cap().num_workers))
+        elif setting == "num_workers" and value:
             self._first_workers(value)
         elif setting == "num_workers":
             loader.num_workers, loader.prefetch_factor = 0, None

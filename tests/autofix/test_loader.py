@@ -257,6 +257,34 @@ class TestWhatIsLeftAlone:
         assert said == "Numbers holds too much to see whether it changes between epochs"
 
 
+class Wraps:
+    """A loader of somebody's own, around a DataLoader."""
+
+    def __init__(self, inner: DataLoader[Any]) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Any:
+        return map(list, self.inner)
+
+    def _get_iterator(self) -> Any:  # as Rig's fetcher begins iterators
+        return iter(self)
+
+
+class TestADataLoaderInALoader:
+    def test_all_changes_come_with_the_next_iterator(self) -> None:
+        inner = loader()
+        inner._get_iterator = lambda: iter([])  # type: ignore[method-assign,assignment,return-value]
+        rig = Rig(Wraps(inner))
+        rig.loops._combined_loader._iterator.iterators = [iter([])]  # which cannot be held weakly
+        assert [rig.change("num_workers", 3), rig.change("prefetch_factor", 5)] == [False, False]
+        assert (inner.num_workers, inner.prefetch_factor) == (1, 2)
+        rig.epoch()
+        assert (inner.num_workers, inner.prefetch_factor) == (3, 5)
+        assert rig.adjustable.is_settled
+        rig.adjustable.undo({"num_workers": 1, "prefetch_factor": 2})
+        assert (inner.num_workers, inner.prefetch_factor) == (1, 2)
+
+
 class TestTheLastEpoch:
     @pytest.mark.parametrize(
         ("made", "setting", "value"),
