@@ -344,8 +344,9 @@ class DetectorSession:
             window: what the window measured.
             findings: the causes above the threshold since warm-up.
         """
+        of_training = [each for each in findings if each.evidence.get("loader") != "validation"]
         for each in self._hear():
-            if each.window_closed(self, window, findings):
+            if each.window_closed(self, window, of_training):
                 self._begin_anew()
 
     def _hear(self) -> list[WindowListener]:

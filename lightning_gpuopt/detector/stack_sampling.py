@@ -66,9 +66,8 @@ class StackSampling:
         if self._over:
             return
         self._collect()
-        workers = bool(self._loader.facts.num_workers)
-        here = [each for each in findings if is_in_user_code(each) and not (workers and each.cause in LOADER_CAUSES)]
-        there = [each for each in findings if workers and each.cause in LOADER_CAUSES]
+        here = [each for each in findings if is_in_user_code(each) and not self._is_in_workers(each)]
+        there = [each for each in findings if self._is_in_workers(each)]
         here = [each for each in here if self._may_look(each)]
         if here and self._sampler is None:
             self._look_here(here)
@@ -114,9 +113,15 @@ class StackSampling:
             return "in this Python one thread cannot safely read another's stack"
         if not self._looks.get(finding_name(finding)):
             return "the run was over before it could be looked at"
-        if finding.cause in LOADER_CAUSES and self._loader.facts.num_workers:
+        if self._is_in_workers(finding):
             return "no worker has begun a batch, and sampled itself, after it was asked to"
         return "nothing ran when it was looked at"
+
+    def _is_in_workers(self, finding: Finding) -> bool:
+        """Whether the worker processes of a DataLoader do what a finding is about."""
+        if finding.cause not in LOADER_CAUSES or finding.cause == "main_process_loading":
+            return False
+        return self._loader.busiest(str(finding.evidence.get("loader", ""))) is not None
 
     def _may_look(self, finding: Finding) -> bool:
         if self._looks.get(finding_name(finding), 0) >= _MAX_LOOKS:
@@ -137,7 +142,9 @@ class StackSampling:
         self._wanted = list(findings)
         self._activities = set()
         self._until = time.monotonic() + _MAX_S
-        self._sampler = start_sampling(threading.get_ident(), self._activity, self._is_over)
+        self._sampler = start_sampling(
+            threading.get_ident(), self._activity, self._is_over, helpers=lambda: self._loader.threads
+        )
 
     def _activity(self) -> str | None:
         """What the training thread does, where that is what a finding is about; called on the sampling thread."""
@@ -160,7 +167,7 @@ class StackSampling:
     # -- in a worker
 
     def _look_there(self, finding: Finding) -> None:
-        asked = self._loader.busiest()
+        asked = self._loader.busiest(str(finding.evidence.get("loader", "")))
         if asked is None:
             return
         key, stacks, workers = asked

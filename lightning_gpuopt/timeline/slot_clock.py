@@ -67,6 +67,7 @@ class SlotClock:
         "_validation_began_ns",
         "_validation_setup_ns",
         "_validation_spans",
+        "_validations",
         "loop_slot",
         "pauses",
         "slots_between_steps",
@@ -105,6 +106,7 @@ class SlotClock:
         self._thread = 0
         self._epoch_begins = False
         self._validation_began_ns = self._validation_setup_ns = 0
+        self._validations = 0
         self._epochs = 0
 
     def name_of(self, slot: int) -> str:

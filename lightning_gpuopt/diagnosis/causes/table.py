@@ -59,6 +59,11 @@ _ALL: Final = (
         group="loader",
         in_user_code=True,
         storage=True,
+        cases={
+            "iterable": "The loader works in the training process and is no DataLoader: let it prepare batches ahead.",
+            "nodes": "The graph's work is done in the training process: give it to workers, "
+            'ParallelMapper(..., num_workers=N, method="process"), and let a Prefetcher prepare batches ahead.',
+        },
     ),
     Cause(
         "slow_storage",
@@ -71,6 +76,8 @@ _ALL: Final = (
         cases={
             "any_data": "Few large files are read faster than many small ones: lightning-gpuopt lmdb build SRC DST "
             "makes them, and LMDBDataModule reads them ahead.",
+            "nodes": "The graph's {num_workers} workers mostly wait, not for the CPU: more of them wait for more at "
+            "once, ParallelMapper(..., num_workers=N).",
         },
     ),
     Cause(
@@ -79,7 +86,12 @@ _ALL: Final = (
         "The workers compute all the time and CPUs are free: num_workers={num_workers}.",
         group="loader",
         in_user_code=True,
-        cases={"pipeline": "The pipeline's CPU threads are the bottleneck. {more}{smaller}{gpu}."},
+        cases={
+            "pipeline": "The pipeline's CPU threads are the bottleneck. {more}{smaller}{gpu}.",
+            "nodes": "The graph's {num_workers} workers compute all the time and CPUs are free: "
+            'ParallelMapper(..., num_workers=N, method="process"). Threads share one interpreter, and take turns in it '
+            "where the work is Python's.",
+        },
     ),
     Cause(
         "cpu_saturated",
@@ -204,6 +216,10 @@ _ALL: Final = (
         "The loader's workers are started again for every epoch.",
         "The workers are started again for every epoch: keep them with persistent_workers=True.",
         group="epoch",
+        cases={
+            "validation": "The workers of the validation's loader are started again for each validation: keep them "
+            "with persistent_workers=True in val_dataloader. They keep their memory meanwhile.",
+        },
     ),
     Cause(
         "straggler",
