@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from lightning_gpuopt.compat.dataloader import running_workers, time_fetches, worker_pids
 from lightning_gpuopt.compat.lightning import (
@@ -66,12 +66,30 @@ class _Watched:
 
 
 class _Running(NamedTuple):
-    """A loader's iterators: the one that the loop asks, and that of the DataLoader which makes the batches."""
+    """A loader's iterators: the one that the loop asks, and that of the DataLoader which makes the batches.
+
+    Attributes:
+        watched: the loader.
+        outer: what the loop asks.
+        inner: what makes the batches; None where that is not known.
+        workers: workers behind ``inner``.
+        dataloader: the DataLoader; None where there is none.
+    """
 
     watched: _Watched
     outer: Any
     inner: Any
     workers: int
+    dataloader: Any
+
+
+class _Nobody:
+    """In place of an iterator that is not known."""
+
+    _num_workers = 0
+
+
+_NOBODY: Final = _Nobody()
 
 
 class _TimedIterator:
@@ -116,6 +134,8 @@ class LoaderWatch:
         self._seen = 0
         self._unwatched = False
         self._running: list[_Running] = []
+        self._probed: list[tuple[int, Any, Any, Any, int]] = []
+        self._wrapping: list[tuple[SeenLoader, Any]] = []
         self._host = HostWatch(local_ranks=trainer.num_devices)
         self.queues = QueueProbe()
         self.facts = LoaderFacts()
@@ -135,6 +155,8 @@ class LoaderWatch:
             if isinstance(each, _TimedIterator):
                 replace_train_iterator(self._trainer, index, each.iterator)
         self._running.clear()
+        self._probed.clear()
+        self._wrapping.clear()
 
     def epoch_begins(self) -> None:
         """Find the new epoch's iterators, and perhaps new loaders and workers."""
@@ -160,6 +182,11 @@ class LoaderWatch:
                 running.watched.loader = _with_helpers(running.watched.loader, *own)
         self.facts = facts_of([each.loader for each in self._current])
         self.threads = tuple(each.ident for each in threads)
+        self._probed = [
+            (index, each.dataloader, each.outer, _NOBODY if each.inner is None else each.inner, each.workers)
+            for index, each in enumerate(self._running)
+        ]
+        self._wrapping = [(each.watched.seen, each.inner) for each in self._running if each.inner is not each.outer]
         self.queues.watch([each.inner for each in self._running])
         self._host.workers(pids, [each.native_id for each in threads])
 
@@ -180,21 +207,18 @@ class LoaderWatch:
             outer = _TimedIterator(outer, watched.waited_ns)
             replace_train_iterator(self._trainer, index, outer)
         loader = watched.seen.inner
-        return _Running(watched, outer, inner, running_workers(loader, inner) if loader is not None else 0)
+        workers = running_workers(loader, inner) if inner is not None else 0
+        return _Running(watched, outer, inner, workers, loader)
 
     def resized(self) -> bool:
         """Whether other workers run, or another iterator, than at the last :meth:`epoch_begins`; costs about 1 µs."""
         now = train_iterators(self._trainer)
-        for index, (watched, outer, inner, workers) in enumerate(self._running):
+        for index, loader, outer, inner, workers in self._probed:
             if index < len(now) and now[index] is not outer:
                 return True
-            if watched.seen.inner is None:
-                continue
-            if inner is not outer and watched.seen.iterator not in (inner, None):
+            if running_workers(loader, inner) != workers:
                 return True
-            if running_workers(watched.seen.inner, inner) != workers:
-                return True
-        return False
+        return bool(self._wrapping) and any(seen.iterator not in (inner, None) for seen, inner in self._wrapping)
 
     def reset_host(self) -> None:
         """Reset the host's figures."""

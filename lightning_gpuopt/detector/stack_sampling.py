@@ -66,7 +66,8 @@ class StackSampling:
         if self._over:
             return
         self._collect()
-        here = [each for each in findings if is_in_user_code(each) and not self._is_in_workers(each)]
+        here = [each for each in findings if is_in_user_code(each) and not _is_in_processes(each)]
+        here = [each for each in here if not self._is_in_workers(each)]
         there = [each for each in findings if self._is_in_workers(each)]
         here = [each for each in here if self._may_look(each)]
         if here and self._sampler is None:
@@ -111,6 +112,8 @@ class StackSampling:
     def _why_blind(self, finding: Finding) -> str:
         if not stacks.FRAMES_ARE_SAFE:
             return "in this Python one thread cannot safely read another's stack"
+        if _is_in_processes(finding) and not self._is_in_workers(finding):
+            return "its worker processes are not those of a DataLoader"
         if not self._looks.get(finding_name(finding)):
             return "the run was over before it could be looked at"
         if self._is_in_workers(finding):
@@ -202,3 +205,8 @@ class StackSampling:
             in_workers = [each for (_, where), each in self._seen.items() if where.startswith("process")]
             if stacks is None or sum(stack.samples for each in in_workers for stack in each.stacks) >= _ENOUGH:
                 self._end_there()
+
+
+def _is_in_processes(finding: Finding) -> bool:
+    """Whether other processes do what a finding is about, whoever has started them."""
+    return finding.evidence.get("work") == "processes" and finding.cause != "main_process_loading"

@@ -146,7 +146,7 @@ class Threaded:
             producer.join()
 
 
-def _nodes(prepare: Prepare, *, workers: int = 0, method: Any = "thread", ahead: bool = True) -> Any:
+def nodes(prepare: Prepare, *, workers: int = 0, method: Any = "thread", ahead: bool = True) -> Any:
     from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper, ParallelMapper, Prefetcher
 
     node: Any = IterableWrapper(range(SAMPLES))
@@ -260,9 +260,9 @@ CORE = {
     "map-1": Kind(lambda folder, prepare: DataLoader(Mapped(prepare), BATCH, num_workers=1)),
     "stream-1": Kind(lambda folder, prepare: DataLoader(Stream(prepare), BATCH, num_workers=1)),
     "stateful-1": Kind(lambda folder, prepare: _stateful(prepare, 1), kind="stateful"),
-    "nodes-inline": Kind(lambda folder, prepare: _nodes(prepare, ahead=False), MAIN, "nodes", loses=True),
-    "nodes-ahead": Kind(lambda folder, prepare: _nodes(prepare), MAIN, "nodes", loses=True),
-    "nodes-threads": Kind(lambda folder, prepare: _nodes(prepare, workers=2), kind="nodes", loses=True),
+    "nodes-inline": Kind(lambda folder, prepare: nodes(prepare, ahead=False), MAIN, "nodes", loses=True),
+    "nodes-ahead": Kind(lambda folder, prepare: nodes(prepare), MAIN, "nodes", loses=True),
+    "nodes-threads": Kind(lambda folder, prepare: nodes(prepare, workers=2), kind="nodes", loses=True),
     "around": Kind(lambda folder, prepare: Around(DataLoader(Mapped(prepare), BATCH, num_workers=1))),
     "around-after": Kind(
         lambda folder, prepare: Around(DataLoader(Mapped(Prepare()), BATCH, num_workers=1), prepare), MAIN

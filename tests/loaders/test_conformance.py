@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from tests.lanes import few
 from tests.loaders import conformance
-from tests.loaders.kinds import BATCH, CORE, Around, Collate, Kind, Mapped, Prepare
+from tests.loaders.kinds import BATCH, CORE, Around, Collate, Kind, Mapped, Prepare, nodes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpoint.*", "ignore:.*IterableDataset.*")
 kinds = pytest.mark.parametrize("kind", CORE.values(), ids=CORE)
@@ -30,6 +30,16 @@ def test_the_slow_line_is_found(tmp_path: Path, kind: Kind) -> None:
 @kinds
 def test_nothing_is_found_where_nothing_waits(tmp_path: Path, kind: Kind) -> None:
     conformance.nothing_is_found_where_nothing_waits(tmp_path, kind)
+
+
+@pytest.mark.timed
+def test_of_a_graph_s_processes_the_cause_is_found_and_not_the_line(tmp_path: Path) -> None:
+    loader = nodes(Prepare(conformance.SLOW_S), workers=2, method="process")
+    report = conformance.report_of(tmp_path, loader)
+    found = report.findings[0]
+    assert (found.cause, found.evidence["work"], found.evidence["num_workers"]) == ("slow_storage", "processes", 2)
+    assert "where" not in found.evidence
+    assert any("its worker processes are not those of a DataLoader" in note for note in report.notes)
 
 
 @pytest.mark.timed
