@@ -19,12 +19,13 @@ setup: $(READY)
 demo: $(READY)
 	$(BIN)/lightning-gpuopt demo
 
-# The tests are in lanes, each test in one of them. .ci/run calls all but test-gpu.
+# The tests are in lanes, each test in one of them. .ci/run calls all but the last two.
 #   test           the core lane: what a developer wants to know within minutes, however busy the machine is
 #   test-timed     figures of real time, on the machine as it is
 #   test-examples  the examples and the demo, as people run them
 #   test-matrix    every combination of what the core lane shows with a few
 #   test-gpu       what needs an NVIDIA GPU
+#   test-loaders   loaders of libraries, in an environment that has them
 # Two processes share a lane's tests. A process that dies ends the lane, with the name of its test: another in its place
 # would wait for ever for more tests than are left.
 PARALLEL ?= -n 2 --max-worker-restart 0
@@ -100,7 +101,10 @@ found = $(shell for python in python$(1) "$${PYENV_ROOT:-$$HOME/.pyenv}"/version
 	"$$python" -c '' 2>/dev/null && echo "$$python" && break; done)
 needs = test -n '$($(3))' || { echo 'make $(1) needs Python $(2), and found none: install it, or say where it is: make $(1) $(3)=/path/to/python$(2)' >&2; exit 1; }
 
-.PHONY: floor-python test-floor test-newest
+LOADERS_PYTHON ?= $(call found,3.11)
+LIBRARIES := litdata mosaicml-streaming webdataset datasets torchdata
+
+.PHONY: floor-python test-floor test-newest test-loaders
 
 floor-python:
 	@echo $(FLOOR_PYTHON)
@@ -111,10 +115,19 @@ test-floor: .venv-floor/.ready
 test-newest: .venv-newest/.ready
 	.venv-newest/bin/python -m pytest -q $(PARALLEL) $(ARGS)
 
+test-loaders: .venv-loaders/.ready
+	.venv-loaders/bin/python -m pytest -q -n 0 -m loaders $(ARGS)
+
 .venv-floor/.ready: pyproject.toml constraints-floor.txt
 	@$(call needs,test-floor,3.10,FLOOR_PYTHON)
 	test -x .venv-floor/bin/python || $(FLOOR_PYTHON) -m venv .venv-floor
 	.venv-floor/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-floor.txt -e '.[dev]'
+	touch $@
+
+.venv-loaders/.ready: pyproject.toml constraints-loaders.txt
+	@$(call needs,test-loaders,3.11,LOADERS_PYTHON)
+	test -x .venv-loaders/bin/python || $(LOADERS_PYTHON) -m venv .venv-loaders
+	.venv-loaders/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-loaders.txt -e '.[dev]' $(LIBRARIES)
 	touch $@
 
 .venv-newest/.ready: pyproject.toml

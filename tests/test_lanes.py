@@ -13,7 +13,8 @@ from tests.lanes import LANES, combinations, few
 from tests.scheduling import TOGETHER
 
 ROOT = Path(__file__).parents[1]
-NEEDS_A_GPU = "gpu"
+ON_DEMAND = ("gpu", "loaders")
+"""Lanes that need a GPU, or an environment of their own."""
 
 
 def selected_by(target: str) -> list[str]:
@@ -34,7 +35,7 @@ def test_the_core_lane_is_what_has_no_lanes_marker(pytestconfig: pytest.Config) 
 def test_every_lane_has_its_target_and_is_called(lane: str) -> None:
     called = re.findall(r"^make (\S+)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
     assert set(selected_by(f"test-{lane.replace('example', 'examples')}")) == {lane}
-    assert (f"test-{lane.replace('example', 'examples')}" in called) == (lane != NEEDS_A_GPU)
+    assert (f"test-{lane.replace('example', 'examples')}" in called) == (lane not in ON_DEMAND)
 
 
 def test_the_core_lane_is_run_as_it_is_and_beside_busy_processes() -> None:

@@ -12,7 +12,7 @@ import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 # `lightning` and `pytorch_lightning` are the same code under two names, whose classes do not know one another. Speak
@@ -63,6 +63,7 @@ __all__ = [
     "profiler",
     "rank_zero_info",
     "rank_zero_warn",
+    "replace_train_iterator",
     "say_once",
     "seed_everything",
     "set_train_batches",
@@ -71,6 +72,7 @@ __all__ = [
     "silence_both_hooks",
     "silence_worker_hint",
     "train_iterators",
+    "train_loader_keys",
     "train_loaders",
     "validation_loop",
     "version",
@@ -283,6 +285,39 @@ def train_iterators(trainer: Trainer) -> list[Any]:
     """
     combined = getattr(trainer.fit_loop, "_combined_loader", None)
     return list(getattr(getattr(combined, "_iterator", None), "iterators", ()))
+
+
+def train_loader_keys(trainer: Trainer) -> list[str]:
+    """Where each of :func:`train_loaders` is in the CombinedLoader, ``"images"`` or ``"0"``; empty strings for one.
+
+    Reads ``_FitLoop._combined_loader`` (Lightning 2.5.0 to 2.6.6), whose ``iterables`` are as the user gave them.
+    """
+    loaders = train_loaders(trainer)
+    if len(loaders) == 1:
+        return [""]
+    combined = getattr(trainer.fit_loop, "_combined_loader", None)
+    keys = list(_keys_of(getattr(combined, "iterables", ())))
+    return keys if len(keys) == len(loaders) else [str(index) for index in range(len(loaders))]
+
+
+def _keys_of(loaders: Any, before: str = "") -> Iterator[str]:
+    if not isinstance(loaders, (dict, list, tuple)):
+        yield before
+        return
+    items = loaders.items() if isinstance(loaders, dict) else enumerate(loaders)
+    for key, each in items:
+        yield from _keys_of(each, f"{before}.{key}" if before else str(key))
+
+
+def replace_train_iterator(trainer: Trainer, index: int, iterator: Any) -> None:
+    """Put another iterator in the place of one of :func:`train_iterators`; nothing where there is none.
+
+    Writes ``CombinedLoader._iterator.iterators`` (Lightning 2.5.0 to 2.6.6).
+    """
+    combined = getattr(trainer.fit_loop, "_combined_loader", None)
+    iterators = getattr(getattr(combined, "_iterator", None), "iterators", [])
+    if index < len(iterators):
+        iterators[index] = iterator
 
 
 def processed_batches(trainer: Trainer) -> int:

@@ -15,7 +15,7 @@ from lightning_gpuopt.detector.window_history import WindowHistory
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.gpu import AheadCopies, GpuTimes
-from lightning_gpuopt.measurements.loading import ImageSamples, LoaderFacts, Pipelines, QueueTimes, WorkerTimes
+from lightning_gpuopt.measurements.loading import ImageSamples, LoaderReading, Pipelines, QueueTimes
 from lightning_gpuopt.measurements.phases import PhaseTimes, WindowRecord
 from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, RankWork, ReducerTimes
 from lightning_gpuopt.timeline.pauses import PauseWatch
@@ -29,9 +29,10 @@ _LOOK_AGAIN: Final = 1.5
 
 @dataclass(frozen=True)
 class Reading:
-    """The counters of workers, pipelines, queues, the GPU, CudaPrefetcher and DDP at one moment."""
+    """The counters of loaders, pipelines, queues, the GPU, CudaPrefetcher and DDP at one moment."""
 
-    workers: dict[int, tuple[LoaderFacts, WorkerTimes]] = field(default_factory=dict)
+    loaders: dict[int, LoaderReading] = field(default_factory=dict)
+    validation: LoaderReading | None = None
     pipelines: dict[int, Pipelines] = field(default_factory=dict)
     queues: QueueTimes = QueueTimes()  # noqa: RUF009 - frozen
     gpu: GpuTimes = GpuTimes()  # noqa: RUF009 - frozen
@@ -166,7 +167,9 @@ class SteadyStateAccumulator:
     def _read(self) -> Reading:
         gpu = self._device.clock.times() if self._device is not None and self._gpu_is_here else self._start.gpu
         loader = self._loader
-        reading = Reading(loader.workers(), loader.pipelines(), loader.queues.times(), gpu, self._ahead())
+        reading = Reading(
+            loader.readings(), loader.validation(), loader.pipelines(), loader.queues.times(), gpu, self._ahead()
+        )
         if self._rank_watch is None:
             return reading
         (reducer, gradients), (metrics, names) = self._rank_watch.read(), self._rank_watch.metrics()
@@ -180,13 +183,15 @@ class SteadyStateAccumulator:
         ranks: tuple[RankWork, ...],
         history: tuple[WindowRecord, ...] = (),
     ) -> Measurement:
-        loader, workers = _slowest_loader(start, now)
+        slowest = _slowest_loader(start, now, times.phases["data_wait"] + times.first_fetch_s)
         measured = Measurement(
             times=times,
-            loader=loader if loader is not None else self._loader.facts,
+            loader=slowest.facts if slowest is not None else self._loader.facts,
+            source=slowest.loader if slowest is not None else None,
+            validation=now.validation.since(start.validation) if now.validation is not None else None,
             host=self._loader.host(),
-            workers=workers,
-            queues=now.queues - start.queues,
+            workers=slowest.workers if slowest is not None else None,
+            queues=None if slowest is not None and not slowest.facts.num_workers else now.queues - start.queues,
             ranks=ranks,
             reducer=now.reducer - (start.reducer or ReducerTimes()) if now.reducer is not None else None,
             gradients=now.gradients,
@@ -213,15 +218,12 @@ class SteadyStateAccumulator:
         )
 
 
-def _slowest_loader(start: Reading, now: Reading) -> tuple[LoaderFacts | None, WorkerTimes | None]:
-    """Of several loaders, the one whose workers were busiest, which the loop waits for."""
-    since = [
-        (facts, times - start.workers[key][1] if key in start.workers else times)
-        for key, (facts, times) in now.workers.items()
-    ]
+def _slowest_loader(start: Reading, now: Reading, wait_s: float) -> LoaderReading | None:
+    """Of several loaders the one that the loop waits for; None where there is none."""
+    since = [each.since(start.loaders.get(number)) for number, each in now.loaders.items()]
     if not since:
-        return None, None
-    return max(since, key=lambda each: each[1].busy_s / max(each[0].num_workers or 1, 1))
+        return None
+    return max(since, key=lambda each: (each.wait_s or 0.0, each.busy_s)).waited_for(wait_s)
 
 
 def _all_pipelines(start: Reading, now: Reading) -> Pipelines | None:

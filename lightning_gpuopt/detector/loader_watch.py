@@ -1,18 +1,28 @@
-"""Observes the training loaders of one ``fit``: their workers, their queues, and the host."""
+"""Observes the training loaders of one ``fit``, of whatever kind: their workers, their queues, and the host."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
 
-from torch.utils.data import DataLoader
-
-from lightning_gpuopt.compat.dataloader import running_workers, worker_pids
-from lightning_gpuopt.compat.lightning import Trainer, train_iterators, train_loaders
+from lightning_gpuopt.compat.dataloader import running_workers, time_fetches, worker_pids
+from lightning_gpuopt.compat.lightning import (
+    Trainer,
+    replace_train_iterator,
+    train_iterators,
+    train_loader_keys,
+    train_loaders,
+)
+from lightning_gpuopt.loaders.describe import describe
+from lightning_gpuopt.loaders.helpers import helpers_of
+from lightning_gpuopt.loaders.inner import dataloader_in
 from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
 from lightning_gpuopt.measurements.host import HostActivity
-from lightning_gpuopt.measurements.loading import LoaderFacts, Pipelines, WorkerTimes
+from lightning_gpuopt.measurements.loader_description import LoaderDescription
+from lightning_gpuopt.measurements.loading import LoaderFacts, LoaderReading, Pipelines
 from lightning_gpuopt.telemetry.host import HostWatch
 from lightning_gpuopt.telemetry.process import ProcessReading
 from lightning_gpuopt.timeline.loader import facts_of, pipeline_of
@@ -23,26 +33,115 @@ from lightning_gpuopt.timeline.worker_stacks import WorkerStacks
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class _Watched:
+    """A training loader, and what is known of it.
+
+    Attributes:
+        seen: the loader.
+        number: in the order in which loaders were seen.
+        clock: in its workers; None where nothing can be timed there.
+        loader: what it is, as of its current iterator.
+        waited_ns: nanoseconds for which the training process waited for it, where there are several, as ``[ns]``.
+        inner_ns: the same for the DataLoader inside a loader of another kind.
+    """
+
+    seen: SeenLoader
+    number: int
+    clock: TimedCollate | None = None
+    loader: LoaderDescription = field(default_factory=LoaderDescription)
+    waited_ns: list[int] = field(default_factory=lambda: [0])
+    inner_ns: list[int] = field(default_factory=lambda: [0])
+
+    def reading(self, *, several: bool) -> LoaderReading:
+        facts = facts_of([self.loader])
+        wraps = self.seen.inner is not None and self.seen.inner is not self.seen.loader
+        return LoaderReading(
+            self.loader,
+            facts,
+            self.clock.times(facts.num_workers or 1) if self.clock is not None else None,
+            self.waited_ns[0] / 1e9 if several else None,
+            self.inner_ns[0] / 1e9 if wraps else None,
+        )
+
+
+class _Running(NamedTuple):
+    """A loader's iterators: the one that the loop asks, and that of the DataLoader which makes the batches.
+
+    Attributes:
+        watched: the loader.
+        outer: what the loop asks.
+        inner: what makes the batches; None where that is not known.
+        workers: workers behind ``inner``.
+        dataloader: the DataLoader; None where there is none.
+    """
+
+    watched: _Watched
+    outer: Any
+    inner: Any
+    workers: int
+    dataloader: Any
+
+
+class _Nobody:
+    """In place of an iterator that is not known."""
+
+    _num_workers = 0
+
+
+_NOBODY: Final = _Nobody()
+
+
+class _TimedIterator:
+    """Stands in for an iterator among several, and adds up how long the loop waits for it."""
+
+    def __init__(self, iterator: Any, spent_ns: list[int]) -> None:
+        self.iterator = iterator
+        self._spent_ns = spent_ns
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        began = time.perf_counter_ns()
+        try:
+            return next(self.iterator)
+        finally:
+            self._spent_ns[0] += time.perf_counter_ns() - began
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.iterator, name)
+
+
 class LoaderWatch:
     """Wraps each training loader's ``collate_fn`` as it passes, and looks at its queues and workers.
 
     Args:
         trainer: the Trainer, in ``setup``: before it has asked for its loaders.
+
+    Attributes:
+        queues: looks at the queues at each fetch.
+        facts: the settings of all training loaders together.
+        threads: identifiers of the threads that loaders of other kinds have in this process.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._undo: list[Callable[[], None]] = []
-        self._clocks: list[tuple[Any, TimedCollate]] = []
-        self._pipelines: dict[int, Any] = {}
-        self._pipelines_seen = 0
+        self._watched: list[_Watched] = []
+        self._current: list[_Watched] = []
+        self._validation: _Watched | None = None
+        self._seen = 0
         self._unwatched = False
-        self._idle_workers: list[str] = []
-        self._running: list[tuple[int, Any, Any, int]] = []
+        self._running: list[_Running] = []
+        self._probed: list[tuple[int, Any, Any, Any, int]] = []
+        self._wrapping: list[tuple[SeenLoader, Any]] = []
         self._host = HostWatch(local_ranks=trainer.num_devices)
         self.queues = QueueProbe()
         self.facts = LoaderFacts()
-        self._undo.append(LoaderRegistry.of(trainer).subscribe(self, trainer))
+        self.threads: tuple[int, ...] = ()
+        self._registry = LoaderRegistry.of(trainer)
+        self._undo.append(self._registry.subscribe(self, trainer))
 
     def start(self) -> None:
         """Begin to read the host; called when training starts."""
@@ -52,34 +151,74 @@ class LoaderWatch:
     def release(self) -> None:
         """Drop our references to the ended epoch's iterators, so that their workers can end."""
         self.queues.watch([])
+        for index, each in enumerate(train_iterators(self._trainer)):
+            if isinstance(each, _TimedIterator):
+                replace_train_iterator(self._trainer, index, each.iterator)
         self._running.clear()
+        self._probed.clear()
+        self._wrapping.clear()
 
     def epoch_begins(self) -> None:
         """Find the new epoch's iterators, and perhaps new loaders and workers."""
-        loaders, iterators = train_loaders(self._trainer), train_iterators(self._trainer)
-        self.facts = facts_of(loaders, iterators)
-        self._running = [
-            (index, loader, iterator, running_workers(loader, iterator))
-            for index, (loader, iterator) in enumerate(zip(loaders, iterators, strict=False))
-            if isinstance(loader, DataLoader)
+        loaders, keys = train_loaders(self._trainer), train_loader_keys(self._trainer)
+        self._registry.forget_dropped()
+        self._current = [self._find(each) for each in loaders]
+        self._watched = list(self._current)
+        self._running = []
+        threads: list[Any] = []
+        pids: list[int] = []
+        for index, (watched, iterator) in enumerate(zip(self._current, train_iterators(self._trainer), strict=False)):
+            running = self._follow(index, watched, iterator, several=len(loaders) > 1)
+            self._running.append(running)
+            pids += worker_pids([running.inner])
+        inner = {id(each.watched): each.inner for each in self._running}
+        for watched, key in zip(self._current, keys, strict=True):
+            watched.loader = describe(watched.seen.loader, inner.get(id(watched)), key=key)
+        for running in self._running:
+            if running.watched.loader.kind in ("nodes", "iterable"):
+                own = helpers_of(running.watched.seen.loader, running.outer)
+                threads += own[0]
+                pids += [each.pid for each in own[1]]
+                running.watched.loader = _with_helpers(running.watched.loader, *own)
+        self.facts = facts_of([each.loader for each in self._current])
+        self.threads = tuple(each.ident for each in threads)
+        self._probed = [
+            (index, each.dataloader, each.outer, _NOBODY if each.inner is None else each.inner, each.workers)
+            for index, each in enumerate(self._running)
         ]
-        self._clocks = [(each, clock) for each, clock in self._clocks if any(each is loader for loader in loaders)]
-        self._pipelines = {
-            key: each for key, each in self._pipelines.items() if any(each is loader for loader in loaders)
-        }
-        self._idle_workers = [note for _, loader, _, count in self._running if (note := _without_work(loader, count))]
-        self.queues.watch(iterators)
-        self._host.workers(worker_pids(iterators))
+        self._wrapping = [(each.watched.seen, each.inner) for each in self._running if each.inner is not each.outer]
+        self.queues.watch([each.inner for each in self._running])
+        self._host.workers(pids, [each.native_id for each in threads])
+
+    def _find(self, loader: Any) -> _Watched:
+        known = [each for each in self._watched if each.seen.loader is loader]
+        if known:
+            return known[0]
+        self._seen += 1
+        return _Watched(SeenLoader(loader, dataloader_in(loader), is_training=True), self._seen)
+
+    def _follow(self, index: int, watched: _Watched, outer: Any, *, several: bool) -> _Running:
+        is_torchs = hasattr(outer, "_num_workers")
+        inner = outer if is_torchs else watched.seen.iterator
+        if not is_torchs and inner is not None:
+            time_fetches(inner, watched.inner_ns)
+        is_timed = not several or isinstance(outer, _TimedIterator)
+        if not is_timed and not (is_torchs and time_fetches(outer, watched.waited_ns)):
+            outer = _TimedIterator(outer, watched.waited_ns)
+            replace_train_iterator(self._trainer, index, outer)
+        loader = watched.seen.inner
+        workers = running_workers(loader, inner) if inner is not None else 0
+        return _Running(watched, outer, inner, workers, loader)
 
     def resized(self) -> bool:
         """Whether other workers run, or another iterator, than at the last :meth:`epoch_begins`; costs about 1 µs."""
         now = train_iterators(self._trainer)
-        for index, loader, iterator, count in self._running:
-            if index < len(now) and now[index] is not iterator:
+        for index, loader, outer, inner, workers in self._probed:
+            if index < len(now) and now[index] is not outer:
                 return True
-            if running_workers(loader, iterator) != count:
+            if running_workers(loader, inner) != workers:
                 return True
-        return False
+        return bool(self._wrapping) and any(seen.iterator not in (inner, None) for seen, inner in self._wrapping)
 
     def reset_host(self) -> None:
         """Reset the host's figures."""
@@ -93,41 +232,49 @@ class LoaderWatch:
         """The last reading of this process: memory, files, threads."""
         return self._host.process
 
-    def workers(self) -> dict[int, tuple[LoaderFacts, WorkerTimes]]:
-        """What the workers of each loader did since it was first seen, with the loader's settings."""
-        readings: dict[int, tuple[LoaderFacts, WorkerTimes]] = {}
-        iterators = {id(loader): iterator for _, loader, iterator, _ in self._running}
-        for loader, clock in self._clocks:
-            facts = facts_of([loader], [iterators.get(id(loader))])
-            readings[id(clock)] = (facts, clock.times(facts.num_workers or 1))
-        return readings
+    def readings(self) -> dict[int, LoaderReading]:
+        """What each training loader is, and did since it was first seen."""
+        several = len(self._watched) > 1
+        return {each.number: each.reading(several=several) for each in self._watched}
 
-    def busiest(self) -> tuple[int, WorkerStacks, int] | None:
-        """The loader whose workers were busiest: key, stacks, and number of workers."""
-        readings = self.workers()
-        with_workers = {key: each for key, each in readings.items() if each[0].num_workers}
-        for key in sorted(with_workers, key=lambda key: -with_workers[key][1].busy_s):
-            stacks = self.stacks_of(key)
+    def validation(self) -> LoaderReading | None:
+        """The same of the loader of the validation, where its workers are started for each."""
+        return self._validation.reading(several=False) if self._validation is not None else None
+
+    def busiest(self, key: str = "") -> tuple[int, WorkerStacks, int] | None:
+        """The loader whose workers were busiest: number, stacks, and number of workers.
+
+        Args:
+            key: of the loader in a CombinedLoader; empty: any.
+        """
+        readings = {
+            number: each
+            for number, each in self.readings().items()
+            if each.facts.num_workers and each.workers is not None and key in ("", each.loader.key)
+        }
+        for number in sorted(readings, key=lambda number: -readings[number].workers.busy_s):  # type: ignore[union-attr]
+            stacks = self.stacks_of(number)
             if stacks is not None:
-                return key, stacks, with_workers[key][0].num_workers or 1
+                return number, stacks, readings[number].facts.num_workers or 1
         return None
 
-    def stacks_of(self, key: int) -> WorkerStacks | None:
+    def stacks_of(self, number: int) -> WorkerStacks | None:
         """The sampler of the stacks of a loader's workers; None where the loader is gone.
 
         Args:
-            key: of :meth:`workers`.
+            number: of :meth:`readings`.
         """
-        return next((clock.gpuopt_stacks for _, clock in self._clocks if id(clock) == key), None)
+        clocks = (each.clock for each in self._watched if each.number == number)
+        return next((clock.gpuopt_stacks for clock in clocks if clock is not None), None)
 
     def pipelines(self) -> dict[int, Pipelines]:
         """What each loader that decodes in a pipeline of its own has done so far, by the order in which it was seen."""
-        readings = ((key, pipeline_of(loader)) for key, loader in self._pipelines.items())
-        return {key: reading for key, reading in readings if reading is not None}
+        readings = ((each.number, pipeline_of(each.seen.loader)) for each in self._watched)
+        return {number: reading for number, reading in readings if reading is not None}
 
     def notes(self) -> list[str]:
         """What could not be measured, and workers that have nothing to do."""
-        notes = list(self._idle_workers)
+        notes = [note for each in self._current for note in each.loader.notes]
         if self._unwatched:
             notes.append(
                 "A training loader could not be timed inside its workers: it is no DataLoader, or already ran."
@@ -137,11 +284,9 @@ class LoaderWatch:
     def describe_workers(self) -> list[tuple[int, str]]:
         """Process id and current state of each worker."""
         described: list[tuple[int, str]] = []
-        clocks = {id(loader): clock for loader, clock in self._clocks}
-        loaders = train_loaders(self._trainer)
-        for loader, iterator in zip(loaders, train_iterators(self._trainer), strict=False):
-            clock = clocks.get(id(loader))
-            for number, pid in enumerate(worker_pids([iterator])):
+        for each in self._running:
+            clock = each.watched.clock
+            for number, pid in enumerate(worker_pids([each.inner])):
                 described.append((pid, clock.doing(number) if clock is not None else "is not watched"))
         return described
 
@@ -153,43 +298,46 @@ class LoaderWatch:
         while self._undo:
             self._undo.pop()()
         self.release()
-        self._clocks.clear()
-        self._pipelines.clear()
+        self._watched.clear()
+        self._current.clear()
+        self._validation = None
+        self.threads = ()
 
     def loader_seen(self, seen: SeenLoader) -> None:
         """Watch a loader; the registry calls it."""
+        self._seen += 1
+        watched = _Watched(seen, self._seen)
         if not seen.is_training:
+            self._see_validation(watched)
             return
-        loader = seen.loader
+        self._watched.append(watched)
         try:
-            if pipeline_of(loader) is not None:
-                self._pipelines[self._pipelines_seen] = loader
-                self._pipelines_seen += 1
+            if pipeline_of(seen.loader) is not None:
                 return
-            watched = watch_workers(loader)
+            found = watch_workers(seen.inner)
         except Exception:  # whatever a loader of somebody's own does not like about it
             log.debug("a loader could not be watched", exc_info=True)
-            watched = None
-        if watched is None:
+            found = None
+        if found is None:
             self._unwatched = True
             return
-        clock, undo = watched
-        self._clocks.append((loader, clock))
+        watched.clock, undo = found
         self._undo.append(undo)
 
+    def _see_validation(self, watched: _Watched) -> None:
+        inner = watched.seen.inner
+        if inner is None or not (self._trainer.validating or self._trainer.sanity_checking):
+            return
+        self._validation = None
+        if inner.num_workers and not inner.persistent_workers and (found := watch_workers(inner)) is not None:
+            watched.clock, undo = found
+            watched.loader = LoaderDescription("torch", key="validation", num_workers=inner.num_workers)
+            self._undo.append(undo)
+            self._validation = watched
 
-def _without_work(loader: DataLoader[Any], workers: int) -> str | None:
-    """A note if a loader has fewer batches than workers."""
-    try:
-        batches = len(loader)
-    except TypeError:  # an iterable dataset need not have a length
-        return None
-    except Exception:  # a dataset of somebody's own
-        log.debug("the length of a loader is not known", exc_info=True)
-        return None
-    if not 0 < batches < workers:
-        return None
-    return (
-        f"An epoch has {batches} batches, fewer than the {workers} workers of its loader: {workers - batches} of them "
-        f"are started for nothing. num_workers={batches} is enough."
-    )
+
+def _with_helpers(loader: LoaderDescription, threads: list[Any], processes: list[Any]) -> LoaderDescription:
+    """An iterable of somebody's own by who works for it, as far as that is seen."""
+    if loader.kind != "iterable" or not (threads or processes):
+        return loader
+    return replace(loader, work="processes" if processes else "threads")

@@ -343,8 +343,9 @@ class DetectorSession:
             window: what the window measured.
             findings: the causes above the threshold since warm-up.
         """
+        of_training = [each for each in findings if each.evidence.get("loader") != "validation"]
         for each in self._hear():
-            if each.window_closed(window, findings, self.loader.facts, self.set_ups):
+            if each.window_closed(window, of_training, self.loader.facts, self.set_ups):
                 self._begin_anew()
 
     def _hear(self) -> list[WindowListener]:

@@ -66,9 +66,10 @@ class StackSampling:
         if self._over:
             return
         self._collect()
-        workers = bool(self._loader.facts.num_workers)
-        there = [each for each in findings if workers and cause_of(each.cause).in_loader_code]
-        here = [each for each in findings if is_in_user_code(each) and each not in there and self._may_look(each)]
+        here = [each for each in findings if is_in_user_code(each) and not _is_in_processes(each)]
+        here = [each for each in here if not self._is_in_workers(each)]
+        there = [each for each in findings if self._is_in_workers(each)]
+        here = [each for each in here if self._may_look(each)]
         if here and self._sampler is None:
             self._look_here(here)
         if self._in_worker is not None and not self._answered and time.monotonic() - self._asked_at > _ANSWER_WITHIN_S:
@@ -111,11 +112,19 @@ class StackSampling:
     def _why_blind(self, finding: Finding) -> str:
         if not stacks.FRAMES_ARE_SAFE:
             return "in this Python one thread cannot safely read another's stack"
+        if _is_in_processes(finding) and not self._is_in_workers(finding):
+            return "its worker processes are not those of a DataLoader"
         if not self._looks.get(finding_name(finding)):
             return "the run was over before it could be looked at"
-        if cause_of(finding.cause).in_loader_code and self._loader.facts.num_workers:
+        if self._is_in_workers(finding):
             return "no worker has begun a batch, and sampled itself, after it was asked to"
         return "nothing ran when it was looked at"
+
+    def _is_in_workers(self, finding: Finding) -> bool:
+        """Whether the worker processes of a DataLoader do what a finding is about."""
+        if not cause_of(finding.cause).in_loader_code or finding.cause == "main_process_loading":
+            return False
+        return self._loader.busiest(str(finding.evidence.get("loader", ""))) is not None
 
     def _may_look(self, finding: Finding) -> bool:
         if self._looks.get(finding_name(finding), 0) >= _MAX_LOOKS:
@@ -136,7 +145,9 @@ class StackSampling:
         self._wanted = list(findings)
         self._activities = set()
         self._until = time.monotonic() + _MAX_S
-        self._sampler = start_sampling(threading.get_ident(), self._activity, self._is_over)
+        self._sampler = start_sampling(
+            threading.get_ident(), self._activity, self._is_over, helpers=lambda: self._loader.threads
+        )
 
     def _activity(self) -> str | None:
         """What the training thread does, where that is what a finding is about; called on the sampling thread."""
@@ -159,7 +170,7 @@ class StackSampling:
     # -- in a worker
 
     def _look_there(self, finding: Finding) -> None:
-        asked = self._loader.busiest()
+        asked = self._loader.busiest(str(finding.evidence.get("loader", "")))
         if asked is None:
             return
         key, stacks, workers = asked
@@ -194,3 +205,8 @@ class StackSampling:
             in_workers = [each for (_, where), each in self._seen.items() if where.startswith("process")]
             if stacks is None or sum(stack.samples for each in in_workers for stack in each.stacks) >= _ENOUGH:
                 self._end_there()
+
+
+def _is_in_processes(finding: Finding) -> bool:
+    """Whether other processes do what a finding is about, whoever has started them."""
+    return finding.evidence.get("work") == "processes" and finding.cause != "main_process_loading"

@@ -69,7 +69,9 @@ def proofs_of(
     return [
         Proof(finding.cause, finding.settings, finding.predicted_speedup, step_s_before / step_s_after)
         for finding in findings
-        if finding.settings and all(_followed(name, value, loader_after) for name, value in finding.settings.items())
+        if finding.settings
+        and finding.evidence.get("loader") != "validation"
+        and all(_followed(name, value, loader_after) for name, value in finding.settings.items())
     ]
 
 

@@ -114,7 +114,9 @@ def _causes(measurement: Measurement, threshold: float) -> Iterator[Candidate]:
     yield waterfall.share(waterfall.wait("data_wait")), lambda: find(measurement)
     yield from step.callbacks(measurement)
     yield from step.logging(measurement)
-    yield from step.between_steps(measurement)
+    restarts = list(epoch.validation_restart(measurement))
+    yield from restarts
+    yield from step.between_steps(measurement, sum(share for share, _ in restarts if share >= threshold))
     yield from epoch.restart(measurement)
     yield from step.host_to_device(measurement)
     yield from step.inside_the_step(measurement)

@@ -12,7 +12,15 @@ from lightning_gpuopt.diagnosis.waterfall import Waterfall, waterfall_of
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.gpu import AheadCopies, DeviceState, GpuTimes, StepLook, SyncSighting
 from lightning_gpuopt.measurements.host import Collections, Compilations, HostActivity
-from lightning_gpuopt.measurements.loading import ImageSamples, LoaderFacts, Pipelines, QueueTimes, WorkerTimes
+from lightning_gpuopt.measurements.loader_description import LoaderDescription
+from lightning_gpuopt.measurements.loading import (
+    ImageSamples,
+    LoaderFacts,
+    LoaderReading,
+    Pipelines,
+    QueueTimes,
+    WorkerTimes,
+)
 from lightning_gpuopt.measurements.phases import GPU_WORK, PhaseTimes, WindowRecord
 from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, RankWork, ReducerTimes
 
@@ -26,6 +34,8 @@ class Measurement:
     Attributes:
         times: the phases.
         loader: settings of the training loaders.
+        source: the training loader that the loop waits for; None where none is known.
+        validation: the loader of the validation, where its workers are started for each; else None.
         host: what workers and CPUs did; None where not measured.
         gpu: what the GPU's event clock saw; None without a GPU.
         workers: what was timed inside the workers, or inside the training process where it loads by itself.
@@ -55,6 +65,8 @@ class Measurement:
 
     times: PhaseTimes
     loader: LoaderFacts
+    source: LoaderDescription | None = None
+    validation: LoaderReading | None = None
     host: HostActivity | None = None
     gpu: GpuTimes | None = None
     workers: WorkerTimes | None = None
@@ -138,6 +150,8 @@ class Measurement:
         found = self.pipelines
         if found is None or not found.times.batches:
             return None
+        if self.source is not None and self.source.key:  # of several loaders
+            return found if self.source.kind == "pipeline" else None
         waits_s = self.times.phases["data_wait"] + self.times.first_fetch_s
         beside_others = self.workers is not None and self.workers.batches > 0
         return None if beside_others and found.wait_s < _MOSTLY * waits_s else found

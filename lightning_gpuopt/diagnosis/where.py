@@ -13,6 +13,22 @@ from lightning_gpuopt.measurements.code_location import INSTALLED, Call, CodeLoc
 
 _MAX_PLACES: Final = 20
 
+_NETWORK: Final = ("fsspec", "s3fs", "gcsfs", "adlfs", "boto3", "botocore", "urllib3", "requests", "aiohttp", "httpx")
+"""Packages whose code runs where something is fetched from elsewhere."""
+
+_LOCAL: Final = "fsspec/implementations/local.py"
+
+_STREAMS: Final[dict[str, tuple[str, ...]]] = {
+    "litdata/streaming/downloader.py": (),
+    "litdata/streaming/item_loader.py": ("_wait_until_chunk_ready",),
+    "litdata/streaming/reader.py": ("_acquire_cache_slot", "_force_download", "_download_chunk_indexes"),
+    "streaming/base/dataset.py": ("prepare_shard", "_each_sample_id"),
+    "streaming/base/storage/download.py": (),
+    "webdataset/cache.py": ("download", "get_file"),
+    "webdataset/gopen.py": (),
+}
+"""By the file of a library, its functions that download a shard, or wait for one; none named: all of them."""
+
 
 def is_in_user_code(finding: Finding) -> bool:
     """Whether a finding is about code whose lines can be sampled: what the loader, callbacks and loggers run."""
@@ -38,13 +54,32 @@ def belongs_to(finding: Finding, activity: str) -> bool:
 
 def with_places(findings: Sequence[Finding], sampled: Sequence[Sampled]) -> list[Finding]:
     """The findings, with ``evidence["where"]`` for those that something was sampled of."""
-    return [_located(finding, hot_spots_of(finding, sampled)) for finding in findings]
+    return [_located(finding, hot_spots_of(finding, sampled), sampled) for finding in findings]
 
 
-def _located(finding: Finding, spots: HotSpots | None) -> Finding:
+def _located(finding: Finding, spots: HotSpots | None, sampled: Sequence[Sampled]) -> Finding:
     if spots is None or not spots.places:
         return finding
-    return replace(finding, evidence=finding.evidence | {"where": sentence(spots)})
+    evidence = finding.evidence | {"where": sentence(spots)}
+    stacks = [stack for each in sampled if belongs_to(finding, each.activity) for stack in each.stacks]
+    downloads_s = sum(stack.seconds for stack in stacks if _downloads(stack))
+    if is_the_loaders(finding) and downloads_s:
+        evidence["download_wait_percent"] = round(downloads_s / spots.seconds * 100, 1)
+    return replace(finding, evidence=evidence)
+
+
+def _downloads(stack: Stack) -> bool:
+    """Whether a part of a stream is being downloaded, or waited for until its library's thread has done so."""
+    return any(map(_is_download, stack.calls)) and not any(short(call.file) == _LOCAL for call in stack.calls)
+
+
+def _is_download(call: Call) -> bool:
+    if call.own:
+        return False
+    if _package(call.file) in _NETWORK:
+        return True
+    file, function = short(call.file), call.name.rpartition(".")[2]
+    return any(file == name and (not functions or function in functions) for name, functions in _STREAMS.items())
 
 
 def finding_name(finding: Finding) -> str:

@@ -161,6 +161,7 @@ class LoaderRegistry:
         here = threading.get_ident() == self._thread
         if trainer is None or not trainer.training or (here and not is_begun_by_fetcher(trainer)):
             return create()
+        self.forget_dropped()
         assert seen.inner is not None
         for subscriber in self._subscribers:
             if isinstance(subscriber, IteratorMaker):

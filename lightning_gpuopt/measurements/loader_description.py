@@ -16,6 +16,9 @@ LoaderKind = Literal["torch", "stateful", "litdata", "mds", "webdataset", "nodes
 - ``iterable``: any other object that can be iterated.
 """
 
+WITHOUT_SETTINGS: Final = ("nodes", "pipeline", "iterable")
+"""Kinds that have no DataLoader, and so none of its settings."""
+
 Work = Literal["processes", "threads", "training process"]
 
 SETTINGS: Final = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "device_prefetch")
@@ -43,7 +46,7 @@ class LoaderDescription:
         is_iterable: whether its dataset is read as a stream, so that workers decide who reads what.
         keeps_state: whether it has a ``state_dict`` that holds for its number of workers only.
         sharding: who divides the samples among ranks and workers: ``"sampler"``, ``"dataset"``, or None for nobody.
-        shards: files, or parts, that a stream is divided into.
+        shards: files, or parts, of a stream that are divided among the workers of this rank.
         idle_workers: workers that have no shard, or no batch, to read.
         duplicates: whether more workers would bring samples twice: its stream is not divided among them.
         caches: folders in which a stream keeps what it has downloaded.

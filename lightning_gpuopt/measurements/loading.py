@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from lightning_gpuopt.measurements.loader_description import LoaderDescription
 from lightning_gpuopt.measurements.summed import Summed
 
 
@@ -161,6 +162,53 @@ class LoaderFacts:
     prefetch_factor: int | None = None
     pin_memory: bool | None = None
     duplicates: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderReading:
+    """What one training loader is, and has done so far.
+
+    Attributes:
+        loader: what it is.
+        facts: its settings.
+        workers: what was timed in its workers; None where nothing could be.
+        wait_s: seconds for which the training process waited for it; None where it is the only loader.
+        inner_s: seconds for which a loader of another kind waited for the DataLoader inside it; None where it is one.
+    """
+
+    loader: LoaderDescription
+    facts: LoaderFacts
+    workers: WorkerTimes | None = None
+    wait_s: float | None = None
+    inner_s: float | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which a mean worker made batches."""
+        return self.workers.busy_s / max(self.facts.num_workers or 1, 1) if self.workers is not None else 0.0
+
+    def since(self, before: LoaderReading | None) -> LoaderReading:
+        """What it has done after an earlier reading."""
+        if before is None:
+            return self
+        return replace(
+            self,
+            workers=self.workers - before.workers if self.workers and before.workers else self.workers,
+            wait_s=None if self.wait_s is None else self.wait_s - (before.wait_s or 0.0),
+            inner_s=None if self.inner_s is None else self.inner_s - (before.inner_s or 0.0),
+        )
+
+    def waited_for(self, wait_s: float) -> LoaderReading:
+        """This loader by who does its work: where its own code is slow, not the workers inside it, these do not count.
+
+        Args:
+            wait_s: seconds for which the training process has waited for data.
+        """
+        wait_s = wait_s if self.wait_s is None else self.wait_s
+        if self.inner_s is None or self.inner_s >= wait_s / 2 or not self.facts.num_workers:
+            return self
+        loader = replace(self.loader, kind="iterable", work="training process", num_workers=None)
+        return replace(self, loader=loader, facts=LoaderFacts(duplicates=self.facts.duplicates), workers=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class PhaseTimes(Summed):
             signal told it to stop; part of ``phases["other"]``.
         first_fetch_s: seconds of the first fetch of each epoch; part of ``phases["epoch_setup"]``.
         validation_setup_s: seconds from the beginning of each validation to its first batch; part of the validation.
+        validations: validations of which a first batch has come.
         loops: seconds of Lightning's own loops and strategy, by part; they are in ``phases["other"]``.
         collecting: seconds in which Python's garbage collector stopped a step, by what it stopped: a phase, or a hook
             in ``callbacks``; they are part of its seconds.
@@ -85,6 +86,7 @@ class PhaseTimes(Summed):
     signal_broadcast_s: float = 0.0
     first_fetch_s: float = 0.0
     validation_setup_s: float = 0.0
+    validations: int = 0
     loops: dict[str, float] = field(default_factory=dict)
     collecting: dict[str, float] = field(default_factory=dict)
     compiling: dict[str, float] = field(default_factory=dict)

@@ -256,6 +256,7 @@ class HostWatch:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._pids: tuple[int, ...] = ()
+        self._own_threads: frozenset[int] = frozenset()
         self._threads: dict[int, list[str]] = {}
         self._readings = 0
         self._last: dict[int, tuple[float, int, int]] = {}
@@ -277,9 +278,10 @@ class HostWatch:
             self._thread.join(timeout=3.0)
             self._thread = None
 
-    def workers(self, pids: Sequence[int]) -> None:
-        """Say which processes are the workers from now on."""
-        self._pids = tuple(pids)
+    def workers(self, pids: Sequence[int], threads: Sequence[int] = ()) -> None:
+        """Say which processes, and which threads of this process, are the workers from now on."""
+        self._own_threads = frozenset(threads)
+        self._pids = (*pids, *threads)
 
     def reset(self) -> None:
         """Forget what was read so far, for example at the end of warm-up."""
@@ -355,7 +357,8 @@ class HostWatch:
                 self._worker_s += now - then
                 self._ran_s += ran_s
                 self._queued_s += max(queued - queued_before, 0) / 1e9
-                longest_s, together_s = max(longest_s, now - then), together_s + ran_s
+                if pid not in self._own_threads:  # whose time is this process's own
+                    longest_s, together_s = max(longest_s, now - then), together_s + ran_s
         self._add("workers", longest_s, together_s)
 
     def _add(self, name: str, span_s: float, gained: float) -> None:
@@ -365,6 +368,8 @@ class HostWatch:
 
     def _worker_times(self, pid: int) -> tuple[int, int] | None:
         """Nanoseconds that all threads of a process have computed, and have waited for a CPU."""
+        if pid in self._own_threads:
+            return _times_of([f"{self._proc}/self/task/{pid}/schedstat"])
         known = self._threads.get(pid)
         if known and (times := _times_of(known)):
             return times

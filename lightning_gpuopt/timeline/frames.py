@@ -37,6 +37,12 @@ _RESULTS: Final = f"{os.sep}logger_connector{os.sep}result.py"
 _BETWEEN: Final = ("callbacks/", "timeline/", "prefetch/", "loading/")
 """What of this package stands between the loop and what that calls."""
 
+_WAITS: Final = tuple(
+    f"{os.sep}{name}.py"
+    for name in ("threading", "queue", "selectors", "multiprocessing/connection", "multiprocessing/queues")
+)
+"""Where a thread of Python's waits for another, or for a process."""
+
 _CONTAINERS: Final = frozenset(
     (
         *("Compose", "ReplayCompose", "Sequential", "RandomApply", "RandomChoice", "RandomOrder"),
@@ -161,6 +167,11 @@ def raw_frames(innermost: FrameType | None) -> tuple[RawFrame, ...]:
             if transform:
                 found[inner] = (*found[inner][:3], transform)
     return tuple(found)
+
+
+def is_waiting(stack: Sequence[RawFrame]) -> bool:
+    """Whether a thread waits for another one: in a lock, a queue or a pipe of Python's standard library."""
+    return stack[0][1].startswith(_standard_library()) and stack[0][1].endswith(_WAITS)
 
 
 def _called_by(frames: Sequence[FrameType], number: int) -> tuple[int, str]:

@@ -242,6 +242,7 @@ class Timeline(SlotClock):
             signal_broadcast_s=ns[self._broadcast_slot] / 1e9,
             first_fetch_s=ns[self._first_fetch_slot] / 1e9,
             validation_setup_s=self._validation_setup_ns / 1e9,
+            validations=self._validations,
             loops={name: ns[slot] / 1e9 for slot, name in self._loops.items() if ns[slot]},
             collecting=self._named(pauses[GARBAGE_COLLECTION]),
             compiling=self._named(pauses[RECOMPILATION]),

@@ -67,6 +67,7 @@ class SlotClock:
         "_validation_began_ns",
         "_validation_setup_ns",
         "_validation_spans",
+        "_validations",
         "epochs",
         "last_ns",
         "loop_slot",
@@ -108,6 +109,7 @@ class SlotClock:
         self.thread = 0
         self._epoch_begins = False
         self._validation_began_ns = self._validation_setup_ns = 0
+        self._validations = 0
         self.epochs = 0
 
     def name_of(self, slot: int) -> str:

@@ -241,6 +241,7 @@ class ValidationFetchSpan(Span):
         if timeline._validation_began_ns:
             timeline._validation_setup_ns += timeline.last_ns - timeline._validation_began_ns
             timeline._validation_began_ns = 0
+            timeline._validations += 1
 
 
 class Timed(Replacement):

@@ -19,12 +19,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar, Final
 
 from lightning_gpuopt.measurements.code_location import Stack
-from lightning_gpuopt.timeline.frames import RawFrame, calls_of, innermost_frames, raw_frames
+from lightning_gpuopt.timeline.frames import RawFrame, calls_of, innermost_frames, is_waiting, raw_frames
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class StackSampler:
         frames: gives the innermost frame of each thread, by its ident; Python's own by default.
         clock: seconds.
         cpu_clock: seconds of CPU of the thread that asks.
+        helpers: idents of threads that work for the sampled one: while it waits, its time is that of those that do not.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class StackSampler:
         frames: Callable[[], Mapping[int, FrameType]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         cpu_clock: Callable[[], float] = time.thread_time,
+        helpers: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         self._target = thread
         self._activity = activity
@@ -116,6 +118,7 @@ class StackSampler:
         self._frames = frames or innermost_frames
         self._clock = clock
         self._cpu_clock = cpu_clock
+        self._helpers = helpers
         self._last = clock()
         self._seen: dict[str, dict[tuple[RawFrame, ...], list[float]]] = {}
         self._costs_s: deque[float] = deque(maxlen=_COSTS_KEPT)
@@ -149,22 +152,31 @@ class StackSampler:
         activity = self._activity()
         if activity is None:
             return False
-        frame = self._frames().get(self._target)
+        stacks = self._stacks()
+        seen = self._seen.setdefault(activity, {})
+        for stack in stacks:
+            entry = seen.get(stack)
+            if entry is None:
+                if len(seen) >= _MAX_STACKS:
+                    return True
+                entry = seen[stack] = [0.0, 0]
+            entry[0] += since / len(stacks)
+            entry[1] += 1
+        return True
+
+    def _stacks(self) -> list[tuple[RawFrame, ...]]:
+        """What the sampled thread does, and, where that waits, what its helpers do instead."""
+        own = self._stack_of(self._target)
+        helpers = self._helpers() if own and is_waiting(own) else ()
+        at_work = [stack for each in helpers if (stack := self._stack_of(each)) and not is_waiting(stack)]
+        return at_work or ([own] if own else [])
+
+    def _stack_of(self, thread: int) -> tuple[RawFrame, ...]:
+        frame = self._frames().get(thread)
         try:
-            stack = raw_frames(frame)
+            return raw_frames(frame)
         finally:
             del frame
-        if not stack:
-            return True
-        seen = self._seen.setdefault(activity, {})
-        entry = seen.get(stack)
-        if entry is None:
-            if len(seen) >= _MAX_STACKS:
-                return True
-            entry = seen[stack] = [0.0, 0]
-        entry[0] += since
-        entry[1] += 1
-        return True
 
     def samples(self, activity: str) -> int:
         """How many samples there are of an activity."""

@@ -24,6 +24,7 @@ from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.measurements.loading import PipelineTimes
 from lightning_gpuopt.telemetry.host import HostWatch
+from tests.callbacks.stalls import SleepyData
 from tests.helpers import tiny_trainer
 from tests.simulators.gpu import DeviceTensor, SimulatedGpu, simulated_gpu
 
@@ -219,13 +220,14 @@ class TestStallDetector:
         counts: Callable[[PipelineTimes], None],
     ) -> None:
         host(FREE)
-        for waited_s, pipelines in ((1000.0, 1), (0.0, 0)):
-            counts(PipelineTimes(1, waited_s, 0.0, 1.0, 0.5, 0.125))
-            other = DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=2)
+        counts(PipelineTimes(1, 1000.0, 0.0, 1.0, 0.5, 0.125))
+        for other_s, key in ((0.0, "0"), (0.2, "1")):
+            other = DataLoader(SleepyData(sleep_s=other_s), batch_size=1)
             watching = detector()
             fit(tmp_path, CombinedLoader([loader_of(folder), other], "min_size"), watching)
-            found = [each for each in watching.report.findings if "bottleneck" in each.evidence]
-            assert len(found) == pipelines
+            (found,) = [each for each in watching.report.findings if "loader" in each.evidence]
+            assert found.evidence["loader"] == key
+            assert ("bottleneck" in found.evidence) is (key == "0")
 
     def test_a_loader_that_is_reloaded_is_followed_and_let_go(
         self, tmp_path: Path, folder: Path, host: Callable[[HostActivity], None]

@@ -53,6 +53,24 @@ class TestEpochs:
         model = StartingModel(step_s=0.02, dataset=SleepyData(length=8), num_workers=2, persistent_workers=True)
         assert run(tmp_path, model, max_steps=24).verdict == "compute_bound"
 
+    @pytest.mark.parametrize("persistent", [False, True])
+    def test_workers_started_for_every_validation(self, tmp_path: Path, persistent: bool) -> None:
+        class Validates(Model):
+            def val_dataloader(self) -> DataLoader[Any]:
+                data = SleepyData(length=4)
+                return Starting(data, batch_size=2, num_workers=1, persistent_workers=persistent)
+
+        model = Validates(step_s=0.02, dataset=SleepyData(length=8))
+        report = run(tmp_path, model, max_steps=24, limit_val_batches=1.0)
+        if persistent:
+            assert [each.cause for each in report.findings if each.cause == "epoch_restart"] == []
+            return
+        finding = report.findings[0]
+        assert (finding.cause, finding.evidence["loader"]) == ("epoch_restart", "validation")
+        assert finding.settings == {"persistent_workers": True}
+        evidence = {key: float(value) for key, value in finding.evidence.items() if key.endswith("_s_per_validation")}
+        assert sum(evidence.values()) == pytest.approx(0.3, abs=0.002)
+
     def test_workers_of_the_last_epoch_end_before_the_next_begins(self, tmp_path: Path) -> None:
         counts = []
 

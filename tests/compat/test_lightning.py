@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.lightning_loops import batches_left
-from tests.helpers import TinyModel, tiny_trainer
+from tests.helpers import FEATURES, TinyModel, tiny_trainer
 
 needs_both = pytest.mark.skipif(
     importlib.util.find_spec("pytorch_lightning") is None, reason="needs pytorch_lightning as well"
@@ -220,3 +220,20 @@ def test_the_batches_up_to_an_end_that_can_be_foreseen(
 
     tiny_trainer(tmp_path, callbacks=[Counts()], **trainer).fit(model())
     assert seen == left
+
+
+def test_the_keys_of_training_loaders(tmp_path: Path) -> None:
+    def keys(loaders: Any) -> list[str]:
+        trainer = tiny_trainer(tmp_path, max_steps=1)
+
+        class Any_(TinyModel):
+            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+                return self.layer(torch.ones(1, FEATURES)).sum()
+
+        trainer.fit(Any_(), loaders)
+        return lightning.train_loader_keys(trainer)
+
+    one, two = ([torch.ones(1)] * 2 for _ in range(2))
+    assert keys(DataLoader(one)) == [""]  # type: ignore[arg-type]
+    assert keys({"a": DataLoader(one), "b": DataLoader(two)}) == ["a", "b"]  # type: ignore[arg-type]
+    assert keys([DataLoader(one), {"x": DataLoader(two)}]) == ["0", "1.x"]  # type: ignore[arg-type]

@@ -13,13 +13,18 @@ from lightning_gpuopt.detector.accumulator import SteadyStateAccumulator, work_o
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.gpu import AheadCopies, DeviceState, GpuTimes, StepLook, SyncSighting
 from lightning_gpuopt.measurements.host import Collections, Compilations
-from lightning_gpuopt.measurements.loading import LoaderFacts, QueueTimes
+from lightning_gpuopt.measurements.loader_description import LoaderDescription
+from lightning_gpuopt.measurements.loading import LoaderFacts, LoaderReading, QueueTimes, WorkerTimes
 from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, RankWork, ReducerTimes
 from lightning_gpuopt.telemetry.process import ProcessReading
-from tests.diagnosis.numbers import TWO_WORKERS, gpu, host, measurement, pipelines, times, workers
+from tests.diagnosis.numbers import IN_PROCESS, TWO_WORKERS, gpu, host, measurement, pipelines, times, workers
 
 ONE_WORKER = replace(TWO_WORKERS, num_workers=1)
 DDP = GradientSync(bytes=8)
+
+
+def reading(facts: LoaderFacts, timed: WorkerTimes | None, key: str = "", **more: Any) -> LoaderReading:
+    return LoaderReading(LoaderDescription("torch", key=key), facts, timed, **more)
 
 
 class Counters:
@@ -28,6 +33,7 @@ class Counters:
     def __init__(self) -> None:
         self.facts = TWO_WORKERS
         self.worked: dict[int, Any] = {}
+        self.validated: LoaderReading | None = None
         self.piped: dict[int, Any] = {}
         self.queued = QueueTimes()
         self.ahead: AheadCopies | None = None
@@ -41,7 +47,8 @@ class Counters:
         note = self.events.append
         loader: Any = SimpleNamespace(
             facts=self.facts,
-            workers=lambda: dict(self.worked),
+            readings=lambda: dict(self.worked),
+            validation=lambda: self.validated,
             pipelines=lambda: dict(self.piped),
             queues=SimpleNamespace(times=lambda: self.queued),
             host=lambda: host(0.5),
@@ -103,12 +110,12 @@ class TestCounters:
     def test_what_was_counted_before_is_no_part(self) -> None:
         counters = Counters()
         before = workers(10, data_s=0.1)
-        counters.worked = {1: (TWO_WORKERS, before)}
+        counters.worked = {1: reading(TWO_WORKERS, before)}
         counters.queued = QueueTimes(fetches=10, wait_s=1.0)
         counters.ahead = AheadCopies(10, 1.0, 0.5)
         counters.piped = {1: pipelines(10)}
         steady = counters.begin()
-        counters.worked = {1: (TWO_WORKERS, before + workers(30, data_s=0.2))}
+        counters.worked = {1: reading(TWO_WORKERS, before + workers(30, data_s=0.2))}
         counters.queued = QueueTimes(fetches=40, wait_s=3.0)
         counters.ahead = AheadCopies(40, 3.0, 1.0)
         counters.piped = {1: pipelines(40)}
@@ -148,14 +155,34 @@ class TestCounters:
 
     def test_of_several_loaders_the_one_whose_workers_were_busiest(self) -> None:
         counters = Counters()
-        counters.worked = {1: (TWO_WORKERS, workers(1000, data_s=1.0))}
+        counters.worked = {1: reading(TWO_WORKERS, workers(1000, data_s=1.0))}
         steady = counters.begin()
-        counters.worked[1] = (TWO_WORKERS, workers(1000, data_s=1.0) + workers(30, data_s=0.1))
-        counters.worked[2] = (ONE_WORKER, workers(20, data_s=0.1))  # 2 s of one worker, against 1.5 s of each of two
+        counters.worked[1] = reading(TWO_WORKERS, workers(1000, data_s=1.0) + workers(30, data_s=0.1))
+        counters.worked[2] = reading(
+            ONE_WORKER, workers(20, data_s=0.1)
+        )  # 2 s of one worker, against 1.5 s of each of two
         measured = steady.measure(times())
         assert measured.loader == ONE_WORKER
         assert measured.workers is not None
         assert measured.workers.batches == 20
+
+    def test_of_several_loaders_the_one_that_the_loop_waits_for(self) -> None:
+        counters = Counters()
+        counters.worked = {1: reading(TWO_WORKERS, None, "fast", wait_s=3.0), 2: reading(IN_PROCESS, None, "slow")}
+        steady = counters.begin()
+        counters.worked[1] = reading(TWO_WORKERS, workers(30, data_s=0.1), "fast", wait_s=3.5)
+        counters.worked[2] = reading(IN_PROCESS, workers(30, data_s=0.05), "slow", wait_s=1.5)
+        measured = steady.measure(times())
+        assert measured.source is not None
+        assert (measured.source.key, measured.loader, measured.queues) == ("slow", IN_PROCESS, None)
+
+    @pytest.mark.parametrize("inner_s", [4.0, 1.0])
+    def test_a_loader_around_a_dataloader_is_slow_by_itself_or_by_that(self, inner_s: float) -> None:
+        counters = Counters()
+        steady = counters.begin()
+        counters.worked = {1: reading(TWO_WORKERS, workers(30, data_s=0.1), inner_s=inner_s)}
+        measured = steady.measure(times(data_wait=5.0))
+        assert (measured.loader == TWO_WORKERS) is (measured.workers is not None) is (inner_s == 4.0)
 
     def test_the_host_and_its_pauses_come_along(self) -> None:
         measured = Counters().begin().measure(times(), (RankWork(0, 0.0, 0.1),))

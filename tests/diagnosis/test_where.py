@@ -153,3 +153,27 @@ def test_the_table_of_places_has_the_whole_path_of_the_users_own_files() -> None
         ("blur", "/home/me/augment.py:48", "75 %", "Blur"),
         ("Image.open", "torchvision/datasets/folder.py:247", "25 %", ""),
     ]
+
+
+SITE = "/env/lib/python3.11/site-packages/"
+NEXT = Call("Stream.__iter__", "/home/me/data.py", 40, own=True)
+
+
+@pytest.mark.parametrize(
+    ("inner", "waits"),
+    [
+        (Call("StreamingDataset._each_sample_id", f"{SITE}streaming/base/dataset.py", 1461), True),
+        (Call("StreamingDataset.__getitem__", f"{SITE}streaming/base/dataset.py", 1242), False),
+        (Call("PyTreeLoader._wait_until_chunk_ready", f"{SITE}litdata/streaming/item_loader.py", 593), True),
+        (Call("PyTreeLoader.deserialize", f"{SITE}litdata/streaming/item_loader.py", 400), False),
+        (Call("Pipe.read", f"{SITE}webdataset/gopen.py", 94), True),
+        (Call("HTTPFile.read", f"{SITE}fsspec/implementations/http.py", 10), True),
+        (Call("LocalFileOpener.read", f"{SITE}fsspec/implementations/local.py", 10), False),
+        (Call("download", "/home/me/requests/data.py", 7, own=True), False),
+    ],
+)
+def test_waits_for_downloads_are_a_share_of_what_was_sampled(inner: Call, waits: bool) -> None:
+    stacks = (Stack((inner, NEXT), 1.0, 5), Stack((ITEM,), 3.0, 15))
+    finding = Finding("slow_storage", 0.5, {}, "", {})
+    (located,) = with_places([finding], [Sampled("data_wait", "worker 0", stacks)])
+    assert located.evidence.get("download_wait_percent") == (25.0 if waits else None)

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_gpuopt.compat.dataloader import worker_pids
+from lightning_gpuopt.loaders.describe import describe
 from lightning_gpuopt.measurements.loading import LoaderFacts, Pipelines, PipelineTimes
 from lightning_gpuopt.timeline.loader import facts_of, pipeline_of
 
@@ -19,7 +20,7 @@ SAMPLES = [torch.zeros(1)] * 8
 
 
 def test_a_loader_without_workers() -> None:
-    assert facts_of([DataLoader(SAMPLES)]) == LoaderFacts(
+    assert facts_of([describe(DataLoader(SAMPLES))]) == LoaderFacts(
         num_workers=0, persistent_workers=False, prefetch_factor=None, pin_memory=False
     )
 
@@ -29,14 +30,14 @@ def test_several_loaders_are_summed_up() -> None:
         DataLoader(SAMPLES, num_workers=2, persistent_workers=True, prefetch_factor=4),
         DataLoader(SAMPLES, num_workers=1, prefetch_factor=3),
     ]
-    assert facts_of(loaders) == LoaderFacts(
+    assert facts_of([describe(each) for each in loaders]) == LoaderFacts(
         num_workers=3, persistent_workers=False, prefetch_factor=3, pin_memory=False
     )
 
 
 def test_what_is_no_dataloader_says_nothing() -> None:
     assert facts_of([]) == LoaderFacts()
-    assert facts_of([DataLoader(SAMPLES), range(3)]) == LoaderFacts()
+    assert facts_of([describe(DataLoader(SAMPLES)), describe(range(3))]) == LoaderFacts()
 
 
 def test_worker_processes_are_found_behind_their_iterators() -> None:
@@ -90,8 +91,8 @@ class Shuffled(Alike):
     ],
 )
 def test_it_is_known_whether_workers_would_bring_samples_twice(loader: Any, duplicates: bool | None) -> None:
-    assert facts_of([loader]).duplicates is duplicates
-    assert facts_of([DataLoader(Alike()), loader]).duplicates is True
+    assert facts_of([describe(loader)]).duplicates is duplicates
+    assert facts_of([describe(DataLoader(Alike())), describe(loader)]).duplicates is True
 
 
 class Decodes:

@@ -300,3 +300,48 @@ def test_a_collection_of_garbage_while_it_samples_does_no_harm() -> None:
 def test_a_collector_that_is_switched_off_stays_so() -> None:
     ran = run_code("import gc; gc.disable()" + COLLECTED_MEANWHILE)
     assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)
+
+
+class TestHelpers:
+    """Threads that work for the sampled one."""
+
+    @staticmethod
+    def waits(ready: threading.Event) -> None:
+        ready.wait()
+
+    @pytest.fixture
+    def threads(self) -> Iterator[dict[str, FrameType]]:
+        """The frames of a thread that waits for an event, and of two that do something."""
+        over, target = threading.Event(), Target()
+        thread = threading.Thread(target=self.waits, args=(over,))
+        thread.start()
+        assert thread.ident is not None
+        wait_for(lambda: sys._current_frames()[thread.ident or 0].f_code.co_filename == threading.__file__)
+        frames = {"waits": sys._current_frames()[thread.ident]}
+        for function in (target.first, target.second):
+            function()
+            assert target.frame is not None
+            frames[function.__name__] = target.frame
+        yield frames
+        frames.clear()
+        over.set()
+        thread.join()
+
+    def sampled(self, frames: dict[int, FrameType], helpers: list[int]) -> list[tuple[str, float, int]]:
+        clock = Clock()
+        sampler = StackSampler(7, lambda: "data_wait", frames=lambda: frames, clock=clock, helpers=lambda: helpers)
+        clock.now_s += 1.0
+        assert sampler.sample()
+        return innermost(sampler, "data_wait")
+
+    def test_while_it_waits_its_time_is_theirs(self, threads: dict[str, FrameType]) -> None:
+        frames = {7: threads["waits"], 8: threads["first"], 9: threads["second"]}
+        assert sorted(self.sampled(frames, [8, 9])) == [("first", 0.5, 1), ("second", 0.5, 1)]
+
+    def test_those_that_wait_as_well_or_are_gone_have_none_of_it(self, threads: dict[str, FrameType]) -> None:
+        frames = {7: threads["waits"], 8: threads["waits"], 9: threads["second"]}
+        assert self.sampled(frames, [8, 9, 10]) == [("second", 1.0, 1)]
+        assert [count for _, _, count in self.sampled(frames, [8])] == [1]  # then it is its own
+
+    def test_while_it_works_its_time_is_its_own(self, threads: dict[str, FrameType]) -> None:
+        assert self.sampled({7: threads["first"], 8: threads["second"]}, [8]) == [("first", 1.0, 1)]

@@ -15,6 +15,9 @@ from lightning_gpuopt.measurements.phases import PhaseTimes
 _NAMES: Final = {"workers": "starting workers", "first_batch": "the first batch", "buffer": "filling a shuffle buffer"}
 _MIN_EPOCHS: Final = 2
 
+_WITHOUT_BUFFER: Final = ("litdata", "mds")
+"""Kinds of streams that shuffle by the numbers of their samples."""
+
 
 @dataclass(frozen=True)
 class Pause:
@@ -91,6 +94,30 @@ def _restart(measurement: Measurement, pause: Pause, restart_s: float) -> Findin
     return Finding("epoch_restart", waterfall.share(restart_s), evidence, advice, {"persistent_workers": True})
 
 
+def validation_restart(measurement: Measurement) -> Iterator[Candidate]:
+    """Workers of the validation's loader that are started again for each validation.
+
+    The first validation has to start them, and each has to wait for its first batch, which takes a worker as long as
+    any other.
+    """
+    times, reading, waterfall = measurement.times, measurement.validation, measurement.waterfall
+    if reading is None or reading.workers is None or not reading.workers.batches or times.validations < _MIN_EPOCHS:
+        return
+    batch_s = reading.workers.busy_s / reading.workers.batches
+    each_s = max(times.validation_setup_s / times.validations - batch_s, 0.0)
+    on_device = min(waterfall.validation_s / (times.phases["validation"] or 1.0), 1.0)
+    share = waterfall.share(each_s * (times.validations - 1) * on_device)
+    evidence: dict[str, float | str] = {
+        "loader": reading.loader.key,
+        "num_workers": reading.facts.num_workers or 0,
+        "validations": times.validations,
+        "starting_workers_s_per_validation": round(each_s, 3),
+        "first_batch_s_per_validation": round(batch_s, 3),
+    }
+    advice = CAUSES["epoch_restart"].cases["validation"]
+    yield share, lambda: Finding("epoch_restart", share, evidence, advice, {"persistent_workers": True})
+
+
 def restart_in_run(run: PhaseTimes, measurement: Measurement, threshold: float) -> Finding | None:
     """Workers that were started again for every epoch, where the run since the last change has seen none begin.
 
@@ -129,7 +156,10 @@ def pause_note(measurement: Measurement, threshold: float) -> str | None:
         return None
     part = "buffer" if restarted and pause.buffer > pause.first_batch else pause.largest
     what = "making the loader's iterator" if part == "workers" else _NAMES[part]
-    remedy = "A smaller buffer fills faster." if part == "buffer" else "Fewer, longer epochs make it rarer."
+    fills = part == "buffer"
+    if fills and measurement.source is not None and measurement.source.kind in _WITHOUT_BUFFER:
+        what, fills = "opening the stream's first shards", False
+    remedy = "A smaller buffer fills faster." if fills else "Fewer, longer epochs make it rarer."
     return (
         f"{waterfall.share(epochs_s):.0%} of the time goes to the beginning of epochs, most of it to {what} "
         f"({getattr(pause, part):.2f} s an epoch). {remedy}"

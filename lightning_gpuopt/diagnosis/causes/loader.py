@@ -59,7 +59,7 @@ def data_finding(measurement: Measurement) -> Finding:
 def _cause(measurement: Measurement) -> str:
     loader, workers, queues = measurement.loader, measurement.workers, measurement.queues
     if not loader.num_workers:
-        return "main_process_loading"
+        return _cause_from_outside(measurement) if own_workers(measurement) else "main_process_loading"
     if workers is None or not workers.batches:
         return _cause_from_outside(measurement)
     busy = workers.busy_s / (loader.num_workers * measurement.times.wall_s)
@@ -108,7 +108,7 @@ def cpu_cause(measurement: Measurement) -> str:
 def _evidence(measurement: Measurement) -> dict[str, float | str]:
     times, loader, host = measurement.times, measurement.loader, measurement.host
     workers, queues = measurement.workers, measurement.queues
-    found = wait_evidence(measurement) | {"num_workers": loader.num_workers}
+    found = wait_evidence(measurement) | {"num_workers": own_workers(measurement) or loader.num_workers}
     if workers is not None and workers.batches:
         found["dataset_ms_per_batch"] = workers.data_wall_s / workers.batches * 1e3
         found["dataset_cpu_ms_per_batch"] = workers.data_cpu_s / workers.batches * 1e3
@@ -123,7 +123,32 @@ def _evidence(measurement: Measurement) -> dict[str, float | str]:
     if host is not None:
         found["worker_cpu_percent"] = _percent(host.worker_cpu)
         found["worker_queued_percent"] = _percent(host.worker_queued)
-    return rounded(found | host_evidence(measurement)) | exposed_by(measurement.waterfall)
+    evidence = rounded(found | host_evidence(measurement)) | exposed_by(measurement.waterfall)
+    return evidence | kind_evidence(measurement)
+
+
+def own_workers(measurement: Measurement) -> int:
+    """Threads or processes that a loader without a DataLoader has for its work, as a graph of nodes; 0: none known."""
+    source = measurement.source
+    if source is None or source.kind != "nodes" or source.work == "training process":
+        return 0
+    return source.num_workers or 0
+
+
+def kind_evidence(measurement: Measurement) -> dict[str, float | str]:
+    """Which of several loaders it is, and what is special about its kind."""
+    source = measurement.source
+    if source is None:
+        return {}
+    found: dict[str, float | str] = {}
+    if source.key:
+        found["loader"] = source.key
+    if source.kind not in ("torch", "pipeline"):
+        found["kind"] = source.name
+        found["work"] = source.work
+    if source.idle_workers:
+        found["idle_workers"] = source.idle_workers
+    return found
 
 
 def wait_evidence(measurement: Measurement) -> dict[str, float | None]:
@@ -196,7 +221,9 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
         return {}
     if loader.duplicates or (cause == "slow_storage" and memory_is_short(measurement)):
         return {}
-    workers = _workers_needed(cause, measurement)
+    workers = _with_shards(_workers_needed(cause, measurement), measurement)
+    if workers <= loader.num_workers:
+        return {}
     model, now_s = loader_model(measurement), measurement.waterfall.step_s
     if model is not None and now_s is not None and now_s < (1 + HEADROOM_LEFT) * model.step_s(workers)[1]:
         return {}  # a batch is made faster than it could be handed over, or the CPUs are the limit
@@ -204,6 +231,12 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
     if not loader.persistent_workers:
         settings["persistent_workers"] = True
     return settings
+
+
+def _with_shards(workers: int, measurement: Measurement) -> int:
+    """So many workers, or as many as there are shards of a stream for this rank: others would have none to read."""
+    source = measurement.source
+    return workers if source is None or source.shards is None else min(workers, source.shards)
 
 
 def _costs_more_to_hand_over(measurement: Measurement) -> bool:
@@ -303,6 +336,14 @@ def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
         return taken
     if cause == "main_process_loading" and workers is None:
         return _without_workers(measurement)
+    if cause in ("slow_transform", "slow_storage") and (own := own_workers(measurement)):
+        return CAUSES[cause].cases["nodes"].format(num_workers=own)
+    shards = measurement.source.shards if measurement.source is not None else None
+    if doing and workers is None and shards is not None and (measurement.loader.num_workers or 0) >= shards:
+        return (
+            f"{doing}, and each of the stream's {shards} shards has a worker already: more would have none to "
+            "read. Divide the data into more shards, or make each sample cheaper to read."
+        )
     if doing and workers is None:
         return f"{doing}, and more of them would not help: make each sample cheaper to read."
     if workers == 0:
@@ -324,7 +365,9 @@ def _taken_by_others(measurement: Measurement) -> str | None:
 
 def _without_workers(measurement: Measurement) -> str:
     """Advice for a training process that loads by itself, where workers are none."""
-    cases = CAUSES["main_process_loading"].cases
+    cases, source = CAUSES["main_process_loading"].cases, measurement.source
+    if source is not None and source.kind == "nodes":
+        return cases["nodes"]
     if measurement.loader.num_workers is None:
         return cases["no_dataloader"]
     return cases["handing_over" if _costs_more_to_hand_over(measurement) else "no_cpus"]

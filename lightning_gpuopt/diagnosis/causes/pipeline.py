@@ -10,6 +10,7 @@ from lightning_gpuopt.diagnosis.causes.loader import (
     cpu_cause,
     exposed_by,
     host_evidence,
+    kind_evidence,
     memory_is_short,
     rounded,
     wait_evidence,
@@ -54,7 +55,7 @@ def pipeline_finding(measurement: Measurement) -> Finding:
     return Finding(
         cause,
         measurement.waterfall.share(measurement.waterfall.wait("data_wait")),
-        {"bottleneck": bottleneck, **_evidence(measurement)},
+        {"bottleneck": bottleneck, **_evidence(measurement), **kind_evidence(measurement)},
         " ".join(parts),
         predicted_speedup=_prediction(measurement, threads),
     )

@@ -131,23 +131,32 @@ def _reduced(measurement: Measurement, seconds: float) -> dict[str, float | str]
     }
 
 
-def between_steps(measurement: Measurement) -> Iterator[Candidate]:
-    """Validation by its wall time, and checkpoints."""
+def between_steps(measurement: Measurement, restarts: float = 0.0) -> Iterator[Candidate]:
+    """Validation by its wall time, and checkpoints.
+
+    Args:
+        measurement: of the run.
+        restarts: share of its time in which the workers of validations start, where that is a finding of its own.
+    """
     waterfall = measurement.waterfall
-    validation_s, checkpoint_s = waterfall.validation_s, waterfall.wait("checkpoint")
-    yield waterfall.share(validation_s), lambda: _validation(measurement, validation_s)
-    yield waterfall.share(checkpoint_s), lambda: _checkpoint(measurement, checkpoint_s)
+    checkpoint_s = waterfall.wait("checkpoint")
+    validation = waterfall.share(waterfall.validation_s) - restarts
+    yield validation, lambda: _validation(measurement, validation, restarted=restarts > 0)
+    yield (
+        waterfall.share(checkpoint_s),
+        lambda: _checkpoint(measurement, checkpoint_s),
+    )
 
 
-def _validation(measurement: Measurement, seconds: float) -> Finding:
+def _validation(measurement: Measurement, share: float, *, restarted: bool) -> Finding:
     setup_s = measurement.times.validation_setup_s
-    evidence: dict[str, float | str] = {"validation_s": round(seconds, 3)}
+    evidence: dict[str, float | str] = {"validation_s": round(measurement.waterfall.validation_s, 3)}
     advice = CAUSES["validation"].advice
     if setup_s:
         evidence["validation_setup_s"] = round(setup_s, 3)
-    if setup_s > measurement.times.phases["validation"] / 2:
+    if setup_s > measurement.times.phases["validation"] / 2 and not restarted:
         advice = CAUSES["validation"].cases["set_up"] + advice
-    return Finding("validation", measurement.waterfall.share(seconds), evidence, advice)
+    return Finding("validation", share, evidence, advice)
 
 
 def _checkpoint(measurement: Measurement, seconds: float) -> Finding:

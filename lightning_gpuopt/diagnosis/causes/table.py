@@ -76,6 +76,8 @@ _ALL: Final = (
             "as LMDBDataModule does.",
             "no_cpus": "The training process loads the data itself, and no CPU is left for worker processes: they "
             "would not be faster. Decode and transform less or cheaper, or give the job more CPUs.",
+            "nodes": "The graph's work is done in the training process: give it to workers, "
+            'ParallelMapper(..., num_workers=N, method="process"), and let a Prefetcher prepare batches ahead.',
         },
     ),
     Cause(
@@ -99,6 +101,8 @@ _ALL: Final = (
             "are fewer bytes.",
             "pipeline_memory": "The pipeline mostly waits for files, and the machine is short of memory: what is read "
             "is pushed out again, or comes back from swap. Keep less in memory, or give the job more.",
+            "nodes": "The graph's {num_workers} workers mostly wait, not for the CPU: more of them wait for more at "
+            "once, ParallelMapper(..., num_workers=N).",
         },
     ),
     Cause(
@@ -119,6 +123,9 @@ _ALL: Final = (
             "decode_engine": "The GPU's decoder is the bottleneck; the pipeline's CPU threads compute for {busy:.0%} "
             "of the time. Try another hw_decoder_load, the share of the JPEG images that goes to the hardware decoder, "
             "and a larger num_threads for those that the CPU helps to decode. {smaller}.",
+            "nodes": "The graph's {num_workers} workers compute all the time and CPUs are free: "
+            'ParallelMapper(..., num_workers=N, method="process"). Threads share one interpreter, and take turns in it '
+            "where the work is Python's.",
         },
     ),
     Cause(
@@ -276,6 +283,8 @@ _ALL: Final = (
         group="epoch",
         cases={
             "first_batch": "Most of the pause is the first batch itself: fewer, longer epochs make it rarer.",
+            "validation": "The workers of the validation's loader are started again for each validation: keep them "
+            "with persistent_workers=True in val_dataloader. They keep their memory meanwhile.",
         },
     ),
     Cause(

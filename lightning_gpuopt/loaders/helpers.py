@@ -1,0 +1,67 @@
+"""Finds the threads and processes that a loader has of its own, wherever it keeps them."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing.process
+import threading
+from collections import deque
+from types import FunctionType, ModuleType
+from typing import Any, Final
+
+_MAX_OBJECTS: Final = 4_000
+_MAX_ITEMS: Final = 256
+_LEAVES: Final = (type, ModuleType, str, bytes, int, float, memoryview, threading.local)
+_LARGE: Final = ("torch", "numpy", "pyarrow", "pandas", "lightning", "pytorch_lightning", "logging")
+"""Packages whose objects hold no threads of a loader, but may lead far away."""
+
+
+def helpers_of(*roots: Any) -> tuple[list[threading.Thread], list[Any]]:
+    """The threads, and the processes of ``multiprocessing``, that live and that these objects hold on to.
+
+    What a suspended generator has in its variables is held, too. No attribute is asked for, so nothing runs.
+
+    Args:
+        roots: a loader and its iterator.
+    """
+    threads: dict[int, threading.Thread] = {}
+    processes: dict[int, Any] = {}
+    seen = {id(root) for root in roots}
+    queue = deque(roots)
+    for _ in range(_MAX_OBJECTS):
+        if not queue:
+            break
+        each = queue.popleft()
+        if issubclass(type(each), threading.Thread):
+            if each is not threading.main_thread() and each.is_alive():
+                threads[id(each)] = each
+            continue
+        if issubclass(type(each), multiprocessing.process.BaseProcess):
+            if each.pid is not None:
+                processes[id(each)] = each
+            continue
+        for held in _held(each):
+            if id(held) not in seen:
+                seen.add(id(held))
+                queue.append(held)
+    return list(threads.values()), list(processes.values())
+
+
+def _held(value: Any) -> list[Any]:
+    if isinstance(value, FunctionType):  # not its globals
+        return [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
+    if isinstance(value, (list, tuple, dict, set, frozenset, deque)) and len(value) > _MAX_ITEMS:
+        return []
+    return [each for each in gc.get_referents(value) if not isinstance(each, _LEAVES) and not _is_large(each)]
+
+
+def _is_large(value: Any) -> bool:
+    return str(getattr(type(value), "__module__", "")).partition(".")[0] in _LARGE
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,51 @@
+"""A real Trainer trains from every kind of loader that needs no library of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.lanes import few
+from tests.loaders import conformance
+from tests.loaders.kinds import BATCH, CORE, Around, Collate, Kind, Mapped, Prepare, nodes
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*checkpoint.*", "ignore:.*IterableDataset.*")
+kinds = pytest.mark.parametrize("kind", CORE.values(), ids=CORE)
+
+
+@pytest.mark.parametrize("kind", few("map-0 stream-1 stateful-1 nodes-threads around own threaded combined-own", CORE))
+def test_everything_is_as_without(tmp_path: Path, kind: Kind) -> None:
+    conformance.everything_is_as_without(tmp_path, kind)
+
+
+@pytest.mark.timed
+@kinds
+def test_the_slow_line_is_found(tmp_path: Path, kind: Kind) -> None:
+    conformance.the_slow_line_is_found(tmp_path, kind)
+
+
+@pytest.mark.timed
+@kinds
+def test_nothing_is_found_where_nothing_waits(tmp_path: Path, kind: Kind) -> None:
+    conformance.nothing_is_found_where_nothing_waits(tmp_path, kind)
+
+
+@pytest.mark.timed
+def test_of_a_graph_s_processes_the_cause_is_found_and_not_the_line(tmp_path: Path) -> None:
+    loader = nodes(Prepare(conformance.SLOW_S), workers=2, method="process")
+    report = conformance.report_of(tmp_path, loader)
+    found = report.findings[0]
+    assert (found.cause, found.evidence["work"], found.evidence["num_workers"]) == ("slow_storage", "processes", 2)
+    assert "where" not in found.evidence
+    assert any("its worker processes are not those of a DataLoader" in note for note in report.notes)
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "around"])
+def test_a_slow_collate_is_found(tmp_path: Path, wrapped: bool) -> None:
+    loader = DataLoader(Mapped(Prepare()), BATCH, num_workers=1, collate_fn=Collate(0.02))
+    found = conformance.report_of(tmp_path, Around(loader) if wrapped else loader).findings[0]
+    assert found.cause == "worker_transfer"
+    assert "Collate.__call__ (kinds.py:" in str(found.evidence["where"])

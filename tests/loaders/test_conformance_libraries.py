@@ -1,0 +1,31 @@
+"""The same with loaders of libraries, in an environment that has them: ``make test-loaders``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.loaders import conformance
+from tests.loaders.kinds import LIBRARIES, Kind
+
+pytestmark = [
+    pytest.mark.loaders,
+    pytest.mark.filterwarnings("ignore:.*checkpoint.*", "ignore:.*IterableDataset.*", "ignore:.*not writable.*"),
+]
+kinds = pytest.mark.parametrize("kind", LIBRARIES.values(), ids=LIBRARIES)
+
+
+@kinds
+def test_everything_is_as_without(tmp_path: Path, kind: Kind) -> None:
+    conformance.everything_is_as_without(tmp_path, kind)
+
+
+@kinds
+def test_the_slow_line_is_found(tmp_path: Path, kind: Kind) -> None:
+    conformance.the_slow_line_is_found(tmp_path, kind)
+
+
+@kinds
+def test_nothing_is_found_where_nothing_waits(tmp_path: Path, kind: Kind) -> None:
+    conformance.nothing_is_found_where_nothing_waits(tmp_path, kind)
