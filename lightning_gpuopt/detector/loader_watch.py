@@ -29,6 +29,7 @@ from lightning_gpuopt.timeline.loader import facts_of, pipeline_of
 from lightning_gpuopt.timeline.queues import QueueProbe
 from lightning_gpuopt.timeline.worker_clock import TimedCollate, watch_workers
 from lightning_gpuopt.timeline.worker_stacks import WorkerStacks
+from lightning_gpuopt.tuning.managed import changes_of
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class _Watched:
         loader: what it is, as of its current iterator.
         waited_ns: nanoseconds for which the training process waited for it, where there are several, as ``[ns]``.
         inner_ns: the same for the DataLoader inside a loader of another kind.
+        changes: what :func:`~lightning_gpuopt.tuning.managed.changes_of` says; None before it was asked.
     """
 
     seen: SeenLoader
@@ -52,9 +54,17 @@ class _Watched:
     loader: LoaderDescription = field(default_factory=LoaderDescription)
     waited_ns: list[int] = field(default_factory=lambda: [0])
     inner_ns: list[int] = field(default_factory=lambda: [0])
+    changes: tuple[dict[str, str], str | None] | None = None
+
+    def look_at_changes(self) -> None:
+        """See which settings may be changed, and when; once, since much of the dataset is looked at for it."""
+        if self.changes is None and self.seen.inner is not None:
+            self.changes = changes_of(self.seen.inner)
 
     def reading(self, *, several: bool) -> LoaderReading:
         facts = facts_of([self.loader])
+        if self.changes is not None:
+            self.loader = replace(self.loader, changes=self.changes[0], unshared=self.changes[1])
         wraps = self.seen.inner is not None and self.seen.inner is not self.seen.loader
         return LoaderReading(
             self.loader,
@@ -236,6 +246,18 @@ class LoaderWatch:
         """What each training loader is, and did since it was first seen."""
         several = len(self._watched) > 1
         return {each.number: each.reading(several=several) for each in self._watched}
+
+    def with_changes(self, loader: LoaderDescription) -> LoaderDescription:
+        """A training loader's description, with which of its settings may be changed.
+
+        Args:
+            loader: as one of :meth:`readings` has it.
+        """
+        watched = next((each for each in self._watched if each.loader.key == loader.key), None)
+        if watched is None:
+            return loader
+        watched.look_at_changes()
+        return watched.reading(several=False).loader
 
     def validation(self) -> LoaderReading | None:
         """The same of the loader of the validation, where its workers are started for each."""

@@ -421,7 +421,14 @@ class DetectorSession:
         return self._with_stacks(self._accumulator.measure(steady, self._ranks))
 
     def _diagnose(self, measured: Measurement) -> list[Finding]:
-        return diagnose(measured, self._options.threshold)
+        findings = diagnose(measured, self._options.threshold)
+        source = measured.source
+        if source is None or source.changes or not any("num_workers" in each.settings for each in findings):
+            return findings
+        source = self.loader.with_changes(source)  # not earlier: it looks at the dataset
+        if source.unshared is None:
+            return findings
+        return diagnose(replace(measured, source=source), self._options.threshold)
 
     def report(self, *, measure_images: bool = False) -> StallReport:
         """The report of the run until now.

@@ -50,6 +50,7 @@ class LoaderDescription:
         idle_workers: workers that have no shard, or no batch, to read.
         duplicates: whether more workers would bring samples twice: its stream is not divided among them.
         caches: folders in which a stream keeps what it has downloaded.
+        unshared: why more workers would read other samples: an open file that they would share, a generator.
         changes: for each setting ``"now"``, ``"with the next iterator"``, or ``"refused because ..."``.
         notes: what is worth a line in the report, such as an unknown version.
     """
@@ -71,5 +72,6 @@ class LoaderDescription:
     idle_workers: int = 0
     duplicates: bool | None = None
     caches: tuple[str, ...] = ()
+    unshared: str | None = None
     changes: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.rules import AskedChange, CannotChange, why_not
 from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
-from lightning_gpuopt.tuning.sharing import forks, held_by, own_workers
+from lightning_gpuopt.tuning.sharing import forks, held_by, own_workers, why_not_shared
 from lightning_gpuopt.tuning.without_workers import WorkersCheck, check_draws, check_workers
 
 log = logging.getLogger(__name__)
@@ -392,6 +392,28 @@ class ManagedLoader:
                 setattr(loader, setting, value)
         if not loader.num_workers and loader.prefetch_factor is not None:
             loader.prefetch_factor = None
+
+
+def changes_of(loader: DataLoader[Any]) -> tuple[dict[str, str], str | None]:
+    """Which settings of a loader may be changed, and when; and why more workers would read other samples.
+
+    Args:
+        loader: of the user's; it is only looked at.
+
+    Returns:
+        For each setting the answer of :meth:`ManagedLoader.when`; and the reason, None where they would not.
+    """
+    managed = ManagedLoader(loader, local_ranks=1)
+    wanted = {
+        "num_workers": loader.num_workers + 1,
+        "prefetch_factor": 2 * (loader.prefetch_factor or 2),
+        "pin_memory": not loader.pin_memory,
+        "persistent_workers": not loader.persistent_workers,
+    }
+    changes = {setting: managed.when(setting, value) for setting, value in wanted.items()}
+    if isinstance(loader.dataset, IterableDataset):
+        return changes, None
+    return changes, why_not_shared(loader, held_by(loader), workers=managed.own_workers)
 
 
 def check_first_worker(loader: DataLoader[Any], *, longest_s: float, iterable: bool, exact: bool) -> WorkersCheck:

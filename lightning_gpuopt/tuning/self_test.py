@@ -15,7 +15,7 @@ from lightning_gpuopt.tuning.resize import adopt
 
 log = logging.getLogger(__name__)
 
-TESTED_MINORS: Final = ((2, 4), (2, 13))
+TESTED_MINORS: Final = ((2, 4), (2, 13), (2, 14))
 """Versions of torch that a lane of the tests runs."""
 
 _BATCHES: Final = 12

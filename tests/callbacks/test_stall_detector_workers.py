@@ -126,6 +126,18 @@ class TestWhatWorkersDo:
         assert evidence["num_workers"] == 1
 
 
+class TestAdvice:
+    def test_workers_that_would_share_an_open_file_are_not_advised(self, tmp_path: Path) -> None:
+        dataset: Any = SleepyData(length=200, sleep_s=0.01)
+        with Path(__file__).open("rb", buffering=0) as dataset.file:
+            report = run(tmp_path, Model(dataset=dataset, num_workers=0), max_steps=STEPS)
+        (finding,) = report.findings
+        assert (finding.cause, finding.settings) == ("main_process_loading", {})
+        assert "more workers would not read the same samples: its dataset holds dataset.file (FileIO)" in (
+            finding.advice
+        )
+
+
 @pytest.mark.timed
 class TestProofs:
     def test_reloaded_loaders_with_other_settings_prove_the_advice(self, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def _anew() -> Iterator[None]:
     self_test._trial.cache_clear()
 
 
-@pytest.mark.parametrize("version", ["2.4.0", "2.4.1+cpu", "2.13.0"])
+@pytest.mark.parametrize("version", ["2.4.0", "2.4.1+cpu", "2.13.0", "2.14.1+cu130"])
 def test_a_torch_that_a_lane_runs_needs_no_trial(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(self_test, "_trial", lambda: "tried")
     assert why_not_tried(version) is None
@@ -63,7 +63,7 @@ def test_the_versions_are_those_of_the_lanes() -> None:
     """The constraints of the lanes say which torch they run."""
     pins = {
         tuple(int(number) for number in line.split("==")[1].split("+")[0].split(".")[:2])
-        for path in ("constraints-floor.txt", "constraints.txt")
+        for path in ("constraints-floor.txt", "constraints.txt", "constraints-loaders.txt")
         for line in (ROOT / path).read_text(encoding="utf-8").splitlines()
         if line.startswith("torch==")
     }

@@ -219,7 +219,7 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
         return {"num_workers": 0}
     if not CAUSES[cause].doing:
         return {}
-    if loader.duplicates or (cause == "slow_storage" and memory_is_short(measurement)):
+    if loader.duplicates or _unshared(measurement) or (cause == "slow_storage" and memory_is_short(measurement)):
         return {}
     workers = _with_shards(_workers_needed(cause, measurement), measurement)
     if workers <= loader.num_workers:
@@ -231,6 +231,11 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
     if not loader.persistent_workers:
         settings["persistent_workers"] = True
     return settings
+
+
+def _unshared(measurement: Measurement) -> str | None:
+    """Why more workers would read other samples; None where they would not, or nobody has looked."""
+    return measurement.source.unshared if measurement.source is not None else None
 
 
 def _with_shards(workers: int, measurement: Measurement) -> int:
@@ -334,6 +339,8 @@ def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
         return CAUSES[cause].cases["memory"]
     if cause == "cpu_saturated" and (taken := _taken_by_others(measurement)) is not None:
         return taken
+    if doing and (reason := _unshared(measurement)) is not None:
+        return f"{doing}, but more workers would not read the same samples: {reason}."
     if cause == "main_process_loading" and workers is None:
         return _without_workers(measurement)
     if cause in ("slow_transform", "slow_storage") and (own := own_workers(measurement)):

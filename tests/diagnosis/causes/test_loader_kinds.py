@@ -128,3 +128,15 @@ class TestValidations:
 
     def test_the_training_loader_s_settings_prove_nothing_of_it(self) -> None:
         assert proofs_of(self.of(), 0.2, {"persistent_workers": True}, 0.1) == []
+
+
+def test_workers_that_would_read_other_samples_are_not_advised() -> None:
+    reason = "its dataset holds dataset.file (BufferedReader), which forked processes would share"
+    timed = workers(data_s=0.1, cpu=0.1)
+    plain = found(LoaderDescription("torch"), ONE_WORKER, workers=timed, host=host(0.1))
+    unshared = found(LoaderDescription("torch", unshared=reason), ONE_WORKER, workers=timed, host=host(0.1))
+    assert (plain.cause, plain.settings["num_workers"] > 1) == (unshared.cause, True)
+    assert unshared.settings == {}
+    assert unshared.advice.startswith(
+        f"The workers mostly wait for storage, but more workers would not read the same samples: {reason}."
+    )
