@@ -133,7 +133,7 @@ class TestAdvice:
             report = run(tmp_path, Model(dataset=dataset, num_workers=0), max_steps=STEPS)
         (finding,) = report.findings
         assert (finding.cause, finding.settings) == ("main_process_loading", {})
-        assert "more workers would not read the same samples: its dataset holds dataset.file (FileIO)" in (
+        assert "more workers would not read the same samples: its dataset holds dataset.file (FileIO " in (
             finding.advice
         )
 
