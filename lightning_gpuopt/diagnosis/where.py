@@ -74,8 +74,6 @@ def _downloads(stack: Stack) -> bool:
 
 
 def _is_download(call: Call) -> bool:
-    if call.own:
-        return False
     if _package(call.file) in _NETWORK:
         return True
     file, function = short(call.file), call.name.rpartition(".")[2]

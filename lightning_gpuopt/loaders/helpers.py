@@ -49,7 +49,7 @@ def helpers_of(*roots: Any) -> tuple[list[threading.Thread], list[Any]]:
 
 def _held(value: Any) -> list[Any]:
     if isinstance(value, FunctionType):  # not its globals
-        return [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
+        return list(value.__closure__ or ())
     if isinstance(value, (list, tuple, dict, set, frozenset, deque)) and len(value) > _MAX_ITEMS:
         return []
     return [each for each in gc.get_referents(value) if not isinstance(each, _LEAVES) and not _is_large(each)]
@@ -57,11 +57,3 @@ def _held(value: Any) -> list[Any]:
 
 def _is_large(value: Any) -> bool:
     return str(getattr(type(value), "__module__", "")).partition(".")[0] in _LARGE
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

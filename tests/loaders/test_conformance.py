@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,11 @@ def test_nothing_is_found_where_nothing_waits(tmp_path: Path, kind: Kind) -> Non
 
 @pytest.mark.timed
 def test_of_a_graph_s_processes_the_cause_is_found_and_not_the_line(tmp_path: Path) -> None:
-    loader = nodes(Prepare(conformance.SLOW_S), workers=2, method="process")
-    report = conformance.report_of(tmp_path, loader)
+    try:
+        report = conformance.report_of(tmp_path, nodes(Prepare(conformance.SLOW_S), workers=2, method="process"))
+    finally:  # forked inside of fit they have Lightning's handler of SIGTERM: Python would wait for them as it exits
+        for process in multiprocessing.active_children():
+            process.kill()
     found = report.findings[0]
     assert (found.cause, found.evidence["work"], found.evidence["num_workers"]) == ("slow_storage", "processes", 2)
     assert "where" not in found.evidence

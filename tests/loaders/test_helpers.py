@@ -56,6 +56,11 @@ def test_and_in_the_variables_of_a_suspended_generator(over: threading.Event) ->
     assert names(generator) == ["inside"]
 
 
+def test_and_in_what_a_function_closes_over(over: threading.Event) -> None:
+    thread = started(over, "closed over")
+    assert names(Holds(function=lambda: thread)) == ["closed over"]
+
+
 def test_and_in_executors(over: threading.Event) -> None:
     with ThreadPoolExecutor(2, thread_name_prefix="pool") as pool:
         pool.submit(over.wait)
