@@ -102,6 +102,10 @@ def _to_none(asked: AskedChange) -> str | None:
     return "without workers the training process draws what its workers draw now: training would be another"
 
 
+def _no_workers(asked: AskedChange) -> str | None:
+    return None if asked.loader.num_workers else "there are no workers that it could be about"
+
+
 def _start_method(asked: AskedChange) -> str | None:
     if not asked.adds_first or (method := forks(asked.loader)) is None:
         return None
@@ -158,6 +162,7 @@ RULES: Final = (
     Rule("iterators of its own", (*_WORKERS, *_KEPT), _own_iterators),
     Rule("state of its own", (*_AHEAD, "pin_memory"), _own_state),
     Rule("to no workers", _WORKERS, _to_none),
+    Rule("no workers", ("prefetch_factor", *_KEPT), _no_workers),
     Rule("start method", _WORKERS, _start_method),
     Rule("sampler", _AHEAD, _sampler),
     Rule("held by the dataset", _WORKERS, _held),

@@ -16,8 +16,9 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_gpuopt import AutoFix, CudaPrefetcher, StallDetector, StallReport
+from tests.callbacks.auto_fix_runs import finding, script
 from tests.helpers import TinyModel, tiny_trainer, wait_for
-from tests.loaders.kinds import SAMPLES, Collate, Kind, Prepare
+from tests.loaders.kinds import BATCH, SAMPLES, Collate, Kind, Prepare
 
 SAVED, STOPPED, ENDED = 30, 34, 52
 """Steps: an epoch has 24."""
@@ -112,6 +113,23 @@ def everything_is_as_without(folder: Path, kind: Kind) -> None:
     wait_for(lambda: not multiprocessing.active_children())
 
 
+def changes_keep_everything(folder: Path, kind: Kind) -> set[str]:
+    """AutoFix changes what it may of a loader that seems slow: samples, order and weights are as without.
+
+    Returns:
+        The settings that were changed, for as long as they were tried.
+    """
+    steps = 6 * SAMPLES // BATCH
+    plain = fit(folder, kind.make(folder, Prepare()), max_steps=steps)
+    wanted = finding("slow_storage", num_workers=3, prefetch_factor=4, persistent_workers=True)
+    autofix = AutoFix()
+    changed = fit(folder, kind.make(folder, Prepare()), autofix, script([wanted]), max_steps=steps)
+    assert changed.batches == plain.batches
+    assert same_weights(dict(changed.state_dict()), dict(plain.state_dict()))
+    wait_for(lambda: not multiprocessing.active_children())
+    return {each.setting for each in autofix.changes if each.kept is not None}
+
+
 def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in other)
 
@@ -138,6 +156,7 @@ def nothing_is_found_where_nothing_waits(folder: Path, kind: Kind) -> None:
 
 __all__ = [
     "Collate",
+    "changes_keep_everything",
     "everything_is_as_without",
     "nothing_is_found_where_nothing_waits",
     "report_of",

@@ -53,3 +53,17 @@ def test_a_slow_collate_is_found(tmp_path: Path, wrapped: bool) -> None:
     found = conformance.report_of(tmp_path, Around(loader) if wrapped else loader).findings[0]
     assert found.cause == "worker_transfer"
     assert "Collate.__call__ (kinds.py:" in str(found.evidence["where"])
+
+
+CHANGED = {
+    **{name: {"num_workers"} for name in ("map-1", "around", "around-after")},
+    **{name: {"prefetch_factor"} for name in ("stream-1", "stateful-1")},
+}
+"""What AutoFix changes, by kind; nothing of the others. Whether first workers pay is measured: ``map-0`` is left out."""
+
+
+@pytest.mark.parametrize(
+    "name", few("map-1 stream-1 stateful-1 around own", {name: name for name in CORE if name != "map-0"})
+)
+def test_what_autofix_changes_keeps_everything(tmp_path: Path, name: str) -> None:
+    assert conformance.changes_keep_everything(tmp_path, CORE[name]) == CHANGED.get(name, set())

@@ -29,3 +29,15 @@ def test_the_slow_line_is_found(tmp_path: Path, kind: Kind) -> None:
 @kinds
 def test_nothing_is_found_where_nothing_waits(tmp_path: Path, kind: Kind) -> None:
     conformance.nothing_is_found_where_nothing_waits(tmp_path, kind)
+
+
+CHANGED = {
+    **{name: {"prefetch_factor"} for name in ("litdata-2", "mds-2", "webdataset-2", "datasets-stream-2")},
+    "datasets-map-1": {"num_workers"},
+}
+"""What AutoFix changes, by kind; nothing of the others."""
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_what_autofix_changes_keeps_everything(tmp_path: Path, name: str) -> None:
+    assert conformance.changes_keep_everything(tmp_path, LIBRARIES[name]) == CHANGED.get(name, set())
