@@ -59,7 +59,7 @@ CHANGED = {
     **{name: {"num_workers"} for name in ("map-1", "around", "around-after")},
     **{name: {"prefetch_factor"} for name in ("stream-1", "stateful-1")},
 }
-"""What AutoFix changes, by kind; nothing of the others. ``map-0`` is left out: whether first workers pay is measured."""
+"""What AutoFix changes, by kind; nothing of the others. Not of ``map-0``: whether first workers pay is measured."""
 
 
 @pytest.mark.parametrize(
