@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
@@ -147,6 +148,7 @@ class Threaded:
 
 
 def nodes(prepare: Prepare, *, workers: int = 0, method: Any = "thread", ahead: bool = True) -> Any:
+    pytest.importorskip("torchdata.nodes", reason="this torchdata has no nodes")
     from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper, ParallelMapper, Prefetcher
 
     node: Any = IterableWrapper(range(SAMPLES))

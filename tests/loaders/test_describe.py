@@ -91,6 +91,7 @@ def test_a_graph_of_nodes_is_walked(tmp_path: Path, kind: str, work: str, worker
 
 
 def test_processes_of_a_graph() -> None:
+    pytest.importorskip("torchdata.nodes", reason="this torchdata has no nodes")
     from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
 
     found = describe(Loader(ParallelMapper(IterableWrapper(range(4)), int, 3, method="process")))
