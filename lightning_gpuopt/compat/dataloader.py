@@ -514,13 +514,15 @@ def fetcher_here(iterator: Any) -> Callable[[Any], Any]:
         iterator._dataset_kind, iterator._dataset, iterator._auto_collation, iterator._collate_fn, iterator._drop_last
     )
 
+    pins, device = iterator._pin_memory, iterator._pin_memory_device  # and not the iterator, which will hold this
+
     def fetch(index: Any) -> Any:
         batch = fetcher.fetch(index)
-        if not iterator._pin_memory:
+        if not pins:
             return batch
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return pin_memory(batch, iterator._pin_memory_device)  # type: ignore[no-untyped-call]
+        return pin_memory(batch, device)  # type: ignore[no-untyped-call]
 
     return fetch
 

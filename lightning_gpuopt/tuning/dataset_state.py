@@ -320,7 +320,7 @@ class DatasetState:
             self._watch(place._replace(sample=sample), partial(row_digest, value, sample), "entries")
 
     def _of_dict(self, place: _Place, value: Any) -> Iterable[tuple[_Place, Any]]:
-        self._watch(place, lambda: entries_of(value, self._also), "entries")
+        self._watch(place, partial(entries_of, value, self._also), "entries")
         if len(value) == self._length and len(value) > _NEAR and place.sample is None:
             found = [(each, value[each]) for each in range(len(value)) if each in value]
             return self._entries(place, value, found)
@@ -330,7 +330,7 @@ class DatasetState:
     def _of_sequence(self, place: _Place, value: Sequence[Any]) -> Iterable[tuple[_Place, Any]]:
         if not isinstance(value, tuple):
             self._watch(place, lambda: len(value))
-            self._watch(place, lambda: items_of(value, self._also), "entries")
+            self._watch(place, partial(items_of, value, self._also), "entries")
         names = getattr(type(value), "_fields", None)
         if names is not None and len(names) == len(value):
             return [(place / f".{name}", item) for name, item in zip(names, value, strict=True)]

@@ -27,6 +27,7 @@ from lightning_gpuopt.compat.dataloader import (
 from lightning_gpuopt.measurements.loader_description import NEXT, NOW
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.live import LivePolicy
+from lightning_gpuopt.tuning.resize import ResizableIterator
 from lightning_gpuopt.tuning.rules import AskedChange, CannotChange, why_not
 from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
 from lightning_gpuopt.tuning.sharing import forks, held_by, own_workers, why_not_shared
@@ -387,6 +388,9 @@ class ManagedLoader:
             shut_down(kept)
         back = {**{setting: self._next[setting] for setting in self._returns if setting in self._next}, **(back or {})}
         self._next, self._returns = {}, set()
+        iterator = persistent_iterator(loader)
+        if "num_workers" in back and isinstance(iterator, ResizableIterator):
+            iterator.let_go()  # its workers live on, and may become fewer
         for setting, value in back.items():
             if setting != "persistent_workers":  # an attribute that we never set on the loader
                 setattr(loader, setting, value)

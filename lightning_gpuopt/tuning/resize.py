@@ -70,7 +70,7 @@ class ResizableIterator(WorkersIterator):
     being taken away, and still have work under way.
     """
 
-    _gpuopt_loader: weakref.ref[DataLoader[Any]]
+    _gpuopt_loader: Callable[[], DataLoader[Any] | None]
     _gpuopt_depth: int
     """Batches requested ahead before any change; 0: there were no workers."""
     _gpuopt_length: int | None
@@ -163,6 +163,10 @@ class ResizableIterator(WorkersIterator):
             self._prime()
         self._follow(self._num_workers)
         return self._num_workers
+
+    def let_go(self) -> None:
+        """Leave the loader's ``num_workers`` alone from now on: it was given another, for the iterators to come."""
+        self._gpuopt_loader = lambda: None
 
     def _follow(self, num_workers: int) -> None:
         loader = self._gpuopt_loader()
@@ -593,6 +597,7 @@ def adopt(iterator: Any, loader: DataLoader[Any], depth: int | None = None) -> R
         ResizeUnsupported: it is not as expected; nothing was changed.
     """
     if isinstance(iterator, ResizableIterator):
+        iterator._gpuopt_loader = weakref.ref(loader)
         return iterator
     reason = why_not_as_expected(iterator)
     if reason is not None:

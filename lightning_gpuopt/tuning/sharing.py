@@ -96,9 +96,17 @@ class WorkersStart:
     """
 
     def __init__(self, loader: DataLoader[Any], own_workers: int) -> None:
-        self._loader = loader
+        # An iterator with persistent workers holds this, and its loader holds the iterator: no cycle, in which torch
+        # would end the workers late, and wait five seconds for each.
+        self._loader_ref = weakref.ref(loader)
         self._own_workers = own_workers
         self.state = state_of(loader, by_sample=not own_workers and loader.num_workers > 0)
+
+    @property
+    def _loader(self) -> DataLoader[Any]:
+        loader = self._loader_ref()
+        assert loader is not None  # whoever asks has it
+        return loader
 
     @property
     def has_changed(self) -> bool:

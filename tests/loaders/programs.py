@@ -1,0 +1,613 @@
+"""Programs over one DataLoader: what a user may do with it in a few epochs, and what is changed meanwhile.
+
+:func:`run` carries a program out, with its changes or without: what comes of it must be the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from lightning_gpuopt.prefetch.randomness import RandomStates
+from lightning_gpuopt.tuning.managed import ManagedLoader
+from lightning_gpuopt.tuning.resize import ResizableIterator
+from lightning_gpuopt.tuning.rules import AskedChange, CannotChange, why_not
+from tests.helpers import wait_for
+from tests.shared_memory import shared_files
+
+PATIENCE_S = 20.0
+"""So long processes may take to end."""
+
+SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+
+
+class Act(NamedTuple):
+    """What happens before a batch of an epoch is fetched.
+
+    ``change``, ``take_back`` and ``resize`` are ours; ``peek``, ``version`` and ``entry`` are the user's: he reads a
+    batch of the same loader with an iterator of his own, and changes an attribute, or one sample, of the dataset.
+    """
+
+    epoch: int
+    step: int
+    what: str
+    setting: str = ""
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """See :func:`run`.
+
+    Attributes:
+        dataset: a name in ``DATASETS``.
+        sampler: a name in ``_sampling``.
+        seed: of the generators of sampler and loader, where they have their own; None: they have none.
+        fails_at: reading this sample raises.
+        dies: one worker of those that are added in an epoch, or in place of the training process, dies as it begins to
+            read.
+        dies_at: a worker dies as it begins to read this sample, in the first epoch; the order is the sequential one.
+        leaves: by epoch, the batch after which it is left.
+        acts: in their order.
+    """
+
+    dataset: str = "Numbers"
+    length: int = 12
+    sampler: str = "sequential"
+    seed: int | None = None
+    batch_size: int = 2
+    drop_last: bool = False
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    pin_memory: bool = False
+    own_collate: bool = False
+    start_method: str = "fork"
+    epochs: int = 2
+    fails_at: int | None = None
+    dies: bool = False
+    dies_at: int | None = None
+    leaves: dict[int, int] = field(default_factory=dict)
+    acts: tuple[Act, ...] = ()
+
+    @property
+    def raises(self) -> bool:
+        """Whether an epoch may end with an exception."""
+        return self.fails_at is not None or self.dies_at is not None
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Sample ``i`` is ``i``, and a value that depends on what the dataset was when it was read."""
+
+    def __init__(self, program: Program) -> None:
+        self.length, self.fails_at, self.dies_at = program.length, program.fails_at, program.dies_at
+        self.own_workers = program.num_workers
+        self.version, self.table = 0, [0] * program.length
+        self.deadly: Any = None
+        if program.dies or program.dies_at is not None:
+            context: Any = multiprocessing.get_context(program.start_method)
+            self.deadly, self.may_die = context.Value("b", 0), context.Event()
+        self.has_read = False
+
+    def __len__(self) -> int:
+        return self.length
+
+    def value(self, index: int) -> float:
+        return 0.0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.deadly is not None and (worker := get_worker_info()) is not None:
+            self.maybe_die(worker.id, index)
+        if index == self.fails_at:
+            raise ValueError(f"sample {index} is corrupt")
+        return torch.tensor([index, 10 * self.version + self.table[index], self.value(index)], dtype=torch.float64)
+
+    def maybe_die(self, worker: int, index: int) -> None:
+        """At a worker's first sample, or where all that it has made was received: nothing of it is on its way."""
+        if self.dies_at is not None:
+            if index == self.dies_at:
+                self.may_die.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif worker >= self.own_workers and not self.has_read:
+            self.has_read = True
+            with self.deadly.get_lock():
+                dies, self.deadly.value = self.deadly.value, 0
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DrawsTorch(Numbers):
+    def value(self, index: int) -> float:
+        return float(torch.rand(()))
+
+
+class DrawsNumpy(Numbers):
+    def value(self, index: int) -> float:
+        return float(np.random.random())
+
+
+class DrawsPython(Numbers):
+    def value(self, index: int) -> float:
+        return random.random()
+
+
+class HoldsGenerator(Numbers):
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.generator = np.random.default_rng(5)
+
+    def value(self, index: int) -> float:
+        return float(self.generator.random())
+
+
+class Caches(Numbers):
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.cache: dict[int, float] = {}
+
+    def value(self, index: int) -> float:
+        if index not in self.cache:
+            self.cache[index] = float(index * index)
+        return self.cache[index]
+
+
+class Counts(Numbers):
+    """A sample's value is how many were read before it."""
+
+    read = 0
+
+    def value(self, index: int) -> float:
+        self.read += 1
+        return float(self.read)
+
+
+class HoldsFile(Numbers):
+    """Seeks and reads in a file that is open from the beginning."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.file: Any = self.opened()
+
+    def opened(self) -> Any:
+        file = tempfile.TemporaryFile()  # noqa: SIM115
+        file.write(bytes(range(self.length)))
+        return file
+
+    def value(self, index: int) -> float:
+        self.file.seek(index)
+        return float(self.file.read(1)[0])
+
+
+class OpensLate(HoldsFile):
+    """Opens its file when a sample is read first."""
+
+    def __init__(self, program: Program) -> None:
+        Numbers.__init__(self, program)
+        self.file = None
+
+    def value(self, index: int) -> float:
+        if self.file is None:
+            self.file = self.opened()
+        return super().value(index)
+
+
+class HoldsIterator(Numbers):
+    """Takes its values from a Python generator, one after another."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.values = (float(each) for each in itertools.count())
+
+    def value(self, index: int) -> float:
+        return next(self.values)
+
+
+DATASETS: dict[str, type[Numbers]] = {
+    each.__name__: each
+    for each in (
+        Numbers,
+        DrawsTorch,
+        DrawsNumpy,
+        DrawsPython,
+        HoldsGenerator,
+        Caches,
+        Counts,
+        HoldsFile,
+        OpensLate,
+        HoldsIterator,
+    )
+}
+DEPENDS_ON_WORKERS = ("DrawsTorch", "DrawsNumpy", "DrawsPython", "HoldsGenerator", "Counts", "HoldsIterator")
+"""With workers, which of them reads a sample decides about its value: it holds for their number only."""
+
+NOT_SPAWNED = ("HoldsFile", "HoldsIterator")
+"""Cannot be pickled."""
+
+
+class DrawsPerIndex(Sampler[int]):
+    """Draws each index from a global random state when it is asked for it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.length):
+            yield int(torch.randint(self.length, ()))
+
+
+class WithoutLength(Sampler[int]):
+    """Shuffles as it is iterated, with Python's random state; has no length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.length))
+        random.shuffle(order)
+        return iter(order)
+
+
+class OwnBatches(Sampler[list[int]]):
+    """Batches of one and two samples, in turn."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[list[int]]:
+        numbers = iter(range(self.length))
+        for size in itertools.cycle((1, 2)):
+            if not (batch := list(itertools.islice(numbers, size))):
+                return
+            yield batch
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+SAMPLERS = ("sequential", "shuffle", "weighted", "per_index", "without_length", "batch_sampler", "own_batches")
+
+
+def _sampling(program: Program, dataset: Any, generator: torch.Generator | None) -> dict[str, Any]:
+    sized = {"batch_size": program.batch_size, "drop_last": program.drop_last}
+    if program.sampler == "shuffle":
+        return {**sized, "shuffle": True}
+    if program.sampler == "weighted":
+        weights = [1.0 + index % 3 for index in range(program.length)]
+        return {**sized, "sampler": WeightedRandomSampler(weights, program.length, generator=generator)}
+    if program.sampler == "per_index":
+        return {**sized, "sampler": DrawsPerIndex(program.length)}
+    if program.sampler == "without_length":
+        return {**sized, "sampler": WithoutLength(program.length)}
+    if program.sampler == "batch_sampler":
+        shuffled = RandomSampler(dataset, generator=generator)
+        return {"batch_sampler": BatchSampler(shuffled, program.batch_size, program.drop_last)}
+    if program.sampler == "own_batches":
+        return {"batch_sampler": OwnBatches(program.length)}
+    return sized
+
+
+def stacked(samples: list[torch.Tensor]) -> torch.Tensor:
+    """A ``collate_fn`` of one's own."""
+    return torch.stack(samples)
+
+
+def make_loader(program: Program) -> DataLoader[Any]:
+    """The loader of a program."""
+    dataset: Any = DATASETS[program.dataset](program)
+    generator = None if program.seed is None else torch.Generator().manual_seed(program.seed)
+    return DataLoader(
+        dataset,
+        generator=generator,
+        num_workers=program.num_workers,
+        prefetch_factor=program.prefetch_factor if program.num_workers else None,
+        persistent_workers=program.persistent_workers and program.num_workers > 0,
+        pin_memory=program.pin_memory,
+        collate_fn=stacked if program.own_collate else None,
+        multiprocessing_context=program.start_method if program.num_workers else None,
+        **_sampling(program, dataset, generator),
+    )
+
+
+@dataclass
+class Outcome:
+    """What came of a program.
+
+    Attributes:
+        seen: by epoch, what was fetched, how it ended, and what training has drawn between the batches.
+        random: by epoch, the random states after it, and those of the loader's and the sampler's generators.
+        settings: of the loader at the end.
+        is_exact: whether the samples' values must be those of the other run, too; else their numbers only.
+        changed: the changes that were not refused.
+    """
+
+    seen: list[list[Any]] = field(default_factory=list)
+    random: list[tuple[RandomStates, list[bytes]]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    is_exact: bool = True
+    changed: list[Act] = field(default_factory=list)
+
+
+class _Untouched:
+    """The user's program alone."""
+
+    def __init__(self, program: Program, loader: DataLoader[Any], outcome: Outcome) -> None:
+        self.program, self.loader, self.outcome = program, loader, outcome
+
+    def epoch_begins(self) -> None:
+        pass
+
+    def iterate(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def act(self, act: Act, iterator: Any, *, last_epoch: bool) -> None:
+        pass
+
+    def step_done(self, iterator: Any) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class _Changed(_Untouched):
+    """With a ManagedLoader, as the registry and AutoFix use it."""
+
+    def __init__(self, program: Program, loader: DataLoader[Any], outcome: Outcome) -> None:
+        super().__init__(program, loader, outcome)
+        self.own = {name: getattr(loader, name) for name in SETTINGS}
+        self.managed = ManagedLoader(loader, local_ranks=1)
+        self.managed.running.freeze()
+        self.trains = False
+        make = loader._get_iterator
+
+        def get_iterator() -> Any:
+            return self.managed.make_iterator(make) if self.trains else make()
+
+        vars(loader)["_get_iterator"] = get_iterator
+
+    def epoch_begins(self) -> None:
+        self.managed.epoch_begins()
+
+    def iterate(self) -> Iterator[Any]:
+        self.trains = True
+        self.arm(False)
+        try:
+            return iter(self.loader)
+        finally:
+            self.trains = False
+            self.arm(self.program.dies and not self.program.num_workers)
+
+    def act(self, act: Act, iterator: Any, *, last_epoch: bool) -> None:
+        before = len(getattr(iterator, "_workers", ()))
+        self.arm(self.program.dies and self.program.num_workers > 0)
+        try:
+            self._act(act, iterator, last_epoch=last_epoch)
+        finally:
+            if len(getattr(iterator, "_workers", ())) <= before:
+                self.arm(False)
+
+    def arm(self, dies: bool) -> None:
+        """Have the next added worker die as it reads its first sample, or not."""
+        dataset: Any = self.loader.dataset
+        if self.program.dies:
+            dataset.deadly.value = dies
+
+    def _act(self, act: Act, iterator: Any, *, last_epoch: bool) -> None:
+        try:
+            if act.what == "change":
+                self.managed.change(act.setting, act.value, iterator, last_epoch=last_epoch)
+            elif act.what == "take_back":
+                self.managed.take_back(act.setting, self.own[act.setting])
+            elif act.what == "resize":
+                if not self._may_resize(iterator, act.value):
+                    return
+                iterator.resize(act.value)
+        except CannotChange:
+            return
+        self.outcome.changed.append(act)
+        if act.setting in ("num_workers", "persistent_workers") or act.what == "resize":
+            self.outcome.is_exact = self.program.num_workers == 0 or self.program.dataset not in DEPENDS_ON_WORKERS
+
+    def _may_resize(self, iterator: Any, workers: int) -> bool:
+        if not isinstance(iterator, ResizableIterator) or iterator.fetches_here or iterator._shutdown:
+            return False
+        running = self.managed.running
+        asked = AskedChange(self.loader, "num_workers", workers, self.managed.own_workers, running.start)
+        return why_not(asked) is None
+
+    def step_done(self, iterator: Any) -> None:
+        self.managed.step_done(iterator)
+
+    def end(self) -> None:
+        self.arm(False)
+        self.managed.end(self.own)
+        vars(self.loader).pop("_get_iterator", None)
+
+
+def run(program: Program, *, changed: bool) -> Outcome:
+    """Carry a program out, from the same random states on.
+
+    Args:
+        program: what is done.
+        changed: with the acts that are ours.
+    """
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+    outcome, failed = Outcome(), []
+    loader = make_loader(program)
+    user = (_Changed if changed else _Untouched)(program, loader, outcome)
+    try:
+        for epoch in range(program.epochs):
+            if epoch == program.epochs - 1:
+                user.end()  # and one epoch without us
+                user = _Untouched(program, loader, outcome)
+            outcome.seen.append([])
+            goes_on = _epoch(program, epoch, user, failed)
+            outcome.random.append((RandomStates(), _generators(loader)))
+            if not goes_on:
+                break
+    finally:
+        user.end()
+        for iterator in failed:
+            end_workers(iterator, kill=program.dies_at is not None)
+    outcome.settings = {name: getattr(loader, name) for name in SETTINGS}
+    return outcome
+
+
+def _epoch(program: Program, epoch: int, user: _Untouched, failed: list[Any]) -> bool:
+    """Read an epoch; whether the program goes on after it.
+
+    Args:
+        program: what is done.
+        epoch: its number.
+        user: who reads.
+        failed: the iterators of a program that raises: the exception holds them in a cycle.
+    """
+    loader, dataset, seen = user.loader, user.loader.dataset, user.outcome.seen[-1]
+    last_epoch = epoch >= program.epochs - 2
+    iterator: Any = None
+    try:
+        user.epoch_begins()
+        iterator = user.iterate()
+        if program.raises:
+            failed.append(iterator)
+        for step in itertools.count():
+            for act in (each for each in program.acts if (each.epoch, each.step) == (epoch, step)):
+                if act.what == "peek":
+                    seen.append(("peek", _peek(loader, failed)))
+                elif act.what == "version":
+                    dataset.version += 1
+                elif act.what == "entry":
+                    dataset.table[act.value % program.length] += 1
+                else:
+                    user.act(act, iterator, last_epoch=last_epoch)
+            if step == program.leaves.get(epoch):
+                return True
+            if program.dies_at is not None and step == program.dies_at // program.batch_size:
+                dataset.may_die.set()
+            seen.append(next(iterator).tolist())
+            user.step_done(iterator)
+            seen.append((float(torch.rand(())), float(np.random.random()), random.random()))
+    except StopIteration:
+        seen.append("end")
+    except ValueError as error:
+        seen.append("corrupt" if "is corrupt" in str(error) else repr(error))
+    except (RuntimeError, OSError, EOFError):
+        if program.dies_at is None:
+            raise
+        seen.append("dead")
+        return False
+    return True
+
+
+def _peek(loader: DataLoader[Any], failed: list[Any]) -> Any:
+    """The first batch, by an iterator of the user's own."""
+    iterator: Any = iter(loader)
+    try:
+        return next(iterator).tolist()
+    except StopIteration:
+        return "end"
+    except ValueError:
+        failed.append(iterator)
+        return "corrupt"
+
+
+def end_workers(iterator: Any, *, kill: bool = False) -> None:
+    """End the workers of an iterator that has raised.
+
+    Args:
+        iterator: of any kind.
+        kill: one has died: as long as torch knows of it, its handler raises at the end of any child.
+    """
+    for worker in getattr(iterator, "_workers", ()) if kill else ():
+        while worker.is_alive():
+            with contextlib.suppress(RuntimeError):
+                worker.kill()
+                worker.join()
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+
+
+def _generators(loader: DataLoader[Any]) -> list[bytes]:
+    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    own = {id(each): each for each in (loader.generator, getattr(sampler, "generator", None)) if each is not None}
+    return [each.get_state().numpy().tobytes() for each in own.values()]
+
+
+def numbers_only(seen: list[list[Any]]) -> list[list[Any]]:
+    """What was seen, without the values of samples."""
+
+    def plain(each: Any) -> Any:
+        if isinstance(each, list):
+            return [sample[0] for sample in each]
+        if isinstance(each, tuple) and each[0] == "peek":
+            return "peek", plain(each[1])
+        return each
+
+    return [[plain(each) for each in epoch] for epoch in seen]
+
+
+@contextlib.contextmanager
+def nothing_is_left(*, collect: bool = False) -> Iterator[None]:
+    """Fail where files, processes or shared memory are left behind.
+
+    Args:
+        collect: also what only a collection of garbage frees may be left.
+    """
+    gc.collect()
+    before = _left()
+    gc.disable()  # what it has to collect stays for long, and torch takes five seconds for each worker of an iterator
+    try:
+        yield
+        if collect:
+            gc.collect()
+        wait_for(lambda: not _since(before), PATIENCE_S)
+    except AssertionError:
+        if left := _since(before):
+            raise AssertionError(f"left behind: {left}") from None
+        raise
+    finally:
+        gc.enable()
+
+
+def _since(before: tuple[set[Any], ...]) -> list[Any]:
+    return [each for now, then in zip(_left(), before, strict=True) for each in now - then]
+
+
+def _left() -> tuple[set[Any], ...]:
+    """Child processes, files in shared memory, and open descriptors with what they lead to."""
+    found = {(number, _target(number)) for number in os.listdir("/proc/self/fd")}
+    # A heap of multiprocessing's is kept, and that of listdir itself is gone.
+    descriptors = {each for each in found if each[1] and "/pym-" not in each[1]}
+    return set(multiprocessing.active_children()), shared_files(), descriptors
+
+
+def _target(descriptor: str) -> str | None:
+    with contextlib.suppress(FileNotFoundError):
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    return None
