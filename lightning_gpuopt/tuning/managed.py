@@ -23,6 +23,7 @@ from lightning_gpuopt.compat.dataloader import (
     set_prefetch,
     shut_down,
     why_not_reset,
+    workers_of,
 )
 from lightning_gpuopt.measurements.loader_description import NEXT, NOW
 from lightning_gpuopt.telemetry.host import usable_cpus
@@ -301,8 +302,9 @@ class ManagedLoader:
         self._make_waiting_changes()
         kept, self._kept = self._kept, None
         if kept is not None:
+            alive = all(each.is_alive() for each in workers_of(kept))
             unchanged = is_like(kept, loader) and not running.dataset_changes and why_not_reset() is None
-            if self._keeps_workers and unchanged:
+            if self._keeps_workers and unchanged and alive:
                 running.note_start()
                 reset_persistent(kept, loader)
                 self._kept = kept
@@ -352,6 +354,8 @@ class ManagedLoader:
             )
         if seen.problem is not None:
             raise CannotChange(seen.problem)
+        if self._exact and seen.holds_generator:
+            raise CannotChange("its dataset makes a random generator in each worker (exact=True)")
         assign(loader, 1)
         assign(loader, min(workers, running.cap().num_workers))
         self._follows = True
@@ -435,7 +439,7 @@ def check_first_worker(loader: DataLoader[Any], *, longest_s: float, iterable: b
     seen = check_workers(loader, iterable=iterable, longest_s=min(longest_s, MAX_LOOK_S))
     if seen.problem is not None:
         raise CannotChange(seen.problem)
-    if exact and (seen.draws or isinstance(loader.dataset, IterableDataset)):
+    if exact and (seen.draws or seen.holds_generator or isinstance(loader.dataset, IterableDataset)):
         raise CannotChange("with exact=True its workers must not draw random numbers, and one was seen to")
     return seen
 

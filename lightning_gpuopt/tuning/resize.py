@@ -131,6 +131,11 @@ class ResizableIterator(WorkersIterator):
         return self._gpuopt_fetch is not None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether a worker that was added here is gone, or of no use."""
+        return self.failure is not None or bool(self._dead_of_added())
+
+    @property
     def draws(self) -> bool:
         """Whether a worker that was started here was seen to draw random numbers."""
         return self._gpuopt_draws.seen
@@ -528,6 +533,12 @@ class ResizableIterator(WorkersIterator):
                 self._index_sampler = sampler
             self._measure()
             return
+        try:
+            self._begin_anew(loader, first_iter)
+        except _NoWorkersLeft:
+            raise RuntimeError(f"DataLoader workers exited unexpectedly between two epochs: {self.failure}") from None
+
+    def _begin_anew(self, loader: Any, first_iter: bool) -> None:
         # An epoch that was left early has work under way. torch waits for its workers here, but not for these.
         while self._at_work():
             index, _ = self._get_data()  # type: ignore[no-untyped-call]

@@ -402,7 +402,7 @@ class RunningLoader:
         resizable = isinstance(iterator, ResizableIterator)
         if resizable:
             set_prefetch(iterator, self.loader.prefetch_factor)
-        if is_like(iterator, self.loader) and not (resizable and iterator.failure is not None):
+        if is_like(iterator, self.loader) and not (resizable and iterator.has_failed):
             return
         if self.start is not None and self.start.has_changed:  # those that persist go on with what they were given
             assign(self.loader, running_workers(self.loader, iterator))

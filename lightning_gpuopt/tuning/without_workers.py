@@ -53,12 +53,14 @@ class WorkersCheck:
         draws: whether it draws from any random state of the process: without workers that decides what training draws
             afterwards.
         making_s: seconds that a batch takes to be made.
+        holds_generator: whether the dataset holds a random generator once a worker has read from it.
     """
 
     problem: str | None = None
     shuffles: bool = False
     draws: bool = False
     making_s: float | None = None
+    holds_generator: bool = False
 
 
 def check_workers(loader: DataLoader[Any], *, longest_s: float, iterable: bool = False) -> WorkersCheck:
@@ -106,7 +108,7 @@ def check_draws(loader: DataLoader[Any], *, longest_s: float) -> str | None:
         return f"a worker process gave no batch within {longest_s:g} s to see whether it draws random numbers"
     except Exception as error:
         return f"a worker process fails, and so does not show whether it draws random numbers: {_first_line(error)}"
-    return "its workers draw random numbers" if any(seen.drawn for _, seen in batches) else None
+    return "its workers draw random numbers" if any(seen.drawn or seen.holds for _, seen in batches) else None
 
 
 def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]]) -> WorkersCheck:
@@ -114,13 +116,12 @@ def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]]) -> Wo
     shuffles = _shuffles(loader, drawn)
     read_s = [seen.read_s for number, (_, seen) in enumerate(batches) if number not in (0, *_AGAIN)]
     making_s = fmean(read_s) if read_s else None
-    if (kept := _why_kept([seen for _, seen in batches])) is not None:
-        return WorkersCheck(kept, shuffles, bool(drawn), making_s)
+    problem = _why_kept([seen for _, seen in batches])
     taking_s = receive_cost(float(nbytes_of(batches[-1][0])))[1]
-    if making_s is not None and making_s < taking_s:
+    if problem is None and making_s is not None and making_s < taking_s:
         problem = f"a batch is made in {making_s * 1e3:.2g} ms, sooner than a worker process can hand it over"
-        return WorkersCheck(problem, shuffles, bool(drawn), making_s)
-    return WorkersCheck(None, shuffles, bool(drawn), making_s)
+    holds = any(seen.holds for _, seen in batches)
+    return WorkersCheck(problem, shuffles, bool(drawn), making_s, holds)
 
 
 def _second_twice(sampling: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
@@ -173,11 +174,13 @@ class _Seen(NamedTuple):
         drawn: the global random state that was drawn from.
         change: how reading it has changed the dataset.
         read_s: seconds since the batch before.
+        holds: whether the dataset holds a random generator in the worker, which it may have made there.
     """
 
     drawn: str | None
     change: str | None
     read_s: float
+    holds: bool = False
 
 
 class _CheckingCollate:
@@ -212,5 +215,6 @@ class _CheckingCollate:
                 drawn = "torch"
             elif before[1] != self._random[1]:
                 drawn = "another"
+        holds = self._held is not None and any(each.kind == "generator" for each in self._held.held)
         self._ended = time.perf_counter()
-        return batch, _Seen(drawn, change, read_s)
+        return batch, _Seen(drawn, change, read_s, holds)

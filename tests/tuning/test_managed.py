@@ -34,6 +34,17 @@ class Draws(Numbers):
         return torch.rand(1)
 
 
+class OwnGenerator(Numbers):
+    """Makes a generator in each worker when the first sample is read."""
+
+    rng: Any = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.rng is None:
+            self.rng = np.random.default_rng(torch.initial_seed() % 2**32)
+        return torch.tensor([self.rng.random()])
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(24))
@@ -146,6 +157,31 @@ def test_exact_waits_for_a_first_look_and_leaves_alone_what_draws(setting: str) 
     assert one.when(setting, value) == "refused because its workers draw random numbers (exact=True)"
     assert one.when("prefetch_factor", 4) == "with the next iterator"
     assert one.looked_s > 0
+
+
+def test_exact_sees_a_generator_that_is_made_in_the_worker() -> None:
+    one = managed(loader(OwnGenerator()), exact=True)
+    one.make_iterator(lambda: None)
+    assert one.when("num_workers", 2) == "refused because its workers draw random numbers (exact=True)"
+    first = managed(loader(OwnGenerator(), num_workers=0), exact=True)
+    first.change("num_workers", 2)
+    first.make_iterator(lambda: None)
+    assert first.refused == {"num_workers": "its dataset makes a random generator in each worker (exact=True)"}
+
+
+def test_workers_that_were_to_live_on_and_died_are_started_anew() -> None:
+    source = loader()
+    one = managed(source)
+    one.change("persistent_workers", True)
+    iterator = one.make_iterator(source._get_iterator)
+    list(iterator)
+    (worker,) = iterator._workers
+    worker.kill()
+    worker.join()
+    after = one.make_iterator(source._get_iterator)
+    assert after is not iterator
+    assert [int(batch[0]) for batch in after] == list(range(0, 24, 2))
+    one.end()
 
 
 def test_a_generator_that_is_held_counts_as_drawing() -> None:

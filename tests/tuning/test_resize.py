@@ -608,6 +608,14 @@ class TestAddedWorkersThatDie:
         assert (iterator.fetches_here, source.num_workers) == (True, 0)
         iterator._shutdown_workers()
 
+    def test_one_that_dies_between_two_epochs_is_known(self) -> None:
+        with self.grown(Numbers(), persistent_workers=True) as (_, iterator):
+            list(iterator)
+            assert not iterator.has_failed
+            iterator._workers[1].kill()
+            iterator._workers[1].join()
+            assert iterator.has_failed
+
     def test_of_several_the_others_take_over(self) -> None:
         source = DataLoader(Dies(), batch_size=2, num_workers=3)
         iterator = first_workers(source, state_of(source))
