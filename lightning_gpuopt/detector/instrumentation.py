@@ -152,6 +152,15 @@ class Instrumentation:
                 if callable(function):
                     self._shadow(each, name, timeline.timed(function, "logging"))
 
+    def look_at_batches(self, around: Callable[[Callable[..., Any]], Any]) -> None:
+        """Have each batch looked at before it is copied to the device.
+
+        Args:
+            around: makes what is put in place of the precision plugin's ``convert_input``.
+        """
+        plugin: Any = self._trainer.strategy.precision_plugin
+        self._shadow(plugin, "convert_input", around(plugin.convert_input))
+
     def _does_nothing(self, action: str) -> bool:
         """Whether an action of the profiler is a hook that its callback, or the module, has not overridden."""
         owner, _, hook = action.rpartition(".")

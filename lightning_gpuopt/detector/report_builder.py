@@ -16,6 +16,7 @@ from lightning_gpuopt.compat.lightning import LightningModule, Trainer
 from lightning_gpuopt.detector.run_settings import RunSettingsWatch
 from lightning_gpuopt.diagnosis.causes.epoch import restart_in_run
 from lightning_gpuopt.diagnosis.diagnose import remarks, verdict_of
+from lightning_gpuopt.diagnosis.hints import PaddedBatch, padding_hints
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import headroom, loader_costs
 from lightning_gpuopt.diagnosis.record import Change, Finding, Stretch
@@ -38,6 +39,7 @@ def report_of(
     stretches: list[Window],
     own_callbacks: frozenset[str] = frozenset(),
     run_settings: RunSettingsWatch | None = None,
+    padded: Sequence[PaddedBatch] = (),
     **known: Any,
 ) -> StallReport:
     """Put a report together.
@@ -50,6 +52,7 @@ def report_of(
         stretches: the run in stretches.
         own_callbacks: names of the callbacks that are Lightning's own.
         run_settings: what was looked at of the script's settings; None on other devices than CUDA.
+        padded: batches whose sequences were looked at.
         **known: fields of the report that are known already.
     """
     if measured is not None:
@@ -65,7 +68,10 @@ def report_of(
         steps=times.steps,
         step_s=waterfall.step_s if waterfall is not None else None,
         gpu_idle_s=waterfall.idle_s if waterfall is not None and read else None,
-        hints=run_settings.hints(measured, findings) if run_settings is not None and measured is not None else [],
+        hints=[
+            *(run_settings.hints(measured, findings) if run_settings is not None and measured is not None else []),
+            *padding_hints(padded),
+        ],
         lightning_work=lightning_work(measured.times, own_callbacks) if measured is not None else {},
         headroom=headroom(measured) if measured is not None else None,
         loader_costs=loader_costs(measured) if measured is not None else None,

@@ -17,6 +17,7 @@ from lightning_gpuopt.detector.image_samples import ImageLook
 from lightning_gpuopt.detector.instrumentation import CopiesAhead, Instrumentation, forward_is_a_ranks_own
 from lightning_gpuopt.detector.kernel_profiling import KernelProfiling, Profile
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
+from lightning_gpuopt.detector.padding_watch import PaddingWatch
 from lightning_gpuopt.detector.rank_exchange import RankExchange
 from lightning_gpuopt.detector.rank_watch import RankWatch
 from lightning_gpuopt.detector.report_builder import (
@@ -141,6 +142,7 @@ class DetectorSession:
         self._rank_watch: RankWatch | None = None
         self._stacks: StackSampling | None = None
         self._own_forward = False
+        self._padding = PaddingWatch(lambda: bool(trainer.training))
         self._images = ImageLook(lambda: lightning.train_loaders(trainer))
 
     def start(self) -> None:
@@ -169,6 +171,7 @@ class DetectorSession:
             self._stacks = StackSampling(self.timeline, self.loader)
             placed.undo.callback(self._stacks.finish)
         placed.place(self.timeline)
+        placed.look_at_batches(self._padding.around)
         if trainer.world_size > 1:
             self._rank_watch = RankWatch(trainer, self._pl_module, self.timeline, placed.reduce, self._link)
             placed.undo.callback(self._rank_watch.close)
@@ -469,6 +472,7 @@ class DetectorSession:
             environment=self._environment,
             own_callbacks=self._own_callbacks,
             run_settings=self._run_settings,
+            padded=self._padding.batches,
         )
 
     def _post(self, measurement: Measurement | None) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from lightning_gpuopt.diagnosis.record import Hint
 
-__all__ = ["RunSettings", "hints_of"]
+__all__ = ["PaddedBatch", "RunSettings", "hints_of", "padding_hints"]
 
 _MOSTLY_WORK: Final = 0.5
 """Where the GPU works for a smaller share of the time, faster kernels bring little."""
@@ -29,6 +29,23 @@ _FILLED: Final = 0.9
 
 _NO_LARGER_BATCH: Final = 8.0
 """Beyond that the estimate says no more than: much larger."""
+
+
+_PADDED: Final = 0.1
+"""Share of the tokens that grouping by length has to save to be worth a hint."""
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """The sequences of one batch.
+
+    Attributes:
+        lengths: tokens of each sample, without padding.
+        width: tokens to which each is padded.
+    """
+
+    lengths: tuple[int, ...]
+    width: int
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,41 @@ def hints_of(run: RunSettings) -> list[Hint]:
         run: what was seen of it.
     """
     return [*_data_parallel(run), *_precision(run), *_matmul(run), *_benchmark(run), *_fraction(run), *_batch(run)]
+
+
+def padding_hints(batches: Sequence[PaddedBatch]) -> list[Hint]:
+    """What grouping samples by length could bring; work that the device is spared, not a wait.
+
+    Args:
+        batches: those that were looked at.
+    """
+    padded = sum(len(each.lengths) * each.width for each in batches)
+    if len(batches) < _LOOKS or not padded:
+        return []
+    tokens = sum(sum(each.lengths) for each in batches)
+    ordered = sorted(length for each in batches for length in each.lengths)
+    grouped = longest = start = 0
+    for each in sorted(batches, key=lambda batch: len(batch.lengths)):
+        count = len(each.lengths)
+        if count:
+            grouped += count * ordered[start + count - 1]
+            longest += count * max(each.lengths)
+        start += count
+    saved, saved_by_longest = 1 - grouped / padded, 1 - longest / padded
+    if saved < _PADDED:
+        return []
+    seen = f"In the {len(batches)} batches looked at, {1 - tokens / padded:.0%} of the tokens are padding. "
+    if saved_by_longest >= _PADDED:
+        seen += f"Padding each batch to its own longest sample would spare {saved_by_longest:.0%} of all tokens. "
+    text = (
+        f"{seen}Batches of samples of similar length would spare {saved:.0%}. It changes which samples come together."
+    )
+    evidence = {
+        "padding_percent": _percent(1 - tokens / padded),
+        "saved_percent": _percent(saved),
+        "batches_seen": float(len(batches)),
+    }
+    return [Hint("padding", text, "batch_sampler=... that groups by length", evidence)]
 
 
 def _data_parallel(run: RunSettings) -> Iterator[Hint]:

@@ -44,7 +44,7 @@ class StallReport(RunRecord):
         hot_spots: for findings that lie in the user's code, the places that their time goes to.
         timeline: the run in stretches, oldest first.
         notes: what could not be measured, and why.
-        hints: settings of the script that the run could gain from; on CUDA only.
+        hints: settings of the script that the run could gain from; but for padding on CUDA only.
         environment: machine and versions.
         loader_costs: what the loader and the step cost per batch, for ``lightning-gpuopt what-if``; None where that was
             not measured.

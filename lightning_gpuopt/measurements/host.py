@@ -24,6 +24,10 @@ class HostActivity:
         memory_pressure: the same for memory: reclaim, and pages that come back from swap.
         swapped_in_mib_s: MiB read from swap per second, on the whole machine.
         affinity: CPUs that this process is bound to, where the machine has more.
+        worker_threads: threads of a worker that computed, or waited for a CPU, for at least a quarter of the time; mean
+            over the workers. Threads of a pool that have nothing to do do not count.
+        worker_runnable: threads of a worker that computed or waited for a CPU at once, mean.
+        worker_cpus: CPUs that a worker used, all its threads; mean over the workers.
     """
 
     usable_cpus: float
@@ -38,6 +42,9 @@ class HostActivity:
     memory_pressure: float | None = None
     swapped_in_mib_s: float | None = None
     affinity: int | None = None
+    worker_threads: float | None = None
+    worker_runnable: float | None = None
+    worker_cpus: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,13 @@ _READ_EVERY_S = 0.2
 _LIST_THREADS_EVERY = 5
 """Readings for which a worker's list of threads is kept; a thread that began since then is read from the next on."""
 
+_BUSY = 0.25
+"""A thread that computes, or waits for a CPU, for a smaller share of the time is not busy: such as one that sends
+batches."""
+
+_Times = dict[str, tuple[int, int]]
+"""Of a process's threads, by file: nanoseconds that each has computed, and has waited for a CPU."""
+
 _WAIT_PER_CPU_S = 200
 """Seconds of wait per second of CPU that a reading takes: 0.5 % of a core, up to the longest wait."""
 
@@ -168,17 +175,27 @@ def _threads_of(pid: int, proc: str) -> list[str]:
         return []
 
 
-def _times_of(threads: Sequence[str]) -> tuple[int, int] | None:
-    """Nanoseconds that threads have computed, and have waited for a CPU; None when one of them is gone."""
-    ran = queued = 0
+def _times_of(threads: Sequence[str]) -> _Times | None:
+    """What threads have computed, and have waited for a CPU; None when one of them is gone."""
+    times: _Times = {}
     try:
         for thread in threads:
             fields = _text_of(thread).split()
-            ran += int(fields[0])
-            queued += int(fields[1])
+            times[thread] = int(fields[0]), int(fields[1])
     except (OSError, ValueError, IndexError):
         return None
-    return ran, queued
+    return times
+
+
+def _sums(times: _Times) -> tuple[int, int]:
+    """Nanoseconds that all threads together have computed, and have waited for a CPU."""
+    return sum(ran for ran, _ in times.values()), sum(queued for _, queued in times.values())
+
+
+def _busy(before: _Times, now: _Times, span_s: float) -> int:
+    """How many threads were busy between two readings."""
+    gained = (sum(times) - sum(before[thread]) for thread, times in now.items() if thread in before)
+    return sum(each >= _BUSY * span_s * 1e9 for each in gained) if span_s > 0 else 0
 
 
 def _idle_s(file: str) -> float | None:
@@ -259,11 +276,12 @@ class HostWatch:
         self._own_threads: frozenset[int] = frozenset()
         self._threads: dict[int, list[str]] = {}
         self._readings = 0
-        self._last: dict[int, tuple[float, int, int]] = {}
+        self._last: dict[int, tuple[float, _Times]] = {}
         self._last_totals: dict[str, tuple[float, float]] = {}
         self._worker_s = 0.0
         self._ran_s = 0.0
         self._queued_s = 0.0
+        self._busy_threads_s = 0.0
         self._rates: dict[str, _Rate] = {}
 
     def start(self) -> None:
@@ -286,7 +304,7 @@ class HostWatch:
     def reset(self) -> None:
         """Forget what was read so far, for example at the end of warm-up."""
         with self._lock:
-            self._worker_s = self._ran_s = self._queued_s = 0.0
+            self._worker_s = self._ran_s = self._queued_s = self._busy_threads_s = 0.0
             self._periods = self._throttled = 0
             self._rates.clear()
 
@@ -312,6 +330,9 @@ class HostWatch:
                 memory_pressure=min(rates["memory"], 1.0) if "memory" in rates else None,
                 swapped_in_mib_s=rates.get("swapped_in"),
                 affinity=self._affinity,
+                worker_threads=self._busy_threads_s / seconds if seconds else None,
+                worker_runnable=(self._ran_s + self._queued_s) / seconds if seconds else None,
+                worker_cpus=self._ran_s / seconds if seconds else None,
             )
 
     def _free_cpus(self, rates: dict[str, float]) -> float | None:
@@ -334,7 +355,7 @@ class HostWatch:
             self._threads.clear()
             self.process = read_process(self._proc)
         self._readings += 1
-        readings = {pid: (self._clock(), *times) for pid in pids if (times := self._worker_times(pid))}
+        readings = {pid: (self._clock(), times) for pid in pids if (times := self._worker_times(pid))}
         with self._lock:
             self._add_workers(readings)
             for name, (now, value) in totals.items():
@@ -348,17 +369,19 @@ class HostWatch:
             self._last_throttling = throttled
             self._last = readings
 
-    def _add_workers(self, readings: dict[int, tuple[float, int, int]]) -> None:
+    def _add_workers(self, readings: dict[int, tuple[float, _Times]]) -> None:
         longest_s = together_s = 0.0
-        for pid, (now, ran, queued) in readings.items():
+        for pid, (now, times) in readings.items():
             if pid in self._last:
-                then, ran_before, queued_before = self._last[pid]
+                then, before = self._last[pid]
+                (ran, queued), (ran_before, queued_before) = _sums(times), _sums(before)
                 ran_s = max(ran - ran_before, 0) / 1e9  # a thread that ended takes its time along
                 self._worker_s += now - then
                 self._ran_s += ran_s
                 self._queued_s += max(queued - queued_before, 0) / 1e9
                 if pid not in self._own_threads:  # whose time is this process's own
                     longest_s, together_s = max(longest_s, now - then), together_s + ran_s
+                    self._busy_threads_s += _busy(before, times, now - then) * (now - then)
         self._add("workers", longest_s, together_s)
 
     def _add(self, name: str, span_s: float, gained: float) -> None:
@@ -366,8 +389,8 @@ class HostWatch:
         rate.span_s += span_s
         rate.total += max(gained, 0.0)
 
-    def _worker_times(self, pid: int) -> tuple[int, int] | None:
-        """Nanoseconds that all threads of a process have computed, and have waited for a CPU."""
+    def _worker_times(self, pid: int) -> _Times | None:
+        """What the threads of a process have computed, and have waited for a CPU."""
         if pid in self._own_threads:
             return _times_of([f"{self._proc}/self/task/{pid}/schedstat"])
         known = self._threads.get(pid)

@@ -104,7 +104,8 @@ class RunningLoader:
         self._clock = clock
         self._fits_until = clock() + _FITS_FOR_S
         self._memory = MemoryWatch(lambda pid: worker_memory(pid))
-        self._batch, self._wait_s = (0.0, 0), 0.0
+        self._batch: tuple[float, int] = (0.0, 0)
+        self._wait_s: float | None = None  # never measured under AutoFix, which judges by the epochs' set-ups
         self._grow_at_epochs: str | None = None
 
     @property
@@ -383,8 +384,10 @@ class RunningLoader:
 
         They start side by side as far as there are CPUs.
         """
-        if forks(self.loader) is None or self.loader.persistent_workers or self._set_up is None:
+        if forks(self.loader) is None or self.loader.persistent_workers or None in (self._set_up, self._wait_s):
             return True
+        assert self._set_up is not None
+        assert self._wait_s is not None
         set_up_s, before = self._set_up
         length = length_of(self.loader)
         if length is None or not before:

@@ -1079,7 +1079,9 @@ def test_a_worker_that_is_stuck_after_the_fork_holds_training_up_once(
     script[1] = 3
     counts = InTraining()
     model = Model(DataLoader(dataset, batch_size=2, shuffle=True, num_workers=1))
-    with pytest.warns(UserWarning, match="cannot change workers that run: one that was started in mid-epoch never"):
+    with pytest.warns(
+        UserWarning, match="cannot change workers that run: a worker that was started in mid-epoch never"
+    ):
         tuned = fit(tmp_path, model, NumWorkersFinder(), counts, NextEpoch(), max_epochs=3)
     assert same(plain, tuned)
     assert (counts.counts[79], counts.counts[80]) == (1, 3)

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from lightning_gpuopt.diagnosis.hints import RunSettings, hints_of
+from lightning_gpuopt.diagnosis.hints import PaddedBatch, RunSettings, hints_of, padding_hints
 from lightning_gpuopt.diagnosis.record import Hint
 from lightning_gpuopt.diagnosis.render.html import render_html
 from lightning_gpuopt.diagnosis.render.text import render_text
@@ -186,6 +186,41 @@ class TestBatch:
     )
     def test_not_else(self, seen):
         assert "batch_size" not in named(SMALL, **seen)
+
+
+class TestPadding:
+    def test_samples_sorted_by_length_are_put_into_batches_of_the_same_sizes(self):
+        batches = [PaddedBatch((10, 40), 40), PaddedBatch((20, 40), 40), PaddedBatch((10, 20), 20)] * 2
+        (hint,) = padding_hints(batches)
+        # 400 tokens for 280; sorted: four of 10, four of 20, four of 40, in pairs
+        assert hint.evidence == {"padding_percent": 30.0, "saved_percent": 30.0, "batches_seen": 6.0}
+        assert (hint.name, hint.setting) == ("padding", "batch_sampler=... that groups by length")
+        assert hint.text == (
+            "In the 6 batches looked at, 30% of the tokens are padding. Batches of samples of similar length would "
+            "spare 30%. It changes which samples come together."
+        )
+
+    def test_padding_beyond_the_longest_is_told_apart(self):
+        (hint,) = padding_hints([PaddedBatch((20, 20), 40)] * 4)
+        assert "Padding each batch to its own longest sample would spare 50% of all tokens. " in hint.text
+
+    def test_batches_of_several_sizes(self):
+        (hint,) = padding_hints([PaddedBatch((8, 8, 32, 32), 32)] * 3 + [PaddedBatch((8,), 32)])
+        # 13 samples padded to 32; sorted, the single one and the first four are 8, the others 32
+        assert hint.evidence["saved_percent"] == round((1 - (5 * 8 + 8 * 32) / (13 * 32)) * 100, 1)
+
+    @pytest.mark.parametrize(
+        "batches",
+        [
+            [],
+            [PaddedBatch((10, 40), 40)] * 3,  # too few
+            [PaddedBatch((39, 40), 40)] * 4,
+            [PaddedBatch((10, 40), 40), *[PaddedBatch((40, 40), 40)] * 9],  # one of ten
+            [PaddedBatch((), 40)] * 4,
+        ],
+    )
+    def test_little_is_no_hint(self, batches):
+        assert padding_hints(batches) == []
 
 
 class TestInReports:

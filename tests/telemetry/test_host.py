@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -10,10 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
+from lightning_gpuopt.compat.dataloader import worker_pids
 from lightning_gpuopt.telemetry.host import HostWatch, usable_cpus, wait_after
 from tests.helpers import wait_for
 
@@ -110,6 +115,61 @@ def test_shares_are_means_over_workers_and_their_threads(proc: Proc, watch: Host
     assert activity.worker_cpu == pytest.approx(6 / 20)
     assert activity.worker_queued == pytest.approx(4 / 20)
     assert activity.free_cpus == pytest.approx(0.25)
+
+
+def test_threads_that_are_busy_are_counted_and_idle_ones_of_a_pool_are_not(proc: Proc, watch: HostWatch) -> None:
+    idle = [(5.0, 5.0)] * 6
+    proc.process(11, (1.0, 0.0), (1.0, 0.0), (1.0, 0.0), *idle)
+    proc.process(12, (1.0, 0.0), (1.0, 0.0))
+    watch.workers([11, 12])
+    watch.read()
+    proc.now_s += 10
+    proc.process(11, (9.0, 2.0), (3.0, 4.0), (2.0, 0.0), *idle)  # 10 s, 6 s and 1 s
+    proc.process(12, (8.0, 0.0), (3.4, 0.0))  # 7 s and 2.4 s
+    watch.read()
+    activity = watch.activity()
+    assert activity.worker_threads == (2 + 1) / 2
+    assert activity.worker_runnable == pytest.approx((10 + 6 + 1 + 7 + 2.4) / 20)
+    assert activity.worker_cpus == pytest.approx((8 + 2 + 1 + 7 + 2.4) / 20)
+
+
+class ComputesInThreads(Dataset[int]):
+    """Each sample is made by four threads, none of which needs the interpreter."""
+
+    def __init__(self, enough: Any) -> None:
+        self.enough = enough
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        data = bytes(1 << 20)
+
+        def compute() -> None:
+            while not self.enough.is_set():
+                hashlib.sha256(data)
+
+        threads = [threading.Thread(target=compute) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return index
+
+
+def test_a_real_worker_s_threads_are_counted() -> None:
+    enough = multiprocessing.Event()
+    iterator: Any = iter(DataLoader(ComputesInThreads(enough), batch_size=1, num_workers=1))
+    watch = HostWatch()
+    try:
+        watch.workers(worker_pids([iterator]))
+        watch.start()
+        wait_for(lambda: (watch.activity().worker_threads or 0) >= 3)
+        assert (watch.activity().worker_runnable or 0) > 1.5  # however many CPUs there are: who waits for one counts
+    finally:
+        watch.stop()
+        enough.set()
+    assert [int(batch[0]) for batch in iterator] == [0, 1]
 
 
 def test_a_worker_that_ends_takes_no_time_along(proc: Proc, watch: HostWatch) -> None:

@@ -11,6 +11,7 @@ from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import ceiling, loader_model, speedup_of_workers, without_data_s
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.waterfall import Waterfall
+from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loading import QueueTimes
 from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
@@ -35,6 +36,10 @@ _SWAPPING_MIB_S: Final = 4.0
 
 _UNEVEN: Final = 1.0
 """Variance over squared mean of the batches' times: from here on single batches stand out (an exponential has 1)."""
+
+_COMPUTING: Final = ("slow_transform", "cpu_saturated", "cpu_throttled")
+_A_POOL: Final = 1.5
+"""Threads of a worker that are busy at once: fewer are its own thread and one that sends its batches."""
 
 _MOSTLY: Final = 0.5
 _NEARLY_EVERY: Final = 0.8
@@ -123,6 +128,7 @@ def _evidence(measurement: Measurement) -> dict[str, float | str]:
     if host is not None:
         found["worker_cpu_percent"] = _percent(host.worker_cpu)
         found["worker_queued_percent"] = _percent(host.worker_queued)
+        found["threads_per_worker"] = threads_per_worker(host)
     evidence = rounded(found | host_evidence(measurement)) | exposed_by(measurement.waterfall)
     return evidence | kind_evidence(measurement)
 
@@ -297,7 +303,7 @@ def _prediction(cause: str, measurement: Measurement, settings: dict[str, Any]) 
 
 
 def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], storage: str) -> str:
-    parts = [_remedy(cause, measurement, settings)]
+    parts = [*_threads(cause, measurement, settings), _remedy(cause, measurement, settings)]
     if settings.get("num_workers"):
         parts.append("NumWorkersFinder() finds the number while training runs, and sets it.")
     if storage and not (cause == "slow_storage" and memory_is_short(measurement)):
@@ -305,6 +311,30 @@ def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], stor
     if CAUSES[cause].needs_cpus:
         parts += bound_to_one_cpu(measurement)
     return " ".join([*parts, *at_most(measurement)])
+
+
+def threads_per_worker(host: HostActivity) -> float | None:
+    """Threads of a worker that compute at once, as those of a pool; None where it is the worker's own alone."""
+    threads, runnable = host.worker_threads, host.worker_runnable
+    if threads is None or runnable is None or min(threads, runnable) < _A_POOL:
+        return None
+    return threads
+
+
+def _threads(cause: str, measurement: Measurement, settings: dict[str, Any]) -> list[str]:
+    """A sentence where the workers' threads are more than the CPUs, now or with the workers that are advised."""
+    host, now = measurement.host, measurement.loader.num_workers
+    if cause not in _COMPUTING or host is None or not now or (threads := threads_per_worker(host)) is None:
+        return []
+    workers = max(settings.get("num_workers") or 0, now)
+    if workers * threads <= host.usable_cpus:
+        return []
+    return [
+        f"Each worker computes in {threads:.2g} threads of its own, and {workers} workers make that "
+        f"{workers * threads:.0f} for {host.usable_cpus:g} CPUs: give each one thread, in worker_init_fn by "
+        "cv2.setNumThreads(0) (OpenCV) and torch.set_num_threads(1), for OpenMP and BLAS by OMP_NUM_THREADS=1 in the "
+        "environment."
+    ]
 
 
 def bound_to_one_cpu(measurement: Measurement) -> list[str]:
@@ -363,7 +393,8 @@ def _taken_by_others(measurement: Measurement) -> str | None:
     host = measurement.host
     if host is None or host.free_cpus is None or host.process_cpus is None or host.worker_cpu is None:
         return None
-    own = host.process_cpus + host.worker_cpu * (measurement.loader.num_workers or 0)
+    each = host.worker_cpu if host.worker_cpus is None else host.worker_cpus  # more than one CPU, where it has a pool
+    own = host.process_cpus + each * (measurement.loader.num_workers or 0)
     others = host.usable_cpus - host.free_cpus - own
     if others < _MOSTLY * host.usable_cpus:
         return None

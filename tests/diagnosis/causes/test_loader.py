@@ -283,3 +283,43 @@ class TestWithoutTimesOfTheWorkers:
             "worker_cpu_percent": 90.0,
             "worker_queued_percent": 5.0,
         }
+
+
+class TestThreadsOfWorkers:
+    """Pools of threads in the workers take the CPUs from each other."""
+
+    def found(self, threads: float, *, runnable: float | None = None, free: float = 0.1, usable: float = 8.0) -> Any:
+        more = {"worker_threads": threads, "worker_runnable": threads if runnable is None else runnable}
+        return find(workers(data_s=BUSY_S, cpu=0.9), host=host(1.0, free=free, usable=usable, **more))
+
+    def test_more_of_them_than_cpus_are_named_with_the_remedy(self) -> None:
+        finding = self.found(8.0)
+        assert (finding.cause, finding.evidence["threads_per_worker"]) == ("cpu_saturated", 8.0)
+        assert finding.advice.startswith(
+            "Each worker computes in 8 threads of its own, and 2 workers make that 16 for 8 CPUs: give each one "
+            "thread, in worker_init_fn by cv2.setNumThreads(0) (OpenCV) and torch.set_num_threads(1), for OpenMP and "
+            "BLAS by OMP_NUM_THREADS=1 in the environment. The workers use all the CPU there is"
+        )
+
+    def test_as_many_as_cpus_are_evidence_alone(self) -> None:
+        finding = self.found(4.0)
+        assert finding.evidence["threads_per_worker"] == 4.0
+        assert "threads of its own" not in finding.advice
+
+    def test_workers_that_are_advised_count(self) -> None:
+        finding = self.found(4.0, free=6.0)
+        assert (finding.cause, finding.settings["num_workers"] > 2) == ("slow_transform", True)
+        assert "Each worker computes in 4 threads" in finding.advice
+
+    def test_the_cpus_of_a_pool_are_not_those_of_other_programs(self) -> None:
+        activity = host(1.0, free=0.0, process_cpus=0.5, worker_threads=4.0, worker_runnable=4.0, worker_cpus=3.5)
+        assert "Other programs" not in find(workers(data_s=BUSY_S, cpu=0.9), host=activity).advice
+
+    @pytest.mark.parametrize(
+        ("threads", "runnable"),
+        [(1.0, 1.2), (2.0, 1.3), (1.0, 1.9)],  # its own; one that sends batches; many that do little
+    )
+    def test_others_are_no_pool(self, threads: float, runnable: float) -> None:
+        finding = self.found(threads, runnable=runnable, usable=2.0)
+        assert "threads_per_worker" not in finding.evidence
+        assert "threads of its own" not in finding.advice
