@@ -38,7 +38,7 @@ import itertools
 import queue
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import signature
 from types import FrameType
 from typing import Any, Final
@@ -403,6 +403,7 @@ def reset_persistent(iterator: Any, loader: DataLoader[Any]) -> None:
 
     A new iterator would have drawn a base seed: that is drawn here, so that what is drawn after it stays the same.
     """
+    iter(iterator._index_sampler)  # as a new iterator has it: once before the seed, and once after it
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     iterator._reset(loader)
 
@@ -533,6 +534,23 @@ def watch_pids(iterator: Any, workers: list[Any]) -> None:
         _remove_worker_pids(id(iterator))
     _set_worker_pids(id(iterator), tuple(worker.pid for worker in workers if worker.pid is not None))
     iterator._worker_pids_set = True
+
+
+def result_reader(iterator: Any) -> Any:
+    """The end of the pipe from which an iterator reads results itself; None behind the pin-memory thread."""
+    results = iterator._worker_result_queue
+    return getattr(results, "_reader", None) if iterator._data_queue is results else None
+
+
+@contextlib.contextmanager
+def raises_for(workers: list[Any]) -> Iterator[None]:
+    """Have torch's SIGCHLD handler raise in the training thread where one of these workers ends meanwhile."""
+    key = id(workers)
+    _set_worker_pids(key, tuple(worker.pid for worker in workers))
+    try:
+        yield
+    finally:
+        _remove_worker_pids(key)
 
 
 def may_write(iterator: Any, seconds: float) -> bool:

@@ -45,6 +45,7 @@ class _Watched:
         loader: what it is, as of its current iterator.
         waited_ns: nanoseconds for which the training process waited for it, where there are several, as ``[ns]``.
         inner_ns: the same for the DataLoader inside a loader of another kind.
+        undo: takes the clock away.
         changes: what :func:`~lightning_gpuopt.tuning.managed.changes_of` says; None before it was asked.
     """
 
@@ -55,6 +56,7 @@ class _Watched:
     waited_ns: list[int] = field(default_factory=lambda: [0])
     inner_ns: list[int] = field(default_factory=lambda: [0])
     changes: tuple[dict[str, str], str | None] | None = None
+    undo: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def look_at_changes(self) -> None:
         """See which settings may be changed, and when; once, since much of the dataset is looked at for it."""
@@ -173,6 +175,8 @@ class LoaderWatch:
         loaders, keys = train_loaders(self._trainer), train_loader_keys(self._trainer)
         self._registry.forget_dropped()
         self._current = [self._find(each) for each in loaders]
+        for dropped in [each for each in self._watched if each not in self._current]:
+            dropped.undo()
         self._watched = list(self._current)
         self._running = []
         threads: list[Any] = []
@@ -320,6 +324,8 @@ class LoaderWatch:
         while self._undo:
             self._undo.pop()()
         self.release()
+        for each in (*self._watched, *filter(None, [self._validation])):
+            each.undo()
         self._watched.clear()
         self._current.clear()
         self._validation = None
@@ -336,25 +342,32 @@ class LoaderWatch:
         try:
             if pipeline_of(seen.loader) is not None:
                 return
-            found = watch_workers(seen.inner)
+            found = self._clock_of(seen.inner)
         except Exception:  # whatever a loader of somebody's own does not like about it
             log.debug("a loader could not be watched", exc_info=True)
             found = None
         if found is None:
             self._unwatched = True
             return
-        watched.clock, undo = found
-        self._undo.append(undo)
+        watched.clock, watched.undo = found
+
+    def _clock_of(self, loader: Any) -> tuple[TimedCollate, Callable[[], None]] | None:
+        """The clock in a loader's workers: a new one, or the one of the validation that reads the same loader."""
+        validation = self._validation
+        if validation is not None and validation.clock is not None and validation.seen.inner is loader:
+            validation.undo()
+        return watch_workers(loader)
 
     def _see_validation(self, watched: _Watched) -> None:
         inner = watched.seen.inner
         if inner is None or not (self._trainer.validating or self._trainer.sanity_checking):
             return
+        if self._validation is not None:
+            self._validation.undo()
         self._validation = None
         if inner.num_workers and not inner.persistent_workers and (found := watch_workers(inner)) is not None:
-            watched.clock, undo = found
+            watched.clock, watched.undo = found
             watched.loader = LoaderDescription("torch", key="validation", num_workers=inner.num_workers)
-            self._undo.append(undo)
             self._validation = watched
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Final
 
 from torch.utils.data import DataLoader
@@ -24,10 +25,13 @@ def dataloader_in(loader: Any, depth: int = _MAX_DEPTH) -> DataLoader[Any] | Non
         return loader
     if depth <= 0 or isinstance(loader, (str, bytes, dict, set, range)) or type(loader).__module__ == "builtins":
         return None
-    stages = getattr(loader, "pipeline", None)  # webdataset's DataPipeline: each stage feeds the next
+    stages = inspect.getattr_static(loader, "pipeline", None)  # webdataset's: each stage feeds the next
     if isinstance(stages, (list, tuple)) and stages and isinstance(stages[0], DataLoader):
         return stages[0]
-    held = list(getattr(loader, "__dict__", {}).values())[:_MAX_ATTRIBUTES]
+    try:
+        held = list(vars(loader).values())[:_MAX_ATTRIBUTES]
+    except Exception:  # it has none, or says that it has
+        return None
     found = [each for each in held if isinstance(each, DataLoader)]
     if not found and depth > 1:
         deeper = (dataloader_in(each, depth - 1) for each in held if hasattr(type(each), "__iter__"))

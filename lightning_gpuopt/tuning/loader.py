@@ -277,6 +277,7 @@ class TunedLoader:
             now = running.loader.num_workers
             rank_zero_info(f"NumWorkersFinder: {self._context.name}num_workers {before} → {now}: {lost.why}")
         if self._options.exact and running.draws:
+            self._apply(self.before)
             raise CannotChange("a loader alone: its workers draw random numbers after all (exact=True)")
         if running.meter.seen is not None:
             self._attend()

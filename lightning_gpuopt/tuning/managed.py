@@ -131,10 +131,17 @@ class ManagedLoader:
             return True
         return getattr(self.loader, setting, None)
 
-    def when(self, setting: str, value: Any, *, last_epoch: bool = False) -> str:
-        """When a change would take effect: ``"now"``, ``"with the next iterator"`` or ``"refused because ..."``."""
+    def when(self, setting: str, value: Any, *, last_epoch: bool = False, look: bool = True) -> str:
+        """When a change would take effect: ``"now"``, ``"with the next iterator"`` or ``"refused because ..."``.
+
+        Args:
+            setting: an argument of a DataLoader.
+            value: its new value.
+            last_epoch: no other iterator will be made.
+            look: iterate a copy of a sampler that is not torch's.
+        """
         try:
-            reason = self._why_not(setting, value)
+            reason = self._why_not(setting, value, look=look)
         except Exception as error:  # of the dataset's or the sampler's: what cannot be looked at is left alone
             reason = f"it cannot be looked into: {type(error).__name__}: {error}"
         if reason is None and self._comes_now(setting):
@@ -146,9 +153,11 @@ class ManagedLoader:
     def _comes_now(self, setting: str) -> bool:
         return setting == "num_workers" and self.loader.num_workers > 0 and not self._wrapped
 
-    def _why_not(self, setting: str, value: Any) -> str | None:
+    def _why_not(self, setting: str, value: Any, *, look: bool = True) -> str | None:
         if self.now(setting) == value:
             return "it is so already"
+        if self._wrapped and setting == "persistent_workers":
+            return "the program iterates it inside a loader of its own, which may do so twice at a time"
         if self._exact and setting in ("num_workers", "persistent_workers") and self.own_workers:
             if self._exact_reason is None:
                 return "no iterator was begun yet, and so nothing shown of what its workers draw"
@@ -156,7 +165,7 @@ class ManagedLoader:
                 return self._exact_reason[0]
         running = self.running
         changes = running.dataset_changes
-        return why_not(AskedChange(self.loader, setting, value, self.own_workers, running.start, changes))
+        return why_not(AskedChange(self.loader, setting, value, self.own_workers, running.start, changes, look=look))
 
     def change(self, setting: str, value: Any, iterator: Any = None, *, last_epoch: bool = False) -> bool:
         """Change a setting.
@@ -281,6 +290,9 @@ class ManagedLoader:
             return LostWorkers("dataset", running.failure or changed)
         if running.gives_up_growing():
             return LostWorkers("growth", running.failure or "a worker that was started in mid-epoch never gave a batch")
+        if self._exact and running.draws and self.loader.num_workers > self.own_workers > 0:
+            running.apply(self.own_workers)
+            return LostWorkers("growth", "its workers draw random numbers after all (exact=True)")
         if (cap := running.no_longer_fits()) is None:
             return None
         running.policy.limited_by = cap.limited_by
@@ -418,7 +430,7 @@ def changes_of(loader: DataLoader[Any]) -> tuple[dict[str, str], str | None]:
         "pin_memory": not loader.pin_memory,
         "persistent_workers": not loader.persistent_workers,
     }
-    changes = {setting: managed.when(setting, value) for setting, value in wanted.items()}
+    changes = {setting: managed.when(setting, value, look=False) for setting, value in wanted.items()}
     if isinstance(loader.dataset, IterableDataset):
         return changes, None
     return changes, why_not_shared(loader, held_by(loader), workers=managed.own_workers)

@@ -21,7 +21,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
-from multiprocessing import connection
 from types import TracebackType
 from typing import Any, Final
 
@@ -32,21 +31,17 @@ from lightning_gpuopt.compat.dataloader import (
     CHECK_EVERY_S,
     WorkersIterator,
     fetcher_here,
-    may_write,
     watch_pids,
     why_not_as_expected,
     why_torch_is_not_as_expected,
     worker_process,
 )
+from lightning_gpuopt.tuning.added_workers import AddedWorkers, NoWorkersLeft
 from lightning_gpuopt.tuning.dataset_state import DatasetState
 from lightning_gpuopt.tuning.draws import DrawWatch
 from lightning_gpuopt.tuning.stand_ins import End, Raises, Same
 
 log = logging.getLogger(__name__)
-
-_PATIENCE_S: Final = 30.0
-"""A worker that was forked from a running process may wait for ever for a lock that some thread of that held. After so
-long without its first batch, while all others have nothing left to do, its work goes to them."""
 
 _GRACE_S: Final = 1.0
 """Seconds that a worker may take to end before it is killed."""
@@ -59,11 +54,7 @@ class ResizeUnsupported(RuntimeError):
     """The number of workers of this iterator cannot be changed while it runs; the message gives the reason."""
 
 
-class _NoWorkersLeft(Exception):
-    """All workers that stood in for the training process have died."""
-
-
-class ResizableIterator(WorkersIterator):
+class ResizableIterator(AddedWorkers):
     """A running iterator whose workers can become more and fewer; from :func:`adopt` or :func:`first_workers`.
 
     ``_num_workers`` is the number that gets work. ``_workers`` and the lists beside it may be longer: those above are
@@ -85,22 +76,12 @@ class ResizableIterator(WorkersIterator):
     """Whether the sampler has ended."""
     _gpuopt_starts: dict[int, int]
     """Workers started so far, by worker number."""
-    _gpuopt_added: set[Any]
-    """Workers that were started here, and not by the user's loader."""
-    _gpuopt_new: dict[Any, float]
-    """New workers without a batch so far, and when they were started."""
-    _gpuopt_again: dict[int, bool]
-    """Batches that two workers make, and whether one of the two has arrived."""
     _gpuopt_ended: list[tuple[Any, Any]]
     """Processes that were told to end, with their index queues."""
-    _gpuopt_stuck: list[tuple[Any, Any]]
-    """Processes that never gave a batch, with their index queues."""
     _gpuopt_draws: DrawWatch
     """Detects draws of the workers that were started here."""
     _gpuopt_state: DatasetState | None
     """What workers got that work in place of the training process; None if the user's loader has workers."""
-    _gpuopt_given: dict[int, Any]
-    """Indices of the batches that were requested, by number; some that were taken by the consumer may be left."""
     _gpuopt_fetch: Callable[[Any], Any] | None
     """Makes the batches in this process, since the dataset has changed; None before."""
 
@@ -116,6 +97,7 @@ class ResizableIterator(WorkersIterator):
         self._gpuopt_draws = DrawWatch()
         self._gpuopt_state, self._gpuopt_given, self._gpuopt_fetch = None, {}, None
         self.failure: str | None = None
+        self._gpuopt_resetting = False
 
     failure: str | None
     """Why no more workers are started here: one never gave a batch, was given none, or died; None where none did."""
@@ -204,8 +186,9 @@ class ResizableIterator(WorkersIterator):
                 self._watch_pids()
 
     def _watch_pids(self) -> None:
-        """Have torch raise when a worker of the user's own ends; one that was added is looked after here."""
-        watch_pids(self, [worker for worker in self._workers if worker not in self._gpuopt_added])
+        """Have torch raise when a worker of the user's own ends; of the others too where their work cannot be saved."""
+        ours = self._gpuopt_added if self.saves_work else set()
+        watch_pids(self, [worker for worker in self._workers if worker not in ours])
 
     def _start_worker(self, context: Any, worker_id: int, num_workers: int) -> None:
         index_queue = context.Queue()
@@ -366,7 +349,7 @@ class ResizableIterator(WorkersIterator):
         if not self._gpuopt_depth and not self._task_info and not self._shutdown:
             self._gpuopt_at_end = True  # without workers the sampler is asked now
             self._try_put_index()
-        with contextlib.suppress(_NoWorkersLeft):
+        with contextlib.suppress(NoWorkersLeft):
             return super()._next_data()  # type: ignore[no-untyped-call]
         fetch: Any = self._gpuopt_fetch
         return fetch(self._next_index_here())
@@ -399,88 +382,6 @@ class ResizableIterator(WorkersIterator):
         if self._gpuopt_drawn:
             return self._gpuopt_drawn.popleft()
         return next(self._sampler_iter)
-
-    def _try_get_data(self, timeout: float = CHECK_EVERY_S) -> tuple[bool, Any]:
-        status = self._workers_status
-        if self._gpuopt_added:  # torch would raise for one of these that has died
-            ours = self._gpuopt_added
-            self._workers_status = [up and each not in ours for up, each in zip(status, self._workers, strict=True)]
-        try:
-            success, data = super()._try_get_data(timeout)  # type: ignore[no-untyped-call]
-        except (ConnectionError, FileNotFoundError, EOFError):  # what a worker has sent goes with it
-            dead = self._dead_of_added(wait_s=_GRACE_S)
-            if not dead and self.failure is None:
-                raise
-            success, data = False, None
-        finally:
-            self._workers_status = status
-        if not success:
-            self._look_after_dead()
-            self._look_after_new()
-        elif self._gpuopt_new or self._gpuopt_again:
-            number = data[0]
-            info = self._task_info.get(number)
-            if info is not None:
-                self._gpuopt_new.pop(self._workers[info[0]], None)
-            if self._gpuopt_again.get(number):
-                return False, None  # the second of two
-            if number in self._gpuopt_again:
-                self._gpuopt_again[number] = True
-        return success, data
-
-    def _dead_of_added(self, wait_s: float = 0.0) -> list[Any]:
-        """The workers that were started here and have died, after so many seconds at most."""
-        here = [worker for worker in self._workers if worker in self._gpuopt_added]
-        ended = connection.wait([worker.sentinel for worker in here], wait_s) if wait_s else ()
-        for worker in [each for each in here if each.sentinel in ended]:
-            worker.join(_GRACE_S)  # a process closes its files a moment before it has ended
-        return [worker for worker in here if not worker.is_alive()]
-
-    def _look_after_dead(self) -> None:
-        """Give the work of added workers that have died to others, once for each batch.
-
-        Raises:
-            RuntimeError: as torch has it, where the result queue cannot be used any more, or a batch has ended two.
-        """
-        for worker in self._dead_of_added():
-            number = self._workers.index(worker)
-            orphans = [task for task, info in self._task_info.items() if info == (number,)]
-            why = f"worker {worker.pid}, which was added while training ran, died ({_exit(worker)})"
-            if self._gpuopt_again.keys() & orphans or not may_write(self, CHECK_EVERY_S):
-                raise RuntimeError(
-                    f"DataLoader worker (pid(s) {worker.pid}) exited unexpectedly: {why}. num_workers was "
-                    f"{len(self._workers) - len(self._gpuopt_added)} before"
-                )
-            log.warning("%s; others do its work", why)
-            self._give_up(worker, why)
-            if not self._workers and self._gpuopt_state is not None:
-                self._fetch_from_here_on()
-                raise _NoWorkersLeft
-            self._hand_on(orphans)
-
-    def _look_after_new(self) -> None:
-        """After seconds without a batch, give the work of new workers that are stuck to others."""
-        busy = {self._workers[info[0]] for info in self._task_info.values() if len(info) == 1}
-        if not busy or not busy <= self._gpuopt_new.keys() or len(busy) == len(self._workers):
-            return
-        latest = time.monotonic() - _PATIENCE_S
-        orphans: list[int] = []
-        for worker in [each for each in busy if self._gpuopt_new[each] <= latest]:
-            log.warning("worker %s gave no batch within %.0f s; others do its work", worker.pid, _PATIENCE_S)
-            number = self._workers.index(worker)
-            orphans += [task for task, info in self._task_info.items() if info == (number,)]
-            self._give_up(worker, "a worker that was started in mid-epoch never gave a batch")
-        self._hand_on(orphans)
-
-    def _hand_on(self, orphans: Iterable[int]) -> None:
-        """Have other workers make these batches, which their own worker will not."""
-        for number in sorted(orphans):
-            other = next(self._worker_queue_idx_cycle)
-            self._index_queues[other].put((number, self._gpuopt_given[number]))
-            self._task_info[number] = (other,)
-            if hasattr(self, "_workers_num_tasks"):
-                self._workers_num_tasks[other] += 1
-            self._gpuopt_again[number] = False
 
     # -- ending workers
 
@@ -534,9 +435,12 @@ class ResizableIterator(WorkersIterator):
             self._measure()
             return
         try:
+            self._look_after_dead()
             self._begin_anew(loader, first_iter)
-        except _NoWorkersLeft:
+        except NoWorkersLeft:
             raise RuntimeError(f"DataLoader workers exited unexpectedly between two epochs: {self.failure}") from None
+        finally:
+            self._gpuopt_resetting = False
 
     def _begin_anew(self, loader: Any, first_iter: bool) -> None:
         # An epoch that was left early has work under way. torch waits for its workers here, but not for these.
@@ -553,6 +457,7 @@ class ResizableIterator(WorkersIterator):
         self._gpuopt_again.clear()
         self._gpuopt_given.clear()
         self._measure()
+        self._gpuopt_resetting = True  # torch counts who answers: one that dies now is an error
         super()._reset(loader, first_iter)
 
     def _measure(self) -> None:
@@ -585,12 +490,6 @@ class ResizableIterator(WorkersIterator):
 
     def __del__(self) -> None:
         self._shutdown_workers()
-
-
-def _exit(worker: Any) -> str:
-    """How a process has ended, for people."""
-    code = worker.exitcode
-    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
 
 def adopt(iterator: Any, loader: DataLoader[Any], depth: int | None = None) -> ResizableIterator:

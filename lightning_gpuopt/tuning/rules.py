@@ -38,6 +38,7 @@ class AskedChange:
         start: what its running workers got a copy of; None where none were started, or earlier than can be known.
         dataset_changes: whether the dataset was another one at the last two starts of an epoch.
         before_first: the loader was never iterated, and its state is a new one.
+        look: iterate a copy of a sampler that is not torch's.
     """
 
     loader: DataLoader[Any]
@@ -47,6 +48,7 @@ class AskedChange:
     start: WorkersStart | None = None
     dataset_changes: bool = False
     before_first: bool = False
+    look: bool = True
 
     @property
     def adds_first(self) -> bool:
@@ -116,7 +118,7 @@ def _start_method(asked: AskedChange) -> str | None:
 
 
 def _sampler(asked: AskedChange) -> str | None:
-    return None if isinstance(asked.loader.dataset, IterableDataset) else why_not_earlier(asked.loader)
+    return None if isinstance(asked.loader.dataset, IterableDataset) else why_not_earlier(asked.loader, look=asked.look)
 
 
 def _held(asked: AskedChange) -> str | None:

@@ -161,6 +161,8 @@ class RunningLoader:
         states, generator = RandomStates(), self.loader.generator
         state = None if generator is None else generator.get_state()
         try:
+            if (reason := why_not_tried()) is not None:
+                raise ResizeUnsupported(reason)
             return first_workers(self.loader, self.start.state)
         except Exception as error:  # another torch than expected; no more processes, memory or files
             trace = not isinstance(error, ResizeUnsupported)

@@ -50,10 +50,14 @@ _EPOCHS: Final = 2
 """A sampler that never ends has been seen whole when it gave so many times the dataset's length."""
 
 
-def why_not_earlier(loader: DataLoader[Any]) -> str | None:
+def why_not_earlier(loader: DataLoader[Any], *, look: bool = True) -> str | None:
     """Why a map-style loader's sampler must be asked when it would have been; None where that is no matter.
 
     Of a sampler that is not torch's a copy is iterated, while the random states are put back afterwards.
+
+    Args:
+        loader: the loader.
+        look: iterate such a copy; else the answer is that nobody has looked.
     """
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     while _iterates_as(sampler, _WRAPS) and hasattr(sampler, "sampler"):
@@ -62,7 +66,7 @@ def why_not_earlier(loader: DataLoader[Any]) -> str | None:
         return f"its sampler ({type(sampler).__name__}) draws from the global generator: another order would come of it"
     if _iterates_as(sampler, _DRAW_AT_ONCE) or type(sampler) in (list, tuple, range):
         return None
-    return _why_not_by_a_copy(sampler, loader)
+    return _why_not_by_a_copy(sampler, loader) if look else f"its sampler ({type(sampler).__name__}) was not looked at"
 
 
 def _iterates_as(sampler: Any, kinds: tuple[type, ...]) -> bool:

@@ -38,7 +38,7 @@ from lightning_gpuopt.compat import dataloader
 from lightning_gpuopt.compat.lightning import train_iterators, train_loaders
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.gather import Gather
-from lightning_gpuopt.tuning import caps, resize, running, without_workers
+from lightning_gpuopt.tuning import added_workers, caps, resize, running, without_workers
 from lightning_gpuopt.tuning import loader as loader_module
 from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
 from lightning_gpuopt.tuning.meter import FetchMeter
@@ -1057,7 +1057,7 @@ def test_workers_for_which_there_is_no_room_any_longer_go_at_once(
 def test_a_worker_that_is_stuck_after_the_fork_holds_training_up_once(
     tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resize, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(added_workers, "_PATIENCE_S", 0.0)
     for kind in (dataloader.WorkersIterator, resize.ResizableIterator):
         monkeypatch.setattr(kind._try_get_data, "__defaults__", (0.05,))
 

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_gpuopt.compat import dataloader
-from lightning_gpuopt.tuning import resize
+from lightning_gpuopt.tuning import added_workers, resize
 from lightning_gpuopt.tuning.resize import ResizeUnsupported, adopt, first_workers
 from lightning_gpuopt.tuning.sharing import state_of
 from tests.helpers import error_of_a_killed_worker, wait_for
@@ -497,7 +497,7 @@ class StuckAtFirst(Numbers):
 def test_the_work_of_a_new_worker_that_is_stuck_goes_to_others(
     monkeypatch: pytest.MonkeyPatch, persistent: bool, comes_late: bool
 ) -> None:
-    monkeypatch.setattr(resize, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(added_workers, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(dataloader.WorkersIterator._try_get_data, "__defaults__", (0.05,))
     monkeypatch.setattr(resize.ResizableIterator._try_get_data, "__defaults__", (0.05,))
     released = multiprocessing.Event()
@@ -584,7 +584,7 @@ class TestAddedWorkersThatDie:
     def test_a_queue_whose_lock_has_died_with_it_is_an_error_that_names_the_change(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(resize, "may_write", lambda iterator, seconds: False)
+        monkeypatch.setattr(added_workers, "may_write", lambda iterator, seconds: False)
         said = r"exited unexpectedly: worker .* died \(signal 9\). num_workers was 1"
         with self.grown(Dies()) as (_, iterator), pytest.raises(RuntimeError, match=said):
             list(iterator)
@@ -738,7 +738,7 @@ def begins_late(worker_id: int) -> None:
 def test_a_stuck_worker_that_had_nothing_to_do_does_not_hold_up_the_next_epoch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(resize, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(added_workers, "_PATIENCE_S", 0.0)
     for kind in (dataloader.WorkersIterator, resize.ResizableIterator):
         monkeypatch.setattr(kind._try_get_data, "__defaults__", (0.05,))
     source = DataLoader(Numbers(24), batch_size=2, num_workers=1, persistent_workers=True, worker_init_fn=begins_late)
