@@ -1,6 +1,7 @@
 """The door to torch's DataLoader: what is private of its iterators is read and checked here.
 
-``tuning/resize.py`` alone goes behind it, with a subclass of torch's iterator, for what ``why_not_as_expected`` checks.
+``tuning/resize.py`` and ``added_workers.py`` alone go behind it, with a subclass of torch's iterator, for what
+``why_not_as_expected`` checks.
 
 Read in torch 2.4 to 2.13 (``_MultiProcessingDataLoaderIter``) and torchdata 0.11 (``StatefulDataLoader``'s own). What
 is looked at, where it was read, and what happens when it is gone or other than expected:
