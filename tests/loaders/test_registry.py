@@ -157,6 +157,16 @@ class Deeper:
         return iter(())
 
 
+def test_no_property_of_a_loader_is_asked_for() -> None:
+    class Fails:
+        @property
+        def pipeline(self) -> Any:
+            raise RuntimeError("call build() first")
+
+    assert dataloader_in(Fails()) is None
+    assert dataloader_in(Deeper(inner=Fails(), loader=(one := tensors()))) is one
+
+
 @pytest.mark.parametrize(
     ("loader", "found"),
     [

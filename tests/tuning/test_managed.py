@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from lightning_gpuopt.tuning.managed import ManagedLoader
+from lightning_gpuopt.tuning.managed import ManagedLoader, changes_of
 from lightning_gpuopt.tuning.rules import BY_TRIAL, RULES, CannotChange
 
 PAGE = Path(__file__).parents[2] / "docs/workers.md"
@@ -182,6 +182,26 @@ def test_workers_that_were_to_live_on_and_died_are_started_anew() -> None:
     assert after is not iterator
     assert [int(batch[0]) for batch in after] == list(range(0, 24, 2))
     one.end()
+
+
+def test_what_a_report_asks_iterates_no_sampler() -> None:
+    class Own:
+        iterated = 0
+
+        def __iter__(self) -> Any:
+            Own.iterated += 1
+            return iter(range(24))
+
+    changes, unshared = changes_of(loader(sampler=Own()))
+    assert (changes["num_workers"], unshared) == ("refused because its sampler (Own) was not looked at", None)
+    assert Own.iterated == 0
+    assert managed(loader(sampler=Own())).when("num_workers", 2) == "now"
+    assert Own.iterated == 1
+
+
+def test_inside_a_loader_of_somebody_s_own_workers_do_not_live_on() -> None:
+    assert managed(wrapped=True).when("persistent_workers", True).startswith("refused because the program iterates it")
+    assert managed(wrapped=True).when("num_workers", 2) == "with the next iterator"
 
 
 def test_a_generator_that_is_held_counts_as_drawing() -> None:
