@@ -412,6 +412,7 @@ class TestWithStallDetector:
         (note,) = [each for each in report.notes if "CudaPrefetcher" in each]
         assert note.startswith("CudaPrefetcher: the copy took 10.0 ms a step, 0.")
 
+    @pytest.mark.timed
     def test_looking_ahead_is_no_callbacks_time(self, real_gpu: SimulatedGpu, tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
