@@ -126,6 +126,7 @@ def changes_keep_everything(folder: Path, kind: Kind) -> set[str]:
     changed = fit(folder, kind.make(folder, Prepare()), autofix, script([wanted]), max_steps=steps)
     assert changed.batches == plain.batches
     assert same_weights(dict(changed.state_dict()), dict(plain.state_dict()))
+    gc.collect()  # torchdata's loader and its iterator hold one another
     wait_for(lambda: not multiprocessing.active_children())
     return {each.setting for each in autofix.changes if each.kept is not None}
 
