@@ -6,6 +6,8 @@ queue's lock, and so perhaps in the middle of a message; or where the pin-memory
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Iterable
@@ -90,14 +92,20 @@ class AddedWorkers(WorkersIterator):
     def _get(self, timeout: float, added: list[Any]) -> tuple[bool, Any]:
         """Wait for a message, or for the death of an added worker; then read it, if it is whole."""
         ready = connection.wait([result_reader(self), *(worker.sentinel for worker in added)], timeout)
-        if result_reader(self) not in ready:
-            self._dead_of_added(_GRACE_S if ready else 0.0)
-            return False, None
         status = self._workers_status
-        self._workers_status = [up and each not in added for up, each in zip(status, self._workers, strict=True)]
+        of_the_user = [up and each not in added for up, each in zip(status, self._workers, strict=True)]
+        if result_reader(self) not in ready:
+            if ready:
+                self._dead_of_added(_GRACE_S)
+            for worker in itertools.compress(self._workers, of_the_user):
+                if not worker.is_alive():
+                    raise RuntimeError(f"DataLoader worker (pid(s) {worker.pid}) exited unexpectedly")
+            return False, None
+        self._workers_status = of_the_user
+        is_whole = may_write(self, 0.0)  # nobody is in the middle of a message, so what is there to be read is one
         try:
-            with raises_for(added):  # one that dies now may leave half of a message
-                if (dead := self._dead_of_added()) and not may_write(self, _GRACE_S):
+            with contextlib.nullcontext() if is_whole else raises_for(added):  # one that dies now may leave half of one
+                if not is_whole and (dead := self._dead_of_added()) and not may_write(self, _GRACE_S):
                     raise RuntimeError(f"DataLoader worker (pid(s) {dead[0].pid}) exited unexpectedly")
                 return self._plain_get(timeout)
         finally:
