@@ -61,6 +61,21 @@ def no_worker_is_waited_for() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a worker has died is looked at twenty times a second, not every five."""
+    from lightning_gpuopt.tuning.resize import ResizableIterator, WorkersIterator
+
+    for kind in (WorkersIterator, ResizableIterator):
+        monkeypatch.setattr(kind._try_get_data, "__defaults__", (0.05,))
+
+
+@pytest.fixture
+def cheap_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch from a worker costs nothing: also samples as cheap as those of tests get first workers."""
+    monkeypatch.setattr("lightning_gpuopt.tuning.without_workers.receive_cost", lambda batch_bytes: (0.0, 0.0, 0.0))
+
+
 @pytest.fixture(scope="session")
 def simulator_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built NVML simulator."""

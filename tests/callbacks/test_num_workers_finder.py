@@ -1054,12 +1054,11 @@ def test_workers_for_which_there_is_no_room_any_longer_go_at_once(
 
 
 @pytest.mark.matrix
+@pytest.mark.usefixtures("quick_checks")
 def test_a_worker_that_is_stuck_after_the_fork_holds_training_up_once(
     tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(added_workers, "_PATIENCE_S", 0.0)
-    for kind in (dataloader.WorkersIterator, resize.ResizableIterator):
-        monkeypatch.setattr(kind._try_get_data, "__defaults__", (0.05,))
 
     class Stuck(Numbers):
         epoch = 0

@@ -33,7 +33,7 @@ from lightning_gpuopt.tuning.running import RunningLoader
 from lightning_gpuopt.tuning.workers import Trial
 from tests.callbacks.auto_fix_runs import Model, Numbers, Run, finding, script, train
 from tests.helpers import tiny_trainer
-from tests.lanes import combinations
+from tests.lanes import combinations, few
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -423,7 +423,8 @@ print("workers", loader.num_workers)
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_where_processes_are_not_forked_a_script_without_a_guard_runs_once(tmp_path, method):
     (tmp_path / "script.py").write_text(NO_GUARD)
     done = subprocess.run(
@@ -571,23 +572,29 @@ class TestExact:
 
     @pytest.mark.parametrize(
         ("made", "workers", "why"),
-        [
-            (lambda: loader(Augmented()), 1, "its workers draw random numbers (exact=True)"),
-            (lambda: loader(Augmented(draws=False)), 4, None),
-            (lambda: loader(Augmented(), 0), 0, "its workers must not draw random numbers, and one was seen to"),
-            (lambda: loader(Augmented(draws=False), 0), 4, None),
-            (
-                lambda: loader(Augmented(np.random.default_rng(0)), 2, worker_init_fn=print),
-                2,
-                "its dataset holds a random generator, dataset.held (Generator) (exact=True)",
-            ),
-            (
-                lambda: loader(multiprocessing_context="forkserver"),
-                1,
-                "started by 'forkserver': what they draw cannot be",
-            ),
-        ],
-        ids=["draws", "draws-nothing", "draws-from-0", "draws-nothing-from-0", "generator", "not-forked"],
+        few(
+            "draws draws-nothing draws-from-0 draws-nothing-from-0 generator",
+            {
+                "draws": (lambda: loader(Augmented()), 1, "its workers draw random numbers (exact=True)"),
+                "draws-nothing": (lambda: loader(Augmented(draws=False)), 4, None),
+                "draws-from-0": (
+                    lambda: loader(Augmented(), 0),
+                    0,
+                    "its workers must not draw random numbers, and one was seen to",
+                ),
+                "draws-nothing-from-0": (lambda: loader(Augmented(draws=False), 0), 4, None),
+                "generator": (
+                    lambda: loader(Augmented(np.random.default_rng(0)), 2, worker_init_fn=print),
+                    2,
+                    "its dataset holds a random generator, dataset.held (Generator) (exact=True)",
+                ),
+                "not-forked": (
+                    lambda: loader(multiprocessing_context="forkserver"),
+                    1,
+                    "started by 'forkserver': what they draw cannot be",
+                ),
+            },
+        ),
     )
     def test_the_finder(self, tmp_path, caplog, made, workers, why):
         fit = Fit(tmp_path, caplog, made(), finder=NumWorkersFinder(exact=True))

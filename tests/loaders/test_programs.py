@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_gpuopt.compat import dataloader
-from lightning_gpuopt.tuning import resize, without_workers
 from tests.callbacks.auto_fix_runs import FAST, SLOW, Numbers, Run, finding, loader, script
 from tests.fork_server import run_code
 from tests.helpers import wait_for
@@ -31,7 +28,10 @@ from tests.loaders.programs import (
 )
 from tests.shared_memory import shared_files
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:'pin_memory' argument is set")
+pytestmark = [
+    pytest.mark.usefixtures("quick_checks", "cheap_workers"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:'pin_memory' argument is set"),
+]
 
 VALUES: dict[str, Any] = {
     "num_workers": st.integers(0, 4),
@@ -39,16 +39,6 @@ VALUES: dict[str, Any] = {
     "pin_memory": st.booleans(),
     "persistent_workers": st.booleans(),
 }
-
-
-@pytest.fixture(autouse=True)
-def quick_checks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for kind in (dataloader.WorkersIterator, resize.ResizableIterator):
-            patch.setattr(kind._try_get_data, "__defaults__", (0.05,))
-        # Samples as cheap as these gain nothing by workers: where that decides, few programs would get their first.
-        patch.setattr(without_workers, "receive_cost", lambda batch_bytes: (0.0, 0.0, 0.0))
-        yield
 
 
 @st.composite
@@ -136,7 +126,7 @@ def check(program: Program, plain: Outcome, changed: Outcome) -> None:
     assert changed.settings == plain.settings
 
 
-@machine(25)
+@machine(12)
 @given(programs())
 def test_changes_leave_a_program_as_it_was(program: Program) -> None:
     compare(program)

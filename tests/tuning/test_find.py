@@ -155,6 +155,7 @@ def test_loaders_of_every_kind(loader: DataLoader[Any], monkeypatch: pytest.Monk
     assert found.num_workers in {trial.num_workers for trial in found.trials}
 
 
+@pytest.mark.usefixtures("quick_checks")
 @pytest.mark.parametrize(
     ("loader", "error", "text"),
     [

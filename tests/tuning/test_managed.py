@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -159,6 +160,25 @@ def test_exact_waits_for_a_first_look_and_leaves_alone_what_draws(setting: str) 
     assert one.looked_s > 0
 
 
+def test_exact_leaves_alone_what_is_not_forked() -> None:
+    one = managed(loader(multiprocessing_context="forkserver"), exact=True)
+    one.make_iterator(lambda: None)
+    assert one.when("num_workers", 2) == (
+        "refused because its workers are started by 'forkserver': what they draw cannot be looked at (exact=True)"
+    )
+
+
+def test_first_workers_that_would_run_the_script_again_are_refused() -> None:
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        when = managed(loader(num_workers=0)).when("num_workers", 2)
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+    assert when.startswith("refused because its workers would be started by 'spawn', which runs the program's script")
+
+
+@pytest.mark.usefixtures("cheap_workers")
 def test_exact_sees_a_generator_that_is_made_in_the_worker() -> None:
     one = managed(loader(OwnGenerator()), exact=True)
     one.make_iterator(lambda: None)

@@ -196,6 +196,7 @@ def end_now(iterator: Any) -> None:
     iterator._shutdown_workers()
 
 
+@pytest.mark.usefixtures("quick_checks")
 @pytest.mark.parametrize(("before", "after", "killed"), [(1, 3, 0), pytest.param(3, 1, 0, marks=pytest.mark.matrix)])
 def test_a_killed_worker_of_the_user_s_gives_the_error_of_torch(before: int, after: int, killed: int) -> None:
     source = DataLoader(Stuck(killed), batch_size=1, num_workers=before)
@@ -492,13 +493,12 @@ class StuckAtFirst(Numbers):
         return super().__getitem__(index)
 
 
+@pytest.mark.usefixtures("quick_checks")
 @combinations("False-False", persistent=[False, True], comes_late=[False, True])
 def test_the_work_of_a_new_worker_that_is_stuck_goes_to_others(
     monkeypatch: pytest.MonkeyPatch, persistent: bool, comes_late: bool
 ) -> None:
     monkeypatch.setattr(added_workers, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(dataloader.WorkersIterator._try_get_data, "__defaults__", (0.05,))
-    monkeypatch.setattr(resize.ResizableIterator._try_get_data, "__defaults__", (0.05,))
     released = multiprocessing.Event()
     source = DataLoader(StuckAtFirst(released), batch_size=2, num_workers=1, persistent_workers=persistent)
     iterator = adopt(iter(source), source)
@@ -544,12 +544,6 @@ class Dies(Numbers):
             self.may_die.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.tensor([index, -1 if info is None else info.id, 0])
-
-
-@pytest.fixture
-def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (dataloader.WorkersIterator, resize.ResizableIterator):
-        monkeypatch.setattr(kind._try_get_data, "__defaults__", (0.05,))
 
 
 @pytest.mark.usefixtures("quick_checks")
@@ -734,12 +728,11 @@ def begins_late(worker_id: int) -> None:
 
 
 @pytest.mark.matrix
+@pytest.mark.usefixtures("quick_checks")
 def test_a_stuck_worker_that_had_nothing_to_do_does_not_hold_up_the_next_epoch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(added_workers, "_PATIENCE_S", 0.0)
-    for kind in (dataloader.WorkersIterator, resize.ResizableIterator):
-        monkeypatch.setattr(kind._try_get_data, "__defaults__", (0.05,))
     source = DataLoader(Numbers(24), batch_size=2, num_workers=1, persistent_workers=True, worker_init_fn=begins_late)
     iterator = adopt(iter(source), source)
     for _ in range(11):
