@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
@@ -107,7 +106,7 @@ def everything_is_as_without(folder: Path, kind: Kind) -> None:
         watched = ran(folder, kind, measuring)
     assert watched.resumed_batches == plain.resumed_batches
     assert same_weights(watched.resumed_weights, plain.resumed_weights)
-    collect()  # a graph's threads end when nothing holds their nodes
+    gc.collect()  # a graph's threads end when nothing holds their nodes
     ours = [each.name for each in threading.enumerate() if each.name.startswith("gpuopt")]
     assert ours == []
     wait_for(lambda: set(threading.enumerate()) <= before)
@@ -127,16 +126,9 @@ def changes_keep_everything(folder: Path, kind: Kind) -> set[str]:
     changed = fit(folder, kind.make(folder, Prepare()), autofix, script([wanted]), max_steps=steps)
     assert changed.batches == plain.batches
     assert same_weights(dict(changed.state_dict()), dict(plain.state_dict()))
-    collect()
+    gc.collect()  # torchdata's loader and its iterator hold one another
     wait_for(lambda: not multiprocessing.active_children())
     return {each.setting for each in autofix.changes if each.kept is not None}
-
-
-def collect() -> None:
-    """Collect garbage: torchdata's loader and its iterator hold one another. It would wait 5 s for each worker."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
-        gc.collect()
 
 
 def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

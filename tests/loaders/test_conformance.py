@@ -12,7 +12,10 @@ from tests.lanes import few
 from tests.loaders import conformance
 from tests.loaders.kinds import BATCH, CORE, Around, Collate, Kind, Mapped, Prepare, nodes
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*checkpoint.*", "ignore:.*IterableDataset.*")
+pytestmark = [
+    pytest.mark.usefixtures("quick_checks"),  # where garbage is collected, torch waits for each worker in it
+    pytest.mark.filterwarnings("ignore:.*checkpoint.*", "ignore:.*IterableDataset.*"),
+]
 kinds = pytest.mark.parametrize("kind", CORE.values(), ids=CORE)
 
 
