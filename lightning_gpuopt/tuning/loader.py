@@ -14,7 +14,7 @@ from lightning_gpuopt.compat.lightning import Trainer, logging_step, rank_zero_i
 from lightning_gpuopt.tuning.agree import NodeRanks
 from lightning_gpuopt.tuning.caps import room, worker_cap
 from lightning_gpuopt.tuning.find import check, find_num_workers
-from lightning_gpuopt.tuning.managed import DRAWS, MAX_LOOK_S, ManagedLoader, check_first_worker, why_not_exact
+from lightning_gpuopt.tuning.managed import DRAWS, MAX_LOOK_S, ManagedLoader, check_first_worker, why_not_other_workers
 from lightning_gpuopt.tuning.rules import AskedChange, CannotChange, has_own_state, why_left_alone, why_not
 from lightning_gpuopt.tuning.running import RunningLoader, depth_of
 from lightning_gpuopt.tuning.sharing import own_workers
@@ -131,11 +131,11 @@ class TunedLoader:
             **more,
         )
 
-    def _check(self, loader: DataLoader[Any]) -> None:
-        """Raise :class:`CannotChange` if no other number of workers is safe."""
+    def _check(self, loader: DataLoader[Any], known: Any = None) -> None:
+        """Raise :class:`CannotChange` if no other number of workers is safe; a known dataset is not read again."""
         reason = why_not(AskedChange(loader, "num_workers", self.before + 1, self.before, before_first=True))
-        if reason is None and self._options.exact and self.before:
-            reason = why_not_exact(loader)
+        if reason is None and self.before and (self._options.exact or loader.dataset is not known):
+            reason = why_not_other_workers(loader, exact=self._options.exact)
         if reason is not None:
             raise CannotChange(f"a loader with num_workers={self.before} alone: {reason}")
 
@@ -239,8 +239,8 @@ class TunedLoader:
         Raises:
             CannotChange: it cannot have other workers.
         """
-        self._check(loader)
         old = self.running
+        self._check(loader, old.loader.dataset)
         if not self.before and loader.dataset is not old.loader.dataset:
             self._check_first_worker(loader)
         self.managed = self._manage(loader, policy=old.policy)

@@ -29,10 +29,10 @@ from lightning_gpuopt.measurements.loader_description import NEXT, NOW
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.resize import ResizableIterator
-from lightning_gpuopt.tuning.rules import AskedChange, CannotChange, why_not
+from lightning_gpuopt.tuning.rules import BY_TRIAL, AskedChange, CannotChange, why_not
 from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
 from lightning_gpuopt.tuning.sharing import forks, held_by, own_workers, why_not_shared
-from lightning_gpuopt.tuning.without_workers import WorkersCheck, check_draws, check_workers
+from lightning_gpuopt.tuning.without_workers import WorkersCheck, check_workers, why_not_read_by_others
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class ManagedLoader:
         self._wrapped = wrapped
         self.own_workers = own_workers(loader) if own is None else own
         self._exact = exact
-        self._exact_reason: tuple[str | None] | None = None
+        self._seen: tuple[str | None] | None = None
         self._next: dict[str, Any] = {}
         self._returns: set[str] = set()
         self._kept: Any = None
@@ -150,6 +150,15 @@ class ManagedLoader:
             reason = _LAST_EPOCH
         return NEXT if reason is None else f"refused because {reason}"
 
+    def _is_by_trial(self, setting: str) -> bool:
+        """Whether a trial in a worker decides as well; that of first workers is another."""
+        return setting in BY_TRIAL["changes as it is read"] and self.own_workers > 0
+
+    def _try(self) -> None:
+        """Have a worker read a few samples, once."""
+        if self._seen is None and self.own_workers:
+            self._seen = (self._timed(lambda: why_not_other_workers(self.loader, exact=self._exact)),)
+
     def _comes_now(self, setting: str) -> bool:
         return setting == "num_workers" and self.loader.num_workers > 0 and not self._wrapped
 
@@ -158,11 +167,11 @@ class ManagedLoader:
             return "it is so already"
         if self._wrapped and setting == "persistent_workers":
             return "the program iterates it inside a loader of its own, which may do so twice at a time"
-        if self._exact and setting in ("num_workers", "persistent_workers") and self.own_workers:
-            if self._exact_reason is None:
+        if self._is_by_trial(setting):
+            if self._seen is None and self._exact:
                 return "no iterator was begun yet, and so nothing shown of what its workers draw"
-            if self._exact_reason[0] is not None:
-                return self._exact_reason[0]
+            if self._seen is not None and self._seen[0] is not None:
+                return self._seen[0]
         running = self.running
         changes = running.dataset_changes
         return why_not(AskedChange(self.loader, setting, value, self.own_workers, running.start, changes, look=look))
@@ -182,7 +191,11 @@ class ManagedLoader:
         Raises:
             CannotChange: it has to stay as it is.
         """
-        if (reason := self._why_not(setting, value)) is not None:
+        reason = self._why_not(setting, value)
+        if reason is None and self._is_by_trial(setting) and self._seen is None:
+            self._try()
+            reason = self._why_not(setting, value)
+        if reason is not None:
             raise CannotChange(reason)
         if self._comes_now(setting):
             return self._resize(value, iterator, last_epoch=last_epoch)
@@ -309,8 +322,8 @@ class ManagedLoader:
         """
         running, loader = self.running, self.loader
         running.compare_dataset()
-        if self._exact and self._exact_reason is None and self.own_workers:
-            self._exact_reason = (self._timed(lambda: why_not_exact(loader)),)
+        if self._exact:
+            self._try()
         self._make_waiting_changes()
         kept, self._kept = self._kept, None
         if kept is not None:
@@ -456,17 +469,19 @@ def check_first_worker(loader: DataLoader[Any], *, longest_s: float, iterable: b
     return seen
 
 
-def why_not_exact(loader: DataLoader[Any]) -> str | None:
-    """Why a loader is left alone under ``exact=True``; None where its workers were shown to draw nothing.
+def why_not_other_workers(loader: DataLoader[Any], *, exact: bool) -> str | None:
+    """Why a loader with workers keeps them, by what a worker shows as it reads a few samples; None if it need not.
 
-    That is no proof: a few batches were read by a worker, and no random state of it had moved.
+    Args:
+        loader: it is only looked at.
+        exact: its workers must be shown to draw nothing. A few batches without a draw are no proof.
     """
     if isinstance(loader.dataset, IterableDataset):
-        return "what an IterableDataset yields depends on its workers (exact=True)"
-    if (method := forks(loader)) is not None:
+        return "what an IterableDataset yields depends on its workers (exact=True)" if exact else None
+    if exact and (method := forks(loader)) is not None:
         return f"its workers are started by {method!r}: what they draw cannot be looked at (exact=True)"
-    generator = next((each for each in held_by(loader) if each.kind == "generator"), None)
-    if generator is not None:
+    generators = (each for each in held_by(loader) if each.kind == "generator") if exact else ()
+    if (generator := next(iter(generators), None)) is not None:
         return f"its dataset holds a random generator, {generator} (exact=True)"
-    drawn = check_draws(loader, longest_s=MAX_LOOK_S)
-    return None if drawn is None else f"{drawn} (exact=True)"
+    reason = why_not_read_by_others(loader, longest_s=MAX_LOOK_S, exact=exact)
+    return f"{reason} (exact=True)" if reason is not None and exact else reason

@@ -174,7 +174,7 @@ RULES: Final = (
 )
 
 BY_TRIAL: Final = {
-    "changes as it is read": ("num_workers",),
+    "changes as it is read": ("num_workers", "persistent_workers"),
     "random numbers": ("num_workers", "persistent_workers"),
 }
 """Rules that a trial in a worker process decides, and their settings: ``without_workers.py``, ``managed.py``."""

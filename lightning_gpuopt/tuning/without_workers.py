@@ -30,6 +30,7 @@ from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.dataset_state import DatasetState
 from lightning_gpuopt.tuning.find import check, workers_can_run
+from lightning_gpuopt.tuning.indices import Batches
 from lightning_gpuopt.tuning.model import receive_cost
 from lightning_gpuopt.tuning.probe import OutOfTime, first_batches, own_collate
 from lightning_gpuopt.tuning.sharing import forks, held_by, state_of, why_not_shared
@@ -37,6 +38,9 @@ from lightning_gpuopt.tuning.sharing import forks, held_by, state_of, why_not_sh
 _BATCHES: Final = 5
 _AGAIN: Final = (2, 3)
 """The batches that are the second again: what was kept of that is read faster."""
+
+_FEW: Final = 2
+"""The samples that show whether a dataset changes as it is read."""
 
 _KEPT: Final = 1.5
 """A batch that is read so many times as fast when it is read again was kept."""
@@ -92,23 +96,29 @@ def check_workers(loader: DataLoader[Any], *, longest_s: float, iterable: bool =
     return _judged(loader, batches)
 
 
-def check_draws(loader: DataLoader[Any], *, longest_s: float) -> str | None:
-    """Why a loader was not shown to draw nothing in its workers; None where a worker read a few batches without a draw.
+def why_not_read_by_others(loader: DataLoader[Any], *, longest_s: float, exact: bool) -> str | None:
+    """Why the samples of a loader with workers would be others if it had more or fewer; None if no reason was seen.
 
-    The loader, its sampler and the random states are as before.
+    A worker reads a few of them. The loader, its sampler and the random states are as before.
 
     Args:
-        loader: of a map-style dataset, with forked workers.
+        loader: of a map-style dataset.
         longest_s: seconds to wait for a batch.
+        exact: whole batches are read, and none of them may draw random numbers; else two samples, again and again.
     """
     try:
-        looking = _CheckingCollate(own_collate(loader), loader, [])
-        batches = first_batches(loader, check(loader), looking, _BATCHES, longest_s)
+        sampling, again = _second_twice(check(loader), None if exact else _FEW)
+        looking = _CheckingCollate(own_collate(loader), loader, again)
+        seen = [each for _, each in first_batches(loader, sampling, looking, _BATCHES, longest_s)]
     except OutOfTime:
-        return f"a worker process gave no batch within {longest_s:g} s to see whether it draws random numbers"
-    except Exception as error:
-        return f"a worker process fails, and so does not show whether it draws random numbers: {_first_line(error)}"
-    return "its workers draw random numbers" if any(seen.drawn or seen.holds for _, seen in batches) else None
+        return f"a worker process gave no batch within {longest_s:g} s to see what reading does"
+    except Exception as error:  # without exact=True no reason: such as samples that are no numbers
+        return (
+            f"a worker process fails, and so does not show what reading does: {_first_line(error)}" if exact else None
+        )
+    if len(seen) > _AGAIN[0] and seen[_AGAIN[0]].change is not None:
+        return "its dataset changes as it is read: what a sample is depends on what its worker has read before"
+    return "its workers draw random numbers" if exact and any(each.drawn or each.holds for each in seen) else None
 
 
 def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]]) -> WorkersCheck:
@@ -124,8 +134,12 @@ def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]]) -> Wo
     return WorkersCheck(problem, shuffles, bool(drawn), making_s, holds)
 
 
-def _second_twice(sampling: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+def _second_twice(sampling: dict[str, Any], most: int | None = None) -> tuple[dict[str, Any], list[int]]:
     """Have the second batch come again, and again.
+
+    Args:
+        sampling: the arguments of a loader.
+        most: samples of a batch; None: as many as it has.
 
     Returns:
         The arguments of a loader, and the numbers of the samples in that batch.
@@ -133,6 +147,8 @@ def _second_twice(sampling: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     name = next((each for each in ("batch_sampler", "sampler") if each in sampling), None)
     if name is None:  # an IterableDataset
         return sampling, []
+    if most is not None and isinstance(sampling[name], Batches):
+        sampling[name].batch_size = min(sampling[name].batch_size, most)
     first, second, *others = islice(sampling[name], _BATCHES - len(_AGAIN))
     numbers = [each for each in (second if isinstance(second, list) else [second]) if isinstance(each, int)]
     return {**sampling, name: [first, second, *[second] * len(_AGAIN), *others]}, numbers

@@ -307,6 +307,14 @@ class Cached(Values):
         return self.cache[index]
 
 
+class Counts(Values):
+    """A sample's value depends on how many were read before it."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.extra += 1000
+        return super().__getitem__(index)
+
+
 class PartsAreKept(Values):
     """Keeps what is quickly made again, and takes long for what it does not keep."""
 
@@ -338,6 +346,12 @@ class TestCaches:
         fit = Fit(tmp_path, caplog, loader(Cached(), workers=0))
         assert (fit.num_workers, len(fit.said)) == (0, 1)
         assert "its dataset changes as it is read, as one that keeps its samples" in fit.said[0]
+
+    def test_what_changes_with_each_read_keeps_its_workers(self, tmp_path, caplog):
+        expected = plain(tmp_path, loader(Counts(), workers=1))
+        fit = Fit(tmp_path, caplog, loader(Counts(), workers=1))
+        assert (fit.num_workers, fit.model.seen) == (1, expected)
+        assert "a loader with num_workers=1 alone: its dataset changes as it is read" in fit.said[0]
 
     @pytest.mark.parametrize("kind", [pytest.param("parts", marks=pytest.mark.timed), "lazy"])
     def test_what_is_opened_once_or_quickly_made_again_is_served(self, tmp_path, caplog, kind):

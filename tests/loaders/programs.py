@@ -238,8 +238,9 @@ DATASETS: dict[str, type[Numbers]] = {
         HoldsIterator,
     )
 }
-DEPENDS_ON_WORKERS = ("DrawsTorch", "DrawsNumpy", "DrawsPython", "HoldsGenerator", "Counts", "HoldsIterator")
-"""With workers, which of them reads a sample decides about its value: it holds for their number only."""
+DEPENDS_ON_WORKERS = ("DrawsTorch", "DrawsNumpy", "DrawsPython", "HoldsGenerator", "HoldsIterator")
+"""With workers, which of them reads a sample decides about its value: it holds for their number only. So it is with
+``Counts``, whose workers are left alone for that."""
 
 NOT_SPAWNED = ("HoldsFile", "HoldsIterator")
 """Cannot be pickled."""
@@ -435,6 +436,8 @@ class _Changed(_Untouched):
     def _may_resize(self, iterator: Any, workers: int) -> bool:
         if not isinstance(iterator, ResizableIterator) or iterator.fetches_here or iterator._shutdown:
             return False
+        if self.program.dataset == "Counts" and self.program.num_workers:
+            return False  # a trial shows it, which whoever resizes has made
         running = self.managed.running
         asked = AskedChange(self.loader, "num_workers", workers, self.managed.own_workers, running.start)
         return why_not(asked) is None

@@ -126,7 +126,7 @@ def check(program: Program, plain: Outcome, changed: Outcome) -> None:
     assert changed.settings == plain.settings
 
 
-@machine(12)
+@machine(25)
 @given(programs())
 def test_changes_leave_a_program_as_it_was(program: Program) -> None:
     compare(program)

@@ -35,6 +35,33 @@ class Draws(Numbers):
         return torch.rand(1)
 
 
+class Counts(Numbers):
+    read = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read += 1
+        return torch.tensor([self.read])
+
+
+class Caches(Numbers):
+    keys = range(24)
+
+    def __init__(self) -> None:
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.kept.setdefault(index, torch.tensor([index]))
+
+
+class Keyed(Numbers):
+    """A worker that is asked for numbers fails."""
+
+    keys = tuple("abcdef")
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return torch.tensor([self.keys.index(index)])
+
+
 class OwnGenerator(Numbers):
     """Makes a generator in each worker when the first sample is read."""
 
@@ -176,6 +203,25 @@ def test_first_workers_that_would_run_the_script_again_are_refused() -> None:
     finally:
         multiprocessing.set_start_method(before, force=True)
     assert when.startswith("refused because its workers would be started by 'spawn', which runs the program's script")
+
+
+@pytest.mark.parametrize(("setting", "value"), [("num_workers", 3), ("num_workers", 1), ("persistent_workers", True)])
+def test_a_dataset_that_changes_as_it_is_read_keeps_the_workers_it_has(setting: str, value: Any) -> None:
+    one = managed(loader(Counts(), num_workers=2))
+    why = "its dataset changes as it is read: what a sample is depends on what its worker has read before"
+    with pytest.raises(CannotChange, match=re.escape(why)):
+        one.change(setting, value)
+    assert one.when(setting, value) == f"refused because {why}"
+    assert one.looked_s > 0
+
+
+@pytest.mark.parametrize("made", [Caches, Keyed], ids=["a cache", "read by keys"])
+def test_what_gives_the_same_when_it_is_read_again_is_served(made: Any) -> None:
+    one = managed(loader(made(), sampler=made.keys))
+    one.change("persistent_workers", True)
+    assert one.looked_s > 0
+    one.make_iterator(lambda: None)
+    assert one.refused == {}
 
 
 @pytest.mark.usefixtures("cheap_workers")
