@@ -69,6 +69,11 @@ class AdjustableLoader:
             return create()
         return managed.make_iterator(create)
 
+    def make_as_given(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
+        """Make an iterator for somebody else; the registry calls it."""
+        managed = next((each for each in self._managed if each.loader is loader), None)
+        return create() if managed is None else managed.make_as_given(create)
+
     @property
     def _only(self) -> ManagedLoader | None:
         """The only training loader; None where there are several, or none that is known."""

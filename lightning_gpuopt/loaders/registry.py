@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader
@@ -58,12 +59,15 @@ class IteratorMaker(Protocol):
     """Makes the iterators of training loaders as well."""
 
     def make_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
-        """An iterator for the training loop; not one with which a callback, or validation, reads the same loader.
+        """An iterator for the training loop.
 
         Args:
             loader: the DataLoader.
             create: makes it as without this subscriber.
         """
+
+    def make_as_given(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
+        """Likewise one with which a callback, or validation, reads the same loader: as the user has set it."""
 
 
 class LoaderRegistry:
@@ -159,14 +163,16 @@ class LoaderRegistry:
     def _iterate(self, seen: SeenLoader, create: Callable[[], Any]) -> Any:
         trainer = self._trainer()
         here = threading.get_ident() == self._thread
-        if trainer is None or not trainer.training or (here and not is_begun_by_fetcher(trainer)):
-            return create()
-        self.forget_dropped()
+        trains = trainer is not None and trainer.training and not (here and not is_begun_by_fetcher(trainer))
+        if trains:
+            self.forget_dropped()
         assert seen.inner is not None
         for subscriber in self._subscribers:
             if isinstance(subscriber, IteratorMaker):
-                create = _bound(subscriber, seen.inner, create)
+                create = partial(subscriber.make_iterator if trains else subscriber.make_as_given, seen.inner, create)
         iterator = create()
+        if not trains:
+            return iterator
         try:
             seen._iterator = weakref.ref(iterator)
         except TypeError:  # such as an iterator without a place for weak references
@@ -179,10 +185,6 @@ class LoaderRegistry:
             undo()
         while self._seen:
             self._seen.pop()._undo()
-
-
-def _bound(maker: IteratorMaker, loader: DataLoader[Any], create: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: maker.make_iterator(loader, create)
 
 
 _registries: weakref.WeakKeyDictionary[Trainer, LoaderRegistry] = weakref.WeakKeyDictionary()

@@ -142,6 +142,11 @@ class TunedFit:
         tuned = self._tuned_of(loader) or self._take_in(loader, train_loaders(self.trainer))
         return create() if tuned is None else tuned.new_iterator(create)
 
+    def make_as_given(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
+        """Make an iterator for somebody else; the registry calls it."""
+        tuned = self._tuned_of(loader)
+        return create() if tuned is None else tuned.managed.make_as_given(create)
+
     def _tuned_of(self, loader: DataLoader[Any]) -> TunedLoader | None:
         return next((tuned for tuned in self._tuned.values() if tuned.running.loader is loader), None)
 

@@ -104,6 +104,9 @@ class ManagedLoader:
         self.own_workers = own_workers(loader) if own is None else own
         self._exact = exact
         self._seen: tuple[str | None] | None = None
+        self._given = {"num_workers": self.own_workers, "prefetch_factor": None, "pin_memory": loader.pin_memory}
+        if self.own_workers:
+            self._given["prefetch_factor"] = loader.prefetch_factor or 2
         self._next: dict[str, Any] = {}
         self._returns: set[str] = set()
         self._kept: Any = None
@@ -339,6 +342,19 @@ class ManagedLoader:
             return running.new_iterator(create)
         self._kept = as_persistent(loader, lambda: running.new_iterator(create))
         return self._kept
+
+    def make_as_given(self, create: Callable[[], Any]) -> Any:
+        """Make an iterator for others than training, with the settings that the user has given.
+
+        Args:
+            create: the loader's own way to make one.
+        """
+        changed = {setting: self.now(setting) for setting, given in self._given.items()}
+        vars(self.loader).update(self._given)
+        try:
+            return create()
+        finally:
+            vars(self.loader).update(changed)
 
     def _make_waiting_changes(self) -> None:
         for setting in list(self._next):

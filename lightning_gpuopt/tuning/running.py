@@ -44,6 +44,7 @@ from lightning_gpuopt.tuning.model import most_workers
 from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt, first_workers
 from lightning_gpuopt.tuning.self_test import why_not_tried
 from lightning_gpuopt.tuning.sharing import WorkersStart, forks, note_own_workers, why_not_shared
+from lightning_gpuopt.tuning.stand_ins import Same
 
 log = logging.getLogger(__name__)
 
@@ -191,14 +192,23 @@ class RunningLoader:
         return isinstance(self._iterator, ResizableIterator) and self._iterator.draws
 
     def _create_as_if_persistent(self, create: Callable[[], Any]) -> Any:
-        """Keep the random state as it is: a new iterator draws a base seed, a continued one would not."""
-        generator, seed = self.loader.generator, self._base_seed
+        """A new iterator draws a base seed, and iterates its sampler twice: one that continues does neither."""
+        loader, seed = self.loader, self._base_seed
         assert seed is not None
-        self.loader.generator = torch.Generator().manual_seed(seed)
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        before = {"generator": loader.generator, name: getattr(loader, name)}
+        meanwhile: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed)}
+        if is_plain(loader):
+            meanwhile[name] = Same(iter(before[name]))
+        vars(loader).update(meanwhile)
         try:
-            return create()
+            iterator = create()
         finally:
-            self.loader.generator, self._base_seed = generator, None
+            vars(loader).update(before)
+            self._base_seed = None
+        if is_plain(loader):
+            iterator._index_sampler = before[name]
+        return iterator
 
     def follow(self, iterator: Any) -> None:
         """Time this iterator, and make it resizable if possible.

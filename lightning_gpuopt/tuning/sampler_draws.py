@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -25,7 +26,7 @@ from torch.utils.data import (
 
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
 from lightning_gpuopt.prefetch.randomness import RandomStates
-from lightning_gpuopt.tuning.dataset_state import GLOBAL_GENERATORS
+from lightning_gpuopt.tuning.dataset_state import GLOBAL_GENERATORS, DatasetState
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +82,11 @@ def _iterates_as(sampler: Any, kinds: tuple[type, ...]) -> bool:
 
 def _why_not_by_a_copy(sampler: Any, loader: DataLoader[Any]) -> str | None:
     name, states = type(sampler).__name__, RandomStates()
-    shared = {id(held): copied for held, copied in _held_by(sampler, loader)}
+    held = list(_held_by(sampler, loader))
+    datasets = [(own, twin) for own, twin in held if isinstance(own, Dataset) or own is loader.dataset]
+    was = DatasetState(dataset=[own for own, _ in datasets])
     try:
-        twin = copy.deepcopy(sampler, shared)
+        twin = copy.deepcopy(sampler, {id(own): copied for own, copied in held})
     except Exception:
         states.restore()
         return f"its sampler ({name}) cannot be copied to see whether it draws random numbers for each index"
@@ -98,20 +101,43 @@ def _why_not_by_a_copy(sampler: Any, loader: DataLoader[Any]) -> str | None:
     finally:
         draws = RandomStates() != first
         states.restore()
+    if was.has_changed() or not all(_are_alike(*each) for each in datasets):
+        return f"its sampler ({name}) changes the dataset as it is iterated: earlier would be another dataset"
     if draws:
         return f"its sampler ({name}) draws random numbers for each index: another order would come of it"
     return None if whole else f"its sampler ({name}) is too slow to see whether it draws random numbers for each index"
 
 
 def _held_by(sampler: Any, loader: DataLoader[Any]) -> Iterable[tuple[Any, Any]]:
-    """What a copy of a sampler has in common with it: what is large, the global states; and copies of generators."""
-    yield loader.dataset, loader.dataset
+    """What a copy of a sampler has in common with it: what is large, the global states; and copies of the others."""
+    yield loader.dataset, _with_own_attributes(loader.dataset)
     yield from ((each, each) for each in GLOBAL_GENERATORS)
     for value in getattr(sampler, "__dict__", {}).values():
-        if isinstance(value, (torch.utils.data.Dataset, torch.Tensor)):
+        if isinstance(value, torch.Tensor):
             yield value, value
+        elif isinstance(value, Dataset) and value is not loader.dataset:
+            yield value, _with_own_attributes(value)
         elif isinstance(value, torch.Generator):  # which the oldest torch cannot copy
             yield value, torch.Generator().set_state(value.get_state())
+
+
+def _with_own_attributes(dataset: Any) -> Any:
+    """A dataset that holds the same, and keeps to itself what a sampler assigns; itself where that may do harm."""
+    kind = type(dataset)
+    if hasattr(kind, "__del__") or any(vars(each).get("__slots__") for each in kind.__mro__):
+        return dataset
+    try:
+        twin = object.__new__(kind)
+        vars(twin).update(vars(dataset))
+    except TypeError:  # such as a list
+        return dataset
+    return twin
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether two have the same objects as attributes."""
+    mine, theirs = getattr(one, "__dict__", {}), getattr(other, "__dict__", {})
+    return mine.keys() == theirs.keys() and all(mine[name] is theirs[name] for name in mine)
 
 
 def _exhaust(numbers: Iterable[Any], most: int) -> bool:

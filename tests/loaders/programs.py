@@ -107,7 +107,7 @@ class Numbers(Dataset[torch.Tensor]):
         self.deadly: Any = None
         if program.dies or program.dies_at is not None:
             context: Any = multiprocessing.get_context(program.start_method)
-            self.deadly, self.may_die = context.Value("b", 0), context.Event()
+            self.deadly, self.may_die = context.Value("b", 0), context.Semaphore(0)
         self.has_read = False
 
     def __len__(self) -> int:
@@ -127,7 +127,7 @@ class Numbers(Dataset[torch.Tensor]):
         """At a worker's first sample, or where all that it has made was received: nothing of it is on its way."""
         if self.dies_at is not None:
             if index == self.dies_at:
-                self.may_die.wait()
+                self.may_die.acquire()  # unlike an event, it stands the end of those that wait
                 os.kill(os.getpid(), signal.SIGKILL)
         elif worker >= self.own_workers and not self.has_read:
             self.has_read = True
@@ -386,7 +386,7 @@ class _Changed(_Untouched):
         make = loader._get_iterator
 
         def get_iterator() -> Any:
-            return self.managed.make_iterator(make) if self.trains else make()
+            return (self.managed.make_iterator if self.trains else self.managed.make_as_given)(make)
 
         vars(loader)["_get_iterator"] = get_iterator
 
@@ -512,7 +512,7 @@ def _epoch(program: Program, epoch: int, user: _Untouched, failed: list[Any]) ->
             if step == program.leaves.get(epoch):
                 return True
             if program.dies_at is not None and step == program.dies_at // program.batch_size:
-                dataset.may_die.set()
+                dataset.may_die.release()
             seen.append(next(iterator).tolist())
             user.step_done(iterator)
             seen.append((float(torch.rand(())), float(np.random.random()), random.random()))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from lightning_gpuopt.tuning.managed import ManagedLoader, changes_of
 from lightning_gpuopt.tuning.rules import BY_TRIAL, RULES, CannotChange
@@ -233,6 +233,37 @@ def test_exact_sees_a_generator_that_is_made_in_the_worker() -> None:
     first.change("num_workers", 2)
     first.make_iterator(lambda: None)
     assert first.refused == {"num_workers": "its dataset makes a random generator in each worker (exact=True)"}
+
+
+class DrawsAtOnce(Sampler[list[int]]):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(24).view(-1, 2).tolist())
+
+    def __len__(self) -> int:
+        return 12
+
+
+def test_workers_that_persist_are_replaced_without_a_draw_more() -> None:
+    def epochs(change: bool) -> list[Any]:
+        torch.manual_seed(5)
+        # The timeout has a change come with other workers, in the next epoch.
+        source = DataLoader(Numbers(), batch_sampler=DrawsAtOnce(), num_workers=1, persistent_workers=True, timeout=60)
+        one, seen, create = managed(source, measures=True), [], source._get_iterator
+        vars(source)["_get_iterator"] = lambda: one.make_iterator(create)
+        for _ in range(3):
+            one.epoch_begins()
+            iterator: Any = iter(source)
+            seen.append([next(iterator).tolist()])
+            one.step_done(iterator)
+            if change:
+                one.apply(2)
+            seen[-1] += [batch.tolist() for batch in iterator]
+            seen.append(torch.rand(1).item())
+        assert iterator._num_workers == 1 + change
+        iterator._shutdown_workers()
+        return seen
+
+    assert epochs(change=True) == epochs(change=False)
 
 
 def test_workers_that_were_to_live_on_and_died_are_started_anew() -> None:

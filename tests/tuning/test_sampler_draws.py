@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -53,6 +54,59 @@ class Own(Sampler[int]):
 
     def __len__(self) -> int:
         return 300
+
+
+class Sized(Dataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.size, self.by_epoch = 32, [0]
+
+    def __len__(self) -> int:
+        return 40
+
+
+class Sizes(Sampler[int]):
+    """Gives the dataset another size as it goes on, and counts epochs in it."""
+
+    def __init__(self, dataset: Sized, *, within: bool) -> None:
+        self.dataset, self.within = dataset, within
+
+    def __iter__(self) -> Iterator[int]:
+        if self.within:
+            self.dataset.by_epoch[0] += 1
+        for index in range(40):
+            self.dataset.size = 32 + index
+            yield index
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_sampler_that_changes_the_dataset_is_asked_when_it_would_have_been(within: bool) -> None:
+    dataset = Sized()
+    source = DataLoader(dataset, sampler=Sizes(dataset, within=within))
+    assert why_not_earlier(source) == (
+        "its sampler (Sizes) changes the dataset as it is iterated: earlier would be another dataset"
+    )
+    assert dataset.size == 32
+
+
+class Closes(Sized):
+    is_open = True
+
+    def __del__(self) -> None:
+        type(self).is_open = False
+
+
+class Reads(Sizes):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.dataset)))
+
+
+@pytest.mark.parametrize("kind", [Sized, Closes, type("Listed", (list,), {})])
+def test_a_sampler_that_only_reads_its_dataset_is_served(kind: Any) -> None:
+    dataset = kind()
+    assert (
+        why_not_earlier(DataLoader(dataset, batch_sampler=BatchSampler(Reads(dataset, within=False), 2, False))) is None
+    )
+    assert getattr(dataset, "is_open", True)
 
 
 def draws_from(generator: np.random.Generator) -> Any:
