@@ -40,16 +40,17 @@ from lightning_gpuopt.tuning.object_facts import (
     entries_of,
     entry_of,
     facts_of,
-    has_data,
     in_cell,
     is_copyable,
     is_in,
     is_mapped,
     is_of,
     is_open,
+    is_users_own,
     items_of,
     length_of,
     module_of,
+    named_by,
     names_in,
     number_of,
     row_digest,
@@ -171,6 +172,7 @@ class DatasetState:
         self._far: list[_Part] = []
         self._of_samples: dict[int, list[_Part]] = {}
         self._turn = 0
+        self._followed: set[FunctionType] = set()
         self._met: dict[int, Any] = {}  # and keeps them alive: an id is of one object only as long as that lives
         near: deque[tuple[_Place, Any]] = deque((_Place(name), value) for name, value in roots.items())
         far: deque[tuple[_Place, Any]] = deque()
@@ -282,11 +284,13 @@ class DatasetState:
         return ()
 
     def _of_class(self, place: _Place, value: type) -> Iterable[tuple[_Place, Any]]:
-        """The attributes of a user's class without its functions; other classes do not change."""
-        if not has_data(value):
-            return ()
-        self._watch(place, lambda: data_of(value))
-        return [(place / f".{name}", item) for name, item in data_of(value).items()]
+        """The attributes of a user's class, and what its functions draw and read from; other classes do not change."""
+        own = [base for base in value.__mro__[:-1] if is_users_own(base.__module__)]
+        found = [each for base in own for item in vars(base).values() for each in self._resources_named_by(item)]
+        if own[:1] == [value] and (data := data_of(value)):
+            self._watch(place, lambda: data_of(value))
+            found += [(place / f".{name}", item) for name, item in data.items()]
+        return found
 
     def _of_tensor(self, place: _Place, value: torch.Tensor) -> None:
         if value.device.type not in ("cpu", "meta"):
@@ -357,7 +361,17 @@ class DatasetState:
         return [
             *((_Place(name, place.near, place.sample), item) for name, item in held),
             *((place, item) for item in defaults),
+            *(self._resources_named_by(value) if is_users_own(value.__module__) else ()),
         ]
+
+    def _resources_named_by(self, function: Any) -> Iterable[tuple[_Place, Any]]:
+        """Generators, files and connections among the defaults and globals of a function and of those it calls."""
+        for name, item in named_by(function):
+            if isinstance(item, (*_GENERATORS, *_FILES, io.IOBase)) or module_of(type(item)).startswith(_FILE_MODULES):
+                yield _Place(name), item
+            elif isinstance(item, FunctionType) and is_users_own(item.__module__) and item not in self._followed:
+                self._followed.add(item)
+                yield from self._resources_named_by(item)
 
     def _of_lightning_method(self, place: _Place, value: MethodType) -> Iterable[tuple[_Place, Any]]:
         """For a ``collate_fn`` that is a module's method: the attributes that it, and what it calls, reads."""

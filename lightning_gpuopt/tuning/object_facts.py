@@ -90,11 +90,10 @@ def facts_of(kind: Any) -> Facts:
 
 
 @cache
-def has_data(kind: Any) -> bool:
-    """Whether a class is the user's own, and has attributes beside its functions."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    installed = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
-    return bool(data_of(kind)) and not any(each in file for each in installed)
+def is_users_own(module: str | None) -> bool:
+    """Whether a module, by its name, is neither installed nor Python's."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return not any(each in file for each in ("site-packages", "dist-packages", os.path.dirname(os.__file__)))
 
 
 def data_of(kind: type) -> dict[str, Any]:
@@ -172,8 +171,16 @@ def _functions_of(kind: type) -> Iterator[Any]:
             continue
         for each in vars(base).values():
             yield each
-            code, known = getattr(each, "__code__", None), getattr(each, "__globals__", {})
-            yield from (known[name] for name in getattr(code, "co_names", ()) if name in known)
+            yield from (item for _, item in named_by(each))
+
+
+def named_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """The global variables that a function reads, and its arguments' defaults, by name; nothing of another object."""
+    function = getattr(function, "__func__", None) or getattr(function, "fget", None) or function
+    code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    yield from ((name, known[name]) for name in names_in(code) if name in known)
+    yield from ((f"{function.__name__}(...)", each) for each in getattr(function, "__defaults__", None) or ())
+    yield from (getattr(function, "__kwdefaults__", None) or {}).items()
 
 
 def names_in(code: Any) -> Iterator[str]:

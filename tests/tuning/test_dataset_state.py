@@ -438,3 +438,56 @@ def test_what_is_computed_once_is_no_change() -> None:
     assert not before.has_changed()
     dead = weakref.proxy(Cached())
     assert not DatasetState(dataset=Held(dead=dead)).has_changed()
+
+
+RNG = np.random.default_rng(0)
+FILE: Any = None
+
+
+def draw() -> float:
+    return float(RNG.random())
+
+
+class DrawsFromAGlobal:
+    def __getitem__(self, index: int) -> float:
+        return draw()
+
+
+class DrawsFromADefault:
+    def __getitem__(self, index: int, rng: Any = random.Random(0)) -> float:  # noqa: B008
+        return float(rng.random())
+
+
+class ReadsAGlobalFile:
+    @staticmethod
+    def read() -> bytes:
+        return bytes(FILE.read(1))
+
+
+class DerivesFromOne(ReadsAGlobalFile):
+    def __getitem__(self, index: int) -> float:
+        return random.random() + np.random.random()  # which workers seed
+
+
+@pytest.mark.parametrize(
+    ("kind", "held"),
+    [
+        (DrawsFromAGlobal, [("generator", "RNG (Generator)")]),
+        (DrawsFromADefault, [("generator", "__getitem__(...) (Random)")]),
+        (ReadsAGlobalFile, [("file", "FILE (BufferedReader {file})")]),
+        (DerivesFromOne, [("file", "FILE (BufferedReader {file})")]),
+    ],
+)
+def test_what_its_functions_draw_or_read_from_is_held_as_well(
+    kind: Any, held: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"0")
+    with file.open("rb") as opened:
+        monkeypatch.setitem(globals(), "FILE", opened)
+        found = DatasetState(dataset=kind()).held
+    assert [(each.kind, str(each)) for each in found] == [(name, text.format(file=file)) for name, text in held]
+
+
+def test_a_function_may_draw_or_read_so_too() -> None:
+    assert [str(each) for each in DatasetState(collate_fn=draw).held] == ["RNG (Generator)"]
