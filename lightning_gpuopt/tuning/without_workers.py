@@ -39,8 +39,8 @@ _BATCHES: Final = 5
 _AGAIN: Final = (2, 3)
 """The batches that are the second again: what was kept of that is read faster."""
 
-_FEW: Final = 2
-"""The samples that show whether a dataset changes as it is read."""
+_TRIES: Final = 3
+"""Workers that are started to read a few samples, where one of these raises."""
 
 _KEPT: Final = 1.5
 """A batch that is read so many times as fast when it is read again was kept."""
@@ -104,18 +104,22 @@ def why_not_read_by_others(loader: DataLoader[Any], *, longest_s: float, exact: 
     Args:
         loader: of a map-style dataset.
         longest_s: seconds to wait for a batch.
-        exact: whole batches are read, and none of them may draw random numbers; else two samples, again and again.
+        exact: whole batches are read, and none of them may draw random numbers; else single samples.
     """
-    try:
-        sampling, again = _second_twice(check(loader), None if exact else _FEW)
-        looking = _CheckingCollate(own_collate(loader), loader, again)
-        seen = [each for _, each in first_batches(loader, sampling, looking, _BATCHES, longest_s)]
-    except OutOfTime:
-        return f"a worker process gave no batch within {longest_s:g} s to see what reading does"
-    except Exception as error:  # without exact=True no reason: such as samples that are no numbers
-        return (
-            f"a worker process fails, and so does not show what reading does: {_first_line(error)}" if exact else None
-        )
+    seen: list[_Seen] = []
+    failed = ""
+    for _ in range(_TRIES):
+        try:
+            sampling, again = _second_twice(check(loader), None if exact else 1)
+            looking = _CheckingCollate(own_collate(loader), loader, again)
+            seen = [each for _, each in first_batches(loader, sampling, looking, _BATCHES, longest_s)]
+            break
+        except OutOfTime:
+            return f"a worker process gave no batch within {longest_s:g} s to see what reading does"
+        except Exception as error:  # such as one corrupt sample; the next try reads others
+            failed = _first_line(error)
+    if not seen:  # without exact=True no reason: such as samples that are not numbered
+        return f"a worker process fails, and so does not show what reading does: {failed}" if exact else None
     if len(seen) > _AGAIN[0] and seen[_AGAIN[0]].change is not None:
         return "its dataset changes as it is read: what a sample is depends on what its worker has read before"
     return "its workers draw random numbers" if exact and any(each.drawn or each.holds for each in seen) else None

@@ -69,7 +69,8 @@ def programs(
     length, batch_size = draw(st.integers(12, 40) | st.integers(1, 12)), draw(st.integers(1, 3))
     batches, epochs = -(-length // batch_size), draw(st.integers(2, 4))
     sampler = draw(st.sampled_from(samplers))
-    ends = draw(st.sampled_from(["well"] * 4 + ["fails", "dies", *["dies_at"] * ("sequential" in samplers)]))
+    fails = ["fails"] * (dataset != "Counts")  # where the trials meet that sample too often, it is changed
+    ends = draw(st.sampled_from(["well"] * 4 + [*fails, "dies", *["dies_at"] * ("sequential" in samplers)]))
     seed, number = draw(st.none() | st.integers(0, 3)), st.integers(0, length - 1)
     peeks = not shares and ends != "dies"  # two workers read at random where they share a file
     if ends == "dies_at":

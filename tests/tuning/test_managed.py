@@ -215,6 +215,24 @@ def test_a_dataset_that_changes_as_it_is_read_keeps_the_workers_it_has(setting: 
     assert one.looked_s > 0
 
 
+class FailsOnce(Counts):
+    """Its first worker meets a corrupt sample."""
+
+    def __init__(self) -> None:
+        self.may_fail = multiprocessing.Value("b", 1)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        fails, self.may_fail.value = self.may_fail.value, 0
+        if fails:
+            raise ValueError("corrupt")
+        return super().__getitem__(index)
+
+
+def test_a_corrupt_sample_does_not_hide_what_reading_does() -> None:
+    with pytest.raises(CannotChange, match="its dataset changes as it is read"):
+        managed(loader(FailsOnce())).change("num_workers", 2)
+
+
 @pytest.mark.parametrize("made", [Caches, Keyed], ids=["a cache", "read by keys"])
 def test_what_gives_the_same_when_it_is_read_again_is_served(made: Any) -> None:
     one = managed(loader(made(), sampler=made.keys))
