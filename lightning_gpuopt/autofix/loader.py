@@ -65,7 +65,10 @@ class AdjustableLoader:
     def make_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
         """Make an iterator with the settings that were asked for; the registry calls it."""
         managed = self._only
-        if managed is None or managed.loader is not loader or threading.get_ident() != self._thread:
+        if managed is None or managed.loader is not loader:
+            return create()
+        if threading.get_ident() != self._thread:
+            managed.leave("it is iterated on a thread of the program's own")
             return create()
         return managed.make_iterator(create)
 

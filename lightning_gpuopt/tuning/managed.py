@@ -104,6 +104,7 @@ class ManagedLoader:
         self.own_workers = own_workers(loader) if own is None else own
         self._exact = exact
         self._seen: tuple[str | None] | None = None
+        self._left: str | None = None
         self._given = {"num_workers": self.own_workers, "prefetch_factor": None, "pin_memory": loader.pin_memory}
         if self.own_workers:
             self._given["prefetch_factor"] = loader.prefetch_factor or 2
@@ -168,6 +169,8 @@ class ManagedLoader:
     def _why_not(self, setting: str, value: Any, *, look: bool = True) -> str | None:
         if self.now(setting) == value:
             return "it is so already"
+        if self._left is not None:
+            return self._left
         if self._wrapped and setting == "persistent_workers":
             return "the program iterates it inside a loader of its own, which may do so twice at a time"
         if self._is_by_trial(setting):
@@ -250,6 +253,12 @@ class ManagedLoader:
         """Whether an added worker drew random numbers, or the dataset holds a generator to draw from."""
         start = self.running.start
         return self.running.draws or (start is not None and any(each.kind == "generator" for each in start.state.held))
+
+    def leave(self, reason: str) -> None:
+        """Refuse all changes from now on, and those that wait for an iterator."""
+        self._left = reason
+        self.refused.update(dict.fromkeys(self._next, reason))
+        self._next.clear()
 
     # -- the number of workers
 

@@ -37,6 +37,7 @@ from lightning_gpuopt.tuning.caps import (
     worker_cap,
     worker_memory,
 )
+from lightning_gpuopt.tuning.draws import DrawWatch
 from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.memory_watch import MemoryWatch
 from lightning_gpuopt.tuning.meter import FetchMeter, place
@@ -108,6 +109,7 @@ class RunningLoader:
         self._batch: tuple[float, int] = (0.0, 0)
         self._wait_s: float | None = None  # never measured under AutoFix, which judges by the epochs' set-ups
         self._grow_at_epochs: str | None = None
+        self._draws = DrawWatch()
 
     @property
     def _iterator(self) -> Any:
@@ -154,7 +156,19 @@ class RunningLoader:
             return self._create_as_if_persistent(create)
         if not self._depth and self.loader.num_workers and is_plain(self.loader):
             return self._create_first(create)
-        return create()
+        return self._create_watched(create)
+
+    def _create_watched(self, create: Callable[[], Any]) -> Any:
+        """An iterator whose workers, where they are more than the user's, show it if they draw random numbers."""
+        loader = self.loader
+        if loader.num_workers <= self._own_workers or forks(loader) is not None or not is_plain(loader):
+            return create()
+        collate_fn = loader.collate_fn
+        loader.collate_fn = self._draws.around(collate_fn)
+        try:
+            return create()
+        finally:
+            loader.collate_fn = collate_fn
 
     def _create_first(self, create: Callable[[], Any]) -> Any:
         """An iterator with workers for a loader that had none, which goes on without where none can be started."""
@@ -189,7 +203,7 @@ class RunningLoader:
     @property
     def draws(self) -> bool:
         """Whether an added worker has drawn random numbers."""
-        return isinstance(self._iterator, ResizableIterator) and self._iterator.draws
+        return self._draws.seen or (isinstance(self._iterator, ResizableIterator) and self._iterator.draws)
 
     def _create_as_if_persistent(self, create: Callable[[], Any]) -> Any:
         """A new iterator draws a base seed, and iterates its sampler twice: one that continues does neither."""

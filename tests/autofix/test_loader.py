@@ -6,6 +6,7 @@ No worker is started: what runs, and what a training sees of it, is shown with r
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -330,6 +331,17 @@ class TestWithTheNextIterator:
         rig.epoch()
         assert rig.loaders[0].prefetch_factor == 2
         assert rig.made == [1, 1]
+
+    def test_one_that_is_iterated_on_a_thread_of_its_own_is_left_alone(self) -> None:
+        rig = Rig(loader())
+        rig.change("prefetch_factor", 5)
+        thread = threading.Thread(target=rig.epoch)
+        thread.start()
+        thread.join()
+        why = "it is iterated on a thread of the program's own"
+        assert rig.adjustable.refused == {"prefetch_factor": why}
+        assert (rig.loaders[0].prefetch_factor, rig.adjustable.is_settled) == (2, True)
+        assert rig.change("num_workers", 2) == why
 
     def test_what_is_taken_back_before_it_came_never_comes(self) -> None:
         rig = Rig(loader())

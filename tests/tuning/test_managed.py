@@ -319,6 +319,19 @@ def test_inside_a_loader_of_somebody_s_own_workers_do_not_live_on() -> None:
     assert managed(wrapped=True).when("num_workers", 2) == "with the next iterator"
 
 
+def test_workers_that_come_with_a_new_iterator_show_their_draws() -> None:
+    source = loader(Draws(), timeout=60)  # which has them come so
+    one = managed(source)
+    list(one.make_iterator(source._get_iterator))
+    assert not one.draws  # the user's own may
+    collate_fn = source.collate_fn
+    one.change("num_workers", 2)
+    iterator = one.make_iterator(source._get_iterator)
+    assert source.collate_fn is collate_fn
+    list(iterator)
+    assert (iterator._num_workers, one.draws) == (2, True)
+
+
 def test_a_generator_that_is_held_counts_as_drawing() -> None:
     one = managed(loader(Numbers(rng=np.random.default_rng(0)), num_workers=2))
     one.make_iterator(lambda: None)
