@@ -93,7 +93,7 @@ def plain(tmp_path: Path, loader: Any, *callbacks: Callback, **trainer: Any) -> 
 class Values(Dataset[torch.Tensor]):
     """Sample ``i`` is ``[i + extra, 0]``."""
 
-    def __init__(self, length: int = 120) -> None:
+    def __init__(self, length: int = 60) -> None:
         self.length, self.extra = length, 0
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class OpenFile(Values):
 class Hdf5(Values):
     """The usual way: opened where the dataset is made."""
 
-    def __init__(self, path: Path, length: int = 120) -> None:
+    def __init__(self, path: Path, length: int = 60) -> None:
         super().__init__(length)
         with h5py.File(path, "w") as file:
             file["x"] = np.arange(length, dtype=np.float32)
@@ -137,7 +137,7 @@ class Hdf5(Values):
 class TestOpenFiles:
     @pytest.mark.parametrize("kind", [OpenFile, Hdf5])
     def test_one_worker_s_file_is_not_shared(self, tmp_path, caplog, kind):
-        fit = Fit(tmp_path, caplog, loader(kind(tmp_path / "data", 120)), max_epochs=1)
+        fit = Fit(tmp_path, caplog, loader(kind(tmp_path / "data", 60)), max_epochs=1)
         assert sorted(fit.model.seen) == [float(index) for index in range(len(fit.model.seen))]
         assert fit.num_workers == 1
         assert len(fit.said) == 1
@@ -148,7 +148,7 @@ class TestOpenFiles:
     def test_a_file_that_is_opened_while_two_workers_run_is_not_shared_with_more(self, tmp_path, caplog):
         class Late(OpenFile):
             def __init__(self, path: Path) -> None:
-                super().__init__(path, 120)
+                super().__init__(path, 60)
                 self.path = path
                 self.file.close()
                 self.file = None
@@ -164,7 +164,7 @@ class TestOpenFiles:
 
         with pytest.warns(UserWarning, match=r"num_workers stays 2: its dataset holds dataset.file \(FileIO"):
             fit = Fit(tmp_path, caplog, loader(Late(tmp_path / "data"), workers=2), LooksAtOne(), max_epochs=1)
-        assert sorted(fit.model.seen) == [float(index) for index in range(120)]
+        assert sorted(fit.model.seen) == [float(index) for index in range(60)]
         assert fit.num_workers == 2
 
     def test_what_two_workers_share_already_more_may_share_with_a_warning(self, tmp_path, caplog):
@@ -218,7 +218,7 @@ class TestChangedDatasets:
         assert fit.model.seen == expected
         assert fit.num_workers == 2
 
-    @combinations("1-True 59-True", every=[1, 7, 59], shuffle=[False, True])
+    @combinations("1-True 29-True", every=[1, 7, 29], shuffle=[False, True])
     def test_of_no_workers_each_batch_is_as_the_dataset_is_then(self, tmp_path, caplog, every, shuffle):
         def made() -> DataLoader[Any]:
             return loader(workers=0, shuffle=shuffle)
@@ -288,9 +288,9 @@ class TestChangedDatasets:
         def made() -> DataLoader[Any]:
             return loader(workers=0)
 
-        late = Changes("step", 59)
+        late = Changes("step", 29)
         run = Run(tmp_path, script([finding(num_workers=2)]), made(), callbacks=(late,), max_epochs=3)
-        expected = plain(tmp_path, made(), Changes("step", 59), max_epochs=3)
+        expected = plain(tmp_path, made(), Changes("step", 29), max_epochs=3)
         assert run.model.seen == expected
         assert run.loader.num_workers == 0
         assert run.left == []
@@ -361,11 +361,11 @@ class PerIndex(Sampler[int]):
         self.draw = draw
 
     def __iter__(self) -> Iterator[int]:
-        for _ in range(120):
-            yield random.randrange(120) if self.draw == "python" else int(torch.randint(120, ()))
+        for _ in range(60):
+            yield random.randrange(60) if self.draw == "python" else int(torch.randint(60, ()))
 
     def __len__(self) -> int:
-        return 120
+        return 60
 
 
 class DrawsInTheStep(Callback):
@@ -391,7 +391,7 @@ class TestSamplers:
                 yield from torch.randperm(len(self.indices)).tolist()
 
         def made() -> DataLoader[Any]:
-            return loader(workers=1, shuffle=False, sampler=AtOnce(range(120)))
+            return loader(workers=1, shuffle=False, sampler=AtOnce(range(60)))
 
         expected = plain(tmp_path, made())
         fit = Fit(tmp_path, caplog, made())
@@ -455,19 +455,19 @@ RESTARTS = finding("epoch_restart", None, persistent_workers=True)
 class TestKeptWorkers:
     def test_they_serve_the_training_loop_alone(self, tmp_path):
         detector = script([RESTARTS], before=60)
-        run = Run(tmp_path, detector, loader(Values(40)), callbacks=(Peeks(),), max_epochs=6)
+        run = Run(tmp_path, detector, loader(Values(40)), callbacks=(Peeks(),), max_epochs=5)
         assert run.changes[0][:3] == ("persistent_workers", False, True)
-        epochs = [sorted(run.model.seen[start : start + 40]) for start in range(0, 240, 40)]
-        assert epochs == [[float(index) for index in range(40)]] * 6
-        assert run.model.seen == plain(tmp_path, loader(Values(40)), Peeks(), max_epochs=6)
+        epochs = [sorted(run.model.seen[start : start + 40]) for start in range(0, 200, 40)]
+        assert epochs == [[float(index) for index in range(40)]] * 5
+        assert run.model.seen == plain(tmp_path, loader(Values(40)), Peeks(), max_epochs=5)
         assert run.left == []
 
     def test_a_torch_that_resets_otherwise_goes_without(self, tmp_path, monkeypatch):
         monkeypatch.setitem(dataloader.ITERATOR_METHODS, "_reset", ["self", "loader", "first_iter", "more"])
-        run = Run(tmp_path, script([RESTARTS], before=60), loader(Values(40)), max_epochs=6)
+        run = Run(tmp_path, script([RESTARTS], before=60), loader(Values(40)), max_epochs=4)
         assert run.changes == [("persistent_workers", False, True, None)]
         assert "the iterator's _reset is not as expected" in run.why[0]
-        assert run.model.seen == plain(tmp_path, loader(Values(40)), max_epochs=6)
+        assert run.model.seen == plain(tmp_path, loader(Values(40)), max_epochs=4)
 
 
 class Forgets(Values):

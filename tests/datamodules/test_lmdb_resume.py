@@ -38,7 +38,7 @@ WHOLE = {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
 
 
 @pytest.mark.parametrize("ask_for_steps", [False, True], ids=["", "estimated_stepping_batches"])
-@pytest.mark.parametrize("batch_size", [2, 4, 8])
+@pytest.mark.parametrize("batch_size", [2, pytest.param(4, marks=pytest.mark.matrix), 8])
 @pytest.mark.parametrize(("hook", "batch", "options"), MOMENTS, ids=lambda value: str(value) if value else "")
 def test_a_resumed_run_gives_every_sample_once_an_epoch(
     tmp_path: Path,
