@@ -493,10 +493,10 @@ class Partly(Values):
 )
 def test_a_getstate_of_any_kind_ends_no_training(tmp_path, caplog, kind, workers, settings):
     cause = "epoch_restart" if "persistent_workers" in settings else "slow_transform"
-    run = Run(tmp_path, script([finding(cause, **settings)], before=25), loader(kind(40), workers), max_epochs=3)
-    expected = plain(tmp_path, loader(kind(40), workers), max_epochs=3)
+    run = Run(tmp_path, script([finding(cause, **settings)], before=25), loader(kind(40), workers), max_epochs=5)
+    expected = plain(tmp_path, loader(kind(40), workers), max_epochs=5)
     assert run.model.seen == expected
-    fit = Fit(tmp_path, caplog, loader(kind(40), workers), max_epochs=3)
+    fit = Fit(tmp_path, caplog, loader(kind(40), workers), max_epochs=5)
     assert fit.model.seen == expected
 
 

@@ -100,7 +100,9 @@ def _alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("index", [pytest.param(0, marks=pytest.mark.matrix), 900, pytest.param(2499, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "index", [pytest.param(0, marks=pytest.mark.matrix), 900, pytest.param(2499, marks=pytest.mark.matrix)]
+)
 def test_a_killed_worker_is_an_error_that_names_the_shard(
     tmp_path: Path, index: int, uninterrupted: dict[str, bytes]
 ) -> None:

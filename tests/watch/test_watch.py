@@ -156,7 +156,9 @@ def test_a_command_without_a_trainer(tmp_path):
     assert list((tmp_path / "gpuopt").iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.matrix)]
+)
 def test_signals_are_sent_on_and_the_end_is_the_same(tmp_path, number):
     waits = "import signal, sys\nprint('up', flush=True)\nsignal.pause()"
     process = start(tmp_path, sys.executable, "-c", waits)
