@@ -48,6 +48,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _collections_are_quick() -> None:
+    """A collection looks at nothing that was there before the tests of its file, such as what others have imported."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_worker_is_waited_for() -> Iterator[None]:
     """End the workers of loaders that a test leaves behind.

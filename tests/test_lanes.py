@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.lanes import LANES, combinations, few
-from tests.scheduling import TOGETHER
+from tests.scheduling import TOGETHER, Files
 
 ROOT = Path(__file__).parents[1]
 ON_DEMAND = ("gpu", "loaders")
@@ -66,6 +66,14 @@ def test_the_files_that_are_run_together_are_there() -> None:
     assert [file for file in TOGETHER if not (ROOT / file).is_file()] == []
 
 
+def test_a_file_that_is_run_together_is_given_out_as_a_whole() -> None:
+    scheduler = object.__new__(Files)  # its set-up asks for processes
+    together = [f"{file}::test_{number}" for file in sorted(TOGETHER) for number in range(2)]
+    assert {scheduler._split_scope(each) for each in together} == TOGETHER
+    assert scheduler._split_scope("tests/test_lanes.py::test_0") == "tests/test_lanes.py::test_0"
+
+
+@pytest.mark.matrix
 def test_one_process_runs_a_file_that_is_run_together(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_xdist_make_scheduler\n")
     files = [tmp_path / name for name in ("tests/test_docs.py", "tests/test_examples.py", "test_free.py")]

@@ -36,7 +36,8 @@ def test_the_exit_code_is_the_commands() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 7), (signal.SIGTERM, 7), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code"),
+    [(signal.SIGINT, 7), pytest.param(signal.SIGTERM, 7, marks=pytest.mark.matrix), (signal.SIGKILL, -signal.SIGKILL)],
 )
 def test_however_it_ends_no_busy_process_is_left(number: signal.Signals, code: int) -> None:
     process = start(sys.executable, "-c", COMMAND)

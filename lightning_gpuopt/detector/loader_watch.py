@@ -16,6 +16,7 @@ from lightning_gpuopt.compat.lightning import (
     train_loader_keys,
     train_loaders,
 )
+from lightning_gpuopt.detector.downloads import DownloadWatch
 from lightning_gpuopt.loaders.describe import describe
 from lightning_gpuopt.loaders.helpers import helpers_of
 from lightning_gpuopt.loaders.inner import dataloader_in
@@ -150,6 +151,7 @@ class LoaderWatch:
         self._wrapping: list[tuple[SeenLoader, Any]] = []
         self._host = HostWatch(local_ranks=trainer.num_devices)
         self.queues = QueueProbe()
+        self._downloads = DownloadWatch()
         self.facts = LoaderFacts()
         self.threads: tuple[int, ...] = ()
         self._registry = LoaderRegistry.of(trainer)
@@ -188,6 +190,7 @@ class LoaderWatch:
         inner = {id(each.watched): each.inner for each in self._running}
         for watched, key in zip(self._current, keys, strict=True):
             watched.loader = describe(watched.seen.loader, inner.get(id(watched)), key=key)
+            self._downloads.begin(watched.loader.caches)
         for running in self._running:
             if running.watched.loader.kind in ("nodes", "iterable"):
                 own = helpers_of(running.watched.seen.loader, running.outer)
@@ -300,7 +303,7 @@ class LoaderWatch:
 
     def notes(self) -> list[str]:
         """What could not be measured, and workers that have nothing to do."""
-        notes = [note for each in self._current for note in each.loader.notes]
+        notes = [note for each in self._current for note in each.loader.notes] + self._downloads.notes()
         if self._unwatched:
             notes.append(
                 "A training loader could not be timed inside its workers: it is no DataLoader, or already ran."

@@ -229,7 +229,7 @@ class ChangesIt(Callback):
 
 class TestOrderAndSamplesStay:
     @combinations(
-        "own-1 derived-0 default-generator-1",
+        "own-1",
         sampler={
             "own": lambda: Shuffles(40),
             "derived": lambda: PerIndex(range(40)),

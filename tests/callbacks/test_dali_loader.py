@@ -221,7 +221,7 @@ class TestStallDetector:
     ) -> None:
         host(FREE)
         counts(PipelineTimes(1, 1000.0, 0.0, 1.0, 0.5, 0.125))
-        for other_s, key in ((0.0, "0"), (0.2, "1")):
+        for other_s, key in ((0.0, "0"), (0.1, "1")):
             other = DataLoader(SleepyData(sleep_s=other_s), batch_size=1)
             watching = detector()
             fit(tmp_path, CombinedLoader([loader_of(folder), other], "min_size"), watching)

@@ -619,7 +619,7 @@ class AfterSetup(SingleDeviceStrategy):
         return True
 
 
-@combinations("False-kwargs0 True-kwargs1", persistent=[False, True], kwargs=[{}, {"timeout": 60}])
+@combinations("True-kwargs1", persistent=[False, True], kwargs=[{}, {"timeout": 60}])
 def test_a_choice_that_is_restored_late_is_used_from_the_first_step_on_or_the_next_epoch(
     tmp_path: Path, script: dict[Any, int], kwargs: dict[str, Any], persistent: bool
 ) -> None:
@@ -644,7 +644,7 @@ def test_a_choice_that_is_restored_late_is_used_from_the_first_step_on_or_the_ne
     assert str(finder.choices[0]) == "num_workers 1 → 3: limited by consumer"
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"timeout": 60}])
+@combinations("kwargs1", kwargs=[{}, {"timeout": 60}])
 def test_more_batches_ahead_are_prepared_by_workers_that_persist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kwargs: dict[str, Any]
 ) -> None:
@@ -839,7 +839,7 @@ def test_a_datamodule_of_the_user_works_too(tmp_path: Path, script: dict[Any, in
     assert finder.optimal_num_workers == 2
 
 
-@pytest.mark.parametrize("mode", ["live", "probe"])
+@combinations("live", mode=["live", "probe"])
 def test_a_loader_with_a_state_of_its_own_is_given_a_number_before_it_runs(
     tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch, mode: Any
 ) -> None:
@@ -901,7 +901,7 @@ def test_a_loader_with_a_state_of_its_own_that_would_shuffle_otherwise_stays_wit
 
 
 @combinations(
-    "None-kwargs0 30-kwargs1 30-kwargs3",
+    "30-kwargs1",
     limit=[None, 30],
     kwargs=[
         {"shuffle": True},

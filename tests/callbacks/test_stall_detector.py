@@ -675,7 +675,7 @@ class TestTraceAndRanges:
         steps = [event for event in trace["traceEvents"] if event.get("name") == "Optimizer.step#SGD.step"]
         assert len(steps) == 5
 
-    @pytest.mark.parametrize("window_size", [1, 2, 10])
+    @pytest.mark.parametrize("window_size", [1, *(pytest.param(each, marks=pytest.mark.matrix) for each in (2, 10))])
     def test_five_steps_are_recorded_whatever_the_window(self, tmp_path: Path, window_size: int) -> None:
         recorded: list[bool] = []
 

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ from tests.simulators.gpu import (
 from tests.simulators.nvml import Gpu, Simulator
 from tests.simulators.simulated_time import SimulatedTime
 from tests.standstill import of_ranks, undisturbed
+
+in_matrix = partial(pytest.param, marks=pytest.mark.matrix)
 
 STEPS, WARMUP_STEPS = 45, 5
 EACH_READING = "nvmlDeviceGetUtilizationRates"
@@ -231,7 +234,7 @@ class TestInsideTheStep:
         follow(gpu, nvml, simulated_time)
         return gpu
 
-    @pytest.mark.parametrize("profile", ["auto", "on"])
+    @pytest.mark.parametrize("profile", ["auto", in_matrix("on")])
     def test_a_host_that_issues_too_slowly(self, watched: SimulatedGpu, tmp_path: Path, profile: Profile) -> None:
         report = fit(watched, tmp_path, module(watched, MANY_KERNELS), steps=self.LONG, profile=profile)
         assert causes(report) == ["launch_bound"]
@@ -243,10 +246,10 @@ class TestInsideTheStep:
         ("profile", "trainer", "recorded"),
         [
             ("auto", {}, range(LONG - 6, LONG - 2)),
-            ("auto", {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 130}, range(254, 258)),
-            ("auto", {"max_steps": LONG // 2, "accumulate_grad_batches": 2}, range(LONG - 6, LONG - 2)),
+            in_matrix("auto", {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 130}, range(254, 258)),
+            in_matrix("auto", {"max_steps": LONG // 2, "accumulate_grad_batches": 2}, range(LONG - 6, LONG - 2)),
             ("auto", {"max_steps": -1, "max_epochs": -1}, []),
-            ("off", {}, []),
+            in_matrix("off", {}, []),
         ],
     )
     def test_by_itself_only_the_last_steps_before_an_end_that_can_be_foreseen_are_recorded(
@@ -289,7 +292,7 @@ class TestInsideTheStep:
         assert (report.verdict, report.findings) == (verdict, [])
         assert any("was not allowed to look" in note for note in report.notes) == (profile == "off")
 
-    @pytest.mark.parametrize("profile", ["auto", "off"])
+    @pytest.mark.parametrize("profile", [in_matrix("auto"), "off"])
     def test_where_nothing_is_suspected_nothing_is_unknown(
         self, gpu: SimulatedGpu, nvml: Simulator, tmp_path: Path, profile: Profile
     ) -> None:
@@ -313,9 +316,9 @@ class TestInsideTheStep:
     @pytest.mark.parametrize(
         ("profile", "steps", "steps_recorded"),
         [
-            ("on", 60, [26, 27, 28, 29, 30, 32, 33, 34, 35]),  # the trace, then the look
+            in_matrix("on", 60, [26, 27, 28, 29, 30, 32, 33, 34, 35]),  # the trace, then the look
             ("auto", 30, [25, 26, 27, 28, 30]),  # the look, then as much of the trace as there is time for
-            ("auto", 34, [29, 30, 31, 32, 34]),  # the trace would leave no time for the look
+            in_matrix("auto", 34, [29, 30, 31, 32, 34]),  # the trace would leave no time for the look
         ],
     )
     def test_a_trace_and_a_look_wait_for_each_other(
@@ -368,7 +371,7 @@ class TestInsideTheStep:
         report = fit(watched, tmp_path, module(watched, MANY_KERNELS), steps=60)
         assert causes(report) == ["launch_bound"]
 
-    @pytest.mark.parametrize("trouble", ["refuses", "blind"])
+    @pytest.mark.parametrize("trouble", ["refuses", in_matrix("blind")])
     def test_where_the_profiler_cannot_look_nvml_stands_in(
         self, watched: SimulatedGpu, tmp_path: Path, trouble: str
     ) -> None:

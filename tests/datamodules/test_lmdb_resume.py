@@ -38,7 +38,7 @@ WHOLE = {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
 
 
 @pytest.mark.parametrize("ask_for_steps", [False, True], ids=["", "estimated_stepping_batches"])
-@pytest.mark.parametrize("batch_size", [2, 4, 8])
+@pytest.mark.parametrize("batch_size", [2, pytest.param(4, marks=pytest.mark.matrix), 8])
 @pytest.mark.parametrize(("hook", "batch", "options"), MOMENTS, ids=lambda value: str(value) if value else "")
 def test_a_resumed_run_gives_every_sample_once_an_epoch(
     tmp_path: Path,
@@ -190,7 +190,7 @@ def test_reloaded_loaders_are_resumed_too(tmp_path: Path, data: Path, uninterrup
     assert before.steps + after.steps == uninterrupted
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.matrix)])
 def test_the_number_of_ranks_may_change(tmp_path: Path, data: Path, before: int, after: int) -> None:
     checkpoint = tmp_path / "middle.ckpt"
     common = {"data": str(data), "work": str(tmp_path), "batch_size": 4}

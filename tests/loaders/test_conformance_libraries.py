@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader
 
 from tests.loaders import conformance
-from tests.loaders.kinds import LIBRARIES, Kind
+from tests.loaders.kinds import BATCH, LIBRARIES, Kind, Prepare
 
 pytestmark = [
     pytest.mark.loaders,
@@ -41,3 +42,13 @@ CHANGED = {
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_what_autofix_changes_keeps_everything(tmp_path: Path, name: str) -> None:
     assert conformance.changes_keep_everything(tmp_path, LIBRARIES[name]) == CHANGED.get(name, set())
+
+
+def test_what_a_stream_downloads_is_a_note(tmp_path: Path) -> None:
+    from streaming import StreamingDataset
+
+    LIBRARIES["mds-2"].make(tmp_path, Prepare())
+    cache = tmp_path / "cache"
+    dataset = StreamingDataset(remote=str(tmp_path / "mds"), local=str(cache), batch_size=BATCH)
+    notes = conformance.report_of(tmp_path, DataLoader(dataset, BATCH)).notes
+    assert any(f"came into the cache folder {cache} while training ran" in note for note in notes)

@@ -155,7 +155,7 @@ def test_changes_leave_programs_with_slow_starts_as_they_were(program: Program) 
     compare(program)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.matrix)])
 def test_a_batch_read_by_the_user_meanwhile_leaves_the_generator_as_it_was(workers: int) -> None:
     """A permutation that is drawn whole has torch draw from the generator once more: more workers get there sooner."""
     acts = (Act(0, 0, "change", "num_workers", 4), Act(0, 1, "peek"), Act(1, 1, "peek"))

@@ -35,17 +35,17 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "where",
     [
-        "read 0",
-        "read 833",
+        pytest.param("read 0", marks=pytest.mark.matrix),
+        pytest.param("read 833", marks=pytest.mark.matrix),
         "read 834",
-        "read 2499",
-        "write 0",
+        pytest.param("read 2499", marks=pytest.mark.matrix),
+        pytest.param("write 0", marks=pytest.mark.matrix),
         "write 1",
-        "write 2",
-        "write 3",
-        "write 6",
+        pytest.param("write 2", marks=pytest.mark.matrix),
+        pytest.param("write 3", marks=pytest.mark.matrix),
+        pytest.param("write 6", marks=pytest.mark.matrix),
         "write 9",
-        "write 10",
+        pytest.param("write 10", marks=pytest.mark.matrix),
         "replace 1",
         "replace 3",
         "rename 0",
@@ -100,7 +100,9 @@ def _alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("index", [0, 900, 2499])
+@pytest.mark.parametrize(
+    "index", [pytest.param(0, marks=pytest.mark.matrix), 900, pytest.param(2499, marks=pytest.mark.matrix)]
+)
 def test_a_killed_worker_is_an_error_that_names_the_shard(
     tmp_path: Path, index: int, uninterrupted: dict[str, bytes]
 ) -> None:

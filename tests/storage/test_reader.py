@@ -214,7 +214,7 @@ def test_one_file_is_mapped_once_a_process_and_nothing_leaks(path: Path) -> None
     assert mapped_shards() == before[1] + 3
     assert open_descriptors() <= before[0] + 6
     del datasets
-    for _ in range(2000):
+    for _ in range(500):
         assert LMDBDataset(path)[7][1] == 7
     assert (open_descriptors(), mapped_shards()) == before
 

@@ -179,19 +179,19 @@ def test_memory_does_not_grow_with_the_readings(simulator, by_hand, clock):
             clock.now_s += 0.1
             sampler.read_once()
 
-    assert growth(lambda: read(2_000), lambda: read(20_000)) < 4096
+    assert growth(lambda: read(1_000), lambda: read(5_000)) < 4096
     assert simulator.gpm_samples_alive == 2
 
 
-def test_memory_does_not_grow_with_a_million_values():
+def test_memory_does_not_grow_with_the_values():
     accumulator = Accumulator()
 
     def add(times: int) -> None:
         for i in range(times):
             accumulator.add(float(i), 1.0)
 
-    assert growth(lambda: add(1000), lambda: add(1_000_000)) < 1024
-    assert accumulator.freeze().weight == 1_002_000
+    assert growth(lambda: add(1000), lambda: add(200_000)) < 1024
+    assert accumulator.freeze().weight == 202_000
 
 
 def growth(warm_up: Callable[[], None], work: Callable[[], None]) -> int:

@@ -84,7 +84,7 @@ PLANS = [{0: 3, 5: 8}, {3: 4, 10: 2, 11: 5, 12: 1, 40: 3}, {30: 2, 31: 1, 32: 2}
 
 
 @combinations(
-    "plan0-False-60 plan3-True-115",
+    "plan3-True-115",
     plan=PLANS,
     persistent=[False, True],
     left_after=[60, 115],  # with work under way; at 115 of 120 all has been asked for
@@ -98,7 +98,7 @@ def test_the_order_of_samples_is_as_without(plan: dict[int, int], persistent: bo
 
 
 @in_order
-@combinations("3-plan0-False 1-plan3-True 1-plan2-False", prefetch_factor=[1, 3], plan=PLANS, persistent=[False, True])
+@combinations("1-plan3-True", prefetch_factor=[1, 3], plan=PLANS, persistent=[False, True])
 def test_without_an_order_no_sample_is_lost_or_comes_twice(
     plan: dict[int, int], persistent: bool, prefetch_factor: int
 ) -> None:
@@ -155,7 +155,7 @@ class Late(Numbers):
     """The second worker's first samples come when they are asked for."""
 
     def __init__(self, released: Any) -> None:
-        super().__init__(4000)
+        super().__init__(1000)
         self.released = released
 
     def __getitem__(self, index: int) -> torch.Tensor:
@@ -171,9 +171,9 @@ def test_an_epoch_that_was_left_early_leaves_nothing_to_the_next() -> None:
     iterator = adopt(iter(source), source)
     next(iterator)
     iterator.resize(1)
-    later = threading.Timer(0.2, released.set)  # by then an epoch that did not wait has begun
+    later = threading.Timer(0.05, released.set)  # by then an epoch that did not wait has begun
     later.start()
-    assert [int(batch[0, 0]) for batch in source] == list(range(0, 4000, 2))
+    assert [int(batch[0, 0]) for batch in source] == list(range(0, 1000, 2))
     later.join()
 
 
@@ -391,7 +391,7 @@ class InTurn:
 
 
 @in_order
-@combinations("2-True 4-False", workers=[2, 4], fails=[False, True])
+@combinations("2-True", workers=[2, 4], fails=[False, True])
 def test_without_an_order_a_straggler_at_the_end_loses_no_error_and_no_draw(workers: int, fails: bool) -> None:
     ends = []
     for change in (False, True):
@@ -419,7 +419,7 @@ def test_without_an_order_a_straggler_at_the_end_loses_no_error_and_no_draw(work
     assert ends[0] == ends[1]
 
 
-@combinations("1 3", number=[1, 2, 3])
+@combinations("3", number=[1, 2, 3])
 def test_where_no_thread_can_be_started_that_feeds_a_worker_no_index_is_lost(
     monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -664,7 +664,7 @@ def epochs_of(source: DataLoader[Any], workers: int, *, leave: int | None = None
 
 
 @combinations(
-    "kwargs0-None kwargs1-5 kwargs3-12",
+    "kwargs0-None kwargs3-12",
     kwargs=[
         {"shuffle": True, "batch_size": 2},
         {"shuffle": True, "batch_size": 2, "generator": 3},
@@ -689,7 +689,7 @@ def test_the_first_workers_of_a_loader_change_nothing_that_is_drawn(kwargs: dict
 
 
 @combinations(
-    "plan0-60 plan3-58",
+    "plan0-60",
     plan=[{5: 1}, {5: 6, 9: 1}, {57: 1}, {5: 1, 30: 8}],
     leave=[50, 58, 60, 62],
 )

@@ -87,6 +87,7 @@ def the_first_dies() -> object:
 def all_stop() -> object:
     """No rank waits for another: when rank 0 asks, in its third step, each is where it is. Then a second run."""
     rank, world_size = join()
+    rank_stop._LOOK_EVERY_S = 0.05
     seen = []
     for run in range(2):
         stop = RankStop("test", rank, world_size)
@@ -121,10 +122,14 @@ def one_never_answers() -> object:
     rank, world_size = join()
     if rank == world_size - 1:
         os._exit(0)
-    rank_stop._PATIENCE_S = 3.0 if rank == 0 else 30.0
+    rank_stop._LOOK_EVERY_S = 0.05
+    rank_stop._PATIENCE_S = 1.5 if rank == 0 else 30.0
     stop = RankStop("test", rank, world_size)
-    if rank == 0:
+    if rank == 0:  # its patience is for the one that is gone
+        wait_for_posts(world_size - 1)
         stop.ask("asked")
+    else:
+        say_posted(rank)
     for step in count(1):
         time.sleep(0.001)  # its work
         if (why := stop.step_done(step)) is not None:

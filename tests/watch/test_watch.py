@@ -83,7 +83,7 @@ def test_a_script_that_was_never_written_for_it(tmp_path):
     assert out == "callbacks afterwards: ['WatchedRun']\n"
     before, _, ours = err.partition("── lightning-gpuopt watch ")
     assert "lightning_gpuopt" not in before
-    assert "The command ended with exit code 3.\nVerdict: main_process_loading   (200 steps" in ours
+    assert "The command ended with exit code 3.\nVerdict: main_process_loading   (100 steps" in ours
     assert re.search(r"where: \d+ % Slow.__getitem__ \(train.py:", ours)
     assert reports(tmp_path) == [
         "command.txt",
@@ -156,7 +156,9 @@ def test_a_command_without_a_trainer(tmp_path):
     assert list((tmp_path / "gpuopt").iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.matrix)]
+)
 def test_signals_are_sent_on_and_the_end_is_the_same(tmp_path, number):
     waits = "import signal, sys\nprint('up', flush=True)\nsignal.pause()"
     process = start(tmp_path, sys.executable, "-c", waits)
@@ -204,7 +206,7 @@ def signalled(tmp_path: Path, send: Callable[[int], None], lines: int) -> list[s
     return [*got, *rest.splitlines(keepends=True)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.matrix), signal.SIGINT])
 def test_a_signal_to_the_group_comes_once_to_each_of_its_processes(tmp_path, number):
     for _ in range(3):
         assert (

@@ -45,7 +45,7 @@ PLAIN = (
     PARTS
     + """
 if __name__ == "__main__":
-    own = trainer(max_steps=200)
+    own = trainer(max_steps=100)
     own.fit(Model(), DataLoader(Slow(), 2))
     print("callbacks afterwards:", [type(each).__name__ for each in own.callbacks])
     sys.exit(int(sys.argv[1]))

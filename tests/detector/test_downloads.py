@@ -1,0 +1,41 @@
+"""What came into the cache folders of streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_gpuopt.detector import downloads
+from lightning_gpuopt.detector.downloads import DownloadWatch
+
+SAID = "an epoch that downloads says little of those that read from there."
+
+
+def test_what_came_into_a_folder_is_a_note(tmp_path: Path) -> None:
+    cache, warm, later = tmp_path / "cache", tmp_path / "warm", tmp_path / "later"
+    for folder in (cache, warm):
+        (folder / "train").mkdir(parents=True)
+        (folder / "train/0.mds").write_bytes(b"0" * 1_000_000)
+    watch = DownloadWatch()
+    watch.begin([str(cache), str(warm), str(later)])
+    assert watch.notes() == []
+    (cache / "train/1.mds").write_bytes(b"0" * 2_000_000)
+    later.mkdir()
+    for number in range(2):
+        (later / f"{number}.mds").write_bytes(b"0" * 3_000_000)
+    watch.begin([str(cache)])  # of a later epoch
+    assert watch.notes() == [
+        f"1 file (2 MB) came into the cache folder {cache} while training ran: {SAID}",
+        f"2 files (6 MB) came into the cache folder {later} while training ran: {SAID}",
+    ]
+
+
+def test_of_a_large_folder_a_part_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downloads, "_MAX_FILES", 2)
+    for number in range(3):
+        (tmp_path / str(number)).touch()
+    watch = DownloadWatch()
+    watch.begin([str(tmp_path)])
+    (tmp_path / "more").touch()
+    assert watch.notes() == []
