@@ -326,7 +326,8 @@ def test_a_transform_that_raises_comes_through(tmp_path: Path, folder: Path, wor
         epoch_trainer(tmp_path).fit(Sees(), datamodule)
 
 
-@pytest.mark.parametrize("context", ["spawn", pytest.param("forkserver", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_workers_of_every_kind_read_it(folder: Path, context: str) -> None:
     datamodule = ImageFolderDataModule(folder, on_corrupt="skip", shuffle=False, **options(num_workers=1))
     datamodule.setup("fit")

@@ -212,6 +212,7 @@ def test_a_making_that_was_killed_is_not_taken_for_whole_and_is_cleared_away(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "data-run"]
 
 
+@pytest.mark.matrix
 def test_ctrl_c_while_images_are_made_leaves_no_data(tmp_path: Path) -> None:
     process = stop_while_images_are_made(tmp_path / "data", signal.SIGINT)
     _, err = process.communicate(timeout=60)

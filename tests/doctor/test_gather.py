@@ -116,6 +116,7 @@ class TestCudaProbe:
         probe = self.probe(f"print('a banner'); print({line!r})")
         assert probe.result(60.0) == self.FACTS
 
+    @pytest.mark.matrix
     def test_the_real_one_on_a_build_without_cuda(self):
         if torch.cuda.is_available():
             pytest.skip("this machine has a GPU")

@@ -157,6 +157,7 @@ class ComputesInThreads(Dataset[int]):
         return index
 
 
+@pytest.mark.matrix
 def test_a_real_worker_s_threads_are_counted() -> None:
     enough = multiprocessing.Event()
     iterator: Any = iter(DataLoader(ComputesInThreads(enough), batch_size=1, num_workers=1))

@@ -287,6 +287,7 @@ def test_of_a_module_whose_method_collates_only_what_that_reads_counts() -> None
     assert before.has_changed()
 
 
+@pytest.mark.matrix
 def test_the_pages_of_a_memory_map_are_not_read(tmp_path: Path) -> None:
     code = """
 import mmap, os, sys
