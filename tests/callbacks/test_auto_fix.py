@@ -137,6 +137,7 @@ class TestWorkersThatLiveOn:
         seen = [run.model.seen[start : start + 40] for start in range(0, 320, 40)]
         assert [min(epoch) // 100 * 100 for epoch in seen] == [0, 0, 0, 0, 0, 500, 600, 700]
 
+    @pytest.mark.matrix
     def test_they_end_when_training_fails_though_its_error_is_kept(self, tmp_path, monkeypatch):
         _set_ups(monkeypatch, iter([1.0, 1.0, 1.0] + [0.1] * 9))
 
@@ -388,6 +389,7 @@ class TestWhenThingsGoWrong:
         assert run.changes == [("num_workers", 0, 2, False)]
         assert (run.loader.num_workers, run.loader.prefetch_factor) == (0, None)
 
+    @pytest.mark.matrix
     def test_workers_that_cannot_come_at_once_are_judged_when_they_have_come(self, tmp_path):
         run = Run(tmp_path, script([finding(num_workers=2)], before=12), loader(timeout=30))
         assert run.changes == [("num_workers", 1, 2, True)]
@@ -410,6 +412,7 @@ class TestWhenThingsGoWrong:
         ]
         assert run.loader.num_workers == 1
 
+    @pytest.mark.matrix
     def test_a_worker_that_never_gave_a_batch_is_a_note(self, tmp_path, monkeypatch):
         looks = itertools.count(1)
         monkeypatch.setattr(RunningLoader, "gives_up_growing", lambda running: next(looks) == 14)
@@ -512,6 +515,7 @@ def test_rank_0_decides_and_all_apply():
     assert first["workers"] == second["workers"] == [1, 2]
 
 
+@pytest.mark.matrix
 def test_the_users_prefetcher_is_left(tmp_path):
     found = finding("host_to_device", pin_memory=True)
     run = Run(

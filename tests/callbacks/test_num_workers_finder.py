@@ -397,6 +397,7 @@ class OnlyHere(Numbers):
         return super().__getitem__(index)
 
 
+@pytest.mark.matrix
 def test_trials_read_the_samples_that_the_sampler_chooses_from(tmp_path: Path) -> None:
     source = DataLoader(OnlyHere(), batch_size=2, num_workers=1, sampler=SubsetRandomSampler(range(40)))
     finder = NumWorkersFinder("probe", step_time_s=0.01, max_num_workers=1)
@@ -752,6 +753,7 @@ def test_a_copy_is_at_rest() -> None:
         assert (twin.mode, twin.step_time_s, twin.choices) == ("probe", 0.1, {})
 
 
+@pytest.mark.matrix
 def test_a_stall_detector_beside_it_begins_anew_with_other_workers(tmp_path: Path, script: dict[Any, int]) -> None:
     script[1] = 4
     detector = StallDetector(window_size=10, warmup_steps=2)
@@ -1161,6 +1163,7 @@ def test_where_no_worker_can_be_started_a_loader_goes_on_without(
     assert (source.num_workers, finder.optimal_num_workers) == (0, 0)
 
 
+@pytest.mark.matrix
 def test_the_first_fetches_of_every_epoch_are_no_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     monkeypatch.setattr(FetchMeter, "epoch_begins", lambda self, skip: begun.append(skip))

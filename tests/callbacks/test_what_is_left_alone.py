@@ -167,6 +167,7 @@ class TestOpenFiles:
         assert sorted(fit.model.seen) == [float(index) for index in range(60)]
         assert fit.num_workers == 2
 
+    @pytest.mark.matrix
     def test_what_two_workers_share_already_more_may_share_with_a_warning(self, tmp_path, caplog):
         source = loader(Hdf5(tmp_path / "data"), workers=2)
         with pytest.warns(UserWarning, match=r"the workers share dataset.x \(Dataset\)"):
@@ -230,6 +231,7 @@ class TestChangedDatasets:
         assert [each for each in fit.said if "its dataset was changed while training ran" in each]
         assert not multiprocessing.active_children()
 
+    @pytest.mark.matrix
     def test_of_no_workers_in_a_second_fit_as_well(self, tmp_path, caplog):
         def two(source: DataLoader[Any], *callbacks: Callback) -> list[float]:
             first = train(tmp_path, source, list(callbacks), max_epochs=1)[0].seen
@@ -253,6 +255,7 @@ class TestChangedDatasets:
             fit = Fit(tmp_path, caplog, loader(), ChangesAndPeeks())
         assert fit.model.seen == expected
 
+    @pytest.mark.matrix
     def test_each_loader_of_a_reload_is_looked_at(self, tmp_path, caplog):
         def made(epoch: int) -> DataLoader[Any]:
             return loader(shuffle=False, sampler=PerIndex("torch")) if epoch else loader(shuffle=False)
@@ -274,6 +277,7 @@ class TestChangedDatasets:
             assert run(NumWorkersFinder()) == expected
         assert "draws random numbers for each index" in caplog.text
 
+    @pytest.mark.matrix
     def test_of_no_workers_beside_a_prefetcher(self, tmp_path, caplog):
         def made() -> DataLoader[Any]:
             return loader(workers=0)
@@ -399,6 +403,7 @@ class TestSamplers:
         assert fit.num_workers == workers
         assert "draws random numbers for each index" in fit.said[0]
 
+    @pytest.mark.matrix
     def test_one_of_ones_own_that_draws_at_once_is_served(self, tmp_path, caplog):
         class AtOnce(SubsetRandomSampler):
             def __iter__(self) -> Iterator[int]:
@@ -467,6 +472,7 @@ RESTARTS = finding("epoch_restart", None, persistent_workers=True)
 
 
 class TestKeptWorkers:
+    @pytest.mark.matrix
     def test_they_serve_the_training_loop_alone(self, tmp_path):
         detector = script([RESTARTS], before=60)
         run = Run(tmp_path, detector, loader(Values(40)), callbacks=(Peeks(),), max_epochs=5)
@@ -476,6 +482,7 @@ class TestKeptWorkers:
         assert run.model.seen == plain(tmp_path, loader(Values(40)), Peeks(), max_epochs=5)
         assert run.left == []
 
+    @pytest.mark.matrix
     def test_a_torch_that_resets_otherwise_goes_without(self, tmp_path, monkeypatch):
         monkeypatch.setitem(dataloader.ITERATOR_METHODS, "_reset", ["self", "loader", "first_iter", "more"])
         run = Run(tmp_path, script([RESTARTS], before=60), loader(Values(40)), max_epochs=4)
@@ -577,6 +584,7 @@ class TestRandomNumbers:
         assert Fit(tmp_path, caplog, seeded).num_workers == 4
         assert Fit(tmp_path, caplog, loader(Augmented(random.Random(0)), workers=2)).num_workers == 5
 
+    @pytest.mark.matrix
     def test_autofix_says_it_as_well(self, tmp_path):
         run = Run(tmp_path, script([finding(num_workers=3)]), loader(Augmented()))
         assert run.changes == [("num_workers", 1, 3, True)]

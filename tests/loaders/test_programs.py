@@ -214,7 +214,7 @@ def check_training(training: dict[str, Any]) -> None:
         assert autofix.same_as_without(Path(folder), made())
 
 
-@machine(3)
+@machine(2)
 @given(trainings())
 def test_a_training_under_autofix_is_as_without(training: dict[str, Any]) -> None:
     check_training(training)

@@ -80,6 +80,7 @@ def threads_begun(*cases: tuple[str, Path | None, dict[str, Any]]) -> dict[str, 
     return {name: tuple(counts) for name, counts in json.loads(done.stdout).items()}
 
 
+@pytest.mark.matrix
 def test_no_way_of_a_batch_begins_a_thread(tmp_path: Path) -> None:
     with LMDBWriter(tmp_path / "records") as writer:
         for index in range(512):
