@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import random
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 
 _MT19937_BYTES: Final = 624 * 4 + 4
 """``mt19937_state`` of numpy/random/src/mt19937/mt19937.h: the key, and the position in it."""
+
+
+_SEEDED: Final = 624
+"""The position in a Mersenne Twister's key right after it was seeded."""
 
 
 class RandomStates:
@@ -51,6 +55,16 @@ class RandomStates:
             ctypes.memmove(generator.ctypes.state_address, self._numpy, _MT19937_BYTES)
         else:
             np.random.set_state(self._numpy)
+
+
+def drawn_since_seeded() -> Literal["torch", "another"] | None:
+    """The random state from which a worker has drawn since it was seeded, which torch does as it begins."""
+    seeded = torch.Generator().manual_seed(torch.initial_seed())
+    if not torch.equal(torch.get_rng_state(), seeded.get_state()):
+        return "torch"
+    state: Any = np.random.get_state()
+    positions = random.getstate()[1][-1], state[2] if isinstance(state, tuple) else _SEEDED
+    return None if positions == (_SEEDED, _SEEDED) else "another"
 
 
 def _generator_of(device: torch.device | None) -> tuple[torch.Generator, torch.Tensor] | None:

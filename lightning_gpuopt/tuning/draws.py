@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Callable
 from typing import Any, Final
 
-from lightning_gpuopt.prefetch.randomness import RandomStates
+from lightning_gpuopt.prefetch.randomness import RandomStates, drawn_since_seeded
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
 
 _BATCHES: Final = 50
@@ -48,7 +48,7 @@ class _Looks:
         if self._left:
             self._left -= 1
             before, self._before = self._before, RandomStates()
-            if before is not None and before != self._before:
+            if before != self._before if before is not None else drawn_since_seeded() is not None:
                 self._flag[0] = 1
                 self._left = 0
         return batch

@@ -9,11 +9,11 @@ makes a few batches, in an order of ours.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from lightning_gpuopt.loading.sampler import ElasticSampler
-from lightning_gpuopt.prefetch.randomness import RandomStates
+from lightning_gpuopt.prefetch.randomness import RandomStates, drawn_since_seeded
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.dataset_state import DatasetState
 from lightning_gpuopt.tuning.find import check, workers_can_run
@@ -171,7 +171,7 @@ def _why_kept(seen: Sequence[_Seen]) -> str | None:
     return "its dataset changes as it is read, as one that keeps its samples: each worker would keep its own"
 
 
-def _shuffles(loader: DataLoader[Any], drawn: set[str]) -> bool:
+def _shuffles(loader: DataLoader[Any], drawn: Collection[str]) -> bool:
     """Whether what is drawn from these random states decides in which order the loader's next epoch comes."""
     sampler: Any = getattr(loader.batch_sampler, "sampler", loader.batch_sampler) or loader.sampler
     if isinstance(sampler, (SequentialSampler, DistributedSampler, ElasticSampler)):
@@ -197,7 +197,7 @@ class _Seen(NamedTuple):
         holds: whether the dataset holds a random generator in the worker, which it may have made there.
     """
 
-    drawn: str | None
+    drawn: Literal["torch", "another"] | None
     change: str | None
     read_s: float
     holds: bool = False
@@ -229,12 +229,11 @@ class _CheckingCollate:
         if self._number <= _AGAIN[0]:  # what is opened once is open by now
             self._held = state_of(self._loader, also=self._numbers)
         self._number += 1
-        drawn = None
-        if before is not None:  # before its first batch a worker is seeded
-            if not torch.equal(before[0], self._random[0]):
-                drawn = "torch"
-            elif before[1] != self._random[1]:
-                drawn = "another"
+        drawn = drawn_since_seeded() if before is None else None
+        if before is not None and not torch.equal(before[0], self._random[0]):
+            drawn = "torch"
+        elif before is not None and before[1] != self._random[1]:
+            drawn = "another"
         holds = self._held is not None and any(each.kind == "generator" for each in self._held.held)
         self._ended = time.perf_counter()
         return batch, _Seen(drawn, change, read_s, holds)

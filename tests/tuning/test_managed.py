@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -240,6 +241,33 @@ def test_what_gives_the_same_when_it_is_read_again_is_served(made: Any) -> None:
     assert one.looked_s > 0
     one.make_iterator(lambda: None)
     assert one.refused == {}
+
+
+class DrawsAtFirst(Numbers):
+    """Draws as its first sample is read, and never again."""
+
+    offset: Any = None
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self.draw = draw
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.offset is None:
+            self.offset = int(self.draw())
+        return torch.tensor([index + self.offset])
+
+
+def seeds(worker_id: int) -> None:
+    np.random.seed(np.random.get_state()[1][0] + worker_id)  # type: ignore[index, arg-type]
+    random.seed(torch.initial_seed() + worker_id)
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.randint(9, ()), lambda: np.random.randint(9), lambda: random.random()])
+def test_exact_sees_a_draw_in_the_first_batch_alone(draw: Callable[[], Any]) -> None:
+    for dataset, drawn in ((DrawsAtFirst(draw), True), (DrawsAtFirst(lambda: 1), False)):
+        one = managed(loader(dataset, worker_init_fn=seeds), exact=True)
+        one.make_iterator(lambda: None)
+        assert ("draw random numbers" in one.when("num_workers", 2)) == drawn
 
 
 @pytest.mark.usefixtures("cheap_workers")
