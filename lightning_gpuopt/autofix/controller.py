@@ -146,7 +146,11 @@ class AutoFixController:
             self.notes.append(f"AutoFix starts workers at the beginning of an epoch only: {problem}.")
 
     def _look_for_more(self, window: Measurement, findings: list[Finding], loader: LoaderFacts) -> None:
+        if window.source is not None and window.source.key:  # of several loaders the one that training waits for
+            loader = window.loader
         wanted = wanted_changes(findings, loader, on_gpu=window.waterfall.on_gpu)
+        if (key := self._loader.key) is not None:
+            wanted = [each for each in wanted if each.loader in ("", key)]
         if len(self._evidence.set_ups) < _MIN_SET_UPS:
             wanted = [each for each in wanted if each.setting != "persistent_workers"]
         while (first := first_to_try(wanted, self._fixes, self._failed)) is not None:
@@ -156,8 +160,11 @@ class AutoFixController:
     def _try(self, wanted: Wanted, loader: LoaderFacts) -> bool:
         """Begin a change; False where the setting cannot be changed and the change is only advised."""
         setting, value = wanted.setting, wanted.value
+        if wanted.loader and self._loader.aim(wanted.loader):
+            self._send("aim", wanted.loader, None)
+            self.notes.append(f"Of several training loaders AutoFix changes {wanted.loader!r}, which was found first.")
         before = self._loader.now(setting)
-        if before is None:  # several loaders: the value of the one that the finding is about
+        if before is None:  # nobody knows which of several loaders it is about
             before = getattr(loader, setting, None)
         not_forked = setting == "num_workers" and bool(before) and self._loader.starts_slowly
         worth = self._worth_starting(wanted, before) if not_forked and value > before else value
@@ -366,6 +373,9 @@ class AutoFixController:
             return
         for what, setting, value in self._broadcast.take():
             try:
+                if what == "aim":
+                    self._loader.aim(setting)
+                    continue
                 if what == "change":
                     self._before_change.setdefault(setting, self._loader.now(setting))
                     self._loader.change(setting, value)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt.compat.lightning import Trainer, train_iterators, train_loaders
+from lightning_gpuopt.compat.lightning import Trainer, train_iterators, train_loader_keys, train_loaders
 from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
 from lightning_gpuopt.tuning.managed import ManagedLoader
 from lightning_gpuopt.tuning.rules import CannotChange, why_left_alone
@@ -29,7 +29,9 @@ class DevicePrefetch(Protocol):
 
 
 class AdjustableLoader:
-    """The one training loader of a ``fit``, whose settings can be changed; ``"device_prefetch"`` is one of them.
+    """The training loader of a ``fit`` whose settings can be changed; ``"device_prefetch"`` is one of them.
+
+    Of several, in a CombinedLoader, it is the one that :meth:`aim` has named.
 
     Args:
         trainer: the Trainer, in ``setup``: before it has asked for its loaders.
@@ -37,6 +39,7 @@ class AdjustableLoader:
         exact: leave alone workers that were not shown to draw no random numbers.
 
     Attributes:
+        key: of the loader, in a CombinedLoader; None: of the only one, or not known yet.
         refused: reasons, by setting, why a change that waited for an iterator could not be made.
     """
 
@@ -48,6 +51,7 @@ class AdjustableLoader:
         self._managed: list[ManagedLoader] = []
         self._registry = LoaderRegistry.of(trainer)
         self._leave = self._registry.subscribe(self, trainer)
+        self.key: str | None = None
         self.refused: dict[str, str] = {}
 
     # -- finding the loader, and its iterators
@@ -64,8 +68,8 @@ class AdjustableLoader:
 
     def make_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
         """Make an iterator with the settings that were asked for; the registry calls it."""
-        managed = self._only
-        if managed is None or managed.loader is not loader:
+        managed = self._managed_of(loader)
+        if managed is None:
             return create()
         if threading.get_ident() != self._thread:
             managed.leave("it is iterated on a thread of the program's own")
@@ -74,26 +78,42 @@ class AdjustableLoader:
 
     def make_as_given(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
         """Make an iterator for somebody else; the registry calls it."""
-        managed = next((each for each in self._managed if each.loader is loader), None)
+        managed = self._managed_of(loader)
         return create() if managed is None else managed.make_as_given(create)
+
+    def _managed_of(self, loader: Any) -> ManagedLoader | None:
+        return next((each for each in self._managed if each.loader is loader), None)
+
+    def aim(self, key: str) -> bool:
+        """Have the loader with this key changed from now on; the first call decides, and gives True."""
+        if self.key is not None or len(train_loaders(self._trainer)) < 2:
+            return False
+        self.key = key
+        return True
+
+    @property
+    def _index(self) -> int:
+        """Of the loader, among the training loaders; -1 where it is not known which of several it is."""
+        keys = train_loader_keys(self._trainer)
+        return 0 if len(keys) == 1 else keys.index(self.key) if self.key in keys else -1
 
     @property
     def _only(self) -> ManagedLoader | None:
-        """The only training loader; None where there are several, or none that is known."""
-        loaders = train_loaders(self._trainer)
-        seen = self._registry.find(loaders[0]) if len(loaders) == 1 else None
-        return None if seen is None else next((each for each in self._managed if each.loader is seen.inner), None)
+        """The training loader; None where it is not known."""
+        loaders, index = train_loaders(self._trainer), self._index
+        seen = self._registry.find(loaders[index]) if 0 <= index < len(loaders) else None
+        return None if seen is None else self._managed_of(seen.inner)
 
     @property
     def _iterator(self) -> Any:
-        iterators = train_iterators(self._trainer)
-        return iterators[0] if iterators else None
+        iterators, index = train_iterators(self._trainer), self._index
+        return iterators[index] if 0 <= index < len(iterators) else None
 
     def epoch_begins(self) -> None:
         """An epoch begins."""
         self._registry.forget_dropped()
         self._managed = [each for each in self._managed if self._registry.find(each.loader) is not None]
-        if (managed := self._only) is not None:
+        for managed in self._managed:
             managed.epoch_begins()
 
     # -- changes
@@ -133,14 +153,14 @@ class AdjustableLoader:
         return managed.change(setting, value, self._iterator, last_epoch=last)
 
     def _why_none(self) -> str:
-        loaders = train_loaders(self._trainer)
-        if len(loaders) > 1:
-            return "there are several training loaders"
+        loaders, index = train_loaders(self._trainer), self._index
         if not loaders:
             return "there is no training loader"
-        if self._registry.find(loaders[0]) is None:
+        if index < 0:
+            return "there are several training loaders, and nothing says which one it is about"
+        if self._registry.find(loaders[index]) is None:
             return "the training loader was made before"
-        return f"AutoFix leaves {why_left_alone(loaders[0])}"
+        return f"AutoFix leaves {why_left_alone(loaders[index])}"
 
     def take_back(self, setting: str, value: Any) -> None:
         """Restore the value that a setting had before, now or with the next iterator."""

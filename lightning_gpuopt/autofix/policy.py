@@ -50,12 +50,14 @@ class Wanted:
         value: what to set it to.
         cause: the finding.
         predicted: steps per second, after over before, as (low, mid, high); None where that is not predicted.
+        loader: key of the loader that it is about, in a CombinedLoader.
     """
 
     setting: Fix
     value: Any
     cause: str
     predicted: Interval | None
+    loader: str = ""
 
 
 def wanted_changes(findings: Sequence[Finding], loader: LoaderFacts, *, on_gpu: bool) -> list[Wanted]:
@@ -71,19 +73,19 @@ def wanted_changes(findings: Sequence[Finding], loader: LoaderFacts, *, on_gpu: 
 
 
 def _of(finding: Finding, loader: LoaderFacts, *, on_gpu: bool) -> list[Wanted]:
-    settings = dict(finding.settings)
+    settings, key = dict(finding.settings), str(finding.evidence.get("loader", ""))
     if finding.cause == "host_to_device":
         if not on_gpu:
             return []
         ahead = (
             [Wanted("device_prefetch", True, finding.cause, finding.predicted_speedup)] if loader.num_workers else []
         )
-        pinned = [Wanted("pin_memory", True, finding.cause, None)] if settings.get("pin_memory") else []
+        pinned = [Wanted("pin_memory", True, finding.cause, None, key)] if settings.get("pin_memory") else []
         return ahead + pinned
     if finding.cause != "epoch_restart":  # other findings advise it beside first workers: it saves little by itself
         settings.pop("persistent_workers", None)
     return [
-        Wanted(setting, settings[setting], finding.cause, finding.predicted_speedup)
+        Wanted(setting, settings[setting], finding.cause, finding.predicted_speedup, key)
         for setting in FIXES
         if setting in settings
     ]

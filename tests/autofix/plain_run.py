@@ -23,8 +23,8 @@ STEPS = 4
 LONG = RunLength(0, 9)
 
 
-def finding(cause: str = "slow_transform", predicted: Any = GAIN, **settings: Any) -> Finding:
-    return Finding(cause, 0.5, {}, "advice", settings, predicted)
+def finding(cause: str = "slow_transform", predicted: Any = GAIN, loader: str = "", **settings: Any) -> Finding:
+    return Finding(cause, 0.5, {"loader": loader} if loader else {}, "advice", settings, predicted)
 
 
 def window(step_s: float | None, *, on_gpu: bool = False) -> Measurement:
@@ -41,6 +41,7 @@ class PlainLoader:
 
     def __init__(self) -> None:
         self.refused: dict[str, str] = {}
+        self.key: str | None = None
         self.is_settled = True
         self.starts_slowly = self.draws = False
         self.looked_s = 0.0
@@ -56,6 +57,12 @@ class PlainLoader:
             settings, self.lost = self.lost, None
             settings[0].values["num_workers"] = settings[1]
         return problem
+
+    def aim(self, key: str) -> bool:
+        first, self.key = self.key is None, self.key or key
+        if first:
+            self.log.append(("aim", key))
+        return first
 
     def epoch_begins(self) -> None:
         self.log.append(("epoch",))

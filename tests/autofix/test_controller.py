@@ -99,6 +99,22 @@ class TestBeforeAChange:
             Change("num_workers", 3, 5, GAIN, why="there are several training loaders")
         ]
 
+    def test_of_several_loaders_the_one_that_is_found_first_is_changed_on_all_ranks(self) -> None:
+        run = PlainRun({"num_workers": 1}, several_ranks=True)
+        tried(run, finding(loader="slow", num_workers=2))
+        assert run.log == [("aim", "slow"), ("change", "num_workers", 2)]
+        assert run.broadcast is not None
+        assert run.broadcast.sent[0] == ["aim", "slow", None]
+        other = PlainRun({"num_workers": 1}, rank=1, several_ranks=True)
+        assert other.broadcast is not None
+        other.broadcast.came = list(run.broadcast.sent)
+        other.controller.obey()
+        assert other.log == run.log
+        run.windows(SKIPPED + PROOF, FAST)
+        run.windows(8, FAST, finding(loader="fast", prefetch_factor=4))
+        assert run.log[2:] == []
+        assert run.controller.notes == ["Of several training loaders AutoFix changes 'slow', which was found first."]
+
 
 class TestAChangeAtOnce:
     def test_a_gain_is_kept_once_it_is_proved(self) -> None:

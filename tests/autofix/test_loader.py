@@ -154,7 +154,10 @@ class TestWhatIsLeftAlone:
     @pytest.mark.parametrize(
         ("made", "why"),
         [
-            (lambda: [loader(), loader()], "there are several training loaders"),
+            (
+                lambda: [loader(), loader()],
+                "there are several training loaders, and nothing says which one it is about",
+            ),
             (lambda: [], "there is no training loader"),
             (
                 lambda: [Keeps(Numbers(), 2, num_workers=1)],
@@ -309,6 +312,24 @@ class TestTheLastEpoch:
         assert isinstance(said, str)
         assert said.startswith("running workers cannot be changed (")
         assert rig.loaders[0].num_workers == 1
+
+
+class TestSeveralLoaders:
+    def test_the_one_that_is_aimed_at_is_changed(self) -> None:
+        rig = Rig(loader(), loader())
+        assert rig.adjustable.aim("1")
+        assert not rig.adjustable.aim("0")
+        assert rig.change("prefetch_factor", 5) is False
+        rig.epoch()
+        assert [each.prefetch_factor for each in rig.loaders] == [2, 5]
+        assert rig.adjustable.now("prefetch_factor") == 5
+        rig.adjustable.undo({"prefetch_factor": 2})
+        assert [each.prefetch_factor for each in rig.loaders] == [2, 2]
+
+    def test_the_only_one_needs_no_aim(self) -> None:
+        rig = Rig(loader())
+        assert not rig.adjustable.aim("1")
+        assert rig.change("prefetch_factor", 5) is False
 
 
 class TestWithTheNextIterator:

@@ -26,8 +26,8 @@ GAIN = (1.5, 2.0, 2.5)
 SLOW, FAST = 0.010, 0.005
 
 
-def finding(cause: str = "slow_transform", predicted: Any = GAIN, **settings: Any) -> Finding:
-    return Finding(cause, 0.5, {}, "advice", settings, predicted)
+def finding(cause: str = "slow_transform", predicted: Any = GAIN, loader: str = "", **settings: Any) -> Finding:
+    return Finding(cause, 0.5, {"loader": loader} if loader else {}, "advice", settings, predicted)
 
 
 class ScriptedSession(DetectorSession):
@@ -72,7 +72,7 @@ class Script(StallDetector):
             return
         step_s, findings = self.windows[min(self.number, len(self.windows) - 1)]
         self.number += 1
-        window: Any = SimpleNamespace(waterfall=SimpleNamespace(step_s=step_s, on_gpu=self.on_gpu))
+        window: Any = SimpleNamespace(source=None, waterfall=SimpleNamespace(step_s=step_s, on_gpu=self.on_gpu))
         self._session.notify(window, findings)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -121,7 +121,7 @@ def changes_keep_everything(folder: Path, kind: Kind) -> set[str]:
     """
     steps = 6 * SAMPLES // BATCH
     plain = fit(folder, kind.make(folder, Prepare()), max_steps=steps)
-    wanted = finding("slow_storage", num_workers=3, prefetch_factor=4, persistent_workers=True)
+    wanted = finding("slow_storage", loader=kind.key, num_workers=3, prefetch_factor=4, persistent_workers=True)
     autofix = AutoFix()
     changed = fit(folder, kind.make(folder, Prepare()), autofix, script([wanted]), max_steps=steps)
     assert changed.batches == plain.batches

@@ -273,6 +273,9 @@ CORE = {
     "generator": Kind(lambda folder, prepare: Generates(prepare), MAIN, "iterable"),
     "threaded": Kind(lambda folder, prepare: Threaded(prepare), MAIN, "iterable"),
     "combined-map-0": Kind(lambda folder, prepare: _both(DataLoader(Mapped(prepare), BATCH)), MAIN, key="slow"),
+    "combined-map-1": Kind(
+        lambda folder, prepare: _both(DataLoader(Mapped(prepare), BATCH, num_workers=1)), key="slow"
+    ),
     "combined-own": Kind(lambda folder, prepare: _both(Own(prepare)), MAIN, key="slow"),
 }
 

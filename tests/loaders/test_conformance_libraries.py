@@ -32,8 +32,9 @@ def test_nothing_is_found_where_nothing_waits(tmp_path: Path, kind: Kind) -> Non
     conformance.nothing_is_found_where_nothing_waits(tmp_path, kind)
 
 
+STREAMS = ("litdata-2", "mds-2", "webdataset-2", "datasets-stream-2")
 CHANGED = {
-    **{name: {"prefetch_factor"} for name in ("litdata-2", "mds-2", "webdataset-2", "datasets-stream-2")},
+    **{name: {"prefetch_factor"} for name in (*STREAMS, "combined-webdataset")},
     "datasets-map-1": {"num_workers"},
 }
 """What AutoFix changes, by kind; nothing of the others."""
