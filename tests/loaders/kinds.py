@@ -16,6 +16,8 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
+from lightning_gpuopt import LMDBDataModule
+from lightning_gpuopt.storage.writer import LMDBWriter
 from tests.helpers import FEATURES
 
 SAMPLES, BATCH = 48, 2
@@ -208,6 +210,17 @@ def _webdataset(folder: Path, prepare: Prepare, workers: int) -> Any:
     return webdataset.WebLoader(dataset.batched(BATCH), batch_size=None, num_workers=workers)
 
 
+def _lmdb(folder: Path, prepare: Prepare, workers: int) -> Any:
+    if not (folder / "lmdb").is_dir():
+        with LMDBWriter(folder / "lmdb") as out:
+            for index in range(SAMPLES):
+                out.write(sample(index).numpy())
+    module = LMDBDataModule(
+        folder / "lmdb", batch_size=BATCH, num_workers=workers, train_transform=prepare, persistent_workers=False
+    )
+    return module.train_dataloader()
+
+
 def _rows(prepare: Prepare) -> Any:
     def prepared(rows: dict[str, Any]) -> dict[str, Any]:
         return {"x": [prepare(each) for each in rows["x"]]}
@@ -272,6 +285,8 @@ CORE = {
     "own": Kind(lambda folder, prepare: Own(prepare), MAIN, "iterable"),
     "generator": Kind(lambda folder, prepare: Generates(prepare), MAIN, "iterable"),
     "threaded": Kind(lambda folder, prepare: Threaded(prepare), MAIN, "iterable"),
+    "lmdb-0": Kind(lambda folder, prepare: _lmdb(folder, prepare, 0), MAIN),
+    "lmdb-1": Kind(lambda folder, prepare: _lmdb(folder, prepare, 1)),
     "combined-map-0": Kind(lambda folder, prepare: _both(DataLoader(Mapped(prepare), BATCH)), MAIN, key="slow"),
     "combined-map-1": Kind(
         lambda folder, prepare: _both(DataLoader(Mapped(prepare), BATCH, num_workers=1)), key="slow"

@@ -59,12 +59,12 @@ def test_a_slow_collate_is_found(tmp_path: Path, wrapped: bool) -> None:
 
 
 CHANGED = {
-    **{name: {"num_workers"} for name in ("map-1", "around", "around-after", "combined-map-1")},
+    **{name: {"num_workers"} for name in ("map-1", "around", "around-after", "lmdb-1", "combined-map-1")},
     **{name: {"prefetch_factor"} for name in ("stream-1", "stateful-1")},
 }
 """What AutoFix changes, by kind; nothing of the others."""
 
-MEASURED = ("map-0", "combined-map-0")
+MEASURED = ("map-0", "lmdb-0", "combined-map-0")
 """Whether first workers pay is measured."""
 
 
