@@ -68,11 +68,9 @@ class QueueProbe:
 
     def _look(self) -> None:
         stands_for = self._skipped + 1
-        ready = 0
-        for iterator in self._iterators:
-            here, unpinned = waiting(iterator)
-            ready += here
-            self._unpinned |= unpinned
+        looks = [waiting(iterator) for iterator in self._iterators]
+        self._unpinned |= any(unpinned for _, unpinned in looks)
+        ready = min(here for here, _ in looks)  # of several loaders a step takes one batch each
         self._fetches += stands_for
         self._ready += ready * stands_for
         self._empty += stands_for if not ready else 0
@@ -92,7 +90,7 @@ class QueueProbe:
         self._wait_s += wait_s
         if self._unpinned:
             self._unpinned_wait_s += wait_s
-        elif any(map(_held_up, self._iterators, self._awaited)):
+        elif all(map(_held_up, self._iterators, self._awaited)):  # of several loaders one that is fast has all ready
             self._late_wait_s += wait_s
 
     def times(self) -> QueueTimes:

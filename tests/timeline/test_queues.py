@@ -104,6 +104,23 @@ def test_one_late_batch_that_holds_up_the_rest_is_known_as_such(workers: int, pr
     assert (times.waits, times.wait_s, times.late_wait_s) == (1, 0.3, 0.3)
 
 
+def test_of_two_loaders_the_one_that_has_all_ready_hides_nothing_of_the_other() -> None:
+    data = Data(held=range(24))
+    slow = iter(DataLoader(data, batch_size=None, num_workers=2))
+    fast = iter(DataLoader(Data(), batch_size=None, num_workers=2))
+    until_ready(fast)
+    probe = QueueProbe()
+    probe.watch([fast, slow])
+    probe.before_fetch()
+    for _ in range(2):  # of the four batches that were asked for
+        data.allowed.release()
+    assert (int(next(fast)), int(next(slow))) == (0, 0)
+    probe.after_fetch(0.3)
+    times = probe.times()
+    assert (times.fetches, times.ready, times.empty) == (1, 0, 1)
+    assert (times.waits, times.wait_s, times.late_wait_s) == (1, 0.3, 0.0)
+
+
 def test_results_that_wait_to_be_pinned_are_known_as_such() -> None:
     class Queue:
         def __init__(self, size: int) -> None:
