@@ -79,6 +79,7 @@ class AutoFixController:
         self._evidence = Evidence()
         self._trial: ChangeTrial | None = None
         self._failed: set[str] = set()
+        self._refused: set[tuple[str, str]] = set()
         self._before_change: dict[str, Any] = {}
         self._unpaid: KeptChange | None = None
         self._broadcast: RankBroadcast | None = None
@@ -151,18 +152,18 @@ class AutoFixController:
         wanted = wanted_changes(findings, loader, on_gpu=window.waterfall.on_gpu)
         if (key := self._loader.key) is not None:
             wanted = [each for each in wanted if each.loader in ("", key)]
+        wanted = [each for each in wanted if (each.loader, each.setting) not in self._refused]
         if len(self._evidence.set_ups) < _MIN_SET_UPS:
             wanted = [each for each in wanted if each.setting != "persistent_workers"]
         while (first := first_to_try(wanted, self._fixes, self._failed)) is not None:
             if self._try(first, loader):
                 return
+            wanted = [each for each in wanted if (each.loader, each.setting) not in self._refused]
 
     def _try(self, wanted: Wanted, loader: LoaderFacts) -> bool:
         """Begin a change; False where the setting cannot be changed and the change is only advised."""
         setting, value = wanted.setting, wanted.value
-        if wanted.loader and self._loader.aim(wanted.loader):
-            self._send("aim", wanted.loader, None)
-            self.notes.append(f"Of several training loaders AutoFix changes {wanted.loader!r}, which was found first.")
+        aims = bool(wanted.loader) and self._loader.aim(wanted.loader)
         before = self._loader.now(setting)
         if before is None:  # nobody knows which of several loaders it is about
             before = getattr(loader, setting, None)
@@ -176,9 +177,14 @@ class AutoFixController:
                 raise CannotChange(COSTS_MORE)
             there = self._loader.change(setting, value)
         except CannotChange as reason:
-            self._failed.add(setting)
+            self._refused.add((wanted.loader, setting))
             self._conclude(len(self.changes) - 1, why=str(reason))
+            if aims:
+                self._loader.aim_anew()
             return False
+        if aims:
+            self._send("aim", wanted.loader, None)
+            self.notes.append(f"Of several training loaders AutoFix changes {wanted.loader!r} alone.")
         self._send("change", setting, value)
         if setting == "num_workers" and there and self._loader.now(setting) != value:  # no room for all
             self.changes[-1] = replace(self.changes[-1], to=self._loader.now(setting), predicted=None)

@@ -91,6 +91,10 @@ class AdjustableLoader:
         self.key = key
         return True
 
+    def aim_anew(self) -> None:
+        """Nothing could be changed of the loader that was aimed at: the next :meth:`aim` decides."""
+        self.key = None
+
     @property
     def _index(self) -> int:
         """Of the loader, among the training loaders; -1 where it is not known which of several it is."""
@@ -145,6 +149,8 @@ class AdjustableLoader:
         trainer, managed = self._trainer, self._only
         if managed is None:
             raise CannotChange(self._why_none())
+        if sum(1 for each in self._registry.training if each.inner is managed.loader) > 1:
+            raise CannotChange("it is among the training loaders twice")
         if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
             raise CannotChange("the loaders are made anew while training runs")
         if setting in _WORKERS and (reason := why_left_alone(managed.loader)) is not None:
@@ -187,7 +193,7 @@ class AdjustableLoader:
     @property
     def draws(self) -> bool:
         """Whether an added worker drew random numbers."""
-        return any(each.draws for each in self._managed)
+        return (managed := self._only) is not None and managed.draws
 
     @property
     def looked_s(self) -> float:

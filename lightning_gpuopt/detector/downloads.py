@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Final
 
 _MAX_FILES: Final = 20_000
@@ -14,40 +15,29 @@ class DownloadWatch:
     """Compares the cache folders of streams with what they held when training began."""
 
     def __init__(self) -> None:
-        self._before: dict[str, tuple[int, int]] = {}
+        self._before: dict[str, int] = {}
 
     def begin(self, folders: Iterable[str]) -> None:
         """Look at folders that were not looked at yet, before much is read."""
         for folder in folders:
             if folder not in self._before:
-                self._before[folder] = _held(folder)
+                self._before[folder] = _count(folder)
 
     def notes(self) -> list[str]:
-        """A line for each folder into which files came."""
+        """A line for each folder that holds more files than before."""
         notes = []
-        for folder, (files, size) in self._before.items():
-            now, now_size = _held(folder)
-            if now > files:
-                came = "1 file" if now == files + 1 else f"{now - files} files"
+        for folder, before in self._before.items():
+            if (more := _count(folder) - before) > 0:
                 notes.append(
-                    f"{came} ({(now_size - size) / 1e6:,.0f} MB) came into the cache folder {folder} while training "
-                    "ran: an epoch that downloads says little of those that read from there."
+                    f"{more} more file{'s' * (more > 1)} in the cache folder {folder} than before training: an epoch "
+                    "that downloads says little of those that read from there."
                 )
         return notes
 
 
-def _held(folder: str) -> tuple[int, int]:
-    """Number and bytes of the files in a folder; of one that is not there, none."""
-    files = size = 0
-    for entry in _files(folder):
-        try:
-            size += entry.stat().st_size
-        except OSError:  # evicted meanwhile
-            continue
-        files += 1
-        if files == _MAX_FILES:
-            break
-    return files, size
+def _count(folder: str) -> int:
+    """Number of the files in a folder, so far as they are counted; of one that is not there, none."""
+    return sum(1 for _ in islice(_files(folder), _MAX_FILES))
 
 
 def _files(folder: str) -> Iterator[os.DirEntry[str]]:

@@ -58,7 +58,10 @@ class RandomStates:
 
 
 def drawn_since_seeded() -> Literal["torch", "another"] | None:
-    """The random state from which a worker has drawn since it was seeded, which torch does as it begins."""
+    """The random state from which a worker has drawn since it was seeded, which torch does as it begins.
+
+    Of NumPy's and Python's states the position is looked at: a draw of a multiple of 624 words is not seen.
+    """
     seeded = torch.Generator().manual_seed(torch.initial_seed())
     if not torch.equal(torch.get_rng_state(), seeded.get_state()):
         return "torch"

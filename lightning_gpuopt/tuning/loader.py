@@ -100,7 +100,7 @@ class TunedLoader:
         self._keeps_state = has_own_state(loader)
         self.before = own_workers(loader)
         depth = 0 if not self.before else depth_of(loader)
-        self._check(loader)
+        self._check(loader, loader.dataset if restored is not None and restored.settled else None)
         self._restored = restored = None if restored is None else self._fitting(restored)
         number = loader.num_workers
         if restored is not None:

@@ -158,15 +158,10 @@ class ManagedLoader:
         """Whether a trial in a worker decides as well; that of first workers is another."""
         return setting in BY_TRIAL["changes as it is read"] and self.own_workers > 0
 
-    def _try(self) -> None:
-        """Have a worker read a few samples, once."""
-        if self._seen is None and self.own_workers:
-            self._seen = (self._timed(lambda: why_not_other_workers(self.loader, exact=self._exact)),)
-
     def _comes_now(self, setting: str) -> bool:
         return setting == "num_workers" and self.loader.num_workers > 0 and not self._wrapped
 
-    def _why_not(self, setting: str, value: Any, *, look: bool = True) -> str | None:
+    def _why_not(self, setting: str, value: Any, *, look: bool = True, tried: bool = False) -> str | None:
         if self.now(setting) == value:
             return "it is so already"
         if self._left is not None:
@@ -174,8 +169,8 @@ class ManagedLoader:
         if self._wrapped and setting == "persistent_workers":
             return "the program iterates it inside a loader of its own, which may do so twice at a time"
         if self._is_by_trial(setting):
-            if self._seen is None and self._exact:
-                return "no iterator was begun yet, and so nothing shown of what its workers draw"
+            if self._seen is None and self._exact and not tried:
+                return "nothing has shown yet whether its workers draw"
             if self._seen is not None and self._seen[0] is not None:
                 return self._seen[0]
         running = self.running
@@ -197,11 +192,9 @@ class ManagedLoader:
         Raises:
             CannotChange: it has to stay as it is.
         """
-        reason = self._why_not(setting, value)
-        if reason is None and self._is_by_trial(setting) and self._seen is None:
-            self._try()
-            reason = self._why_not(setting, value)
-        if reason is not None:
+        if self._is_by_trial(setting) and self._seen is None and self._why_not(setting, value, tried=True) is None:
+            self._seen = (why_not_other_workers(self.loader, exact=self._exact),)
+        if (reason := self._why_not(setting, value)) is not None:
             raise CannotChange(reason)
         if self._comes_now(setting):
             return self._resize(value, iterator, last_epoch=last_epoch)
@@ -334,8 +327,6 @@ class ManagedLoader:
         """
         running, loader = self.running, self.loader
         running.compare_dataset()
-        if self._exact:
-            self._try()
         self._make_waiting_changes()
         kept, self._kept = self._kept, None
         if kept is not None:

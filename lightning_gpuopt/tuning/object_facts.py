@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import io
 import math
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import chain, islice
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -178,9 +179,19 @@ def named_by(function: Any) -> Iterator[tuple[str, Any]]:
     """The global variables that a function reads, and its arguments' defaults, by name; nothing of another object."""
     function = getattr(function, "__func__", None) or getattr(function, "fget", None) or function
     code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    yield from ((name, known[name]) for name in names_in(code) if name in known)
+    if code is None:
+        return
+    yield from ((name, known[name]) for name in _globals_of(code) if name in known)
     yield from ((f"{function.__name__}(...)", each) for each in getattr(function, "__defaults__", None) or ())
     yield from (getattr(function, "__kwdefaults__", None) or {}).items()
+
+
+@cache
+def _globals_of(code: CodeType) -> tuple[str, ...]:
+    """The names of global variables that code, and the functions in it, read."""
+    own = [each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    inner = (name for each in code.co_consts if isinstance(each, CodeType) for name in _globals_of(each))
+    return tuple(dict.fromkeys([*own, *inner]))
 
 
 def names_in(code: Any) -> Iterator[str]:
@@ -276,14 +287,26 @@ def entry_of(value: Any, sample: int) -> Any:
 
 
 def drawn_to(generator: Any) -> bytes:
-    """A generator's state."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
+    """A generator's state, to be compared."""
+    state = state_of_generator(generator)
+    return bytes(state.numpy().tobytes()) if isinstance(state, torch.Tensor) else repr(state).encode()
+
+
+def state_of_generator(generator: Any) -> Any:
+    """A generator's state, to be restored."""
     if isinstance(generator, random.Random):
-        return repr(generator.getstate()).encode()
-    if isinstance(generator, np.random.Generator):
-        return repr(generator.bit_generator.state).encode()
-    return repr(generator.get_state()).encode()
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def restore_generator(generator: Any, state: Any) -> None:
+    """Have a generator draw from a state of :func:`state_of_generator` on."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 def items_of(value: Sequence[Any], also: Sequence[int]) -> list[Any]:

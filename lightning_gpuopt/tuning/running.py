@@ -216,7 +216,7 @@ class RunningLoader:
             meanwhile[name] = Same(iter(before[name]))
         vars(loader).update(meanwhile)
         try:
-            iterator = create()
+            iterator = self._create_watched(create)
         finally:
             vars(loader).update(before)
             self._base_seed = None

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import time
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -27,6 +30,7 @@ from torch.utils.data import (
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.tuning.dataset_state import GLOBAL_GENERATORS, DatasetState
+from lightning_gpuopt.tuning.object_facts import facts_of, is_mapped
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +47,9 @@ _DRAW_AT_ONCE: Final = (
 _WRAPS: Final = (BatchSampler, ElasticBatchSampler)
 _MAX_S: Final = 1.0
 """So long a copy of an unknown sampler is iterated at most."""
+
+_MAX_COPIED_BYTES: Final = 64 << 20
+"""Arrays of a dataset up to this size are copied for a sampler that is iterated to be looked at."""
 
 _MANY: Final = 100_000
 """One that has drawn nothing for so many indices, and is not at its end by then, draws at once."""
@@ -122,22 +129,47 @@ def _held_by(sampler: Any, loader: DataLoader[Any]) -> Iterable[tuple[Any, Any]]
 
 
 def _with_own_attributes(dataset: Any) -> Any:
-    """A dataset that holds the same, and keeps to itself what a sampler assigns; itself where that may do harm."""
+    """A dataset that keeps to itself what a sampler does to its attributes; itself where a copy may do harm."""
     kind = type(dataset)
     if hasattr(kind, "__del__") or any(vars(each).get("__slots__") for each in kind.__mro__):
         return dataset
     try:
         twin = object.__new__(kind)
-        vars(twin).update(vars(dataset))
+        vars(twin).update({name: _own(value) for name, value in vars(dataset).items()})
     except TypeError:  # such as a list
         return dataset
     return twin
 
 
-def _are_alike(one: Any, other: Any) -> bool:
-    """Whether two have the same objects as attributes."""
-    mine, theirs = getattr(one, "__dict__", {}), getattr(other, "__dict__", {})
-    return mine.keys() == theirs.keys() and all(mine[name] is theirs[name] for name in mine)
+def _own(value: Any) -> Any:
+    """A copy of a container or an array that a sampler may change in place; else the same object."""
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        is_large = value.nbytes > _MAX_COPIED_BYTES or (isinstance(value, np.ndarray) and is_mapped(value))
+        return value if is_large else copy.copy(value) if isinstance(value, np.ndarray) else value.detach().clone()
+    return copy.copy(value) if type(value) in (list, dict, set, deque, bytearray) else value
+
+
+def _are_alike(own: Any, twin: Any) -> bool:
+    """Whether a twin's attributes are as those that it was made with; what is computed on demand may be new."""
+    mine, theirs = getattr(own, "__dict__", {}), getattr(twin, "__dict__", {})
+    kind: Any = type(own)
+    on_demand = facts_of(kind).cached
+    names = [name for name in mine if mine[name] is not None and name not in on_demand]
+    return all(name in theirs and _is_same(mine[name], theirs[name]) for name in names)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, np.ndarray):
+        return bool(one.shape == other.shape and one.tobytes() == other.tobytes())
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
+    if isinstance(one, (list, deque)):
+        return len(one) == len(other) and all(map(operator.is_, one, other))
+    return bool(one == other)
 
 
 def _exhaust(numbers: Iterable[Any], most: int) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from lightning_gpuopt.tuning.dataset_state import DatasetState
 from lightning_gpuopt.tuning.find import check, workers_can_run
 from lightning_gpuopt.tuning.indices import Batches
 from lightning_gpuopt.tuning.model import receive_cost
+from lightning_gpuopt.tuning.object_facts import restore_generator, state_of_generator
 from lightning_gpuopt.tuning.probe import OutOfTime, first_batches, own_collate
 from lightning_gpuopt.tuning.sharing import forks, held_by, state_of, why_not_shared
 
@@ -214,9 +216,13 @@ class _CheckingCollate:
 
     def __init__(self, collate_fn: Callable[[Any], Any], loader: DataLoader[Any], numbers: Sequence[int]) -> None:
         self._collate_fn = collate_fn
-        self._loader = loader
+        # Not the loader: one with an iterator of its own cannot be pickled.
+        self._parts: Any = SimpleNamespace(
+            dataset=loader.dataset, collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn
+        )
         self._numbers = numbers
         self._random: tuple[torch.Tensor, RandomStates] | None = None
+        self._generators: list[tuple[Any, Any]] | None = None
         self._held: DatasetState | None = None
         self._number = 0
         self._ended = time.perf_counter()
@@ -224,16 +230,28 @@ class _CheckingCollate:
     def __call__(self, samples: Any) -> tuple[Any, _Seen]:
         batch = self._collate_fn(samples)
         read_s = time.perf_counter() - self._ended
-        before, self._random = self._random, (torch.get_rng_state(), RandomStates())
+        before, now = self._random, (torch.get_rng_state(), RandomStates())
         change = None if self._held is None else self._held.change_by_reading()
         if self._number <= _AGAIN[0]:  # what is opened once is open by now
-            self._held = state_of(self._loader, also=self._numbers)
+            self._held = state_of(self._parts, also=self._numbers)
         self._number += 1
         drawn = drawn_since_seeded() if before is None else None
-        if before is not None and not torch.equal(before[0], self._random[0]):
+        if before is not None and not torch.equal(before[0], now[0]):
             drawn = "torch"
-        elif before is not None and before[1] != self._random[1]:
+        elif before is not None and before[1] != now[1]:
             drawn = "another"
+        self._draw_alike(now)
         holds = self._held is not None and any(each.kind == "generator" for each in self._held.held)
         self._ended = time.perf_counter()
         return batch, _Seen(drawn, change, read_s, holds)
+
+    def _draw_alike(self, now: tuple[torch.Tensor, RandomStates]) -> None:
+        """Have each batch drawn from the states after the first: what is drawn and kept is then the same again."""
+        if self._random is None or self._generators is None:
+            held = self._held.held if self._held is not None else []
+            generators = [each.value for each in held if each.kind == "generator"]
+            self._random, self._generators = now, [(each, state_of_generator(each)) for each in generators]
+            return
+        self._random[1].restore()
+        for generator, state in self._generators:
+            restore_generator(generator, state)

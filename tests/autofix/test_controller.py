@@ -113,7 +113,14 @@ class TestBeforeAChange:
         run.windows(SKIPPED + PROOF, FAST)
         run.windows(8, FAST, finding(loader="fast", prefetch_factor=4))
         assert run.log[2:] == []
-        assert run.controller.notes == ["Of several training loaders AutoFix changes 'slow', which was found first."]
+        assert run.controller.notes == ["Of several training loaders AutoFix changes 'slow' alone."]
+
+    def test_where_the_first_cannot_be_changed_the_next_is(self) -> None:
+        run = PlainRun({"num_workers": 1})
+        run.settings.refuses["num_workers"] = "no"
+        tried(run, finding(loader="slow", num_workers=2), finding(loader="fast", prefetch_factor=4))
+        assert run.log == [("aim", "slow"), ("aim anew",), ("aim", "fast"), ("change", "prefetch_factor", 4)]
+        assert run.controller.notes == ["Of several training loaders AutoFix changes 'fast' alone."]
 
 
 class TestAChangeAtOnce:

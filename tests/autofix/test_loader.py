@@ -326,6 +326,11 @@ class TestSeveralLoaders:
         rig.adjustable.undo({"prefetch_factor": 2})
         assert [each.prefetch_factor for each in rig.loaders] == [2, 2]
 
+    def test_one_that_is_there_twice_is_left_alone(self) -> None:
+        rig = Rig(twice := loader(), twice)
+        rig.adjustable.aim("1")
+        assert rig.change("persistent_workers", True) == "it is among the training loaders twice"
+
     def test_the_only_one_needs_no_aim(self) -> None:
         rig = Rig(loader())
         assert not rig.adjustable.aim("1")

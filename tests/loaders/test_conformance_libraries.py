@@ -52,4 +52,4 @@ def test_what_a_stream_downloads_is_a_note(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     dataset = StreamingDataset(remote=str(tmp_path / "mds"), local=str(cache), batch_size=BATCH)
     notes = conformance.report_of(tmp_path, DataLoader(dataset, BATCH)).notes
-    assert any(f"came into the cache folder {cache} while training ran" in note for note in notes)
+    assert any(f"in the cache folder {cache} than before training" in note for note in notes)

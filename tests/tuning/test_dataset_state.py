@@ -465,6 +465,11 @@ class ReadsAGlobalFile:
         return bytes(FILE.read(1))
 
 
+class OfTheSameName:
+    def __getitem__(self, index: int) -> Any:
+        return self.FILE, self.RNG  # type: ignore[attr-defined]
+
+
 class DerivesFromOne(ReadsAGlobalFile):
     def __getitem__(self, index: int) -> float:
         return random.random() + np.random.random()  # which workers seed
@@ -476,6 +481,7 @@ class DerivesFromOne(ReadsAGlobalFile):
         (DrawsFromAGlobal, [("generator", "RNG (Generator)")]),
         (DrawsFromADefault, [("generator", "__getitem__(...) (Random)")]),
         (ReadsAGlobalFile, [("file", "FILE (BufferedReader {file})")]),
+        (OfTheSameName, []),
         (DerivesFromOne, [("file", "FILE (BufferedReader {file})")]),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import random
 import re
@@ -179,21 +180,19 @@ def test_running_workers_are_changed_now_and_the_loader_is_as_before_at_the_end(
 def test_exact_waits_for_a_first_look_and_leaves_alone_what_draws(setting: str) -> None:
     value = {"num_workers": 2, "persistent_workers": True}[setting]
     one = managed(loader(Draws()), exact=True)
-    assert one.when(setting, value) == (
-        "refused because no iterator was begun yet, and so nothing shown of what its workers draw"
-    )
-    one.make_iterator(lambda: None)
+    assert one.when(setting, value) == "refused because nothing has shown yet whether its workers draw"
+    with pytest.raises(CannotChange):
+        one.change(setting, value)
     assert one.when(setting, value) == "refused because its workers draw random numbers (exact=True)"
     assert one.when("prefetch_factor", 4) == "with the next iterator"
-    assert one.looked_s > 0
 
 
 def test_exact_leaves_alone_what_is_not_forked() -> None:
     one = managed(loader(multiprocessing_context="forkserver"), exact=True)
-    one.make_iterator(lambda: None)
-    assert one.when("num_workers", 2) == (
-        "refused because its workers are started by 'forkserver': what they draw cannot be looked at (exact=True)"
-    )
+    with pytest.raises(
+        CannotChange, match="its workers are started by 'forkserver': what they draw cannot be looked at"
+    ):
+        one.change("num_workers", 2)
 
 
 def test_first_workers_that_would_run_the_script_again_are_refused() -> None:
@@ -213,7 +212,32 @@ def test_a_dataset_that_changes_as_it_is_read_keeps_the_workers_it_has(setting: 
     with pytest.raises(CannotChange, match=re.escape(why)):
         one.change(setting, value)
     assert one.when(setting, value) == f"refused because {why}"
-    assert one.looked_s > 0
+
+
+class KeepsWhatItDraws(Numbers):
+    """As many augmentations do."""
+
+    def __init__(self, rng: Any = random) -> None:
+        self.rng, self.params = rng, None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.params = {"angle": self.rng.random(), "scale": float(torch.rand(()))}
+        return torch.tensor([index])
+
+
+@pytest.mark.parametrize("rng", [random, random.Random(1), np.random.default_rng(1), np.random.RandomState(1)])
+def test_what_was_drawn_may_be_kept(rng: Any) -> None:
+    one = managed(loader(KeepsWhatItDraws(rng), num_workers=2))
+    one.change("persistent_workers", True)
+    assert one.refused == {}
+
+
+def test_a_trial_in_spawned_workers_sees_it_beside_workers_that_persist() -> None:
+    source = loader(Counts(), num_workers=1, persistent_workers=True, multiprocessing_context="spawn")
+    iterator: Any = iter(source)
+    with pytest.raises(CannotChange, match="its dataset changes as it is read"):
+        managed(source).change("num_workers", 2)
+    iterator._shutdown_workers()
 
 
 class FailsOnce(Counts):
@@ -238,7 +262,6 @@ def test_a_corrupt_sample_does_not_hide_what_reading_does() -> None:
 def test_what_gives_the_same_when_it_is_read_again_is_served(made: Any) -> None:
     one = managed(loader(made(), sampler=made.keys))
     one.change("persistent_workers", True)
-    assert one.looked_s > 0
     one.make_iterator(lambda: None)
     assert one.refused == {}
 
@@ -266,15 +289,16 @@ def seeds(worker_id: int) -> None:
 def test_exact_sees_a_draw_in_the_first_batch_alone(draw: Callable[[], Any]) -> None:
     for dataset, drawn in ((DrawsAtFirst(draw), True), (DrawsAtFirst(lambda: 1), False)):
         one = managed(loader(dataset, worker_init_fn=seeds), exact=True)
-        one.make_iterator(lambda: None)
+        with contextlib.suppress(CannotChange):
+            one.change("persistent_workers", True)
         assert ("draw random numbers" in one.when("num_workers", 2)) == drawn
 
 
 @pytest.mark.usefixtures("cheap_workers")
 def test_exact_sees_a_generator_that_is_made_in_the_worker() -> None:
     one = managed(loader(OwnGenerator()), exact=True)
-    one.make_iterator(lambda: None)
-    assert one.when("num_workers", 2) == "refused because its workers draw random numbers (exact=True)"
+    with pytest.raises(CannotChange, match=re.escape("its workers draw random numbers (exact=True)")):
+        one.change("num_workers", 2)
     first = managed(loader(OwnGenerator(), num_workers=0), exact=True)
     first.change("num_workers", 2)
     first.make_iterator(lambda: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -86,6 +87,40 @@ def test_a_sampler_that_changes_the_dataset_is_asked_when_it_would_have_been(wit
         "its sampler (Sizes) changes the dataset as it is iterated: earlier would be another dataset"
     )
     assert dataset.size == 32
+
+
+class ShufflesInPlace(Sizes):
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.dataset.by_epoch)
+        return iter(self.dataset.by_epoch)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_what_a_sampler_changes_in_place_is_the_copy_s(kind: Any) -> None:
+    dataset = Sized()
+    dataset.by_epoch = kind(list(range(40)))
+    source = DataLoader(dataset, sampler=ShufflesInPlace(dataset, within=True))
+    assert str(why_not_earlier(source)).startswith("its sampler (ShufflesInPlace) changes the dataset")
+    assert list(dataset.by_epoch) == list(range(40))
+
+
+class Measures(Sized):
+    length: int | None = None
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        self.length = 40
+        return list(range(40))
+
+
+class ByLength(Sizes):
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.dataset.lengths)  # type: ignore[attr-defined]
+
+
+def test_what_a_dataset_computes_on_demand_is_no_change() -> None:
+    dataset = Measures()
+    assert why_not_earlier(DataLoader(dataset, sampler=ByLength(dataset, within=False))) is None
 
 
 class Closes(Sized):
