@@ -232,6 +232,7 @@ def test_what_was_drawn_may_be_kept(rng: Any) -> None:
     assert one.refused == {}
 
 
+@pytest.mark.matrix
 def test_a_trial_in_spawned_workers_sees_it_beside_workers_that_persist() -> None:
     source = loader(Counts(), num_workers=1, persistent_workers=True, multiprocessing_context="spawn")
     iterator: Any = iter(source)
