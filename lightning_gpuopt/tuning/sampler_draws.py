@@ -143,9 +143,11 @@ def _with_own_attributes(dataset: Any) -> Any:
 
 def _own(value: Any) -> Any:
     """A copy of a container or an array that a sampler may change in place; else the same object."""
-    if isinstance(value, (np.ndarray, torch.Tensor)):
-        is_large = value.nbytes > _MAX_COPIED_BYTES or (isinstance(value, np.ndarray) and is_mapped(value))
-        return value if is_large else copy.copy(value) if isinstance(value, np.ndarray) else value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value if value.nbytes > _MAX_COPIED_BYTES or is_mapped(value) else copy.copy(value)
+    if type(value) is torch.Tensor:
+        is_plain = value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized
+        return value.detach().clone() if is_plain and value.nbytes <= _MAX_COPIED_BYTES else value
     return copy.copy(value) if type(value) in (list, dict, set, deque, bytearray) else value
 
 
@@ -164,7 +166,8 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return bool(one.shape == other.shape and one.tobytes() == other.tobytes())
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        same = (one == other) | ((one != one) & (other != other)) if one.shape == other.shape else None  # NaN is NaN
+        return same is not None and bool(same.all())
     if isinstance(one, dict):
         return list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
     if isinstance(one, (list, deque)):

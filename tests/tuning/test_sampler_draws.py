@@ -135,7 +135,16 @@ class Reads(Sizes):
         return iter(range(len(self.dataset)))
 
 
-@pytest.mark.parametrize("kind", [Sized, Closes, type("Listed", (list,), {})])
+class Labelled(Sized):
+    """Has labels that are missing, and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels = torch.tensor([1.0, float("nan")])
+        self.weights = torch.nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize("kind", [Sized, Labelled, Closes, type("Listed", (list,), {})])
 def test_a_sampler_that_only_reads_its_dataset_is_served(kind: Any) -> None:
     dataset = kind()
     assert (
