@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt.compat.lightning import Trainer, train_iterators, train_loader_keys, train_loaders
+from lightning_gpuopt.compat.lightning import Trainer, local_ranks_of, train_iterators, train_loader_keys, train_loaders
 from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
 from lightning_gpuopt.tuning.managed import ManagedLoader
 from lightning_gpuopt.tuning.rules import CannotChange, why_left_alone
@@ -60,7 +60,7 @@ class AdjustableLoader:
         """Manage a loader; the registry calls it."""
         if not seen.is_training or seen.inner is None:
             return
-        ranks = max(min(self._trainer.num_devices, self._trainer.world_size), 1)
+        ranks = local_ranks_of(self._trainer)
         managed = ManagedLoader(seen.inner, local_ranks=ranks, exact=self._exact, wrapped=seen.inner is not seen.loader)
         managed.running.freeze()
         managed.refused = self.refused

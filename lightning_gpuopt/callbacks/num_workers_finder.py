@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from typing_extensions import override
 
@@ -15,6 +15,7 @@ from lightning_gpuopt.utils.arguments import choice, flag, real_number, whole_nu
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 
 Mode = Literal["live", "probe", "off"]
+_SAVED: Final = ("num_workers", "before", "settled", "limited_by", "prefetch_factor")
 
 
 class NumWorkersFinder(CallbackBase):
@@ -117,15 +118,7 @@ class NumWorkersFinder(CallbackBase):
         self._choices, self._restored, self._first_num_workers = {}, {}, None
         if self.mode == "off" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        options = FinderOptions(
-            self.mode,
-            self.step_time_s,
-            self.max_num_workers,
-            self.max_seconds,
-            self.tolerance,
-            self.iterable,
-            self.exact,
-        )
+        options = FinderOptions(**{each.name: getattr(self, each.name) for each in fields(FinderOptions)})
         with Guard(self, trainer):
             self._fit = TunedFit(trainer, options, lambda: self._restored)
 
@@ -159,16 +152,7 @@ class NumWorkersFinder(CallbackBase):
     def state_dict(self) -> dict[str, Any]:
         """The choices: plain numbers."""
         return {
-            "loaders": {
-                index: {
-                    "num_workers": each.num_workers,
-                    "before": each.before,
-                    "settled": each.settled,
-                    "limited_by": each.limited_by,
-                    "prefetch_factor": each.prefetch_factor,
-                }
-                for index, each in self.choices.items()
-            }
+            "loaders": {index: {name: getattr(each, name) for name in _SAVED} for index, each in self.choices.items()}
         }
 
     @override

@@ -56,6 +56,7 @@ __all__ = [
     "is_checkpoint",
     "is_plain_hook",
     "leave_finished_epoch",
+    "local_ranks_of",
     "logging_step",
     "metrics_reduced_in_steps",
     "notify",
@@ -267,6 +268,11 @@ def finished_optimizer_step(trainer: Trainer) -> int | None:
     except AttributeError:
         accumulating = False
     return None if accumulating else logging_step(trainer)
+
+
+def local_ranks_of(trainer: Trainer) -> int:
+    """Ranks on this node, at least 1."""
+    return max(min(trainer.num_devices, trainer.world_size), 1)
 
 
 def train_loaders(trainer: Trainer) -> list[Any]:

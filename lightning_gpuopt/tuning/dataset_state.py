@@ -116,10 +116,10 @@ class _Part:
     def __init__(self, read: Callable[[], Any], kind: str) -> None:
         self.read, self.was, self.kind = read, read(), kind
 
-    def has_changed(self, *, opened: bool = False) -> bool:
+    def has_changed(self, *, opened: bool = False, on_demand: bool = False) -> bool:
         try:
             now = self.read()
-            return bool(now != self.was) and (opened or not _has_only_opened(self.was, now))
+            return bool(now != self.was) and (opened or not _has_only_opened(self.was, now, on_demand=on_demand))
         except Exception:  # comparing arrays raised: they are other objects than before
             return True
 
@@ -196,10 +196,14 @@ class DatasetState:
             self.has_failed, self.is_whole = True, False
             return ()
 
-    def has_changed(self) -> bool:
-        """Whether anything has changed. Files and the like that were opened since do not count."""
+    def has_changed(self, *, but_on_demand: bool = False) -> bool:
+        """Whether anything has changed. Files and the like that were opened since do not count.
+
+        Args:
+            but_on_demand: nor do other attributes that were None or missing.
+        """
         parts = chain(self._near, self._far, *self._of_samples.values())
-        return any(each.has_changed() for each in parts if each.kind != "cache")
+        return any(each.has_changed(on_demand=but_on_demand) for each in parts if each.kind != "cache")
 
     def has_changed_for(self, samples: Iterable[Any]) -> bool:
         """Whether anything has changed, quickly: of long containers, these samples' entries and a few others in turn.
@@ -448,11 +452,11 @@ def is_resource(value: Any) -> bool:
     return any(each.kind == "file" for each in DatasetState(value=value).held)
 
 
-def _has_only_opened(was: Any, now: Any) -> bool:
-    """Whether everything new is a resource opened on demand, or an attribute computed once."""
+def _has_only_opened(was: Any, now: Any, *, on_demand: bool = False) -> bool:
+    """Whether everything new is a resource opened on demand; or, with ``on_demand``, any attribute that was none."""
     if not isinstance(now, dict) or not isinstance(was, dict) or not was.keys() <= now.keys():
         return False
     new = [now[name] for name in now if now[name] is not was.get(name)]
-    return all(was.get(name) is None or now[name] is was[name] or now[name] == was[name] for name in now) and all(
-        is_resource(each) for each in new if each not in was.values()
-    )
+    if not all(was.get(name) is None or now[name] is was[name] or now[name] == was[name] for name in now):
+        return False
+    return on_demand or all(is_resource(each) for each in new if each not in was.values())

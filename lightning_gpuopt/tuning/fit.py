@@ -18,7 +18,7 @@ from lightning_gpuopt.compat.lightning import (
     train_loaders,
 )
 from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
-from lightning_gpuopt.tuning.loader import FinderOptions, LoaderContext, TunedLoader, why_left
+from lightning_gpuopt.tuning.loader import FinderOptions, TunedLoader, why_left
 from lightning_gpuopt.tuning.rules import CannotChange
 from lightning_gpuopt.tuning.workers import WorkersChoice
 
@@ -162,8 +162,8 @@ class TunedFit:
             if index in self._tuned and self._tuned[index].goes_on_with(loader):
                 self._tuned[index].replace(loader)
             else:
-                place = LoaderContext(self.trainer, index, len(loaders) == 1, self._local_ranks)
-                self._tuned[index] = TunedLoader(loader, place, self._options, self._restored().get(index))
+                restored, alone = self._restored().get(index), len(loaders) == 1
+                self._tuned[index] = TunedLoader(self.trainer, loader, index, self._options, restored, alone=alone)
                 self._tuned[index].begin()
         except CannotChange as reason:
             self._leave(index, reason)
@@ -183,7 +183,8 @@ class TunedFit:
 
     def _leave(self, index: int, reason: CannotChange) -> None:
         self._left.add(index)
-        self._tuned.pop(index, None)
+        if (tuned := self._tuned.pop(index, None)) is not None:
+            tuned.managed.end()
         self._say(str(reason))
 
     def _say(self, reason: str) -> None:
@@ -192,7 +193,3 @@ class TunedFit:
     def _fail(self, error: Exception) -> None:
         log.debug("a loader could not be tuned", exc_info=True)
         say_once(self.trainer, "num-workers-failed", f"NumWorkersFinder leaves a loader alone: {error}")
-
-    @property
-    def _local_ranks(self) -> int:
-        return max(min(self.trainer.num_devices, self.trainer.world_size), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,14 +11,15 @@ from typing import Any, Final, Literal
 
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt.compat.lightning import Trainer, logging_step, rank_zero_info, say_once
+from lightning_gpuopt.compat.lightning import Trainer, local_ranks_of, logging_step, rank_zero_info, say_once
 from lightning_gpuopt.tuning.agree import NodeRanks
 from lightning_gpuopt.tuning.caps import room, worker_cap
 from lightning_gpuopt.tuning.find import check, find_num_workers
-from lightning_gpuopt.tuning.managed import DRAWS, MAX_LOOK_S, ManagedLoader, check_first_worker, why_not_other_workers
+from lightning_gpuopt.tuning.managed import DRAWS, ManagedLoader
 from lightning_gpuopt.tuning.rules import AskedChange, CannotChange, has_own_state, why_left_alone, why_not
 from lightning_gpuopt.tuning.running import RunningLoader, depth_of
 from lightning_gpuopt.tuning.sharing import own_workers
+from lightning_gpuopt.tuning.without_workers import check_workers, why_not_other_workers
 from lightning_gpuopt.tuning.workers import NumWorkersResult, WorkersChoice
 
 log = logging.getLogger(__name__)
@@ -43,39 +45,14 @@ class FinderOptions:
     exact: bool = False
 
 
-@dataclass(frozen=True)
-class LoaderContext:
-    """A loader's position in its ``fit``, and the ranks around it.
-
-    Attributes:
-        trainer: the Trainer.
-        index: of the loader, among the training loaders.
-        alone: whether it is the only one.
-        local_ranks: ranks on this node.
-    """
-
-    trainer: Trainer
-    index: int
-    alone: bool
-    local_ranks: int
-
-    @property
-    def name(self) -> str:
-        """The loader in a sentence: empty where there is only one."""
-        return "" if self.alone else f"loader {self.index}: "
-
-    @property
-    def metric(self) -> str:
-        """The key under which its number is logged."""
-        return "loader/num_workers" if self.alone else f"loader/{self.index}/num_workers"
-
-
 class TunedLoader:
     """A loader under tuning.
 
     Args:
+        trainer: the Trainer.
         loader: as Lightning made it ready; about to be iterated.
-        context: which of the training loaders it is, and the ranks.
+        index: of the loader, among the training loaders.
+        alone: whether it is the only one.
         options: what the user asked for.
         restored: the choice of the run that is resumed.
 
@@ -88,9 +65,20 @@ class TunedLoader:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], context: LoaderContext, options: FinderOptions, restored: WorkersChoice | None
+        self,
+        trainer: Trainer,
+        loader: DataLoader[Any],
+        index: int,
+        options: FinderOptions,
+        restored: WorkersChoice | None,
+        *,
+        alone: bool,
     ) -> None:
-        self._context = context
+        self._trainer = trainer
+        self._index = index
+        self._name = "" if alone else f"loader {index}: "
+        self._metric = "loader/num_workers" if alone else f"loader/{index}/num_workers"
+        self._local_ranks = local_ranks_of(trainer)
         self._options = options
         self._result: NumWorkersResult | None = None
         self._prefetch_factor: int | None = None
@@ -105,26 +93,26 @@ class TunedLoader:
         number = loader.num_workers
         if restored is not None:
             self.before, number = restored.before, restored.num_workers
-        elif self._keeps_state and (context.trainer.ckpt_path or getattr(loader, "next_iter_state", None)) is not None:
+        elif self._keeps_state and (trainer.ckpt_path or getattr(loader, "next_iter_state", None)) is not None:
             raise CannotChange(
                 f"a {type(loader).__name__} alone: the state that it resumes from holds for its num_workers only"
             )
         elif not self.before and not number:
-            self._check_first_worker(loader)
             number = 1
         self.managed = self._manage(loader, depth, num_workers=self._allowed(number))
         if restored is not None:
             self._raise_prefetch(restored.prefetch_factor)
-        first = context.trainer.global_rank - context.trainer.local_rank
-        peers = range(first, first + context.local_ranks)
-        self._ranks = NodeRanks(f"num-workers-{first}-{context.index}", context.trainer.global_rank, peers)
+        first = trainer.global_rank - trainer.local_rank
+        peers = range(first, first + self._local_ranks)
+        self._ranks = NodeRanks(f"num-workers-{first}-{index}", trainer.global_rank, peers)
 
     def _manage(self, loader: DataLoader[Any], depth: int | None = None, **more: Any) -> ManagedLoader:
         return ManagedLoader(
             loader,
-            local_ranks=self._context.local_ranks,
+            local_ranks=self._local_ranks,
             max_num_workers=self._options.max_num_workers,
             tolerance=self._options.tolerance,
+            exact=self._options.exact,
             own=self.before,
             depth=depth,
             measures=not self._keeps_state,
@@ -133,49 +121,47 @@ class TunedLoader:
 
     def _check(self, loader: DataLoader[Any], known: Any = None) -> None:
         """Raise :class:`CannotChange` if no other number of workers is safe; a known dataset is not read again."""
+        exact = self._options.exact
         reason = why_not(AskedChange(loader, "num_workers", self.before + 1, self.before, before_first=True))
-        if reason is None and self.before and (self._options.exact or loader.dataset is not known):
-            reason = why_not_other_workers(loader, exact=self._options.exact)
+        if reason is None and (exact or loader.dataset is not known):
+            if self.before:
+                reason = why_not_other_workers(loader, exact=exact)
+            elif not loader.num_workers:
+                reason = self._why_no_first(loader)
         if reason is not None:
             raise CannotChange(f"a loader with num_workers={self.before} alone: {reason}")
 
+    def _why_no_first(self, loader: DataLoader[Any]) -> str | None:
+        """Why a loader that has no workers should have none; None where it may."""
+        options = self._options
+        longest_s = math.inf if options.mode == "live" else options.max_seconds
+        seen = check_workers(loader, longest_s=longest_s, iterable=options.iterable, exact=options.exact)
+        if seen.problem is None and seen.shuffles:
+            self._say(
+                "draws",
+                "reading this dataset draws from the global random state, which without workers decides how the epochs "
+                "after the first are shuffled: with workers their order is another. Give the DataLoader a generator=, "
+                "or NumWorkersFinder(mode='off'), to keep it.",
+            )
+        self._making_s, self._draws = seen.making_s, seen.draws
+        return seen.problem
+
     def _fitting(self, choice: WorkersChoice) -> WorkersChoice:
         """Clip a restored choice to what this machine has room for; a clipped one is measured again."""
-        cap = worker_cap(
-            room(0), max_num_workers=self._options.max_num_workers, local_world_size=self._context.local_ranks
-        )
+        cap = worker_cap(room(0), max_num_workers=self._options.max_num_workers, local_world_size=self._local_ranks)
         if choice.num_workers <= cap.num_workers:
             return choice
-        name = self._context.name
         if self._keeps_state:
-            rank_zero_info(
-                f"NumWorkersFinder: {name}num_workers={choice.num_workers} is kept, though there is room for "
+            self._tell(
+                f"num_workers={choice.num_workers} is kept, though there is room for "
                 f"{cap.num_workers} here: the state that the loader resumes from holds for that number only"
             )
             return choice
-        rank_zero_info(
-            f"NumWorkersFinder: {name}the checkpoint has num_workers={choice.num_workers}, and there is room for "
+        self._tell(
+            f"the checkpoint has num_workers={choice.num_workers}, and there is room for "
             f"{cap.num_workers} here: it is measured again"
         )
         return replace(choice, num_workers=cap.num_workers, settled=False, trials=())
-
-    def _check_first_worker(self, loader: DataLoader[Any]) -> None:
-        """Raise :class:`CannotChange` if a loader that has no workers should have none."""
-        options = self._options
-        longest_s = MAX_LOOK_S if options.mode == "live" else options.max_seconds
-        try:
-            seen = check_first_worker(loader, longest_s=longest_s, iterable=options.iterable, exact=options.exact)
-        except CannotChange as reason:
-            raise CannotChange(f"a loader with num_workers=0 alone: {reason}") from None
-        if seen.shuffles:
-            say_once(
-                self._context.trainer,
-                "num-workers-draws",
-                f"NumWorkersFinder: {self._context.name}reading this dataset draws from the global random state, which "
-                "without workers decides how the epochs after the first are shuffled: with workers their order is "
-                "another. Give the DataLoader a generator=, or NumWorkersFinder(mode='off'), to keep it.",
-            )
-        self._making_s, self._draws = seen.making_s, seen.draws
 
     def restore(self, choice: WorkersChoice) -> None:
         """Use a restored choice that comes after the first iterator, but before the first step."""
@@ -241,8 +227,6 @@ class TunedLoader:
         """
         old = self.running
         self._check(loader, old.loader.dataset)
-        if not self.before and loader.dataset is not old.loader.dataset:
-            self._check_first_worker(loader)
         self.managed = self._manage(loader, policy=old.policy)
         self.running.take_over(old)
         self._raise_prefetch(self._prefetch_factor)
@@ -271,14 +255,12 @@ class TunedLoader:
             )
         if lost is not None and lost.kind == "dataset":
             raise CannotChange(f"a loader with num_workers=0 alone: {lost.why}")
+        if lost is not None and lost.kind == "draws":
+            raise CannotChange(f"a loader alone: {lost.why}")
         if lost is not None and lost.kind == "growth":
             self._not_live()
         elif lost is not None:
-            now = running.loader.num_workers
-            rank_zero_info(f"NumWorkersFinder: {self._context.name}num_workers {before} → {now}: {lost.why}")
-        if self._options.exact and running.draws:
-            self._apply(self.before)
-            raise CannotChange("a loader alone: its workers draw random numbers after all (exact=True)")
+            self._tell(f"num_workers {before} → {running.loader.num_workers}: {lost.why}")
         if running.meter.seen is not None:
             self._attend()
         return running.loader.num_workers != before
@@ -307,14 +289,10 @@ class TunedLoader:
     def _apply(self, number: int) -> None:
         running = self.running
         before = running.loader.num_workers
-        self.managed.apply(number)
+        running.apply(number)
         if running.no_more is not None:
-            say_once(
-                self._context.trainer,
-                f"num-workers-no-more-{self._context.index}",
-                f"NumWorkersFinder: {self._context.name}num_workers stays {running.loader.num_workers}: "
-                f"{running.no_more}.",
-            )
+            number = running.loader.num_workers
+            self._say(f"no-more-{self._index}", f"num_workers stays {number}: {running.no_more}.")
         elif running.problem is not None and running.loader.num_workers != before:
             self._not_live()
         self._warn_of_shared()
@@ -324,16 +302,15 @@ class TunedLoader:
         running = self.running
         held = running.start.shared_file if running.start is not None else None
         if held is not None and running.loader.num_workers > self.before:
-            say_once(
-                self._context.trainer,
-                f"num-workers-shared-{self._context.index}",
-                f"NumWorkersFinder: {self._context.name}the workers share {held}: where they move its position, each "
-                "reads what another asked for. With the number of workers that you gave they share it as well.",
+            self._say(
+                f"shared-{self._index}",
+                f"the workers share {held}: where they move its position, each reads what another asked for. With the "
+                "number of workers that you gave they share it as well.",
             )
 
     def _not_live(self) -> None:
         say_once(
-            self._context.trainer,
+            self._trainer,
             "num-workers-not-live",
             f"NumWorkersFinder cannot change workers that run: {self.running.problem}. "
             f"num_workers is {self.running.loader.num_workers} from the next epoch on.",
@@ -352,7 +329,7 @@ class TunedLoader:
                 options.max_num_workers,
                 max(left_s, options.max_seconds / 2),
                 options.tolerance,
-                self._context.local_ranks,
+                self._local_ranks,
                 options.iterable,
             )
         except Exception as error:  # an error of the dataset's will come in training, too
@@ -367,7 +344,7 @@ class TunedLoader:
         running.freeze()
         if result is None:
             cause = f"num-workers-{why.split(':')[0]}"
-            say_once(self._context.trainer, cause, f"NumWorkersFinder goes on with num_workers={number}: {why}")
+            say_once(self._trainer, cause, f"NumWorkersFinder goes on with num_workers={number}: {why}")
         if number != running.loader.num_workers:
             self._apply(number)
         if result is not None:
@@ -382,23 +359,29 @@ class TunedLoader:
 
     # -- reporting
 
+    def _tell(self, text: str) -> None:
+        rank_zero_info(f"NumWorkersFinder: {self._name}{text}")
+
+    def _say(self, what: str, text: str) -> None:
+        say_once(self._trainer, f"num-workers-{what}", f"NumWorkersFinder: {self._name}{text}")
+
     def _notify(self) -> None:
         """Report and log a choice, once."""
-        choice, trainer = self.choice, self._context.trainer
+        choice, trainer = self.choice, self._trainer
         if choice.num_workers == self._reported:
             return
         self._reported = choice.num_workers
-        rank_zero_info(f"NumWorkersFinder: {self._context.name}{choice}")
+        self._tell(str(choice))
         if (self._draws or self.managed.draws) and choice.num_workers != choice.before:
-            rank_zero_info(f"NumWorkersFinder: {self._context.name}{DRAWS}")
+            self._tell(DRAWS)
         if (advice := self._advice(choice)) is not None:
-            rank_zero_info(f"NumWorkersFinder: {self._context.name}{advice}")
+            self._tell(advice)
         for logger in trainer.loggers:
-            logger.log_metrics({self._context.metric: float(choice.num_workers)}, step=logging_step(trainer))
+            logger.log_metrics({self._metric: float(choice.num_workers)}, step=logging_step(trainer))
 
     def _advice(self, choice: WorkersChoice) -> str | None:
         """Advice on settings that only the program can change without changing what the DataLoader draws."""
-        loader, trainer = self.running.loader, self._context.trainer
+        loader, trainer = self.running.loader, self._trainer
         settings = []
         if choice.num_workers and not loader.persistent_workers and trainer.max_epochs != 1:
             settings.append("persistent_workers=True: its workers are started anew in every epoch")

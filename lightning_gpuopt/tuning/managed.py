@@ -28,16 +28,12 @@ from lightning_gpuopt.compat.dataloader import (
 from lightning_gpuopt.measurements.loader_description import NEXT, NOW
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.live import LivePolicy
-from lightning_gpuopt.tuning.resize import ResizableIterator
 from lightning_gpuopt.tuning.rules import BY_TRIAL, AskedChange, CannotChange, why_not
 from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
 from lightning_gpuopt.tuning.sharing import forks, held_by, own_workers, why_not_shared
-from lightning_gpuopt.tuning.without_workers import WorkersCheck, check_workers, why_not_read_by_others
+from lightning_gpuopt.tuning.without_workers import check_workers, why_not_other_workers
 
 log = logging.getLogger(__name__)
-
-MAX_LOOK_S: Final = 30.0
-"""Seconds without a batch after which a worker may be stuck for ever."""
 
 DRAWS: Final = (
     "random numbers are drawn in the workers: as everywhere in PyTorch they depend on how many workers there are; the "
@@ -53,11 +49,12 @@ class LostWorkers:
     """Why a loader has fewer workers than were asked for.
 
     Attributes:
-        kind: the dataset was changed; a worker that was started in mid-epoch failed; there is no room any longer.
+        kind: the dataset was changed; a worker that was started in mid-epoch failed; workers draw random numbers;
+            there is no room any longer.
         why: the reason.
     """
 
-    kind: Literal["dataset", "growth", "room"]
+    kind: Literal["dataset", "growth", "draws", "room"]
     why: str
 
 
@@ -274,10 +271,6 @@ class ManagedLoader:
             raise CannotChange(f"running workers cannot be changed ({why}), and this epoch is the last")
         return there
 
-    def apply(self, workers: int) -> None:
-        """Set the number of workers to what the policy wants: now if possible, else from the next iterator on."""
-        self.running.apply(workers)
-
     def raise_prefetch(self, factor: int | None) -> bool:
         """Raise ``prefetch_factor`` for later iterators, if its value is lower; True where it was."""
         if factor is None or factor <= (self.loader.prefetch_factor or 0):
@@ -308,9 +301,11 @@ class ManagedLoader:
             return LostWorkers("dataset", running.failure or changed)
         if running.gives_up_growing():
             return LostWorkers("growth", running.failure or "a worker that was started in mid-epoch never gave a batch")
-        if self._exact and running.draws and self.loader.num_workers > self.own_workers > 0:
-            running.apply(self.own_workers)
-            return LostWorkers("growth", "its workers draw random numbers after all (exact=True)")
+        if self._exact and running.draws and self.loader.num_workers > self.own_workers:
+            running.apply(max(self.own_workers, 1))
+            if not self.own_workers:
+                self.take_back("num_workers", 0)  # its workers go on to the end of the epoch
+            return LostWorkers("draws", "its workers draw random numbers after all (exact=True)")
         if (cap := running.no_longer_fits()) is None:
             return None
         running.policy.limited_by = cap.limited_by
@@ -387,7 +382,9 @@ class ManagedLoader:
         loader, running = self.loader, self.running
         if (reason := self._why_not("num_workers", workers)) is not None:
             raise CannotChange(reason)
-        seen = self._timed(lambda: check_workers(loader, longest_s=MAX_LOOK_S))
+        began = time.perf_counter()
+        seen = check_workers(loader, exact=self._exact)
+        self.looked_s += time.perf_counter() - began
         if seen.draws:
             raise CannotChange(
                 "reading the dataset draws from the process's random state, which training's own draws follow: with "
@@ -395,19 +392,10 @@ class ManagedLoader:
             )
         if seen.problem is not None:
             raise CannotChange(seen.problem)
-        if self._exact and seen.holds_generator:
-            raise CannotChange("its dataset makes a random generator in each worker (exact=True)")
         assign(loader, 1)
         assign(loader, min(workers, running.cap().num_workers))
         self._follows = True
         running.policy.set(loader.num_workers)
-
-    def _timed(self, look: Callable[[], Any]) -> Any:
-        began = time.perf_counter()
-        try:
-            return look()
-        finally:
-            self.looked_s += time.perf_counter() - began
 
     def epoch_begins(self) -> None:
         """An epoch begins. With the user's own ``persistent_workers``, no new iterator is made."""
@@ -433,9 +421,8 @@ class ManagedLoader:
             shut_down(kept)
         back = {**{setting: self._next[setting] for setting in self._returns if setting in self._next}, **(back or {})}
         self._next, self._returns = {}, set()
-        iterator = persistent_iterator(loader)
-        if "num_workers" in back and isinstance(iterator, ResizableIterator):
-            iterator.let_go()  # its workers live on, and may become fewer
+        if "num_workers" in back:
+            self.running.let_go()  # its workers may live on, and become fewer
         for setting, value in back.items():
             if setting != "persistent_workers":  # an attribute that we never set on the loader
                 setattr(loader, setting, value)
@@ -463,41 +450,3 @@ def changes_of(loader: DataLoader[Any]) -> tuple[dict[str, str], str | None]:
     if isinstance(loader.dataset, IterableDataset):
         return changes, None
     return changes, why_not_shared(loader, held_by(loader), workers=managed.own_workers)
-
-
-def check_first_worker(loader: DataLoader[Any], *, longest_s: float, iterable: bool, exact: bool) -> WorkersCheck:
-    """See whether a loader that has no workers can have some.
-
-    Args:
-        loader: not iterated yet.
-        longest_s: seconds to wait for a batch.
-        iterable: an ``IterableDataset`` may get workers.
-        exact: only one that was not seen to draw random numbers.
-
-    Raises:
-        CannotChange: it cannot, or gains nothing.
-    """
-    seen = check_workers(loader, iterable=iterable, longest_s=min(longest_s, MAX_LOOK_S))
-    if seen.problem is not None:
-        raise CannotChange(seen.problem)
-    if exact and (seen.draws or seen.holds_generator or isinstance(loader.dataset, IterableDataset)):
-        raise CannotChange("with exact=True its workers must not draw random numbers, and one was seen to")
-    return seen
-
-
-def why_not_other_workers(loader: DataLoader[Any], *, exact: bool) -> str | None:
-    """Why a loader with workers keeps them, by what a worker shows as it reads a few samples; None if it need not.
-
-    Args:
-        loader: it is only looked at.
-        exact: its workers must be shown to draw nothing. A few batches without a draw are no proof.
-    """
-    if isinstance(loader.dataset, IterableDataset):
-        return "what an IterableDataset yields depends on its workers (exact=True)" if exact else None
-    if exact and (method := forks(loader)) is not None:
-        return f"its workers are started by {method!r}: what they draw cannot be looked at (exact=True)"
-    generators = (each for each in held_by(loader) if each.kind == "generator") if exact else ()
-    if (generator := next(iter(generators), None)) is not None:
-        return f"its dataset holds a random generator, {generator} (exact=True)"
-    reason = why_not_read_by_others(loader, longest_s=MAX_LOOK_S, exact=exact)
-    return f"{reason} (exact=True)" if reason is not None and exact else reason

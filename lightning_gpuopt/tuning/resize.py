@@ -39,7 +39,7 @@ from lightning_gpuopt.compat.dataloader import (
 from lightning_gpuopt.tuning.added_workers import AddedWorkers, NoWorkersLeft
 from lightning_gpuopt.tuning.dataset_state import DatasetState
 from lightning_gpuopt.tuning.draws import DrawWatch
-from lightning_gpuopt.tuning.stand_ins import End, Raises, Same
+from lightning_gpuopt.tuning.stand_ins import End, Same, raises
 
 log = logging.getLogger(__name__)
 
@@ -266,7 +266,7 @@ class ResizableIterator(AddedWorkers):
             if self._gpuopt_at_end or (self._gpuopt_depth and self._handed_out + self._gpuopt_depth > self._send_idx):
                 raise
             # Raised later, at the batch where training would have met it without the change.
-            self._sampler_iter = Raises(error.with_traceback(self._without_us(error.__traceback__)))
+            self._sampler_iter = raises(error.with_traceback(self._without_us(error.__traceback__)))
             self._gpuopt_length = self._send_idx
             raise StopIteration from None
 
@@ -520,7 +520,7 @@ def adopt(iterator: Any, loader: DataLoader[Any], depth: int | None = None) -> R
     try:
         adopted._draw_as_far_as_before()
     except Exception as error:  # the sampler's: whoever takes the next batch meets it
-        adopted._sampler_iter = Raises(error.with_traceback(adopted._without_us(error.__traceback__)))
+        adopted._sampler_iter = raises(error.with_traceback(adopted._without_us(error.__traceback__)))
     return adopted
 
 

@@ -166,19 +166,23 @@ class RunningLoader:
         collate_fn = loader.collate_fn
         loader.collate_fn = self._draws.around(collate_fn)
         try:
-            return create()
+            iterator = create()
         finally:
             loader.collate_fn = collate_fn
+        if hasattr(iterator, "_collate_fn"):  # from which come workers that are added, and what is fetched here
+            iterator._collate_fn = collate_fn
+        return iterator
 
     def _create_first(self, create: Callable[[], Any]) -> Any:
         """An iterator with workers for a loader that had none, which goes on without where none can be started."""
         assert self.start is not None
+        given = self.start.state
         states, generator = RandomStates(), self.loader.generator
         state = None if generator is None else generator.get_state()
         try:
             if (reason := why_not_tried()) is not None:
                 raise ResizeUnsupported(reason)
-            return first_workers(self.loader, self.start.state)
+            return self._create_watched(lambda: first_workers(self.loader, given))
         except Exception as error:  # another torch than expected; no more processes, memory or files
             trace = not isinstance(error, ResizeUnsupported)
             log.warning("no worker of the DataLoader could be started: %s", error, exc_info=trace)
@@ -438,6 +442,12 @@ class RunningLoader:
             self.policy.set(self.loader.num_workers, settle=True)
             return
         self._base_seed = end_persistent(self.loader)
+
+    def let_go(self) -> None:
+        """Have iterators leave the loader's ``num_workers`` alone from now on."""
+        for iterator in (self._iterator, persistent_iterator(self.loader)):
+            if isinstance(iterator, ResizableIterator):
+                iterator.let_go()
 
     def done(self) -> None:
         """End with the fit: the loader keeps its number, and the user's own number is remembered."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -21,16 +21,10 @@ def _leave() -> None:
     raise KeyboardInterrupt
 
 
-class Raises:
+def raises(error: Exception) -> Iterator[Any]:
     """In place of a sampler's iterator: raises what that has raised, and ends."""
-
-    def __init__(self, error: Exception) -> None:
-        self._errors = [error]
-
-    def __next__(self) -> Any:
-        if not self._errors:
-            raise StopIteration
-        raise self._errors.pop()
+    yield from ()
+    raise error
 
 
 class Same:

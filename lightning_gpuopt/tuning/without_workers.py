@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -36,6 +37,9 @@ from lightning_gpuopt.tuning.model import receive_cost
 from lightning_gpuopt.tuning.object_facts import restore_generator, state_of_generator
 from lightning_gpuopt.tuning.probe import OutOfTime, first_batches, own_collate
 from lightning_gpuopt.tuning.sharing import forks, held_by, state_of, why_not_shared
+
+_MAX_LOOK_S: Final = 30.0
+"""Seconds without a batch after which a worker may be stuck for ever."""
 
 _BATCHES: Final = 5
 _AGAIN: Final = (2, 3)
@@ -59,25 +63,26 @@ class WorkersCheck:
         draws: whether it draws from any random state of the process: without workers that decides what training draws
             afterwards.
         making_s: seconds that a batch takes to be made.
-        holds_generator: whether the dataset holds a random generator once a worker has read from it.
     """
 
     problem: str | None = None
     shuffles: bool = False
     draws: bool = False
     making_s: float | None = None
-    holds_generator: bool = False
 
 
-def check_workers(loader: DataLoader[Any], *, longest_s: float, iterable: bool = False) -> WorkersCheck:
+def check_workers(
+    loader: DataLoader[Any], *, longest_s: float = _MAX_LOOK_S, iterable: bool = False, exact: bool = False
+) -> WorkersCheck:
     """See whether workers can make a loader's batches, and gain anything by it.
 
     The loader, its dataset, its sampler and the random states are as before; what was read is in the page cache.
 
     Args:
         loader: with ``num_workers=0``, not iterated yet.
+        longest_s: seconds to wait for a batch; half a minute at most.
         iterable: an ``IterableDataset`` will do.
-        longest_s: seconds to wait for a batch.
+        exact: only where the worker was not seen to draw random numbers.
     """
     if (method := forks(loader)) is not None:
         return WorkersCheck(
@@ -87,6 +92,7 @@ def check_workers(loader: DataLoader[Any], *, longest_s: float, iterable: bool =
         return WorkersCheck("worker processes cannot share memory here")
     if (held := why_not_shared(loader, held_by(loader), workers=0)) is not None:
         return WorkersCheck(held)
+    longest_s = min(longest_s, _MAX_LOOK_S)
     try:
         sampling, again = _second_twice(check(loader, iterable))
         looking = _CheckingCollate(own_collate(loader), loader, again)
@@ -95,29 +101,43 @@ def check_workers(loader: DataLoader[Any], *, longest_s: float, iterable: bool =
         return WorkersCheck(f"a worker process gave no batch within {longest_s:g} s")
     except Exception as error:  # such as CUDA in a forked process
         return WorkersCheck(f"a worker process fails: {_first_line(error)}")
-    return _judged(loader, batches)
+    return _judged(loader, batches, exact=exact)
 
 
-def why_not_read_by_others(loader: DataLoader[Any], *, longest_s: float, exact: bool) -> str | None:
+def why_not_other_workers(loader: DataLoader[Any], *, exact: bool) -> str | None:
     """Why the samples of a loader with workers would be others if it had more or fewer; None if no reason was seen.
 
     A worker reads a few of them. The loader, its sampler and the random states are as before.
 
     Args:
-        loader: of a map-style dataset.
-        longest_s: seconds to wait for a batch.
-        exact: whole batches are read, and none of them may draw random numbers; else single samples.
+        loader: with workers.
+        exact: its workers must be shown to draw nothing: whole batches are read, else single samples. A few batches
+            without a draw are no proof.
     """
+    if not exact:
+        return None if isinstance(loader.dataset, IterableDataset) else _why_not_read_by_others(loader, exact=False)
+    if isinstance(loader.dataset, IterableDataset):
+        reason: str | None = "what an IterableDataset yields depends on its workers"
+    elif (method := forks(loader)) is not None:
+        reason = f"its workers are started by {method!r}: what they draw cannot be looked at"
+    elif (generator := next((each for each in held_by(loader) if each.kind == "generator"), None)) is not None:
+        reason = f"its dataset holds a random generator, {generator}"
+    else:
+        reason = _why_not_read_by_others(loader, exact=True)
+    return None if reason is None else f"{reason} (exact=True)"
+
+
+def _why_not_read_by_others(loader: DataLoader[Any], *, exact: bool) -> str | None:
     seen: list[_Seen] = []
     failed = ""
     for _ in range(_TRIES):
         try:
             sampling, again = _second_twice(check(loader), None if exact else 1)
             looking = _CheckingCollate(own_collate(loader), loader, again)
-            seen = [each for _, each in first_batches(loader, sampling, looking, _BATCHES, longest_s)]
+            seen = [each for _, each in first_batches(loader, sampling, looking, _BATCHES, _MAX_LOOK_S)]
             break
         except OutOfTime:
-            return f"a worker process gave no batch within {longest_s:g} s to see what reading does"
+            return f"a worker process gave no batch within {_MAX_LOOK_S:g} s to see what reading does"
         except Exception as error:  # such as one corrupt sample; the next try reads others
             failed = _first_line(error)
     if not seen:  # without exact=True no reason: such as samples that are not numbered
@@ -127,7 +147,7 @@ def why_not_read_by_others(loader: DataLoader[Any], *, longest_s: float, exact: 
     return "its workers draw random numbers" if exact and any(each.drawn or each.holds for each in seen) else None
 
 
-def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]]) -> WorkersCheck:
+def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]], *, exact: bool) -> WorkersCheck:
     drawn = {seen.drawn for _, seen in batches if seen.drawn is not None}
     shuffles = _shuffles(loader, drawn)
     read_s = [seen.read_s for number, (_, seen) in enumerate(batches) if number not in (0, *_AGAIN)]
@@ -136,8 +156,11 @@ def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]]) -> Wo
     taking_s = receive_cost(float(nbytes_of(batches[-1][0])))[1]
     if problem is None and making_s is not None and making_s < taking_s:
         problem = f"a batch is made in {making_s * 1e3:.2g} ms, sooner than a worker process can hand it over"
-    holds = any(seen.holds for _, seen in batches)
-    return WorkersCheck(problem, shuffles, bool(drawn), making_s, holds)
+    if problem is None and exact and (drawn or isinstance(loader.dataset, IterableDataset)):
+        problem = "with exact=True its workers must not draw random numbers, and one was seen to"
+    elif problem is None and exact and any(seen.holds for _, seen in batches):
+        problem = "its dataset makes a random generator in each worker (exact=True)"
+    return WorkersCheck(problem, shuffles, bool(drawn), making_s)
 
 
 def _second_twice(sampling: dict[str, Any], most: int | None = None) -> tuple[dict[str, Any], list[int]]:

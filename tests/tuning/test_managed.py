@@ -306,6 +306,28 @@ def test_exact_sees_a_generator_that_is_made_in_the_worker() -> None:
     assert first.refused == {"num_workers": "its dataset makes a random generator in each worker (exact=True)"}
 
 
+class DrawsInOthers(Numbers):
+    """Draws in all workers but the first, which alone is looked at before."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        info = torch.utils.data.get_worker_info()
+        return torch.tensor([index]) + (0 if info is None or not info.id else torch.randint(1, ()))
+
+
+def test_exact_gives_first_workers_back_where_one_draws_after_all() -> None:
+    source = loader(DrawsInOthers(), num_workers=0)
+    one = managed(source, exact=True)
+    one.change("num_workers", 2)
+    iterator = one.make_iterator(source._get_iterator)
+    samples = [int(each) for _ in range(12) for each in next(iterator)]
+    lost = one.step_done(iterator)
+    assert lost is not None
+    assert (lost.kind, lost.why) == ("draws", "its workers draw random numbers after all (exact=True)")
+    assert (samples, source.num_workers) == (list(range(24)), 1)  # to the end of this epoch
+    assert [int(each) for batch in one.make_iterator(source._get_iterator) for each in batch] == list(range(24))
+    assert (source.num_workers, source.prefetch_factor) == (0, None)
+
+
 class DrawsAtOnce(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         return iter(torch.randperm(24).view(-1, 2).tolist())
@@ -327,7 +349,7 @@ def test_workers_that_persist_are_replaced_without_a_draw_more() -> None:
             seen.append([next(iterator).tolist()])
             one.step_done(iterator)
             if change:
-                one.apply(2)
+                one.running.apply(2)
             seen[-1] += [batch.tolist() for batch in iterator]
             seen.append(torch.rand(1).item())
         assert iterator._num_workers == 1 + change
@@ -364,7 +386,7 @@ def test_what_a_report_asks_iterates_no_sampler() -> None:
     assert (changes["num_workers"], unshared) == ("refused because its sampler (Own) was not looked at", None)
     assert Own.iterated == 0
     assert managed(loader(sampler=Own())).when("num_workers", 2) == "now"
-    assert Own.iterated == 1
+    assert Own.iterated == 0
 
 
 def test_inside_a_loader_of_somebody_s_own_workers_do_not_live_on() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import multiprocessing
+import os
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -203,12 +206,29 @@ def test_the_global_generator_by_another_name() -> None:
     assert "draws from the global generator" in (why_not_earlier(DataLoader(DATA, sampler=sampler)) or "")
 
 
-class NotCopied(Own):
+class OnlyOne(Own):
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("there is but one")
 
 
+def test_one_that_cannot_be_copied_is_served() -> None:
+    assert why_not_earlier(DataLoader(DATA, sampler=OnlyOne())) is None
+
+
 def test_what_cannot_be_seen_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "cannot be copied" in (why_not_earlier(DataLoader(DATA, sampler=NotCopied())) or "")
+    ends = why_not_earlier(DataLoader(DATA, sampler=Own(lambda: os._exit(3))))
+    assert str(ends).startswith("its sampler (Own) ends the process in which it is iterated")
     monkeypatch.setattr(sampler_draws, "_MAX_S", 0.0)
     assert "too slow" in (why_not_earlier(DataLoader(DATA, sampler=Own())) or "")
+    monkeypatch.setattr(sampler_draws, "_PATIENCE_S", 0.0)
+    assert "too slow" in (why_not_earlier(DataLoader(DATA, sampler=Own(threading.Event().wait))) or "")
+    assert not multiprocessing.active_children()
+
+
+def test_nobody_looks_where_no_process_can_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    assert why_not_earlier(DataLoader(DATA, sampler=Own())) == "its sampler (Own) was not looked at"
+
+
+def test_one_that_fails_is_left_to_training() -> None:
+    assert why_not_earlier(DataLoader(DATA, sampler=Own(lambda: 1 / 0))) is None
