@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     RandomSampler,
@@ -31,7 +32,6 @@ from lightning_gpuopt.prefetch.randomness import RandomStates, drawn_since_seede
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.dataset_state import DatasetState
 from lightning_gpuopt.tuning.find import check, workers_can_run
-from lightning_gpuopt.tuning.indices import Batches
 from lightning_gpuopt.tuning.model import receive_cost
 from lightning_gpuopt.tuning.object_facts import restore_generator, state_of_generator
 from lightning_gpuopt.tuning.probe import OutOfTime, first_batches, own_collate
@@ -153,7 +153,7 @@ def _second_twice(sampling: dict[str, Any], most: int | None = None) -> tuple[di
     name = next((each for each in ("batch_sampler", "sampler") if each in sampling), None)
     if name is None:  # an IterableDataset
         return sampling, []
-    if most is not None and isinstance(sampling[name], Batches):
+    if most is not None and isinstance(sampling[name], BatchSampler):
         sampling[name].batch_size = min(sampling[name].batch_size, most)
     first, second, *others = islice(sampling[name], _BATCHES - len(_AGAIN))
     numbers = [each for each in (second if isinstance(second, list) else [second]) if isinstance(each, int)]
