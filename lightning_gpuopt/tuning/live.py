@@ -134,7 +134,6 @@ class LivePolicy:
 
     def _improve(self, seen: LoaderStats, starved: bool, cap: Cap) -> int:
         if starved:
-            self._idle_windows = 0
             more = self._more(seen, cap)
             return self._change(more, seen) if more > self.num_workers else self._settle(seen)
         self.limited_by = "consumer"
@@ -191,15 +190,9 @@ class LivePolicy:
         return needed if 3 * needed <= 2 * count else count
 
     def _model(self, seen: LoaderStats, service_s: float) -> LoaderModel:
-        cpus = (self._cpus, self._cpus, self._cpus)
-        return LoaderModel(
-            service_s=service_s,
-            cpu_s=min(seen.worker_cpu_s or 0.0, service_s),
-            receive_s=(0.0, 0.0, 0.0),  # in the consumer's time
-            consumer_s=max(seen.step_s - seen.wait_s, 1e-6),
-            consumer_cpu_s=seen.consumer_cpu_s,
-            cpus=cpus,
-        )
+        cpu_s = min(seen.worker_cpu_s or 0.0, service_s)
+        consumer_s = max(seen.step_s - seen.wait_s, 1e-6)
+        return LoaderModel(service_s, cpu_s, consumer_s, seen.consumer_cpu_s, (self._cpus,) * 3)
 
     def _change(self, count: int, seen: LoaderStats | None) -> int:
         """Try another number, to be compared with ``seen``."""
