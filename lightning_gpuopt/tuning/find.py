@@ -18,7 +18,7 @@ from lightning_gpuopt.tuning.probe import Clocks, OutOfTime, run_trial
 from lightning_gpuopt.tuning.search import UNEVEN, Search, model_of
 from lightning_gpuopt.tuning.sharing import forks, held_by, why_not_shared
 from lightning_gpuopt.tuning.workers import NumWorkersResult
-from lightning_gpuopt.utils.arguments import flag, or_none, real_number, refuse, whole_number
+from lightning_gpuopt.utils.arguments import flag, or_none, real_number, whole_number
 
 _USUAL_PREFETCH: Final = 2
 _REFINE: Final = 0.6
@@ -71,7 +71,7 @@ def find_num_workers(
     tolerance = real_number("tolerance", tolerance, "a share", above=0, at_most=0.5)
     local_world_size = whole_number("local_world_size", local_world_size, "a number of ranks", least=1)
     max_num_workers = or_none(whole_number, "max_num_workers", max_num_workers, "a number of workers", least=1)
-    sampling = check(dataloader, flag("iterable", iterable))
+    sampling = own_sampling(dataloader, flag("iterable", iterable))
     _warn_of_shared(dataloader, check_shared(dataloader))
     if not workers_can_run(dataloader):
         return NumWorkersResult(0, (), "shared_memory", pin_memory=_pin_memory(dataloader))
@@ -87,32 +87,6 @@ def workers_can_run(dataloader: DataLoader[Any]) -> bool:
     except (OSError, RuntimeError):
         return False
     return True
-
-
-def check(dataloader: DataLoader[Any], iterable: bool = False) -> dict[str, Any]:
-    """Check that a loader can be tried, and make a sampler for the trials.
-
-    Args:
-        dataloader: the loader.
-        iterable: an ``IterableDataset`` will do.
-
-    Returns:
-        Arguments of a DataLoader: a sampler or batch sampler of our own.
-
-    Raises:
-        ValueError: it cannot be tried; says why.
-    """
-    if not isinstance(dataloader, DataLoader):
-        refuse("dataloader", "a torch.utils.data.DataLoader", dataloader, wrong_type=True)
-    if not isinstance(dataloader.dataset, IterableDataset):
-        return own_sampling(dataloader)
-    if not iterable:
-        refuse(
-            "dataloader",
-            "a map-style dataset, or iterable=True, since what an IterableDataset yields depends on num_workers",
-            dataloader.dataset,
-        )
-    return {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
 
 
 def check_shared(dataloader: DataLoader[Any]) -> list[Held]:

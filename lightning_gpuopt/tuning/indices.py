@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from lightning_gpuopt.loading.order import mix, permute
 from lightning_gpuopt.utils.arguments import refuse
@@ -45,12 +45,30 @@ def walk(length: int, *, in_order: bool, seed: int | None = None) -> Iterator[in
         first = 0
 
 
-def own_sampling(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The arguments of a DataLoader that reads this map-style loader's dataset in an endless order of our own.
+def own_sampling(loader: DataLoader[Any], iterable: bool = False) -> dict[str, Any]:
+    """The arguments of a DataLoader that reads this loader's dataset in an endless order of our own.
+
+    Args:
+        loader: the loader; only read.
+        iterable: an ``IterableDataset`` will do, which is read in its own order.
+
+    Returns:
+        Arguments of a DataLoader: a sampler or batch sampler of our own.
 
     Raises:
-        ValueError: the dataset has no length, or none to speak of.
+        ValueError: it cannot be tried: no DataLoader, an ``IterableDataset``, or a dataset without samples that are
+            numbered from 0.
     """
+    if not isinstance(loader, DataLoader):
+        refuse("dataloader", "a torch.utils.data.DataLoader", loader, wrong_type=True)
+    if isinstance(loader.dataset, IterableDataset):
+        if iterable:
+            return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        refuse(
+            "dataloader",
+            "a map-style dataset, or iterable=True, since what an IterableDataset yields depends on num_workers",
+            loader.dataset,
+        )
     try:
         length = len(loader.dataset)  # type: ignore[arg-type]
     except TypeError:

@@ -70,7 +70,6 @@ class LivePolicy:
         window: steps to look at then.
         settled: whether nothing is being tried.
         limited_by: why not more.
-        trials: the last measurement of each number, in the order in which they were first tried.
     """
 
     def __init__(self, num_workers: int, *, cpus: float, tolerance: float = 0.05, prefetch_factor: int = 2) -> None:
@@ -110,9 +109,11 @@ class LivePolicy:
         self._forget_if_another(seen)
         starved = seen.wait_s > self._tolerance * seen.step_s
         before, self._before = self._before, None
-        if before is not None:
-            return self._verify(before, seen, starved, cap)
-        return self._improve(seen, starved, cap)
+        if before is None or self._helped(*before, seen, starved):
+            return self._improve(seen, starved, cap)
+        number, earlier = before
+        self._change(number, None)
+        return self._settle(earlier)
 
     def set(self, num_workers: int, *, settle: bool = False) -> None:
         """Set the number that actually runs: fewer could be started, or other ranks need more.
@@ -147,20 +148,20 @@ class LivePolicy:
             return self.num_workers
         return self._change(fewer, seen)
 
-    def _verify(self, before: tuple[int, LoaderStats], seen: LoaderStats, starved: bool, cap: Cap) -> int:
-        """Keep a change, or take it back."""
-        number, earlier = before
+    def _helped(self, number: int, earlier: LoaderStats, seen: LoaderStats, starved: bool) -> bool:
+        """Whether the change from ``number`` stays; what has not helped is not tried again."""
         if self.num_workers > number:
-            if earlier.step_s < (1 + self._tolerance) * seen.step_s:  # no gain
-                # Where nothing is waited for any more, it was not the data that set the pace: a GPU that works behind
-                # the training loop, or another rank.
-                self.limited_by = "cpu" if starved else "consumer"
-                self._ceiling = number, self.limited_by
-                return self._take_back(number, earlier)
-        elif starved and seen.step_s > (1 + self._tolerance) * earlier.step_s:
+            if earlier.step_s >= (1 + self._tolerance) * seen.step_s:
+                return True
+            # Where nothing is waited for any more, it was not the data that set the pace: a GPU that works behind the
+            # training loop, or another rank.
+            self.limited_by = "cpu" if starved else "consumer"
+            self._ceiling = number, self.limited_by
+            return False
+        if starved and seen.step_s > (1 + self._tolerance) * earlier.step_s:
             self._floor = number
-            return self._take_back(number, earlier)
-        return self._improve(seen, starved, cap)
+            return False
+        return True
 
     def _more(self, seen: LoaderStats, cap: Cap) -> int:
         """How many workers a starved consumer should have; the number now where more would not help."""
@@ -204,11 +205,6 @@ class LivePolicy:
         # what was asked for before comes first, then one round of the first batches of all
         self.skip = self._prefetch_factor * earlier + count
         self.window = _window(count)
-        return count
-
-    def _take_back(self, count: int, earlier: LoaderStats) -> int:
-        self._change(count, None)
-        self._settle(earlier)
         return count
 
     def _settle(self, seen: LoaderStats) -> int:

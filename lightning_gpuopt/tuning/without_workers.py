@@ -31,7 +31,8 @@ from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.prefetch.randomness import RandomStates, drawn_since_seeded
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.dataset_state import DatasetState
-from lightning_gpuopt.tuning.find import check, workers_can_run
+from lightning_gpuopt.tuning.find import workers_can_run
+from lightning_gpuopt.tuning.indices import own_sampling
 from lightning_gpuopt.tuning.model import receive_cost
 from lightning_gpuopt.tuning.object_facts import restore_generator, state_of_generator
 from lightning_gpuopt.tuning.probe import OutOfTime, first_batches, own_collate
@@ -88,7 +89,7 @@ def check_workers(loader: DataLoader[Any], *, longest_s: float, iterable: bool =
     if (held := why_not_shared(loader, held_by(loader), workers=0)) is not None:
         return WorkersCheck(held)
     try:
-        sampling, again = _second_twice(check(loader, iterable))
+        sampling, again = _second_twice(own_sampling(loader, iterable))
         looking = _CheckingCollate(own_collate(loader), loader, again)
         batches = first_batches(loader, sampling, looking, _BATCHES, longest_s)
     except OutOfTime:
@@ -112,7 +113,7 @@ def why_not_read_by_others(loader: DataLoader[Any], *, longest_s: float, exact: 
     failed = ""
     for _ in range(_TRIES):
         try:
-            sampling, again = _second_twice(check(loader), None if exact else 1)
+            sampling, again = _second_twice(own_sampling(loader), None if exact else 1)
             looking = _CheckingCollate(own_collate(loader), loader, again)
             seen = [each for _, each in first_batches(loader, sampling, looking, _BATCHES, longest_s)]
             break
