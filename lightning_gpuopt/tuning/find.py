@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt.tuning.caps import Cap, files_left, files_wanted, prefetch_that_fits, room, worker_cap
-from lightning_gpuopt.tuning.dataset_state import Held
 from lightning_gpuopt.tuning.indices import own_sampling
 from lightning_gpuopt.tuning.model import most_workers, prefetch_needed
 from lightning_gpuopt.tuning.probe import Clocks, OutOfTime, run_trial
@@ -72,10 +71,15 @@ def find_num_workers(
     local_world_size = whole_number("local_world_size", local_world_size, "a number of ranks", least=1)
     max_num_workers = or_none(whole_number, "max_num_workers", max_num_workers, "a number of workers", least=1)
     sampling = own_sampling(dataloader, flag("iterable", iterable))
-    _warn_of_shared(dataloader, check_shared(dataloader))
-    if not workers_can_run(dataloader):
-        return NumWorkersResult(0, (), "shared_memory", pin_memory=_pin_memory(dataloader))
-    return _Finder(dataloader, sampling, step_time_s, max_num_workers, max_seconds, tolerance, local_world_size).run()
+    for sentence in check_shared(dataloader):
+        warnings.warn(f"find_num_workers: {sentence}.", stacklevel=2)
+    result = NumWorkersResult(0, (), "shared_memory")
+    if workers_can_run(dataloader):
+        result = _Finder(
+            dataloader, sampling, step_time_s, max_num_workers, max_seconds, tolerance, local_world_size
+        ).run()
+    # Copies to a GPU run beside its work only from page-locked memory. Not asked for before workers are forked.
+    return replace(result, pin_memory=bool(dataloader.pin_memory) or torch.cuda.is_available())
 
 
 def workers_can_run(dataloader: DataLoader[Any]) -> bool:
@@ -89,11 +93,11 @@ def workers_can_run(dataloader: DataLoader[Any]) -> bool:
     return True
 
 
-def check_shared(dataloader: DataLoader[Any]) -> list[Held]:
+def check_shared(dataloader: DataLoader[Any]) -> list[str]:
     """Refuse a loader whose samples more workers would read wrongly.
 
     Returns:
-        What it holds that cannot simply be copied to workers; nothing of an ``IterableDataset``.
+        What to warn of: a file that the user's workers share already, and a generator that workers would copy.
 
     Raises:
         ValueError: its dataset holds an open file or the like that no two of its workers share already.
@@ -102,25 +106,15 @@ def check_shared(dataloader: DataLoader[Any]) -> list[Held]:
     files = [each for each in held if each.kind == "file"]
     if (reason := why_not_shared(dataloader, files, workers=dataloader.num_workers)) is not None:
         raise ValueError(f"dataloader: expected a dataset that workers can share, but {reason}")
-    return held
-
-
-def _warn_of_shared(dataloader: DataLoader[Any], held: list[Held]) -> None:
-    """Warn of resources that the user's workers share already, and of generators that workers would copy."""
-    shared = next((each for each in held if each.kind == "file" and forks(dataloader) is None), None)
-    if shared is not None:
-        warnings.warn(
-            f"find_num_workers: the workers share {shared}: where they move its position, each reads what another "
-            "asked for. Open it in the worker, when the first sample is read.",
-            stacklevel=3,
+    sentences = []
+    if files and forks(dataloader) is None:
+        sentences.append(
+            f"the workers share {files[0]}: where they move its position, each reads what another asked for. Open it "
+            "in the worker, when the first sample is read"
         )
     if (reason := why_not_shared(dataloader, held, workers=dataloader.num_workers)) is not None:
-        warnings.warn(f"find_num_workers: {reason}.", stacklevel=3)
-
-
-def _pin_memory(dataloader: DataLoader[Any]) -> bool:
-    """Copies to a GPU run beside its work only from page-locked memory."""
-    return bool(dataloader.pin_memory) or torch.cuda.is_available()
+        sentences.append(reason)
+    return sentences
 
 
 @dataclass
@@ -166,8 +160,7 @@ class _Finder:
             result = self._search.choose(self._cap())
         else:  # not one batch came in time
             result = NumWorkersResult(max(min(self.loader.num_workers, self._cap().num_workers), 1), (), "time")
-        pin_memory = _pin_memory(self.loader)
-        return replace(result, prefetch_factor=self._prefetch, pin_memory=pin_memory, persistent_workers=True)
+        return replace(result, prefetch_factor=self._prefetch, persistent_workers=True)
 
     def _cap(self) -> Cap:
         """The most workers that fit, by what the trials so far have seen."""

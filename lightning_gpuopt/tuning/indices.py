@@ -76,9 +76,10 @@ def own_sampling(loader: DataLoader[Any], iterable: bool = False) -> dict[str, A
     if not length:
         refuse("dataloader", "a dataset with at least one sample", loader.dataset)
     batched: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    in_order = type(getattr(batched, "sampler", batched)) is SequentialSampler
+    sampler = getattr(batched, "sampler", batched)
+    in_order = type(sampler) is SequentialSampler
     samples = walk(length, in_order=in_order)
-    chosen = getattr(getattr(batched, "sampler", batched), "indices", None)  # such as SubsetRandomSampler's
+    chosen = getattr(sampler, "indices", None)  # such as SubsetRandomSampler's
     if isinstance(chosen, Sequence) and not isinstance(chosen, (str, bytes)) and chosen:
         samples = map(chosen.__getitem__, walk(len(chosen), in_order=in_order))
     if loader.batch_sampler is None and not hasattr(batched, "batch_size"):

@@ -84,7 +84,7 @@ class LivePolicy:
         self._settled_step_s: float | None = None
         self._ceiling: tuple[int, LimitedBy] | None = None
         self._floor = 1
-        self._idle_windows = 0
+        self._idle = False
         self._look_again = _LOOK_AGAIN
         self.skip = max(num_workers, 2)
         self.window = _window(num_workers)
@@ -141,8 +141,8 @@ class LivePolicy:
         fewer = self._fewer(seen)
         if fewer >= self.num_workers:
             return self._settle(seen)
-        self._idle_windows += 1
-        if self._idle_windows < 2:
+        if not self._idle:
+            self._idle = True
             self.settled = False
             self.skip, self.window = 0, max(_IDLE_WINDOW, _window(self.num_workers))
             return self.num_workers
@@ -199,7 +199,7 @@ class LivePolicy:
         """Try another number, to be compared with ``seen``."""
         earlier, self.num_workers = self.num_workers, count
         self._before = (earlier, seen) if seen is not None else None
-        self._idle_windows = 0
+        self._idle = False
         self._look_again = _LOOK_AGAIN
         self.settled = False
         # what was asked for before comes first, then one round of the first batches of all
@@ -209,7 +209,7 @@ class LivePolicy:
 
     def _settle(self, seen: LoaderStats) -> int:
         self._settled_step_s = seen.step_s
-        self._idle_windows = 0
+        self._idle = False
         self.settled = True
         self.skip, self.window = self._look_again, _window(self.num_workers)
         self._look_again = min(2 * self._look_again, _LOOK_AGAIN_AT_LAST)

@@ -227,20 +227,23 @@ class _TrialReading:
     def run(self, began: float) -> Measured:
         """Read batches until the figures are precise enough, or until the deadline."""
         clocks = self.clocks
-        warm = 0
-        while warm < self.workers and self._fetch():  # a worker's first batch contains one-time work
-            warm += 1
-        if not warm:
+        while len(self._ends) < self.workers and self._fetch():
+            pass  # a worker's first batch contains one-time work
+        if not self._ends:
             raise OutOfTime
         startup_s = clocks.now() - began
         times_before, cpu_before, own_before = self.timed.times(self.workers), self._cpu_s(), clocks.cpu()
         start = clocks.now()
-        while warm == self.workers and self._round() and not self._enough(clocks.now() - start):
+        while len(self._ends) >= self.workers and self._round() and not self._enough(clocks.now() - start):
             pass
         own_cpu_s, worker_cpu_s = clocks.cpu() - own_before, self._cpu_s() - cpu_before
         times = self.timed.times(self.workers) - times_before
-        waits_s, elapsed_s = self._whole_rounds(start)
-        if not waits_s:  # nothing came after the first round: that one has to do
+        waits_s, ends = self._waits_s[self.workers :], self._ends[self.workers :]
+        if waits_s:
+            # Workers that were started together deliver in bursts: only whole rounds, if any, say how fast they are.
+            whole = len(waits_s) // self.workers * self.workers or len(waits_s)
+            waits_s, elapsed_s = waits_s[:whole], ends[whole - 1] - start
+        else:  # nothing came after the first round: that one has to do
             waits_s, elapsed_s = self._waits_s, clocks.now() - began
         rate, wait_s = len(waits_s) / max(elapsed_s, 1e-9), sum(waits_s) / len(waits_s)
         seen = max(len(self._waits_s) - self.workers, 1)
@@ -268,16 +271,6 @@ class _TrialReading:
             if not self._fetch():
                 return False
         return True
-
-    def _whole_rounds(self, start: float) -> tuple[list[float], float]:
-        """The waits after the warm-up, and the time that they were measured in.
-
-        Workers that were started together deliver in bursts: only whole rounds say how fast they are. Where there is
-        not one, what there is.
-        """
-        waits_s, ends = self._waits_s[self.workers :], self._ends[self.workers :]
-        whole = len(waits_s) // self.workers * self.workers or len(waits_s)
-        return waits_s[:whole], ends[whole - 1] - start if whole else 0.0
 
     def _fetch(self) -> bool:
         """Take a batch; False when there is none: the deadline has come, or the data has ended."""
@@ -321,9 +314,8 @@ class _TrialReading:
         batches = len(self._waits_s) - self.workers
         if elapsed_s < _MIN_S or batches < max(_MIN_BATCHES, _MIN_ROUNDS * self.workers):
             return False
-        if times.busy_s < _HARDLY_BUSY * self.workers * elapsed_s:
-            return True
-        return (times.unevenness or 0.0) <= times.batches * _EVEN_ENOUGH**2
+        hardly_busy = times.busy_s < _HARDLY_BUSY * self.workers * elapsed_s
+        return hardly_busy or (times.unevenness or 0.0) <= times.batches * _EVEN_ENOUGH**2
 
     def _receive_s(self, service_s: float) -> float:
         """Cost of taking a batch that lies ready: of most batches, or of two after a pause."""

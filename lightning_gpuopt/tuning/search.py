@@ -129,7 +129,8 @@ class Search:
     def _more(self, cap: Cap) -> int | None:
         """Where the largest number tried is the best, and nothing says that it is the end: larger ones."""
         within = self._within(cap)
-        top, count = max(within, key=_count), max(map(_count, within))
+        top = within[-1]
+        count = _count(top)
         if _count(self._enough(within)) != count or count >= cap.num_workers:
             return None
         if self._is_fed(top) or _is_busy(top) or self._cpu_share(top) >= _ALL_BUSY:
@@ -157,13 +158,9 @@ class Search:
         enough = self._enough(within)
         as_good, number = self._as_good * _rate(enough), _count(enough)
         least = self._least(enough)
-        smaller = [each for each in within if least <= _count(each) < number]
-        larger = sorted((each for each in within if _count(each) > number), key=_rate, reverse=True)
-        doubtful = [
-            each
-            for each in [*smaller, *larger[:1]]
-            if _rate(each) >= _DISTURBED * as_good and not self._is_sure(_count(each))
-        ]
+        rivals = [each for each in within if least <= _count(each) < number]
+        rivals += sorted((each for each in within if _count(each) > number), key=_rate, reverse=True)[:1]
+        doubtful = [each for each in rivals if _rate(each) >= _DISTURBED * as_good and not self._is_sure(_count(each))]
         first = min(doubtful, key=lambda each: (len(self._trials(_count(each))), -_rate(each)), default=None)
         return None if first is None else _count(first)
 
@@ -176,13 +173,12 @@ class Search:
         return [each for each in self.seen if _count(each) == count]
 
     def _within(self, cap: Cap) -> Sequence[Measured]:
-        """One measurement for each number that still fits; what a worker takes may have grown since.
+        """One measurement for each number that still fits, smallest first; what a worker takes may have grown since.
 
         Of repeated trials those that agree, by their mean: what else runs on a machine makes a trial slower, hardly
         ever faster, but the best of several is also the luckiest.
         """
-        counts = sorted(set(map(_count, self.seen)))
-        counts = [count for count in counts if count <= cap.num_workers]
+        counts = sorted({count for count in map(_count, self.seen) if count <= cap.num_workers})
         return [_mean(_agreeing(self._trials(count))) for count in counts]
 
     def _enough(self, trials: Sequence[Measured]) -> Measured:
@@ -195,13 +191,14 @@ class Search:
 
     def _is_fed(self, measured: Measured) -> bool:
         """Whether the consumer gets all the batches that it can take, by its own time."""
-        if _count(measured) == 1 and _own(measured) < _OWN:  # it and its consumer wait for one another
+        own = 1 - measured.trial.data_wait_s * measured.trial.batches_per_s
+        if _count(measured) == 1 and own < _OWN:  # it and its consumer wait for one another
             return False
         return _rate(measured) * measured.consumer_s >= self._as_good
 
     def _more_would_idle(self, chosen: Measured, cap: Cap) -> bool:
         """Whether more workers than these were seen to have less to do."""
-        top = max(self._within(cap), key=_count)
+        top = self._within(cap)[-1]
         return _count(top) > _count(chosen) and _busy(top) < min(_BUSY, _busy(chosen))
 
     def _cpu_share(self, measured: Measured) -> float:
@@ -231,11 +228,6 @@ def _rate(measured: Measured) -> float:
     """Batches per second that can be kept up: a trial may have lived on what was prepared before it began."""
     possible = _count(measured) / measured.service_s if measured.service_s > 0 else math.inf
     return min(measured.trial.batches_per_s, _MEASURED_TWICE * possible)
-
-
-def _own(measured: Measured) -> float:
-    """Share of its time that the consumer does not spend on getting batches, 0-1."""
-    return 1 - measured.trial.data_wait_s * measured.trial.batches_per_s
 
 
 def _busy(measured: Measured) -> float:
