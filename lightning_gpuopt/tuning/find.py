@@ -97,7 +97,8 @@ def check_shared(dataloader: DataLoader[Any]) -> list[str]:
     """Refuse a loader whose samples more workers would read wrongly.
 
     Returns:
-        What to warn of: a file that the user's workers share already, and a generator that workers would copy.
+        What to warn of: a file that the user's workers share already; a random generator, or a tensor on a GPU, that
+        workers would get.
 
     Raises:
         ValueError: its dataset holds an open file or the like that no two of its workers share already.
@@ -137,11 +138,11 @@ class _Finder:
         self._room = room()
         self._cpus = self._room.cpus / self.local_world_size
         self._search = Search(self._cpus, self.tolerance)
+        self._seen = self._search.seen
         self._prefetch = self.loader.prefetch_factor or _USUAL_PREFETCH
 
     def run(self) -> NumWorkersResult:
         """Run trials until no further one would change the choice, or the time is up."""
-        seen = self._search.seen
         with suppress(OutOfTime):
             while (count := self._next_count()) is not None:
                 measured = run_trial(
@@ -153,10 +154,10 @@ class _Finder:
                     deadline=self._deadline,
                     clocks=self._clocks,
                 )
-                seen.append(measured)
-                if len(seen) <= 2:  # repeated: a hiccup in the first trial will not be in the second
-                    self._prefetch = self._prefetch_for(min(each.unevenness for each in seen))
-        if seen:
+                self._seen.append(measured)
+                if len(self._seen) <= 2:  # repeated: a hiccup in the first trial will not be in the second
+                    self._prefetch = self._prefetch_for(min(each.unevenness for each in self._seen))
+        if self._seen:
             result = self._search.choose(self._cap())
         else:  # not one batch came in time
             result = NumWorkersResult(max(min(self.loader.num_workers, self._cap().num_workers), 1), (), "time")
@@ -164,22 +165,21 @@ class _Finder:
 
     def _cap(self) -> Cap:
         """The most workers that fit, by what the trials so far have seen."""
-        seen = self._search.seen
-        tensors = max((each.batch_tensors for each in seen), default=0)
+        tensors = max((each.batch_tensors for each in self._seen), default=0)
         files = files_left(files_wanted(most_workers(self._cpus), self._prefetch, tensors))
         return worker_cap(
             replace(self._room, files=files),
             max_num_workers=self.max_num_workers,
             local_world_size=self.local_world_size,
-            worker_bytes=max((each.worker_bytes or 0 for each in seen), default=None),
-            batch_bytes=max((each.batch_bytes or 0.0 for each in seen), default=None),
+            worker_bytes=max((each.worker_bytes or 0 for each in self._seen), default=None),
+            batch_bytes=max((each.batch_bytes or 0.0 for each in self._seen), default=None),
             batch_tensors=tensors,
             prefetch_factor=self._prefetch,
         )
 
     def _prefetch_for(self, unevenness: float) -> int:
         """Batches ahead that bridge the slow ones, and fit."""
-        first = self._search.seen[0]
+        first = self._seen[0]
         factor = self.loader.prefetch_factor or _USUAL_PREFETCH
         workers = model_of(first, self._cpus).workers_needed(self._cap().num_workers)
         if unevenness >= UNEVEN:
@@ -191,15 +191,14 @@ class _Finder:
 
     def _next_count(self) -> int | None:
         """The workers of the next trial: no more than the time left allows, and then none that were tried already."""
-        seen = self._search.seen
         count = self._search.next_count(self._cap(), in_haste=self._clocks.now() > self._refine_until)
-        while count is not None and seen and not self._time_for(count):
-            count = count - 1 if count - 1 > max(each.trial.num_workers for each in seen) else None
+        while count is not None and self._seen and not self._time_for(count):
+            count = count - 1 if count - 1 > max(each.trial.num_workers for each in self._seen) else None
         return count
 
     def _time_for(self, count: int) -> bool:
         """Whether a trial of so many workers would see enough before the deadline."""
-        first, cpus = self._search.seen[0], max(self._cpus, 0.1)
+        first, cpus = self._seen[0], max(self._cpus, 0.1)
         startup_s = max(first.startup_s, count * first.startup_cpu_s / cpus)
         round_s = max(first.service_s, count * first.consumer_s, count * first.cpu_s / cpus)
         return self._clocks.now() + startup_s + round_s <= self._deadline
