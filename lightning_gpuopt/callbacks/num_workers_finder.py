@@ -11,7 +11,7 @@ from lightning_gpuopt.compat.lightning import STEP_OUTPUT, LightningModule, Trai
 from lightning_gpuopt.tuning.fit import TunedFit
 from lightning_gpuopt.tuning.loader import FinderOptions
 from lightning_gpuopt.tuning.workers import Trial, WorkersChoice
-from lightning_gpuopt.utils.arguments import choice, flag, real_number, whole_number
+from lightning_gpuopt.utils.arguments import choice, flag, or_none, real_number, whole_number
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 
 Mode = Literal["live", "probe", "off"]
@@ -70,14 +70,8 @@ class NumWorkersFinder(CallbackBase):
     ) -> None:
         super().__init__()
         self.mode: Mode = "off" if mode is False else choice("mode", mode, get_args(Mode))  # type: ignore[arg-type]
-        self.step_time_s = step_time_s
-        if step_time_s is not None:
-            self.step_time_s = real_number("step_time_s", step_time_s, "seconds", least=0, or_none=True)
-        self.max_num_workers = max_num_workers
-        if max_num_workers is not None:
-            self.max_num_workers = whole_number(
-                "max_num_workers", max_num_workers, "a number of workers", least=1, or_none=True
-            )
+        self.step_time_s = or_none(real_number, "step_time_s", step_time_s, "seconds", least=0)
+        self.max_num_workers = or_none(whole_number, "max_num_workers", max_num_workers, "a number of workers", least=1)
         self.max_seconds = real_number("max_seconds", max_seconds, "seconds", above=0)
         self.tolerance = real_number("tolerance", tolerance, "a share", above=0, at_most=0.5)
         self.iterable = flag("iterable", iterable)

@@ -64,11 +64,12 @@ def run(options: Namespace) -> int:
         UsageError: there is no such function, or what it returns cannot be tried.
     """
     loader = _load(options.loader)
-    from lightning_gpuopt.tuning.find import check, check_shared, find_num_workers
+    from lightning_gpuopt.tuning.find import check_shared, find_num_workers
+    from lightning_gpuopt.tuning.indices import own_sampling
     from lightning_gpuopt.utils.arguments import ArgumentTypeError
 
     try:
-        check(loader, options.iterable)
+        own_sampling(loader, options.iterable)
         check_shared(loader)
     except (ArgumentTypeError, ValueError) as error:
         raise UsageError(_in_words(str(error), options.loader)) from error

@@ -175,7 +175,7 @@ def _threads_of(pid: int, proc: str) -> list[str]:
         return []
 
 
-def _times_of(threads: Sequence[str]) -> _Times | None:
+def times_of(threads: Sequence[str]) -> _Times | None:
     """What threads have computed, and have waited for a CPU; None when one of them is gone."""
     times: _Times = {}
     try:
@@ -392,12 +392,12 @@ class HostWatch:
     def _worker_times(self, pid: int) -> _Times | None:
         """What the threads of a process have computed, and have waited for a CPU."""
         if pid in self._own_threads:
-            return _times_of([f"{self._proc}/self/task/{pid}/schedstat"])
+            return times_of([f"{self._proc}/self/task/{pid}/schedstat"])
         known = self._threads.get(pid)
-        if known and (times := _times_of(known)):
+        if known and (times := times_of(known)):
             return times
         threads = self._threads[pid] = _threads_of(pid, self._proc)
-        return _times_of(threads) if threads else None
+        return times_of(threads) if threads else None
 
     def _run(self) -> None:
         while True:

@@ -45,9 +45,7 @@ class NodeRanks:
         self._clock = clock
         self._sleep = sleep
         self._rounds = 0
-        self._store = store
-        if len(self._peers) > 1 and store is None:
-            self._store = open_store(name)
+        self._store = open_store(name) if store is None and len(self._peers) > 1 else store
 
     def most(self, number: int, patience_s: float = 0.0) -> int:
         """Exchange numbers with the other ranks; waits for them, for a limited time.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
+import shutil
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +14,7 @@ import psutil
 import torch.multiprocessing
 
 from lightning_gpuopt.telemetry.host import cgroups, usable_cpus
+from lightning_gpuopt.telemetry.process import entries
 from lightning_gpuopt.timeline.worker_clock import tensors_in
 from lightning_gpuopt.tuning.model import most_workers
 from lightning_gpuopt.tuning.workers import LimitedBy
@@ -22,8 +24,6 @@ _PART_OF_MEMORY: Final = 0.5
 
 _PART_TO_KEEP: Final = 0.95
 """Workers are removed where they and their batches fill more than this share of the memory."""
-
-_ANY_NUMBER: Final = 1 << 20
 
 _PART_FOR_BATCHES: Final = 0.25
 """Share of the available memory for batches that are prepared ahead."""
@@ -41,11 +41,6 @@ THREADS_OF_A_WORKER: Final = 4
 """Threads of a worker: its main thread, one that sends batches, one that serves their files; one here feeds it."""
 
 _THREADS_FOR_OTHERS: Final = 32
-
-_NO_LIMIT: Final = 1 << 60
-"""cgroup v1 writes "no limit" as a number larger than any machine's memory."""
-
-_SHARED_MEMORY: Final = Path("/dev/shm")
 
 BY_NAME: Final = (
     "each tensor on its way is an open file, and this process may open no more: put "
@@ -124,7 +119,7 @@ def worker_cap(
         keep: of workers that run already: how many may stay. Only what is really short counts then, and no reserve.
     """
     most = max_num_workers if max_num_workers is not None else most_workers(room.cpus / local_world_size)
-    caps = [Cap(_ANY_NUMBER if keep else most, "max_num_workers")]
+    caps = [Cap(sys.maxsize if keep else most, "max_num_workers")]
     of_memory, of_shared = (_PART_TO_KEEP,) * 2 if keep else (_PART_OF_MEMORY, _PART_OF_SHARED_MEMORY)
     if room.memory_bytes is not None and worker_bytes:
         each = worker_bytes + prefetch_factor * (batch_bytes or 0.0)
@@ -194,9 +189,7 @@ def files_left(wanted: int = 0, proc: Path = Path("/proc")) -> int | None:
         wanted: where fewer are left, the soft limit is raised to the hard one first.
         proc: where procfs is mounted.
     """
-    try:
-        opened = len(os.listdir(proc / "self/fd"))
-    except OSError:
+    if (opened := entries(f"{proc}/self/fd")) is None:
         return None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft - opened < wanted and soft != hard:
@@ -220,13 +213,12 @@ def processes_left(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path
     return max(min(left), 0) if left else None
 
 
-def free_shared_memory(path: Path = _SHARED_MEMORY) -> int | None:
+def free_shared_memory(path: Path = Path("/dev/shm")) -> int | None:
     """Free bytes in ``/dev/shm``; None where there is no such place."""
     try:
-        status = os.statvfs(path)
+        return shutil.disk_usage(path).free
     except OSError:
         return None
-    return status.f_bavail * status.f_frsize
 
 
 def available_memory(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int:
@@ -243,18 +235,10 @@ def available_memory(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Pa
 def _left_in(group: Path) -> int | None:
     """Bytes that a cgroup still allows, its page cache counted as free; None where it sets no limit."""
     try:
-        if (group / "memory.max").exists():
-            text = (group / "memory.max").read_text().strip()
-            if text == "max":
-                return None
-            limit, used = int(text), int((group / "memory.current").read_text())
-        else:
-            limit = int((group / "memory.limit_in_bytes").read_text())
-            used = int((group / "memory.usage_in_bytes").read_text())
-        if limit >= _NO_LIMIT:
-            return None
+        v2 = (group / "memory.max").exists()
+        limit, used = ("memory.max", "memory.current") if v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        left = int((group / limit).read_text()) - int((group / used).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-    except (OSError, ValueError):
+        return max(left + int(stat.get("total_inactive_file", stat.get("inactive_file", 0))), 0)
+    except (OSError, ValueError):  # also "max"; v1 has a number larger than any machine's memory instead
         return None
-    return max(limit - used + cache, 0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -16,7 +17,7 @@ from lightning_gpuopt.tuning.probe import Clocks, OutOfTime, run_trial
 from lightning_gpuopt.tuning.search import UNEVEN, Search, model_of
 from lightning_gpuopt.tuning.sharing import forks, held_by, why_not_shared
 from lightning_gpuopt.tuning.workers import NumWorkersResult
-from lightning_gpuopt.utils.arguments import flag, real_number, refuse, whole_number
+from lightning_gpuopt.utils.arguments import flag, or_none, real_number, whole_number
 
 _USUAL_PREFETCH: Final = 2
 _REFINE: Final = 0.6
@@ -68,15 +69,17 @@ def find_num_workers(
     max_seconds = real_number("max_seconds", max_seconds, "seconds", above=0)
     tolerance = real_number("tolerance", tolerance, "a share", above=0, at_most=0.5)
     local_world_size = whole_number("local_world_size", local_world_size, "a number of ranks", least=1)
-    if max_num_workers is not None:
-        max_num_workers = whole_number("max_num_workers", max_num_workers, "a number of workers", least=1, or_none=True)
-    sampling = check(dataloader, flag("iterable", iterable))
-    check_shared(dataloader)
-    _warn_of_shared(dataloader)
-    if not workers_can_run(dataloader):
-        return NumWorkersResult(0, (), "shared_memory", pin_memory=_pin_memory(dataloader))
-    finder = _Finder(dataloader, sampling, step_time_s, max_num_workers, max_seconds, tolerance, local_world_size)
-    return finder.run()
+    max_num_workers = or_none(whole_number, "max_num_workers", max_num_workers, "a number of workers", least=1)
+    sampling = own_sampling(dataloader, flag("iterable", iterable))
+    for sentence in check_shared(dataloader):
+        warnings.warn(f"find_num_workers: {sentence}.", stacklevel=2)
+    result = NumWorkersResult(0, (), "shared_memory")
+    if workers_can_run(dataloader):
+        result = _Finder(
+            dataloader, sampling, step_time_s, max_num_workers, max_seconds, tolerance, local_world_size
+        ).run()
+    # Copies to a GPU run beside its work only from page-locked memory. Not asked for before workers are forked.
+    return replace(result, pin_memory=bool(dataloader.pin_memory) or torch.cuda.is_available())
 
 
 def workers_can_run(dataloader: DataLoader[Any]) -> bool:
@@ -90,172 +93,112 @@ def workers_can_run(dataloader: DataLoader[Any]) -> bool:
     return True
 
 
-def check(dataloader: DataLoader[Any], iterable: bool = False) -> dict[str, Any]:
-    """Check that a loader can be tried, and make a sampler for the trials.
-
-    Args:
-        dataloader: the loader.
-        iterable: an ``IterableDataset`` will do.
+def check_shared(dataloader: DataLoader[Any]) -> list[str]:
+    """Refuse a loader whose samples more workers would read wrongly.
 
     Returns:
-        Arguments of a DataLoader: a sampler or batch sampler of our own.
-
-    Raises:
-        ValueError: it cannot be tried; says why.
-    """
-    if not isinstance(dataloader, DataLoader):
-        refuse("dataloader", "a torch.utils.data.DataLoader", dataloader, wrong_type=True)
-    if not isinstance(dataloader.dataset, IterableDataset):
-        return own_sampling(dataloader)
-    if not iterable:
-        refuse(
-            "dataloader",
-            "a map-style dataset, or iterable=True, since what an IterableDataset yields depends on num_workers",
-            dataloader.dataset,
-        )
-    return {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
-
-
-def check_shared(dataloader: DataLoader[Any]) -> None:
-    """Refuse a loader whose samples more workers would read wrongly.
+        What to warn of: a file that the user's workers share already; a random generator, or a tensor on a GPU, that
+        workers would get.
 
     Raises:
         ValueError: its dataset holds an open file or the like that no two of its workers share already.
     """
-    if isinstance(dataloader.dataset, IterableDataset):
-        return
-    files = [each for each in held_by(dataloader) if each.kind == "file"]
+    held = [] if isinstance(dataloader.dataset, IterableDataset) else held_by(dataloader)
+    files = [each for each in held if each.kind == "file"]
     if (reason := why_not_shared(dataloader, files, workers=dataloader.num_workers)) is not None:
         raise ValueError(f"dataloader: expected a dataset that workers can share, but {reason}")
-
-
-def _warn_of_shared(dataloader: DataLoader[Any]) -> None:
-    """Warn of resources that the user's workers share already, and of generators that workers would copy."""
-    held = [] if isinstance(dataloader.dataset, IterableDataset) else held_by(dataloader)
-    shared = next((each for each in held if each.kind == "file" and forks(dataloader) is None), None)
-    if shared is not None:
-        warnings.warn(
-            f"find_num_workers: the workers share {shared}: where they move its position, each reads what another "
-            "asked for. Open it in the worker, when the first sample is read.",
-            stacklevel=3,
+    sentences = []
+    if files and forks(dataloader) is None:
+        sentences.append(
+            f"the workers share {files[0]}: where they move its position, each reads what another asked for. Open it "
+            "in the worker, when the first sample is read"
         )
     if (reason := why_not_shared(dataloader, held, workers=dataloader.num_workers)) is not None:
-        warnings.warn(f"find_num_workers: {reason}.", stacklevel=3)
+        sentences.append(reason)
+    return sentences
 
 
-def _pin_memory(dataloader: DataLoader[Any]) -> bool:
-    """Copies to a GPU run beside its work only from page-locked memory."""
-    return bool(dataloader.pin_memory) or torch.cuda.is_available()
-
-
+@dataclass
 class _Finder:
-    """One search."""
+    """One search: the arguments of :func:`find_num_workers`, and of a DataLoader a sampler for the trials."""
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        sampling: dict[str, Any],
-        step_time_s: float,
-        max_num_workers: int | None,
-        max_seconds: float,
-        tolerance: float,
-        local_world_size: int,
-    ) -> None:
-        self._loader = loader
-        self._sampling = sampling
-        self._step_s = step_time_s
-        self._max = max_num_workers
-        self._ranks = local_world_size
+    loader: DataLoader[Any]
+    sampling: dict[str, Any]
+    step_time_s: float
+    max_num_workers: int | None
+    max_seconds: float
+    tolerance: float
+    local_world_size: int
+
+    def __post_init__(self) -> None:
         self._clocks = Clocks()
         began = self._clocks.now()
-        self._refine_until = began + _REFINE * max_seconds
-        self._deadline = began + max_seconds - min(_RESERVE * max_seconds, _MAX_RESERVE_S)
+        self._refine_until = began + _REFINE * self.max_seconds
+        self._deadline = began + self.max_seconds - min(_RESERVE * self.max_seconds, _MAX_RESERVE_S)
         self._room = room()
-        self._cpus = self._room.cpus / local_world_size
-        self._search = Search(self._cpus, tolerance)
-        self._prefetch = loader.prefetch_factor or _USUAL_PREFETCH
+        self._cpus = self._room.cpus / self.local_world_size
+        self._search = Search(self._cpus, self.tolerance)
+        self._seen = self._search.seen
+        self._prefetch = self.loader.prefetch_factor or _USUAL_PREFETCH
 
     def run(self) -> NumWorkersResult:
         """Run trials until no further one would change the choice, or the time is up."""
-        while (
-            count := self._search.next_count(self._cap(), in_haste=self._clocks.now() > self._refine_until)
-        ) is not None:
-            affordable = self._affordable(count)
-            if affordable is None:
-                break
-            try:
+        with suppress(OutOfTime):
+            while (count := self._next_count()) is not None:
                 measured = run_trial(
-                    self._loader,
-                    self._sampling,
-                    affordable,
+                    self.loader,
+                    self.sampling,
+                    count,
                     prefetch_factor=self._prefetch,
-                    step_time_s=self._step_s,
+                    step_time_s=self.step_time_s,
                     deadline=self._deadline,
                     clocks=self._clocks,
                 )
-            except OutOfTime:
-                break
-            seen = self._search.seen
-            seen.append(measured)
-            if len(seen) <= 2:  # repeated: a hiccup in the first trial will not be in the second
-                self._prefetch = self._prefetch_for(min(each.unevenness for each in seen))
-        return self._result()
+                self._seen.append(measured)
+                if len(self._seen) <= 2:  # repeated: a hiccup in the first trial will not be in the second
+                    self._prefetch = self._prefetch_for(min(each.unevenness for each in self._seen))
+        if self._seen:
+            result = self._search.choose(self._cap())
+        else:  # not one batch came in time
+            result = NumWorkersResult(max(min(self.loader.num_workers, self._cap().num_workers), 1), (), "time")
+        return replace(result, prefetch_factor=self._prefetch, persistent_workers=True)
 
     def _cap(self) -> Cap:
         """The most workers that fit, by what the trials so far have seen."""
-        seen = self._search.seen
-        tensors = max((each.batch_tensors for each in seen), default=0)
+        tensors = max((each.batch_tensors for each in self._seen), default=0)
         files = files_left(files_wanted(most_workers(self._cpus), self._prefetch, tensors))
         return worker_cap(
             replace(self._room, files=files),
-            max_num_workers=self._max,
-            local_world_size=self._ranks,
-            worker_bytes=max((each.worker_bytes or 0 for each in seen), default=None),
-            batch_bytes=max((each.batch_bytes or 0.0 for each in seen), default=None),
+            max_num_workers=self.max_num_workers,
+            local_world_size=self.local_world_size,
+            worker_bytes=max((each.worker_bytes or 0 for each in self._seen), default=None),
+            batch_bytes=max((each.batch_bytes or 0.0 for each in self._seen), default=None),
             batch_tensors=tensors,
             prefetch_factor=self._prefetch,
         )
 
     def _prefetch_for(self, unevenness: float) -> int:
         """Batches ahead that bridge the slow ones, and fit."""
-        first = self._search.seen[0]
-        factor = self._loader.prefetch_factor or _USUAL_PREFETCH
+        first = self._seen[0]
+        factor = self.loader.prefetch_factor or _USUAL_PREFETCH
         workers = model_of(first, self._cpus).workers_needed(self._cap().num_workers)
         if unevenness >= UNEVEN:
             factor = max(factor, prefetch_needed(first.service_s, unevenness, first.consumer_s, workers, now=1))
         fits = prefetch_that_fits(
-            self._room, workers=workers, batch_bytes=first.batch_bytes or 0.0, local_world_size=self._ranks
+            self._room, workers=workers, batch_bytes=first.batch_bytes or 0.0, local_world_size=self.local_world_size
         )
         return factor if fits is None else min(factor, fits)
 
-    def _affordable(self, count: int) -> int | None:
-        """This number of workers, or the most that the time left allows; None if that was tried already."""
-        seen = self._search.seen
-        while seen and not self._time_for(count):
-            count -= 1
-            if count <= max(each.trial.num_workers for each in seen):
-                return None
+    def _next_count(self) -> int | None:
+        """The workers of the next trial: no more than the time left allows, and then none that were tried already."""
+        count = self._search.next_count(self._cap(), in_haste=self._clocks.now() > self._refine_until)
+        while count is not None and self._seen and not self._time_for(count):
+            count = count - 1 if count - 1 > max(each.trial.num_workers for each in self._seen) else None
         return count
 
     def _time_for(self, count: int) -> bool:
         """Whether a trial of so many workers would see enough before the deadline."""
-        first, cpus = self._search.seen[0], max(self._cpus, 0.1)
+        first, cpus = self._seen[0], max(self._cpus, 0.1)
         startup_s = max(first.startup_s, count * first.startup_cpu_s / cpus)
         round_s = max(first.service_s, count * first.consumer_s, count * first.cpu_s / cpus)
         return self._clocks.now() + startup_s + round_s <= self._deadline
-
-    def _result(self) -> NumWorkersResult:
-        seen, pin_memory = self._search.seen, _pin_memory(self._loader)
-        if not seen:  # not one batch came in time
-            count = max(min(self._loader.num_workers, self._cap().num_workers), 1)
-            return NumWorkersResult(count, (), "time", None, self._prefetch, pin_memory, True)
-        choice = self._search.choose(self._cap())
-        return NumWorkersResult(
-            choice.num_workers,
-            tuple(each.trial for each in seen),
-            choice.limited_by,
-            choice.batches_per_s,
-            prefetch_factor=self._prefetch,
-            pin_memory=pin_memory,
-            persistent_workers=True,
-        )

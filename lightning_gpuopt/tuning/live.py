@@ -70,7 +70,6 @@ class LivePolicy:
         window: steps to look at then.
         settled: whether nothing is being tried.
         limited_by: why not more.
-        trials: the last measurement of each number, in the order in which they were first tried.
     """
 
     def __init__(self, num_workers: int, *, cpus: float, tolerance: float = 0.05, prefetch_factor: int = 2) -> None:
@@ -85,7 +84,7 @@ class LivePolicy:
         self._settled_step_s: float | None = None
         self._ceiling: tuple[int, LimitedBy] | None = None
         self._floor = 1
-        self._idle_windows = 0
+        self._idle = False
         self._look_again = _LOOK_AGAIN
         self.skip = max(num_workers, 2)
         self.window = _window(num_workers)
@@ -110,9 +109,11 @@ class LivePolicy:
         self._forget_if_another(seen)
         starved = seen.wait_s > self._tolerance * seen.step_s
         before, self._before = self._before, None
-        if before is not None:
-            return self._verify(before, seen, starved, cap)
-        return self._improve(seen, starved, cap)
+        if before is None or self._helped(*before, seen, starved):
+            return self._improve(seen, starved, cap)
+        number, earlier = before
+        self._change(number, None)
+        return self._settle(earlier)
 
     def set(self, num_workers: int, *, settle: bool = False) -> None:
         """Set the number that actually runs: fewer could be started, or other ranks need more.
@@ -134,34 +135,33 @@ class LivePolicy:
 
     def _improve(self, seen: LoaderStats, starved: bool, cap: Cap) -> int:
         if starved:
-            self._idle_windows = 0
             more = self._more(seen, cap)
             return self._change(more, seen) if more > self.num_workers else self._settle(seen)
         self.limited_by = "consumer"
         fewer = self._fewer(seen)
         if fewer >= self.num_workers:
             return self._settle(seen)
-        self._idle_windows += 1
-        if self._idle_windows < 2:
+        if not self._idle:
+            self._idle = True
             self.settled = False
             self.skip, self.window = 0, max(_IDLE_WINDOW, _window(self.num_workers))
             return self.num_workers
         return self._change(fewer, seen)
 
-    def _verify(self, before: tuple[int, LoaderStats], seen: LoaderStats, starved: bool, cap: Cap) -> int:
-        """Keep a change, or take it back."""
-        number, earlier = before
+    def _helped(self, number: int, earlier: LoaderStats, seen: LoaderStats, starved: bool) -> bool:
+        """Whether the change from ``number`` stays; what has not helped is not tried again."""
         if self.num_workers > number:
-            if earlier.step_s < (1 + self._tolerance) * seen.step_s:  # no gain
-                # Where nothing is waited for any more, it was not the data that set the pace: a GPU that works behind
-                # the training loop, or another rank.
-                self.limited_by = "cpu" if starved else "consumer"
-                self._ceiling = number, self.limited_by
-                return self._take_back(number, earlier)
-        elif starved and seen.step_s > (1 + self._tolerance) * earlier.step_s:
+            if earlier.step_s >= (1 + self._tolerance) * seen.step_s:
+                return True
+            # Where nothing is waited for any more, it was not the data that set the pace: a GPU that works behind the
+            # training loop, or another rank.
+            self.limited_by = "cpu" if starved else "consumer"
+            self._ceiling = number, self.limited_by
+            return False
+        if starved and seen.step_s > (1 + self._tolerance) * earlier.step_s:
             self._floor = number
-            return self._take_back(number, earlier)
-        return self._improve(seen, starved, cap)
+            return False
+        return True
 
     def _more(self, seen: LoaderStats, cap: Cap) -> int:
         """How many workers a starved consumer should have; the number now where more would not help."""
@@ -191,21 +191,15 @@ class LivePolicy:
         return needed if 3 * needed <= 2 * count else count
 
     def _model(self, seen: LoaderStats, service_s: float) -> LoaderModel:
-        cpus = (self._cpus, self._cpus, self._cpus)
-        return LoaderModel(
-            service_s=service_s,
-            cpu_s=min(seen.worker_cpu_s or 0.0, service_s),
-            receive_s=(0.0, 0.0, 0.0),  # in the consumer's time
-            consumer_s=max(seen.step_s - seen.wait_s, 1e-6),
-            consumer_cpu_s=seen.consumer_cpu_s,
-            cpus=cpus,
-        )
+        cpu_s = min(seen.worker_cpu_s or 0.0, service_s)
+        consumer_s = max(seen.step_s - seen.wait_s, 1e-6)
+        return LoaderModel(service_s, cpu_s, consumer_s, seen.consumer_cpu_s, (self._cpus,) * 3)
 
     def _change(self, count: int, seen: LoaderStats | None) -> int:
         """Try another number, to be compared with ``seen``."""
         earlier, self.num_workers = self.num_workers, count
         self._before = (earlier, seen) if seen is not None else None
-        self._idle_windows = 0
+        self._idle = False
         self._look_again = _LOOK_AGAIN
         self.settled = False
         # what was asked for before comes first, then one round of the first batches of all
@@ -213,14 +207,9 @@ class LivePolicy:
         self.window = _window(count)
         return count
 
-    def _take_back(self, count: int, earlier: LoaderStats) -> int:
-        self._change(count, None)
-        self._settle(earlier)
-        return count
-
     def _settle(self, seen: LoaderStats) -> int:
         self._settled_step_s = seen.step_s
-        self._idle_windows = 0
+        self._idle = False
         self.settled = True
         self.skip, self.window = self._look_again, _window(self.num_workers)
         self._look_again = min(2 * self._look_again, _LOOK_AGAIN_AT_LAST)

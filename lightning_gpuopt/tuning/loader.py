@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_gpuopt.compat.lightning import Trainer, local_ranks_of, logging_step, rank_zero_info, say_once
 from lightning_gpuopt.tuning.agree import NodeRanks
 from lightning_gpuopt.tuning.caps import room, worker_cap
-from lightning_gpuopt.tuning.find import check, find_num_workers
+from lightning_gpuopt.tuning.find import find_num_workers
+from lightning_gpuopt.tuning.indices import own_sampling
 from lightning_gpuopt.tuning.managed import DRAWS, ManagedLoader
 from lightning_gpuopt.tuning.rules import AskedChange, CannotChange, has_own_state, why_left_alone, why_not
 from lightning_gpuopt.tuning.running import RunningLoader, depth_of
@@ -395,7 +396,7 @@ def why_left(loader: Any, options: FinderOptions) -> str | None:
     reason = why_left_alone(loader, iterable=options.iterable)
     if reason is None and options.mode == "probe":
         try:
-            check(loader, options.iterable)
+            own_sampling(loader, options.iterable)
         except ValueError as error:
             return f"a loader alone: {error}"
     return reason

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final
 
 from lightning_gpuopt.compat.dataloader import in_the_making, lies_ready, workers_of
+from lightning_gpuopt.telemetry.host import times_of
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.caps import files_of
 from lightning_gpuopt.tuning.live import LoaderStats
@@ -50,7 +50,13 @@ class FetchMeter:
         self.asleep = skip
         self.seen: LoaderStats | None = None
         self._window = window
-        self._forget()
+        self._last: float | None = None
+        self._waits: list[float] = []
+        self._owns: list[float] = []
+        self._ready: list[float] = []
+        self._busy: list[int] = []
+        self._cpu_began: tuple[float | None, float] = None, 0.0
+        self._bytes, self._tensors = 0.0, 0
 
     def sleep(self) -> None:
         """Measure nothing until :meth:`begin`."""
@@ -60,22 +66,11 @@ class FetchMeter:
         """Begin with a new iterator: its first batches and the time between epochs are not representative."""
         if self.seen is None:
             self.asleep = max(self.asleep, skip)
-            self._last: float | None = None
-
-    def _forget(self) -> None:
-        self._last = None
-        self._waits: list[float] = []
-        self._owns: list[float] = []
-        self._ready: list[float] = []
-        self._busy: list[int] = []
-        self._cpu_began: tuple[float | None, float] | None = None
-        self._bytes, self._tensors = 0.0, 0
+            self._last = None
 
     def fetch(self, iterator: Any, take: Callable[[], Any]) -> Any:
         """Take a batch, and note how long that took."""
         workers = workers_of(iterator)
-        if self._cpu_began is None:
-            self._cpu_began = _cpu_s(workers), time.process_time()
         ready, busy = lies_ready(iterator), in_the_making(iterator)
         began = self._clock()
         batch = take()
@@ -92,9 +87,9 @@ class FetchMeter:
         if busy is not None:
             self._busy.append(busy)
         if len(self._waits) >= self._window:
-            self.seen = self._close(workers)
-            self._forget()
-            self.asleep = _NEVER
+            seen = self._close(workers)
+            self.sleep()
+            self.seen = seen
         return batch
 
     def _close(self, workers: Any) -> LoaderStats:
@@ -105,7 +100,6 @@ class FetchMeter:
         usual_s = median(self._owns)
         usual = [own for own in self._owns if own <= _PAUSE * usual_s]
         own_s = fmean(usual if len(usual) > _USUAL * steps else self._owns)
-        assert self._cpu_began is not None
         cpu_before, process_before = self._cpu_began
         cpu_after, process_s = _cpu_s(workers), time.process_time() - process_before
         worker_cpu_s = None if cpu_before is None or cpu_after is None else max(cpu_after - cpu_before, 0.0) / steps
@@ -145,9 +139,7 @@ def place(meter: FetchMeter, iterator: Any) -> bool:
     return True
 
 
-def _cpu_s(workers: Any, proc: Path = Path("/proc")) -> float | None:
+def _cpu_s(workers: Any) -> float | None:
     """CPU seconds of these processes' main threads; None where that cannot be read."""
-    try:
-        return sum(int((proc / str(each.pid) / "schedstat").read_text().split()[0]) for each in workers) / 1e9
-    except (OSError, ValueError, IndexError):
-        return None
+    times = times_of([f"/proc/{each.pid}/schedstat" for each in workers])
+    return None if times is None else sum(ran for ran, _ in times.values()) / 1e9

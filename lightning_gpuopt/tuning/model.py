@@ -50,20 +50,21 @@ class LoaderModel:
     Attributes:
         service_s: wall time that a worker needs.
         cpu_s: CPU time in it.
-        receive_s: the training process's own cost of taking a batch from a worker: (low, mid, high).
         consumer_s: the step without its wait for data.
         consumer_cpu_s: CPU time of the training process for a step, without loading.
         cpus: CPUs that may be used at once, more where others leave them: (pessimistic, expected, optimistic).
+        receive_s: the training process's own cost of taking a batch from a worker: (low, mid, high); 0 where it was
+            measured, in the consumer's time.
         spread: relative uncertainty of the times, for example 0.1.
         unevenness: variance of a worker's time over the square of its mean.
     """
 
     service_s: float
     cpu_s: float
-    receive_s: Interval
     consumer_s: float
     consumer_cpu_s: float
     cpus: Interval
+    receive_s: Interval = (0.0, 0.0, 0.0)
     spread: float = MIN_SPREAD
     unevenness: float = 0.0
 

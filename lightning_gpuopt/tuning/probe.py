@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -91,11 +91,9 @@ def run_trial(
     clocks = clocks or Clocks()
     timed = TimedCollate(own_collate(loader))
     began = clocks.now()
-    twin = _twin(loader, sampling, num_workers, prefetch_factor, timed, deadline - began)
-    iterator = _start(twin)
+    iterator = _start(loader, sampling, num_workers, prefetch_factor, timed, deadline - began)
     try:
-        reading = _TrialReading(iterator, timed, num_workers, step_time_s, deadline, clocks)
-        return reading.run(began)
+        return _TrialReading(iterator, timed, num_workers, step_time_s, deadline, clocks).run(began)
     finally:
         _stop(iterator, max(min(deadline - clocks.now(), _GRACE_S), _MIN_GRACE_S))
 
@@ -117,7 +115,7 @@ def first_batches(
         ValueError: something of the loader cannot be sent to a worker process.
         Exception: whatever the dataset raises, as it would come out in training.
     """
-    iterator = _start(_twin(loader, sampling, 1, 2, collate_fn, seconds))
+    iterator = _start(loader, sampling, 1, 2, collate_fn, seconds)
     batches: list[Any] = []
     try:
         for batch in iterator:
@@ -144,18 +142,20 @@ def own_collate(loader: DataLoader[Any]) -> Callable[[Any], Any]:
     return collate.collate_fn if isinstance(collate, TimedCollate) else collate
 
 
-def _twin(
+def _start(
     loader: DataLoader[Any],
     sampling: dict[str, Any],
     num_workers: int,
     prefetch_factor: int,
     collate: Callable[[Any], Any],
     seconds: float,
-) -> DataLoader[Any]:
-    """A copy of the user's loader with our own order of samples, number of workers and random state."""
+) -> Any:
+    """An iterator of a copy of the loader, with our own order of samples, number of workers and random state."""
     more: dict[str, Any] = {} if getattr(loader, "in_order", True) else {"in_order": False}
-    with _quiet():
-        return DataLoader(
+    with warnings.catch_warnings():
+        # of more workers than CPUs, which a trial starts on purpose
+        warnings.filterwarnings("ignore", message="This DataLoader will create|Got pickle error")
+        twin = DataLoader(
             loader.dataset,
             num_workers=num_workers,
             collate_fn=collate,
@@ -168,30 +168,17 @@ def _twin(
             **sampling,
             **more,
         )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's warnings of more workers than CPUs, which a trial starts on purpose."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create|Got pickle error")
-        yield
-
-
-def _start(twin: DataLoader[Any]) -> Any:
-    context: Any = twin.multiprocessing_context or torch.multiprocessing.get_context()
-    try:
-        with _quiet():
+        try:
             return iter(twin)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        method = context.get_start_method()
-        if method == "fork":
-            raise
-        raise ValueError(
-            f"dataloader: expected a dataset, collate_fn and worker_init_fn that can be pickled, as worker processes "
-            f"started by {method!r} need it, got {type(twin.dataset).__name__}: {error}; define what it holds at the "
-            f"top level of a module, or open files and connections in the workers"
-        ) from error
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            context: Any = twin.multiprocessing_context or torch.multiprocessing.get_context()
+            if (method := context.get_start_method()) == "fork":
+                raise
+            raise ValueError(
+                f"dataloader: expected a dataset, collate_fn and worker_init_fn that can be pickled, as worker "
+                f"processes started by {method!r} need it, got {type(loader.dataset).__name__}: {error}; define what "
+                f"it holds at the top level of a module, or open files and connections in the workers"
+            ) from error
 
 
 def _stop(iterator: Any, grace_s: float) -> None:
@@ -220,95 +207,87 @@ def _stop(iterator: Any, grace_s: float) -> None:
         timer.join()
 
 
+@dataclass
 class _TrialReading:
     """The consumer of one trial."""
 
-    def __init__(
-        self, iterator: Any, timed: TimedCollate, workers: int, step_time_s: float, deadline: float, clocks: Clocks
-    ) -> None:
-        self._iterator = iterator
-        self._timed = timed
-        self._workers = workers
-        self._step_s = step_time_s
-        self._deadline = deadline
-        self._clocks = clocks
+    iterator: Any
+    timed: TimedCollate
+    workers: int
+    step_s: float
+    deadline: float
+    clocks: Clocks
+
+    def __post_init__(self) -> None:
         self._waits_s: list[float] = []
         self._ready_s: list[float] = []
         self._ends: list[float] = []
         self._files = 0
-        self._processes = _processes(worker_pids([iterator]))
 
     def run(self, began: float) -> Measured:
         """Read batches until the figures are precise enough, or until the deadline."""
-        clocks = self._clocks
-        warm = 0
-        while warm < self._workers and self._fetch():  # a worker's first batch contains one-time work
-            warm += 1
-        if not warm:
+        clocks = self.clocks
+        while len(self._ends) < self.workers and self._fetch():
+            pass  # a worker's first batch contains one-time work
+        if not self._ends:
             raise OutOfTime
         startup_s = clocks.now() - began
-        times_before, cpu_before, own_before = self._timed.times(self._workers), self._cpu_s(), clocks.cpu()
+        times_before, cpu_before, own_before = self.timed.times(self.workers), self._cpu_s(), clocks.cpu()
         start = clocks.now()
-        while warm == self._workers and self._round() and not self._enough(clocks.now() - start):
+        while len(self._ends) >= self.workers and self._round() and not self._enough(clocks.now() - start):
             pass
         own_cpu_s, worker_cpu_s = clocks.cpu() - own_before, self._cpu_s() - cpu_before
-        times = self._timed.times(self._workers) - times_before
-        waits_s, elapsed_s = self._whole_rounds(start)
-        if not waits_s:  # nothing came after the first round: that one has to do
+        times = self.timed.times(self.workers) - times_before
+        waits_s, ends = self._waits_s[self.workers :], self._ends[self.workers :]
+        if waits_s:
+            # Workers that were started together deliver in bursts: only whole rounds, if any, say how fast they are.
+            whole = len(waits_s) // self.workers * self.workers or len(waits_s)
+            waits_s, elapsed_s = waits_s[:whole], ends[whole - 1] - start
+        else:  # nothing came after the first round: that one has to do
             waits_s, elapsed_s = self._waits_s, clocks.now() - began
         rate, wait_s = len(waits_s) / max(elapsed_s, 1e-9), sum(waits_s) / len(waits_s)
-        seen = max(len(self._waits_s) - self._workers, 1)
-        service_s = times.busy_s / times.batches if times.batches else self._workers / rate
-        memory = [size for pid in worker_pids([self._iterator]) if (size := worker_memory(pid)) is not None]
+        seen = max(len(self._waits_s) - self.workers, 1)
+        service_s = times.busy_s / times.batches if times.batches else self.workers / rate
+        memory = [size for pid in worker_pids([self.iterator]) if (size := worker_memory(pid)) is not None]
         return Measured(
-            Trial(self._workers, rate, wait_s),
+            Trial(self.workers, rate, wait_s),
             service_s=service_s,
             cpu_s=max(worker_cpu_s / seen, times.cpu_s / times.batches if times.batches else 0.0),
             consumer_s=max(1 / rate - wait_s, 0.0) + self._receive_s(service_s),
             consumer_cpu_s=own_cpu_s / seen,
             unevenness=times.unevenness or 0.0,
-            batch_bytes=self._timed.times(self._workers).batch_bytes,
+            batch_bytes=self.timed.times(self.workers).batch_bytes,
             batch_tensors=self._files,
             worker_bytes=max(memory, default=None),
             startup_s=startup_s,
-            startup_cpu_s=cpu_before / self._workers,
+            startup_cpu_s=cpu_before / self.workers,
         )
 
     def _round(self) -> bool:
         """Consume one batch of each worker; False when there is no more."""
-        for _ in range(self._workers):
-            if self._step_s:
-                self._clocks.sleep(max(min(self._step_s, self._deadline - self._clocks.now()), 0.0))
+        for _ in range(self.workers):
+            if self.step_s:
+                self.clocks.sleep(max(min(self.step_s, self.deadline - self.clocks.now()), 0.0))
             if not self._fetch():
                 return False
         return True
 
-    def _whole_rounds(self, start: float) -> tuple[list[float], float]:
-        """The waits after the warm-up, and the time that they were measured in.
-
-        Workers that were started together deliver in bursts: only whole rounds say how fast they are. Where there is
-        not one, what there is.
-        """
-        waits_s, ends = self._waits_s[self._workers :], self._ends[self._workers :]
-        whole = len(waits_s) // self._workers * self._workers or len(waits_s)
-        return waits_s[:whole], ends[whole - 1] - start if whole else 0.0
-
     def _fetch(self) -> bool:
         """Take a batch; False when there is none: the deadline has come, or the data has ended."""
-        clocks = self._clocks
+        clocks = self.clocks
         before = clocks.now()
-        left_s = self._deadline - before
+        left_s = self.deadline - before
         if left_s <= 0:
             return False
         with contextlib.suppress(AttributeError):
-            wait_at_most(self._iterator, left_s)
-        ready = lies_ready(self._iterator)
+            wait_at_most(self.iterator, left_s)
+        ready = lies_ready(self.iterator)
         try:
-            batch = next(self._iterator)
+            batch = next(self.iterator)
         except StopIteration:
             return False
         except RuntimeError as error:
-            if str(error).startswith(_TIMED_OUT) and self._deadline - clocks.now() <= 0.01:
+            if str(error).startswith(_TIMED_OUT) and self.deadline - clocks.now() <= 0.01:
                 return False
             raise
         if not self._ends:
@@ -322,24 +301,21 @@ class _TrialReading:
     def _cpu_s(self) -> float:
         """CPU seconds of the workers, all their threads: pickling is done on one of its own."""
         total = 0.0
-        for process in self._processes:
-            try:
-                times = process.cpu_times()
-            except psutil.Error:
-                continue
-            total += times.user + times.system
+        for pid in worker_pids([self.iterator]):
+            with contextlib.suppress(psutil.Error):
+                times = psutil.Process(pid).cpu_times()
+                total += times.user + times.system
         return total
 
     def _enough(self, elapsed_s: float) -> bool:
-        times = self._timed.times(self._workers)
+        times = self.timed.times(self.workers)
         if elapsed_s >= _MAX_S:
             return True
-        batches = len(self._waits_s) - self._workers
-        if elapsed_s < _MIN_S or batches < max(_MIN_BATCHES, _MIN_ROUNDS * self._workers):
+        batches = len(self._waits_s) - self.workers
+        if elapsed_s < _MIN_S or batches < max(_MIN_BATCHES, _MIN_ROUNDS * self.workers):
             return False
-        if times.busy_s < _HARDLY_BUSY * self._workers * elapsed_s:
-            return True
-        return (times.unevenness or 0.0) <= times.batches * _EVEN_ENOUGH**2
+        hardly_busy = times.busy_s < _HARDLY_BUSY * self.workers * elapsed_s
+        return hardly_busy or (times.unevenness or 0.0) <= times.batches * _EVEN_ENOUGH**2
 
     def _receive_s(self, service_s: float) -> float:
         """Cost of taking a batch that lies ready: of most batches, or of two after a pause."""
@@ -347,21 +323,11 @@ class _TrialReading:
             return taking(self._ready_s)
         quickest_s = min(self._waits_s)
         pause_s = 2.5 * service_s
-        if pause_s > _MAX_PAUSE_S or self._deadline - self._clocks.now() < 2 * pause_s:
+        if pause_s > _MAX_PAUSE_S or self.deadline - self.clocks.now() < 2 * pause_s:
             # not worth the time: beside a batch that takes this long, it is little
-            return min(quickest_s, receive_cost(self._timed.times(self._workers).batch_bytes or 0.0)[1])
-        self._clocks.sleep(pause_s)
+            return min(quickest_s, receive_cost(self.timed.times(self.workers).batch_bytes or 0.0)[1])
+        self.clocks.sleep(pause_s)
         before = len(self._waits_s)
         if not (self._fetch() and self._fetch()):
             return quickest_s
         return min(min(self._waits_s[before:]), 2 * quickest_s)
-
-
-def _processes(pids: list[int]) -> list[psutil.Process]:
-    processes = []
-    for pid in pids:
-        try:
-            processes.append(psutil.Process(pid))
-        except psutil.Error:
-            continue
-    return processes

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Final
 
 from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.model import LoaderModel
-from lightning_gpuopt.tuning.workers import LimitedBy, Measured
+from lightning_gpuopt.tuning.workers import LimitedBy, Measured, NumWorkersResult
 
 _MAX_TRIALS: Final = 12
 
@@ -45,21 +45,6 @@ _MEASURED_TWICE: Final = 1.05
 """What a consumer counts and what workers time agree to this factor."""
 
 
-@dataclass(frozen=True, slots=True)
-class SearchState:
-    """Where a search stands.
-
-    Attributes:
-        num_workers: the choice so far.
-        limited_by: what it is that more workers would not help against.
-        batches_per_s: to expect.
-    """
-
-    num_workers: int
-    limited_by: LimitedBy
-    batches_per_s: float
-
-
 def model_of(first: Measured, cpus: float) -> LoaderModel:
     """The throughput model, from a trial of one worker.
 
@@ -67,14 +52,9 @@ def model_of(first: Measured, cpus: float) -> LoaderModel:
         first: the trial.
         cpus: CPUs for this loader and its consumer.
     """
+    cpu_s, consumer_cpu_s = min(first.cpu_s, first.service_s), first.consumer_cpu_s
     return LoaderModel(
-        service_s=first.service_s,
-        cpu_s=min(first.cpu_s, first.service_s),
-        receive_s=(0.0, 0.0, 0.0),  # measured, in the consumer's time
-        consumer_s=first.consumer_s,
-        consumer_cpu_s=first.consumer_cpu_s,
-        cpus=(cpus, cpus, cpus),
-        unevenness=first.unevenness,
+        first.service_s, cpu_s, first.consumer_s, consumer_cpu_s, (cpus,) * 3, unevenness=first.unevenness
     )
 
 
@@ -109,12 +89,17 @@ class Search:
         untried = self._untried(cap)
         return self._again(cap) if untried is None and not in_haste else untried
 
-    def choose(self, cap: Cap) -> SearchState:
-        """The smallest number that is as good as the best; where only one worker was tried, what the model says."""
+    def choose(self, cap: Cap) -> NumWorkersResult:
+        """The smallest number that is as good as the best; where only one worker was tried, what the model says.
+
+        Args:
+            cap: the most that fit.
+        """
+        trials = tuple(each.trial for each in self.seen)
         if len(self._within(cap)) == 1 and self._second(cap.num_workers) is not None:
             model = model_of(self.seen[0], self._cpus)
             needed = model.workers_needed(cap.num_workers)
-            return SearchState(needed, "time", 1 / model.step_s(needed)[1])
+            return NumWorkersResult(needed, trials, "time", 1 / model.step_s(needed)[1])
         chosen = self._enough(self._within(cap))
         number = chosen.trial.num_workers
         if self._is_fed(chosen) or _is_busy(chosen):
@@ -127,7 +112,7 @@ class Search:
             limited_by = "time"
         else:
             limited_by = cap.limited_by if number >= cap.num_workers else "cpu"
-        return SearchState(number, limited_by, chosen.trial.batches_per_s)
+        return NumWorkersResult(number, trials, limited_by, chosen.trial.batches_per_s)
 
     def _untried(self, cap: Cap) -> int | None:
         """A number that may be better than those that were tried."""
@@ -144,10 +129,11 @@ class Search:
     def _more(self, cap: Cap) -> int | None:
         """Where the largest number tried is the best, and nothing says that it is the end: larger ones."""
         within = self._within(cap)
-        top, count = max(within, key=_count), max(map(_count, within))
+        top = within[-1]
+        count = _count(top)
         if _count(self._enough(within)) != count or count >= cap.num_workers:
             return None
-        if self._is_fed(top) or self._is_at_its_limit(top):
+        if self._is_fed(top) or _is_busy(top) or self._cpu_share(top) >= _ALL_BUSY:
             return None
         missing = 1.1 / max(top.consumer_s * _rate(top), 1e-9)
         return min(cap.num_workers, max(count + 1, math.ceil(count * min(max(missing, 1.25), 2.0))))
@@ -172,13 +158,9 @@ class Search:
         enough = self._enough(within)
         as_good, number = self._as_good * _rate(enough), _count(enough)
         least = self._least(enough)
-        smaller = [each for each in within if least <= _count(each) < number]
-        larger = sorted((each for each in within if _count(each) > number), key=_rate, reverse=True)
-        doubtful = [
-            each
-            for each in [*smaller, *larger[:1]]
-            if _rate(each) >= _DISTURBED * as_good and not self._is_sure(_count(each))
-        ]
+        rivals = [each for each in within if least <= _count(each) < number]
+        rivals += sorted((each for each in within if _count(each) > number), key=_rate, reverse=True)[:1]
+        doubtful = [each for each in rivals if _rate(each) >= _DISTURBED * as_good and not self._is_sure(_count(each))]
         first = min(doubtful, key=lambda each: (len(self._trials(_count(each))), -_rate(each)), default=None)
         return None if first is None else _count(first)
 
@@ -191,13 +173,12 @@ class Search:
         return [each for each in self.seen if _count(each) == count]
 
     def _within(self, cap: Cap) -> Sequence[Measured]:
-        """One measurement for each number that still fits; what a worker takes may have grown since.
+        """One measurement for each number that still fits, smallest first; what a worker takes may have grown since.
 
         Of repeated trials those that agree, by their mean: what else runs on a machine makes a trial slower, hardly
         ever faster, but the best of several is also the luckiest.
         """
-        counts = sorted(set(map(_count, self.seen)))
-        counts = [count for count in counts if count <= cap.num_workers]
+        counts = sorted({count for count in map(_count, self.seen) if count <= cap.num_workers})
         return [_mean(_agreeing(self._trials(count))) for count in counts]
 
     def _enough(self, trials: Sequence[Measured]) -> Measured:
@@ -206,24 +187,18 @@ class Search:
 
     def _least(self, enough: Measured) -> int:
         """A batch takes a worker so long that fewer than these cannot give as many."""
-        return math.ceil((1 - self._tolerance) * _rate(enough) * self._least_service_s())
-
-    def _least_service_s(self) -> float:
-        return min(each.service_s for each in self.seen)
+        return math.ceil((1 - self._tolerance) * _rate(enough) * min(each.service_s for each in self.seen))
 
     def _is_fed(self, measured: Measured) -> bool:
         """Whether the consumer gets all the batches that it can take, by its own time."""
-        if _count(measured) == 1 and _own(measured) < _OWN:  # it and its consumer wait for one another
+        own = 1 - measured.trial.data_wait_s * measured.trial.batches_per_s
+        if _count(measured) == 1 and own < _OWN:  # it and its consumer wait for one another
             return False
         return _rate(measured) * measured.consumer_s >= self._as_good
 
-    def _is_at_its_limit(self, measured: Measured) -> bool:
-        """Whether more workers than these could not get any more done."""
-        return _is_busy(measured) or self._cpu_share(measured) >= _ALL_BUSY
-
     def _more_would_idle(self, chosen: Measured, cap: Cap) -> bool:
         """Whether more workers than these were seen to have less to do."""
-        top = max(self._within(cap), key=_count)
+        top = self._within(cap)[-1]
         return _count(top) > _count(chosen) and _busy(top) < min(_BUSY, _busy(chosen))
 
     def _cpu_share(self, measured: Measured) -> float:
@@ -253,11 +228,6 @@ def _rate(measured: Measured) -> float:
     """Batches per second that can be kept up: a trial may have lived on what was prepared before it began."""
     possible = _count(measured) / measured.service_s if measured.service_s > 0 else math.inf
     return min(measured.trial.batches_per_s, _MEASURED_TWICE * possible)
-
-
-def _own(measured: Measured) -> float:
-    """Share of its time that the consumer does not spend on getting batches, 0-1."""
-    return 1 - measured.trial.data_wait_s * measured.trial.batches_per_s
 
 
 def _busy(measured: Measured) -> float:

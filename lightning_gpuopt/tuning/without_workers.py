@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -31,8 +32,8 @@ from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.prefetch.randomness import RandomStates, drawn_since_seeded
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.dataset_state import DatasetState
-from lightning_gpuopt.tuning.find import check, workers_can_run
-from lightning_gpuopt.tuning.indices import Batches
+from lightning_gpuopt.tuning.find import workers_can_run
+from lightning_gpuopt.tuning.indices import own_sampling
 from lightning_gpuopt.tuning.model import receive_cost
 from lightning_gpuopt.tuning.object_facts import restore_generator, state_of_generator
 from lightning_gpuopt.tuning.probe import OutOfTime, first_batches, own_collate
@@ -94,7 +95,7 @@ def check_workers(
         return WorkersCheck(held)
     longest_s = min(longest_s, _MAX_LOOK_S)
     try:
-        sampling, again = _second_twice(check(loader, iterable))
+        sampling, again = _second_twice(own_sampling(loader, iterable))
         looking = _CheckingCollate(own_collate(loader), loader, again)
         batches = first_batches(loader, sampling, looking, _BATCHES, longest_s)
     except OutOfTime:
@@ -132,7 +133,7 @@ def _why_not_read_by_others(loader: DataLoader[Any], *, exact: bool) -> str | No
     failed = ""
     for _ in range(_TRIES):
         try:
-            sampling, again = _second_twice(check(loader), None if exact else 1)
+            sampling, again = _second_twice(own_sampling(loader), None if exact else 1)
             looking = _CheckingCollate(own_collate(loader), loader, again)
             seen = [each for _, each in first_batches(loader, sampling, looking, _BATCHES, _MAX_LOOK_S)]
             break
@@ -176,7 +177,7 @@ def _second_twice(sampling: dict[str, Any], most: int | None = None) -> tuple[di
     name = next((each for each in ("batch_sampler", "sampler") if each in sampling), None)
     if name is None:  # an IterableDataset
         return sampling, []
-    if most is not None and isinstance(sampling[name], Batches):
+    if most is not None and isinstance(sampling[name], BatchSampler):
         sampling[name].batch_size = min(sampling[name].batch_size, most)
     first, second, *others = islice(sampling[name], _BATCHES - len(_AGAIN))
     numbers = [each for each in (second if isinstance(second, list) else [second]) if isinstance(each, int)]

@@ -131,10 +131,8 @@ class WorkersChoice:
     @property
     def _gain(self) -> float | None:
         """Batches per second, over those with the user's own number; None where that is not known."""
-        best: dict[int, Trial] = {}
-        for trial in self.trials:  # the best of repeated ones
-            if trial.num_workers not in best or trial.batches_per_s > best[trial.num_workers].batches_per_s:
-                best[trial.num_workers] = trial
+        # of repeated ones the best
+        best = {each.num_workers: each for each in sorted(self.trials, key=lambda each: each.batches_per_s)}
         now, own = best.get(self.num_workers), best.get(self.before)
         if now is None:
             return None

@@ -83,7 +83,7 @@ def test_the_deadline_ends_a_trial_and_what_was_seen_counts() -> None:
 def test_a_trial_goes_on_where_the_last_one_ended() -> None:
     loader = DataLoader(Numbers(length=100_000), 4)
     sampling = own_sampling(loader)
-    walk = sampling["batch_sampler"].walk
+    walk = sampling["batch_sampler"].sampler
     begin, clock = next(walk), Pace()
     for workers, batches in ((1, 9), (2, 10)):
         run_trial(

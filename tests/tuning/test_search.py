@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
 
 from benchmarks import workers_rules
 from lightning_gpuopt.diagnosis.causes.loader import data_finding
 from lightning_gpuopt.tuning.caps import Cap
-from lightning_gpuopt.tuning.search import Search, SearchState, model_of
-from lightning_gpuopt.tuning.workers import Measured, Trial
+from lightning_gpuopt.tuning.search import Search, model_of
+from lightning_gpuopt.tuning.workers import LimitedBy, Measured, Trial
 from tests.diagnosis.numbers import host, measurement, times, workers
 
 CAP = Cap(16, "max_num_workers")
@@ -52,12 +53,27 @@ class World:
         )
 
 
-def search(world: World, cap: Cap = CAP) -> tuple[list[int], SearchState]:
+class Choice(NamedTuple):
+    """A number of workers, why not more, and the batches per second to expect."""
+
+    num_workers: int
+    limited_by: LimitedBy
+    batches_per_s: float | None
+
+
+def choice(search: Search, cap: Cap = CAP) -> Choice:
+    """What a search chooses; its trials are those that it has seen."""
+    result = search.choose(cap)
+    assert result.trials == tuple(each.trial for each in search.seen)
+    return Choice(result.num_workers, result.limited_by, result.predicted_batches_per_s)
+
+
+def search(world: World, cap: Cap = CAP) -> tuple[list[int], Choice]:
     """The numbers that were tried, and the choice."""
     search = Search(world.cpus)
     while (count := search.next_count(cap)) is not None:
         search.seen.append(world.try_(count))
-    return [each.trial.num_workers for each in search.seen], search.choose(cap)
+    return [each.trial.num_workers for each in search.seen], choice(search, cap)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +89,7 @@ def search(world: World, cap: Cap = CAP) -> tuple[list[int], SearchState]:
     ],
 )
 def test_a_few_trials_lead_to_the_knee(world: World, tried: list[int], chosen: int, limited_by: str) -> None:
-    assert search(world) == (tried, SearchState(chosen, limited_by, pytest.approx(world.rate(chosen))))  # type: ignore[arg-type]
+    assert search(world) == (tried, Choice(chosen, limited_by, pytest.approx(world.rate(chosen))))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("cpus", [0.5, 2.0, 16.0])
@@ -95,7 +111,7 @@ def test_the_cap_is_never_passed_and_named_where_it_is_what_limits() -> None:
     tried, choice = search(World(0.032), Cap(3, "memory"))
     assert max(tried) == choice.num_workers == 3
     assert choice.limited_by == "memory"
-    assert search(World(0.032), Cap(1, "shared_memory")) == ([1], SearchState(1, "shared_memory", pytest.approx(31.25)))
+    assert search(World(0.032), Cap(1, "shared_memory")) == ([1], Choice(1, "shared_memory", pytest.approx(31.25)))
     assert search(World(0.032, 0.032), Cap(2, "memory"))[1].limited_by == "cpu"
 
 
@@ -103,20 +119,20 @@ def test_a_trial_that_no_longer_fits_is_not_chosen() -> None:
     search = Search(cpus=2.0)
     world = World(0.032)
     search.seen += [world.try_(1), world.try_(8), world.try_(16)]
-    assert search.choose(Cap(8, "memory")) == SearchState(8, "memory", pytest.approx(250.0))
+    assert choice(search, Cap(8, "memory")) == Choice(8, "memory", pytest.approx(250.0))
 
 
 def test_after_one_trial_only_the_model_chooses() -> None:
     search = Search(cpus=2.0)
     search.seen.append(World(0.032, step_s=0.005).try_(1))
-    assert search.choose(CAP) == SearchState(6, "time", pytest.approx(1 / 0.006))
+    assert choice(search) == Choice(6, "time", pytest.approx(1 / 0.006))
 
 
 def test_a_search_that_was_stopped_says_so() -> None:
     search = Search(cpus=2.0)
     world = World(0.032, at_most_per_s=100)
     search.seen += [world.try_(1), world.try_(16)]
-    assert search.choose(CAP) == SearchState(16, "time", pytest.approx(100.0))
+    assert choice(search) == Choice(16, "time", pytest.approx(100.0))
 
 
 def test_what_was_prepared_before_a_trial_does_not_count() -> None:
@@ -169,12 +185,12 @@ def test_what_may_have_been_disturbed_is_tried_again(
     cap = Cap(max(count for count, _ in trials), "max_num_workers")
     assert search.next_count(cap) == again
     assert search.next_count(cap, in_haste=True) is None
-    assert search.choose(cap).num_workers == chosen
+    assert choice(search, cap).num_workers == chosen
 
 
 def test_where_only_one_worker_is_left_of_what_was_tried_the_model_counts() -> None:
     search = seen(World(0.05, step_s=0.004), (1, 20), (11, 200))
-    assert search.choose(Cap(8, "memory")) == SearchState(8, "time", pytest.approx(160.0))
+    assert choice(search, Cap(8, "memory")) == Choice(8, "time", pytest.approx(160.0))
     assert search.next_count(Cap(8, "memory")) == 8
 
 
@@ -198,7 +214,7 @@ def test_a_wide_tolerance_makes_more_numbers_rivals() -> None:
 )
 def test_of_repeated_trials_those_that_agree_count(rates: list[float], expected: float) -> None:
     search = seen(World(0.016), (1, 60), *((2, rate) for rate in rates))
-    assert search.choose(Cap(2, "memory")).batches_per_s == pytest.approx(expected)
+    assert choice(search, Cap(2, "memory")).batches_per_s == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("rate", "chosen"), [(97.0, 5), (95.5, 6)])
@@ -206,7 +222,7 @@ def test_fewer_workers_are_chosen_within_the_tolerance_only(rate: float, chosen:
     search = Search(cpus=2.0)
     for count, per_s in ((1, 20.0), (5, rate), (6, 100.0), (7, 100.0)):
         search.seen.append(replace(World(0.05).try_(count), trial=Trial(count, per_s, 0.01)))
-    assert search.choose(CAP).num_workers == chosen
+    assert choice(search).num_workers == chosen
 
 
 def test_the_first_guess_is_what_the_diagnosis_advises_from_the_same_measurement() -> None:
@@ -232,7 +248,7 @@ def test_one_disturbed_trial_does_not_change_what_is_found(wall_s: float, step_s
                 rate = 0.7 * seen.trial.batches_per_s
                 seen = replace(seen, trial=Trial(count, rate, 1 / rate - step_s))
             search.seen.append(seen)
-        chosen = search.choose(CAP).num_workers
+        chosen = choice(search).num_workers
         best = max(map(world.rate, range(1, CAP.num_workers + 1)))
         smallest = next(count for count in range(1, CAP.num_workers + 1) if world.rate(count) >= 0.95 * best)
         assert world.rate(chosen) >= 0.95 * best, (world, search.seen, chosen)
