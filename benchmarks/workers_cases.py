@@ -15,7 +15,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from lightning_gpuopt.loading.image_folder import ImageFolder
-from lightning_gpuopt.tuning.caps import available_memory
+from lightning_gpuopt.telemetry.resources import available_memory
 
 SAMPLES: Final = 100_000
 MEMORY_SHARE: Final = 0.04

@@ -63,7 +63,7 @@ def host_facts(
         cgroup_root: where the cgroup file systems are mounted.
         shm: where shared memory is mounted.
     """
-    from lightning_gpuopt.tuning.caps import available_memory
+    from lightning_gpuopt.telemetry.resources import available_memory
 
     quota = quota_cpus(cgroup_root, proc)
     stopped = throttling([f"{group}/cpu.stat" for group in cgroups("cpu", cgroup_root, proc)])

@@ -15,6 +15,7 @@ from multiprocessing import connection
 from typing import Any, Final
 
 from lightning_gpuopt.compat.dataloader import CHECK_EVERY_S, WorkersIterator, may_write, raises_for, result_reader
+from lightning_gpuopt.tuning.dataset_state import DatasetState
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +46,10 @@ class AddedWorkers(WorkersIterator):
     """Indices of the batches that were requested, by number; some that were taken by the consumer may be left."""
     _gpuopt_resetting: bool
     """Whether torch waits for all workers to begin another epoch."""
-    _gpuopt_state: Any
+    _gpuopt_state: DatasetState | None
+    """What workers got that work in place of the training process; None if the user's loader has workers."""
     failure: str | None
+    """Why no more workers are started here: one never gave a batch, was given none, or died; None where none did."""
 
     def _give_up(self, worker: Any, why: str) -> None:
         raise NotImplementedError

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
-import shutil
 import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
-import psutil
 import torch.multiprocessing
 
-from lightning_gpuopt.telemetry.host import cgroups, usable_cpus
-from lightning_gpuopt.telemetry.process import entries
+from lightning_gpuopt.telemetry.host import usable_cpus
+from lightning_gpuopt.telemetry.resources import available_memory, files_left, free_shared_memory, processes_left
 from lightning_gpuopt.timeline.worker_clock import tensors_in
 from lightning_gpuopt.tuning.model import most_workers
 from lightning_gpuopt.tuning.workers import LimitedBy
@@ -159,20 +154,6 @@ def prefetch_that_fits(room: Room, *, workers: int, batch_bytes: float, local_wo
     return max(int((bytes_left / local_world_size / batch_bytes - 1) / workers), 1)
 
 
-def worker_memory(pid: int, proc: Path = Path("/proc")) -> int | None:
-    """Bytes that only this process uses (its private dirty pages), in bytes; None where they cannot be read.
-
-    The resident or proportional set size would not do: a forked worker shares its parent's dataset, and mapped files
-    are page cache. Counting those would forbid a second worker beside a large array or LMDB file.
-    """
-    try:
-        lines = (proc / str(pid) / "smaps_rollup").read_text().splitlines()
-        sizes = dict(line.split()[:2] for line in lines[1:])  # the first is the range of addresses
-        return (int(sizes["Private_Dirty:"]) + int(sizes.get("Swap:", 0))) * 1024
-    except (OSError, ValueError, KeyError):
-        return None
-
-
 def files_of(batch: Any) -> int:
     """Descriptors that a batch holds on its way from a worker and while it is used: one for each tensor.
 
@@ -180,65 +161,3 @@ def files_of(batch: Any) -> int:
     """
     strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
     return tensors_in(batch) if strategy == "file_descriptor" else 0
-
-
-def files_left(wanted: int = 0, proc: Path = Path("/proc")) -> int | None:
-    """Files that this process may still open; None where that cannot be read.
-
-    Args:
-        wanted: where fewer are left, the soft limit is raised to the hard one first.
-        proc: where procfs is mounted.
-    """
-    if (opened := entries(f"{proc}/self/fd")) is None:
-        return None
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft - opened < wanted and soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-    return None if soft == resource.RLIM_INFINITY else max(soft - opened, 0)
-
-
-def processes_left(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int | None:
-    """Processes and threads that this process's cgroup, and its parents, still allow; None where they set no limit.
-
-    Args:
-        cgroup_root: where the cgroup file systems (v2, or v1's ``pids`` controller) are mounted.
-        proc: where procfs is mounted.
-    """
-    left = []
-    for group in cgroups("pids", cgroup_root, proc):
-        with contextlib.suppress(OSError, ValueError):  # also "max"
-            left.append(int((group / "pids.max").read_text()) - int((group / "pids.current").read_text()))
-    return max(min(left), 0) if left else None
-
-
-def free_shared_memory(path: Path = Path("/dev/shm")) -> int | None:
-    """Free bytes in ``/dev/shm``; None where there is no such place."""
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return None
-
-
-def available_memory(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int:
-    """Bytes that are available to this process: the machine's, less where its cgroup, or a parent of it, allows less.
-
-    Args:
-        cgroup_root: where the cgroup file systems (v2, or v1's ``memory`` controller) are mounted.
-        proc: where procfs is mounted.
-    """
-    left = [_left_in(group) for group in cgroups("memory", cgroup_root, proc)]
-    return min([psutil.virtual_memory().available, *(each for each in left if each is not None)])
-
-
-def _left_in(group: Path) -> int | None:
-    """Bytes that a cgroup still allows, its page cache counted as free; None where it sets no limit."""
-    try:
-        v2 = (group / "memory.max").exists()
-        limit, used = ("memory.max", "memory.current") if v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        left = int((group / limit).read_text()) - int((group / used).read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(left + int(stat.get("total_inactive_file", stat.get("inactive_file", 0))), 0)
-    except (OSError, ValueError):  # also "max"; v1 has a number larger than any machine's memory instead
-        return None

@@ -61,46 +61,30 @@ class ResizableIterator(AddedWorkers):
     being taken away, and still have work under way.
     """
 
-    _gpuopt_loader: Callable[[], DataLoader[Any] | None]
-    _gpuopt_depth: int
-    """Batches requested ahead before any change; 0: there were no workers."""
-    _gpuopt_length: int | None
-    """Batches of an epoch; None where the sampler does not know."""
-    _gpuopt_waits: bool
-    """Whether to request nothing before the first fetch, since without workers the sampler draws no earlier."""
-    _gpuopt_at_end: bool
-    """Whether the consumer is at the end of the epoch, so that the sampler may be asked for its end as well."""
-    _gpuopt_drawn: deque[Any]
-    """Indices drawn from the sampler and not yet given to a worker."""
-    _gpuopt_drawn_all: bool
-    """Whether the sampler has ended."""
-    _gpuopt_starts: dict[int, int]
-    """Workers started so far, by worker number."""
-    _gpuopt_ended: list[tuple[Any, Any]]
-    """Processes that were told to end, with their index queues."""
-    _gpuopt_draws: DrawWatch
-    """Detects draws of the workers that were started here."""
-    _gpuopt_state: DatasetState | None
-    """What workers got that work in place of the training process; None if the user's loader has workers."""
-    _gpuopt_fetch: Callable[[Any], Any] | None
-    """Makes the batches in this process, since the dataset has changed; None before."""
-
     def _gpuopt_begin(self, loader: DataLoader[Any], depth: int, workers: int) -> None:
-        self._gpuopt_loader = weakref.ref(loader)
+        self._gpuopt_loader: Callable[[], DataLoader[Any] | None] = weakref.ref(loader)
+        # Batches requested ahead before any change; 0: there were no workers.
         self._gpuopt_depth = depth
+        # Batches of an epoch; None where the sampler does not know.
+        self._gpuopt_length: int | None = None
+        # Whether to request nothing before the first fetch, since without workers the sampler draws no earlier.
         self._gpuopt_waits = not depth
+        # Whether the consumer is at the end of the epoch, so that the sampler may be asked for its end as well.
         self._gpuopt_at_end = False
-        self._gpuopt_drawn, self._gpuopt_drawn_all = deque(), False
+        # Indices drawn from the sampler and not yet given to a worker, and whether it has ended.
+        self._gpuopt_drawn: deque[Any] = deque()
+        self._gpuopt_drawn_all = False
+        # Workers started so far, by worker number.
         self._gpuopt_starts = dict.fromkeys(range(workers), 1)
-        self._gpuopt_added, self._gpuopt_new, self._gpuopt_again = set(), {}, {}
-        self._gpuopt_ended, self._gpuopt_stuck = [], []
+        # Processes that were told to end, with their index queues.
+        self._gpuopt_ended: list[tuple[Any, Any]] = []
+        # Detects draws of the workers that were started here.
         self._gpuopt_draws = DrawWatch()
-        self._gpuopt_state, self._gpuopt_given, self._gpuopt_fetch = None, {}, None
-        self.failure: str | None = None
-        self._gpuopt_resetting = False
-
-    failure: str | None
-    """Why no more workers are started here: one never gave a batch, was given none, or died; None where none did."""
+        # Makes the batches in this process, since the dataset has changed; None before.
+        self._gpuopt_fetch: Callable[[Any], Any] | None = None
+        self._gpuopt_added, self._gpuopt_new, self._gpuopt_again = set(), {}, {}
+        self._gpuopt_stuck, self._gpuopt_given = [], {}
+        self._gpuopt_state, self._gpuopt_resetting, self.failure = None, False, None
 
     @property
     def as_without_workers(self) -> bool:

@@ -28,6 +28,7 @@ from lightning_gpuopt.compat.dataloader import (
 from lightning_gpuopt.compat.lightning_loops import length_of
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.telemetry.host import usable_cpus
+from lightning_gpuopt.telemetry.resources import worker_memory
 from lightning_gpuopt.tuning.caps import (
     FILES_OF_A_WORKER,
     THREADS_OF_A_WORKER,
@@ -35,7 +36,6 @@ from lightning_gpuopt.tuning.caps import (
     files_wanted,
     room,
     worker_cap,
-    worker_memory,
 )
 from lightning_gpuopt.tuning.draws import DrawWatch
 from lightning_gpuopt.tuning.live import LivePolicy
