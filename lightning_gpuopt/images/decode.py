@@ -94,7 +94,14 @@ def exact_tensor(pixels: Pixels) -> torch.Tensor:
 
 def channels_first(pixels: Pixels) -> torch.Tensor:
     """Pixels ``[H, W, C]`` as a tensor ``[C, H, W]`` in channels-last memory."""
-    return torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(2, 0, 1)
+    return as_tensor(pixels).permute(2, 0, 1)
+
+
+def as_tensor(pixels: Pixels) -> torch.Tensor:
+    """Pixels as a contiguous tensor ``[H, W, C]``, without a copy where they lie so."""
+    if min(pixels.strides) < 0:  # numpy calls it contiguous where a side is 1, torch does not take it
+        return torch.from_numpy(pixels.copy())
+    return torch.from_numpy(np.require(pixels, requirements=["C", "W"]))
 
 
 def decode(
@@ -113,7 +120,7 @@ def decode(
         orientation: The EXIF orientation, where it is known.
         last_row: Rows of the stored image from this on are not needed; there may be fewer then.
     """
-    if data[:3] == jpeg.MAGIC and within_limit(*jpeg.frame_size(data)):
+    if _is_plain_jpeg(data):
         try:
             if last_row is not None and (frame := jpeg.baseline_frame(data)) is not None:
                 pixels = jpeg.decode_upper(data, frame, last_row, min_height, min_width)
@@ -142,13 +149,19 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int] | None:
 
     None where it is no JPEG file, or a doubtful one.
     """
-    if data[:3] != jpeg.MAGIC or not within_limit(*jpeg.frame_size(data)):
+    if not _is_plain_jpeg(data):
         return None
     try:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
     return height, width, _orientation(data)
+
+
+def _is_plain_jpeg(data: bytes | memoryview) -> bool:
+    """Whether a JPEG file is one that other decoders take, or refuse, as PIL does; of all others PIL decides."""
+    size = jpeg.frame_size(data) if data[:3] == jpeg.MAGIC else None
+    return size is not None and within_limit(*size)
 
 
 def _orientation(data: bytes | memoryview) -> int:

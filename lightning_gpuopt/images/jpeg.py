@@ -14,6 +14,11 @@ MAGIC: Final = b"\xff\xd8\xff"
 ORIENTATION: Final = 0x0112
 """EXIF's tag."""
 
+_FRAMES: Final = (0xC0, 0xC1, 0xC2)
+_SCAN: Final = 0xDA
+_COMMON: Final = frozenset({*_FRAMES, 0xC4, _SCAN, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE})
+"""Markers of segments: frames, Huffman and quantization tables, restart interval, applications' data, comment."""
+
 _XMP: Final = b"tiff:Orientation"
 _FRAME_SIZE = struct.Struct(">HH")  # height and width, behind marker, length and precision
 _LEFT_OVER: Final = re.compile("extraneous bytes before marker 0xd[0-79]")
@@ -59,13 +64,16 @@ def orientation_of(data: bytes | memoryview) -> int | None:
     return None if found == "odd" or any(_XMP in each for each in applications) else 1
 
 
-def frame_size(data: bytes | memoryview) -> tuple[int, int]:
-    """Height and width of a JPEG file as stored; zeros where it has no frame header."""
+def frame_size(data: bytes | memoryview) -> tuple[int, int] | None:
+    """Height and width of a JPEG file as stored; None where it has a segment that not all decoders take."""
+    size, marker = None, 0
     for marker, at, _ in _segments(data):
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC) and at + 9 <= len(data):
+        if marker not in _COMMON:
+            return None
+        if marker in _FRAMES and at + 9 <= len(data):
             height, width = _FRAME_SIZE.unpack_from(data, at + 5)
-            return int(height), int(width)
-    return 0, 0
+            size = int(height), int(width)
+    return size if marker == _SCAN else None
 
 
 def with_orientation_1(data: bytes) -> bytes:
@@ -96,7 +104,7 @@ def _segments(data: bytes | memoryview) -> Iterator[tuple[int, int, int]]:
             at += 1
             continue
         yield marker, at, length
-        if marker == 0xDA:
+        if marker == _SCAN:
             return
         at += 2 + length
 
