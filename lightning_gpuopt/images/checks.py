@@ -47,7 +47,7 @@ def check_image(data: bytes) -> None:
         except ValueError:
             pass  # PIL decides
         else:
-            if data[-2:] == _END_OF_IMAGE and _within_limit(width, height):
+            if data[-2:] == _END_OF_IMAGE and within_limit(width, height):
                 return
     with PILErrors(data), Image.open(io.BytesIO(data)) as image:
         if image.format == "PNG":
@@ -73,8 +73,9 @@ def decode_in_full(data: bytes) -> None:
         image.load()
 
 
-def _within_limit(width: int, height: int) -> bool:
-    limit = Image.MAX_IMAGE_PIXELS  # PIL refuses images of more than twice as many
+def within_limit(width: int, height: int) -> bool:
+    """Whether PIL decodes an image of so many pixels; it refuses one that may be a decompression bomb."""
+    limit = Image.MAX_IMAGE_PIXELS  # PIL warns of more than these
     return limit is None or width * height <= 2 * limit
 
 

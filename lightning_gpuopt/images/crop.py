@@ -15,6 +15,7 @@ import torch
 
 from lightning_gpuopt.images.decode import (
     Pixels,
+    as_tensor,
     channels_first,
     decode,
     decode_pil,
@@ -291,7 +292,7 @@ def _resize(pixels: Pixels, high: int, wide: int, interpolation: Interpolation) 
         return channels_first(pixels[np.ix_(rows, columns)])
     # torch resizes uint8 with vector instructions and fixed-point weights, as Pillow-SIMD does; by far the quickest in
     # channels-last memory that says so in every stride.
-    batch = torch.from_numpy(np.require(pixels, requirements=["C", "W"])).view(1, *pixels.shape).permute(0, 3, 1, 2)
+    batch = as_tensor(pixels).view(1, *pixels.shape).permute(0, 3, 1, 2)
     return torch.nn.functional.interpolate(
         batch, size=(high, wide), mode=interpolation, antialias=True, align_corners=False
     )[0]

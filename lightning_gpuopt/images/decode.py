@@ -17,6 +17,7 @@ import torch
 from PIL import Image, ImageOps
 
 from lightning_gpuopt.images import jpeg
+from lightning_gpuopt.images.checks import within_limit
 
 Pixels: TypeAlias = np.ndarray[Any, Any]
 
@@ -93,7 +94,14 @@ def exact_tensor(pixels: Pixels) -> torch.Tensor:
 
 def channels_first(pixels: Pixels) -> torch.Tensor:
     """Pixels ``[H, W, C]`` as a tensor ``[C, H, W]`` in channels-last memory."""
-    return torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(2, 0, 1)
+    return as_tensor(pixels).permute(2, 0, 1)
+
+
+def as_tensor(pixels: Pixels) -> torch.Tensor:
+    """Pixels as a contiguous tensor ``[H, W, C]``, without a copy where they lie so."""
+    if min(pixels.strides) < 0:  # numpy calls it contiguous where a side is 1, torch does not take it
+        return torch.from_numpy(pixels.copy())
+    return torch.from_numpy(np.require(pixels, requirements=["C", "W"]))
 
 
 def decode(
@@ -112,7 +120,7 @@ def decode(
         orientation: The EXIF orientation, where it is known.
         last_row: Rows of the stored image from this on are not needed; there may be fewer then.
     """
-    if data[:3] == jpeg.MAGIC:
+    if _is_plain_jpeg(data):
         try:
             if last_row is not None and (frame := jpeg.baseline_frame(data)) is not None:
                 pixels = jpeg.decode_upper(data, frame, last_row, min_height, min_width)
@@ -123,7 +131,7 @@ def decode(
         except ValueError:
             pass  # a doubtful file, or CMYK: PIL knows
         else:
-            return _upright(pixels, jpeg.orientation_of(data) if orientation is None else orientation)
+            return _upright(pixels, _orientation(data) if orientation is None else orientation)
     return np.asarray(decode_pil(data))
 
 
@@ -141,13 +149,25 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int] | None:
 
     None where it is no JPEG file, or a doubtful one.
     """
-    if data[:3] != jpeg.MAGIC:
+    if not _is_plain_jpeg(data):
         return None
     try:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    return height, width, jpeg.orientation_of(data)
+    return height, width, _orientation(data)
+
+
+def _is_plain_jpeg(data: bytes | memoryview) -> bool:
+    """Whether a JPEG file is one that other decoders take, or refuse, as PIL does; of all others PIL decides."""
+    size = jpeg.frame_size(data) if data[:3] == jpeg.MAGIC else None
+    return size is not None and within_limit(*size)
+
+
+def _orientation(data: bytes | memoryview) -> int:
+    """The orientation of a JPEG file as PIL has it."""
+    orientation = jpeg.orientation_of(data)
+    return _orientation_by_pil(_opened(data)) if orientation is None else orientation
 
 
 _KNOWN: Final = frozenset({"PNG", "WEBP", "BMP", "PPM"})
@@ -183,10 +203,18 @@ def is_turned(data: bytes) -> bool:
 
 
 def _turned(image: Image.Image) -> bool:
-    return bool(image.getexif().get(jpeg.ORIENTATION, 1) != 1)
+    return _orientation_by_pil(image) != 1
 
 
-def _opened(data: bytes) -> Image.Image:
+def _orientation_by_pil(image: Image.Image) -> int:
+    try:
+        orientation: Any = image.getexif().get(jpeg.ORIENTATION, 1)
+    except Exception:  # of metadata that is none; the pixels may be fine
+        return 1
+    return orientation if orientation in _UPRIGHT else 1
+
+
+def _opened(data: bytes | memoryview) -> Image.Image:
     return Image.open(io.BytesIO(data))
 
 
@@ -206,7 +234,7 @@ def for_other_decoder(data: bytes | memoryview) -> tuple[bytes | memoryview, int
         OSError: As `decode_pil`.
     """
     header = jpeg_size(data)
-    if header is not None:
+    if header is not None and jpeg.orientation_of(data) is not None:
         height, width, orientation = header
         return (data, width, height) if orientation in _UPRIGHT and _UPRIGHT[orientation][0] else (data, height, width)
     with Image.open(io.BytesIO(data)) as image:

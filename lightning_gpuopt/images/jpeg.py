@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import simplejpeg
@@ -14,6 +14,12 @@ MAGIC: Final = b"\xff\xd8\xff"
 ORIENTATION: Final = 0x0112
 """EXIF's tag."""
 
+_FRAMES: Final = (0xC0, 0xC1, 0xC2)
+_SCAN: Final = 0xDA
+_COMMON: Final = frozenset({*_FRAMES, 0xC4, _SCAN, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE})
+"""Markers of segments: frames, Huffman and quantization tables, restart interval, applications' data, comment."""
+
+_XMP: Final = b"tiff:Orientation"
 _FRAME_SIZE = struct.Struct(">HH")  # height and width, behind marker, length and precision
 _LEFT_OVER: Final = re.compile("extraneous bytes before marker 0xd[0-79]")
 _ROWS_MORE: Final = 16  # the row of blocks below a crop, which smooths the chroma of the last rows
@@ -45,19 +51,35 @@ def decode_upper(
     return pixels
 
 
-def orientation_of(data: bytes | memoryview) -> int:
-    """The EXIF orientation (1-8) of a JPEG file; 1 where there is none.
+def orientation_of(data: bytes | memoryview) -> int | None:
+    """The EXIF orientation (1-8) of a JPEG file; 1 where there is none, None where only PIL can say which it is.
 
-    Reads the segments before the frame header only (JPEG: ITU-T T.81, annex B; EXIF 2.3, section 4.5).
+    Reads the segments before the image data (JPEG: ITU-T T.81, annex B; EXIF 2.3, section 4.5). PIL is asked where the
+    orientation is not written as that standard has it, or in XMP only.
     """
     found = _orientation(data)
-    return 1 if found is None else found[0]
+    if isinstance(found, tuple):
+        return found[0]
+    applications = (bytes(data[at : at + length]) for marker, at, length in _segments(data) if marker == 0xE1)
+    return None if found == "odd" or any(_XMP in each for each in applications) else 1
+
+
+def frame_size(data: bytes | memoryview) -> tuple[int, int] | None:
+    """Height and width of a JPEG file as stored; None where it has a segment that not all decoders take."""
+    size, marker = None, 0
+    for marker, at, _ in _segments(data):
+        if marker not in _COMMON:
+            return None
+        if marker in _FRAMES and at + 9 <= len(data):
+            height, width = _FRAME_SIZE.unpack_from(data, at + 5)
+            size = int(height), int(width)
+    return size if marker == _SCAN else None
 
 
 def with_orientation_1(data: bytes) -> bytes:
     """A JPEG file whose EXIF orientation, if it has one, says that it is upright; nothing else of it changes."""
     found = _orientation(data)
-    if found is None:
+    if not isinstance(found, tuple):
         return data
     _, at, form = found
     changed = bytearray(data)
@@ -74,36 +96,40 @@ def baseline_frame(data: bytes | memoryview) -> int | None:
 
 
 def _segments(data: bytes | memoryview) -> Iterator[tuple[int, int, int]]:
-    """Marker, place and length of a JPEG file's segments up to its frame header."""
+    """Marker, place and length of a JPEG file's segments up to its image data."""
     at, size = 2, len(data)
     while at + 4 <= size and data[at] == 0xFF:
         marker, length = data[at + 1], data[at + 2] << 8 | data[at + 3]
+        if marker == 0xFF:  # any marker may have more of these before it
+            at += 1
+            continue
         yield marker, at, length
-        if marker == 0xDA or 0xC0 <= marker <= 0xC3:
+        if marker == _SCAN:
             return
         at += 2 + length
 
 
-def _orientation(data: bytes | memoryview) -> tuple[int, int, str] | None:
-    """The EXIF orientation, where it is in the file, and its struct format."""
+def _orientation(data: bytes | memoryview) -> tuple[int, int, str] | Literal["odd"] | None:
+    """The EXIF orientation, where it is in the file, and its struct format; "odd" where it is in another form."""
     for marker, at, length in _segments(data):
         if marker == 0xE1 and bytes(data[at + 4 : at + 10]) == b"Exif\0\0":
             return _tiff_orientation(data[at + 10 : at + 2 + length], at + 10)
     return None
 
 
-def _tiff_orientation(tiff: bytes | memoryview, begin: int) -> tuple[int, int, str] | None:
+def _tiff_orientation(tiff: bytes | memoryview, begin: int) -> tuple[int, int, str] | Literal["odd"] | None:
+    found: tuple[int, int, str] | Literal["odd"] | None = None
     order = {b"II": "<", b"MM": ">"}.get(bytes(tiff[:2]))
     if order is None:
-        return None
+        return "odd"
     try:
         (start,) = struct.unpack_from(order + "I", tiff, 4)
         (count,) = struct.unpack_from(order + "H", tiff, start)
         for entry in range(start + 2, start + 2 + 12 * count, 12):
-            tag, kind, _ = struct.unpack_from(order + "HHI", tiff, entry)
-            if tag == ORIENTATION and kind == 3:
-                (value,) = struct.unpack_from(order + "H", tiff, entry + 8)
-                return (int(value), begin + entry + 8, order + "H") if 1 <= value <= 8 else None
-    except struct.error:
-        pass
-    return None
+            tag, kind, number, value = struct.unpack_from(order + "HHIH", tiff, entry)
+            if tag == ORIENTATION:
+                is_usual = found is None and kind == 3 and number == 1 and 1 <= value <= 8
+                found = (int(value), begin + entry + 8, order + "H") if is_usual else "odd"
+    except struct.error:  # it is broken off
+        return "odd"
+    return found

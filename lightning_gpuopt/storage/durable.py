@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Final
+
+NOT_THERE: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EACCES, errno.EBADF)
+"""Errors of file systems (FUSE, CIFS) that have no such operation."""
 
 
 def write(path: Path, data: bytes) -> None:
@@ -18,9 +23,13 @@ def write(path: Path, data: bytes) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make renames in a directory durable."""
-    handle = os.open(directory, os.O_RDONLY)
+    """Make renames in a directory durable, where its file system can."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as err:
+        if err.errno not in NOT_THERE:
+            raise

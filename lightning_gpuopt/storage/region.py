@@ -86,7 +86,7 @@ class Region:
 
 def blocks_read() -> int:
     """Blocks and pages that this thread has had to wait for, or has asked for, from a disk."""
-    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    usage = resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF))  # macOS has no such thing
     return usage.ru_inblock + usage.ru_majflt
 
 

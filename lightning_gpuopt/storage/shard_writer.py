@@ -15,7 +15,7 @@ import lmdb
 import numpy as np
 import xxhash
 
-from lightning_gpuopt.storage import codec, durable
+from lightning_gpuopt.storage import codec, durable, lmdb_pages
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.format import TABLE_HEAD, TABLE_MAGIC, Shard, file_digest, key, shard_name
 from lightning_gpuopt.storage.value import MAX_VALUE_BYTES, check, parse, sample_number
@@ -148,8 +148,8 @@ class ShardWriter:
             self._env.sync(True)
         except lmdb.Error as err:
             raise _disk_error(err, self._path) from err
-        shard = self._write_table()
         self.close()
+        shard = self._write_table()
         durable.write(self._path.with_suffix(".json"), json.dumps(asdict(shard)).encode())
         return shard
 
@@ -192,52 +192,24 @@ class ShardWriter:
 
     def _places(self, mapped: mmap.mmap) -> Iterator[tuple[int, int, int]]:
         """Index, offset in the file and length of every value, in order."""
-        index = 0
-        while index < self.committed:
-            seen = 0
-            with self._env.begin(buffers=True) as txn, txn.cursor() as cursor:
-                cursor.set_range(key(index))
-                base = _map_base(_address(cursor.value()))
-                for stored_key, value in cursor:
-                    if stored_key != key(index):
-                        raise self._read_back_wrong(index, DamagedError("its key is not the next one"))
-                    yield index, _address(value) - base, len(value)
-                    index += 1
-                    seen += len(value)
-                    if seen >= _READ_BACK_BYTES:
-                        break
-                else:
-                    if index != self.committed:
-                        raise self._read_back_wrong(index, DamagedError("it is not there"))
-            # Both maps let go of what they have seen: it counts as memory of this process.
-            mapped.madvise(mmap.MADV_DONTNEED)
-            self._env.set_mapsize(self._env.info()["map_size"])
+        count = seen = 0
+        for stored_key, start, size in lmdb_pages.values(mapped):
+            if stored_key != key(count):
+                raise self._read_back_wrong(count, DamagedError("its key is not the next one"))
+            yield count, start, size
+            count += 1
+            seen += size
+            if seen >= _READ_BACK_BYTES:  # the map lets go of what it has seen: it counts as memory of this process
+                mapped.madvise(mmap.MADV_DONTNEED)
+                seen = 0
+        if count != self.committed:
+            raise self._read_back_wrong(count, DamagedError("it is not there"))
 
     def _read_back_wrong(self, index: int, err: DamagedError) -> DamagedError:
         return DamagedError(
             f"{self._path}: sample {index} read back wrong ({err}); check the disk, and build it again with "
             "overwrite=True"
         )
-
-
-def _address(value: memoryview) -> int:
-    address: int = np.frombuffer(value, np.uint8).__array_interface__["data"][0]
-    return address
-
-
-def _map_base(address: int) -> int:
-    """Where in memory the file begins into whose map an address points.
-
-    LMDB does not tell where its map is. Looking for the value in the file would not do: pages that LMDB has copied and
-    given up still hold it.
-    """
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            span, _, offset = line.split(maxsplit=3)[:3]
-            low, high = (int(part, 16) for part in span.split("-"))
-            if low <= address < high:
-                return low - int(offset, 16)
-    raise AssertionError("an address that LMDB gave is in no map")
 
 
 _CAUSES: Final = {os.strerror(number): number for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from lightning_gpuopt.images.crop import CenterCrops
-from lightning_gpuopt.images.decode import decode_pil, decode_tensor
+from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
+from lightning_gpuopt.images.decode import decode_pil, decode_tensor, for_other_decoder, jpeg_size
 from lightning_gpuopt.images.jpeg import orientation_of
 from tests.images.pictures import encoded, photo, pixels, with_orientation
 
@@ -32,10 +32,74 @@ def test_a_big_endian_exif_block_is_read(orientation: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\xff\xd8\xff\xe1\0\x10Exif\0\0II", b"\xff\xd8\xff\xe1\xff\xffExif\0\0MM\0*\xff\xff\xff\xff"]
+    ("data", "orientation"),
+    [
+        (b"", 1),
+        (b"\xff\xd8\xff\xe1\0\x10Exif\0\0II", None),
+        (b"\xff\xd8\xff\xe1\xff\xffExif\0\0MM\0*\xff\xff\xff\xff", None),
+    ],
 )
-def test_a_broken_exif_block_counts_as_none(data: bytes) -> None:
-    assert orientation_of(data) == 1
+def test_pil_is_asked_of_a_broken_exif_block(data: bytes, orientation: int | None) -> None:
+    assert orientation_of(data) == orientation
+
+
+def in_segment(marker: int, content: bytes, *, fill: int = 0, before: bytes = b"") -> bytes:
+    """A photograph's JPEG file with another segment, behind fill bytes, before its frame header."""
+    data = encoded(photo())
+    at = data.index(before) if before else 2
+    return (
+        data[:at] + b"\xff" * (fill + 1) + bytes([marker]) + (len(content) + 2).to_bytes(2, "big") + content + data[at:]
+    )
+
+
+def exif(orientation: bytes) -> bytes:
+    """An EXIF block with one entry: the orientation in a form of one's own, behind its tag."""
+    return b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12" + orientation + b"\0\0\0\0"
+
+
+SHORT_6, LONG_6 = b"\0\x03\0\0\0\x01\0\x06\0\0", b"\0\x04\0\0\0\x01\0\0\0\x06"
+XMP = b"http://ns.adobe.com/xap/1.0/\0" + b'<x tiff:Orientation="6"/>'
+
+
+@pytest.mark.parametrize(
+    ("data", "is_turned"),
+    {
+        "long": (in_segment(0xE1, exif(LONG_6)), True),
+        "byte": (in_segment(0xE1, exif(b"\0\x01\0\0\0\x01\x06\0\0\0")), False),
+        "two of them": (in_segment(0xE1, exif(b"\0\x03\0\0\0\x02\0\x06\0\x06")), True),
+        "fill bytes": (in_segment(0xE1, exif(SHORT_6), fill=3), True),
+        "behind the frame": (in_segment(0xE1, exif(SHORT_6), before=b"\xff\xda"), True),
+        "XMP": (in_segment(0xE1, XMP), True),
+        "no TIFF": (in_segment(0xE1, b"Exif\0\0none at all"), False),
+        "none": (in_segment(0xFE, exif(SHORT_6)), False),
+    }.values(),
+)
+@pytest.mark.filterwarnings("ignore:Metadata Warning")
+def test_what_turns_an_image_turns_it_for_both_decoders(data: bytes, is_turned: bool) -> None:
+    by_pil = np.asarray(decode_pil(data))
+    assert by_pil.shape == ((200, 120, 3) if is_turned else (120, 200, 3))
+    assert np.abs(pixels(decode_tensor(data)).astype(int) - by_pil).mean() < 1
+    assert pixels(CenterCrops(100, 120)(data)).shape == (100, 100, 3)
+    header, by_other = jpeg_size(data), for_other_decoder(data)
+    assert header is not None
+    assert ((header[1], header[0]) if header[2] >= 5 else header[:2]) == by_pil.shape[:2] == by_other[1:]
+
+
+@pytest.mark.parametrize("decode", [decode_pil, decode_tensor, RandomCrops(8), CenterCrops(8), for_other_decoder])
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_above_pils_limit_is_refused_alike(
+    monkeypatch: pytest.MonkeyPatch, decode: Callable[..., Any]
+) -> None:
+    data = encoded(photo())
+    if isinstance(decode, RandomCrops):
+        decode.begin(0)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 200 * 120 // 2)
+    decode(data)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 200 * 120 // 2 - 1)
+    with pytest.raises(Image.DecompressionBombError):
+        decode(data)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    decode(data)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,17 @@
+import errno
 import os
+import stat
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
 
-from lightning_gpuopt.storage import codec
+from lightning_gpuopt.storage import codec, durable
+from lightning_gpuopt.storage.build.plan import PLAN, read_plan, write_plan
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.format import key
+from lightning_gpuopt.storage.lmdb_pages import values
 from lightning_gpuopt.storage.shard_writer import ShardWriter
 
 
@@ -57,3 +62,55 @@ def test_the_summary_of_an_earlier_shard_goes_first(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: removed.append(self.suffix))
     ShardWriter(tmp_path, 0).close()
     assert removed == [".json", ".tab", ".mdb"]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[], [1], [*range(3000)], [3, 100, 1900, 2100, 5000, 70_000] * 300, [8] * 20_000],
+    ids=["none", "one", "growing", "on pages of their own", "small"],
+)
+def test_the_pages_say_where_each_value_is(tmp_path: Path, sizes: list[int]) -> None:
+    path = tmp_path / "data.mdb"
+    stored = [bytes([index % 256]) * size for index, size in enumerate(sizes)]
+    with lmdb.open(str(path), subdir=False, lock=False, lib_version=0, map_size=1 << 30) as env:
+        for begin in range(0, len(sizes), 700):
+            with env.begin(write=True) as txn:
+                for index in range(begin, min(begin + 700, len(sizes))):
+                    txn.put(index.to_bytes(8, "big"), stored[index], append=True)
+    data = path.read_bytes()
+    found = list(values(data))
+    assert [int.from_bytes(key, "big") for key, _, _ in found] == [*range(len(sizes))]
+    assert [data[start : start + size] for _, start, size in found] == stored
+
+
+@pytest.mark.parametrize("data", [b"", bytes(100), bytes(8192), b"\xde\xc0\xef\xbe" * 4000])
+def test_what_is_no_lmdb_file_has_no_values(data: bytes) -> None:
+    with pytest.raises(ValueError, match="LMDB file"):
+        list(values(data))
+
+
+def test_a_file_system_that_cannot_sync_folders_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, number = os.fsync, errno.EINVAL
+
+    def refuses(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuses)
+    durable.write(tmp_path / "file", b"text")
+    assert (tmp_path / "file").read_bytes() == b"text"
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        durable.write(tmp_path / "file", b"text")
+
+
+def test_the_plan_of_the_first_part_stays_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuses)
+    for number in range(2):
+        write_plan(tmp_path, {"part": number}, shared=True)
+    assert read_plan(tmp_path) == {"part": 0}
+    assert os.listdir(tmp_path) == [PLAN]

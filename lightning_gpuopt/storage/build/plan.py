@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -65,9 +64,16 @@ def write_plan(directory: Path, plan: Plan, *, shared: bool) -> None:
         return
     mine = directory / f"{PLAN}.{socket.gethostname()}-{os.getpid()}"
     durable.write(mine, data)
-    with contextlib.suppress(FileExistsError):
+    try:
         os.link(mine, directory / PLAN)
-    mine.unlink()
+    except FileExistsError:
+        pass
+    except OSError as err:
+        if err.errno not in durable.NOT_THERE:
+            raise
+        if not (directory / PLAN).exists():  # no hard links here: of two parts in the same moment the later one's stays
+            os.replace(mine, directory / PLAN)
+    mine.unlink(missing_ok=True)
     durable.sync_directory(directory)
 
 
