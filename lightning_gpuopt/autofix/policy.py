@@ -5,11 +5,11 @@ Numbers in, decisions out: no torch, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import comb
-from statistics import fmean
+from statistics import fmean, linear_regression
 from typing import Any, Final, Literal, get_args
 
 from lightning_gpuopt.diagnosis.record import Finding
@@ -72,23 +72,19 @@ def wanted_changes(findings: Sequence[Finding], loader: LoaderFacts, *, on_gpu: 
     return [each for each in found if getattr(loader, each.setting, None) != each.value]
 
 
-def _of(finding: Finding, loader: LoaderFacts, *, on_gpu: bool) -> list[Wanted]:
+def _of(finding: Finding, loader: LoaderFacts, *, on_gpu: bool) -> Iterator[Wanted]:
     settings, key = dict(finding.settings), str(finding.evidence.get("loader", ""))
     if finding.cause == "host_to_device":
-        if not on_gpu:
-            return []
-        ahead = (
-            [Wanted("device_prefetch", True, finding.cause, finding.predicted_speedup)] if loader.num_workers else []
-        )
-        pinned = [Wanted("pin_memory", True, finding.cause, None, key)] if settings.get("pin_memory") else []
-        return ahead + pinned
+        if on_gpu and loader.num_workers:
+            yield Wanted("device_prefetch", True, finding.cause, finding.predicted_speedup)
+        if on_gpu and settings.get("pin_memory"):
+            yield Wanted("pin_memory", True, finding.cause, None, key)
+        return
     if finding.cause != "epoch_restart":  # other findings advise it beside first workers: it saves little by itself
         settings.pop("persistent_workers", None)
-    return [
-        Wanted(setting, settings[setting], finding.cause, finding.predicted_speedup, key)
-        for setting in FIXES
-        if setting in settings
-    ]
+    for setting in FIXES:
+        if setting in settings:
+            yield Wanted(setting, settings[setting], finding.cause, finding.predicted_speedup, key)
 
 
 def first_to_try(wanted: Sequence[Wanted], fixes: Collection[str], failed: Collection[str]) -> Wanted | None:
@@ -121,10 +117,9 @@ def judge(before: Sequence[float], after: Sequence[float]) -> bool | None:
         return None
     if gain_of(before, after) < 1:
         return False
-    if len(after) in LOOKS and chance_of(before, after) <= _CHANCE:
-        gain = min(gain_of(before, after), expected_of(before, len(after)) / fmean(after))
-        if gain >= MIN_GAIN:
-            return True
+    gain = expected_of(before, len(after)) / fmean(after)
+    if len(after) in LOOKS and gain >= MIN_GAIN and chance_of(before, after) <= _CHANCE:
+        return True
     return False if len(after) >= MAX_WINDOWS else None
 
 
@@ -135,10 +130,9 @@ def expected_of(before: Sequence[float], number: int) -> float:
         before: mean seconds per step of each window before.
         number: of windows after; one between them is left out.
     """
-    middle, mean_s = (len(before) - 1) / 2, fmean(before)
-    spread = sum((index - middle) ** 2 for index in range(len(before)))
-    slope = sum((index - middle) * (value - mean_s) for index, value in enumerate(before)) / spread
-    return max(mean_s + min(slope, 0.0) * (len(before) + 1 + (number - 1) / 2 - middle), mean_s / 2)
+    mean_s, slope = fmean(before), linear_regression(range(len(before)), before).slope
+    windows = (len(before) + number) / 2 + 1  # from the middle of those before to the middle of those after
+    return max(mean_s + min(slope, 0.0) * windows, mean_s / 2)
 
 
 def gain_of(before: Sequence[float], after: Sequence[float]) -> float:
