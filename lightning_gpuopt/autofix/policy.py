@@ -5,7 +5,7 @@ Numbers in, decisions out: no torch, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import comb
@@ -87,17 +87,6 @@ def _of(finding: Finding, loader: LoaderFacts, *, on_gpu: bool) -> Iterator[Want
             yield Wanted(setting, settings[setting], finding.cause, finding.predicted_speedup, key)
 
 
-def first_to_try(wanted: Sequence[Wanted], fixes: Collection[str], failed: Collection[str]) -> Wanted | None:
-    """The first change that is allowed and has not failed; None where there is none.
-
-    Args:
-        wanted: from :func:`wanted_changes`.
-        fixes: the settings that may be changed.
-        failed: settings that were tried without a gain, or cannot be changed.
-    """
-    return next((each for each in wanted if each.setting in fixes and each.setting not in failed), None)
-
-
 def judge(before: Sequence[float], after: Sequence[float]) -> bool | None:
     """Whether steps have become faster.
 
@@ -137,7 +126,7 @@ def expected_of(before: Sequence[float], number: int) -> float:
 
 def gain_of(before: Sequence[float], after: Sequence[float]) -> float:
     """Steps per second, after over before."""
-    return fmean(before) / fmean(after)
+    return fmean(before) / max(fmean(after), 1e-9)
 
 
 def chance_of(before: Sequence[float], after: Sequence[float]) -> float:
@@ -170,71 +159,3 @@ def judge_pauses(before_s: Sequence[float], after_s: Sequence[float]) -> bool | 
     if not before_s or not after_s:
         return None
     return max(after_s) < min(before_s) and fmean(after_s) <= (1 - _MIN_PAUSE_SAVED) * fmean(before_s)
-
-
-@dataclass(frozen=True)
-class SetUps:
-    """Set-up times of the epochs around a change, to be spread over their steps.
-
-    Attributes:
-        steps: batches of an epoch; 0: not known, and nothing is spread.
-        before_s: seconds of each epoch's set-up before the change.
-        after_s: of each since it took effect.
-        persist: whether the workers live on from then on: what starting them took was spent once.
-        epochs_left: epochs that were to come when it took effect.
-        persisted: whether they lived on before the change as well.
-    """
-
-    steps: int
-    before_s: Sequence[float]
-    after_s: Sequence[float]
-    persist: bool = False
-    epochs_left: int = 1
-    persisted: bool = False
-
-    @property
-    def per_step_s(self) -> tuple[float, float]:
-        """Seconds a step before, and after; zeros where no epoch has begun since, or none before."""
-        if not self.steps or not self.before_s or not self.after_s:
-            return 0.0, 0.0
-        after_s = sum(self.after_s) / max(self.epochs_left, 1) if self.persist else fmean(self.after_s)
-        before = self.before_s[1:] or self.before_s  # the first begins with other things as well
-        return 0.0 if self.persisted else fmean(before) / self.steps, after_s / self.steps
-
-
-def workers_worth_starting(
-    wanted: int,
-    now: int,
-    *,
-    step_s: float,
-    speedup: float,
-    set_up_s: float,
-    steps: int,
-    epochs_left: int,
-    cpus: float,
-    persist: bool = False,
-) -> int | None:
-    """The largest number of workers whose start-up cost is repaid, where they are not forked; None: not even one more.
-
-    They start side by side, as far as there are CPUs, and then live on.
-
-    Args:
-        wanted: workers that would be best, were starting them free.
-        now: workers that run, at least 1.
-        step_s: seconds of a step now.
-        speedup: steps per second with the workers wanted, over now.
-        set_up_s: seconds of an epoch's set-up in which the workers that run were started.
-        steps: of an epoch.
-        epochs_left: epochs to come.
-        cpus: usable CPUs.
-        persist: whether those that run live on already.
-    """
-    one_s = set_up_s / max(now / cpus, 1.0)
-
-    def saved_s(workers: int) -> float:
-        faster = min(workers / now, speedup)
-        starting_s = 0.0 if persist and workers == now else one_s * max(workers / cpus, 1.0)
-        return epochs_left * steps * step_s * (1 - 1 / faster) - starting_s
-
-    best = max(range(now, wanted + 1), key=lambda workers: (saved_s(workers), -workers))
-    return best if best > now else None
