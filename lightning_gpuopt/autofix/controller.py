@@ -74,16 +74,16 @@ class AutoFixController:
         self._refused: set[tuple[str, str]] = set()
         self._before_change: dict[str, Any] = {}
         self._unpaid: list[ChangeTrial] = []  # kept before an epoch has begun with them
-        self._broadcast: RankBroadcast | None = None
+        self._broadcast = RankBroadcast("autofix", rank, 1)  # to nobody, until training begins
 
-    def start(self, broadcast: RankBroadcast | None) -> None:
+    def start(self, broadcast: RankBroadcast) -> None:
         """Training begins.
 
         Args:
-            broadcast: sends the decisions of rank 0 to the other ranks; None on one rank.
+            broadcast: sends the decisions of rank 0 to the other ranks.
         """
         self._broadcast = broadcast
-        if broadcast is not None and broadcast.problem is not None:
+        if broadcast.problem is not None:
             self._fixes = []
 
     # -- what rank 0 decides
@@ -174,9 +174,9 @@ class AutoFixController:
             return False
         self._trial, self._before_change[setting] = trial, before
         if aims:
-            self._send("aim", wanted.loader, None)
+            self._broadcast.send(["aim", wanted.loader, None])
             self.notes.append(f"Of several training loaders AutoFix changes {wanted.loader!r} alone.")
-        self._send("change", setting, wanted.value)
+        self._broadcast.send(["change", setting, wanted.value])
         there = wanted.value if trial.waits else self._loader.now(setting)
         if there != wanted.value:  # no room for all the workers
             self.changes[-1] = replace(self.changes[-1], to=there, predicted=None)
@@ -223,7 +223,7 @@ class AutoFixController:
             log.debug("workers cannot persist: %s", reason)
             return
         self._before_change["persistent_workers"] = False
-        self._send("change", "persistent_workers", True)
+        self._broadcast.send(["change", "persistent_workers", True])
         trial.entries["persistent_workers"] = len(self.changes)
         self.changes.append(Change("persistent_workers", False, True, why="with num_workers"))
 
@@ -261,7 +261,7 @@ class AutoFixController:
         self._failed.add("num_workers")
         workers = self.changes[kept[0].entries["num_workers"]].from_
         self._loader.take_back("num_workers", workers)
-        self._send("change", "num_workers", workers)
+        self._broadcast.send(["change", "num_workers", workers])
         for index in [each.entries["num_workers"] for each in kept]:
             measured = self.changes[index].measured
             if measured is not None:
@@ -272,7 +272,7 @@ class AutoFixController:
         self._conclude(trial, kept=True)
         for setting in trial.entries:
             del self._before_change[setting]
-            self._send("keep", setting, None)
+            self._broadcast.send(["keep", setting, None])
         if trial.wanted.setting == "num_workers" and len(self._evidence.set_ups) <= trial.set_ups_before:
             trial.saved_s = self._evidence.saved_s(trial)
             self._unpaid.append(trial)
@@ -285,7 +285,7 @@ class AutoFixController:
             before = self._before_change.pop(setting)
             self._failed.add(setting)
             self._loader.take_back(setting, before)
-            self._send("back", setting, before)
+            self._broadcast.send(["back", setting, before])
         self._evidence.before.clear()  # a loader needs some batches to be as it was before the change
 
     def _conclude(self, trial: ChangeTrial, *, kept: bool = False, why: str = "") -> None:
@@ -325,8 +325,6 @@ class AutoFixController:
 
     def obey(self) -> None:
         """Apply what rank 0 has decided since the last step."""
-        if self._broadcast is None:
-            return
         for what, setting, value in self._broadcast.take():
             try:
                 if what == "aim":
@@ -341,15 +339,10 @@ class AutoFixController:
             except CannotChange as reason:
                 log.debug("rank %d leaves %s: %s", self._rank, setting, reason)
 
-    def _send(self, what: str, setting: str, value: Any) -> None:
-        if self._broadcast is not None:
-            self._broadcast.send([what, setting, value])
-
     def undo(self) -> None:
         """Restore the loader's settings and remove our hooks; may be called more than once."""
         try:
             self._end_trial()
         finally:
             self._loader.undo(self._before_change)
-        if self._broadcast is not None:
-            self._broadcast.close()
+        self._broadcast.close()

@@ -148,11 +148,9 @@ class AutoFix(CallbackBase):
         """The ranks can talk to one another now."""
         if self._controller is not None:
             with Guard(self, trainer):
-                broadcast = None
-                if trainer.world_size > 1:
-                    broadcast = RankBroadcast("autofix", trainer.global_rank, trainer.world_size)
-                    if broadcast.problem is not None:
-                        say_once(trainer, "autofix-ranks", f"AutoFix changes nothing: {broadcast.problem}.")
+                broadcast = RankBroadcast("autofix", trainer.global_rank, trainer.world_size)
+                if broadcast.problem is not None:
+                    say_once(trainer, "autofix-ranks", f"AutoFix changes nothing: {broadcast.problem}.")
                 self._controller.start(broadcast)
 
     @override

@@ -190,7 +190,7 @@ class PlainRun:
             rank=rank,
             cpus=cpus,
         )
-        self.controller.start(self.broadcast)  # type: ignore[arg-type]
+        self.controller.start(self.broadcast or PlainBroadcast())  # type: ignore[arg-type]
 
     @property
     def changes(self) -> list[Change]:
