@@ -5,11 +5,11 @@ Numbers in, decisions out: no torch, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import comb
-from statistics import fmean
+from statistics import fmean, linear_regression
 from typing import Any, Final, Literal, get_args
 
 from lightning_gpuopt.diagnosis.record import Finding
@@ -72,34 +72,19 @@ def wanted_changes(findings: Sequence[Finding], loader: LoaderFacts, *, on_gpu: 
     return [each for each in found if getattr(loader, each.setting, None) != each.value]
 
 
-def _of(finding: Finding, loader: LoaderFacts, *, on_gpu: bool) -> list[Wanted]:
+def _of(finding: Finding, loader: LoaderFacts, *, on_gpu: bool) -> Iterator[Wanted]:
     settings, key = dict(finding.settings), str(finding.evidence.get("loader", ""))
     if finding.cause == "host_to_device":
-        if not on_gpu:
-            return []
-        ahead = (
-            [Wanted("device_prefetch", True, finding.cause, finding.predicted_speedup)] if loader.num_workers else []
-        )
-        pinned = [Wanted("pin_memory", True, finding.cause, None, key)] if settings.get("pin_memory") else []
-        return ahead + pinned
+        if on_gpu and loader.num_workers:
+            yield Wanted("device_prefetch", True, finding.cause, finding.predicted_speedup)
+        if on_gpu and settings.get("pin_memory"):
+            yield Wanted("pin_memory", True, finding.cause, None, key)
+        return
     if finding.cause != "epoch_restart":  # other findings advise it beside first workers: it saves little by itself
         settings.pop("persistent_workers", None)
-    return [
-        Wanted(setting, settings[setting], finding.cause, finding.predicted_speedup, key)
-        for setting in FIXES
-        if setting in settings
-    ]
-
-
-def first_to_try(wanted: Sequence[Wanted], fixes: Collection[str], failed: Collection[str]) -> Wanted | None:
-    """The first change that is allowed and has not failed; None where there is none.
-
-    Args:
-        wanted: from :func:`wanted_changes`.
-        fixes: the settings that may be changed.
-        failed: settings that were tried without a gain, or cannot be changed.
-    """
-    return next((each for each in wanted if each.setting in fixes and each.setting not in failed), None)
+    for setting in FIXES:
+        if setting in settings:
+            yield Wanted(setting, settings[setting], finding.cause, finding.predicted_speedup, key)
 
 
 def judge(before: Sequence[float], after: Sequence[float]) -> bool | None:
@@ -121,10 +106,9 @@ def judge(before: Sequence[float], after: Sequence[float]) -> bool | None:
         return None
     if gain_of(before, after) < 1:
         return False
-    if len(after) in LOOKS and chance_of(before, after) <= _CHANCE:
-        gain = min(gain_of(before, after), expected_of(before, len(after)) / fmean(after))
-        if gain >= MIN_GAIN:
-            return True
+    gain = expected_of(before, len(after)) / fmean(after)
+    if len(after) in LOOKS and gain >= MIN_GAIN and chance_of(before, after) <= _CHANCE:
+        return True
     return False if len(after) >= MAX_WINDOWS else None
 
 
@@ -135,15 +119,14 @@ def expected_of(before: Sequence[float], number: int) -> float:
         before: mean seconds per step of each window before.
         number: of windows after; one between them is left out.
     """
-    middle, mean_s = (len(before) - 1) / 2, fmean(before)
-    spread = sum((index - middle) ** 2 for index in range(len(before)))
-    slope = sum((index - middle) * (value - mean_s) for index, value in enumerate(before)) / spread
-    return max(mean_s + min(slope, 0.0) * (len(before) + 1 + (number - 1) / 2 - middle), mean_s / 2)
+    mean_s, slope = fmean(before), linear_regression(range(len(before)), before).slope
+    windows = (len(before) + number) / 2 + 1  # from the middle of those before to the middle of those after
+    return max(mean_s + min(slope, 0.0) * windows, mean_s / 2)
 
 
 def gain_of(before: Sequence[float], after: Sequence[float]) -> float:
     """Steps per second, after over before."""
-    return fmean(before) / fmean(after)
+    return fmean(before) / max(fmean(after), 1e-9)
 
 
 def chance_of(before: Sequence[float], after: Sequence[float]) -> float:
@@ -176,71 +159,3 @@ def judge_pauses(before_s: Sequence[float], after_s: Sequence[float]) -> bool | 
     if not before_s or not after_s:
         return None
     return max(after_s) < min(before_s) and fmean(after_s) <= (1 - _MIN_PAUSE_SAVED) * fmean(before_s)
-
-
-@dataclass(frozen=True)
-class SetUps:
-    """Set-up times of the epochs around a change, to be spread over their steps.
-
-    Attributes:
-        steps: batches of an epoch; 0: not known, and nothing is spread.
-        before_s: seconds of each epoch's set-up before the change.
-        after_s: of each since it took effect.
-        persist: whether the workers live on from then on: what starting them took was spent once.
-        epochs_left: epochs that were to come when it took effect.
-        persisted: whether they lived on before the change as well.
-    """
-
-    steps: int
-    before_s: Sequence[float]
-    after_s: Sequence[float]
-    persist: bool = False
-    epochs_left: int = 1
-    persisted: bool = False
-
-    @property
-    def per_step_s(self) -> tuple[float, float]:
-        """Seconds a step before, and after; zeros where no epoch has begun since, or none before."""
-        if not self.steps or not self.before_s or not self.after_s:
-            return 0.0, 0.0
-        after_s = sum(self.after_s) / max(self.epochs_left, 1) if self.persist else fmean(self.after_s)
-        before = self.before_s[1:] or self.before_s  # the first begins with other things as well
-        return 0.0 if self.persisted else fmean(before) / self.steps, after_s / self.steps
-
-
-def workers_worth_starting(
-    wanted: int,
-    now: int,
-    *,
-    step_s: float,
-    speedup: float,
-    set_up_s: float,
-    steps: int,
-    epochs_left: int,
-    cpus: float,
-    persist: bool = False,
-) -> int | None:
-    """The largest number of workers whose start-up cost is repaid, where they are not forked; None: not even one more.
-
-    They start side by side, as far as there are CPUs, and then live on.
-
-    Args:
-        wanted: workers that would be best, were starting them free.
-        now: workers that run, at least 1.
-        step_s: seconds of a step now.
-        speedup: steps per second with the workers wanted, over now.
-        set_up_s: seconds of an epoch's set-up in which the workers that run were started.
-        steps: of an epoch.
-        epochs_left: epochs to come.
-        cpus: usable CPUs.
-        persist: whether those that run live on already.
-    """
-    one_s = set_up_s / max(now / cpus, 1.0)
-
-    def saved_s(workers: int) -> float:
-        faster = min(workers / now, speedup)
-        starting_s = 0.0 if persist and workers == now else one_s * max(workers / cpus, 1.0)
-        return epochs_left * steps * step_s * (1 - 1 / faster) - starting_s
-
-    best = max(range(now, wanted + 1), key=lambda workers: (saved_s(workers), -workers))
-    return best if best > now else None

@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Final
 
-from lightning_gpuopt.autofix.policy import MAX_WINDOWS, SetUps, Wanted, gain_of, judge, judge_pauses
+from lightning_gpuopt.autofix.policy import MAX_WINDOWS, Wanted, gain_of, judge, judge_pauses
+from lightning_gpuopt.compat.lightning import Trainer
+
+_MANY_EPOCHS: Final = 100
+"""Epochs to come where no end is set."""
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """What is left of a run, by what the Trainer was asked for.
+
+    Attributes:
+        steps: batches of an epoch; 0 where that is not known.
+        epochs_left: epochs to come after the one that runs, at least 1.
+    """
+
+    steps: int
+    epochs_left: int
+
+
+def run_length_of(trainer: Trainer) -> RunLength:
+    """What is left of a Trainer's ``fit``."""
+    batches = trainer.num_training_batches
+    steps = int(batches) if batches != float("inf") else 0
+    left = float(_MANY_EPOCHS)
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        left = min(left, trainer.max_epochs - trainer.current_epoch - 1)
+    if trainer.max_steps >= 0 and steps:
+        left = min(left, (trainer.max_steps - trainer.global_step) / steps)
+    return RunLength(steps, max(int(left), 1))
 
 
 @dataclass
@@ -17,41 +45,25 @@ class ChangeTrial:
 
     Attributes:
         wanted: the change.
-        index: of its entry among the changes.
-        waits: whether it waits for the loader's next iterator.
+        entries: index among the changes, by setting: its own, and ``persistent_workers`` where that is changed with it.
+        set_ups_before: set-ups of epochs before it took effect; that of the epoch with which it came is none of them.
+        length: what was left of the run when it took effect.
+        persisted: whether the workers lived on before it.
+        waits: whether it has not taken effect: it waits for the loader's next iterator, or was refused.
         skip: windows to leave out before it is measured.
         after: mean seconds per step of each window since.
-        set_ups_before: set-ups of epochs that there were before it took effect.
-        epochs_left: epochs to come when it took effect.
-        persisted: whether the workers lived on before it.
-        with_persistence: index of the entry of ``persistent_workers``, where that is tried with it; None where it is
-            not.
+        saved_s: seconds a step that it saves, the set-ups of epochs left out; known once it is kept.
     """
 
     wanted: Wanted
-    index: int
-    waits: bool
+    entries: dict[str, int]
     set_ups_before: int
-    epochs_left: int
+    length: RunLength
     persisted: bool
+    waits: bool = True
     skip: int = 1
     after: list[float] = field(default_factory=list)
-    with_persistence: int | None = None
-
-
-@dataclass
-class KeptChange:
-    """Changes of one setting that were kept before an epoch has begun with them.
-
-    Attributes:
-        trials: the changes, in their order.
-        before: the setting's value before them.
-        saved_s: seconds a step that they save.
-    """
-
-    trials: list[ChangeTrial]
-    before: Any
-    saved_s: float
+    saved_s: float = 0.0
 
 
 class Evidence:
@@ -66,7 +78,6 @@ class Evidence:
         self.before: deque[float] = deque(maxlen=MAX_WINDOWS)
         self.set_ups: list[float] = []
         self._setup_s = 0.0
-        self._epochs = 0
 
     def note_set_ups(self, setup_s: float, epochs: int) -> None:
         """Take in the set-ups of the epochs that have begun since the last window.
@@ -75,50 +86,53 @@ class Evidence:
             setup_s: seconds of all set-ups so far.
             epochs: that have begun so far.
         """
-        begun = epochs - self._epochs
+        begun = epochs - len(self.set_ups)
         if begun > 0:
             self.set_ups += [max(setup_s - self._setup_s, 0.0) / begun] * begun
-        self._setup_s, self._epochs = setup_s, epochs
+        self._setup_s = setup_s
 
     def begin_after(self, trial: ChangeTrial) -> None:
         """The windows after a change that was kept are those before the next."""
         self.before = deque(trial.after, MAX_WINDOWS)
 
-    def verdict(self, trial: ChangeTrial, steps: int) -> bool | None:
-        """Whether a change has proved a gain; None: more windows may tell.
+    def verdict(self, trial: ChangeTrial) -> bool | None:
+        """Whether a change has proved a gain; None: more windows may tell."""
+        return (judge_pauses if trial.wanted.setting == "persistent_workers" else judge)(*self._around(trial))
 
-        Args:
-            trial: the change.
-            steps: batches of an epoch; 0 where that is not known.
-        """
-        if trial.wanted.setting == "persistent_workers":
-            return judge_pauses(*self._set_ups_around(trial))
-        return judge(*self._with_set_ups(trial, steps))
-
-    def measured(self, trial: ChangeTrial, steps: int) -> float | None:
+    def measured(self, trial: ChangeTrial) -> float | None:
         """Steps per second, after over before; of persistent workers the set-ups', before over after."""
-        if trial.wanted.setting == "persistent_workers":
-            before, after = self._set_ups_around(trial)
-            return fmean(before) / max(fmean(after), 1e-9) if before and after else None
-        return gain_of(*self._with_set_ups(trial, steps)) if self.before and trial.after else None
+        before, after = self._around(trial)
+        return gain_of(before, after) if before and after else None
 
-    def set_up_costs(self, trial: ChangeTrial, steps: int) -> tuple[float, float]:
-        """Seconds a step that the set-ups of epochs cost before and after a change."""
-        persist = trial.with_persistence is not None or trial.persisted
-        before_s, after_s = self.set_ups[: trial.set_ups_before], self.set_ups[trial.set_ups_before :]
-        return SetUps(steps, before_s, after_s, persist, trial.epochs_left, trial.persisted).per_step_s
+    def set_up_costs(self, trial: ChangeTrial) -> tuple[float, float]:
+        """Seconds a step that the set-ups of epochs cost before and after a change of ``num_workers``.
+
+        Zeros where no epoch has begun since, or none before; where an epoch's length is not known; of other settings.
+        """
+        steps, first = trial.length.steps, trial.set_ups_before
+        before, after = self.set_ups[:first], self.set_ups[first:]
+        if trial.wanted.setting != "num_workers" or not steps or not before or not after:
+            return 0.0, 0.0
+        before_s = 0.0 if trial.persisted else fmean(before[1:] or before)  # the run's first: other things as well
+        persist = trial.persisted or "persistent_workers" in trial.entries  # what starting them takes is spent once
+        after_s = sum(after) / (trial.length.epochs_left + 1) if persist else fmean(after)
+        return before_s / steps, after_s / steps
+
+    def costs_more(self, trial: ChangeTrial) -> bool:
+        """Whether the set-ups of epochs cost more than before, and steps alone were no reason to take it back."""
+        before_s, after_s = self.set_up_costs(trial)
+        return after_s > before_s and judge(self.before, trial.after) is not False
 
     def saved_s(self, trial: ChangeTrial) -> float:
         """Seconds a step that a change saves, the set-ups of epochs left out."""
         return fmean(self.before) - fmean(trial.after)
 
-    def _set_ups_around(self, trial: ChangeTrial) -> tuple[Sequence[float], Sequence[float]]:
-        """Seconds of the epochs' set-ups before and after a change, without those of the run and of the change."""
-        return self.set_ups[1 : trial.set_ups_before - 1], self.set_ups[trial.set_ups_before :]
+    def _around(self, trial: ChangeTrial) -> tuple[list[float], list[float]]:
+        """Seconds a step of each window before and after a change, with its epoch's set-up spread over them.
 
-    def _with_set_ups(self, trial: ChangeTrial, steps: int) -> tuple[list[float], list[float]]:
-        """Seconds a step of each window before and after a change, with its epoch's set-up spread over them."""
-        if trial.wanted.setting != "num_workers":
-            return list(self.before), trial.after
-        before_s, after_s = self.set_up_costs(trial, steps)
+        Of persistent workers those of the epochs' set-ups, without the run's first and the one in which they started.
+        """
+        if trial.wanted.setting == "persistent_workers":
+            return self.set_ups[1 : trial.set_ups_before], self.set_ups[trial.set_ups_before + 1 :]
+        before_s, after_s = self.set_up_costs(trial)
         return [each + before_s for each in self.before], [each + after_s for each in trial.after]

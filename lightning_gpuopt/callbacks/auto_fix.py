@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_gpuopt.autofix.controller import AutoFixController
 from lightning_gpuopt.autofix.loader import AdjustableLoader
 from lightning_gpuopt.autofix.policy import FIXES, Fix
-from lightning_gpuopt.autofix.run_length import run_length_of
+from lightning_gpuopt.autofix.trial import run_length_of
 from lightning_gpuopt.callbacks._sleeping_prefetcher import SleepingPrefetcher
 from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
@@ -148,11 +148,9 @@ class AutoFix(CallbackBase):
         """The ranks can talk to one another now."""
         if self._controller is not None:
             with Guard(self, trainer):
-                broadcast = None
-                if trainer.world_size > 1:
-                    broadcast = RankBroadcast("autofix", trainer.global_rank, trainer.world_size)
-                    if broadcast.problem is not None:
-                        say_once(trainer, "autofix-ranks", f"AutoFix changes nothing: {broadcast.problem}.")
+                broadcast = RankBroadcast("autofix", trainer.global_rank, trainer.world_size)
+                if broadcast.problem is not None:
+                    say_once(trainer, "autofix-ranks", f"AutoFix changes nothing: {broadcast.problem}.")
                 self._controller.start(broadcast)
 
     @override

@@ -116,6 +116,26 @@ def most_workers(cpus: float) -> int:
     return max(1, int(min(_MAX_WORKERS, _MAX_WORKERS_PER_CPU * cpus)))
 
 
+def net_saving(
+    workers: int, now: int, *, step_s: float, steps: int, set_up_s: float, cpus: float, speedup: float = math.inf
+) -> float:
+    """Seconds that a number of workers saves, less those that starting them takes where they are not forked.
+
+    They start side by side, as far as there are CPUs.
+
+    Args:
+        workers: their number.
+        now: workers that run, at least 1.
+        step_s: seconds of a step that become fewer with more workers.
+        steps: to come.
+        set_up_s: seconds in which the workers that run were started.
+        cpus: usable CPUs.
+        speedup: most that more workers can bring, as steps per second over now.
+    """
+    starting_s = set_up_s / max(now / cpus, 1.0) * max(workers / cpus, 1.0)
+    return steps * step_s * (1 - 1 / min(workers / now, speedup)) - starting_s
+
+
 def receive_cost(batch_bytes: float) -> Interval:
     """What it costs the training process to take a batch of so many bytes from a worker, where it was not measured."""
     low, mid, high = _RECEIVE_S

@@ -41,7 +41,7 @@ from lightning_gpuopt.tuning.draws import DrawWatch
 from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.memory_watch import MemoryWatch
 from lightning_gpuopt.tuning.meter import FetchMeter, place
-from lightning_gpuopt.tuning.model import most_workers
+from lightning_gpuopt.tuning.model import most_workers, net_saving
 from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt, first_workers
 from lightning_gpuopt.tuning.self_test import why_not_tried
 from lightning_gpuopt.tuning.sharing import WorkersStart, forks, note_own_workers, why_not_shared
@@ -410,21 +410,16 @@ class RunningLoader:
         return self.no_more is None
 
     def _pays(self, num_workers: int) -> bool:
-        """Whether workers that are not forked, and started anew for each epoch, save more than their start takes.
-
-        They start side by side as far as there are CPUs.
-        """
-        if forks(self.loader) is None or self.loader.persistent_workers or None in (self._set_up, self._wait_s):
+        """Whether workers that are not forked, and started anew for each epoch, save more than their start takes."""
+        if forks(self.loader) is None or self.loader.persistent_workers or self._set_up is None or self._wait_s is None:
             return True
-        assert self._set_up is not None
-        assert self._wait_s is not None
         set_up_s, before = self._set_up
-        length = length_of(self.loader)
-        if length is None or not before:
+        steps = length_of(self.loader)
+        if steps is None or not before:
             return True
         cpus = max(usable_cpus() / self._local_world_size, 1.0)
-        longer_s = set_up_s * (max(num_workers / cpus, 1.0) / max(before / cpus, 1.0) - 1)
-        return self._wait_s * length * (1 - before / num_workers) > longer_s
+        saved_s = net_saving(num_workers, before, step_s=self._wait_s, steps=steps, set_up_s=set_up_s, cpus=cpus)
+        return saved_s > -set_up_s
 
     def before_epoch(self) -> None:
         """Drop an iterator with persistent workers, if their number or their copy of the dataset is out of date."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt.autofix.run_length import RunLength
+from lightning_gpuopt.autofix.trial import RunLength
 from lightning_gpuopt.diagnosis.record import Change
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, INTERRUPTED, TOO_SHORT
 from lightning_gpuopt.measurements.loading import LoaderFacts
@@ -70,6 +70,15 @@ class TestBeforeAChange:
         assert run.changes == []
         run.window(SLOW, MORE)
         assert len(run.changes) == 1
+
+    def test_the_first_that_may_be_changed_and_has_not_failed_is(self) -> None:
+        wanted = [finding("a", num_workers=6), finding("b", prefetch_factor=4)]
+        assert tried(one_worker(), *wanted).log == [("change", "num_workers", 6)]
+        run = one_worker(fixes=["num_workers"])
+        tried(run, *wanted)
+        run.windows(SKIPPED + 3, 0.625, *wanted)
+        run.windows(BEFORE, SLOW, *wanted)
+        assert run.log == [("change", "num_workers", 6), ("back", "num_workers", 1)]
 
     def test_without_a_finding_nothing_is_changed(self) -> None:
         run = one_worker()
@@ -444,6 +453,27 @@ class TestWorkersThatAreNotForked:
         run = self.slow(epoch_s=10.0, wanted=9)
         assert run.changes[0] == Change("num_workers", 1, 2, predicted=None)
         assert run.log[0] == ("change", "num_workers", 2)
+
+    @pytest.mark.parametrize(
+        ("wanted", "set_up_s", "epochs_left", "persist", "expected"),
+        [
+            (9, 4.0, 4, False, 3),  # as many as start side by side cost little, more of them more than they save
+            (9, 4.0, 100, False, 9),
+            (9, 40.0, 1, False, 2),
+            (9, 0.01, 1, False, 9),
+            (2, 40.0, 1, True, None),
+        ],
+    )
+    def test_so_many_are_started_as_pay_for_it(
+        self, wanted: int, set_up_s: float, epochs_left: int, persist: bool, expected: int | None
+    ) -> None:
+        values = {"num_workers": 1, "persistent_workers": persist}
+        run = PlainRun(values, run_length=RunLength(200, epochs_left), waiting=["num_workers"], cpus=2.0)
+        run.loader.starts_slowly = True
+        run.epoch(set_up_s)
+        run.windows(BEFORE, 0.03, finding(predicted=(9.0, 9.0, 9.0), num_workers=wanted))
+        tried = [change for change in run.log if change[1] == "num_workers"]
+        assert tried == ([] if expected is None else [("change", "num_workers", expected)])
 
     def test_they_are_as_many_as_wanted_where_the_length_of_an_epoch_is_not_known(self) -> None:
         run = one_worker(run_length=RunLength(0, 5))

@@ -9,18 +9,14 @@ from math import comb
 import pytest
 
 from lightning_gpuopt.autofix.policy import (
-    FIXES,
     MAX_WINDOWS,
-    SetUps,
     Wanted,
     chance_of,
     expected_of,
-    first_to_try,
     gain_of,
     judge,
     judge_pauses,
     wanted_changes,
-    workers_worth_starting,
 )
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.loading import LoaderFacts
@@ -56,12 +52,6 @@ class TestWhatIsWanted:
         assert wanted_changes(found, loader, on_gpu=True) == both
         assert wanted_changes(found, LoaderFacts(num_workers=0, pin_memory=False), on_gpu=True) == both[1:]
         assert wanted_changes(found, loader, on_gpu=False) == []
-
-    def test_the_first_that_may_be_tried(self):
-        wanted = [Wanted("num_workers", 6, "a", None), Wanted("prefetch_factor", 4, "b", None)]
-        assert first_to_try(wanted, FIXES, ()) is wanted[0]
-        assert first_to_try(wanted, FIXES, {"num_workers"}) is wanted[1]
-        assert first_to_try(wanted, ["num_workers"], {"num_workers"}) is None
 
 
 class TestWhetherItHelped:
@@ -125,36 +115,3 @@ class TestWhetherItHelped:
         assert judge_pauses([1.0, 1.1], [0.2]) is True
         assert judge_pauses([1.0, 1.1], [0.2, 1.05]) is False
         assert judge_pauses([1.0, 1.1], [0.9]) is False
-
-
-@pytest.mark.parametrize(
-    ("set_ups", "expected"),
-    [
-        (SetUps(100, [9.0, 1.0, 3.0], [4.0, 6.0]), (0.02, 0.05)),  # the run's first epoch has more to set up
-        (SetUps(100, [9.0], [4.0]), (0.09, 0.04)),
-        (SetUps(100, [1.0, 1.0], [8.0, 0.0], persist=True, epochs_left=4), (0.01, 0.02)),
-        (SetUps(100, [1.0, 1.0], [8.0], persist=True, epochs_left=4, persisted=True), (0.0, 0.02)),
-        (SetUps(0, [1.0], [8.0]), (0.0, 0.0)),
-        (SetUps(100, [1.0], []), (0.0, 0.0)),
-    ],
-)
-def test_set_ups_are_spread_over_the_steps_of_an_epoch(set_ups: SetUps, expected: tuple[float, float]) -> None:
-    assert set_ups.per_step_s == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "set_up_s", "epochs_left", "persist", "expected"),
-    [
-        (9, 4.0, 4, False, 3),  # as many as start side by side cost little, more of them more than they save
-        (9, 4.0, 100, False, 9),
-        (9, 40.0, 1, False, 2),
-        (9, 0.01, 1, False, 9),
-        (2, 40.0, 1, True, None),
-    ],
-)
-def test_so_many_workers_are_started_as_pay_for_it(
-    wanted: int, set_up_s: float, epochs_left: int, persist: bool, expected: int | None
-) -> None:
-    known = {"step_s": 0.03, "speedup": 9.0, "steps": 200, "cpus": 2.0}
-    number = workers_worth_starting(wanted, 1, set_up_s=set_up_s, epochs_left=epochs_left, persist=persist, **known)
-    assert number == expected

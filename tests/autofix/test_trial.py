@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_gpuopt.autofix.policy import Fix, Wanted
-from lightning_gpuopt.autofix.trial import ChangeTrial, Evidence
+from lightning_gpuopt.autofix.trial import ChangeTrial, Evidence, RunLength, run_length_of
 
 STEPS = 10
+PERSIST = {"num_workers": 0, "persistent_workers": 1}
 
 
 def trial(setting: Fix, *after: float, set_ups_before: int = 1, **more: Any) -> ChangeTrial:
-    values = {"waits": False, "epochs_left": 4, "persisted": False, **more}
-    return ChangeTrial(Wanted(setting, 2, "cause", None), 0, set_ups_before=set_ups_before, after=list(after), **values)
+    values = {"entries": {setting: 0}, "length": RunLength(STEPS, 3), "persisted": False, "waits": False, **more}
+    return ChangeTrial(Wanted(setting, 2, "cause", None), set_ups_before=set_ups_before, after=list(after), **values)
 
 
 def evidence(*before: float, set_ups: tuple[float, ...] = ()) -> Evidence:
@@ -63,14 +65,14 @@ class TestWindows:
     def test_steps_alone_decide_on_a_setting_of_the_steps(self) -> None:
         seen = evidence(*[1.0] * 4, set_ups=(0.0, 99.0))
         faster = trial("prefetch_factor", *[0.5] * 5)
-        assert (seen.verdict(faster, STEPS), seen.measured(faster, STEPS)) == (True, 2.0)
+        assert (seen.verdict(faster), seen.measured(faster)) == (True, 2.0)
         slower = trial("prefetch_factor", *[1.25] * 3)
-        assert (seen.verdict(slower, STEPS), seen.measured(slower, STEPS)) == (False, 0.8)
+        assert (seen.verdict(slower), seen.measured(slower)) == (False, 0.8)
 
     def test_nothing_is_measured_before_a_window_on_either_side(self) -> None:
-        assert evidence(1.0).measured(trial("prefetch_factor"), STEPS) is None
-        assert evidence().measured(trial("prefetch_factor", 1.0), STEPS) is None
-        assert evidence(1.0).verdict(trial("prefetch_factor"), STEPS) is None
+        assert evidence(1.0).measured(trial("prefetch_factor")) is None
+        assert evidence().measured(trial("prefetch_factor", 1.0)) is None
+        assert evidence(1.0).verdict(trial("prefetch_factor")) is None
 
     def test_what_a_change_saves_leaves_set_ups_out(self) -> None:
         assert evidence(1.0, 3.0, set_ups=(0.0, 99.0)).saved_s(trial("num_workers", 0.5, 1.0)) == 1.25
@@ -80,43 +82,85 @@ class TestWorkers:
     def test_their_epochs_set_up_is_spread_over_the_steps(self) -> None:
         seen = evidence(*[1.0] * 4, set_ups=(10.0, 5.0))
         change = trial("num_workers", *[0.5] * 5)
-        assert seen.set_up_costs(change, STEPS) == (1.0, 0.5)
-        assert (seen.verdict(change, STEPS), seen.measured(change, STEPS)) == (True, 2.0)
+        assert seen.set_up_costs(change) == (1.0, 0.5)
+        assert (seen.verdict(change), seen.measured(change)) == (True, 2.0)
 
     def test_a_set_up_that_costs_what_the_steps_save_is_no_gain(self) -> None:
         seen = evidence(*[1.0] * 4, set_ups=(0.0, 10.0))
         change = trial("num_workers", *[0.5] * 5)
-        assert (seen.verdict(change, STEPS), seen.measured(change, STEPS)) == (False, pytest.approx(1 / 1.5))
+        assert (seen.verdict(change), seen.measured(change)) == (False, pytest.approx(1 / 1.5))
 
     def test_before_an_epoch_has_begun_with_them_steps_alone_count(self) -> None:
         seen = evidence(*[1.0] * 4, set_ups=(10.0,))
-        assert seen.set_up_costs(trial("num_workers"), STEPS) == (0.0, 0.0)
-        assert seen.measured(trial("num_workers", 0.5), STEPS) == 2.0
+        assert seen.set_up_costs(trial("num_workers")) == (0.0, 0.0)
+        assert seen.measured(trial("num_workers", 0.5)) == 2.0
 
     def test_where_the_length_of_an_epoch_is_not_known_too(self) -> None:
         seen = evidence(*[1.0] * 4, set_ups=(10.0, 99.0))
-        assert seen.measured(trial("num_workers", 0.5), 0) == 2.0
+        assert seen.measured(trial("num_workers", 0.5, length=RunLength(0, 3))) == 2.0
+
+    @pytest.mark.parametrize(
+        ("before", "after", "more", "expected"),
+        [
+            ([9.0, 1.0, 3.0], [4.0, 6.0], {}, (0.02, 0.05)),  # the run's first epoch has more to set up
+            ([9.0], [4.0], {}, (0.09, 0.04)),
+            ([1.0, 1.0], [8.0, 0.0], {"entries": PERSIST}, (0.01, 0.02)),
+            ([1.0, 1.0], [8.0], {"persisted": True}, (0.0, 0.02)),
+            ([1.0], [8.0], {"length": RunLength(0, 3)}, (0.0, 0.0)),
+            ([1.0], [], {}, (0.0, 0.0)),
+        ],
+    )
+    def test_set_ups_are_spread_over_the_steps_of_an_epoch(
+        self, before: list[float], after: list[float], more: dict[str, Any], expected: tuple[float, float]
+    ) -> None:
+        change = trial("num_workers", set_ups_before=len(before), **{"length": RunLength(100, 3), **more})
+        assert evidence(set_ups=(*before, *after)).set_up_costs(change) == pytest.approx(expected)
+
+    def test_of_another_setting_they_cost_nothing(self) -> None:
+        assert evidence(set_ups=(10.0, 5.0)).set_up_costs(trial("prefetch_factor")) == (0.0, 0.0)
 
     @pytest.mark.parametrize(
         ("more", "costs"),
         [
-            ({"with_persistence": 1}, (1.0, 0.2)),  # started once, for four epochs
+            ({"entries": PERSIST}, (1.0, 0.2)),  # started once, for four epochs
             ({"persisted": True}, (0.0, 0.2)),  # and so were those before
         ],
     )
     def test_workers_that_live_on_are_started_once(self, more: dict[str, Any], costs: tuple[float, float]) -> None:
         seen = evidence(set_ups=(10.0, 8.0))
-        assert seen.set_up_costs(trial("num_workers", **more), STEPS) == pytest.approx(costs)
+        assert seen.set_up_costs(trial("num_workers", **more)) == pytest.approx(costs)
 
 
 class TestWorkersThatLiveOn:
     def test_the_set_ups_alone_decide(self) -> None:
         # the run's own first epoch is left out, and that in which the workers were started
         seen = evidence(*[1.0] * 4, set_ups=(9.0, 2.0, 2.0, 7.0, 0.5, 0.5))
-        change = trial("persistent_workers", *[5.0] * 8, set_ups_before=4)
-        assert (seen.verdict(change, STEPS), seen.measured(change, STEPS)) == (True, 4.0)
+        change = trial("persistent_workers", *[5.0] * 8, set_ups_before=3)
+        assert (seen.verdict(change), seen.measured(change)) == (True, 4.0)
 
     def test_not_before_an_epoch_has_begun_without_starting_any(self) -> None:
         seen = evidence(set_ups=(9.0, 2.0, 7.0))
-        change = trial("persistent_workers", set_ups_before=3)
-        assert (seen.verdict(change, STEPS), seen.measured(change, STEPS)) == (None, None)
+        change = trial("persistent_workers", set_ups_before=2)
+        assert (seen.verdict(change), seen.measured(change)) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "length"),
+    [
+        ({"max_epochs": 5}, RunLength(20, 4)),
+        ({"max_epochs": 5, "current_epoch": 3}, RunLength(20, 1)),
+        ({"max_epochs": 5, "current_epoch": 4}, RunLength(20, 1)),  # never less than one
+        ({"max_epochs": -1}, RunLength(20, 100)),
+        ({"max_epochs": None}, RunLength(20, 100)),
+        ({"max_epochs": 1000}, RunLength(20, 100)),
+        ({"max_epochs": -1, "max_steps": 130, "global_step": 30}, RunLength(20, 5)),
+        ({"max_epochs": 3, "max_steps": 130, "global_step": 30}, RunLength(20, 2)),
+        ({"max_epochs": 9, "max_steps": 130, "global_step": 125}, RunLength(20, 1)),
+        ({"max_epochs": 5, "batches": float("inf")}, RunLength(0, 4)),
+        ({"max_epochs": -1, "max_steps": 130, "batches": float("inf")}, RunLength(0, 100)),
+    ],
+)
+def test_what_is_left(asked: dict[str, Any], length: RunLength) -> None:
+    values = {"current_epoch": 0, "max_steps": -1, "global_step": 0, "batches": 20, **asked}
+    trainer: Any = SimpleNamespace(num_training_batches=values.pop("batches"), **values)
+    assert run_length_of(trainer) == length

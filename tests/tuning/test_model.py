@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_gpuopt.tuning.model import LoaderModel, most_workers
+from lightning_gpuopt.tuning.model import LoaderModel, most_workers, net_saving
 
 MODEL = LoaderModel(
     service_s=0.2,
@@ -60,3 +60,13 @@ def test_there_is_a_limit_to_what_is_advised() -> None:
     assert (most_workers(0.5), most_workers(2), most_workers(64), most_workers(math.inf)) == (4, 16, 32, 32)
     endless = replace(MODEL, service_s=100.0, cpu_s=0.0, cpus=(math.inf,) * 3)
     assert endless.workers_needed() == 32
+
+
+def test_what_workers_save_less_what_starting_them_takes() -> None:
+    def saved_s(workers: int, now: int = 2, **more: float) -> float:
+        return net_saving(workers, now, step_s=0.1, steps=100, set_up_s=4.0, cpus=2.0, **more)
+
+    assert saved_s(2) == -4.0
+    assert saved_s(4) == 5.0 - 8.0  # half of the waits; on two CPUs four start one pair after the other
+    assert saved_s(8, speedup=2.0) == 5.0 - 16.0
+    assert saved_s(2, now=1) == 5.0 - 4.0  # side by side
