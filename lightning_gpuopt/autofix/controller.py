@@ -261,7 +261,7 @@ class AutoFixController:
         self._failed.add("num_workers")
         workers = self.changes[kept[0].entries["num_workers"]].from_
         self._loader.take_back("num_workers", workers)
-        self._broadcast.send(["change", "num_workers", workers])
+        self._broadcast.send(["back", "num_workers", workers])
         for index in [each.entries["num_workers"] for each in kept]:
             measured = self.changes[index].measured
             if measured is not None:

@@ -735,7 +735,13 @@ class TestRanks:
         run.epoch(5.0)
         run.window(FAST)
         assert run.broadcast is not None
-        assert run.broadcast.sent[-1] == ["change", "num_workers", 1]
+        assert run.broadcast.sent[-1] == ["back", "num_workers", 1]
+        other = one_worker(rank=1, several_ranks=True)
+        assert other.broadcast is not None
+        other.broadcast.came = list(run.broadcast.sent)
+        other.controller.obey()
+        other.controller.undo()
+        assert other.loader.undone == [{}]  # it ends with what rank 0 has
 
     def test_nothing_is_sent_of_what_was_refused(self) -> None:
         run = one_worker(several_ranks=True)
