@@ -64,6 +64,12 @@ def _add_build(parser: ArgumentParser) -> None:
     add("--image-quality", type=JPEGQuality, default=90, help="JPEG quality of images that are made smaller")
     add("--check", type=Literal["header", "decode"], default="header", help="how images are checked")
     add("--shuffle-seed", type=NonNegativeInt, help="store the samples in the random order of this seed")
+    add(
+        "--kinds",
+        type=dict[str, Literal["exact", "photograph"]],
+        help='what image files are, by their part: \'{"mask.png": "exact"}\'',
+    )
+    add("--max-skipped", type=float, default=0.01, help="stop once ten images, and more than this share, are bad")
     add("--no-progress", action="store_true", help="show no progress")
 
 
@@ -105,7 +111,9 @@ def run(options: Namespace) -> int:
 def _as_switches(text: str) -> str:
     """What an error says of arguments, in the words of the command line."""
     return re.sub(
-        r"\b(resume|overwrite|strict|allow_pickle)=True", lambda found: f"--{found[1].replace('_', '-')}", text
+        r"\b(resume|overwrite|strict|allow_pickle)=True|\b(max_skipped)\b",
+        lambda found: f"--{(found[1] or found[2]).replace('_', '-')}",
+        text,
     )
 
 
@@ -131,6 +139,8 @@ def _build(options: Namespace) -> int:
                 image_quality=options.image_quality,
                 check=options.check,
                 shuffle_seed=options.shuffle_seed,
+                kinds=options.kinds,
+                max_skipped=options.max_skipped,
             )
         except KeyboardInterrupt:
             print("interrupted; --resume goes on", file=sys.stderr)

@@ -63,13 +63,15 @@ def test_every_switch_reaches_the_build(monkeypatch: pytest.MonkeyPatch, capsys:
 
     monkeypatch.setattr("lightning_gpuopt.storage.build.build.build_lmdb", instead)
     switches = "--num-proc 3 --part 1/4 --resume --overwrite --strict --allow-pickle --image-size 64 --image-quality 80"
-    switches += " --check decode --shuffle-seed 0"
+    switches += ' --check decode --shuffle-seed 0 --max-skipped 0.5 --kinds {"jpg":"exact"}'
     assert run(f"build SRC DST {switches} --no-progress") == 0
     assert run("build SRC DST") == 0
     plain = {"num_proc": 1, "part": None, "progress": True, "resume": False, "overwrite": False, "strict": False}
     plain |= {"allow_pickle": False, "image_size": None, "image_quality": 90, "check": "header", "shuffle_seed": None}
+    plain |= {"kinds": None, "max_skipped": 0.01}
     every = {"num_proc": 3, "part": (1, 4), "progress": False, "resume": True, "overwrite": True, "strict": True}
     every |= {"allow_pickle": True, "image_size": 64, "image_quality": 80, "check": "decode", "shuffle_seed": 0}
+    every |= {"kinds": {"jpg": "exact"}, "max_skipped": 0.5}
     assert given == [(("SRC", "DST"), every), (("SRC", "DST"), plain)]
     assert capsys.readouterr().out.splitlines()[0].startswith("DST: part 1/4: 1 samples, ")
 
@@ -126,6 +128,7 @@ def test_a_pickled_lmdb_needs_its_switch(capsys: pytest.CaptureFixture[str]) -> 
 def test_errors_speak_of_switches() -> None:
     text = "give overwrite=True without resume=True; allow_pickle=True or strict=True; x=True"
     assert _as_switches(text) == "give --overwrite without --resume; --allow-pickle or --strict; x=True"
+    assert _as_switches("more than max_skipped=0.01 allows") == "more than --max-skipped=0.01 allows"
 
 
 def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(folder: dict[str, bytes]) -> None:

@@ -204,8 +204,47 @@ def test_nothing_but_broken_images_is_an_error(tmp_path: Path) -> None:
 def test_a_whole_shard_of_broken_images_is_an_empty_shard(tmp_path: Path) -> None:
     images = [EncodedImage(b"")] * 1000 + [EncodedImage(image_file(i)) for i in range(1000)]
     with pytest.warns(UserWarning, match="1000 of 2000"):
-        assert build(images, tmp_path / "out").num_shards == 2
+        assert build(images, tmp_path / "out", max_skipped=0.5).num_shards == 2
     assert stored(tmp_path / "out") == images[1000:]
+
+
+def some_broken(broken: int, of: int) -> list[EncodedImage]:
+    return [EncodedImage(b"" if index < broken else image_file(index)) for index in range(of)]
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_a_build_stops_once_ten_images_and_a_share_of_all_are_bad(tmp_path: Path, num_proc: int) -> None:
+    source, out = some_broken(10, 999), tmp_path / "out"
+    with pytest.raises(StorageError) as stopped:
+        build(source, out, num_proc=num_proc)
+    first, *named = str(stopped.value).splitlines()
+    assert first == (
+        "list: 10 of 999 samples cannot be decoded so far, more than max_skipped=0.01 allows; repair them, or give a "
+        "larger max_skipped, then go on with resume=True. The first:"
+    )
+    assert named == [f"  list[{index}]: it is empty" for index in range(10)]
+    assert not out.exists()
+    with pytest.warns(UserWarning, match="10 of 999"):
+        assert build(source, out, num_proc=num_proc, resume=True, max_skipped=0.02).num_skipped == 10
+
+
+@pytest.mark.parametrize(("broken", "of", "share"), [(9, 10, 0.01), (10, 1000, 0.01), (12, 24, 0.5), (23, 24, 1)])
+def test_fewer_are_left_out(tmp_path: Path, broken: int, of: int, share: float) -> None:
+    with pytest.warns(UserWarning, match=f"{broken} of {of}"):
+        assert build(some_broken(broken, of), tmp_path / "out", max_skipped=share).num_skipped == broken
+
+
+def test_what_other_parts_have_left_out_counts(tmp_path: Path) -> None:
+    source = some_broken(999, 2000)  # two shards
+    build(source, tmp_path / "out", part=(0, 2), max_skipped=1)
+    with pytest.raises(StorageError, match="999 of 2000"):
+        build(source, tmp_path / "out", part=(1, 2))
+
+
+@pytest.mark.parametrize("wrong", [{"max_skipped": -0.1}, {"max_skipped": 1.5}, {"max_skipped": 0.5, "strict": True}])
+def test_a_share_that_is_none_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="max_skipped"):
+        build([1], tmp_path / "out", **wrong)
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])

@@ -74,9 +74,9 @@ SOURCES: dict[str, Callable[[Path, dict[str, bytes]], Path]] = {
 }
 
 
-def read(tmp_path: Path, source: str, parts: dict[str, bytes], decode: Any = "tensor") -> Any:
+def read(tmp_path: Path, source: str, parts: dict[str, bytes], decode: Any = "tensor", **options: Any) -> Any:
     out = tmp_path / f"out-{source}"
-    build_lmdb(SOURCES[source](tmp_path, parts), out, progress=False, allow_pickle=source == "pickled")
+    build_lmdb(SOURCES[source](tmp_path, parts), out, progress=False, allow_pickle=source == "pickled", **options)
     return LMDBDataset(out, decode=decode)[1]
 
 
@@ -199,3 +199,29 @@ def test_a_dataset_of_this_package_is_cut_anew_as_it_is(tmp_path: Path) -> None:
     build_lmdb(tmp_path / "old", tmp_path / "new", progress=False)
     for path in (tmp_path / "old", tmp_path / "new"):
         assert LMDBDataset(path)[0]["mask.png"].mode == "RGB"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_kinds_decide_where_the_rule_is_wrong(tmp_path: Path, source: str) -> None:
+    parts = {"jpg": JPEG, "mask.png": FILES["P"], "grey.png": FILES["L"]}
+    given = read(tmp_path, source, parts, kinds={"mask.png": "photograph", "grey.png": "exact"})
+    assert given["mask.png"].shape == given["jpg"].shape == (3, 40, 60)
+    assert_kept(given["grey.png"], "L")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_part_that_is_not_there_is_an_error_that_lists_those_that_are(tmp_path: Path, source: str) -> None:
+    with pytest.raises(ValueError, match=r"kinds: expected names of parts of .*'jpg', 'png'\), got 'mask'"):
+        read(tmp_path, source, {"jpg": JPEG, "png": FILES["P"]}, kinds={"mask": "exact", "png": "exact"})
+    assert not (tmp_path / f"out-{source}").exists()
+
+
+def test_a_kind_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"kinds\['png'\]"):
+        read(tmp_path, "tar", {"jpg": JPEG, "png": FILES["P"]}, kinds={"png": "mask"})
+
+
+def test_other_kinds_are_another_plan(tmp_path: Path) -> None:
+    read(tmp_path, "tar", {"jpg": JPEG, "png": FILES["P"]}, kinds={"png": "photograph"})
+    with pytest.raises(FileExistsError, match="kinds was"):
+        read(tmp_path, "tar", {"jpg": JPEG, "png": FILES["P"]}, resume=True)

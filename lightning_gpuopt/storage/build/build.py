@@ -8,29 +8,35 @@ import errno
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import torch
 
 from lightning_gpuopt._version import __version__
 from lightning_gpuopt.storage import durable
-from lightning_gpuopt.storage.build.fill import Job, Skipped, skip_file, skipped_samples
+from lightning_gpuopt.storage.build.fill import Job, Skipped, check_kinds, skip_file, skipped_samples
 from lightning_gpuopt.storage.build.plan import Plan, as_json, difference, plan_shards
 from lightning_gpuopt.storage.build.pool import build_shards
 from lightning_gpuopt.storage.build.staging import Staging, finished_dataset
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import SKIPPED, LMDBInfo, Manifest, Shard, staging_directory
 from lightning_gpuopt.storage.sources import Source, open_source
+from lightning_gpuopt.storage.sources.kinds import Kind
 from lightning_gpuopt.storage.sources.prepare import ImageOptions
 from lightning_gpuopt.storage.verify import wrong_files
-from lightning_gpuopt.utils.arguments import choice, or_none, refuse, whole_number
+from lightning_gpuopt.utils.arguments import choice, or_none, real_number, refuse, whole_number
 from lightning_gpuopt.utils.console_progress import ConsoleProgress
 
 _log = logging.getLogger(__name__)
 
+MAX_SKIPPED: Final = 0.01
+_MIN_SKIPPED: Final = 10
+"""So few bad images end no build, whatever share they are."""
+
+_SHOWN: Final = 10
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -49,6 +55,8 @@ def build_lmdb(
     image_quality: int = 90,
     check: Literal["header", "decode"] = "header",
     shuffle_seed: int | None = None,
+    kinds: Mapping[str, Kind] | None = None,
+    max_skipped: float = MAX_SKIPPED,
 ) -> LMDBInfo:
     """Build a dataset at `path` from any source; it is there when it is whole, and not before.
 
@@ -91,6 +99,10 @@ def build_lmdb(
         shuffle_seed: Store the samples in the random order of this seed (0 or more), so that neighbours are of
             different classes, as a later ``shuffle_window`` needs. None: in the source's order. HDF5 and Parquet are
             slow to read at random: build them in order, then build the shuffled dataset from that one.
+        kinds: What the image files of parts are, where the rule above is wrong: ``{"mask.png": "exact", "jpg":
+            "photograph"}``, by a member's extension in a tar, a column's name, a key.
+        max_skipped: Share of the source's samples, 0-1. Once at least ten images are bad, and more than so many, the
+            build stops, and `resume` goes on.
 
     Returns:
         What the dataset holds; with `part`, what this part of it does, unless it is finished.
@@ -101,8 +113,8 @@ def build_lmdb(
             was built from something else.
         ValueError: An argument is wrong, or the source is empty.
         TypeError: A sample of the source is of a type that cannot be stored.
-        StorageError: The source is damaged or all its images are broken, another process builds there, a process of the
-            build died, or an image is broken and `strict` is set.
+        StorageError: The source is damaged or all its images are broken, or more than `max_skipped`; another process
+            builds there, a process of the build died, or an image is broken and `strict` is set.
         OSError: The disk is full, one may not write there, or a file of the source cannot be read.
         RuntimeError: A Dataset raised an error; it is the cause.
 
@@ -112,9 +124,17 @@ def build_lmdb(
     """
     _check_arguments(num_proc, part, image_size, image_quality, shuffle_seed)
     choice("check", check, ("header", "decode"))
+    real_number("max_skipped", max_skipped, "a share of the samples", least=0, at_most=1)
+    if strict and max_skipped != MAX_SKIPPED:
+        refuse("max_skipped", "none beside strict=True, which stops at the first bad image", max_skipped)
+    for name, kind in (kinds or {}).items():
+        choice(f"kinds[{name!r}]", kind, get_args(Kind))
     opened = open_source(source, allow_pickle=allow_pickle)
     with contextlib.closing(opened):
         _refuse_inside(opened, path)
+        opened.kinds = dict(kinds or {})
+        if not opened.isolated:
+            check_kinds(opened)
         images = ImageOptions(image_size, image_quality, check == "decode")
         directory = staging_directory(path)
         samples_per_shard = plan_shards(len(opened), opened.num_bytes)
@@ -129,17 +149,22 @@ def build_lmdb(
             _log.info("%s: finished already, nothing to do", path)
             return manifest.info
         with Staging(path, overwrite=overwrite, resume=resume, plan=plan, part=part) as staging:
-            return _build(
-                job, staging, part, num_proc, progress, "overwrite=True and resume=True" if overwrite else "resume=True"
-            )
+            go_on = "overwrite=True and resume=True" if overwrite else "resume=True"
+            return _build(job, staging, part, num_proc, progress, max_skipped, go_on)
 
 
 def _build(
-    job: Job, staging: Staging, part: tuple[int, int] | None, num_proc: int, progress: bool, go_on: str
+    job: Job,
+    staging: Staging,
+    part: tuple[int, int] | None,
+    num_proc: int,
+    progress: bool,
+    max_skipped: float,
+    go_on: str,
 ) -> LMDBInfo:
     path = staging.path
     try:
-        return _run(job, staging, part, num_proc, progress)
+        return _run(job, staging, part, num_proc, progress, _SkipLimit(job.source, max_skipped, go_on))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{path}: interrupted; run the build again with {go_on} to go on") from None
     except OSError as error:
@@ -159,6 +184,8 @@ def _plan(job: Job) -> Plan:
         plan["check"] = "decode"
     if job.shuffle_seed is not None:
         plan["shuffle_seed"] = job.shuffle_seed
+    if job.source.kinds:
+        plan["kinds"] = dict(job.source.kinds)
     return plan
 
 
@@ -207,7 +234,42 @@ def _refuse_inside(source: Source, path: str | os.PathLike[str]) -> None:
         raise ValueError(f"{os.fspath(path)}: it lies in the source, {source.path}; give a path outside of it")
 
 
-def _run(job: Job, staging: Staging, part: tuple[int, int] | None, num_proc: int, progress: bool) -> LMDBInfo:
+class _SkipLimit:
+    """Counts the samples that are left out, and ends a build that leaves out too many.
+
+    Args:
+        source: What is built from.
+        most: The largest share of its samples, 0-1.
+        go_on: How to go on later.
+    """
+
+    def __init__(self, source: Source, most: float, go_on: str) -> None:
+        self._source, self._most, self._go_on = source, most, go_on
+        self._count = 0
+        self._first: list[Skipped] = []
+
+    def note(self, skipped: Iterable[Skipped]) -> None:
+        """Count samples that are left out.
+
+        Raises:
+            StorageError: There are too many by now.
+        """
+        for each in skipped:
+            self._count += 1
+            self._first += [each] if len(self._first) < _SHOWN else []
+        if self._count < _MIN_SKIPPED or self._count <= self._most * len(self._source):
+            return
+        named = "\n".join(f"  {each.name}: {each.reason}" for each in self._first)
+        raise StorageError(
+            f"{self._source.path}: {self._count} of {len(self._source)} samples cannot be decoded so far, more than "
+            f"max_skipped={self._most:g} allows; repair them, or give a larger max_skipped, then go on with "
+            f"{self._go_on}. The first:\n{named}"
+        )
+
+
+def _run(
+    job: Job, staging: Staging, part: tuple[int, int] | None, num_proc: int, progress: bool, limit: _SkipLimit
+) -> LMDBInfo:
     i, n = part or (0, 1)
     wanted = range(i, job.num_shards, n)
     finished = staging.finished()
@@ -217,8 +279,14 @@ def _run(job: Job, staging: Staging, part: tuple[int, int] | None, num_proc: int
     if missing:
         total = sum(map(job.num_samples, wanted))
         done = total - sum(map(job.num_samples, missing))
+        limit.note(skipped_samples(staging.directory, sorted(finished.keys() - set(missing))))
         with ConsoleProgress(total, done, enabled=progress) as shown:
-            build_shards(job, missing, num_proc, str(staging.path), shown.add)
+
+            def report(samples: int, size: int, skipped: list[Skipped]) -> None:
+                shown.add(samples, size)
+                limit.note(skipped)
+
+            build_shards(job, missing, num_proc, str(staging.path), report)
         finished = staging.finished()
     shards = tuple(finished[number] for number in wanted)
     if part is not None:

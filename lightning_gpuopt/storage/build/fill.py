@@ -23,7 +23,8 @@ from lightning_gpuopt.storage.sources.prepare import ImageOptions, prepare
 
 REPORT_INTERVAL_S: Final = 0.2
 
-Report = Callable[[int, int], None]
+Report = Callable[[int, int, "list[Skipped]"], None]
+"""Hears of samples and bytes that were stored since the last call, and of samples that were left out."""
 
 
 @dataclass(frozen=True)
@@ -110,16 +111,18 @@ def fill_shard(job: Job, number: int, report: Report, clock: Callable[[], float]
     Args:
         job: What to build.
         number: Which shard.
-        report: Called a few times a second with the samples and bytes since the last call.
+        report: Called a few times a second.
         clock: Seconds.
 
     Raises:
+        ValueError: The source's samples have no such part as `kinds` names.
         StorageError: An image is broken and `strict` is set.
         TypeError: A sample is of a type that cannot be stored.
         OSError: The disk is full.
     """
     skipped: list[Skipped] = []
-    reported_at, samples, reported_bytes = clock(), 0, 0
+    reported_at, samples, reported_bytes, reported = clock(), 0, 0, 0
+    check_kinds(job.source)
     writer = ShardWriter(job.directory, number)
     # After the writer has removed an earlier shard of this number: finished shards keep their list.
     skip_file(job.directory, number).unlink(missing_ok=True)
@@ -132,13 +135,27 @@ def fill_shard(job: Job, number: int, report: Report, clock: Callable[[], float]
                 skipped.append(_skip(job, index, error))
             samples += 1
             if (now := clock()) - reported_at >= REPORT_INTERVAL_S:
-                report(samples, writer.num_bytes - reported_bytes)
-                reported_at, samples, reported_bytes = now, 0, writer.num_bytes
+                report(samples, writer.num_bytes - reported_bytes, skipped[reported:])
+                reported_at, samples, reported_bytes, reported = now, 0, writer.num_bytes, len(skipped)
+        report(samples, writer.num_bytes - reported_bytes, skipped[reported:])
     except BaseException:
         writer.close()
         raise
-    report(samples, writer.num_bytes - reported_bytes)
     return Filled(writer, skipped)
+
+
+def check_kinds(source: Source) -> None:
+    """See whether the source's samples have the parts of which `kinds` says what they are.
+
+    Raises:
+        ValueError: They have not; lists those that they have.
+    """
+    if not source.kinds:
+        return
+    there = source.parts()
+    if missing := [name for name in source.kinds if name not in there]:
+        parts, wrong = ", ".join(map(repr, there)) or "none has a name", ", ".join(map(repr, missing))
+        raise ValueError(f"kinds: expected names of parts of {source.path} ({parts}), got {wrong}")
 
 
 def finish_shard(job: Job, filled: Filled) -> None:

@@ -34,7 +34,7 @@ def build_shards(job: Job, numbers: Sequence[int], num_proc: int, path: str, rep
         numbers: Which shards.
         num_proc: How many processes to use; with 1 it is this one, unless the source may kill the one that reads it.
         path: The dataset, for messages.
-        report: Called with samples and bytes as they are stored.
+        report: Called as samples are stored, or left out; what it raises ends the build.
 
     Raises:
         StorageError: A process died, or none may be started here.
@@ -169,7 +169,7 @@ def _work(job: Job, pipe: Connection) -> None:
     torch.set_num_threads(1)  # as in a DataLoader's workers: the processes share the cores
     try:
         while (number := pipe.recv()) is not None:
-            build_shard(job, number, lambda samples, size: pipe.send(("progress", samples, size)))
+            build_shard(job, number, lambda *news: pipe.send(("progress", *news)))
             pipe.send(("done",))
     except (EOFError, BrokenPipeError):
         os._exit(_ORPHANED)

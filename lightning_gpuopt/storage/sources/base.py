@@ -6,13 +6,14 @@ import glob
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Generic, TypeVar
 
 import xxhash
 
 from lightning_gpuopt.images.files import read_file
 from lightning_gpuopt.storage.codec import EncodedImage
+from lightning_gpuopt.storage.sources.kinds import NO_KINDS, Kind, part_names
 
 T = TypeVar("T")
 
@@ -28,6 +29,7 @@ class Source(ABC):
         classes: Names of the classes, index by label; None where there are none.
         num_bytes: About how many bytes its samples take; None where nobody knows. The same in each run.
         isolated: It is read by a library that a damaged file may kill: only ever read it in a child process.
+        kinds: What parts of its samples are, by their names, where the rule of ``sources/kinds.py`` is wrong.
     """
 
     kind: str
@@ -35,6 +37,7 @@ class Source(ABC):
     classes: tuple[str, ...] | None = None
     num_bytes: int | None = None
     isolated: bool = False
+    kinds: Mapping[str, Kind] = NO_KINDS
 
     @abstractmethod
     def __len__(self) -> int:
@@ -51,6 +54,10 @@ class Source(ABC):
     @abstractmethod
     def name(self, index: int) -> str:
         """What users call the sample: a path, a member of a tar, a row."""
+
+    def parts(self) -> list[str]:
+        """Names of the parts of its samples; where that takes long, those of the first one."""
+        return part_names(self.read(0))
 
     def fingerprint(self) -> dict[str, Any]:
         """Plain JSON that differs where the source differs, and not where the same source lies elsewhere."""

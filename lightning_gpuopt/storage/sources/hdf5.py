@@ -100,8 +100,12 @@ class HDF5Source(RowSource):
             rows = {column.name: column.row(file[column.name], index) for column in self._columns}
         except OSError as error:
             raise DamagedError(f"{self.path}: row {index} cannot be read ({error}); copy it again") from None
-        rows = with_kinds(rows, several=sum(column.is_image for column in self._columns) > 1)
+        rows = with_kinds(rows, several=sum(column.is_image for column in self._columns) > 1, kinds=self.kinds)
         return rows if len(rows) > 1 else next(iter(rows.values()))
+
+    def parts(self) -> list[str]:
+        """The names of the datasets."""
+        return [column.name for column in self._columns]
 
     def close(self) -> None:
         """Close the file."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 from PIL import Image, ImageOps
 
@@ -13,12 +14,15 @@ from lightning_gpuopt.images.decode import is_turned
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.codec import EncodedImage
 
+Kind = Literal["exact", "photograph"]
+NO_KINDS: Final[Mapping[str, Kind]] = {}
+
 _NAMES: Final = re.compile(r"(?<![a-z])(mask|seg|label|depth)(?![a-z])")
 _MODES: Final = ("P", "1", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 _JPEG: Final = b"\xff\xd8\xff"
 
 
-def with_kinds(sample: Any, several: bool | None = None) -> Any:
+def with_kinds(sample: Any, several: bool | None = None, kinds: Mapping[str, Kind] = NO_KINDS) -> Any:
     """A sample whose image files have a mode where their values count.
 
     These are a part that is named mask, seg, label or depth (a word of its key, as in ``mask.png``), whatever its mode;
@@ -27,8 +31,18 @@ def with_kinds(sample: Any, several: bool | None = None) -> Any:
     Args:
         sample: Of a source, with `EncodedImage` in it.
         several: Whether samples have several images; None: as this one has.
+        kinds: What parts are, by their names, where this rule is wrong.
     """
-    return _with_kinds(sample, "", _count(sample) > 1 if several is None else several)
+    return _with_kinds(sample, "", _count(sample) > 1 if several is None else several, kinds)
+
+
+def part_names(sample: Any) -> list[str]:
+    """The names of a sample's parts: the keys of its dicts, on whatever level."""
+    if not isinstance(sample, (tuple, list, dict)):
+        return []
+    names = [str(key) for key in sample] if isinstance(sample, dict) else []
+    within = sample.values() if isinstance(sample, dict) else sample
+    return list(dict.fromkeys([*names, *(name for each in within for name in part_names(each))]))
 
 
 def _count(value: Any) -> int:
@@ -37,15 +51,15 @@ def _count(value: Any) -> int:
     return isinstance(value, (EncodedImage, Image.Image))
 
 
-def _with_kinds(value: Any, name: str, several: bool) -> Any:
+def _with_kinds(value: Any, name: str, several: bool, kinds: Mapping[str, Kind]) -> Any:
     kind = type(value)
     if kind is tuple or kind is list:
-        return kind(_with_kinds(each, name, several) for each in value)
+        return kind(_with_kinds(each, name, several, kinds) for each in value)
     if kind is dict:
-        return {key: _with_kinds(each, str(key).lower(), several) for key, each in value.items()}
-    if kind is not EncodedImage or value.mode is not None:
+        return {key: _with_kinds(each, str(key), several, kinds) for key, each in value.items()}
+    if kind is not EncodedImage or value.mode is not None or kinds.get(name) == "photograph":
         return value
-    named = _NAMES.search(name) is not None
+    named = name in kinds or _NAMES.search(name.lower()) is not None
     if not named and (not several or value[:3] == _JPEG):  # a JPEG has none of the modes
         return value
     try:

@@ -121,7 +121,7 @@ class ParquetSource(RowSource):
                 sample[name] = convert(column[row])
             except BadImage as error:
                 raise BadImage(f"{name}: {error}") from None
-        return with_kinds(sample, several=len(self._image_columns) > 1)
+        return with_kinds(sample, several=len(self._image_columns) > 1, kinds=self.kinds)
 
     def close(self) -> None:
         """Close the file that is being read."""

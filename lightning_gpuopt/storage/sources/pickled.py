@@ -72,11 +72,11 @@ class ForeignSource(Source):
         if data is None:
             raise DamagedError(f"{self.path}: {self.name(index)} is listed, but not there; copy it again")
         if not data.startswith(_PICKLE):
-            return with_kinds(find_images(bytes(data)))
+            return with_kinds(find_images(bytes(data)), kinds=self.kinds)
         if not self._allow_pickle:
             raise _pickled(self.path, self.name(index))
         try:
-            return with_kinds(find_images(pickle.loads(data)))
+            return with_kinds(find_images(pickle.loads(data)), kinds=self.kinds)
         except Exception as error:
             raise StorageError(
                 f"{self.path}: {self.name(index)} cannot be unpickled ({type(error).__name__}: {error}); what it was "

@@ -128,7 +128,11 @@ class TarSource(Source):
                 sample[extension] = _decode(extension, data)
             except (ValueError, EOFError) as error:
                 raise ValueError(f"{self.name(index)}.{extension}: cannot be read as its name says: {error}") from None
-        return with_kinds(sample)
+        return with_kinds(sample, kinds=self.kinds)
+
+    def parts(self) -> list[str]:
+        """The extensions of all members."""
+        return list(self._extensions)
 
     def _read_member(self, tar: int, offset: int, size: int) -> bytes:
         files = self._files.get()
