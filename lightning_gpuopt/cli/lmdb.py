@@ -21,7 +21,7 @@ from lightning_gpuopt.cli._parser import INTERRUPTED, PROBLEM_FOUND, Parser, Usa
 if TYPE_CHECKING:
     from lightning_gpuopt.storage.format import Manifest
 
-SUMMARY = "build an LMDB dataset from images, tars, HDF5, NumPy or Parquet; verify or describe one"
+SUMMARY = "build an LMDB dataset from images, tars, arrays, tensors or Parquet; verify or describe one"
 
 BUILD = "build a dataset at DST from SRC"
 VERIFY = "read everything in a dataset and compare it with its checksums"
@@ -51,7 +51,8 @@ def _add_build(parser: ArgumentParser) -> None:
         metavar="SRC",
         type=str,
         help="a folder of images with class subfolders, WebDataset tars (a file, a folder, a pattern), .h5, .hdf5, "
-        ".npy, .npz, .parquet, an LMDB of files or (--allow-pickle) of pickled values, a dataset of this package",
+        ".npy, .npz, .pt, .pth, .safetensors, .parquet, an LMDB of files or (--allow-pickle) of pickled values, a "
+        "dataset of this package",
     )
     add("path", metavar="DST", type=str, help="the dataset's directory")
     add("--num-proc", type=PositiveInt, default=1, help="processes, a shard each")

@@ -1,4 +1,4 @@
-"""`build_lmdb`: a dataset from a folder of images, tars, HDF5, NumPy, Parquet, a Dataset or another LMDB."""
+"""`build_lmdb`: a dataset from a folder of images, tars, files of arrays or tensors, a Dataset or another LMDB."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def build_lmdb(
     Args:
         source: A folder with a subfolder of images for each class; one or several WebDataset ``*.tar`` (a path, a
             folder, a pattern such as ``"train-{0000..0146}.tar"``, a list); an HDF5, ``.npy``, ``.npz`` (which must
-            fit in memory) or Parquet file; an LMDB of files, or with `allow_pickle` one of pickled values; a map-style
-            Dataset; a dataset of this package. Of a Dataset like torchvision's ``ImageFolder``, without transforms,
-            the image files themselves are stored.
+            fit in memory) or Parquet file; tensors in ``.pt``, ``.pth`` or ``.safetensors``; an LMDB of files, or with
+            `allow_pickle` one of pickled values; a map-style Dataset; a dataset of this package. Of a Dataset like
+            torchvision's ``ImageFolder``, without transforms, the image files themselves are stored.
         path: Where the dataset is to be, a directory.
         num_proc: How many processes build, a shard each.
         part: ``(i, n)``: do the i-th (from 0) of n parts of the work, here or on another machine that sees the same

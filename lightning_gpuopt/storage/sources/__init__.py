@@ -94,9 +94,17 @@ def _from_file(path: str, kind: str) -> Source:
         from lightning_gpuopt.storage.sources.arrays import NumpySource
 
         return NumpySource(path)
+    if kind in (".pt", ".pth"):
+        from lightning_gpuopt.storage.sources.tensors import SavedSource
+
+        return SavedSource(path)
+    if kind == ".safetensors":
+        from lightning_gpuopt.storage.sources.tensors import SafetensorsSource
+
+        return SafetensorsSource(path)
     if kind == ".tgz" or (kind in (".gz", ".bz2", ".xz", ".zst") and ".tar" in os.path.basename(path).lower()):
         raise ValueError(f"{path}: a compressed tar, whose samples cannot be read one by one; decompress it first")
     raise ValueError(
         f"{path}: not a source that is known; expected a folder of images with class subfolders, .tar, .h5, .hdf5, "
-        ".npy, .npz, .parquet, an LMDB, or a map-style Dataset"
+        ".npy, .npz, .pt, .pth, .safetensors, .parquet, an LMDB, or a map-style Dataset"
     )
