@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,16 @@ def test_what_was_kept_may_be_broken_or_impossible(cache: Path, monkeypatch: pyt
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     assert list(files.bad()) == [1]
     assert sorted(files.read) == [0, 1]
+
+
+def test_other_ranks_read_no_file_where_the_home_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").write_text("a file where the folder would be")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    files = Files(GOOD, b"bad", GOOD)
+    assert list(files.bad()) == [1]
+    for _ in range(2):
+        assert list(files.bad(trust=True)) == [1]
+        assert files.read == []
