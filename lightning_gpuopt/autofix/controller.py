@@ -119,6 +119,7 @@ class AutoFixController:
         """The number of workers changed without a decision here: for lack of memory, or since a worker failed."""
         if (trial := self._trial) is not None:
             of_workers = trial.wanted.setting == "num_workers"
+            trial.waits = trial.waits and not (of_workers and workers != self._before_change["num_workers"])
             self._take_back(trial, problem if of_workers else INTERRUPTED)
             if of_workers:
                 return
@@ -126,6 +127,8 @@ class AutoFixController:
         now = self._loader.now("num_workers")
         if now != workers:
             self.changes.append(Change("num_workers", workers, now, kept=True, why=problem))
+        elif self._loader.is_waiting("num_workers"):
+            self.notes.append(f"AutoFix gives the loader its own num_workers back with the next epoch: {problem}.")
         else:
             self.notes.append(f"AutoFix starts workers at the beginning of an epoch only: {problem}.")
 

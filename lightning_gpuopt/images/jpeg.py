@@ -119,7 +119,7 @@ def _orientation(data: bytes | memoryview) -> tuple[int, int, str] | Literal["od
 
 def _tiff_orientation(tiff: bytes | memoryview, begin: int) -> tuple[int, int, str] | Literal["odd"] | None:
     found: tuple[int, int, str] | Literal["odd"] | None = None
-    order = {b"II": "<", b"MM": ">"}.get(bytes(tiff[:2]))
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(bytes(tiff[:4]))
     if order is None:
         return "odd"
     try:

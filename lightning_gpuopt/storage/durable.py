@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-NOT_THERE: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EACCES, errno.EBADF)
+NOT_THERE: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 """Errors of file systems (FUSE, CIFS) that have no such operation."""
 
 

@@ -48,7 +48,10 @@ def _walk(data: Any) -> Iterator[tuple[bytes, int, int]]:
     if (magic, version) != (_MAGIC, _FORMAT):
         raise ValueError(f"not an LMDB file of format {_FORMAT}")
     todo = [] if root == _NO_PAGE else [root]
+    left = len(data) // max(page_bytes, 1)
     while todo:
+        if (left := left - 1) < 0:
+            raise ValueError("pages of an LMDB file that lead in a circle")
         begin = todo.pop() * page_bytes
         flags, end = _PAGE.unpack_from(data, begin)
         nodes = struct.unpack_from(f"<{(end - _PAGE.size) // 2}H", data, begin + _PAGE.size)

@@ -193,15 +193,18 @@ class ShardWriter:
     def _places(self, mapped: mmap.mmap) -> Iterator[tuple[int, int, int]]:
         """Index, offset in the file and length of every value, in order."""
         count = seen = 0
-        for stored_key, start, size in lmdb_pages.values(mapped):
-            if stored_key != key(count):
-                raise self._read_back_wrong(count, DamagedError("its key is not the next one"))
-            yield count, start, size
-            count += 1
-            seen += size
-            if seen >= _READ_BACK_BYTES:  # the map lets go of what it has seen: it counts as memory of this process
-                mapped.madvise(mmap.MADV_DONTNEED)
-                seen = 0
+        try:
+            for stored_key, start, size in lmdb_pages.values(mapped):
+                if stored_key != key(count):
+                    raise self._read_back_wrong(count, DamagedError("its key is not the next one"))
+                yield count, start, size
+                count += 1
+                seen += size
+                if seen >= _READ_BACK_BYTES:  # the map lets go of what it has seen: it counts as memory of this process
+                    mapped.madvise(mmap.MADV_DONTNEED)
+                    seen = 0
+        except ValueError as err:
+            raise self._read_back_wrong(count, DamagedError(str(err))) from None
         if count != self.committed:
             raise self._read_back_wrong(count, DamagedError("it is not there"))
 

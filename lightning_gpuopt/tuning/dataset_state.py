@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import ctypes
 import io
+import mmap
 import random
 import socket
 from collections import deque
@@ -83,6 +84,8 @@ _FILES: Final = (socket.socket, connection._ConnectionBase, GeneratorType)
 _FILE_MODULES: Final = ("h5py.", "sqlite3.", "lmdb.", "netCDF4.", "tables.", "rasterio.", "pysam.", "zipfile.")
 
 
+HeldKind = Literal["file", "generator", "device", "shared"]
+
 _LIGHTNING: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
 _FRAMEWORK_NAMES: Final = frozenset({"trainer", "fabric", "log", "log_dict", "training", "prepare_data_per_node"})
 
@@ -93,13 +96,13 @@ class Held:
 
     Attributes:
         kind: ``"file"``: an open file, a connection, or what says that it cannot be copied; ``"generator"``: of random
-            numbers; ``"device"``: a tensor on a GPU.
+            numbers; ``"device"``: a tensor on a GPU; ``"shared"``: memory that all processes change for one another.
         name: its type.
         path: where it is, as code has it: ``dataset.transform.rng``.
         value: the object.
     """
 
-    kind: Literal["file", "generator", "device"]
+    kind: HeldKind
     name: str
     path: str
     value: Any
@@ -157,6 +160,7 @@ class DatasetState:
 
     Attributes:
         held: what cannot simply be copied to another process.
+        shared: what processes share on purpose.
         has_epochs: whether something in it has a ``set_epoch`` method.
         is_whole: whether all of it was looked at, but for the content of large containers and arrays.
         has_failed: whether an object could not be looked into.
@@ -164,6 +168,7 @@ class DatasetState:
 
     def __init__(self, *, also: Sequence[int] = (), by_sample: bool = False, **roots: Any) -> None:
         self.held: list[Held] = []
+        self.shared: list[Held] = []
         self.has_epochs = self.has_failed = False
         self.is_whole = True
         self._also = tuple(also)
@@ -280,9 +285,12 @@ class DatasetState:
             if is_open(value):
                 self._note("file", place, value)
         elif isinstance(value, (sharedctypes.SynchronizedBase, sharedctypes.Synchronized)):
+            self._note("shared", place, value)
             self._watch(place, lambda: bytes(value.get_obj()))
         elif is_of(value, _LIGHTNING):
             return self._of_lightning(place, value)
+        elif isinstance(value, (ctypes.Array, mmap.mmap)) or is_of(value, ("multiprocessing",)):
+            self._note("shared", place, value)
         elif not module_of(kind).startswith((*SHARED_ON_PURPOSE, "pyarrow.", "re.")):
             return self._of_object(place, value)
         return ()
@@ -299,6 +307,8 @@ class DatasetState:
     def _of_tensor(self, place: _Place, value: torch.Tensor) -> None:
         if value.device.type not in ("cpu", "meta"):
             self._note("device", place, value)
+        elif value.layout is torch.strided and value.is_shared():  # type: ignore[no-untyped-call]
+            self._note("shared", place, value)
         is_small = value.device.type == "cpu" and value.nelement() * value.element_size() <= WHOLE_BYTES
         if is_small and value.layout is torch.strided and not value.is_quantized and value.dtype != torch.bfloat16:
             numbers = value.detach().resolve_conj().resolve_neg().numpy()
@@ -308,6 +318,8 @@ class DatasetState:
 
     def _of_array(self, place: _Place, value: np.ndarray[Any, Any]) -> Iterable[tuple[_Place, Any]]:
         if is_mapped(value):
+            if value.flags.writeable:
+                self._note("shared", place, value)
             self._watch(place, lambda: (value.shape, value.dtype))
             return ()
         if value.dtype.hasobject:
@@ -441,10 +453,11 @@ class DatasetState:
             held = state if isinstance(state, dict) else {"": state}
         return [*((inside / f".{name}", item) for name, item in held.items()), (place / ".__class__", kind)]
 
-    def _note(self, kind: Literal["file", "generator", "device"], place: _Place, value: Any) -> None:
+    def _note(self, kind: HeldKind, place: _Place, value: Any) -> None:
         name = type(value).__name__
         shown = getattr(value, "name", None) if isinstance(value, io.IOBase) else None
-        self.held.append(Held(kind, f"{name} {shown}" if isinstance(shown, str) else name, place.path, value))
+        found = Held(kind, f"{name} {shown}" if isinstance(shown, str) else name, place.path, value)
+        (self.shared if kind == "shared" else self.held).append(found)
 
 
 def is_resource(value: Any) -> bool:

@@ -89,7 +89,8 @@ class TunedLoader:
         self._keeps_state = has_own_state(loader)
         self.before = own_workers(loader)
         depth = 0 if not self.before else depth_of(loader)
-        self._check(loader, loader.dataset if restored is not None and restored.settled else None)
+        is_known = restored is not None and (restored.settled or not self.before)
+        self._check(loader, loader.dataset if is_known else None)
         self._restored = restored = None if restored is None else self._fitting(restored)
         number = loader.num_workers
         if restored is not None:
@@ -124,11 +125,11 @@ class TunedLoader:
         """Raise :class:`CannotChange` if no other number of workers is safe; a known dataset is not read again."""
         exact = self._options.exact
         reason = why_not(AskedChange(loader, "num_workers", self.before + 1, self.before, before_first=True))
-        if reason is None and (exact or loader.dataset is not known):
-            if self.before:
-                reason = why_not_other_workers(loader, exact=exact)
-            elif not loader.num_workers:
-                reason = self._why_no_first(loader)
+        is_known = loader.dataset is known
+        if reason is None and self.before and (exact or not is_known):
+            reason = why_not_other_workers(loader, exact=exact)
+        elif reason is None and not self.before and not loader.num_workers and not is_known:
+            reason = self._why_no_first(loader)
         if reason is not None:
             raise CannotChange(f"a loader with num_workers={self.before} alone: {reason}")
 

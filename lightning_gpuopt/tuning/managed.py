@@ -101,6 +101,7 @@ class ManagedLoader:
         self.own_workers = own_workers(loader) if own is None else own
         self._exact = exact
         self._seen: tuple[str | None] | None = None
+        self._drawn: str | None = None
         self._left: str | None = None
         self._given = {"num_workers": self.own_workers, "prefetch_factor": None, "pin_memory": loader.pin_memory}
         if self.own_workers:
@@ -139,7 +140,7 @@ class ManagedLoader:
             setting: an argument of a DataLoader.
             value: its new value.
             last_epoch: no other iterator will be made.
-            look: iterate a copy of a sampler that is not torch's.
+            look: iterate a sampler that is not torch's, in a process of its own.
         """
         try:
             reason = self._why_not(setting, value, look=look)
@@ -163,6 +164,8 @@ class ManagedLoader:
             return "it is so already"
         if self._left is not None:
             return self._left
+        if setting in BY_TRIAL["random numbers"] and self._drawn is not None:
+            return self._drawn
         if self._wrapped and setting == "persistent_workers":
             return "the program iterates it inside a loader of its own, which may do so twice at a time"
         if self._is_by_trial(setting):
@@ -207,7 +210,7 @@ class ManagedLoader:
             setting: its name.
             value: its value before.
         """
-        if self._next.pop(setting, None) is not None:
+        if setting not in self._returns and self._next.pop(setting, None) is not None:
             return
         if setting == "num_workers" and value and self._follows:
             self.running.apply(value)
@@ -301,11 +304,12 @@ class ManagedLoader:
             return LostWorkers("dataset", running.failure or changed)
         if running.gives_up_growing():
             return LostWorkers("growth", running.failure or "a worker that was started in mid-epoch never gave a batch")
-        if self._exact and running.draws and self.loader.num_workers > self.own_workers:
+        if self._exact and running.draws and self._drawn is None and self.loader.num_workers > self.own_workers:
+            self._drawn = "its workers draw random numbers after all (exact=True)"
             running.apply(max(self.own_workers, 1))
             if not self.own_workers:
                 self.take_back("num_workers", 0)  # its workers go on to the end of the epoch
-            return LostWorkers("draws", "its workers draw random numbers after all (exact=True)")
+            return LostWorkers("draws", self._drawn)
         if (cap := running.no_longer_fits()) is None:
             return None
         running.policy.limited_by = cap.limited_by

@@ -38,7 +38,7 @@ class AskedChange:
         start: what its running workers got a copy of; None where none were started, or earlier than can be known.
         dataset_changes: whether the dataset was another one at the last two starts of an epoch.
         before_first: the loader was never iterated, and its state is a new one.
-        look: iterate a copy of a sampler that is not torch's.
+        look: iterate a sampler that is not torch's, in a process of its own.
     """
 
     loader: DataLoader[Any]

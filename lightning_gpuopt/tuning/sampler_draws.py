@@ -6,9 +6,10 @@ random state that training draws from as well, they would come out otherwise.
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
+import signal
 import time
+import weakref
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -29,8 +30,6 @@ from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.tuning.dataset_state import DatasetState
 from lightning_gpuopt.tuning.object_facts import length_of
 
-log = logging.getLogger(__name__)
-
 _DRAW_AT_ONCE: Final = (
     SequentialSampler,
     RandomSampler,
@@ -45,7 +44,7 @@ _WRAPS: Final = (BatchSampler, ElasticBatchSampler)
 _MAX_S: Final = 1.0
 """So long an unknown sampler is iterated at most."""
 
-_PATIENCE_S: Final = 10.0
+_PATIENCE_S: Final = 3.0
 """So long the process in which it is iterated may take in all."""
 
 _MANY: Final = 100_000
@@ -54,13 +53,15 @@ _MANY: Final = 100_000
 _EPOCHS: Final = 2
 """A sampler that never ends has been seen whole when it gave so many times the dataset's length."""
 
-_TOO_SLOW: Final = "is too slow to see whether it draws random numbers for each index"
+_answers: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+"""What was seen of each sampler."""
 
 
 def why_not_earlier(loader: DataLoader[Any], *, look: bool = True) -> str | None:
     """Why a map-style loader's sampler must be asked when it would have been; None where that is no matter.
 
-    One that is not torch's is iterated in a process of its own, forked for that: here nothing changes.
+    One that is not torch's is iterated once in a process of its own, forked for that: here nothing changes. It is not
+    where it holds what processes share.
 
     Args:
         loader: the loader.
@@ -76,7 +77,12 @@ def why_not_earlier(loader: DataLoader[Any], *, look: bool = True) -> str | None
         return None
     if not look:
         return f"its sampler ({name}) was not looked at"
-    seen = _seen_in_a_fork(sampler, loader.dataset)
+    try:
+        if sampler not in _answers:
+            _answers[sampler] = _seen_in_a_fork(sampler, loader.dataset)
+        seen = _answers[sampler]
+    except TypeError:  # it has no place for weak references
+        seen = _seen_in_a_fork(sampler, loader.dataset)
     return None if seen is None else f"its sampler ({name}) {seen}"
 
 
@@ -94,15 +100,22 @@ def _seen_in_a_fork(sampler: Any, dataset: Any) -> str | None:
     """What iterating a sampler does that depends on when; None for nothing. Seen in a process that ends with it."""
     if "fork" not in multiprocessing.get_all_start_methods():
         return "was not looked at"
+    if (shared := _shared(sampler, dataset)) is not None:
+        return f"holds {shared}, which a look at it would change"
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_seen, args=(sender, sampler, dataset), daemon=True)
     try:
-        process.start()
-        sender.close()
-        return receiver.recv() if receiver.poll(_PATIENCE_S) else _TOO_SLOW
+        with sender:
+            process.start()
+        if not receiver.poll(_PATIENCE_S):
+            return "gave no answer in a process of its own, where it is iterated to see whether it draws for each index"
+        seen: str | None = receiver.recv()
+        return seen
     except EOFError:
         return "ends the process in which it is iterated to see whether it draws random numbers for each index"
+    except (OSError, AssertionError) as error:  # no more processes; a daemon, which may have none
+        return f"cannot be looked at: {error}"
     finally:
         if process.pid is not None:
             process.kill()
@@ -110,7 +123,16 @@ def _seen_in_a_fork(sampler: Any, dataset: Any) -> str | None:
         receiver.close()
 
 
+def _shared(sampler: Any, dataset: Any) -> str | None:
+    """Something that a sampler would change for this process as well if it were iterated in another."""
+    own = {name: each for name, each in getattr(sampler, "__dict__", {}).items() if each is not dataset}
+    own = {name: each for name, each in own.items() if not isinstance(each, Dataset)}
+    state = DatasetState(sampler=own, its_class=type(sampler))
+    return next((str(each) for each in (*state.held, *state.shared) if each.kind in ("file", "shared")), None)
+
+
 def _send_seen(sender: Any, sampler: Any, dataset: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to this process as well
     torch.set_num_threads(1)  # the threads of a parallel region are not there after a fork
     sender.send(_seen(sampler, dataset))
 
@@ -118,21 +140,18 @@ def _send_seen(sender: Any, sampler: Any, dataset: Any) -> None:
 def _seen(sampler: Any, dataset: Any) -> str | None:
     own = [each for each in getattr(sampler, "__dict__", {}).values() if isinstance(each, Dataset)]
     state = DatasetState(dataset=[dataset, *own])
-    first, whole = RandomStates(), True
     try:
         numbers = iter(sampler)
         next(numbers, None)
         first = RandomStates()
         whole = _exhaust(numbers, _EPOCHS * max(length_of(dataset) or 1, 1))
-    except Exception as error:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # which is of no use in a forked process
-            return f"cannot be looked at: {type(error).__name__}: {error}"
-        log.debug("the sampler fails", exc_info=True)  # as it will in training
+    except Exception as error:  # maybe of the fork: CUDA, a thread that is not there
+        return f"cannot be looked at: {type(error).__name__}: {error}"
     if state.has_changed(but_on_demand=True):
         return "changes the dataset as it is iterated: earlier would be another dataset"
     if RandomStates() != first:
         return "draws random numbers for each index: another order would come of it"
-    return None if whole else _TOO_SLOW
+    return None if whole else "is too slow to see whether it draws random numbers for each index"
 
 
 def _exhaust(numbers: Iterable[Any], most: int) -> bool:

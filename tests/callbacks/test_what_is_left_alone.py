@@ -553,6 +553,14 @@ class TestCheckpoints:
         assert f"num_workers={most + 1} is kept, though there is room for {most} here" in fit.said[0]
 
 
+class DrawsInOthers(Numbers):
+    """Draws in all workers but the first, which alone is looked at before."""
+
+    def __getitem__(self, index):
+        info = torch.utils.data.get_worker_info()
+        return super().__getitem__(index) + (0 if info is None or not info.id else torch.rand(()) * 0)
+
+
 class Augmented(Values):
     def __init__(self, held: Any = None, draws: bool = True) -> None:
         super().__init__()
@@ -635,6 +643,12 @@ class TestExact:
         run = Run(tmp_path, script([finding(num_workers=3)]), loader(Augmented()), exact=True)
         assert run.changes == [("num_workers", 1, 3, None)]
         assert run.why == ["its workers draw random numbers (exact=True)"]
+
+    def test_autofix_takes_first_workers_back_where_one_draws_after_all(self, tmp_path):
+        run = Run(tmp_path, script([finding(num_workers=3)]), loader(DrawsInOthers(), 0), exact=True, max_epochs=4)
+        reason = "its workers draw random numbers after all (exact=True)"
+        assert (run.changes, run.why) == ([("num_workers", 0, 3, False)], [reason])
+        assert (run.loader.num_workers, run.loader.prefetch_factor) == (0, None)
 
     def test_without_it_a_change_says_so(self, tmp_path, caplog):
         fit = Fit(tmp_path, caplog, loader(Augmented(np.random.default_rng(0)), 2, worker_init_fn=print))

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +414,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "cache").write_bytes(b"a file where a folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
     monkeypatch.setattr(files_module, "CACHE_FROM", 1)
     for each in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
         os.utime(each, (1e9, 1e9))

@@ -35,6 +35,8 @@ class Files:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     return tmp_path / "cache/lightning-gpuopt/bad-images"
 
 
@@ -81,11 +83,9 @@ def test_what_was_kept_may_be_broken_or_impossible(cache: Path, monkeypatch: pyt
 
 
 def test_other_ranks_read_no_file_where_the_home_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "cache").write_text("a file where the folder would be")
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     files = Files(GOOD, b"bad", GOOD)
     assert list(files.bad()) == [1]
     for _ in range(2):

@@ -40,7 +40,7 @@ def image_of(mode: str, width: int, height: int) -> Image.Image:
     return image.convert("RGBA").convert("LA") if mode == "LA" else image.convert(mode)
 
 
-def exif_block(orientation: int, form: int, order: str) -> bytes:
+def exif_block(orientation: int, form: int, order: str, magic: int) -> bytes:
     """An EXIF block that has only an orientation, as a number of this type."""
     endian = "little" if order == "II" else "big"
 
@@ -49,7 +49,7 @@ def exif_block(orientation: int, form: int, order: str) -> bytes:
 
     value = number(orientation, {1: 1, 3: 2, 4: 4, 9: 4}[form]).ljust(4, b"\0")
     entry = number(0x0112, 2) + number(form, 2) + number(1, 4) + value
-    return b"Exif\0\0" + order.encode() + number(42, 2) + number(8, 4) + number(1, 2) + entry + bytes(4)
+    return b"Exif\0\0" + order.encode() + number(magic, 2) + number(8, 4) + number(1, 2) + entry + bytes(4)
 
 
 @st.composite
@@ -65,7 +65,10 @@ def image_files(draw: Any, *, damaged: bool = True) -> bytes:
         options |= {"restart_marker_blocks": 1} if draw(st.booleans()) else {}
     if kind != "GIF" and draw(st.booleans()):
         block = exif_block(
-            draw(st.integers(0, 9)), draw(st.sampled_from(sorted(FORMS))), draw(st.sampled_from(["II", "MM"]))
+            draw(st.integers(0, 9)),
+            draw(st.sampled_from(sorted(FORMS))),
+            draw(st.sampled_from(["II", "MM"])),
+            draw(st.sampled_from([42, 42, 42, 43, 0])),
         )
         if kind == "TIFF":  # which has it among its own entries
             options["tiffinfo"] = {0x0112: draw(st.integers(1, 8))}

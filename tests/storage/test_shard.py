@@ -114,3 +114,32 @@ def test_the_plan_of_the_first_part_stays_without_hard_links(tmp_path: Path, mon
         write_plan(tmp_path, {"part": number}, shared=True)
     assert read_plan(tmp_path) == {"part": 0}
     assert os.listdir(tmp_path) == [PLAN]
+
+
+@pytest.mark.parametrize("damage", ["meta", "root", "circle"])
+def test_pages_that_a_disk_gives_back_wrong_are_named(
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = ShardWriter(tmp_path, 0)
+    for index in range(2000):
+        writer.add(codec.encode(index))
+    close = writer.close
+
+    def closed_and_damaged() -> None:
+        close()
+        data = bytearray(writer._path.read_bytes())
+        page = int.from_bytes(data[40:44], "little")
+        newest = max((0, page), key=lambda at: data[at + 144 : at + 152][::-1])
+        root = int.from_bytes(data[newest + 128 : newest + 136], "little")
+        if damage == "meta":
+            data[: 2 * page] = bytes(2 * page)
+        elif damage == "root":
+            data[root * page + 12 : (root + 1) * page] = b"\xff" * (page - 12)
+        else:  # the root's first entry is the root
+            node = root * page + int.from_bytes(data[root * page + 16 : root * page + 18], "little")
+            data[node : node + 4] = root.to_bytes(4, "little")
+        writer._path.write_bytes(data)
+
+    monkeypatch.setattr(writer, "close", closed_and_damaged)
+    with pytest.raises(DamagedError, match=r"shard-00000\.mdb: sample 0 read back wrong"):
+        writer.finish()

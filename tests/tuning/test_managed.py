@@ -323,6 +323,7 @@ def test_exact_gives_first_workers_back_where_one_draws_after_all() -> None:
     lost = one.step_done(iterator)
     assert lost is not None
     assert (lost.kind, lost.why) == ("draws", "its workers draw random numbers after all (exact=True)")
+    assert [one.step_done(iterator) for _ in range(3)] == [None] * 3  # it is told once, and stays so
     assert (samples, source.num_workers) == (list(range(24)), 1)  # to the end of this epoch
     assert [int(each) for batch in one.make_iterator(source._get_iterator) for each in batch] == list(range(24))
     assert (source.num_workers, source.prefetch_factor) == (0, None)

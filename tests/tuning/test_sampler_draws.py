@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import multiprocessing
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -221,7 +223,7 @@ def test_what_cannot_be_seen_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_draws, "_MAX_S", 0.0)
     assert "too slow" in (why_not_earlier(DataLoader(DATA, sampler=Own())) or "")
     monkeypatch.setattr(sampler_draws, "_PATIENCE_S", 0.0)
-    assert "too slow" in (why_not_earlier(DataLoader(DATA, sampler=Own(threading.Event().wait))) or "")
+    assert "gave no answer" in (why_not_earlier(DataLoader(DATA, sampler=Own(threading.Event().wait))) or "")
     assert not multiprocessing.active_children()
 
 
@@ -230,5 +232,53 @@ def test_nobody_looks_where_no_process_can_be_forked(monkeypatch: pytest.MonkeyP
     assert why_not_earlier(DataLoader(DATA, sampler=Own())) == "its sampler (Own) was not looked at"
 
 
-def test_one_that_fails_is_left_to_training() -> None:
-    assert why_not_earlier(DataLoader(DATA, sampler=Own(lambda: 1 / 0))) is None
+def test_one_that_fails_there_is_left() -> None:
+    why = why_not_earlier(DataLoader(DATA, sampler=Own(lambda: 1 / 0)))
+    assert why == "its sampler (Own) cannot be looked at: ZeroDivisionError: division by zero"
+
+
+class Holds(Own):
+    """Holds something beside its state."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+
+@pytest.mark.parametrize(
+    ("held", "shown"),
+    [
+        (lambda path: multiprocessing.Value("i", 0), "sampler['held'] (Synchronized)"),
+        (lambda path: multiprocessing.RawArray("i", 3), "sampler['held'] (c_int_Array_3)"),
+        (lambda path: multiprocessing.Queue(), "sampler['held'] (Queue)"),
+        (lambda path: torch.zeros(3).share_memory_(), "sampler['held'] (Tensor)"),
+        (lambda path: np.memmap(path, np.int64, "w+", shape=3), "sampler['held'] (memmap)"),
+        (lambda path: path.open("w"), "sampler['held'] (TextIOWrapper"),
+        (lambda path: [{"in": path.open("wb", buffering=0)}], "sampler['held'][...]['in'] (FileIO"),
+    ],
+)
+def test_one_that_holds_what_processes_share_is_not_iterated_in_another(
+    tmp_path: Path, held: Callable[[Path], Any], shown: str
+) -> None:
+    sampler = Holds(held(tmp_path / "file"))
+    why = str(why_not_earlier(DataLoader(DATA, sampler=sampler)))
+    assert why.startswith(f"its sampler (Holds) holds {shown}")
+    assert why.endswith(", which a look at it would change")
+
+
+def test_each_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, asked = Own(), []
+    seen = sampler_draws._seen_in_a_fork
+    monkeypatch.setattr(sampler_draws, "_seen_in_a_fork", lambda *given: asked.append(given) or seen(*given))
+    for _ in range(3):
+        assert why_not_earlier(DataLoader(DATA, sampler=sampler)) is None
+    assert len(asked) == 1
+
+
+def test_where_no_process_can_be_started_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(process: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(multiprocessing.get_context("fork").Process, "start", fails)
+    why = why_not_earlier(DataLoader(DATA, sampler=Own()))
+    assert why == "its sampler (Own) cannot be looked at: [Errno 11] Resource temporarily unavailable"
