@@ -78,7 +78,10 @@ def test_processes_parts_and_shards_change_nothing(tmp_path: Path, monkeypatch: 
         (1025, 1 << 20, 513),  # two shards
         (100_000, 1 << 20, 6250),  # sixteen are enough to share
         (100_000, 100 * SHARD_BYTES, 1000),
-        (1_000_000, 10_000 * SHARD_BYTES, 3907),  # 256 at most
+        (1_000_000, 10_000 * SHARD_BYTES, 3907),  # 256 at most, of up to 16 GiB
+        (1_000_000, 256 * 64 * SHARD_BYTES, 3907),
+        (1_000_000, 512 * 64 * SHARD_BYTES, 1954),
+        (1_000_000_000, 100 * 10**12, 171_792),
         (10, 10_000 * SHARD_BYTES, 1),
         (50_000, None, 3125),
         (6_553_600, None, 65_536),

@@ -16,6 +16,9 @@ Plan = dict[str, Any]
 PLAN: Final = "plan.json"
 SHARD_BYTES: Final = 256 << 20
 _MAX_SHARDS: Final = 256
+_MAX_SHARD_BYTES: Final = 16 << 30
+"""However many shards that makes: what a build that goes on has to do again is at most one for each process."""
+
 # At least this many shards where the samples suffice, so that processes and machines have something to share.
 _SHARDS_TO_SHARE: Final = 16
 _SHARE_SAMPLES: Final = 1024
@@ -31,7 +34,8 @@ def plan_shards(num_samples: int, num_bytes: int | None) -> int:
     """
     to_share = min(_SHARDS_TO_SHARE, math.ceil(num_samples / _SHARE_SAMPLES))
     for_size = math.ceil(num_samples / _UNKNOWN_SIZE_SAMPLES if num_bytes is None else num_bytes / SHARD_BYTES)
-    num_shards = min(max(to_share, for_size, 1), _MAX_SHARDS, num_samples)
+    most = max(_MAX_SHARDS, math.ceil((num_bytes or 0) / _MAX_SHARD_BYTES))
+    num_shards = min(max(to_share, for_size, 1), most, num_samples)
     return math.ceil(num_samples / num_shards)
 
 
