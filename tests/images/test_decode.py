@@ -62,22 +62,24 @@ XMP = b"http://ns.adobe.com/xap/1.0/\0" + b'<x tiff:Orientation="6"/>'
 
 
 @pytest.mark.parametrize(
-    ("data", "is_turned"),
+    ("name", "file"),
     {
         "long": (in_segment(0xE1, exif(LONG_6)), True),
         "byte": (in_segment(0xE1, exif(b"\0\x01\0\0\0\x01\x06\0\0\0")), False),
         "two of them": (in_segment(0xE1, exif(b"\0\x03\0\0\0\x02\0\x06\0\x06")), True),
         "fill bytes": (in_segment(0xE1, exif(SHORT_6), fill=3), True),
         "behind the frame": (in_segment(0xE1, exif(SHORT_6), before=b"\xff\xda"), True),
-        "XMP": (in_segment(0xE1, XMP), True),
+        "XMP": (in_segment(0xE1, XMP), None),  # depends on PIL's version
         "no TIFF": (in_segment(0xE1, b"Exif\0\0none at all"), False),
         "none": (in_segment(0xFE, exif(SHORT_6)), False),
-    }.values(),
+    }.items(),
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.filterwarnings("ignore:Metadata Warning")
-def test_what_turns_an_image_turns_it_for_both_decoders(data: bytes, is_turned: bool) -> None:
+def test_what_turns_an_image_turns_it_for_both_decoders(name: str, file: tuple[bytes, bool | None]) -> None:
+    data, is_turned = file
     by_pil = np.asarray(decode_pil(data))
-    assert by_pil.shape == ((200, 120, 3) if is_turned else (120, 200, 3))
+    assert is_turned is None or by_pil.shape == ((200, 120, 3) if is_turned else (120, 200, 3))
     assert np.abs(pixels(decode_tensor(data)).astype(int) - by_pil).mean() < 1
     assert pixels(CenterCrops(100, 120)(data)).shape == (100, 100, 3)
     header, by_other = jpeg_size(data), for_other_decoder(data)
