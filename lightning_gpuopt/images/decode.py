@@ -239,7 +239,7 @@ def for_other_decoder(data: bytes | memoryview) -> tuple[bytes | memoryview, int
         return (data, width, height) if orientation in _UPRIGHT and _UPRIGHT[orientation][0] else (data, height, width)
     with Image.open(io.BytesIO(data)) as image:
         width, height = image.size
-        known = image.format in _KNOWN or (image.format == "JPEG" and not _turned(image))
+        known = image.format in _KNOWN or (image.format == "JPEG" and jpeg.orientation_of(data) == 1)
     if known and not (image.format != "JPEG" and _MAY_BE_TURNED.search(data)):
         return data, height, width
     decoded = decode_pil(data)
