@@ -294,7 +294,7 @@ def test_the_figures_of_the_page_on_scale_are_the_benchmark_s() -> None:
         f"opening a dataset of 256 small shards | {manifest['opened']['open_ms']:.1f} ms |",
         f"the first read of a shard | {manifest['opened']['first_read_of_each_shard_ms']:.2f} ms |",
         f"| {build['record_tables_gb']:.0f} GB, {build['record_tables_percent']:.3f} % of the data |",
-        f"become {build['shards']} shards",
+        f"become {build['shards']:,} shards",
         f"and {build['gb_per_shard']:.0f} GB each",
         f"{order['samples_of_one_step']:,} indices, {order['different_samples_of_one_step']:,} different ones",
         f"12 keys for each, {found['report']['monitor_keys_per_window']:,} for 1,000",
