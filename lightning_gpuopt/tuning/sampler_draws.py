@@ -114,7 +114,7 @@ def _seen_in_a_fork(sampler: Any, dataset: Any) -> str | None:
         return seen
     except EOFError:
         return "ends the process in which it is iterated to see whether it draws random numbers for each index"
-    except (OSError, AssertionError) as error:  # no more processes; a daemon, which may have none
+    except Exception as error:  # no more processes; a daemon, which may have none; a warning that is an error
         return f"cannot be looked at: {error}"
     finally:
         if process.pid is not None:

@@ -282,3 +282,12 @@ def test_where_no_process_can_be_started_it_is_left(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(multiprocessing.get_context("fork").Process, "start", fails)
     why = why_not_earlier(DataLoader(DATA, sampler=Own()))
     assert why == "its sampler (Own) cannot be looked at: [Errno 11] Resource temporarily unavailable"
+
+
+def test_a_warning_that_is_an_error_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warns(process: Any) -> None:
+        raise DeprecationWarning("use of fork() may lead to deadlocks in the child")
+
+    monkeypatch.setattr(multiprocessing.get_context("fork").Process, "start", warns)
+    why = why_not_earlier(DataLoader(DATA, sampler=Own()))
+    assert why == "its sampler (Own) cannot be looked at: use of fork() may lead to deadlocks in the child"
