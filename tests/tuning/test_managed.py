@@ -314,6 +314,7 @@ class DrawsInOthers(Numbers):
         return torch.tensor([index]) + (0 if info is None or not info.id else torch.randint(1, ()))
 
 
+@pytest.mark.usefixtures("cheap_workers")
 def test_exact_gives_first_workers_back_where_one_draws_after_all() -> None:
     source = loader(DrawsInOthers(), num_workers=0)
     one = managed(source, exact=True)
