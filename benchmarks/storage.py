@@ -5,6 +5,8 @@ Sections (``--sections``, all by default):
 - ``raw``: random single records of 47 KB, one process: ours, open() + read() of files, py-lmdb's own loops, h5py.
   With ``--cold`` (as root) also with an empty page cache.
 - ``small``: 50,000 arrays of 3x32x32 uint8 end to end, shuffled, in batches of 128: samples per second.
+- ``large``: equal records of 150 KB in shuffled batches of 256, gathered into memory that is kept, beside ``preadv``
+  into one buffer, ``pread`` into new memory each time, and rows of a memory map copied into new memory.
 - ``busy``: what a batch of these takes to gather while another process keeps a core busy, in milliseconds, beside the
   same with torch's index_select, which shares the copy among its threads.
 - ``jpeg``: JPEG of 500x375 to random-resized crops of 224, shuffled, batches of 128, 2 workers: images per second.
@@ -60,7 +62,7 @@ from lightning_gpuopt.storage.writer import LMDBWriter
 
 OURS = "lightning-gpuopt"
 RECORD = 47_000
-SECTIONS = ("raw", "small", "busy", "jpeg", "recipe", "build", "memory")
+SECTIONS = ("raw", "small", "large", "busy", "jpeg", "recipe", "build", "memory")
 
 
 def rounds(contestants: dict[str, Callable[[], float]], count: int, before: Callable[[], None] | None = None) -> Any:
@@ -170,7 +172,7 @@ def raw(work: Path, scale: float, count: int, cold: bool) -> dict[str, Any]:
         "py-lmdb loop": timed(lmdb_copies),
     }
     hashed = {
-        f"{OURS}, no copy": timed(ours_hashed),
+        OURS: timed(ours_hashed),
         "open() + read()": timed(read_files_hashed),
         "py-lmdb loop, buffers=True": timed(lmdb_hashed),
     }
@@ -289,6 +291,54 @@ def small(work: Path, scale: float, count: int) -> dict[str, Any]:
         "missing": missing,
         "warm": rounds({name: epoch(loader) for name, loader in loaders.items()}, count),
     }
+
+
+def large(work: Path, scale: float, count: int) -> dict[str, Any]:
+    size, num_samples, batch = 150_000, int(8_000 * scale), 256
+    rng = np.random.default_rng(0)
+    records = work / "records.bin"
+    with LMDBWriter(work / "ours") as writer, records.open("wb") as plain:
+        for _ in range(num_samples):
+            array = rng.integers(0, 256, size, dtype=np.uint8)
+            writer.write(array)
+            plain.write(array.tobytes())
+    batches = list(rng.permutation(num_samples)[: num_samples // batch * batch].reshape(-1, batch))
+    ours = gather([LMDBDataset(work / "ours")])
+    fd = os.open(records, os.O_RDONLY)
+    mapped = np.memmap(records, np.uint8, "r", shape=(num_samples, size))
+    rows = [row.data for row in np.empty((batch, size), np.uint8)]
+
+    def kept() -> int:
+        for wanted in batches:
+            for row, number in zip(rows, wanted.tolist(), strict=True):
+                os.preadv(fd, [row], number * size)
+        return len(batches) * batch
+
+    def new() -> int:
+        for wanted in batches:
+            [os.pread(fd, size, number * size) for number in wanted.tolist()]
+        return len(batches) * batch
+
+    def gathered() -> int:
+        for wanted in batches:
+            ours.__getitems__(wanted)
+        return len(batches) * batch
+
+    def copied() -> int:
+        for wanted in batches:
+            mapped[wanted]
+        return len(batches) * batch
+
+    contestants = {
+        OURS: timed(gathered),
+        "preadv into one buffer": timed(kept),
+        "pread into new memory": timed(new),
+        "rows of a map into new memory": timed(copied),
+    }
+    try:
+        return {"records": num_samples, "bytes": size, "warm": rounds(contestants, count)}
+    finally:
+        os.close(fd)
 
 
 def busy(work: Path, scale: float, count: int) -> dict[str, Any]:
@@ -565,9 +615,9 @@ def main() -> None:
             elif section == "memory":
                 result = memory(work, options.scale)
             else:
-                result = {"small": small, "busy": busy, "jpeg": jpeg, "recipe": recipe, "build": build}[section](
-                    work, options.scale, options.rounds
-                )
+                result = {"small": small, "large": large, "busy": busy, "jpeg": jpeg, "recipe": recipe, "build": build}[
+                    section
+                ](work, options.scale, options.rounds)
         results[section] = result
         table = io.StringIO()
         show(section, result, table)

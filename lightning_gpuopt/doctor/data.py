@@ -21,7 +21,7 @@ from lightning_gpuopt.images.files import EXTENSIONS, class_names, read_file
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import Manifest
 from lightning_gpuopt.storage.reader import LMDBDataset
-from lightning_gpuopt.storage.region import blocks_read
+from lightning_gpuopt.storage.shard import blocks_read
 from lightning_gpuopt.storage.writer import LMDBWriter
 
 __all__ = ["data_facts"]
@@ -321,7 +321,7 @@ def _lmdb(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
 
     def read(batch: Sequence[int]) -> int:
         dataset.read_ahead(batch)
-        return sum(len(bytes(dataset.value(index))) for index in batch)
+        return sum(len(dataset.value(index)) for index in batch)
 
     return replace(facts, read=_measure(read, order, files, clock))
 

@@ -236,13 +236,12 @@ def read(source: Source, start: int, stop: int, number: int, image: ImageDecoder
         DamagedError: The value is not what was written.
         Exception: What `image`, or a leaf that is not what its structure says, raises.
     """
-    num_buffers, _, found, _, at, end = head_fields(source, start)
-    if found != number:
-        raise DamagedError("another sample lies in its place")
-    leaves, assemble = _layout(source[at:end])
-    if num_buffers != len(leaves):
-        raise DamagedError(f"{num_buffers} buffers; its structure tells of {len(leaves)}")
-    at = end
+    begin, structure, layout = _latest
+    at = start + _STRUCTURE + len(structure)
+    stamped = source[start + _NUMBER : at] == number.to_bytes(8, "big") + structure
+    if not stamped or source[start : start + len(begin)] != begin:
+        at, layout = _read_layout(source, start, number)
+    leaves, assemble = layout
     values = []
     try:
         for leaf in leaves:
@@ -266,6 +265,30 @@ def read(source: Source, start: int, stop: int, number: int, image: ImageDecoder
     if at != stop:
         raise DamagedError(f"its parts end {abs(stop - at)} bytes {'before' if at < stop else 'after'} its end")
     return assemble(values)
+
+
+_NUMBER: Final = 11
+_STRUCTURE: Final = 19
+"""Where these are in a value of fewer than 16 parts."""
+
+_latest: tuple[bytes, bytes, tuple[list[_Leaf | _Mode], _Assemble]] = (b"\0", b"", ([], tuple))
+"""Of the sample read last: what its value begins with, its structure with the head, and what that makes of it.
+
+Most samples are of the make of the one before, and need not be parsed."""
+
+
+def _read_layout(source: Source, start: int, number: int) -> tuple[int, tuple[list[_Leaf | _Mode], _Assemble]]:
+    """Where the buffers of the value at `start` begin, and what reads them."""
+    global _latest
+    num_buffers, _, found, content, at, end = head_fields(source, start)
+    if found != number:
+        raise DamagedError("another sample lies in its place")
+    layout = _layout(source[at:end])
+    if num_buffers != len(layout[0]):
+        raise DamagedError(f"{num_buffers} buffers; its structure tells of {len(layout[0])}")
+    if content == start + _NUMBER:
+        _latest = source[start : start + 3], source[start + _STRUCTURE : end], layout
+    return end, layout
 
 
 def part(source: Source, start: int, number: int, key: int | str) -> Any:
@@ -370,6 +393,12 @@ def as_written(structure: Any, path: tuple[int | str, ...] = ()) -> Iterator[tup
     elif kind in ("tuple", "list", "dict"):
         for key, child in zip(rest[0] if kind == "dict" else range(len(rest[-1])), rest[-1], strict=True):
             yield from as_written(child, (*path, key))
+
+
+def has_images(structure: Any) -> bool:
+    """Whether there are image files in a structure, given as a tree."""
+    kind, *rest = structure
+    return kind == "image" or (kind in ("tuple", "list", "dict") and any(map(has_images, rest[-1])))
 
 
 def structure_of(value: Source | memoryview) -> Any:

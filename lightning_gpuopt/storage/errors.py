@@ -17,5 +17,9 @@ class DamagedError(StorageError):
     """Bytes on disk are not those that were written: a flipped bit, a truncated or foreign file."""
 
 
+class DamagedFileError(DamagedError):
+    """A file of a dataset is missing, cut off, or not the one that the manifest tells of."""
+
+
 class DamagedSampleError(DamagedError, CorruptSampleError):
     """One sample is not what was written, or cannot be decoded; others of its file may be."""

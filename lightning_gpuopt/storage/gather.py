@@ -1,13 +1,20 @@
-"""Batches of equal records, gathered without worker processes: one copy from the page cache to the batch.
+"""Batches of equal records, gathered without worker processes, from the page cache into the batch itself.
 
-Into page-locked memory it is two, the first of which is in a cache by then.
+Small records are copied out of memory maps in one call. A large one is one `preadv`, which puts its
+large parts where the batch has them, and all else aside; the memory of such a batch is used again when nobody holds any
+of it. Page-locked memory is torch's to use again, which knows what is being copied.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
+import os
+import sys
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -17,15 +24,30 @@ import torch
 
 from lightning_gpuopt.loading.datasets import Indices
 from lightning_gpuopt.storage import codec
-from lightning_gpuopt.storage.errors import DamagedError
-from lightning_gpuopt.storage.format import TABLE_HEAD_BYTES, Manifest, table_bytes
-from lightning_gpuopt.storage.region import Region, blocks_read
+from lightning_gpuopt.storage.errors import DamagedError, DamagedFileError
+from lightning_gpuopt.storage.format import Manifest
+from lightning_gpuopt.storage.region import Region
+from lightning_gpuopt.storage.shard import ShardReader, blocks_read, read_exactly
 from lightning_gpuopt.storage.value import buffers, parse, sample_number
 
 Columns = Sequence[torch.Tensor]
+Words = np.ndarray[Any, np.dtype[np.uint64]]
 
-_KEPT: Final = 1 << 20
+_KEPT: Final = 4
+"""Batches whose memory is kept: the one in use, and those that are fetched ahead of it."""
+
+_PLACES: Final = 1 << 20
 """The places of so many records are kept, 16 bytes each: looking them up takes a tenth of a small batch's time."""
+
+_RECORD: Final = 64 << 10
+"""Records of so many bytes and more are read, smaller ones are copied out of maps."""
+
+_MAPPED: Final = 1024
+"""Shards of which the files are mapped in one stretch, at most."""
+
+_FEW: Final = 8  # files that are as quickly looked at as told apart
+_PART: Final = 256  # bytes from which on a part is read to its place; copying smaller ones is faster
+_MOST_PARTS: Final = 256  # that are read to their places: one call takes 1,024 pieces
 
 
 class StoredRecords(Protocol):
@@ -41,8 +63,11 @@ class StoredRecords(Protocol):
 
     def __getitem__(self, index: int) -> Any: ...
 
-    def value(self, index: int) -> bytes | memoryview:
+    def value(self, index: int) -> bytes:
         """The stored bytes of a sample."""
+
+    def shard(self, at: int) -> ShardReader:
+        """The reader of a shard."""
 
 
 class GatherPlan:
@@ -71,6 +96,13 @@ class GatherPlan:
             np.frombuffer(record[self.skipped :].ljust(mask.size, b"\0"), np.uint64, self.head_words) & self.mask
         )
 
+        # A row of what is read aside: the number in it is aligned.
+        self.pad = -self.skipped % 8
+        large = [at for at, (_, dtype, shape) in enumerate(self.columns) if _num_bytes(dtype, shape) >= _PART]
+        self.large = set(large[:_MOST_PARTS])
+        aside = self.record_bytes - sum(_num_bytes(*self.columns[at][1:]) for at in self.large)
+        self.row_bytes = max(-(-(self.pad + aside) // 8) * 8, self.pad + self.skipped + mask.size)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return GatherPlan, (self.record,)
 
@@ -79,6 +111,10 @@ class GatherPlan:
         same = self.record_bytes == other.record_bytes and self.head_words == other.head_words
         structure = slice(self.head.structure, self.head.buffers)
         return same and self.record[structure] == other.record[structure]
+
+
+def _num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * math.prod(shape)
 
 
 def _columns(tree: Any, at: int) -> tuple[Callable[[Columns], Any], list[tuple[torch.dtype, tuple[int, ...]]]]:
@@ -141,7 +177,7 @@ def plan(dataset: StoredRecords) -> GatherPlan | None:
     if manifest.record_bytes is None or manifest.structure is None:
         return None
     try:
-        return GatherPlan(bytes(dataset.value(0)))
+        return GatherPlan(dataset.value(0))
     except (TypeError, IndexError):
         return None
 
@@ -172,10 +208,11 @@ class Gather:
         self._starts = [0, *accumulate(len(dataset) for dataset in datasets)]
         self._plan = first
         self._files: _RecordFiles | None = None
+        self._kept: deque[_BatchMemory] = deque()
         self._from_disk = self._asked = False  # whether batches come from the disk; the reading ahead asked it for some
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": None}
+        return {**self.__dict__, "_files": None, "_kept": deque()}
 
     def __len__(self) -> int:
         return self._starts[-1] if self.indices is None else len(self.indices)
@@ -201,21 +238,78 @@ class Gather:
         """
         wanted = self._stored(indices)
         before = blocks_read()
-        starts = self._locate(wanted)
-        columns = [self._column(starts + start, dtype, shape) for start, dtype, shape in self._plan.columns]
+        columns = self._columns(wanted)
         self._from_disk = self._asked or blocks_read() != before
         return self._plan.assemble(columns)
 
-    def _column(self, starts: Indices, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """A part of these records, ``[B, *shape]``; `starts` is where it begins in each."""
-        if not self.pin_memory and len(starts) and 0 not in shape:
-            rows = self._opened.region.rows(starts, dtype.itemsize * math.prod(shape))
-            return torch.from_numpy(rows).view(dtype).view(len(starts), *shape)
-        column = torch.empty((len(starts), *shape), dtype=dtype, pin_memory=self.pin_memory)
-        if column.numel():
-            flat = column.view(len(starts), -1).view(torch.uint8).numpy()
-            flat[...] = self._opened.region.rows(starts, flat.shape[1])
-        return column
+    def _columns(self, wanted: Indices) -> list[torch.Tensor]:
+        """The parts of these records, ``[B, *shape]`` each; each record is looked at as a single read would.
+
+        Raises:
+            DamagedError: One of them is not what was written.
+            OSError: One cannot be read.
+        """
+        files, plan = self._opened, self._plan
+        starts, numbers, good = files.places(wanted, plan.record_bytes)
+        if good is None or good.all():
+            if files.region is None:
+                heads, columns = self._read(files.shards(wanted), starts)
+            else:
+                files.check(wanted)
+                heads, columns = self._copied(files.region, starts)
+            # The checksums are not compared here, as they are not where samples are read one by one.
+            right, alike = heads[:, 1].view(">i8") == numbers, heads & plan.mask == plan.prefix
+            if right.all() and alike.all():
+                return columns
+            good = right & alike.all(1)
+        bad = int(wanted[~good][0])
+        self._sample(bad)  # says what is wrong with it
+        at = bisect_right(self._starts, bad) - 1
+        raise DamagedError(
+            f"{self.datasets[at].path}: sample {bad - self._starts[at]}: not the record that was written; build it "
+            "again"
+        )
+
+    def _copied(self, region: Region, starts: Indices) -> tuple[Words, list[torch.Tensor]]:
+        """What records begin with, and their parts, copied out of maps."""
+        plan, size, pin = self._plan, len(starts), self.pin_memory
+        # First a little of each record: the page that it begins in is known by the time all of it is copied.
+        heads = region.rows(starts + plan.skipped, 8 * plan.head_words).view(np.uint64)
+        columns = []
+        for start, dtype, shape in plan.columns:
+            if not pin and 0 not in shape:
+                part = torch.from_numpy(region.rows(starts + start, _num_bytes(dtype, shape)))
+                columns.append(part.view(dtype).view(size, *shape))
+                continue
+            columns.append(torch.empty((size, *shape), dtype=dtype, pin_memory=pin))
+            if 0 not in shape:
+                flat = columns[-1].view(size, -1).view(torch.uint8).numpy()
+                flat[...] = region.rows(starts + start, flat.shape[1])
+        return heads, columns
+
+    def _read(self, shards: Indices, offsets: Indices) -> tuple[Words, list[torch.Tensor]]:
+        """The same, read."""
+        size, plan = len(shards), self._plan
+        memory = self._memory(size)
+        self._opened.read(shards, offsets, memory.vectors, plan.record_bytes)
+        columns = [memory.column(at, size) for at in range(len(plan.columns))]
+        if not self.pin_memory:
+            self._kept.appendleft(memory)
+        return memory.heads[:size].copy(), columns
+
+    def _memory(self, size: int) -> _BatchMemory:
+        """Memory that nobody holds; it is nobody else's until it is put back."""
+        for _ in range(len(self._kept)):
+            try:
+                memory = self._kept.popleft()
+            except IndexError:  # another thread's
+                break
+            if memory.size >= size and not memory.is_held:
+                return memory
+            self._kept.append(memory)
+        while len(self._kept) >= _KEPT:
+            self._kept.pop()  # it is its holder's
+        return _BatchMemory(self._plan, max(size, 1), self.pin_memory)
 
     def announce(self, indices: Sequence[int]) -> None:
         """Have the kernel begin to read a batch that is gathered soon, where the last one came from the disk.
@@ -225,13 +319,13 @@ class Gather:
         if not self._from_disk:
             return
         before = blocks_read()
-        self._opened.read_ahead(self._stored(indices), self._plan.record_bytes)
+        self._opened.read_ahead(self._stored(indices))
         self._asked = blocks_read() != before
 
     @property
     def _opened(self) -> _RecordFiles:
         if self._files is None:
-            self._files = _RecordFiles(self.datasets)
+            self._files = _RecordFiles(self.datasets, self._plan.record_bytes < _RECORD)
         return self._files
 
     def _stored(self, indices: Sequence[int]) -> Indices:
@@ -242,59 +336,117 @@ class Gather:
             )
         return wanted if self.indices is None else self.indices[wanted]
 
-    def _locate(self, wanted: Indices) -> Indices:
-        """Where these records begin in the region, int64 ``[B]``; each is looked at as a single read would.
 
-        Raises:
-            DamagedError: One of them is not what was written.
-        """
-        files, plan = self._opened, self._plan
-        starts, numbers, good = files.places(wanted, plan.record_bytes)
-        if good is None or good.all():
-            # The checksums are not compared here, as they are not where samples are read one by one.
-            heads = files.region.rows(starts + plan.skipped, 8 * plan.head_words).view(np.uint64)
-            alike = heads & plan.mask == plan.prefix
-            right = heads[:, 1].view(">i8") == numbers
-            if right.all() and alike.all():
-                return starts
-            good = right & alike.all(1)
-        bad = int(wanted[~good][0])
-        self._sample(bad)  # says what is wrong with it
-        at = bisect_right(self._starts, bad) - 1
-        raise DamagedError(
-            f"{self.datasets[at].path}: sample {bad - self._starts[at]}: not the record that was written; build it "
-            "again"
-        )
+class _BatchMemory:
+    """Where the records of a batch are read to.
+
+    Args:
+        plan: What they are.
+        size: How many there are at most.
+        pin_memory: Page-locked memory.
+    """
+
+    def __init__(self, plan: GatherPlan, size: int, pin_memory: bool) -> None:
+        self.size = size
+        self._plan = plan
+        self._pin_memory = pin_memory
+        self._aside = np.zeros((size, plan.row_bytes), np.uint8)
+        self._places: list[int] = []  # of the parts in a row of what is read aside
+        self._large: dict[int, np.ndarray[Any, Any]] = {}
+        self._pinned: dict[int, torch.Tensor] = {}
+        self.vectors = list(zip(*self._lay_out(), strict=True))
+        begin = plan.pad + plan.skipped
+        self.heads = self._aside[:, begin : begin + 8 * plan.head_words].view(np.uint64)
+        self._alone = self._holders()  # here no local variable is one
+
+    def _lay_out(self) -> list[list[memoryview]]:
+        """The pieces of a record, in order, each for all rows."""
+        plan, size, rows = self._plan, self.size, self._aside.data
+        pieces: list[list[memoryview]] = []
+        at, place = 0, plan.pad
+        for number, (start, dtype, shape) in enumerate(plan.columns):
+            self._places.append(place + start - at)
+            if number in plan.large:
+                num_bytes = _num_bytes(dtype, shape)
+                self._large[number] = part = np.empty((0 if self._pin_memory else size, num_bytes), np.uint8)
+                if self._pin_memory:
+                    self._pinned[number] = torch.empty((size, num_bytes), dtype=torch.uint8, pin_memory=True)
+                    part = self._pinned[number].numpy()
+                pieces += [_pieces(rows, place, place + start - at), _pieces(part.data, 0, num_bytes)]
+                at, place = start + num_bytes, place + start - at
+        pieces.append(_pieces(rows, place, place + plan.record_bytes - at))
+        return pieces
+
+    def _holders(self) -> list[int]:
+        return [sys.getrefcount(part) for part in self._large.values()]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody has a tensor, an array or a view of a batch that was read to here."""
+        return self._holders() != self._alone
+
+    def column(self, number: int, size: int) -> torch.Tensor:
+        """A part of the first `size` records, ``[size, *shape]``."""
+        _, dtype, shape = self._plan.columns[number]
+        if number in self._large:
+            part = self._pinned[number][:size] if self._pin_memory else torch.from_numpy(self._large[number][:size])
+            return part.view(dtype).view(size, *shape)
+        column = torch.empty((size, *shape), dtype=dtype, pin_memory=self._pin_memory)
+        if column.numel():
+            flat = column.view(size, -1).view(torch.uint8).numpy()
+            place = self._places[number]
+            flat[...] = self._aside[:size, place : place + flat.shape[1]]
+        return column
+
+
+def _pieces(table: memoryview, start: int, stop: int) -> list[memoryview]:
+    """This part of each row of a table of bytes."""
+    num_rows, width = table.shape  # type: ignore[misc]
+    flat = table.cast("B")
+    return [flat[at + start : at + stop] for at in range(0, num_rows * width, width)]
 
 
 class _RecordFiles:
-    """The files of datasets in one region, and where each record lies in it."""
+    """The shards of datasets, and where each record lies in them.
 
-    def __init__(self, datasets: Sequence[StoredRecords]) -> None:
-        shards = [(each, shard) for each in datasets for shard in each.manifest.shards if shard.num_samples]
-        files = []
-        for dataset, shard in shards:
-            path = dataset.path / f"{shard.name}.mdb"
-            files += [(path, shard.file_bytes), (path.with_suffix(".tab"), table_bytes(shard.num_samples))]
-        self.region = Region(files)
+    Args:
+        datasets: As of `Gather`.
+        small: Their records are copied out of maps, where these fit.
+
+    Attributes:
+        region: The files in one stretch; None: they are to be read.
+    """
+
+    def __init__(self, datasets: Sequence[StoredRecords], small: bool) -> None:
+        shards = [
+            each.shard(at) for each in datasets for at, found in enumerate(each.manifest.shards) if found.num_samples
+        ]
+        self._shards = shards
         # numpy where there is arithmetic on a batch's worth of numbers: a tenth of what torch takes to get going.
-        counts = np.array([shard.num_samples for _, shard in shards], dtype=np.int64)
-        self._firsts, self._num_samples = np.cumsum(counts) - counts, int(counts.sum())
+        counts = np.array([shard.num_samples for shard in shards], dtype=np.int64)
+        self._firsts = np.cumsum(counts) - counts
+        self._sizes = np.array([shard.shard.file_bytes for shard in shards], dtype=np.int64)
+        self._numbers = np.array([shard.number for shard in shards], dtype=np.int64)
+        self._num_samples = int(counts.sum())
         self._kept: tuple[Indices, Indices, np.ndarray[Any, Any] | None] | None = None
-        self._data, self._tables = self.region.starts[0::2], self.region.starts[1::2] + TABLE_HEAD_BYTES
-        self._sizes = np.array([shard.file_bytes for _, shard in shards], dtype=np.int64)
-        self._numbers = np.array([shard.number for _, shard in shards], dtype=np.int64)
-        digests = self.region.rows(self.region.starts[1::2] + TABLE_HEAD_BYTES - 8, 8)
-        for (dataset, shard), digest in zip(shards, digests, strict=True):
-            if digest.tobytes().hex() != shard.digest:
-                raise DamagedError(
-                    f"{dataset.path}: {shard.name} is not the one that the manifest tells of; if the dataset was built "
-                    "anew meanwhile, open it again, else copy it again"
-                )
+        self.region: Region | None = None
+        if small and len(shards) <= _MAPPED:
+            try:
+                self.region = Region(self._sizes.tolist(), self._opened())
+            except OSError as err:  # not enough address space
+                if err.errno != errno.ENOMEM:
+                    raise
 
     def places(self, wanted: Indices, record_bytes: int) -> tuple[Indices, Indices, np.ndarray[Any, Any] | None]:
-        """Where records begin in the region, their samples' numbers, and which lie in their file (None: all do)."""
-        if self._num_samples > _KEPT:
+        """Where records begin, their samples' numbers, and which lie in their file (None: all do).
+
+        They begin in the region; without one, in their files.
+
+        Raises:
+            DamagedFileError: A file is cut off, gone, or another one.
+            OSError: A record table cannot be read.
+        """
+        if self._num_samples > _PLACES:
             return self._look_up(wanted, record_bytes)
         if self._kept is None:
             starts, numbers, good = self._look_up(np.arange(self._num_samples), record_bytes)
@@ -303,13 +455,70 @@ class _RecordFiles:
         return starts[wanted], numbers[wanted], None if which is None else which[wanted]
 
     def _look_up(self, wanted: Indices, record_bytes: int) -> tuple[Indices, Indices, np.ndarray[Any, Any]]:
-        shards = self._firsts.searchsorted(wanted, side="right") - 1
+        shards = self.shards(wanted)
         within = wanted - self._firsts[shards]
-        offsets = self.region.rows(self._tables[shards] + 8 * within, 8).view(np.int64)[:, 0]
-        good = (offsets >= 0) & (offsets <= self._sizes[shards] - record_bytes)
-        return self._data[shards] + offsets, sample_number(self._numbers[shards], within), good
+        starts = np.empty(len(wanted), np.int64)
+        for at in np.unique(shards).tolist():
+            here = shards == at
+            starts[here] = self._shards[at].table()[0][within[here]].astype(np.int64)
+        good = (starts >= 0) & (starts <= self._sizes[shards] - record_bytes)
+        if self.region is not None:
+            starts += self.region.starts[shards]
+        return starts, sample_number(self._numbers[shards], within), good
 
-    def read_ahead(self, wanted: Indices, record_bytes: int) -> None:
+    def shards(self, wanted: Indices) -> Indices:
+        """The shard of each record."""
+        return self._firsts.searchsorted(wanted, side="right") - 1
+
+    def check(self, wanted: Indices) -> None:
+        """See whether the files of these records are as long as they were.
+
+        Raises:
+            DamagedFileError: A file is cut off, gone, or another one.
+            OSError: One cannot be read.
+        """
+        if len(self._shards) <= _FEW:
+            with contextlib.suppress(DamagedFileError, OSError):  # maybe not of these records
+                for shard in self._shards:
+                    shard.file().check()
+                return
+        for at in set(self.shards(wanted).tolist()):
+            self._shards[at].file().check()
+
+    def _opened(self) -> Iterator[int]:
+        for shard in self._shards:
+            file = shard.file()  # is held, and so open, until it is mapped
+            yield file.fd
+
+    def read(self, shards: Indices, offsets: Indices, vectors: Sequence[Sequence[memoryview]], num_bytes: int) -> None:
+        """Read records, shard by shard.
+
+        Args:
+            shards: The shard of each.
+            offsets: Where each begins.
+            vectors: Where each goes, in pieces.
+            num_bytes: Length of each.
+
+        Raises:
+            DamagedFileError: A file is cut off, gone, or another one.
+            OSError: One cannot be read.
+        """
+        order = shards.argsort(kind="stable")
+        last = -1
+        for row, at, offset in zip(order.tolist(), shards[order].tolist(), offsets[order].tolist(), strict=True):
+            if at != last:
+                last, file = at, self._shards[at].file()
+            try:
+                done = os.preadv(file.fd, vectors[row], offset)
+            except OSError:  # reading it once more says of which file, and where
+                done = 0
+            if done != num_bytes:
+                record = memoryview(read_exactly(file.fd, num_bytes, offset, self._shards[at].path))
+                for piece in vectors[row]:
+                    piece[:], record = record[: len(piece)], record[len(piece) :]
+
+    def read_ahead(self, wanted: Indices) -> None:
         """Have the kernel begin to read records, without waiting for them."""
-        starts, _, good = self.places(wanted, record_bytes)
-        self.region.will_need(starts if good is None else starts[good], record_bytes)
+        shards = self.shards(wanted)
+        for at, within in zip(shards.tolist(), (wanted - self._firsts[shards]).tolist(), strict=True):
+            self._shards[at].will_need(within)

@@ -21,11 +21,10 @@ from lightning_gpuopt.loading.datasets import duplicate
 from lightning_gpuopt.loading.memory import keep_heap
 from lightning_gpuopt.loading.transforms import name_sample, transformed
 from lightning_gpuopt.storage import codec
-from lightning_gpuopt.storage.errors import DamagedError, DamagedSampleError
+from lightning_gpuopt.storage.errors import DamagedError, DamagedFileError, DamagedSampleError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest, Shard
 from lightning_gpuopt.storage.gather import Gather, gather
-from lightning_gpuopt.storage.region import blocks_read
-from lightning_gpuopt.storage.shard import ShardMap, open_shard
+from lightning_gpuopt.storage.shard import ShardReader, blocks_read, open_shard
 from lightning_gpuopt.utils.arguments import choice, flag, refuse
 
 _DECODERS: Final[dict[str, codec.ImageDecoder | None]] = {"pil": decode_pil, "tensor": decode_tensor, "raw": None}
@@ -37,7 +36,7 @@ class LMDBDataset(Dataset[Any]):
     """A dataset that `build_lmdb` or `LMDBWriter` made, by index.
 
     Safe in worker processes however they are started, from threads, and when the same dataset is opened again. Files
-    are mapped when the first sample is read, once a process. Guide: ``docs/lmdb.md``.
+    are opened when a sample of theirs is read, once a process. Guide: ``docs/lmdb.md``.
 
     Args:
         path: The dataset's directory.
@@ -79,7 +78,7 @@ class LMDBDataset(Dataset[Any]):
         self.manifest = Manifest.load(self.path)
         self.starts = [0, *accumulate(shard.num_samples for shard in self.manifest.shards)][:-1]
         self._num_samples = self.manifest.num_samples
-        self._shards: list[ShardMap | None] = [None] * len(self.manifest.shards)
+        self._shards: list[ShardReader | None] = [None] * len(self.manifest.shards)
         self._decoder = _DECODERS[decode]
         self._blocks = 0  # that had been read from the disk before the last batch
 
@@ -261,7 +260,7 @@ class LMDBDataset(Dataset[Any]):
         return None if data is None else bytes(data)
 
     def encoded_image(self, index: int) -> memoryview | None:
-        """The same without a copy: a part of the shard's map, which lives as long as it does."""
+        """The same without a copy: a part of the sample's stored value, which lives as long as it does."""
         found: list[memoryview] = []
 
         def keep(data: memoryview, mode: str | None = None) -> None:
@@ -290,16 +289,14 @@ class LMDBDataset(Dataset[Any]):
             at, within = self._locate(index)
         try:
             shard = self._shards[at] or self._open(at)
-            if self.verify_checksum:
-                shard.check(within)
-            return shard.read(within, image)
+            return shard.read(within, image, verify=self.verify_checksum)
         except (MemoryError, RecursionError):
             raise
         except Exception as err:
             self._refuse(at, within, err)
 
-    def value(self, index: int) -> memoryview:
-        """A sample's stored value, without a copy.
+    def value(self, index: int) -> bytes:
+        """A sample's stored value.
 
         Raises:
             IndexError: The index is out of range.
@@ -311,15 +308,15 @@ class LMDBDataset(Dataset[Any]):
         except DamagedError as err:
             self._refuse(at, within, err)
 
-    def shard(self, at: int) -> ShardMap:
-        """The dataset's shard at a position, mapped.
+    def shard(self, at: int) -> ShardReader:
+        """The dataset's shard at a position.
 
         Raises:
             DamagedError: A file is missing, or is not the one that was written.
         """
         return self._shards[at] or self._open(at)
 
-    def _open(self, at: int) -> ShardMap:
+    def _open(self, at: int) -> ShardReader:
         keep_heap()
         shard = self._shards[at] = open_shard(self.path, self.manifest.shards[at])
         return shard
@@ -379,10 +376,10 @@ class LMDBDataset(Dataset[Any]):
         """
         shard = self.manifest.shards[at]
         name = f"{self.path}: sample {self.starts[at] + within}"
-        if self._shards[at] is None:  # it could not be opened, and the error names its file
-            if isinstance(err, OSError):
-                raise err
-            raise DamagedError(f"{name} ({shard.name}): {err}") from err
+        if isinstance(err, OSError) and Path(str(err.filename)).stem == shard.name:  # its file cannot be read
+            raise err
+        if isinstance(err, DamagedFileError):
+            raise DamagedFileError(f"{name} ({shard.name}): {err}") from err
         if isinstance(err, DamagedError):
             what = f"{err}; run `lightning-gpuopt lmdb verify` on it, and copy or build the dataset again"
         elif not (is_bad_image(err) or raised_in(err)[0] == codec.__name__):

@@ -5,15 +5,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import resource
 import weakref
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-
-from lightning_gpuopt.storage.errors import DamagedError
 
 Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
@@ -25,7 +21,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Region:
@@ -34,23 +29,25 @@ class Region:
     Shared by nothing: after a fork the child has the same pages; a pickle must leave it out.
 
     Args:
-        files: Paths with the size that each must have.
+        sizes: Of the files, in bytes.
+        fds: Their descriptors, one after the other; they are not kept.
+
+    Attributes:
+        starts: Where each file begins in the region, int64 ``[files]``.
 
     Raises:
-        DamagedError: A file is missing or has another size.
         OSError: There is not enough address space.
     """
 
-    def __init__(self, files: Sequence[tuple[Path, int]]) -> None:
+    def __init__(self, sizes: Sequence[int], fds: Iterable[int]) -> None:
         page = mmap.PAGESIZE
-        spans = [-(-size // page) * page for _, size in files]
+        spans = [-(-size // page) * page for size in sizes]
         self._bytes = max(page, sum(spans))
         base = _map(None, self._bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        self._base = base
         weakref.finalize(self, _libc.munmap, base, self._bytes).atexit = False
-        self.starts = np.concatenate([[0], np.cumsum(spans[:-1])]).astype(np.int64) if spans else np.zeros(0, np.int64)
-        for (path, size), start in zip(files, self.starts.tolist(), strict=True):
-            _map_file(path, size, base + start)
+        self.starts = np.concatenate([[0], np.cumsum(spans[:-1])]).astype(np.int64)
+        for fd, size, start in zip(fds, sizes, self.starts.tolist(), strict=True):
+            _map(base + start, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd)
         whole = (ctypes.c_uint8 * self._bytes).from_address(base)
         self._whole = np.ctypeslib.as_array(whole)
         self._whole.flags.writeable = False
@@ -71,40 +68,6 @@ class Region:
         # A window of num_bytes at every byte: a view, no memory.
         windows: Bytes = np.ndarray((self._bytes - num_bytes + 1, num_bytes), np.uint8, self._whole, 0, (1, 1))
         return windows[starts]
-
-    def will_need(self, starts: Indices, num_bytes: int) -> None:
-        """Have the kernel begin to read stretches from the disk, without waiting for them.
-
-        Args:
-            starts: Where each begins, in bytes from the region's begin: int64 ``[B]``.
-            num_bytes: Length of each.
-        """
-        first = starts & -mmap.PAGESIZE
-        for start, length in zip((self._base + first).tolist(), (starts - first + num_bytes).tolist(), strict=True):
-            _libc.madvise(start, length, mmap.MADV_WILLNEED)
-
-
-def blocks_read() -> int:
-    """Blocks and pages that this thread has had to wait for, or has asked for, from a disk."""
-    usage = resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF))  # macOS has no such thing
-    return usage.ru_inblock + usage.ru_majflt
-
-
-def _map_file(path: Path, size: int, address: int) -> None:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise DamagedError(f"{path}: this file is missing; copy it again, or build the dataset again") from None
-    try:
-        present = os.fstat(fd).st_size
-        if present != size:
-            raise DamagedError(
-                f"{path}: {present} bytes long; expected {size}: copy it again, or build the dataset again"
-            )
-        if size:
-            _map(address, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd)
-    finally:
-        os.close(fd)
 
 
 def _map(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:

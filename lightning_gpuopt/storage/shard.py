@@ -1,8 +1,9 @@
-"""Reading one shard: its file is mapped, and each sample is found by its offset in the record table.
+"""Reading one shard: each sample is found by its offset in the record table.
 
-LMDB's tree is not walked: a damaged page cannot lead the reader astray (LMDB itself may die by SIGSEGV on one),
-nothing is shared between processes or threads but read-only pages, and a batch of equal records is gathered in one
-call.
+LMDB's tree is not walked: a damaged page cannot lead the reader astray (LMDB itself may die by SIGSEGV on one). What is
+decoded or compared with its checksum is read by one `pread`; small values are copied out of a memory map, right after a
+look whether the file is as long as it was. So a file that is cut off is an error and not a signal. Nothing is shared
+between processes or threads but open files, whose positions nobody uses.
 """
 
 from __future__ import annotations
@@ -10,108 +11,289 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
+import struct
 import sys
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from lightning_gpuopt.storage import codec
-from lightning_gpuopt.storage.errors import DamagedError
+from lightning_gpuopt.storage.errors import DamagedError, DamagedFileError
 from lightning_gpuopt.storage.format import TABLE_HEAD, TABLE_MAGIC, Shard, table_bytes
 from lightning_gpuopt.storage.value import check, parse, sample_number
 
+MAX_OPEN: Final = 1024
+"""Shards of which a process has the files open at once, at most; fewer where few open files are allowed."""
+
+_DESCRIPTORS: Final = 4
+"""Of a shard: its file, a large record table, and before Python 3.13 a map of each."""
+
+TABLE_IN_MEMORY: Final = 1 << 20
+"""A shard's record table is kept in memory up to this size (87,000 samples); larger ones are mapped."""
+
 _COPY_AGAIN: Final = "copy it again from where it came, or build the dataset again"
-_SMALL_TABLE: Final = 1 << 20
+_ANEW: Final = f"if the dataset was built anew meanwhile, open it again, else {_COPY_AGAIN}"
+_OFFSET: Final = struct.Struct("<Q")
+_LENGTH: Final = struct.Struct("<I")
 _PAGE: Final = mmap.PAGESIZE
 
-
-def _map(fd: int) -> mmap.mmap:
-    # Before Python 3.13 every map holds a file descriptor of its own.
-    if sys.version_info >= (3, 13):
-        return mmap.mmap(fd, 0, access=mmap.ACCESS_READ, trackfd=False)
-    return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+_Numbers = np.ndarray[Any, Any]
+_T = TypeVar("_T")
 
 
-class ShardMap:
-    """A finished shard, mapped for reading. Read-only, and safe between threads and after fork.
+class OpenFile:
+    """A file of a shard, closed when nobody has it any more: not while a thread reads from it.
 
-    Use `open_shard`, which shares one map a process.
+    Args:
+        path: Of the file, for messages.
+        fd: Its descriptor, which becomes this object's.
+        size: Its length in bytes.
+
+    Attributes:
+        table: The record table of a shard's file, where it is not kept in memory.
+        used: Whether it was used since somebody last looked.
     """
 
-    def __init__(self, path: Path, shard: Shard, fd: int) -> None:
+    __slots__ = ("_map", "_path", "_size", "fd", "table", "used")
+
+    def __init__(self, path: Path, fd: int, size: int) -> None:
+        self.fd = fd
+        self._path, self._size = path, size
+        self._map: mmap.mmap | None = None
+        self.table: OpenFile | None = None
+        self.used = True
+
+    def __del__(self, close: Any = os.close) -> None:
+        close(self.fd)
+
+    def check(self) -> None:
+        """See whether the file is as long as it was.
+
+        Raises:
+            DamagedFileError: It was cut off.
+            OSError: It cannot be read.
+        """
+        try:
+            size = os.lseek(self.fd, 0, os.SEEK_END)
+        except OSError as err:
+            raise _failed(err, self._path, 0) from None
+        if size < self._size:
+            raise _cut_off(self._path, size)
+
+    def mapped(self) -> mmap.mmap:
+        """The file in memory, to be copied from at once: what lies behind an end that has moved would be a SIGBUS.
+
+        Raises:
+            DamagedFileError: It was cut off.
+            OSError: It cannot be read.
+        """
+        self.check()
+        if self._map is None:
+            self._map = _with_room(self._make_map, self._path)
+        return self._map
+
+    def _make_map(self) -> mmap.mmap:
+        # Before Python 3.13 every map holds a file descriptor of its own.
+        if sys.version_info >= (3, 13):
+            return mmap.mmap(self.fd, self._size, access=mmap.ACCESS_READ, trackfd=False)
+        return mmap.mmap(self.fd, self._size, access=mmap.ACCESS_READ)
+
+
+class ShardReader:
+    """A finished shard, opened for reading. Safe between threads and after fork.
+
+    Its files are closed while others are used, and opened again when a sample is read. Use `open_shard`, which shares
+    one reader a process.
+
+    Args:
+        path: Of its LMDB file.
+        shard: What the manifest tells of it.
+
+    Raises:
+        DamagedFileError: A file is missing, or is not the one that the manifest tells of.
+        OSError: It may not be read.
+    """
+
+    def __init__(self, path: Path, shard: Shard) -> None:
         self.path = path
         self.shard = shard
         self.number = shard.number
         self.num_samples = shard.num_samples
-        check_file(path, fd, shard)
-        self.offsets, self.lengths = _read_table(path.with_suffix(".tab"), shard)
-        self._file = _map(fd)
         self._size = shard.file_bytes
-        # Scalars: a cast memoryview gives Python ints about twice as fast as a numpy array.
-        self._offset_of = memoryview(self.offsets.data).cast("B").cast("Q")
-        self._length_of = memoryview(self.lengths.data).cast("B").cast("I")
         self._first = sample_number(shard.number, 0)
+        self._has_images = shard.structure is None or codec.has_images(shard.structure)
+        self._file: OpenFile | None = None
+        self._table: tuple[memoryview, memoryview] | None = None  # offsets and lengths
+        self._table_digest = b""
+        self.file()
 
-    def value(self, index: int) -> memoryview:
-        """The stored value of a sample, without a copy.
+    def file(self) -> OpenFile:
+        """Its file, which stays open at least as long as this is held.
+
+        Raises:
+            DamagedFileError: A file is missing, or is not the one that the manifest tells of.
+            OSError: It may not be read.
+        """
+        file = self._file
+        if file is not None:
+            file.used = True
+            return file
+        with _lock:
+            if self._file is None:
+                _close_down_to(_most_open() - 1)
+                # First this file, then its table: a dataset that is replaced in between has another digest there.
+                file = OpenFile(self.path, open_file(self.path), self._size)
+                check_file(self.path, file.fd, self.shard)
+                self._open_table(file)
+                self._file = file
+                _opened.append(weakref.ref(self))
+            return self._file or self.file()
+
+    def close(self) -> bool:
+        """Close its files when nobody reads from them any more, if they have not been used since the last time.
+
+        Returns:
+            Whether they are closed.
+        """
+        file = self._file
+        if file is not None and file.used:
+            file.used = False
+            return False
+        self._file = None
+        return True
+
+    def _open_table(self, file: OpenFile) -> None:
+        path, size, n = self.path.with_suffix(".tab"), table_bytes(self.num_samples), self.num_samples
+        table = OpenFile(path, open_file(path), size)
+        check_table(path, table.fd, self.shard)
+        if size > TABLE_IN_MEMORY:
+            file.table = table
+        elif read_exactly(table.fd, 8, size - 8, path) != self._table_digest:
+            data = memoryview(read_exactly(table.fd, size - TABLE_HEAD.size, TABLE_HEAD.size, path))
+            # Scalars: a cast memoryview gives Python ints about twice as fast as a numpy array.
+            self._table = data[: 8 * n].cast("Q"), data[8 * n : 12 * n].cast("I")
+            self._table_digest = bytes(data[-8:])
+
+    def table(self) -> tuple[_Numbers, _Numbers]:
+        """Where all values begin, uint64, and their lengths in bytes, uint32; both ``[num_samples]``.
+
+        Raises:
+            DamagedFileError: The record table is not what was written.
+            OSError: It cannot be read.
+        """
+        table, n = self.file().table, self.num_samples
+        if table is None:
+            assert self._table is not None
+            return np.asarray(self._table[0]), np.asarray(self._table[1])
+        data = table.mapped()
+        offsets = np.frombuffer(data, "<u8", n, TABLE_HEAD.size)
+        return offsets, np.frombuffer(data, "<u4", n, TABLE_HEAD.size + 8 * n)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Where a sample's value begins and ends in the file.
 
         Raises:
             DamagedError: The record table is not what was written.
+            OSError: It cannot be read.
         """
-        start = self._offset_of[index]
-        stop = start + self._length_of[index]
+        if self._table is not None:
+            start = self._table[0][index]
+            stop = start + self._table[1][index]
+        else:
+            table = self.file().table
+            assert table is not None
+            data = table.mapped()
+            start = _OFFSET.unpack_from(data, TABLE_HEAD.size + 8 * index)[0]
+            stop = start + _LENGTH.unpack_from(data, TABLE_HEAD.size + 8 * self.num_samples + 4 * index)[0]
         if stop > self._size:
             raise DamagedError(f"the record table says it ends at byte {stop} of {self._size}")
-        return memoryview(self._file)[start:stop]
+        return start, stop
 
-    def read(self, index: int, image: codec.ImageDecoder | None) -> Any:
+    def value(self, index: int) -> bytes:
+        """The stored value of a sample.
+
+        Raises:
+            DamagedError: The record table or the file is not what was written.
+            OSError: It cannot be read.
+        """
+        start, stop = self.place(index)
+        file = self._file or self.file()
+        file.used = True
+        try:
+            data = os.pread(file.fd, stop - start, start)
+        except OSError:
+            data = b""
+        return data if len(data) == stop - start else read_exactly(file.fd, stop - start, start, self.path)
+
+    def read(self, index: int, image: codec.ImageDecoder | None, *, verify: bool = False) -> Any:
         """A sample; see `codec.read`.
+
+        Args:
+            index: Which.
+            image: What makes an image of an image file.
+            verify: Compare it with its checksum.
 
         Raises:
             DamagedError: Something is not as it was written.
+            OSError: It cannot be read.
         """
-        start = self._offset_of[index]
-        stop = start + self._length_of[index]
-        if stop > self._size:
-            raise DamagedError(f"the record table says it ends at byte {stop} of {self._size}")
-        return codec.read(self._file, start, stop, self._first + index, image)
+        if verify or (image is not None and self._has_images):
+            value = self.value(index)
+            if verify:
+                check(value, self._first + index)
+            return codec.read(value, 0, len(value), self._first + index, image)
+        table = self._table
+        if table is None:
+            start, stop = self.place(index)
+        else:  # as place does, without the call
+            start = table[0][index]
+            stop = start + table[1][index]
+            if stop > self._size:
+                self.place(index)  # raises
+        file = self._file or self.file()
+        file.used = True
+        return codec.read(file.mapped(), start, stop, self._first + index, image)
 
     def part(self, index: int, key: int | str) -> Any:
         """One part of a sample; see `codec.part`.
 
         Raises:
             DamagedError: Something is not as it was written.
+            OSError: It cannot be read.
         """
-        start = self._offset_of[index]
-        if start + self._length_of[index] > self._size:
-            raise DamagedError(f"the record table says it begins at byte {start} of {self._size}")
-        return codec.part(self._file, start, self._first + index, key)
+        return codec.part(self.file().mapped(), self.place(index)[0], self._first + index, key)
 
-    def numbers(self, key: int | str) -> np.ndarray[Any, Any] | None:
+    def numbers(self, key: int | str) -> _Numbers | None:
         """A part of all samples that is a number in each, at the same place from its end; None where it is not so.
 
         Raises:
             DamagedError: Something is not as it was written.
+            OSError: It cannot be read.
         """
         found = None if self.shard.structure is None else codec.number_from_end(self.shard.structure, key)
         if found is None:
             return None
         dtype, before_end = found
-        data = np.frombuffer(self._file, np.uint8)
-        starts, ends = self.offsets.astype(np.int64), self.offsets.astype(np.int64) + self.lengths
-        content = parse(self._file, int(starts[0])).content - int(starts[0])
-        if int(ends.max()) > self._size or int(self.lengths.min()) < content + 8 + before_end:
+        file = self.file()
+        data = np.frombuffer(file.mapped(), np.uint8)
+        offsets, lengths = self.table()
+        starts = offsets.astype(np.int64)
+        ends = starts + lengths
+        content = parse(file.mapped(), int(starts[0])).content - int(starts[0])
+        if int(ends.max()) > self._size or int(lengths.min()) < content + 8 + before_end:
             return None  # reading them one by one tells which
         stamped = sliding_window_view(data, 8)[starts + content].view(">u8")[:, 0]
         if not np.array_equal(stamped, np.arange(self._first, self._first + self.num_samples, dtype=np.uint64)):
             return None
-        values: np.ndarray[Any, Any] = sliding_window_view(data, dtype.itemsize)[ends - before_end].view(dtype)[:, 0]
+        values: _Numbers = sliding_window_view(data, dtype.itemsize)[ends - before_end].view(dtype)[:, 0]
         return values
 
     def check(self, index: int) -> bytes:
@@ -119,29 +301,63 @@ class ShardMap:
 
         Raises:
             DamagedError: They differ.
+            OSError: It cannot be read.
         """
         return check(self.value(index), self._first + index)
 
     def will_need(self, index: int) -> None:
         """Have the kernel begin to read a sample from the disk, without waiting for it."""
-        start = self._offset_of[index]
-        stop = min(start + self._length_of[index], self._size)
+        start, stop = self.place(index)
         first = start & -_PAGE
-        if first < stop:
-            self._file.madvise(mmap.MADV_WILLNEED, first, stop - first)
+        self.file().mapped().madvise(mmap.MADV_WILLNEED, first, stop - first)
+
+
+def read_exactly(fd: int, length: int, start: int, path: Path) -> bytes:
+    """Bytes of a file; a read that gives fewer is continued.
+
+    Args:
+        fd: The file.
+        length: How many bytes.
+        start: Where they begin.
+        path: Of the file, for messages.
+
+    Raises:
+        DamagedFileError: The file ends before, or the file server has it no more.
+        OSError: It cannot be read.
+    """
+    pieces, at, stop = [], start, start + length
+    while at < stop:
+        try:
+            pieces.append(os.pread(fd, stop - at, at))
+        except OSError as err:
+            raise _failed(err, path, at) from None
+        if not pieces[-1]:
+            raise _cut_off(path, at)
+        at += len(pieces[-1])
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _failed(err: OSError, path: Path, at: int) -> OSError | DamagedFileError:
+    if err.errno == errno.ESTALE:
+        return DamagedFileError(f"{path}: gone while it was read, at byte {at}: {_ANEW}")
+    return OSError(err.errno, f"{err.strerror} (at byte {at})", str(path))
+
+
+def _cut_off(path: Path, size: int) -> DamagedFileError:
+    return DamagedFileError(f"{path}: cut off while it was read: it ends before byte {size + 1}; {_ANEW}")
 
 
 def check_file(path: Path, fd: int, shard: Shard) -> None:
     """See whether a shard's LMDB file has the size that the manifest tells of.
 
     Raises:
-        DamagedError: It has not.
+        DamagedFileError: It has not.
     """
     size = os.fstat(fd).st_size
     if size != shard.file_bytes:
-        raise DamagedError(
+        raise DamagedFileError(
             f"{path}: {size} bytes long; the manifest tells of {shard.file_bytes}: it is truncated or not the file "
-            f"that was written; if the dataset was built anew meanwhile, open it again, else {_COPY_AGAIN}"
+            f"that was written; {_ANEW}"
         )
 
 
@@ -149,83 +365,96 @@ def check_table(path: Path, fd: int, shard: Shard) -> None:
     """See whether a shard's record table is the one that the manifest tells of, by its size and its head.
 
     Raises:
-        DamagedError: It is not.
+        DamagedFileError: It is not.
     """
     size = os.fstat(fd).st_size
     if size != table_bytes(shard.num_samples):
-        raise DamagedError(f"{path}: {size} bytes long; expected {table_bytes(shard.num_samples)}: {_COPY_AGAIN}")
-    magic, samples, file_bytes, digest = TABLE_HEAD.unpack(os.pread(fd, TABLE_HEAD.size, 0))
+        raise DamagedFileError(f"{path}: {size} bytes long; expected {table_bytes(shard.num_samples)}: {_COPY_AGAIN}")
+    magic, samples, file_bytes, digest = TABLE_HEAD.unpack(read_exactly(fd, TABLE_HEAD.size, 0, path))
     expected = (TABLE_MAGIC, shard.num_samples, shard.file_bytes, shard.digest)
     if (magic, samples, file_bytes, digest.hex()) != expected:
-        raise DamagedError(
-            f"{path}: not the record table that the manifest tells of; if the dataset was built anew meanwhile, open "
-            f"it again, else {_COPY_AGAIN}"
-        )
+        raise DamagedFileError(f"{path}: not the record table that the manifest tells of; {_ANEW}")
 
 
 def open_file(path: Path) -> int:
-    """A file descriptor to read a shard's LMDB file or record table.
+    """A file descriptor to read a shard's LMDB file or record table; where there are too many, others are closed.
 
     Raises:
-        DamagedError: There is no such file.
+        DamagedFileError: There is no such file.
         OSError: It may not be read, or there are too many open files.
     """
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return _with_room(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
     except FileNotFoundError:
         what = "the shard's record table" if path.suffix == ".tab" else "this shard"
-        raise DamagedError(f"{path}: {what} is missing; {_COPY_AGAIN}") from None
+        raise DamagedFileError(f"{path}: {what} is missing; {_COPY_AGAIN}") from None
 
 
-def _read_table(path: Path, shard: Shard) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    n = shard.num_samples
-    with open(open_file(path), "rb") as stream:
-        check_table(path, stream.fileno(), shard)
-        # A map is shared by all processes, but costs a file descriptor.
-        table: Any = stream.read() if table_bytes(n) < _SMALL_TABLE else _map(stream.fileno())
-    offsets = np.frombuffer(table, "<u8", n, TABLE_HEAD.size)
-    lengths = np.frombuffer(table, "<u4", n, TABLE_HEAD.size + 8 * n)
-    return offsets, lengths
+def _with_room(opens: Callable[[], _T], path: Path) -> _T:
+    """What takes a file descriptor; where there are too many, other files are closed."""
+    while True:
+        try:
+            return opens()
+        except OSError as err:
+            if err.errno != errno.EMFILE:
+                raise
+            with _lock:
+                if not _opened:
+                    raise OSError(err.errno, "too many open files: raise `ulimit -n`", str(path)) from None
+                _close_down_to(len(_opened) - 1)
 
 
-_open: weakref.WeakValueDictionary[tuple[int, int, int], ShardMap] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_open: weakref.WeakValueDictionary[tuple[int, int, int], ShardReader] = weakref.WeakValueDictionary()
+_opened: deque[weakref.ref[ShardReader]] = deque()  # those whose files are open
+_lock = threading.RLock()
 
 
 def _new_lock() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_new_lock)  # another thread of the parent may have held it
 
 
-def open_shard(directory: Path, shard: Shard) -> ShardMap:
-    """Map a shard, or give the map that this process has of it already.
+def _most_open() -> int:
+    """How many shards' files may be open: they take up to half the descriptors that the process may have."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MAX_OPEN if allowed == resource.RLIM_INFINITY else max(1, min(MAX_OPEN, allowed // _DESCRIPTORS // 2))
+
+
+def _close_down_to(most: int) -> None:
+    """Close files until so many are open, first those that have not been used lately."""
+    while len(_opened) > most:
+        shard = _opened.popleft()()
+        if shard is not None and not shard.close():
+            _opened.append(weakref.ref(shard))
+
+
+def open_shard(directory: Path, shard: Shard) -> ShardReader:
+    """The reader of a shard: the one that this process has already, if it has one.
 
     Raises:
-        DamagedError: A file is missing, or is not the one that the manifest tells of.
+        DamagedFileError: A file is missing, or is not the one that the manifest tells of.
         OSError: It may not be read, or there are too many open files.
     """
     path = directory / f"{shard.name}.mdb"
     try:
-        # First this file, then its table: a dataset that is replaced in between has another digest in its table.
-        fd = open_file(path)
-        try:
-            stat = os.fstat(fd)
-            identity = (stat.st_dev, stat.st_ino, stat.st_mtime_ns)
-            with _lock:
-                found = _open.get(identity)
-                if found is None or found.shard != shard:
-                    found = _open[identity] = ShardMap(path, shard, fd)
-            return found
-        finally:
-            os.close(fd)
-    except OSError as err:
-        if err.errno == errno.EMFILE:
-            what = "too many open files: raise `ulimit -n`, or build larger shards"
-            raise OSError(err.errno, what, str(path)) from None
-        raise
+        stat = os.stat(path)
+    except FileNotFoundError:
+        raise DamagedFileError(f"{path}: this shard is missing; {_COPY_AGAIN}") from None
+    identity = (stat.st_dev, stat.st_ino, stat.st_mtime_ns)
+    with _lock:
+        found = _open.get(identity)
+        if found is None or found.shard != shard:
+            found = _open[identity] = ShardReader(path, shard)
+    return found
+
+
+def blocks_read() -> int:
+    """Blocks and pages that this thread has had to wait for, or has asked for, from a disk."""
+    usage = resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF))  # macOS has no such thing
+    return usage.ru_inblock + usage.ru_majflt
 
 
 def locate(starts: Sequence[int], index: int) -> tuple[int, int]:

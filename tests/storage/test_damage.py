@@ -46,6 +46,7 @@ def refusal(path: Path) -> str:
 
 
 DAMAGED = "DamagedError: "
+FILE = "DamagedFileError: "
 STORAGE = "StorageError: "
 
 
@@ -109,9 +110,9 @@ def manifest(**changes: object) -> Callable[[Path], None]:
     [
         (
             truncate("shard-00001.mdb", 8192),
-            DAMAGED + "{path}: sample 10 (shard-00001): {path}/shard-00001.mdb: 8192",
+            FILE + "{path}: sample 10 (shard-00001): {path}/shard-00001.mdb: 8192",
         ),
-        (truncate("shard-00001.mdb", 0), DAMAGED + "{path}: sample 10 (shard-00001): {path}/shard-00001.mdb: 0 bytes"),
+        (truncate("shard-00001.mdb", 0), FILE + "{path}: sample 10 (shard-00001): {path}/shard-00001.mdb: 0 bytes"),
         (
             lambda path: os.unlink(path / "shard-00002.mdb"),
             "{path}/shard-00002.mdb: this shard is missing; copy it again",

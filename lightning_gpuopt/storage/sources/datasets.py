@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -19,10 +18,9 @@ from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.format import Manifest
-from lightning_gpuopt.storage.shard import ShardMap, locate, open_shard
+from lightning_gpuopt.storage.shard import ShardReader, locate, open_shard
 from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest, read_image
 
-_MAPPED_SHARDS: Final = 64
 _SIZES: Final = 512  # files looked at to know about how large they all are
 
 
@@ -225,7 +223,7 @@ class OwnSource(Source):
         for shard in self._manifest.shards:
             self._starts.append(total)
             total += shard.num_samples
-        self._maps: PerProcess[OrderedDict[int, ShardMap]] = PerProcess(OrderedDict)
+        self._shards: PerProcess[dict[int, ShardReader]] = PerProcess(dict)
         self.classes = self._manifest.classes
         self.num_bytes = self._manifest.num_bytes
 
@@ -241,26 +239,22 @@ class OwnSource(Source):
         at, within = locate(self._starts, index)
         try:
             shard = self._shard(at)
-            shard.check(within)
-            return shard.read(within, codec.EncodedImage)
+            return shard.read(within, codec.EncodedImage, verify=True)
         except DamagedError as error:
             name = self._manifest.shards[at].name
             raise DamagedError(
                 f"{self.path}: sample {index} ({name}): {error}; copy it again, or build it from its own source"
             ) from None
 
-    def _shard(self, at: int) -> ShardMap:
-        maps = self._maps.get()
-        if at not in maps:
-            if len(maps) == _MAPPED_SHARDS:
-                maps.popitem(last=False)
-            maps[at] = open_shard(Path(self.path), self._manifest.shards[at])
-        maps.move_to_end(at)
-        return maps[at]
+    def _shard(self, at: int) -> ShardReader:
+        shards = self._shards.get()
+        if at not in shards:
+            shards[at] = open_shard(Path(self.path), self._manifest.shards[at])
+        return shards[at]
 
     def close(self) -> None:
-        """Give up the maps of the shards."""
-        self._maps.forget()
+        """Close the shards."""
+        self._shards.forget()
 
     def fingerprint(self) -> dict[str, Any]:
         """Its manifest."""
