@@ -15,9 +15,9 @@ from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Change, Finding
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, INTERRUPTED, TOO_SHORT
 from lightning_gpuopt.diagnosis.render.wording import change_line
+from lightning_gpuopt.measurements.loader_model import net_saving
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.tuning.managed import DRAWS
-from lightning_gpuopt.tuning.model import net_saving
 from lightning_gpuopt.tuning.rules import CannotChange
 from lightning_gpuopt.utils.callback_base import Guard
 from lightning_gpuopt.utils.rank_channel import RankBroadcast

@@ -9,7 +9,7 @@ from typing import Final
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.measurements.loader_costs import Interval, LoaderCosts
-from lightning_gpuopt.tuning.model import MIN_SPREAD, LoaderModel, receive_cost
+from lightning_gpuopt.measurements.loader_model import MIN_SPREAD, LoaderModel, receive_cost
 
 _STEP_WORK: Final = ("forward", "backward", "optimizer", "other")
 """Phases that are a step's own work, but for what stopped it."""

@@ -8,7 +8,7 @@ from typing import Final, Literal
 from lightning_gpuopt.diagnosis.record import RunRecord
 from lightning_gpuopt.diagnosis.simulate import Pace, Pipeline, shape_of, simulate
 from lightning_gpuopt.measurements.loader_costs import Interval, LoaderCosts
-from lightning_gpuopt.tuning.model import STEP_SPREAD
+from lightning_gpuopt.measurements.loader_model import STEP_SPREAD
 
 Limit = Literal["step", "workers", "cpus", "handing_over", "order", "training_process"]
 

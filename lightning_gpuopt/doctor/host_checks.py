@@ -9,8 +9,8 @@ from typing import Any, Final
 from lightning_gpuopt.doctor.check import Check, not_known
 from lightning_gpuopt.doctor.facts import HostFacts, TorchFacts
 from lightning_gpuopt.doctor.gpu_checks import count_of_gpus
+from lightning_gpuopt.measurements.loader_model import most_workers
 from lightning_gpuopt.tuning.caps import files_wanted
-from lightning_gpuopt.tuning.model import most_workers
 
 __all__ = ["host_checks"]
 

@@ -1,1 +1,1 @@
-"""Plain measured data."""
+"""Plain measured data, and what a loader with other workers would give."""

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import torch.multiprocessing
 
+from lightning_gpuopt.measurements.loader_model import most_workers
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.telemetry.resources import available_memory, files_left, free_shared_memory, processes_left
 from lightning_gpuopt.timeline.worker_clock import tensors_in
-from lightning_gpuopt.tuning.model import most_workers
 from lightning_gpuopt.tuning.workers import LimitedBy
 
 _PART_OF_MEMORY: Final = 0.5

@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_gpuopt.measurements.loader_model import most_workers, prefetch_needed
 from lightning_gpuopt.telemetry.resources import files_left
 from lightning_gpuopt.tuning.caps import Cap, files_wanted, prefetch_that_fits, room, worker_cap
 from lightning_gpuopt.tuning.indices import own_sampling
-from lightning_gpuopt.tuning.model import most_workers, prefetch_needed
 from lightning_gpuopt.tuning.probe import Clocks, OutOfTime, run_trial
 from lightning_gpuopt.tuning.search import UNEVEN, Search, model_of
 from lightning_gpuopt.tuning.sharing import forks, held_by, why_not_shared

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from lightning_gpuopt.measurements.loader_model import LoaderModel, next_workers
 from lightning_gpuopt.tuning.caps import Cap
-from lightning_gpuopt.tuning.model import LoaderModel, next_workers
 from lightning_gpuopt.tuning.workers import LimitedBy, Trial
 
 _MIN_WINDOW: Final = 6

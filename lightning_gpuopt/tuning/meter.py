@@ -13,11 +13,11 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from lightning_gpuopt.compat.dataloader import in_the_making, lies_ready, workers_of
+from lightning_gpuopt.measurements.loader_model import receive_cost, taking
 from lightning_gpuopt.telemetry.host import times_of
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.caps import files_of
 from lightning_gpuopt.tuning.live import LoaderStats
-from lightning_gpuopt.tuning.model import receive_cost, taking
 
 _PAUSE: Final = 4.0
 """A step that takes so many times the median contains a validation, a checkpoint or the like."""

@@ -16,10 +16,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt.compat.dataloader import lies_ready, shut_down, wait_at_most, worker_pids, workers_of
+from lightning_gpuopt.measurements.loader_model import receive_cost, taking
 from lightning_gpuopt.telemetry.resources import worker_memory
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
 from lightning_gpuopt.tuning.caps import files_of
-from lightning_gpuopt.tuning.model import receive_cost, taking
 from lightning_gpuopt.tuning.workers import Measured, Trial
 
 _MIN_S: Final = 0.5

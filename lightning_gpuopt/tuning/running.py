@@ -26,8 +26,10 @@ from lightning_gpuopt.compat.dataloader import (
     workers_of,
 )
 from lightning_gpuopt.compat.lightning_loops import length_of
+from lightning_gpuopt.measurements.loader_model import most_workers, net_saving
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.telemetry.host import usable_cpus
+from lightning_gpuopt.telemetry.memory_watch import MemoryWatch
 from lightning_gpuopt.telemetry.resources import worker_memory
 from lightning_gpuopt.tuning.caps import (
     FILES_OF_A_WORKER,
@@ -39,9 +41,7 @@ from lightning_gpuopt.tuning.caps import (
 )
 from lightning_gpuopt.tuning.draws import DrawWatch
 from lightning_gpuopt.tuning.live import LivePolicy
-from lightning_gpuopt.tuning.memory_watch import MemoryWatch
 from lightning_gpuopt.tuning.meter import FetchMeter, place
-from lightning_gpuopt.tuning.model import most_workers, net_saving
 from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt, first_workers
 from lightning_gpuopt.tuning.self_test import why_not_tried
 from lightning_gpuopt.tuning.sharing import WorkersStart, forks, note_own_workers, why_not_shared

@@ -14,8 +14,8 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Final
 
+from lightning_gpuopt.measurements.loader_model import LoaderModel
 from lightning_gpuopt.tuning.caps import Cap
-from lightning_gpuopt.tuning.model import LoaderModel
 from lightning_gpuopt.tuning.workers import LimitedBy, Measured, NumWorkersResult
 
 _MAX_TRIALS: Final = 12

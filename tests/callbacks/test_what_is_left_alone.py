@@ -23,12 +23,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_gpuopt import CudaPrefetcher, NumWorkersFinder, find_num_workers
 from lightning_gpuopt.compat import dataloader
+from lightning_gpuopt.measurements.loader_model import most_workers
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning import loader as loader_module
 from lightning_gpuopt.tuning import running, without_workers
 from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
-from lightning_gpuopt.tuning.model import most_workers
 from lightning_gpuopt.tuning.running import RunningLoader
 from lightning_gpuopt.tuning.workers import Trial
 from tests.callbacks.auto_fix_runs import Model, Numbers, Run, finding, script, train

@@ -13,9 +13,9 @@ from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.waterfall import Waterfall
 from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.measurements.loader_costs import Interval
+from lightning_gpuopt.measurements.loader_model import HEADROOM_LEFT, most_workers, next_workers, prefetch_needed
 from lightning_gpuopt.measurements.loading import QueueTimes
 from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
-from lightning_gpuopt.tuning.model import HEADROOM_LEFT, most_workers, next_workers, prefetch_needed
 
 _BUSY: Final = 0.6
 """Workers that make batches for less than this share of their time are not the bottleneck; what follows them is."""

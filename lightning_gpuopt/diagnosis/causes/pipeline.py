@@ -20,8 +20,8 @@ from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import pipeline_model, speedup_of_threads
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.loader_costs import Interval
+from lightning_gpuopt.measurements.loader_model import HEADROOM_LEFT
 from lightning_gpuopt.measurements.loading import Pipelines
-from lightning_gpuopt.tuning.model import HEADROOM_LEFT
 
 STORAGE: Final = "storage"
 CPU_THREADS: Final = "CPU threads"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE
 from lightning_gpuopt.diagnosis.where import finding_name
 from lightning_gpuopt.measurements.code_location import INSTALLED, short
-from lightning_gpuopt.tuning.model import HEADROOM_LEFT
+from lightning_gpuopt.measurements.loader_model import HEADROOM_LEFT
 
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.compare import Comparison

@@ -1,4 +1,4 @@
-"""What a loader's workers hold of memory, read beside training."""
+"""What other processes hold of memory, such as a loader's workers, read beside training."""
 
 from __future__ import annotations
 

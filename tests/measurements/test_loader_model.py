@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_gpuopt.tuning.model import LoaderModel, most_workers, net_saving
+from lightning_gpuopt.measurements.loader_model import LoaderModel, most_workers, net_saving
 
 MODEL = LoaderModel(
     service_s=0.2,

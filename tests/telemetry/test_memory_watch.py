@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from lightning_gpuopt.tuning.memory_watch import MemoryWatch
+from lightning_gpuopt.telemetry.memory_watch import MemoryWatch
 from tests.helpers import Clock, wait_for
 
 
