@@ -1,4 +1,8 @@
 import pickle
+import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -254,3 +258,29 @@ def test_another_whole_record_in_a_records_place_is_refused(tmp_path: Path) -> N
     assert gather.__getitems__([4, 6])[1].tolist() == [4, 6]
     with pytest.raises(DamagedError, match=r"sample 5 .*another sample lies in its place"):
         gather.__getitems__([4, 5, 6])
+
+
+@pytest.mark.timed
+def test_a_busy_core_does_not_hold_up_a_batch(tmp_path: Path) -> None:
+    gather = whole(stored(tmp_path / "data", lambda i: (np.full((3, 32, 32), i % 256, np.uint8), i), 5000, 5000))
+    order = np.random.default_rng(0).integers(0, 5000, (300, 128))
+
+    def median_s() -> float:
+        took = []
+        for wanted in order:
+            began = time.perf_counter()
+            gather.__getitems__(wanted)
+            took.append(time.perf_counter() - began)
+        return statistics.median(took)
+
+    median_s()
+    idle_s = median_s()
+    spinning = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+    with spinning:
+        try:
+            assert spinning.stdout is not None
+            spinning.stdout.readline()
+            busy_s = median_s()
+        finally:
+            spinning.kill()
+    assert busy_s <= 2 * idle_s
