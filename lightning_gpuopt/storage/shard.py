@@ -26,7 +26,8 @@ from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.format import TABLE_HEAD, TABLE_MAGIC, Shard, table_bytes
 from lightning_gpuopt.storage.value import check, parse, sample_number
 
-_COPY_AGAIN: Final = "copy it again from where it came, or build the dataset again"
+COPY_AGAIN: Final = "copy it again from where it came, or build the dataset again"
+_CALLED: Final = {".tab": "the shard's record table", ".lab": "the file of the shard's labels"}
 _SMALL_TABLE: Final = 1 << 20
 _PAGE: Final = mmap.PAGESIZE
 
@@ -141,7 +142,7 @@ def check_file(path: Path, fd: int, shard: Shard) -> None:
     if size != shard.file_bytes:
         raise DamagedError(
             f"{path}: {size} bytes long; the manifest tells of {shard.file_bytes}: it is truncated or not the file "
-            f"that was written; if the dataset was built anew meanwhile, open it again, else {_COPY_AGAIN}"
+            f"that was written; if the dataset was built anew meanwhile, open it again, else {COPY_AGAIN}"
         )
 
 
@@ -153,18 +154,18 @@ def check_table(path: Path, fd: int, shard: Shard) -> None:
     """
     size = os.fstat(fd).st_size
     if size != table_bytes(shard.num_samples):
-        raise DamagedError(f"{path}: {size} bytes long; expected {table_bytes(shard.num_samples)}: {_COPY_AGAIN}")
+        raise DamagedError(f"{path}: {size} bytes long; expected {table_bytes(shard.num_samples)}: {COPY_AGAIN}")
     magic, samples, file_bytes, digest = TABLE_HEAD.unpack(os.pread(fd, TABLE_HEAD.size, 0))
     expected = (TABLE_MAGIC, shard.num_samples, shard.file_bytes, shard.digest)
     if (magic, samples, file_bytes, digest.hex()) != expected:
         raise DamagedError(
             f"{path}: not the record table that the manifest tells of; if the dataset was built anew meanwhile, open "
-            f"it again, else {_COPY_AGAIN}"
+            f"it again, else {COPY_AGAIN}"
         )
 
 
 def open_file(path: Path) -> int:
-    """A file descriptor to read a shard's LMDB file or record table.
+    """A file descriptor to read one of a shard's files.
 
     Raises:
         DamagedError: There is no such file.
@@ -173,8 +174,8 @@ def open_file(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        what = "the shard's record table" if path.suffix == ".tab" else "this shard"
-        raise DamagedError(f"{path}: {what} is missing; {_COPY_AGAIN}") from None
+        what = _CALLED.get(path.suffix, "this shard")
+        raise DamagedError(f"{path}: {what} is missing; {COPY_AGAIN}") from None
 
 
 def _read_table(path: Path, shard: Shard) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
