@@ -221,8 +221,10 @@ def test_the_reader_in_the_format_s_page_reads_what_is_written(page_folder: Call
         for sample in ((b"hello", 7), (b"world", 8)):
             writer.write(sample)
     names = namespace()
-    reader, example = blocks(page, "python")
+    reader, example, of_labels = blocks(page, "python")
     exec(reader.compiled(), names)
+    exec(of_labels.compiled(), names)
+    assert [each.tolist() for each in names["labels"]("two.lmdb", 1)] == [[7, 8]]
     (first, second) = [
         (structure, [bytes(each) for each in parts]) for structure, parts in names["samples"]("two.lmdb")
     ]

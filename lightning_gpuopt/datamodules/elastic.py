@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gpuopt.compat import lightning
@@ -20,6 +23,9 @@ from lightning_gpuopt.loading.datasets import as_written, balanced_weights, mean
 from lightning_gpuopt.loading.loader import ElasticLoader, make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
+from lightning_gpuopt.telemetry.resources import free_shared_memory
+from lightning_gpuopt.timeline.worker_clock import nbytes_of
+from lightning_gpuopt.tuning.caps import PART_OF_SHARED_MEMORY, workers_in
 from lightning_gpuopt.utils.arguments import (
     choice,
     flag,
@@ -37,6 +43,10 @@ RUN_BYTES: Final = 1 << 20
 _READ_BY: Final = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
 
 
+_LARGE_BATCH: Final = 256 << 20
+"""Where batches of so many bytes have room in ``/dev/shm``, nobody looks how large they are."""
+
+
 class ElasticDataModule(ResumableDataModule):
     """Loaders over any map-style datasets; a subclass says what a path stands for.
 
@@ -50,8 +60,9 @@ class ElasticDataModule(ResumableDataModule):
         test: As `val`.
         predict: As `val`.
         batch_size: Samples per batch and rank.
-        num_workers: Worker processes per loader. ``"auto"``: one for each CPU that this rank may use; none where the
-            records are small arrays, which are gathered faster without.
+        num_workers: Worker processes per loader. ``"auto"``: one for each CPU that this rank may use, as far as their
+            batches have room in ``/dev/shm``; none where the records are small arrays, which are gathered faster
+            without.
         train_transform: Applied to the samples of `train`, where that is a path: to the image of (image, label), and
             to the whole of richer samples, such as (image, mask) or (image, {"boxes": ...}).
         eval_transform: As `train_transform`, for the other stages.
@@ -154,6 +165,7 @@ class ElasticDataModule(ResumableDataModule):
         self.on_corrupt = choice("on_corrupt", on_corrupt, ("raise", "skip"))
         self._check_together()
         self._dtype: tuple[Any, torch.dtype] | None = None
+        self._said_what_fits = False
 
     def _check_together(self) -> None:
         if self.crop_size is not None and self.decode != "tensor":
@@ -231,20 +243,21 @@ class ElasticDataModule(ResumableDataModule):
             persistent = self.persistent_workers
         elif name != "train" and len(self._datasets[name]) > 1:
             persistent = False
+        make = partial(
+            make_loader,
+            dataset,
+            sampler,
+            crops=self._crops(name),
+            skipped=self._skip_list(name) if self.on_corrupt == "skip" else None,
+            collate_fn=self.collate_fn,
+            memory_format=self.memory_format,
+            workers_if_needed=self._local_cpus,
+            pin_memory=self._on_cuda if self.pin_memory == "auto" else self.pin_memory,
+            persistent_workers=persistent,
+            prefetch_factor=self.prefetch_factor,
+        )
         try:
-            loader = make_loader(
-                dataset,
-                sampler,
-                crops=self._crops(name),
-                skipped=self._skip_list(name) if self.on_corrupt == "skip" else None,
-                collate_fn=self.collate_fn,
-                memory_format=self.memory_format,
-                num_workers=None if self.num_workers == "auto" else self.num_workers,
-                workers_if_needed=self._local_cpus,
-                pin_memory=self._on_cuda if self.pin_memory == "auto" else self.pin_memory,
-                persistent_workers=persistent,
-                prefetch_factor=self.prefetch_factor,
-            )
+            loader = make(num_workers=None if self.num_workers == "auto" else self.num_workers)
         except TypeError as error:
             if self.crop_size is None or "with_decoder" not in str(error):
                 raise
@@ -253,9 +266,39 @@ class ElasticDataModule(ResumableDataModule):
                 f"(LMDBDatasets, Subsets and ConcatDatasets of them, a dataset with a method with_decoder); got a "
                 f"{type(dataset).__name__}: crop in its transform"
             ) from None
-        if self.num_workers == "auto" and loader.num_workers == 0:
-            lightning.silence_worker_hint()
+        if self.num_workers == "auto":
+            if (fitting := self._workers_that_fit(loader)) < loader.num_workers:
+                loader = make(num_workers=fitting)
+            if loader.num_workers == 0:
+                lightning.silence_worker_hint()
         return loader
+
+    def _workers_that_fit(self, loader: ElasticLoader) -> int:
+        """As many of a loader's workers as have room for their batches in ``/dev/shm``.
+
+        The node's ranks share it, and so do a stage's loaders: while one validates, batches for training lie there.
+        """
+        wanted, free = loader.num_workers, free_shared_memory()
+        if not wanted or free is None:
+            return wanted
+        stage = "fit" if self.trainer is None else self.trainer.state.fn
+        sharing = self._local_ranks * sum(self._sources[name] is not None for name in self._names(stage))
+        share = PART_OF_SHARED_MEMORY * free / max(1, sharing)
+        if workers_in(share, _LARGE_BATCH, self.prefetch_factor) >= wanted:
+            return wanted
+        batch_bytes = self.batch_size * (_sample_bytes(loader) or 0)
+        if not batch_bytes or (fitting := workers_in(share, batch_bytes, self.prefetch_factor)) >= wanted:
+            return wanted
+        if not self._said_what_fits:
+            self._said_what_fits = True
+            needed = batch_bytes * (wanted * self.prefetch_factor + 1) * sharing / PART_OF_SHARED_MEMORY
+            rank_zero_warn(
+                f"{type(self).__name__}: num_workers='auto' is {fitting} here, not {wanted}: /dev/shm has "
+                f"{free / 2**20:.0f} MiB free, and a batch is {batch_bytes / 2**20:.1f} MiB. All fit after `docker run "
+                f"--shm-size={math.ceil(needed / 2**20)}m` (or --ipc=host); a smaller batch_size or prefetch_factor "
+                "lets more fit, and num_workers=<number> is taken as it is"
+            )
+        return fitting
 
     def _crops(self, name: str) -> RandomCrops | CenterCrops | None:
         if self.crop_size is None:
@@ -320,3 +363,20 @@ class ElasticDataModule(ResumableDataModule):
             return np.load(self.weights, allow_pickle=False)
         except FileNotFoundError:
             refuse("weights", "numbers, the path of a .npy file, or 'balanced'", self.weights)
+
+
+def _sample_bytes(loader: ElasticLoader) -> int | None:
+    """Bytes of a sample in a batch: of a gathered record, or of the first sample; None where that cannot be read.
+
+    It is read in a worker process: this process's random numbers, and the files that a dataset opens, stay as they are.
+    """
+    dataset: Any = loader.dataset
+    if getattr(dataset, "gathers_batches", False):
+        return int(dataset.record_bytes)
+    once = DataLoader(
+        dataset, batch_sampler=[[0]], collate_fn=loader.collate_fn, num_workers=1, generator=torch.Generator()
+    )
+    try:
+        return nbytes_of(next(iter(once)))
+    except Exception:  # whoever trains with it is told
+        return None

@@ -170,10 +170,14 @@ class ResumableDataModule(LightningDataModule):
         return 0, 1
 
     @property
+    def _local_ranks(self) -> int:
+        """Ranks of this node, which share it alike."""
+        return 1 if self.trainer is None else max(1, self.trainer.num_devices)
+
+    @property
     def _local_cpus(self) -> int:
-        """CPUs that this rank may use, where all ranks of this node share them alike; at least 1."""
-        local_ranks = 1 if self.trainer is None else max(1, self.trainer.num_devices)
-        return max(1, int(usable_cpus() / local_ranks))
+        """CPUs that this rank may use; at least 1."""
+        return max(1, int(usable_cpus() / self._local_ranks))
 
     @property
     def _on_cuda(self) -> bool:

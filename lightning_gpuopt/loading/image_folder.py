@@ -13,6 +13,7 @@ from lightning_gpuopt.images.decode import decode_pil, decode_tensor
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
 from lightning_gpuopt.images.files import ImageFiles, find_images
 from lightning_gpuopt.loading.datasets import Decoder, duplicate
+from lightning_gpuopt.loading.labels import Labels
 from lightning_gpuopt.loading.transforms import Transform, name_sample, transformed
 from lightning_gpuopt.utils.arguments import choice
 
@@ -110,7 +111,7 @@ class ImageFolder(Dataset[Any]):
         return {name: value for name, value in vars(self).items() if name != "targets"}
 
     @cached_property
-    def targets(self) -> list[int]:
+    def targets(self) -> Labels:
         """The label of each sample, without reading images.
 
         Raises:
@@ -118,8 +119,7 @@ class ImageFolder(Dataset[Any]):
         """
         if self.files.classes is None:
             raise AttributeError(f"{self.path}: there are no class subfolders, and so no labels")
-        labels: list[int] = self.files.labels().tolist()
-        return labels
+        return Labels(self.files.labels())
 
     def with_decoder(self, decoder: Decoder) -> ImageFolder:
         """A copy whose images go through `decoder`."""

@@ -19,6 +19,7 @@ MANIFEST: Final = "manifest.json"
 SKIPPED: Final = "skipped.csv"
 CHECKSUM: Final = "xxh3_64"
 TABLE_MAGIC: Final = b"LGOTAB1\n"
+LABEL_DTYPES: Final = ("|b1", "|u1", "|i1", "<u2", "<i2", "<u4", "<i4", "<i8")
 
 # The manifest's digest is computed with a blank in its own place. The line break and the two spaces make this the
 # top level's entry: line breaks within strings are escaped, and whatever is nested is indented further.
@@ -57,7 +58,7 @@ class Shard:
     """One LMDB file of a dataset and what is in it.
 
     Attributes:
-        number: Its number; the files are ``shard-<number>.mdb`` and ``shard-<number>.tab``.
+        number: Its number; the files are ``shard-<number>.mdb``, ``.tab``, and with label columns ``.lab``.
         num_samples: Samples in it.
         file_bytes: Size of the LMDB file.
         value_bytes: Sum of the sizes of the stored values.
@@ -66,6 +67,8 @@ class Shard:
         digest: XXH3-64 of the samples' checksums in their order, in hexadecimal: two shards of one digest hold the
             same samples.
         file_digest: XXH3-64 of the whole LMDB file, in hexadecimal.
+        labels: Key and dtype of the label columns, in the order of their file.
+        labels_digest: XXH3-64 of the file of the label columns, in hexadecimal; None where there are none.
     """
 
     number: int
@@ -76,11 +79,18 @@ class Shard:
     record_bytes: int | None
     digest: str
     file_digest: str
+    labels: list[list[Any]] = field(default_factory=list)
+    labels_digest: str | None = None
 
     @property
     def name(self) -> str:
         """The stem of its files."""
         return shard_name(self.number)
+
+    @property
+    def files(self) -> list[str]:
+        """The names of its files."""
+        return [self.name + suffix for suffix in (".mdb", ".tab", ".lab")[: 3 if self.labels else 2]]
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Shard:
@@ -97,11 +107,14 @@ class Shard:
             raise ValueError(f"a shard with the structure {structure!r}")
         if not (record_bytes is None or type(record_bytes) is int):
             raise ValueError(f"a shard with records of {record_bytes!r} bytes")
+        labels, of_labels = raw.get("labels") or [], raw.get("labels_digest")  # earlier releases wrote none
+        if not all(type(key) in (int, str) and dtype in LABEL_DTYPES for key, dtype in labels):
+            raise ValueError(f"a shard with the label columns {labels}")
         digests = raw["digest"], raw["file_digest"]
-        if not all(len(bytes.fromhex(digest)) == 8 for digest in digests):
-            raise ValueError(f"a shard with the digests {digests}")
+        if not all(len(bytes.fromhex(digest)) == 8 for digest in (*digests, *([of_labels] if labels else ()))):
+            raise ValueError(f"a shard with the digests {digests} and {of_labels}")
         number, num_samples, file_bytes, value_bytes = counts
-        return cls(number, num_samples, file_bytes, value_bytes, structure, record_bytes, *digests)
+        return cls(number, num_samples, file_bytes, value_bytes, structure, record_bytes, *digests, labels, of_labels)
 
 
 @dataclass(frozen=True)

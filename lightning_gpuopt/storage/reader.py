@@ -13,23 +13,28 @@ from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
 import msgpack
+import numpy as np
 from torch.utils.data import Dataset
 
 from lightning_gpuopt.images.decode import decode_pil, decode_tensor
 from lightning_gpuopt.images.errors import is_bad_image, raised_in, reason_of
 from lightning_gpuopt.loading.datasets import duplicate
+from lightning_gpuopt.loading.labels import Labels
 from lightning_gpuopt.loading.memory import keep_heap
 from lightning_gpuopt.loading.transforms import name_sample, transformed
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError, DamagedFileError, DamagedSampleError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest, Shard
 from lightning_gpuopt.storage.gather import Gather, gather
+from lightning_gpuopt.storage.labels import TARGETS, read_labels
 from lightning_gpuopt.storage.shard import ShardReader, blocks_read, open_shard
 from lightning_gpuopt.utils.arguments import choice, flag, refuse
 
 _DECODERS: Final[dict[str, codec.ImageDecoder | None]] = {"pil": decode_pil, "tensor": decode_tensor, "raw": None}
-_TARGETS: Final = ("label", "cls", "target", "labels", "targets")
 _AHEAD: Final = 4096  # samples asked for at once, at most: they must stay in memory until they are read
+
+_Part = list[Any] | np.ndarray[Any, Any]
+"""A shard's part of a column."""
 
 
 class LMDBDataset(Dataset[Any]):
@@ -109,14 +114,22 @@ class LMDBDataset(Dataset[Any]):
         return {name: label for label, name in enumerate(self.manifest.classes or ())}
 
     @cached_property
-    def targets(self) -> list[Any]:
-        """The label of each sample, without reading images: the second part, or the entry called label, cls or target.
+    def targets(self) -> Sequence[Any]:
+        """The label of each sample: the second part, or the entry called label, cls or target.
+
+        Whole numbers come from the label columns, which lie beside the samples, and are kept as a numpy array. Of
+        datasets and labels without such columns the samples are read, but for their images.
 
         Raises:
             AttributeError: The samples have neither.
+            DamagedError: The label columns, or a sample, are not what was written.
         """
         try:
-            return self.column(self._target_key())
+            parts = self._column(self._target_key())
+            numbers = [part for part in parts if isinstance(part, np.ndarray)]
+            if len(numbers) == len(parts) and np.result_type(*numbers).kind in "biu":
+                return Labels(np.concatenate(numbers))
+            return _joined(parts)
         except (LookupError, TypeError) as err:
             raise AttributeError(f"{self.path}: there are no targets: {err}") from None
 
@@ -126,9 +139,9 @@ class LMDBDataset(Dataset[Any]):
             raise LookupError("the second part is an image")
         if structure[0] != "dict":
             return 1
-        found = [name for name in _TARGETS if name in structure[1]]
+        found = [name for name in TARGETS if name in structure[1]]
         if not found:
-            raise LookupError(f"no key is one of {', '.join(_TARGETS)}; column(key) gives any of {structure[1]}")
+            raise LookupError(f"no key is one of {', '.join(TARGETS)}; column(key) gives any of {structure[1]}")
         return found[0]
 
     @cached_property
@@ -173,18 +186,20 @@ class LMDBDataset(Dataset[Any]):
             TypeError: A sample has no parts.
             DamagedError: A sample is not what was written.
         """
-        values: list[Any] = []
-        for at, shard in enumerate(self.manifest.shards):
-            if shard.num_samples:
-                values += self._column(at, shard, key)
-        return values
+        return _joined(self._column(key))
 
-    def _column(self, at: int, shard: Shard, key: int | str) -> list[Any]:
+    def _column(self, key: int | str) -> list[_Part]:
+        shards = enumerate(self.manifest.shards)
+        return [self._column_of(at, shard, key) for at, shard in shards if shard.num_samples]
+
+    def _column_of(self, at: int, shard: Shard, key: int | str) -> _Part:
+        if key in dict(shard.labels):
+            return read_labels(self.path, shard)[key]
         opened = self.shard(at)
         numbers = opened.numbers(key)
-        values: list[Any] = [] if numbers is None else numbers.tolist()
         if numbers is not None:
-            return values
+            return numbers
+        values: list[Any] = []
         for within in range(shard.num_samples):
             try:
                 values.append(opened.part(within, key))
@@ -391,3 +406,10 @@ class LMDBDataset(Dataset[Any]):
                 "--decode` lists all such samples"
             )
         raise DamagedSampleError(f"{name} ({shard.name}): {what}") from err
+
+
+def _joined(parts: list[_Part]) -> list[Any]:
+    values: list[Any] = []
+    for part in parts:
+        values += part if isinstance(part, list) else part.tolist()
+    return values

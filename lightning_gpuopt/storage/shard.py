@@ -39,8 +39,9 @@ _DESCRIPTORS: Final = 4
 TABLE_IN_MEMORY: Final = 1 << 20
 """A shard's record table is kept in memory up to this size (87,000 samples); larger ones are mapped."""
 
-_COPY_AGAIN: Final = "copy it again from where it came, or build the dataset again"
-_ANEW: Final = f"if the dataset was built anew meanwhile, open it again, else {_COPY_AGAIN}"
+COPY_AGAIN: Final = "copy it again from where it came, or build the dataset again"
+ANEW: Final = f"if the dataset was built anew meanwhile, open it again, else {COPY_AGAIN}"
+_CALLED: Final = {".tab": "the shard's record table", ".lab": "the file of the shard's labels"}
 _OFFSET: Final = struct.Struct("<Q")
 _LENGTH: Final = struct.Struct("<I")
 _PAGE: Final = mmap.PAGESIZE
@@ -339,12 +340,12 @@ def read_exactly(fd: int, length: int, start: int, path: Path) -> bytes:
 
 def _failed(err: OSError, path: Path, at: int) -> OSError | DamagedFileError:
     if err.errno == errno.ESTALE:
-        return DamagedFileError(f"{path}: gone while it was read, at byte {at}: {_ANEW}")
+        return DamagedFileError(f"{path}: gone while it was read, at byte {at}: {ANEW}")
     return OSError(err.errno, f"{err.strerror} (at byte {at})", str(path))
 
 
 def _cut_off(path: Path, size: int) -> DamagedFileError:
-    return DamagedFileError(f"{path}: cut off while it was read: it ends before byte {size + 1}; {_ANEW}")
+    return DamagedFileError(f"{path}: cut off while it was read: it ends before byte {size + 1}; {ANEW}")
 
 
 def check_file(path: Path, fd: int, shard: Shard) -> None:
@@ -357,7 +358,7 @@ def check_file(path: Path, fd: int, shard: Shard) -> None:
     if size != shard.file_bytes:
         raise DamagedFileError(
             f"{path}: {size} bytes long; the manifest tells of {shard.file_bytes}: it is truncated or not the file "
-            f"that was written; {_ANEW}"
+            f"that was written; {ANEW}"
         )
 
 
@@ -369,15 +370,15 @@ def check_table(path: Path, fd: int, shard: Shard) -> None:
     """
     size = os.fstat(fd).st_size
     if size != table_bytes(shard.num_samples):
-        raise DamagedFileError(f"{path}: {size} bytes long; expected {table_bytes(shard.num_samples)}: {_COPY_AGAIN}")
+        raise DamagedFileError(f"{path}: {size} bytes long; expected {table_bytes(shard.num_samples)}: {COPY_AGAIN}")
     magic, samples, file_bytes, digest = TABLE_HEAD.unpack(read_exactly(fd, TABLE_HEAD.size, 0, path))
     expected = (TABLE_MAGIC, shard.num_samples, shard.file_bytes, shard.digest)
     if (magic, samples, file_bytes, digest.hex()) != expected:
-        raise DamagedFileError(f"{path}: not the record table that the manifest tells of; {_ANEW}")
+        raise DamagedFileError(f"{path}: not the record table that the manifest tells of; {ANEW}")
 
 
 def open_file(path: Path) -> int:
-    """A file descriptor to read a shard's LMDB file or record table; where there are too many, others are closed.
+    """A file descriptor to read one of a shard's files; where there are too many, others are closed.
 
     Raises:
         DamagedFileError: There is no such file.
@@ -386,8 +387,7 @@ def open_file(path: Path) -> int:
     try:
         return _with_room(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
     except FileNotFoundError:
-        what = "the shard's record table" if path.suffix == ".tab" else "this shard"
-        raise DamagedFileError(f"{path}: {what} is missing; {_COPY_AGAIN}") from None
+        raise DamagedFileError(f"{path}: {_CALLED.get(path.suffix, 'this shard')} is missing; {COPY_AGAIN}") from None
 
 
 def _with_room(opens: Callable[[], _T], path: Path) -> _T:
@@ -442,7 +442,7 @@ def open_shard(directory: Path, shard: Shard) -> ShardReader:
     try:
         stat = os.stat(path)
     except FileNotFoundError:
-        raise DamagedFileError(f"{path}: this shard is missing; {_COPY_AGAIN}") from None
+        raise DamagedFileError(f"{path}: this shard is missing; {COPY_AGAIN}") from None
     identity = (stat.st_dev, stat.st_ino, stat.st_mtime_ns)
     with _lock:
         found = _open.get(identity)

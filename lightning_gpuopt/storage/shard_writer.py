@@ -6,18 +6,19 @@ import errno
 import json
 import mmap
 import os
+from array import array
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
 import lmdb
-import numpy as np
 import xxhash
 
 from lightning_gpuopt.storage import codec, durable, lmdb_pages
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.format import TABLE_HEAD, TABLE_MAGIC, Shard, file_digest, key, shard_name
+from lightning_gpuopt.storage.labels import LabelColumns
 from lightning_gpuopt.storage.value import MAX_VALUE_BYTES, check, parse, sample_number
 
 COMMIT_BYTES: Final = 16 << 20
@@ -88,8 +89,8 @@ class ShardWriter:
         if summary.exists():
             summary.unlink()
             durable.sync_directory(self._directory)
-        self._path.with_suffix(".tab").unlink(missing_ok=True)
-        self._path.unlink(missing_ok=True)
+        for suffix in (".lab", ".tab", ".mdb"):
+            self._path.with_suffix(suffix).unlink(missing_ok=True)
 
     @property
     def num_samples(self) -> int:
@@ -158,21 +159,35 @@ class ShardWriter:
         self._env.close()
 
     def _write_table(self) -> Shard:
-        offsets, lengths, structures, digest = self._read_back()
+        labels = LabelColumns()
+        offsets, lengths, structures, digest = self._read_back(labels)
         file_bytes = self._path.stat().st_size
         table = TABLE_HEAD.pack(TABLE_MAGIC, len(offsets), file_bytes, digest)
-        table += np.array(offsets, "<u8").tobytes() + np.array(lengths, "<u4").tobytes()
+        table += offsets.tobytes() + lengths.tobytes()
         durable.write(self._path.with_suffix(".tab"), table + xxhash.xxh3_64_digest(table))
         structure = codec.tree(structures.pop()) if len(structures) == 1 else None
         size = lengths[0] if lengths and all(length == lengths[0] for length in lengths) else None
+        columns, data = labels.finish()
+        if columns:
+            durable.write(self._path.with_suffix(".lab"), data)
         with self._path.open("rb") as stream:
             whole = file_digest(stream)
-        return Shard(self.number, len(offsets), file_bytes, sum(lengths), structure, size, digest.hex(), whole)
+        return Shard(
+            number=self.number,
+            num_samples=len(offsets),
+            file_bytes=file_bytes,
+            value_bytes=sum(lengths),
+            structure=structure,
+            record_bytes=size,
+            digest=digest.hex(),
+            file_digest=whole,
+            labels=columns,
+            labels_digest=xxhash.xxh3_64_hexdigest(data) if columns else None,
+        )
 
-    def _read_back(self) -> tuple[list[int], list[int], set[bytes], bytes]:
+    def _read_back(self, labels: LabelColumns) -> tuple[array[int], array[int], set[bytes], bytes]:
         """Offset and length of every value, the structures (two at most) and the shard's digest."""
-        offsets: list[int] = []
-        lengths: list[int] = []
+        offsets, lengths = array("Q"), array("I")
         structures: set[bytes] = set()
         digest = xxhash.xxh3_64()
         with self._path.open("rb") as stream:
@@ -185,6 +200,7 @@ class ShardWriter:
                 raise self._read_back_wrong(index, err) from None
             offsets.append(start)
             lengths.append(size)
+            labels.add(record)
             if len(structures) < 2:
                 head = parse(record)
                 structures.add(bytes(record[head.structure : head.buffers]))

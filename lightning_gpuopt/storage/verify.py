@@ -19,6 +19,7 @@ from lightning_gpuopt.images.decode import decode_pil
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.format import SKIPPED, TABLE_HEAD_BYTES, Manifest, Shard, file_digest
+from lightning_gpuopt.storage.labels import open_labels, read_labels
 from lightning_gpuopt.storage.shard import check_file, check_table, open_file
 from lightning_gpuopt.storage.value import check, sample_number
 from lightning_gpuopt.utils.arguments import whole_number
@@ -154,7 +155,8 @@ def wrong_files(directory: Path, manifest: Manifest) -> list[str]:
     for shard in manifest.shards:
         try:
             with _ShardFiles(directory, shard):
-                pass
+                if shard.labels:
+                    os.close(open_labels(directory, shard))
         except (StorageError, OSError) as err:
             found.append(str(err))
     if manifest.skipped_digest is not None and not (directory / SKIPPED).exists():
@@ -269,3 +271,9 @@ def _check_files(files: _ShardFiles, shard: Shard) -> Iterator[Problem]:
             yield None, f"{files.table}: its checksum does not match its content"
     except OSError as err:
         yield None, f"{files.table}: it cannot be read: {err}"
+    try:
+        read_labels(files.path.parent, shard)
+    except DamagedError as err:
+        yield None, str(err)
+    except OSError as err:
+        yield None, f"{files.path.with_suffix('.lab')}: it cannot be read: {err}"

@@ -23,7 +23,7 @@ _PART_TO_KEEP: Final = 0.95
 _PART_FOR_BATCHES: Final = 0.25
 """Share of the available memory for batches that are prepared ahead."""
 
-_PART_OF_SHARED_MEMORY: Final = 0.8
+PART_OF_SHARED_MEMORY: Final = 0.8
 """Share of the free bytes of /dev/shm; a worker that finds no room there is killed by a bus error."""
 
 FILES_OF_A_WORKER: Final = 4
@@ -115,14 +115,13 @@ def worker_cap(
     """
     most = max_num_workers if max_num_workers is not None else most_workers(room.cpus / local_world_size)
     caps = [Cap(sys.maxsize if keep else most, "max_num_workers")]
-    of_memory, of_shared = (_PART_TO_KEEP,) * 2 if keep else (_PART_OF_MEMORY, _PART_OF_SHARED_MEMORY)
+    of_memory, of_shared = (_PART_TO_KEEP,) * 2 if keep else (_PART_OF_MEMORY, PART_OF_SHARED_MEMORY)
     if room.memory_bytes is not None and worker_bytes:
         each = worker_bytes + prefetch_factor * (batch_bytes or 0.0)
         caps.append(Cap(int(of_memory * room.memory_bytes / local_world_size / each), "memory"))
     if room.shared_memory_bytes is not None and batch_bytes:
-        fits = of_shared * room.shared_memory_bytes / local_world_size / batch_bytes
-        # one more batch is with the consumer
-        caps.append(Cap(int((fits - 1) / prefetch_factor), "shared_memory"))
+        share = of_shared * room.shared_memory_bytes / local_world_size
+        caps.append(Cap(workers_in(share, batch_bytes, prefetch_factor), "shared_memory"))
     if room.files is not None:
         none, one = (files_wanted(count, prefetch_factor, batch_tensors) for count in (0, 1))
         remedy = BY_NAME if batch_tensors else ""
@@ -132,6 +131,12 @@ def worker_cap(
         caps.append(Cap(left // THREADS_OF_A_WORKER, "max_num_workers"))
     least = min(caps, key=lambda cap: cap.num_workers)
     return replace(least, num_workers=max(least.num_workers, 1))
+
+
+def workers_in(shared_bytes: float, batch_bytes: float, prefetch_factor: int) -> int:
+    """Workers whose batches lie in so many bytes of shared memory; 0 where those of one do not."""
+    # one more batch is with the consumer
+    return int((shared_bytes / batch_bytes - 1) / prefetch_factor)
 
 
 def files_wanted(workers: int, prefetch_factor: int, batch_tensors: int) -> int:
@@ -148,7 +153,7 @@ def prefetch_that_fits(room: Room, *, workers: int, batch_bytes: float, local_wo
     """
     if room.shared_memory_bytes is None or not batch_bytes:
         return None
-    bytes_left = _PART_OF_SHARED_MEMORY * room.shared_memory_bytes
+    bytes_left = PART_OF_SHARED_MEMORY * room.shared_memory_bytes
     if room.memory_bytes is not None:
         bytes_left = min(bytes_left, _PART_FOR_BATCHES * room.memory_bytes)
     return max(int((bytes_left / local_world_size / batch_bytes - 1) / workers), 1)

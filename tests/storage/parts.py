@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.writer import LMDBWriter
@@ -51,6 +53,16 @@ def assert_numbered(path: Path, count: int) -> None:
         data, number = dataset[index]
         assert number == index
         np.testing.assert_array_equal(data, numbered(index)[0])
+
+
+def as_of_an_earlier_release(path: Path) -> None:
+    """Make a dataset what a release wrote that knew no label columns."""
+    raw = json.loads((path / "manifest.json").read_text())
+    for shard in raw["shards"]:
+        del shard["labels"], shard["labels_digest"]
+        (path / f"{shard['name']}.lab").unlink(missing_ok=True)
+    text = json.dumps({**raw, "digest": "-" * 16}, indent=2) + "\n"
+    (path / "manifest.json").write_text(text.replace("-" * 16, xxhash.xxh3_64_hexdigest(text.encode()), 1))
 
 
 def flip(path: Path, bit: int) -> None:

@@ -40,7 +40,10 @@ def test_a_folder_becomes_a_dataset(tmp_path: Path) -> None:
     assert stored(tmp_path / "out") == [(data, "ab".index(path[0])) for path, data in files.items()]
     assert (info.num_samples, info.num_shards, info.num_skipped, info.classes) == (5, 1, 0, ("a", "b"))
     assert info == LMDBDataset(tmp_path / "out").info
-    assert sorted(os.listdir(tmp_path / "out")) == ["manifest.json", "shard-00000.mdb", "shard-00000.tab"]
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "manifest.json",
+        *(f"shard-00000.{kind}" for kind in ("lab", "mdb", "tab")),
+    ]
     assert Manifest.load(tmp_path / "out").source == {
         "kind": "image folder",
         "path": str(tmp_path / "images"),

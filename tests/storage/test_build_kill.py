@@ -31,7 +31,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return kept(path)
 
 
-# Three shards: a table, perhaps a list of the skipped, and a summary each; before that the plan; then the manifest.
+# Three shards: perhaps a list of the skipped, table, labels and summary each; before that the plan; then the manifest.
 @pytest.mark.parametrize(
     "where",
     [

@@ -379,7 +379,7 @@ def test_a_damaged_sample_is_named_by_a_column_too(path: Path) -> None:
     dataset = LMDBDataset(path)
     flip(path / "shard-00001.mdb", 8 * (dataset.shard(1).place(3)[0] + 16))  # in its number
     with pytest.raises(DamagedError, match=r"sample 13 .*another sample lies in its place"):
-        LMDBDataset(path).column(1)
+        LMDBDataset(path).column(0)
 
 
 @pytest.mark.parametrize(

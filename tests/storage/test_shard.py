@@ -61,7 +61,7 @@ def test_the_summary_of_an_earlier_shard_goes_first(tmp_path: Path, monkeypatch:
     removed: list[str] = []
     monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: removed.append(self.suffix))
     ShardWriter(tmp_path, 0).close()
-    assert removed == [".json", ".tab", ".mdb"]
+    assert removed == [".json", ".lab", ".tab", ".mdb"]
 
 
 @pytest.mark.parametrize(

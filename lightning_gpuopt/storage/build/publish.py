@@ -47,7 +47,7 @@ def publish(directory: Path, path: Path, manifest: Manifest) -> None:
         os.rename(path, replaced)
     os.rename(directory, path)
     durable.sync_directory(path.parent)
-    keep = {MANIFEST, SKIPPED, *(shard.name + suffix for shard in manifest.shards for suffix in (".mdb", ".tab"))}
+    keep = {MANIFEST, SKIPPED, *(name for shard in manifest.shards for name in shard.files)}
     for name in set(os.listdir(path)) - keep:  # the dataset is whole with or without these
         (path / name).unlink(missing_ok=True)
     _remove(replaced)

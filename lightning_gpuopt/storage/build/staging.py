@@ -89,10 +89,10 @@ class Staging:
             stem = self.directory / shard_name(number)
             try:
                 shard = Shard.from_json(json.loads(stem.with_suffix(".json").read_bytes()))
-                same_size = stem.with_suffix(".mdb").stat().st_size == shard.file_bytes
+                sizes = [(self.directory / name).stat().st_size for name in shard.files]
             except (OSError, ValueError, TypeError, KeyError):
                 continue
-            if same_size and stem.with_suffix(".tab").exists() and shard.number == number:
+            if sizes[0] == shard.file_bytes and shard.number == number:
                 shards[number] = shard
         return shards
 
