@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -107,10 +108,11 @@ class ElasticDataModule(ResumableDataModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Give a subclass the arguments and errors of this class in its own docstring."""
         super().__init_subclass__(**kwargs)
-        inherited = (ElasticDataModule.__doc__ or "").partition("    Args:\n")
-        own = (cls.__doc__ or "").partition("    Example::")
-        if own[1] and inherited[1] and "    Args:\n" not in own[0]:
-            cls.__doc__ = f"{own[0]}{inherited[1]}{inherited[2].rstrip()}\n\n{own[1]}{own[2]}"
+        # Cleaned: from Python 3.13 on they are not indented.
+        inherited = inspect.cleandoc(ElasticDataModule.__doc__ or "").partition("\nArgs:\n")
+        own = inspect.cleandoc(cls.__doc__ or "").partition("\nExample::")
+        if own[1] and inherited[1] and "\nArgs:\n" not in own[0]:
+            cls.__doc__ = f"{own[0]}{inherited[1]}{inherited[2].rstrip()}\n{own[1]}{own[2]}"
 
     def __init__(
         self,
