@@ -115,8 +115,9 @@ class Staging:
         if f"{stem.name}.json" in there:
             stem.with_suffix(".json").unlink(missing_ok=True)
             if f"{stem.name}.mdb" in there:  # nothing has been moved yet
-                stem.with_suffix(".skipped").unlink(missing_ok=True)
-            for suffix in (".mdb", ".skipped", ".tab", ".json"):
+                for suffix in (".skipped", ".lab"):
+                    stem.with_suffix(suffix).unlink(missing_ok=True)
+            for suffix in (".mdb", ".skipped", ".lab", ".tab", ".json"):
                 if suffix == ".json":
                     durable.sync_directory(self.directory)
                 if f"{stem.name}{suffix}" in there:
