@@ -7,7 +7,6 @@ of it. Page-locked memory is torch's to use again, which knows what is being cop
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import os
@@ -478,10 +477,12 @@ class _RecordFiles:
             OSError: One cannot be read.
         """
         if len(self._shards) <= _FEW:
-            with contextlib.suppress(DamagedFileError, OSError):  # maybe not of these records
+            try:
                 for shard in self._shards:
                     shard.file().check()
                 return
+            except (DamagedFileError, OSError):  # maybe not of these records
+                pass
         for at in set(self.shards(wanted).tolist()):
             self._shards[at].file().check()
 
