@@ -88,6 +88,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/workers.py
 	$(BIN)/python benchmarks/watch.py
 	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/growth.py
 
 clean:
 	rm -rf $(VENV) demo-data demo-run site

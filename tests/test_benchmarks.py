@@ -87,6 +87,25 @@ def test_scale_runs_in_a_tiny_form(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.matrix
+def test_growth_runs_in_a_tiny_form(tmp_path: Path) -> None:
+    before = results()
+    printed = run("growth.py", "--tiny", "--output", str(tmp_path / "growth.json"))
+    assert results() == before
+    found = json.loads((tmp_path / "growth.json").read_text())
+    assert (found["tiny"], list(found["records"]), list(found["files"])) == (True, ["1000"], ["1000"])
+    figures = found["records"]["1000"]
+    assert (figures["lab_mib"] * 2**20, figures["tab_mib"] * 2**20) == (2000, 32 + 12 * 1000 + 8)
+    assert "| label columns | 1.95 KiB | 19.1 MiB | 191 MiB | 1.86 GiB | the samples |" in printed.splitlines()
+
+
+def test_the_figures_of_growth_are_those_of_all_sizes() -> None:
+    found = json.loads((BENCHMARKS / "results/growth-cpu.json").read_text())
+    assert found["tiny"] is False
+    assert list(found["records"]) == ["10000", "100000", "1000000", "10000000"]
+    assert list(found["files"]) == ["10000", "100000", "1000000"]
+
+
 def test_the_figures_of_scale_are_those_of_the_whole_size() -> None:
     found = json.loads((BENCHMARKS / "results/scale-cpu.json").read_text())
     assert found["tiny"] is False

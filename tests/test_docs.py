@@ -307,6 +307,14 @@ def test_the_figures_of_the_page_on_scale_are_the_benchmark_s() -> None:
     assert [each for each in rows if each not in text] == []
 
 
+def test_the_tables_of_the_page_on_scale_are_the_benchmark_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import growth
+
+    found = json.loads((ROOT / "benchmarks/results/growth-cpu.json").read_text())
+    assert growth.table(found) in (ROOT / "docs/scale.md").read_text(encoding="utf-8")
+
+
 def row(name: str, columns: list[dict[str, float]], key: str, form: str) -> str:
     return f"| {name} | {' | '.join(form.format(each[key]) for each in columns)} |"
 

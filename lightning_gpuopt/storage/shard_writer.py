@@ -162,9 +162,11 @@ class ShardWriter:
         labels = LabelColumns()
         offsets, lengths, structures, digest = self._read_back(labels)
         file_bytes = self._path.stat().st_size
-        table = TABLE_HEAD.pack(TABLE_MAGIC, len(offsets), file_bytes, digest)
-        table += offsets.tobytes() + lengths.tobytes()
-        durable.write(self._path.with_suffix(".tab"), table + xxhash.xxh3_64_digest(table))
+        table = TABLE_HEAD.pack(TABLE_MAGIC, len(offsets), file_bytes, digest), offsets, lengths
+        of_table = xxhash.xxh3_64()
+        for part in table:
+            of_table.update(part)
+        durable.write(self._path.with_suffix(".tab"), b"".join((*table, of_table.digest())))
         structure = codec.tree(structures.pop()) if len(structures) == 1 else None
         size = lengths[0] if lengths and all(length == lengths[0] for length in lengths) else None
         columns, data = labels.finish()
