@@ -19,13 +19,14 @@ setup: $(READY)
 demo: $(READY)
 	$(BIN)/lightning-gpuopt demo
 
-# The tests are in lanes, each test in one of them. .ci/run calls all but the last two.
+# The tests are in lanes, each test in one of them. .ci/run calls all but the last three.
 #   test           the core lane: what a developer wants to know within minutes, however busy the machine is
 #   test-timed     figures of real time, on the machine as it is
 #   test-examples  the examples and the demo, as people run them
 #   test-matrix    every combination of what the core lane shows with a few
 #   test-gpu       what needs an NVIDIA GPU
 #   test-loaders   loaders of libraries, in an environment that has them
+#   test-engines   engines whose workers build an LMDB, in an environment that has them
 # Two processes share a lane's tests. A process that dies ends the lane, with the name of its test: another in its place
 # would wait for ever for more tests than are left.
 PARALLEL ?= -n 2 --max-worker-restart 0
@@ -102,9 +103,11 @@ found = $(shell for python in python$(1) "$${PYENV_ROOT:-$$HOME/.pyenv}"/version
 needs = test -n '$($(3))' || { echo 'make $(1) needs Python $(2), and found none: install it, or say where it is: make $(1) $(3)=/path/to/python$(2)' >&2; exit 1; }
 
 LOADERS_PYTHON ?= $(call found,3.11)
+ENGINES_PYTHON ?= $(call found,3.11)
 LIBRARIES := litdata mosaicml-streaming webdataset datasets torchdata
+ENGINES := dask distributed
 
-.PHONY: floor-python test-floor test-newest test-loaders
+.PHONY: floor-python test-floor test-newest test-loaders test-engines
 
 floor-python:
 	@echo $(FLOOR_PYTHON)
@@ -118,6 +121,9 @@ test-newest: .venv-newest/.ready
 test-loaders: .venv-loaders/.ready
 	.venv-loaders/bin/python -m pytest -q -n 0 -m loaders $(ARGS)
 
+test-engines: .venv-engines/.ready
+	.venv-engines/bin/python -m pytest -q -n 0 -m engines $(ARGS)
+
 .venv-floor/.ready: pyproject.toml constraints-floor.txt
 	@$(call needs,test-floor,3.10,FLOOR_PYTHON)
 	test -x .venv-floor/bin/python || $(FLOOR_PYTHON) -m venv .venv-floor
@@ -128,6 +134,12 @@ test-loaders: .venv-loaders/.ready
 	@$(call needs,test-loaders,3.11,LOADERS_PYTHON)
 	test -x .venv-loaders/bin/python || $(LOADERS_PYTHON) -m venv .venv-loaders
 	.venv-loaders/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-loaders.txt -e '.[dev]' $(LIBRARIES)
+	touch $@
+
+.venv-engines/.ready: pyproject.toml constraints.txt constraints-engines.txt
+	@$(call needs,test-engines,3.11,ENGINES_PYTHON)
+	test -x .venv-engines/bin/python || $(ENGINES_PYTHON) -m venv .venv-engines
+	.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-engines.txt -e '.[dev]' $(ENGINES)
 	touch $@
 
 .venv-newest/.ready: pyproject.toml

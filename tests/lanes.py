@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-LANES = ("timed", "example", "matrix", "gpu", "loaders")
+LANES = ("timed", "example", "matrix", "gpu", "loaders", "engines")
 """The markers: a test has at most one of them, and none in the core lane."""
 
 

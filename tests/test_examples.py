@@ -158,6 +158,11 @@ def test_the_parts_of_a_build_are_joined(smoke: Callable[[Path], tuple[Path, str
     ]
 
 
+def test_an_executor_builds_the_dataset(smoke: Callable[[Path], tuple[Path, str]]) -> None:
+    _, out = smoke(EXAMPLES / "dask_build_lmdb/build.py")
+    assert out.splitlines()[-1] == "2100 samples of 4 classes in 3 shards"
+
+
 def test_a_dataset_that_is_there_already_is_not_built_again(tmp_path: Path) -> None:
     (tmp_path / "images.lmdb").mkdir()
     command = [sys.executable, str(EXAMPLES / "slurm_build_lmdb/build.py"), "--smoke"]

@@ -13,7 +13,7 @@ from tests.lanes import LANES, combinations, few
 from tests.scheduling import TOGETHER, Files
 
 ROOT = Path(__file__).parents[1]
-ON_DEMAND = ("gpu", "loaders")
+ON_DEMAND = ("gpu", "loaders", "engines")
 """Lanes that need a GPU, or an environment of their own."""
 
 

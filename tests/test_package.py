@@ -19,7 +19,7 @@ else:
 
 CLONE = {
     *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "benchmarks"),
-    *("constraints-floor.txt", "constraints-loaders.txt", "constraints.txt"),
+    *("constraints-engines.txt", "constraints-floor.txt", "constraints-loaders.txt", "constraints.txt"),
     *("docs", "evaluation", "examples", "lightning_gpuopt", "mkdocs.yml", "tests"),
 }
 """What lies in the root of a clone, beside pyproject.toml."""

@@ -1,1 +1,1 @@
-"""``build_lmdb``: plan, processes, resume, publication."""
+"""``build_lmdb``: plan, processes, executors, resume, publication."""

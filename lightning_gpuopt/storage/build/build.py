@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import csv
 import errno
+import functools
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -17,6 +19,7 @@ import torch
 
 from lightning_gpuopt._version import __version__
 from lightning_gpuopt.storage import durable
+from lightning_gpuopt.storage.build.engine import build_units, source_plan
 from lightning_gpuopt.storage.build.fill import Job, Skipped, check_kinds, skip_file, skipped_samples
 from lightning_gpuopt.storage.build.plan import Plan, as_json, difference, plan_shards
 from lightning_gpuopt.storage.build.pool import build_shards
@@ -45,6 +48,7 @@ def build_lmdb(
     path: str | os.PathLike[str],
     *,
     num_proc: int = 1,
+    executor: Executor | None = None,
     part: tuple[int, int] | None = None,
     progress: bool = True,
     resume: bool = False,
@@ -60,16 +64,17 @@ def build_lmdb(
 ) -> LMDBInfo:
     """Build a dataset at `path` from any source; it is there when it is whole, and not before.
 
-    The order is the source's, unless `shuffle_seed` is given. The result is the same whatever `num_proc` and `part`
-    are, and whether or not it was interrupted. Images are stored as they came, unless `image_size` asks for smaller
-    ones. Guide: ``docs/lmdb.md``.
+    The order is the source's, unless `shuffle_seed` is given. The result is the same whatever `num_proc`, `executor`
+    and `part` are, and whether or not it was interrupted. Images are stored as they came, unless `image_size` asks for
+    smaller ones. Guide: ``docs/lmdb.md``.
 
     Image files are photographs, which are read as upright RGB, but for these, which keep mode and values: a part of a
     sample that is named mask, seg, label or depth (a word of its extension, column or key), and in samples of several
     images those of mode P, 1, I, I;16 or F. PIL images that a Dataset returns come back with the pixels that they have.
 
     Where a Dataset draws random numbers from Python, numpy or torch, these are seeded for each shard by
-    ``torch.initial_seed()``, so that no two processes draw the same and the result does not depend on `num_proc`.
+    ``torch.initial_seed()``, so that no two processes draw the same and the result does not depend on `num_proc`. In
+    threads of an executor one shard at a time is read, for that reason.
 
     Args:
         source: A folder with a subfolder of images for each class; one or several WebDataset ``*.tar`` (a path, a
@@ -79,6 +84,10 @@ def build_lmdb(
             torchvision's ``ImageFolder``, without transforms, the image files themselves are stored.
         path: Where the dataset is to be, a directory.
         num_proc: How many processes build, a shard each.
+        executor: Whose workers build in place of processes of our own, here or on machines that see the same file
+            system: any ``concurrent.futures.Executor``, such as Dask's ``client.get_executor()`` or mpi4py's. A
+            source's paths must be the same there; a Dataset is pickled with each shard. It is not shut down. A shard
+            whose worker is lost is sent again, three times in all.
         part: ``(i, n)``: do the i-th (from 0) of n parts of the work, here or on another machine that sees the same
             file system. When all are done, the same call without `part` and with ``resume=True`` joins them.
         progress: Show how far it is on stderr: a bar in a terminal, else a line every ten seconds.
@@ -114,7 +123,8 @@ def build_lmdb(
         ValueError: An argument is wrong, or the source is empty.
         TypeError: A sample of the source is of a type that cannot be stored.
         StorageError: The source is damaged or all its images are broken, or more than `max_skipped`; another process
-            builds there, a process of the build died, or an image is broken and `strict` is set.
+            builds there, a process of the build died, an executor's workers were lost or see another file system, or an
+            image is broken and `strict` is set.
         OSError: The disk is full, one may not write there, or a file of the source cannot be read.
         RuntimeError: A Dataset raised an error; it is the cause.
 
@@ -123,6 +133,7 @@ def build_lmdb(
         build_lmdb("imagenet/train", "imagenet-train", num_proc=16)
     """
     _check_arguments(num_proc, part, image_size, image_quality, shuffle_seed)
+    _check_executor(executor, num_proc, part)
     choice("check", check, ("header", "decode"))
     real_number("max_skipped", max_skipped, "a share of the samples", least=0, at_most=1)
     if strict and max_skipped != MAX_SKIPPED:
@@ -150,21 +161,26 @@ def build_lmdb(
             return manifest.info
         with Staging(path, overwrite=overwrite, resume=resume, plan=plan, part=part) as staging:
             go_on = "overwrite=True and resume=True" if overwrite else "resume=True"
-            return _build(job, staging, part, num_proc, progress, max_skipped, go_on)
+            build = functools.partial(build_shards, job, num_proc=num_proc, path=str(staging.path))
+            if executor is not None:
+                build = functools.partial(
+                    build_units, executor, job, source=source, allow_pickle=allow_pickle, staging=staging
+                )
+            return _build(job, staging, part, build, progress, max_skipped, go_on)
 
 
 def _build(
     job: Job,
     staging: Staging,
     part: tuple[int, int] | None,
-    num_proc: int,
+    build: Callable[..., None],
     progress: bool,
     max_skipped: float,
     go_on: str,
 ) -> LMDBInfo:
     path = staging.path
     try:
-        return _run(job, staging, part, num_proc, progress, _SkipLimit(job.source, max_skipped, go_on))
+        return _run(job, staging, part, build, progress, _SkipLimit(job.source, max_skipped, go_on))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{path}: interrupted; run the build again with {go_on} to go on") from None
     except OSError as error:
@@ -176,7 +192,7 @@ def _build(
 
 def _plan(job: Job) -> Plan:
     """What every run of this build must have in common."""
-    plan = {f"source {name}": value for name, value in job.source.fingerprint().items()}
+    plan = source_plan(job.source)
     plan |= {"samples_per_shard": job.samples_per_shard, "image_size": job.images.size}
     if job.images.size is not None:
         plan["image_quality"] = job.images.quality
@@ -228,6 +244,17 @@ def _check_arguments(num_proc: Any, part: Any, image_size: Any, image_quality: A
         refuse("part", "(i, n) with 0 <= i < n, or None", part)
 
 
+def _check_executor(executor: Any, num_proc: int, part: Any) -> None:
+    if executor is None:
+        return
+    if not callable(getattr(executor, "submit", None)):
+        refuse("executor", "a concurrent.futures.Executor, or None", executor, wrong_type=True)
+    if num_proc != 1:
+        refuse("num_proc", "1 beside executor=, whose workers build", num_proc)
+    if part is not None:
+        refuse("part", "None beside executor=, which has all parts built", part)
+
+
 def _refuse_inside(source: Source, path: str | os.PathLike[str]) -> None:
     target, folder = os.path.realpath(path), os.path.realpath(source.path)
     if source.kind == "image folder" and target.startswith(folder + os.sep):
@@ -268,7 +295,12 @@ class _SkipLimit:
 
 
 def _run(
-    job: Job, staging: Staging, part: tuple[int, int] | None, num_proc: int, progress: bool, limit: _SkipLimit
+    job: Job,
+    staging: Staging,
+    part: tuple[int, int] | None,
+    build: Callable[..., None],
+    progress: bool,
+    limit: _SkipLimit,
 ) -> LMDBInfo:
     i, n = part or (0, 1)
     wanted = range(i, job.num_shards, n)
@@ -286,7 +318,7 @@ def _run(
                 shown.add(samples, size)
                 limit.note(skipped)
 
-            build_shards(job, missing, num_proc, str(staging.path), report)
+            build(missing, report=report)
         finished = staging.finished()
     shards = tuple(finished[number] for number in wanted)
     if part is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import io
@@ -9,6 +10,7 @@ import os
 import socket
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -51,6 +53,18 @@ class Locks:
     def __bool__(self) -> bool:
         """Whether they are held."""
         return bool(self._held)
+
+    @contextlib.contextmanager
+    def kept_from_children(self) -> Iterator[None]:
+        """In this context a process that is forked, by whomever, does not get the locks.
+
+        The processes of somebody else's pool may live on when this one is killed, and would hold them for ever.
+        """
+        _NOT_INHERITED.add(self)
+        try:
+            yield
+        finally:
+            _NOT_INHERITED.discard(self)
 
     def release(self) -> None:
         """Release them. Idempotent; in a forked child the parent's locks stay."""
@@ -98,6 +112,18 @@ class Locks:
         return StorageError(
             f"{self._path}: {what}{f' ({who})' if who else ''}; wait until it has ended, or give another path"
         )
+
+
+_NOT_INHERITED: Final[set[Locks]] = set()
+
+
+def _release_in_child() -> None:
+    for locks in _NOT_INHERITED:
+        locks.release()
+    _NOT_INHERITED.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _flock_soon(lock: io.FileIO, kind: int) -> bool:

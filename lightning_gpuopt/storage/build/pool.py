@@ -75,7 +75,7 @@ class _Worker:
     shard: int | None = None
 
 
-class _WorkerTraceback(Exception):
+class WorkerTraceback(Exception):
     """Where in a worker process an error came from."""
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ def _listen(worker: _Worker, numbers: list[int], path: str, report: Report) -> N
         _hand_out(worker, numbers)
     else:
         error, trace = content
-        raise pickle.loads(error) from _WorkerTraceback(trace)
+        raise pickle.loads(error) from WorkerTraceback(trace)
 
 
 def _death(worker: _Worker, path: str) -> StorageError:
@@ -174,7 +174,7 @@ def _work(job: Job, pipe: Connection) -> None:
     except (EOFError, BrokenPipeError):
         os._exit(_ORPHANED)
     except Exception as error:
-        pipe.send(("failed", _portable(error), traceback.format_exc()))
+        pipe.send(("failed", portable(error), traceback.format_exc()))
 
 
 def _end_with_parent() -> None:
@@ -186,7 +186,7 @@ def _end_with_parent() -> None:
     os._exit(_ORPHANED)
 
 
-def _portable(error: Exception) -> bytes:
+def portable(error: Exception) -> bytes:
     """The error as a pickle, or another of the same words."""
     try:
         data = pickle.dumps(error)

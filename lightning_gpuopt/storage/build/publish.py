@@ -12,8 +12,12 @@ from lightning_gpuopt.storage import durable
 from lightning_gpuopt.storage.build.plan import PLAN
 from lightning_gpuopt.storage.format import MANIFEST, SKIPPED, Manifest, replaced_directory
 
-SHARD_FILE: Final = re.compile(r"shard-(\d{5,})\.[a-z.]+")
-_OUR_FILE: Final = re.compile(rf"{SHARD_FILE.pattern}|({MANIFEST}|{SKIPPED}|{PLAN})(\.part)?|lock|part-.*\.lock")
+SHARD_FILE: Final = re.compile(r"shard-(\d{5,})\.[a-z0-9_.]+")
+MARKER: Final = "executor-"
+"""What the name of a file begins with by which the workers of an executor know the build's directory."""
+_OUR_FILE: Final = re.compile(
+    rf"{SHARD_FILE.pattern}|({MANIFEST}|{SKIPPED}|{PLAN}|{MARKER}.*)(\.part)?|lock|part-.*\.lock"
+)
 
 
 def check_target(path: Path, overwrite: bool) -> None:
@@ -49,7 +53,7 @@ def publish(directory: Path, path: Path, manifest: Manifest) -> None:
     durable.sync_directory(path.parent)
     keep = {MANIFEST, SKIPPED, *(shard.name + suffix for shard in manifest.shards for suffix in (".mdb", ".tab"))}
     for name in set(os.listdir(path)) - keep:  # the dataset is whole with or without these
-        (path / name).unlink(missing_ok=True)
+        remove(path / name)
     _remove(replaced)
 
 
@@ -62,6 +66,14 @@ def recover(path: Path) -> None:
         _remove(replaced)
     else:
         os.rename(replaced, path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory that a worker of an executor wrote in and may still do."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _remove(replaced: Path) -> None:

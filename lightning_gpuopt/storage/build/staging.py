@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -12,7 +15,7 @@ from typing import Final
 from lightning_gpuopt.storage import durable
 from lightning_gpuopt.storage.build.lock import Locks
 from lightning_gpuopt.storage.build.plan import PLAN, Plan, as_json, difference, read_plan, write_plan
-from lightning_gpuopt.storage.build.publish import SHARD_FILE, check_target, publish, recover
+from lightning_gpuopt.storage.build.publish import MARKER, SHARD_FILE, check_target, publish, recover, remove
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import (
     MANIFEST,
@@ -24,6 +27,8 @@ from lightning_gpuopt.storage.format import (
     staging_directory,
 )
 
+_WORK: Final = re.compile(rf"shard-(\d{{5,}})\.(done|attempt\..*)|{MARKER}.*")
+"""What the workers of an executor leave, and what they know the directory by."""
 _NO_ENTRY: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
 
 
@@ -100,6 +105,31 @@ class Staging:
         """Whether there is anything of this shard, finished or not."""
         return number in self._shard_numbers()
 
+    def adopt(self, number: int) -> None:
+        """Take over a shard that a worker of an executor has finished in a directory of its own: the summary last.
+
+        A crash in the midst of it is made good by another call.
+        """
+        done, stem = finished_directory(self.directory, number), self.directory / shard_name(number)
+        there = set(os.listdir(done)) if done.is_dir() else set()
+        if f"{stem.name}.json" in there:
+            stem.with_suffix(".json").unlink(missing_ok=True)
+            if f"{stem.name}.mdb" in there:  # nothing has been moved yet
+                stem.with_suffix(".skipped").unlink(missing_ok=True)
+            for suffix in (".mdb", ".skipped", ".tab", ".json"):
+                if suffix == ".json":
+                    durable.sync_directory(self.directory)
+                if f"{stem.name}{suffix}" in there:
+                    os.replace(done / f"{stem.name}{suffix}", stem.with_suffix(suffix))
+            durable.sync_directory(self.directory)
+        remove(done)
+
+    @contextlib.contextmanager
+    def kept_from_children(self) -> Iterator[None]:
+        """In this context the processes that are forked do not share the lock."""
+        with self._locks.kept_from_children():
+            yield
+
     def publish(self, manifest: Manifest) -> None:
         """Make it the dataset at `path`: from one moment to the next, and so that it stays after a power cut.
 
@@ -152,6 +182,8 @@ class Staging:
                 self._clear()
             else:
                 self._clear_shards(own)
+        if self._part is None:
+            self._clear_work()
         (self.directory / MANIFEST).unlink(missing_ok=True)  # of a build that was killed just before its rename
         if read_plan(self.directory) is None:
             write_plan(self.directory, plan, shared=self._part is not None)
@@ -173,22 +205,38 @@ class Staging:
         """Remove everything but the locks."""
         for name in os.listdir(self.directory):
             if not name.endswith("lock"):
-                (self.directory / name).unlink(missing_ok=True)
+                remove(self.directory / name)
+
+    def _clear_work(self) -> None:
+        """Take over what the workers of an executor had finished, and remove what they had not."""
+        finished = self.finished()
+        for name in os.listdir(self.directory):
+            if (match := _WORK.fullmatch(name)) is None:
+                continue
+            if match[2] == "done" and int(match[1]) not in finished:
+                self.adopt(int(match[1]))
+            else:
+                remove(self.directory / name)
 
     def _clear_shards(self, numbers: list[int]) -> None:
         for name in os.listdir(self.directory):
             match = SHARD_FILE.fullmatch(name)
             if match and int(match[1]) in numbers:
-                (self.directory / name).unlink(missing_ok=True)
+                remove(self.directory / name)
 
     def _remove_directory(self) -> None:
         for name in os.listdir(self.directory):
-            if name.endswith("lock") or name.startswith(PLAN):
+            if name.endswith("lock") or name.startswith((PLAN, MARKER)):
                 (self.directory / name).unlink(missing_ok=True)
         try:
             self.directory.rmdir()
         except OSError:  # something that is not ours; it stays
             return
+
+
+def finished_directory(directory: Path, number: int) -> Path:
+    """Where a worker of an executor puts the files of a shard when they are all there."""
+    return directory / f"{shard_name(number)}.done"
 
 
 def finished_dataset(path: Path) -> Manifest | None:

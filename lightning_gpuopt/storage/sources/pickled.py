@@ -110,6 +110,8 @@ _Index = tuple[bytes, "array[int]", "tuple[str, ...] | None", int]
 
 
 def _in_child(path: str, allow_pickle: bool) -> _Index:
+    if multiprocessing.current_process().daemon:  # a child already, of Dask for one, which may not start another
+        return _index(path, allow_pickle)
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.Process(target=_send_index, args=(path, allow_pickle, sender), daemon=True)
     child.start()

@@ -1,0 +1,267 @@
+"""A build by the workers of an executor: a shard is a unit, sent again where its worker was lost.
+
+A worker opens the source itself, and writes into a directory of its own. When the shard is finished it renames that
+directory; of several attempts at one shard the first rename counts.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import pickle
+import shutil
+import socket
+import threading
+import traceback
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_gpuopt.storage import durable
+from lightning_gpuopt.storage.build import randomness
+from lightning_gpuopt.storage.build.fill import Job, Report, Skipped, fill_shard, finish_shard
+from lightning_gpuopt.storage.build.plan import as_json, difference, read_plan
+from lightning_gpuopt.storage.build.pool import WorkerTraceback, portable
+from lightning_gpuopt.storage.build.publish import MARKER
+from lightning_gpuopt.storage.build.staging import Staging, finished_directory
+from lightning_gpuopt.storage.errors import StorageError
+from lightning_gpuopt.storage.format import shard_name
+from lightning_gpuopt.storage.sources import Source, open_source
+from lightning_gpuopt.storage.sources.prepare import ImageOptions
+from lightning_gpuopt.utils.arguments import refuse
+
+_OUTSTANDING: Final = 64
+"""Units that an executor has at a time: how many workers it has, or will have, nobody knows."""
+_ATTEMPTS: Final = 3
+_PATIENCE_S: Final = 5.0
+"""How long a build that fails waits for units that run, and are told to stop."""
+
+Outcome = tuple[bool, Any]
+"""Of a unit: True and what it gave, or False and the error, pickled, with its traceback."""
+
+
+def build_units(
+    executor: Executor,
+    job: Job,
+    numbers: Sequence[int],
+    source: Any,
+    allow_pickle: bool,
+    staging: Staging,
+    report: Report,
+) -> None:
+    """Build shards by an executor, which is neither waited for when it is idle nor shut down.
+
+    Args:
+        executor: Whose workers build.
+        job: What to build.
+        numbers: Which shards.
+        source: The source as it was given; a Dataset is sent with each unit, paths are not.
+        allow_pickle: As it was given.
+        staging: Where they are built.
+        report: Called with each shard that is finished; what it raises ends the build.
+
+    Raises:
+        StorageError: A unit was lost with its worker three times, or the executor takes no more, or its workers do not
+            see the directory or the source.
+    """
+    paths = _paths(source)
+    marker = staging.directory / f"{MARKER}{uuid.uuid4().hex}.json"
+    how = {"paths": paths, "allow_pickle": allow_pickle, "kinds": dict(job.source.kinds), "images": asdict(job.images)}
+    how |= {name: getattr(job, name) for name in ("samples_per_shard", "strict", "shuffle_seed", "seed")}
+    durable.write(marker, json.dumps({**how, "process": _this_process()}).encode())
+    task = functools.partial(build_unit, str(marker), source if paths is None else None)
+
+    stop = functools.partial(marker.unlink, missing_ok=True)
+
+    def finished(number: int, outcome: Any) -> None:
+        staging.adopt(number)
+        report(*outcome)
+
+    with staging.kept_from_children():
+        try:
+            send(executor, task, numbers, str(staging.path), shard_name, finished, stop)
+        finally:
+            if _FILLING.acquire(blocking=False):  # else a thread of this process still reads
+                _forget()
+                _FILLING.release()
+
+
+def send(
+    executor: Executor,
+    task: Callable[[int, int], Outcome],
+    numbers: Sequence[int],
+    path: str,
+    name: Callable[[int], str],
+    done: Callable[[int, Any], None],
+    stop: Callable[[], None],
+) -> None:
+    """Have an executor do a task for each number; what fails first is raised.
+
+    Args:
+        executor: Who does it.
+        task: Called with a number, and which attempt it is; its errors are part of what it returns.
+        numbers: Whose.
+        path: The dataset, for messages.
+        name: What a unit is called.
+        done: Called with a number and what the task gave for it.
+        stop: Called in the end; tasks that still run should notice.
+    """
+    waiting = deque((number, 1) for number in numbers)
+    running: dict[Future[Outcome], tuple[int, int]] = {}
+    finished, lost = 0, None
+
+    def failure(what: str, error: Exception) -> StorageError:
+        return StorageError(
+            f"{path}: {what} ({type(error).__name__}: {error}); {finished} of {len(numbers)} that were to be done are "
+            "finished and kept: run the build again with resume=True"
+        )
+
+    try:
+        while waiting or running:
+            while waiting and len(running) < _OUTSTANDING:
+                try:
+                    future: Any = executor.submit(task, *waiting[0])
+                except Exception as error:
+                    raise failure("the executor takes no more work", lost or error) from error
+                if not isinstance(future, Future):
+                    expected = "a concurrent.futures.Executor (of Dask: client.get_executor())"
+                    refuse("executor", expected, executor, wrong_type=True)
+                running[future] = waiting.popleft()
+            wait(running, return_when=FIRST_COMPLETED)
+            for future in [each for each in running if each.done()]:
+                number, attempt = running.pop(future)
+                try:
+                    good, value = future.result()
+                except Exception as error:  # the engine's own, of whichever type
+                    if attempt == _ATTEMPTS:
+                        what = f"{name(number)} was lost {attempt} times"
+                        raise failure(what, error) from error
+                    waiting.append((number, attempt + 1))
+                    lost = error
+                    continue
+                if not good:
+                    raise pickle.loads(value[0]) from WorkerTraceback(value[1])
+                finished += 1
+                done(number, value)
+    finally:
+        stop()
+        wait([future for future in running if not future.cancel()], _PATIENCE_S)
+
+
+def build_unit(marker: str, dataset: Any, number: int, attempt: int) -> Outcome:
+    """What a worker does: build a shard.
+
+    Args:
+        marker: The file that says what to build; the build has ended where it is gone.
+        dataset: A Dataset to build from; None: the marker has paths.
+        number: Which shard.
+        attempt: Which attempt at it; an executor that takes equal calls for one call sees two.
+
+    Returns:
+        Samples, bytes, and the samples that are left out; or the error.
+    """
+    try:
+        return True, _build(Path(marker), dataset, number)
+    except Exception as error:
+        return False, (portable(error), traceback.format_exc())
+
+
+_FILLING: Final = threading.Lock()
+"""One thread of a process reads the source, and seeds the process's random numbers, at a time."""
+_opened: dict[str, Job] = {}
+"""The job of this process's last unit, by its marker."""
+
+
+def _build(marker: Path, dataset: Any, number: int) -> tuple[int, int, list[Skipped]]:
+    directory = marker.parent
+    samples, size, left_out = 0, 0, []
+
+    def count(more_samples: int, more_bytes: int, skipped: list[Skipped]) -> None:
+        nonlocal samples, size
+        if not marker.exists():
+            raise StorageError(f"{directory}: the build has ended")
+        samples, size = samples + more_samples, size + more_bytes
+        left_out.extend(skipped)
+
+    own = directory / f"{shard_name(number)}.attempt.{uuid.uuid4().hex}"
+    try:
+        with _FILLING, randomness.unchanged():
+            job = replace(_job(marker, dataset), directory=own)
+            own.mkdir()
+            filled = fill_shard(job, number, count)
+        finish_shard(job, filled)
+        count(0, 0, [])
+        try:
+            os.rename(own, finished_directory(directory, number))
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another attempt was first
+                raise
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+    return samples, size, left_out
+
+
+def _job(marker: Path, dataset: Any) -> Job:
+    """The job of a marker; the source is opened once a process."""
+    try:
+        how = json.loads(marker.read_bytes())
+    except FileNotFoundError:
+        raise StorageError(
+            f"{marker.parent}: a worker on {socket.gethostname()} does not see this folder; give a path for the "
+            "dataset that all workers of the executor see"
+        ) from None
+    if str(marker) not in _opened:
+        _forget()
+        source = open_source(how["paths"] if dataset is None else dataset, allow_pickle=how["allow_pickle"])
+        source.kinds = how["kinds"]
+        images = ImageOptions(**how["images"])
+        options = {name: how[name] for name in ("samples_per_shard", "strict", "shuffle_seed", "seed")}
+        _refuse_other(source, marker.parent, how["process"])
+        _opened[str(marker)] = Job(source=source, directory=marker.parent, images=images, **options)
+    return _opened[str(marker)]
+
+
+def _refuse_other(source: Source, directory: Path, coordinator: list[Any]) -> None:
+    """Refuse a source that is another than the build's, or that may not be read in its process."""
+    seen = source_plan(source)
+    plan = read_plan(directory) or {}
+    if (wanted := {name: plan.get(name) for name in seen}) != seen:
+        raise StorageError(
+            f"{source.path}: a worker on {socket.gethostname()} finds another source there than the build "
+            f"({difference(wanted, seen)}); give a path that is the same for all workers of the executor"
+        )
+    if source.isolated and coordinator == _this_process():
+        raise StorageError(
+            f"{source.path}: a damaged one may kill the process that reads it, so it is not read in threads; give an "
+            "executor of processes, or num_proc="
+        )
+
+
+def source_plan(source: Source) -> dict[str, Any]:
+    """What a plan says of its source."""
+    return as_json({f"source {name}": value for name, value in source.fingerprint().items()})
+
+
+def _forget() -> None:
+    for job in _opened.values():
+        job.source.close()
+    _opened.clear()
+
+
+def _this_process() -> list[Any]:
+    return [socket.gethostname(), os.getpid()]
+
+
+def _paths(source: Any) -> str | list[str] | None:
+    """The source's paths, for workers that are elsewhere; None where it is a Dataset."""
+    if isinstance(source, (str, os.PathLike)):
+        return os.path.abspath(source)
+    if isinstance(source, (list, tuple)) and all(isinstance(each, (str, os.PathLike)) for each in source):
+        return [os.path.abspath(path) for path in source]
+    return None
