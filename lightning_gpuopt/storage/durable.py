@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +21,23 @@ def write(path: Path, data: bytes) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(beside, path)
+    sync_directory(path.parent)
+
+
+def write_first(path: Path, data: bytes) -> None:
+    """Write a file as `write` does, unless it is there; of several processes at once the first one's stays."""
+    mine = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}")
+    write(mine, data)
+    try:
+        os.link(mine, path)
+    except FileExistsError:
+        pass
+    except OSError as err:
+        if err.errno not in NOT_THERE:
+            raise
+        if not path.exists():  # no hard links here: of two processes in the same moment the later one's stays
+            os.replace(mine, path)
+    mine.unlink(missing_ok=True)
     sync_directory(path.parent)
 
 

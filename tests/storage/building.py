@@ -128,4 +128,4 @@ def _run(path: Path, stop: str | None, options: dict[str, Any]) -> None:
     if stop is not None:
         where, when = stop.split()
         _stop_at(where, int(when))
-    build_lmdb(Numbers(), path, **options)
+    build_lmdb(options.pop("source", None) or Numbers(), path, **options)

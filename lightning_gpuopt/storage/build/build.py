@@ -21,6 +21,7 @@ from lightning_gpuopt._version import __version__
 from lightning_gpuopt.storage import durable
 from lightning_gpuopt.storage.build.engine import build_units, source_plan
 from lightning_gpuopt.storage.build.fill import Job, Skipped, check_kinds, skip_file, skipped_samples
+from lightning_gpuopt.storage.build.indexing import indexing
 from lightning_gpuopt.storage.build.plan import Plan, as_json, difference, plan_shards
 from lightning_gpuopt.storage.build.pool import build_shards
 from lightning_gpuopt.storage.build.staging import Staging, finished_dataset
@@ -140,7 +141,8 @@ def build_lmdb(
         refuse("max_skipped", "none beside strict=True, which stops at the first bad image", max_skipped)
     for name, kind in (kinds or {}).items():
         choice(f"kinds[{name!r}]", kind, get_args(Kind))
-    opened = open_source(source, allow_pickle=allow_pickle)
+    indexes = indexing(path, overwrite=overwrite, part=part, num_proc=num_proc, executor=executor, progress=progress)
+    opened = open_source(source, allow_pickle=allow_pickle, indexing=indexes)
     with contextlib.closing(opened):
         _refuse_inside(opened, path)
         opened.kinds = dict(kinds or {})

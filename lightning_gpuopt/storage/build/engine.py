@@ -19,10 +19,9 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from lightning_gpuopt.storage import durable
 from lightning_gpuopt.storage.build import randomness
@@ -35,6 +34,7 @@ from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import shard_name
 from lightning_gpuopt.storage.sources import Source, open_source
 from lightning_gpuopt.storage.sources.prepare import ImageOptions
+from lightning_gpuopt.storage.sources.tar_index import Indexing, Item
 from lightning_gpuopt.utils.arguments import refuse
 
 _OUTSTANDING: Final = 64
@@ -43,6 +43,7 @@ _ATTEMPTS: Final = 3
 _PATIENCE_S: Final = 5.0
 """How long a build that fails waits for units that run, and are told to stop."""
 
+T = TypeVar("T")
 Outcome = tuple[bool, Any]
 """Of a unit: True and what it gave, or False and the error, pickled, with its traceback."""
 
@@ -95,31 +96,31 @@ def build_units(
 
 def send(
     executor: Executor,
-    task: Callable[[int, int], Outcome],
-    numbers: Sequence[int],
+    task: Callable[[T, int], Outcome],
+    items: Sequence[T],
     path: str,
-    name: Callable[[int], str],
-    done: Callable[[int, Any], None],
+    name: Callable[[T], str],
+    done: Callable[[T, Any], None],
     stop: Callable[[], None],
 ) -> None:
-    """Have an executor do a task for each number; what fails first is raised.
+    """Have an executor do a task for each of several things; what fails first is raised.
 
     Args:
         executor: Who does it.
-        task: Called with a number, and which attempt it is; its errors are part of what it returns.
-        numbers: Whose.
+        task: Called with one of them, and which attempt it is; its errors are part of what it returns.
+        items: What it is done for.
         path: The dataset, for messages.
         name: What a unit is called.
-        done: Called with a number and what the task gave for it.
+        done: Called with one of them and what the task gave for it.
         stop: Called in the end; tasks that still run should notice.
     """
-    waiting = deque((number, 1) for number in numbers)
-    running: dict[Future[Outcome], tuple[int, int]] = {}
+    waiting = deque((item, 1) for item in items)
+    running: dict[Future[Outcome], tuple[T, int]] = {}
     finished, lost = 0, None
 
     def failure(what: str, error: Exception) -> StorageError:
         return StorageError(
-            f"{path}: {what} ({type(error).__name__}: {error}); {finished} of {len(numbers)} that were to be done are "
+            f"{path}: {what} ({type(error).__name__}: {error}); {finished} of {len(items)} that were to be done are "
             "finished and kept: run the build again with resume=True"
         )
 
@@ -136,20 +137,20 @@ def send(
                 running[future] = waiting.popleft()
             wait(running, return_when=FIRST_COMPLETED)
             for future in [each for each in running if each.done()]:
-                number, attempt = running.pop(future)
+                item, attempt = running.pop(future)
                 try:
                     good, value = future.result()
                 except Exception as error:  # the engine's own, of whichever type
                     if attempt == _ATTEMPTS:
-                        what = f"{name(number)} was lost {attempt} times"
+                        what = f"{name(item)} was lost {attempt} times"
                         raise failure(what, error) from error
-                    waiting.append((number, attempt + 1))
+                    waiting.append((item, attempt + 1))
                     lost = error
                     continue
                 if not good:
                     raise pickle.loads(value[0]) from WorkerTraceback(value[1])
                 finished += 1
-                done(number, value)
+                done(item, value)
     finally:
         stop()
         wait([future for future in running if not future.cancel()], _PATIENCE_S)
@@ -171,6 +172,24 @@ def build_unit(marker: str, dataset: Any, number: int, attempt: int) -> Outcome:
         return True, _build(Path(marker), dataset, number)
     except Exception as error:
         return False, (portable(error), traceback.format_exc())
+
+
+def index_unit(task: Callable[[Item], None], item: Item, attempt: int) -> Outcome:
+    """What a worker does: index a tar."""
+    try:
+        if not os.path.isdir(directory := os.path.dirname(item[1])):
+            raise _not_seen(directory)
+        task(item)
+        return True, None
+    except Exception as error:
+        return False, (portable(error), traceback.format_exc())
+
+
+def _not_seen(directory: Path | str) -> StorageError:
+    return StorageError(
+        f"{directory}: a worker on {socket.gethostname()} does not see this folder; give a path for the dataset that "
+        "all workers of the executor see"
+    )
 
 
 _FILLING: Final = threading.Lock()
@@ -213,19 +232,25 @@ def _job(marker: Path, dataset: Any) -> Job:
     try:
         how = json.loads(marker.read_bytes())
     except FileNotFoundError:
-        raise StorageError(
-            f"{marker.parent}: a worker on {socket.gethostname()} does not see this folder; give a path for the "
-            "dataset that all workers of the executor see"
-        ) from None
+        raise _not_seen(marker.parent) from None
     if str(marker) not in _opened:
         _forget()
-        source = open_source(how["paths"] if dataset is None else dataset, allow_pickle=how["allow_pickle"])
+        given = how["paths"] if dataset is None else dataset
+        indexes = Indexing(marker.parent, _no_index)
+        source = open_source(given, allow_pickle=how["allow_pickle"], indexing=indexes)
         source.kinds = how["kinds"]
         images = ImageOptions(**how["images"])
         options = {name: how[name] for name in ("samples_per_shard", "strict", "shuffle_seed", "seed")}
         _refuse_other(source, marker.parent, how["process"])
         _opened[str(marker)] = Job(source=source, directory=marker.parent, images=images, **options)
     return _opened[str(marker)]
+
+
+def _no_index(task: Callable[[Item], None], items: Sequence[Item]) -> None:
+    raise StorageError(
+        f"{len(items)} tars have changed since they were indexed, or a worker on {socket.gethostname()} finds others "
+        "there; give paths that are the same for all workers of the executor, and build again"
+    )
 
 
 def _refuse_other(source: Source, directory: Path, coordinator: list[Any]) -> None:
@@ -263,7 +288,6 @@ def _paths(source: Any) -> str | list[str] | None:
     """The source's paths, for workers that are elsewhere; None where it is a Dataset."""
     if isinstance(source, (str, os.PathLike)):
         return os.path.abspath(source)
-    with suppress(TypeError):
-        if isinstance(source, (list, tuple)):
-            return [os.path.abspath(path) for path in source]
+    if isinstance(source, (list, tuple)) and all(isinstance(each, (str, os.PathLike)) for each in source):
+        return [os.path.abspath(path) for path in source]
     return None

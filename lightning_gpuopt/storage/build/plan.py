@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,23 +60,8 @@ def write_plan(directory: Path, plan: Plan, *, shared: bool) -> None:
         plan: Plain JSON.
         shared: Other parts may write it at the same time.
     """
-    data = json.dumps(plan).encode()
-    if not shared:
-        durable.write(directory / PLAN, data)
-        return
-    mine = directory / f"{PLAN}.{socket.gethostname()}-{os.getpid()}"
-    durable.write(mine, data)
-    try:
-        os.link(mine, directory / PLAN)
-    except FileExistsError:
-        pass
-    except OSError as err:
-        if err.errno not in durable.NOT_THERE:
-            raise
-        if not (directory / PLAN).exists():  # no hard links here: of two parts in the same moment the later one's stays
-            os.replace(mine, directory / PLAN)
-    mine.unlink(missing_ok=True)
-    durable.sync_directory(directory)
+    write = durable.write_first if shared else durable.write
+    write(directory / PLAN, json.dumps(plan).encode())
 
 
 def difference(then: Plan, now: Plan) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -24,6 +25,9 @@ from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import shard_name
 
 _ORPHANED: Final = 3  # exit code
+
+
+T = TypeVar("T")
 
 
 def build_shards(job: Job, numbers: Sequence[int], num_proc: int, path: str, report: Report) -> None:
@@ -43,12 +47,28 @@ def build_shards(job: Job, numbers: Sequence[int], num_proc: int, path: str, rep
         with randomness.unchanged():
             _build_here(job, numbers, report)
         return
+    run_in_processes(functools.partial(build_shard, job), numbers, num_proc, path, shard_name, report)
+
+
+def run_in_processes(
+    task: Callable[[T, Report], None],
+    items: Sequence[T],
+    num_proc: int,
+    path: str,
+    name: Callable[[T], str],
+    report: Report,
+) -> None:
+    """Call a function with each of several things, in processes of our own; what fails first is raised.
+
+    Raises:
+        StorageError: A process died, or none may be started here.
+    """
     if multiprocessing.current_process().daemon:
         raise StorageError(
             f"{path}: this process is a daemon, which may not start others; give num_proc=1, or build outside of it"
         )
-    with _workers(job, min(num_proc, len(numbers))) as workers:
-        _feed(workers, list(numbers), path, report)
+    with _workers(task, min(num_proc, len(items))) as workers:
+        _feed(workers, list(items), path, name, report)
 
 
 def _build_here(job: Job, numbers: Sequence[int], report: Report) -> None:
@@ -72,7 +92,7 @@ def _build_here(job: Job, numbers: Sequence[int], report: Report) -> None:
 class _Worker:
     process: BaseProcess
     pipe: Connection
-    shard: int | None = None
+    item: tuple[Any] | None = None
 
 
 class WorkerTraceback(Exception):
@@ -82,40 +102,41 @@ class WorkerTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def _feed(workers: list[_Worker], numbers: list[int], path: str, report: Report) -> None:
-    numbers.reverse()
+def _feed(workers: list[_Worker], items: list[T], path: str, name: Callable[[T], str], report: Report) -> None:
+    items.reverse()
     for worker in workers:
-        _hand_out(worker, numbers)
-    while busy := [worker for worker in workers if worker.shard is not None]:
+        _hand_out(worker, items)
+    while busy := [worker for worker in workers if worker.item is not None]:
         ready = wait([worker.pipe for worker in busy] + [worker.process.sentinel for worker in busy])
         for worker in busy:
             if worker.pipe in ready or worker.process.sentinel in ready:
-                _listen(worker, numbers, path, report)
+                _listen(worker, items, path, name, report)
 
 
-def _hand_out(worker: _Worker, numbers: list[int]) -> None:
-    worker.shard = numbers.pop() if numbers else None
+def _hand_out(worker: _Worker, items: list[T]) -> None:
+    worker.item = (items.pop(),) if items else None
     with contextlib.suppress(OSError):  # it has died; its sentinel tells
-        worker.pipe.send(worker.shard)
+        worker.pipe.send(worker.item)
 
 
-def _listen(worker: _Worker, numbers: list[int], path: str, report: Report) -> None:
+def _listen(worker: _Worker, items: list[T], path: str, name: Callable[[T], str], report: Report) -> None:
     try:
         if not worker.pipe.poll():
             raise EOFError
         kind, *content = worker.pipe.recv()
     except (EOFError, OSError):
-        raise _death(worker, path) from None
+        raise _death(worker, path, name) from None
     if kind == "progress":
         report(*content)
     elif kind == "done":
-        _hand_out(worker, numbers)
+        _hand_out(worker, items)
     else:
         error, trace = content
         raise pickle.loads(error) from WorkerTraceback(trace)
 
 
-def _death(worker: _Worker, path: str) -> StorageError:
+def _death(worker: _Worker, path: str, name: Callable[[T], str]) -> StorageError:
+    assert worker.item is not None
     worker.process.join()
     code = worker.process.exitcode or 0
     how = f"ended with exit code {code}, what it printed is above"
@@ -126,18 +147,18 @@ def _death(worker: _Worker, path: str) -> StorageError:
         elif -code in (signal.SIGSEGV, signal.SIGBUS):
             how += ", as happens when a library meets a damaged file"
     return StorageError(
-        f"{path}: the process that built {shard_name(worker.shard or 0)} {how}; the shards that are finished are kept: "
-        "run the build again with resume=True"
+        f"{path}: the process that built {name(*worker.item)} {how}; the shards that are finished are kept: run the "
+        "build again with resume=True"
     )
 
 
 @contextlib.contextmanager
-def _workers(job: Job, number: int) -> Iterator[list[_Worker]]:
+def _workers(task: Callable[[T, Report], None], number: int) -> Iterator[list[_Worker]]:
     workers: list[_Worker] = []
     try:
         for _ in range(number):
             ours, theirs = multiprocessing.Pipe()
-            process = multiprocessing.Process(target=_work, args=(job, theirs), daemon=True)
+            process = multiprocessing.Process(target=_work, args=(task, theirs), daemon=True)
             with _ctrl_c_held_back():  # until the worker ignores it
                 process.start()
             theirs.close()
@@ -145,7 +166,7 @@ def _workers(job: Job, number: int) -> Iterator[list[_Worker]]:
         yield workers
     finally:
         for worker in workers:
-            if worker.process.is_alive() and worker.shard is not None:
+            if worker.process.is_alive() and worker.item is not None:
                 worker.process.kill()  # what it had not finished is built again
             worker.pipe.close()
         for worker in workers:
@@ -161,15 +182,15 @@ def _ctrl_c_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _work(job: Job, pipe: Connection) -> None:
+def _work(task: Callable[[Any, Report], None], pipe: Connection) -> None:
     """What a worker process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to us as well; the build ends us
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, name="gpuopt-watch", daemon=True).start()
     torch.set_num_threads(1)  # as in a DataLoader's workers: the processes share the cores
     try:
-        while (number := pipe.recv()) is not None:
-            build_shard(job, number, lambda *news: pipe.send(("progress", *news)))
+        while (item := pipe.recv()) is not None:
+            task(item[0], lambda *news: pipe.send(("progress", *news)))
             pipe.send(("done",))
     except (EOFError, BrokenPipeError):
         os._exit(_ORPHANED)

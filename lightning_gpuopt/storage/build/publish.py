@@ -11,12 +11,13 @@ from typing import Final
 from lightning_gpuopt.storage import durable
 from lightning_gpuopt.storage.build.plan import PLAN
 from lightning_gpuopt.storage.format import MANIFEST, SKIPPED, Manifest, replaced_directory
+from lightning_gpuopt.storage.sources.tar_index import INDEX
 
 SHARD_FILE: Final = re.compile(r"shard-(\d{5,})\.[a-z0-9_.]+")
 MARKER: Final = "executor-"
 """What the name of a file begins with by which the workers of an executor know the build's directory."""
 _OUR_FILE: Final = re.compile(
-    rf"{SHARD_FILE.pattern}|({MANIFEST}|{SKIPPED}|{PLAN}|{MARKER}.*)(\.part)?|lock|part-.*\.lock"
+    rf"{SHARD_FILE.pattern}|({MANIFEST}|{SKIPPED}|{PLAN}|{MARKER}.*|{INDEX}.*)(\.part)?|lock|part-.*\.lock"
 )
 
 

@@ -26,6 +26,7 @@ from lightning_gpuopt.storage.format import (
     shard_name,
     staging_directory,
 )
+from lightning_gpuopt.storage.sources.tar_index import INDEX
 
 _WORK: Final = re.compile(rf"shard-(\d{{5,}})\.(done|attempt\..*)|{MARKER}.*")
 """What the workers of an executor leave, and what they know the directory by."""
@@ -203,9 +204,9 @@ class Staging:
         return [number for number in self._shard_numbers() if number % n == i]
 
     def _clear(self) -> None:
-        """Remove everything but the locks."""
+        """Remove everything but the locks, and indexes, which hold for the tars as they are."""
         for name in os.listdir(self.directory):
-            if not name.endswith("lock"):
+            if not name.endswith("lock") and not name.startswith(INDEX):
                 remove(self.directory / name)
 
     def _clear_work(self) -> None:
@@ -227,7 +228,7 @@ class Staging:
 
     def _remove_directory(self) -> None:
         for name in os.listdir(self.directory):
-            if name.endswith("lock") or name.startswith((PLAN, MARKER)):
+            if name.endswith("lock") or name.startswith((PLAN, MARKER, INDEX)):
                 (self.directory / name).unlink(missing_ok=True)
         try:
             self.directory.rmdir()

@@ -8,16 +8,18 @@ from typing import Any
 
 from lightning_gpuopt.storage.format import MANIFEST, foreign_lmdb
 from lightning_gpuopt.storage.sources.base import Source, expand
+from lightning_gpuopt.storage.sources.tar_index import Indexing
 
 __all__ = ["Source", "open_source"]
 
 
-def open_source(source: Any, *, allow_pickle: bool = False) -> Source:
+def open_source(source: Any, *, allow_pickle: bool = False, indexing: Indexing | None = None) -> Source:
     """Recognise what kind of source it is, and look through it without reading the samples.
 
     Args:
         source: A path, a pattern or a list of paths, or a map-style Dataset.
         allow_pickle: Pickled values of an LMDB may be unpickled, which runs whatever code its author wished.
+        indexing: How tars are looked through; None: here, with their indexes in memory.
 
     Raises:
         FileNotFoundError: There is nothing at the path.
@@ -25,23 +27,23 @@ def open_source(source: Any, *, allow_pickle: bool = False) -> Source:
         StorageError: It cannot be read.
     """
     if isinstance(source, (str, os.PathLike)):
-        return _from_path(os.fspath(source), allow_pickle)
+        return _from_path(os.fspath(source), allow_pickle, indexing)
     if isinstance(source, (list, tuple)) and source and all(isinstance(s, (str, os.PathLike)) for s in source):
-        return _from_files([path for s in source for path in expand(os.fspath(s))], repr(source))
+        return _from_files([path for s in source for path in expand(os.fspath(s))], repr(source), indexing)
     from lightning_gpuopt.storage.sources.datasets import from_dataset
 
     return from_dataset(source)
 
 
-def _from_path(path: str, allow_pickle: bool) -> Source:
+def _from_path(path: str, allow_pickle: bool, indexing: Indexing | None) -> Source:
     if not os.path.lexists(path):
-        return _from_files(expand(path), path)
+        return _from_files(expand(path), path, indexing)
     if foreign_lmdb(Path(path)) is not None:
         from lightning_gpuopt.storage.sources.pickled import ForeignSource
 
         return ForeignSource(path, allow_pickle)
     if not os.path.isdir(path):
-        return _from_files([path], path)
+        return _from_files([path], path, indexing)
     names = sorted(os.listdir(path))
     if MANIFEST in names:
         from lightning_gpuopt.storage.sources.datasets import OwnSource
@@ -58,11 +60,11 @@ def _from_path(path: str, allow_pickle: bool) -> Source:
                 "move them away for the folders"
             )
         if files:
-            return _from_files(files, path)
+            return _from_files(files, path, indexing)
     return FolderSource(path)
 
 
-def _from_files(paths: list[str], given: str) -> Source:
+def _from_files(paths: list[str], given: str, indexing: Indexing | None) -> Source:
     if not paths:
         raise FileNotFoundError(f"{given}: no file is matched by this pattern")
     for path in paths:
@@ -75,7 +77,7 @@ def _from_files(paths: list[str], given: str) -> Source:
     if kind == ".tar":
         from lightning_gpuopt.storage.sources.tars import TarSource
 
-        return TarSource(paths)
+        return TarSource(paths, indexing)
     if kind == ".parquet":
         from lightning_gpuopt.storage.sources.parquet import ParquetSource
 
