@@ -376,9 +376,18 @@ def _sample_bytes(loader: ElasticLoader) -> int | None:
     if getattr(dataset, "gathers_batches", False):
         return int(dataset.record_bytes)
     once = DataLoader(
-        dataset, batch_sampler=[[0]], collate_fn=loader.collate_fn, num_workers=1, generator=torch.Generator()
+        dataset,
+        batch_sampler=[[0]],
+        collate_fn=partial(_num_bytes, loader.collate_fn),
+        num_workers=1,
+        generator=torch.Generator(),
     )
     try:
-        return nbytes_of(next(iter(once)))
+        return int(next(iter(once)))
     except Exception:  # whoever trains with it is told
         return None
+
+
+def _num_bytes(collate_fn: Callable[[Any], Any], samples: Any) -> int:
+    """Of a batch, which itself stays in its worker: there may be no room for it."""
+    return nbytes_of(collate_fn(samples))

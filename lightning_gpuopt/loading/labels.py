@@ -38,8 +38,14 @@ class Labels(Sequence[Any]):
             return np.array_equal(self._values, other._values)
         return self._values.tolist() == other if isinstance(other, list) else NotImplemented
 
+    def __add__(self, other: Sequence[Any]) -> list[Any]:
+        return [*self, *other]
+
+    def __radd__(self, other: Sequence[Any]) -> list[Any]:
+        return [*other, *self]
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        usual = self._values.dtype if self._values.dtype == np.bool_ else np.int64
+        usual = self._values.dtype if self._values.dtype in (np.bool_, np.uint64) else np.int64
         return np.array(self._values, usual if dtype is None else dtype, copy=copy is not False)
 
     def __repr__(self) -> str:

@@ -26,7 +26,7 @@ from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError, DamagedFileError
 from lightning_gpuopt.storage.format import Manifest
 from lightning_gpuopt.storage.region import Region
-from lightning_gpuopt.storage.shard import ShardReader, blocks_read, read_exactly
+from lightning_gpuopt.storage.shard import LARGE, ShardReader, blocks_read, read_exactly
 from lightning_gpuopt.storage.value import buffers, parse, sample_number
 
 Columns = Sequence[torch.Tensor]
@@ -38,8 +38,8 @@ _KEPT: Final = 4
 _PLACES: Final = 1 << 20
 """The places of so many records are kept, 16 bytes each: looking them up takes a tenth of a small batch's time."""
 
-_RECORD: Final = 64 << 10
-"""Records of so many bytes and more are read, smaller ones are copied out of maps."""
+_COPIED: Final = 4 << 20
+"""Batches of up to so many bytes are copied out of maps, if the last one came from memory."""
 
 _MAPPED: Final = 1024
 """Shards of which the files are mapped in one stretch, at most."""
@@ -177,7 +177,7 @@ def plan(dataset: StoredRecords) -> GatherPlan | None:
         return None
     try:
         return GatherPlan(dataset.value(0))
-    except (TypeError, IndexError):
+    except (TypeError, IndexError, DamagedError):  # whoever reads a damaged sample is told
         return None
 
 
@@ -251,8 +251,9 @@ class Gather:
         files, plan = self._opened, self._plan
         starts, numbers, good = files.places(wanted, plan.record_bytes)
         if good is None or good.all():
-            if files.region is None:
-                heads, columns = self._read(files.shards(wanted), starts)
+            if files.region is None or self._from_disk or len(wanted) * plan.record_bytes > _COPIED:
+                shards = files.shards(wanted)
+                heads, columns = self._read(shards, files.in_files(shards, starts))
             else:
                 files.check(wanted)
                 heads, columns = self._copied(files.region, starts)
@@ -324,7 +325,7 @@ class Gather:
     @property
     def _opened(self) -> _RecordFiles:
         if self._files is None:
-            self._files = _RecordFiles(self.datasets, self._plan.record_bytes < _RECORD)
+            self._files = _RecordFiles(self.datasets, self._plan.record_bytes < LARGE)
         return self._files
 
     def _stored(self, indices: Sequence[int]) -> Indices:
@@ -468,6 +469,10 @@ class _RecordFiles:
     def shards(self, wanted: Indices) -> Indices:
         """The shard of each record."""
         return self._firsts.searchsorted(wanted, side="right") - 1
+
+    def in_files(self, shards: Indices, starts: Indices) -> Indices:
+        """Where records of these shards begin in their files."""
+        return starts if self.region is None else starts - self.region.starts[shards]
 
     def check(self, wanted: Indices) -> None:
         """See whether the files of these records are as long as they were.

@@ -127,7 +127,9 @@ class LMDBDataset(Dataset[Any]):
         try:
             parts = self._column(self._target_key())
             numbers = [part for part in parts if isinstance(part, np.ndarray)]
-            if len(numbers) == len(parts) and np.result_type(*numbers).kind in "biu":
+            kinds = {"i" if part.dtype.kind == "u" else part.dtype.kind for part in numbers}
+            whole = kinds == {"b"} or (kinds == {"i"} and np.result_type(*numbers).kind in "iu")
+            if whole and len(numbers) == len(parts):
                 return Labels(np.concatenate(numbers))
             return _joined(parts)
         except (LookupError, TypeError) as err:

@@ -1,13 +1,14 @@
 """Reading one shard: each sample is found by its offset in the record table.
 
 LMDB's tree is not walked: a damaged page cannot lead the reader astray (LMDB itself may die by SIGSEGV on one). What is
-decoded or compared with its checksum is read by one `pread`; small values are copied out of a memory map, right after a
-look whether the file is as long as it was. So a file that is cut off is an error and not a signal. Nothing is shared
+large, decoded, or compared with its checksum is read by one `pread`; small values are copied out of a memory map, right
+after a look whether the file is as long as it was: one that was cut off is an error and not a signal. Nothing is shared
 between processes or threads but open files, whose positions nobody uses.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -33,6 +34,9 @@ from lightning_gpuopt.storage.value import check, parse, sample_number
 MAX_OPEN: Final = 1024
 """Shards of which a process has the files open at once, at most; fewer where few open files are allowed."""
 
+LARGE: Final = 64 << 10
+"""Values of so many bytes and more are read, and not copied out of a map."""
+
 _DESCRIPTORS: Final = 4
 """Of a shard: its file, a large record table, and before Python 3.13 a map of each."""
 
@@ -45,6 +49,7 @@ _CALLED: Final = {".tab": "the shard's record table", ".lab": "the file of the s
 _OFFSET: Final = struct.Struct("<Q")
 _LENGTH: Final = struct.Struct("<I")
 _PAGE: Final = mmap.PAGESIZE
+_AT_ONCE: Final = 256  # samples of which a number is copied out of a map after one look at the file
 
 _Numbers = np.ndarray[Any, Any]
 _T = TypeVar("_T")
@@ -246,11 +251,6 @@ class ShardReader:
             DamagedError: Something is not as it was written.
             OSError: It cannot be read.
         """
-        if verify or (image is not None and self._has_images):
-            value = self.value(index)
-            if verify:
-                check(value, self._first + index)
-            return codec.read(value, 0, len(value), self._first + index, image)
         table = self._table
         if table is None:
             start, stop = self.place(index)
@@ -259,6 +259,11 @@ class ShardReader:
             stop = start + table[1][index]
             if stop > self._size:
                 self.place(index)  # raises
+        if verify or stop - start >= LARGE or (image is not None and self._has_images):
+            value = self.value(index)
+            if verify:
+                check(value, self._first + index)
+            return codec.read(value, 0, len(value), self._first + index, image)
         file = self._file or self.file()
         file.used = True
         return codec.read(file.mapped(), start, stop, self._first + index, image)
@@ -284,17 +289,27 @@ class ShardReader:
             return None
         dtype, before_end = found
         file = self.file()
-        data = np.frombuffer(file.mapped(), np.uint8)
         offsets, lengths = self.table()
         starts = offsets.astype(np.int64)
         ends = starts + lengths
-        content = parse(file.mapped(), int(starts[0])).content - int(starts[0])
-        if int(ends.max()) > self._size or int(lengths.min()) < content + 8 + before_end:
-            return None  # reading them one by one tells which
-        stamped = sliding_window_view(data, 8)[starts + content].view(">u8")[:, 0]
-        if not np.array_equal(stamped, np.arange(self._first, self._first + self.num_samples, dtype=np.uint64)):
+        # Where it is None, reading the samples one by one tells which is damaged.
+        if int(starts.min()) < 0 or int(ends.max()) > self._size:
             return None
-        values: _Numbers = sliding_window_view(data, dtype.itemsize)[ends - before_end].view(dtype)[:, 0]
+        try:
+            content = parse(self.value(0)).content
+        except DamagedError:
+            return None
+        if int(lengths.min()) < content + 8 + before_end:
+            return None
+        numbers = np.arange(self._first, self._first + self.num_samples, dtype=np.uint64)
+        values = np.empty(self.num_samples, dtype)
+        for at in range(0, self.num_samples, _AT_ONCE):
+            some = slice(at, at + _AT_ONCE)
+            data = np.frombuffer(file.mapped(), np.uint8)
+            stamped = sliding_window_view(data, 8)[starts[some] + content].view(">u8")[:, 0]
+            if not np.array_equal(stamped, numbers[some]):
+                return None
+            values[some] = sliding_window_view(data, dtype.itemsize)[ends[some] - before_end].view(dtype)[:, 0]
         return values
 
     def check(self, index: int) -> bytes:
@@ -307,10 +322,11 @@ class ShardReader:
         return check(self.value(index), self._first + index)
 
     def will_need(self, index: int) -> None:
-        """Have the kernel begin to read a sample from the disk, without waiting for it."""
-        start, stop = self.place(index)
-        first = start & -_PAGE
-        self.file().mapped().madvise(mmap.MADV_WILLNEED, first, stop - first)
+        """Have the kernel begin to read a sample from the disk, without waiting for it; what fails, reading tells."""
+        with contextlib.suppress(DamagedError, OSError):
+            start, stop = self.place(index)
+            first = start & -_PAGE
+            self.file().mapped().madvise(mmap.MADV_WILLNEED, first, stop - first)
 
 
 def read_exactly(fd: int, length: int, start: int, path: Path) -> bytes:
@@ -404,7 +420,7 @@ def _with_room(opens: Callable[[], _T], path: Path) -> _T:
                 _close_down_to(len(_opened) - 1)
 
 
-_open: weakref.WeakValueDictionary[tuple[int, int, int], ShardReader] = weakref.WeakValueDictionary()
+_open: weakref.WeakValueDictionary[tuple[Path, int, int, int], ShardReader] = weakref.WeakValueDictionary()
 _opened: deque[weakref.ref[ShardReader]] = deque()  # those whose files are open
 _lock = threading.RLock()
 
@@ -443,7 +459,7 @@ def open_shard(directory: Path, shard: Shard) -> ShardReader:
         stat = os.stat(path)
     except FileNotFoundError:
         raise DamagedFileError(f"{path}: this shard is missing; {COPY_AGAIN}") from None
-    identity = (stat.st_dev, stat.st_ino, stat.st_mtime_ns)
+    identity = (path, stat.st_dev, stat.st_ino, stat.st_mtime_ns)  # by its path it is opened again
     with _lock:
         found = _open.get(identity)
         if found is None or found.shard != shard:

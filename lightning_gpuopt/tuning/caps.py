@@ -136,7 +136,7 @@ def worker_cap(
 def workers_in(shared_bytes: float, batch_bytes: float, prefetch_factor: int) -> int:
     """Workers whose batches lie in so many bytes of shared memory; 0 where those of one do not."""
     # one more batch is with the consumer
-    return int((shared_bytes / batch_bytes - 1) / prefetch_factor)
+    return max(0, int((shared_bytes / batch_bytes - 1) / prefetch_factor))
 
 
 def files_wanted(workers: int, prefetch_factor: int, batch_tensors: int) -> int:

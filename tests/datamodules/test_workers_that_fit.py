@@ -189,3 +189,10 @@ def test_a_fit_sees_the_same_batches(
         assert len(train) == len(val) == 2
         for one, other in zip(train, seen[0][1], strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_full_shared_memory_has_room_for_none(images: Path, machine: Any) -> None:
+    machine(0)
+    with said() as lines:
+        loader = crops(images, batch_size=32, prefetch_factor=1).train_dataloader()
+    assert (loader.num_workers, ["is 0 here, not 64: " in line for line in lines]) == (0, [True])

@@ -47,3 +47,14 @@ def test_arrays_and_tensors_of_labels_are_those_of_a_list(labels: Labels) -> Non
 
 def test_more_labels_than_are_looped_over_at_a_time() -> None:
     assert list(Labels(np.arange(10_000, dtype=np.int16))) == list(range(10_000))
+
+
+def test_labels_add_up_to_lists(labels: Labels) -> None:
+    one = [1]
+    assert labels + one == labels + Labels(np.array(one)) == [*GIVEN, 1]
+    assert one + labels == [1, *GIVEN]
+
+
+def test_the_largest_labels_stay_what_they_are() -> None:
+    large = Labels(np.array([2**63 + 5], np.uint64))
+    assert np.asarray(large).tolist() == [*large] == [2**63 + 5]

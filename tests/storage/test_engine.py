@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
@@ -442,3 +443,30 @@ def test_wrong_arguments_are_told(tmp_path: Path, options: dict[str, Any], compl
         build_lmdb([1], tmp_path / "out", progress=False, **options)
     assert isinstance(refused.value, TypeError) == (options.keys() == {"executor"})
     assert beside(tmp_path / "out") == []
+
+
+def test_workers_that_are_forked_while_a_thread_reads_do_not_wait_for_it(
+    tmp_path: Path, numbers: dict[str, bytes]
+) -> None:
+    with engine._filling, ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        build_lmdb(Numbers(), tmp_path / "out", executor=pool, progress=False)
+    assert files(tmp_path / "out") == numbers
+
+
+class Unseen(Immediately):
+    """What its workers have finished is not seen here, as over NFS for a while."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        future = super().submit(fn, *args, **kwargs)
+        for done in self.folder.glob("*.done"):
+            shutil.rmtree(done)
+        return future
+
+
+def test_a_shard_that_is_finished_and_not_seen_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"shard-00000\.done: a worker has finished this, and it is not seen here"):
+        build_lmdb(Numbers(), tmp_path / "out", executor=Unseen(staging_directory(tmp_path / "out")), progress=False)

@@ -48,7 +48,7 @@ def write(path: Path, sign: int = 1, size: int = 5000, **options: Any) -> Path:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of batches are read, as large ones are."""
-    monkeypatch.setattr(gather_module, "_RECORD", 0)
+    monkeypatch.setattr(gather_module, "LARGE", 0)
 
 
 def cut(path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_file_that_is_cut_off_under_its_reader_is_an_error(path: Path, read: C
 
 @pytest.mark.parametrize("record", [0, 1 << 20])
 def test_a_batch_whose_file_is_cut_off_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch, record: int) -> None:
-    monkeypatch.setattr(gather_module, "_RECORD", record)
+    monkeypatch.setattr(gather_module, "LARGE", record)
     gather = Gather([LMDBDataset(path)])
     assert gather.__getitems__([20, 1])[1].tolist() == [20, 1]
     cut(path)
@@ -297,7 +297,7 @@ def test_forked_children_and_their_parent_read_side_by_side(path: Path) -> None:
 
 @pytest.mark.parametrize("record", [0, 1 << 20])
 def test_threads_gather_from_one_dataset(path: Path, monkeypatch: pytest.MonkeyPatch, record: int) -> None:
-    monkeypatch.setattr(gather_module, "_RECORD", record)
+    monkeypatch.setattr(gather_module, "LARGE", record)
     gather = Gather([LMDBDataset(path)])
 
     def read(seed: int) -> bool:
@@ -324,3 +324,67 @@ def test_a_large_record_table_is_mapped(path: Path, monkeypatch: pytest.MonkeyPa
     for read in (lambda: dataset[19], lambda: gather.__getitems__([20, 19]), lambda: dataset.column(0)):
         with pytest.raises(DamagedFileError, match=r"shard-00000\.tab: cut off"):
             read()
+
+
+@pytest.mark.parametrize("place", [1 << 40, (1 << 63) + 5])
+def test_a_table_that_points_elsewhere_is_an_error_that_names_the_sample(path: Path, place: int) -> None:
+    with LMDBWriter(path.with_name("floats")) as writer:  # which have no label columns
+        for index in range(40):
+            writer.write((np.full(50, index, np.int8), float(index)))
+    table = path.with_name("floats") / "shard-00000.tab"
+    with table.open("r+b") as stream:
+        stream.seek(32 + 8 * 5)
+        stream.write(place.to_bytes(8, "little"))
+    dataset = LMDBDataset(path.with_name("floats"))
+    dataset.shard(0).will_need(5)  # whoever reads it is told
+    for read in (lambda: dataset.column(1), lambda: dataset[5], lambda: Gather([dataset]).__getitems__([4, 5])):
+        with pytest.raises(DamagedError, match=r"sample 5 \(shard-00000\)"):
+            read()
+    assert dataset[6][1] == 6
+
+
+def test_a_first_record_that_is_damaged_is_named_by_who_reads_it(path: Path) -> None:
+    place = LMDBDataset(path).shard(0).place(0)[0]
+    with (path / "shard-00000.mdb").open("r+b") as stream:
+        stream.seek(place)
+        stream.write(bytes(40))
+    loader = make_loader(LMDBDataset(path), ElasticSampler(Order(40, shuffle=False), 4))
+    with pytest.raises(DamagedError, match=r"sample 0 \(shard-00000\)"):
+        next(iter(loader))
+
+
+def test_a_dataset_that_was_renamed_is_opened_by_its_new_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_module, "MAX_OPEN", 1)
+    before = LMDBDataset(path)
+    assert [before[index][1] for index in (0, 20)] == [0, 20]
+    path.rename(path.with_name("renamed"))
+    after = LMDBDataset(path.with_name("renamed"))
+    assert [after[index][1] for index in (0, 20, 1, 21)] == [0, 20, 1, 21]
+
+
+def test_large_values_are_read_and_not_copied_out_of_a_map(path: Path) -> None:
+    dataset = LMDBDataset(write(path.with_name("large"), size=100_000))
+    before = mapped_shards()
+    assert dataset[39][1] == 39
+    assert Gather([dataset]).__getitems__([39, 2])[1].tolist() == [39, 2]
+    assert mapped_shards() == before
+
+
+def test_large_batches_and_those_from_the_disk_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = Gather([LMDBDataset(path)])
+    read, calls = os.preadv, [0]
+
+    def counted(fd: int, pieces: Any, at: int) -> int:
+        calls[0] += 1
+        return read(fd, pieces, at)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    blocks = iter([0, 8, 8, 8, 8, 8, 8, 8])  # what this thread has read from the disk, before and after each batch
+    monkeypatch.setattr(gather_module, "blocks_read", lambda: next(blocks))
+    counts = []
+    for _ in range(3):
+        assert gather.__getitems__([1, 39])[1].tolist() == [1, 39]
+        counts.append(calls[0])
+    monkeypatch.setattr(gather_module, "_COPIED", 2 * gather.record_bytes - 1)
+    gather.__getitems__([1, 39])
+    assert (counts, calls[0]) == ([0, 2, 2], 4)

@@ -27,7 +27,8 @@ from lightning_gpuopt.storage.writer import LMDBWriter
 @pytest.fixture(autouse=True, params=["copied", "read"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records are copied out of maps, or read."""
-    monkeypatch.setattr(gather_module, "_RECORD", 1 << 40 if request.param == "copied" else 0)
+    monkeypatch.setattr(gather_module, "LARGE", 1 << 40 if request.param == "copied" else 0)
+    monkeypatch.setattr(gather_module, "_COPIED", 1 << 40)
 
 
 def stored(path: Path, sample: Callable[[int], Any], num_samples: int = 50, shard: int = 20) -> LMDBDataset:

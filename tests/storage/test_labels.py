@@ -219,3 +219,22 @@ def test_a_dataset_with_columns_replaced_by_one_without_leaves_none(tmp_path: Pa
     write_numbered(tmp_path / "d", 5)
     write(tmp_path / "d", [b"a", b"b"], overwrite=True)
     assert [file.name for file in (tmp_path / "d").glob("*.lab")] == []
+
+
+@pytest.mark.parametrize(
+    ("labels", "kept"),
+    [
+        ([0, 1, True, False], list),  # of two types: as a list has them
+        ([np.uint32(1), np.uint32(2), np.datetime64(1, "s"), np.datetime64(2, "s")], list),
+        ([np.uint64(2**63), np.uint64(1), np.int64(-1), np.int64(2)], list),
+        ([1, 2, np.uint8(3), np.uint8(4)], Labels),
+    ],
+)
+def test_labels_of_several_types_are_those_of_the_samples(tmp_path: Path, labels: list[Any], kept: type) -> None:
+    with LMDBWriter(tmp_path / "data", samples_per_shard=2) as writer:
+        for label in labels:
+            writer.write((b"x", label))
+    targets = LMDBDataset(tmp_path / "data").targets
+    assert type(targets) is kept
+    assert [*targets] == LMDBDataset(tmp_path / "data").column(1)
+    assert [type(each) is bool for each in targets] == [type(each) is bool for each in labels]

@@ -89,9 +89,9 @@ def build_units(
         try:
             send(executor, task, numbers, str(staging.path), shard_name, finished, stop)
         finally:
-            if _FILLING.acquire(blocking=False):  # else a thread of this process still reads
+            if _filling.acquire(blocking=False):  # else a thread of this process still reads
                 _forget()
-                _FILLING.release()
+                _filling.release()
 
 
 def send(
@@ -192,10 +192,18 @@ def _not_seen(directory: Path | str) -> StorageError:
     )
 
 
-_FILLING: Final = threading.Lock()
+_filling = threading.Lock()
 """One thread of a process reads the source, and seeds the process's random numbers, at a time."""
 _opened: dict[str, Job] = {}
 """The job of this process's last unit, by its marker."""
+
+
+def _new_lock() -> None:
+    global _filling
+    _filling = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_new_lock)  # a thread of the parent may have held it
 
 
 def _build(marker: Path, dataset: Any, number: int) -> tuple[int, int, list[Skipped]]:
@@ -211,7 +219,7 @@ def _build(marker: Path, dataset: Any, number: int) -> tuple[int, int, list[Skip
 
     own = directory / f"{shard_name(number)}.attempt.{uuid.uuid4().hex}"
     try:
-        with _FILLING, randomness.unchanged():
+        with _filling, randomness.unchanged():
             job = replace(_job(marker, dataset), directory=own)
             own.mkdir()
             filled = fill_shard(job, number, count)

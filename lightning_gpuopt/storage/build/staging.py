@@ -124,6 +124,11 @@ class Staging:
                 if f"{stem.name}{suffix}" in there:
                     os.replace(done / f"{stem.name}{suffix}", stem.with_suffix(suffix))
             durable.sync_directory(self.directory)
+        elif number not in self.finished():
+            raise StorageError(
+                f"{done}: a worker has finished this, and it is not seen here; let all machines see one folder at once "
+                "(of NFS: mount it without attribute caching), then go on with resume=True"
+            )
         remove(done)
 
     @contextlib.contextmanager
