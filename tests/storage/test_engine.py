@@ -20,6 +20,7 @@ from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.build.staging import finished_directory
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import staging_directory
+from tests.lanes import few
 from tests.storage.building import BROKEN, NUM_SAMPLES, Build, Numbers
 from tests.storage.executors import Elsewhere, Immediately
 from tests.storage.source_files import beside, write_folder, write_pickled, write_tar
@@ -49,7 +50,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return files(path)
 
 
-@pytest.fixture(params=["fork", "spawn", "threads"])
+@pytest.fixture(params=few("fork threads", {name: name for name in ("fork", "spawn", "threads")}))
 def pool(request: pytest.FixtureRequest) -> Iterator[Executor]:
     if request.param == "threads":
         made: Executor = ThreadPoolExecutor(3)
