@@ -12,8 +12,10 @@ from evaluation.gpu_parts import (
     CollectsGarbage,
     GrowingEnd,
     KernelsAtEnd,
+    KernelsAtEpochEnd,
     KernelsAtStart,
     LogsItsLoss,
+    MetricAtEnd,
     Parts,
     RefusesEvents,
     RunsACompiledFunction,
@@ -122,6 +124,14 @@ HEALTHY: Final = [
         prepare=_sees_nothing,
     ),
     _healthy("small kernels, 10 % SM activity", lambda scene: Parts(_STEP), steps=110, sm_share=0.1),
+    _healthy(
+        "a metric of 8 ms in a hook, read at once",
+        lambda scene: Parts(_STEP, callbacks=[MetricAtEnd(scene.gpu, 0.008)]),
+    ),
+    _healthy(
+        "epochs of 20 steps, after each 0.5 s of averaged weights",
+        lambda scene: Parts(_STEP, Samples(batches=20), callbacks=[KernelsAtEpochEnd(scene.gpu, 0.5)]),
+    ),
     _healthy(
         "CUDA refuses events from the middle on",
         lambda scene: Parts(_STEP, callbacks=[RefusesEvents(scene.gpu, 35)]),

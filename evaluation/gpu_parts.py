@@ -153,6 +153,36 @@ class ReadsItsLoss(FaultModule):
         return loss
 
 
+class CopiesItsLoss(FaultModule):
+    """Copies its loss to the host between forward and backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.last_loss = loss.detach().cpu()  # the injected copy
+        return loss
+
+
+class Synchronizes(FaultModule):
+    """Waits for the whole device between forward and backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        torch.cuda.synchronize()  # the injected wait
+        return loss
+
+
+class Offloads(FaultModule):
+    """Copies gradients to the host and weights back, ``copy_s`` seconds each way, as an offloaded optimizer does."""
+
+    copy_s = 0.0
+    pinned = True
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        for direction in ("d2h", "h2d"):
+            self.gpu.copy(self.copy_s, direction, pinned=self.pinned, nbytes=2**25)  # type: ignore[arg-type]
+
+
 class Augments(FaultModule):
     """``on_after_batch_transfer`` queues kernels of ``augment_s`` seconds, and keeps the host for ``host_s``."""
 
@@ -304,6 +334,27 @@ class KernelsAtEnd(Callback):
         self.gpu, self.seconds = gpu, seconds
 
     def on_train_batch_end(self, *args: Any) -> None:
+        self.gpu.launch(self.seconds, name="average")
+
+
+class MetricAtEnd(Callback):
+    """Queues kernels after each step, and reads what they have computed."""
+
+    def __init__(self, gpu: SimulatedGpu, seconds: float) -> None:
+        self.gpu, self.seconds = gpu, seconds
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.gpu.launch(self.seconds, name="metric")
+        self.gpu.item()
+
+
+class KernelsAtEpochEnd(Callback):
+    """Queues kernels after each epoch."""
+
+    def __init__(self, gpu: SimulatedGpu, seconds: float) -> None:
+        self.gpu, self.seconds = gpu, seconds
+
+    def on_train_epoch_end(self, *args: Any) -> None:
         self.gpu.launch(self.seconds, name="average")
 
 

@@ -10,6 +10,9 @@ Nothing here imports ``torch._dynamo``: that takes seconds, and a program that c
 ``torch._dynamo.utils.guard_failures``
     By code object, why what had been compiled of it did not fit: one reason for each compiled version, each time.
     Without it no reasons are given.
+``torch._dynamo.utils.counters``
+    ``["frames"]["total"]``: functions that it has traced. Without it every program that has the tracer loaded counts as
+    compiled.
 ``torch._dynamo.config.cache_size_limit``
     Compiled versions of a function after which it runs eagerly; an alias of ``recompile_limit`` since 2.6. Without it
     nothing is said of the limit.
@@ -41,6 +44,14 @@ class CannotWatchError(RuntimeError):
 def is_imported() -> bool:
     """Whether the program has torch.compile's tracer loaded."""
     return _CALLBACK in sys.modules
+
+
+def has_compiled() -> bool:
+    """Whether anything was compiled in this process: then a function or hook that we replace may have it do so anew."""
+    counters: Any = getattr(sys.modules.get(_UTILS), "counters", None)
+    if not isinstance(counters, dict):
+        return is_imported()
+    return bool(counters.get("frames", {}).get("total"))
 
 
 def watch_compilations(begins: Callable[..., None], ends: Callable[..., None]) -> Callable[[], None]:

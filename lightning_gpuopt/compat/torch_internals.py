@@ -8,7 +8,6 @@ name                                             torch        when it is gone
 ``torch._foreach_copy_``                         2.4 - 2.13   CudaPrefetcher disables itself
 ``Tensor._version``                              2.4 - 2.13   a change of a large tensor of a dataset goes unnoticed
 ``torch.autograd._profiler_enabled``             2.4 - 2.13   torch.profiler is not used
-``profile.profiler.kineto_results``              2.4 - 2.13   the public ``events()`` stand in, without some GPU records
 ``distributed_c10d._get_default_store``          2.4 - 2.13   each rank keeps to its own figures
 ``torch.utils.data._utils.collate``              2.4 - 2.13   ``import`` fails: nothing else makes torch's own batches
 ===============================================  ===========  ==========================================================
@@ -29,7 +28,6 @@ __all__ = [
     "default_collate_fn_map",
     "default_store",
     "profiler_is_enabled",
-    "profiler_records",
     "storage_key",
     "version_of",
 ]
@@ -57,12 +55,6 @@ def version_of(tensor: torch.Tensor) -> int | None:
 def profiler_is_enabled() -> bool:
     """Whether any profiler of torch's records now."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
-
-
-def profiler_records(profiler: Any) -> Any:
-    """The raw records of a ``torch.profiler.profile`` that has ended, with times of ``time.time_ns``; None without."""
-    results = getattr(getattr(profiler, "profiler", None), "kineto_results", None)
-    return None if results is None else results.events()
 
 
 def default_store() -> Any:

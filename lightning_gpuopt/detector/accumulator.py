@@ -268,7 +268,7 @@ def work_of(rank: int, measurement: Measurement | None, *, forward: bool) -> Ran
         return None
     data_s = waterfall.wait("data_wait")
     forward = forward and not (measurement.look is not None and measurement.look.forward_collectives)
-    other_s = waterfall.step_waits_s - waterfall.launch_s - waterfall.sync_s - data_s
+    other_s = waterfall.step_waits_s - waterfall.inside_s - data_s
     return RankWork(
         rank,
         data_s / gpu.steps,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 import torch
 
 from lightning_gpuopt.measurements.gpu import DeviceState
 from lightning_gpuopt.telemetry.cuda import choose_current
+from lightning_gpuopt.telemetry.nvml_sources import NEIGHBOUR
 from lightning_gpuopt.telemetry.sampler import GpuSampler
 from lightning_gpuopt.telemetry.window import Stat
-from lightning_gpuopt.timeline.gpu_clock import GpuClock, HostWork
+from lightning_gpuopt.timeline.gpu_clock import Event, GpuClock, HostWork
 
 _READ_EVERY_S: Final = 0.25
 _CLOSE_S: Final = 1.0
@@ -25,6 +28,7 @@ _READINGS: Final = (
     "power_capped_percent",
     "sm_clock_mhz",
     "sm_clock_max_mhz",
+    "neighbours",
 )
 
 
@@ -57,6 +61,7 @@ class DeviceWatch:
         self._nvlinks: float | None = None
         self._sampler = GpuSampler(readings, choose_current(device.index or 0), interval_s=_READ_EVERY_S)
         self._stats: dict[str, Stat] = {}
+        self._names: dict[int, str] = {}
         self._highest_mhz: float | None = None
         self._since_s = clock()
         self._sampler.start()
@@ -81,6 +86,18 @@ class DeviceWatch:
             self.read()
             after_reading()
         self._take_notices()
+
+    def drained(self) -> bool:
+        """Whether the GPU has done all that it was given; waits for that for a few seconds at most."""
+        try:
+            event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            deadline_s = self._seconds_now() + _CATCH_UP_S
+            while not event.query() and self._seconds_now() < deadline_s:
+                time.sleep(_POLL_S)
+            return event.query()
+        except RuntimeError:  # a device that has failed waits for nothing
+            return True
 
     def read(self) -> None:
         """Read the events that the GPU has passed."""
@@ -125,6 +142,7 @@ class DeviceWatch:
             power_capped_percent=mean("power_capped_percent"),
             sm_clock_mhz=mean("sm_clock_mhz"),
             sm_clock_mhz_max=self._highest_mhz,
+            neighbours=tuple(self._neighbours(stats)),
         )
 
     @property
@@ -139,6 +157,15 @@ class DeviceWatch:
         """End the readings."""
         self._sampler.stop(_CLOSE_S)
         self._take_notices()
+
+    def _neighbours(self, stats: Mapping[str, Stat]) -> Iterator[str]:
+        """The other processes on the GPU; their names where this process sees them."""
+        for series in sorted(name for name in stats if name.startswith(NEIGHBOUR)):
+            pid = int(series.removeprefix(NEIGHBOUR))
+            if pid not in self._names:
+                with suppress(OSError):
+                    self._names[pid] = Path(f"/proc/{pid}/comm").read_text().strip()
+            yield f"{self._names.get(pid, 'process')} (pid {pid})"
 
     def _window_of(self, take: Callable[[], tuple[object, ...]]) -> dict[str, Stat]:
         devices = take()

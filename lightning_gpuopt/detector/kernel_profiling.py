@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final, Literal
 
 from lightning_gpuopt.detector.device_watch import DeviceWatch
-from lightning_gpuopt.diagnosis.waterfall import in_steps, worth_a_look
+from lightning_gpuopt.diagnosis.waterfall import hooks_s, in_steps, may_idle, worth_a_look
 from lightning_gpuopt.measurements.gpu import GpuTimes, StepLook, SyncSighting
 from lightning_gpuopt.timeline.look import CannotLookError, ProfilerLook
 from lightning_gpuopt.timeline.syncs import SyncLook
@@ -20,6 +20,9 @@ _SETTLED_STEPS: Final = 5
 
 _PROFILER_AFTER: Final = 10
 """Steps after the warm-up at which rank 0 of several records its steps."""
+
+_WITHOUT_REASON_AFTER: Final = 100
+"""With ``profile="on"``, steps after which one rank records without a reason where no end can be foreseen."""
 
 _SPARE_STEPS: Final = 2
 """Training may end so many steps before its foreseen end."""
@@ -34,9 +37,10 @@ Profile = Literal["auto", "on", "off"]
 class KernelProfiling:
     """Looks for synchronizing calls, and at the step's kernels, each over three steps of their own.
 
-    On one rank only where there is reason to: the first where the host does not run ahead of the GPU, the second where
-    NVML's figures say that the GPU is idle inside the step. On several ranks the first once, at the same steps on each,
-    and the second, where it is allowed, on rank 0: a collective that waits reads as busy.
+    On one rank the first only where there is reason to: the host does not run ahead of the GPU, or hooks seem to leave
+    it idle. On several ranks once, at the same steps on each. The second with ``profile="on"`` in any case: on one rank
+    as soon as there is reason, else late; of several ranks on rank 0, since a collective that waits reads as busy. With
+    ``"auto"`` on one rank, where the GPU may be idle inside the steps.
 
     Args:
         device: the device's watch.
@@ -46,7 +50,7 @@ class KernelProfiling:
         batches_left: batches after the current one up to the end of training; None where no end can be foreseen.
         rank: this process's global rank.
         several_ranks: whether there are others.
-        rhythm: batches after which steps repeat themselves.
+        rhythm: returns after how many batches steps repeat themselves, when a look begins.
         is_taken: whether torch.profiler is at work for a trace, for which a look waits.
     """
 
@@ -59,7 +63,7 @@ class KernelProfiling:
         batches_left: Callable[[], int | None],
         rank: int,
         several_ranks: bool,
-        rhythm: int = 1,
+        rhythm: Callable[[], int] = lambda: 1,
         is_taken: Callable[[], bool] = lambda: False,
     ) -> None:
         self.syncs: SyncSighting | None = None
@@ -171,7 +175,7 @@ class KernelProfiling:
             self._suspect(since_warm)
         if self._several_ranks or self._profiler_look is not None:
             return
-        if self.syncs is None and self._sync_look is None and (self._wanted or self._may_idle(since_warm)):
+        if self.syncs is None and self._sync_look is None and (self._wanted or self._waits_may_count(since_warm)):
             self._begin_sync_look()
 
     def finish(self) -> None:
@@ -182,8 +186,7 @@ class KernelProfiling:
         if self._profiler_look is not None and self._reading:
             self._read()
         if self._profiler_look is not None:
-            self._profiler_look.end()
-            self._profiler_look = None
+            self._end_profiler()
         self._device.clock.spans = None
         self._over = True
         if self._cost_due:
@@ -193,31 +196,40 @@ class KernelProfiling:
     def _suspect(self, since_warm: GpuTimes) -> None:
         self._wanted = self._wanted or worth_a_look(since_warm, self._device.state(), self._threshold)
 
-    def _may_idle(self, gpu: GpuTimes) -> bool:
-        """Whether the GPU could be idle inside the steps for long enough; where the host runs ahead, it cannot."""
-        return gpu.steps > 0 and gpu.compute_bound_s >= self._threshold * (gpu.compute_s + gpu.idle_s + gpu.copy_s)
+    def _waits_may_count(self, gpu: GpuTimes) -> bool:
+        """Whether waits of the host for the GPU may explain what the GPU is idle for: in the steps, or in hooks."""
+        return may_idle(gpu, self._threshold) or hooks_s(gpu) >= self._threshold * gpu.seconds > 0
 
     def _sync_look_due(self, steps: int, since_warm: Callable[[], GpuTimes]) -> bool:
         if self.syncs is not None or steps < _SETTLED_STEPS:
             return False
-        return self._several_ranks or (steps == _SETTLED_STEPS and self._may_idle(since_warm()))
+        return self._several_ranks or (steps == _SETTLED_STEPS and self._waits_may_count(since_warm()))
 
     @property
     def _last_steps(self) -> int:
         """Batches before the foreseen end at which a look begins."""
-        return ProfilerLook(self._rhythm).lasts + _SPARE_STEPS
+        return ProfilerLook(self._rhythm()).lasts + _SPARE_STEPS
 
     def _due(self, steps: int, since_warm: Callable[[], GpuTimes]) -> bool:
         if self._profile == "on":
-            return self._rank == 0 and (steps >= _PROFILER_AFTER if self._several_ranks else self._wanted)
+            if self._several_ranks:
+                return self._rank == 0 and steps >= _PROFILER_AFTER
+            if self._wanted:
+                return True
         left = None if self._several_ranks or self._profile == "off" else self._batches_left()
-        if left is None or left > self._last_steps:
+        if left is None:
+            return self._profile == "on" and steps >= _WITHOUT_REASON_AFTER
+        if left > self._last_steps:
             return False
-        self._suspect(since_warm())
-        return self._wanted
+        if self._profile == "on":
+            return True
+        gpu = since_warm()
+        self._suspect(gpu)
+        return self._wanted or may_idle(gpu, self._threshold)
 
     def _begin_sync_look(self) -> None:
-        look = SyncLook(inside=lambda: self._device.clock.in_step)
+        clock = self._device.clock
+        look = SyncLook(inside=lambda: clock.in_step, outside=clock.host_waits)
         try:
             if look.is_taken:
                 self._notes.append("Synchronizing calls were not looked for: the program uses torch's debug mode.")
@@ -233,7 +245,7 @@ class KernelProfiling:
         self._sync_look = look
 
     def _begin_profiler(self) -> None:
-        look, begin_s = ProfilerLook(self._rhythm), time.perf_counter()
+        look, begin_s = ProfilerLook(self._rhythm()), time.perf_counter()
         try:
             look.begin()
         except CannotLookError as error:
@@ -267,8 +279,22 @@ class KernelProfiling:
         try:
             self.look = look.read(spans or [])
             self._cost_due = 2  # the window under way has steps of the look in it
+            if not self.look.correlated:
+                self._notes.append(
+                    "torch.profiler's records do not tell which call issued what: copies inside the step were not told "
+                    "apart."
+                )
         except CannotLookError as error:
             self._fail(error)
+
+    def _end_profiler(self) -> None:
+        """Stop a recording that the run's end cuts short, unless that would wait for a GPU that never gets there."""
+        look, self._profiler_look = self._profiler_look, None
+        assert look is not None
+        if self._device.drained():
+            look.end()
+        else:
+            self._notes.append("The GPU did not finish its work: torch.profiler, which waits for it, was not stopped.")
 
     def _fail(self, error: CannotLookError) -> None:
         self._profiler_look = None
@@ -295,4 +321,5 @@ def _step_s(gpu: GpuTimes) -> float | None:
     if not gpu.steps:
         return None
     idle_s = sum(seconds for name, seconds in gpu.idle.items() if in_steps(name))
-    return (gpu.compute_s + gpu.copy_s + gpu.queued_s + gpu.wait_s + idle_s) / gpu.steps
+    queued_s = sum(seconds for name, seconds in gpu.queued.items() if in_steps(name))
+    return (gpu.compute_s + gpu.copy_s + queued_s + gpu.wait_s + idle_s) / gpu.steps

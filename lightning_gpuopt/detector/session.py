@@ -17,6 +17,7 @@ from lightning_gpuopt.detector.image_samples import ImageLook
 from lightning_gpuopt.detector.instrumentation import CopiesAhead, Instrumentation, forward_is_a_ranks_own
 from lightning_gpuopt.detector.kernel_profiling import KernelProfiling, Profile
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
+from lightning_gpuopt.detector.looks import Looks
 from lightning_gpuopt.detector.padding_watch import PaddingWatch
 from lightning_gpuopt.detector.rank_exchange import RankExchange
 from lightning_gpuopt.detector.rank_watch import RankWatch
@@ -29,7 +30,6 @@ from lightning_gpuopt.detector.report_builder import (
 )
 from lightning_gpuopt.detector.run_settings import RunSettingsWatch
 from lightning_gpuopt.detector.stack_sampling import StackSampling
-from lightning_gpuopt.detector.trace_recording import TraceRecording
 from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.compare import proofs_of
 from lightning_gpuopt.diagnosis.diagnose import count_stalls, diagnose
@@ -135,12 +135,10 @@ class DetectorSession:
         self.loader = LoaderWatch(trainer)
         self._instruments.undo.callback(self.loader.undo)
         self._device: DeviceWatch | None = None
-        self._kernels: KernelProfiling | None = None
-        self._trace = TraceRecording(lambda steps: self._kernels is None or self._kernels.leaves_time_for(steps))
-        self._instruments.undo.callback(self._trace.end)
+        self._looks = Looks()
+        self._instruments.undo.callback(self._looks.close)
         self._run_settings: RunSettingsWatch | None = None
         self._rank_watch: RankWatch | None = None
-        self._stacks: StackSampling | None = None
         self._own_forward = False
         self._padding = PaddingWatch(lambda: bool(trainer.training))
         self._images = ImageLook(lambda: lightning.train_loaders(trainer))
@@ -168,8 +166,7 @@ class DetectorSession:
             self._exchange = RankExchange(trainer.global_rank, trainer.world_size)
             placed.undo.callback(self._exchange.close)
         if trainer.is_global_zero:  # who reports
-            self._stacks = StackSampling(self.timeline, self.loader)
-            placed.undo.callback(self._stacks.finish)
+            self._looks.stacks = StackSampling(self.timeline, self.loader)
         placed.place(self.timeline)
         placed.look_at_batches(self._padding.around)
         if trainer.world_size > 1:
@@ -189,7 +186,7 @@ class DetectorSession:
         return SteadyStateAccumulator(
             self.loader,
             self._device,
-            self._kernels,
+            self._looks.kernels,
             self.timeline.steps,
             self._copies_ahead,
             lambda: self._images.samples,
@@ -224,18 +221,17 @@ class DetectorSession:
             self._trainer.strategy.root_device, self.timeline, forward=self._own_forward, links=several
         )
         self._device = device
-        self._kernels = KernelProfiling(
+        self._looks.kernels = KernelProfiling(
             device,
             self._options.threshold,
             profile=self._options.profile,
             batches_left=lambda: batches_left(self._trainer),
             rank=self._trainer.global_rank,
             several_ranks=several,
-            rhythm=self._trainer.accumulate_grad_batches,
-            is_taken=lambda: self._trace.is_recording,
+            rhythm=lambda: int(self._trainer.accumulate_grad_batches),
+            is_taken=lambda: self._looks.profiler_is_taken,
         )
         self._instruments.undo.callback(device.close)
-        self._instruments.undo.callback(self._kernels.finish)
 
         def refused(error: Exception) -> None:
             self._instruments.observers.disconnect(GPU_EVENTS)
@@ -269,16 +265,14 @@ class DetectorSession:
 
     def record_trace(self, path: Path) -> None:
         """Record the next five steps, as soon as torch.profiler is not at work for a look; once."""
-        self._trace.ask(path)
+        self._looks.record_trace(path)
 
     def stop(self) -> None:
         """Freeze the figures, and collect those of the other ranks."""
         self.timeline.stop()
         if self._device is not None:
             self._device.catch_up(self._accumulator.step_done if self._accumulator is not None else lambda: None)
-        for each in (self._kernels, self._stacks):
-            if each is not None:
-                each.finish()
+        self._looks.finish()
         if self._exchange is not None:
             self._post(self._measured())
             self._exchange.end()
@@ -303,23 +297,23 @@ class DetectorSession:
         if timeline.epochs != self._epoch_seen or self.loader.resized():
             self._epoch_seen = timeline.epochs
             self._loaders_may_have_changed()
-        if self._device is not None and self._kernels is not None:
+        part = self._accumulator
+        if self._device is not None:
             self._device.read()
-            if self._accumulator is not None:
-                self._accumulator.step_done()
-            gpu = self._accumulator.gpu if self._accumulator is not None else None
-            self._kernels.step_done(timeline.steps - self._options.warmup_steps, gpu)
-        self._trace.step_done()
-        if self._stacks is not None:
-            self._stacks.step_done()
-            if self._stacks.due(timeline.steps - self._options.warmup_steps) and (measured := self._measured()):
-                self._stacks.found(self._diagnose(measured))
+            if part is not None:
+                part.step_done()
+        steps = timeline.steps - self._options.warmup_steps
+        self._looks.step_done(steps, part.gpu if part is not None else None, self._findings_now)
         return self._windows.due(timeline.steps)
 
     @property
     def sampled(self) -> tuple[Sampled, ...]:
         """The stacks that were sampled for the findings."""
-        return self._stacks.sampled() if self._stacks is not None else ()
+        return self._looks.sampled
+
+    def _findings_now(self) -> list[Finding] | None:
+        measured = self._measured()
+        return self._diagnose(measured) if measured is not None else None
 
     def _kind_of_step(self) -> bool:
         """Whether gradients were only accumulated: such a step is shorter than one with the optimizer in it."""
@@ -402,19 +396,16 @@ class DetectorSession:
             self._post(part.measure(steady))
         ranks = self._ranks
         in_window = part.window(window.times, ranks)
-        if self._kernels is not None:
-            self._kernels.window_done(part.gpu(), in_window.waterfall.step_s)
+        self._looks.window_done(part.gpu(), in_window.waterfall.step_s)
         part.findings = self._diagnose(self._with_stacks(part.until_window(steady, ranks)))
         slower = [finding for finding in part.findings if finding.cause == "slowdown"]
         if slower and part.look_for_growth(slower[0]):
             part.findings = self._diagnose(self._with_stacks(part.until_window(steady, ranks)))
-        if self._stacks is not None:
-            self._stacks.found(part.findings)
+        self._looks.found(part.findings)
         return in_window, part.findings
 
     def _with_stacks(self, measured: Measurement) -> Measurement:
-        sampled = self._stacks.sampled() if self._stacks is not None else ()
-        return replace(measured, sampled=sampled, hyperparameters=self._hyperparameters)
+        return replace(measured, sampled=self._looks.sampled, hyperparameters=self._hyperparameters)
 
     def _measured(self, times: PhaseTimes | None = None) -> Measurement | None:
         """What was measured since the last change; None while warm-up goes on."""
@@ -453,11 +444,10 @@ class DetectorSession:
         )
         if self._exchange is not None and self._exchange.problem is not None:
             notes.append(f"Stragglers could not be looked for: {self._exchange.problem}.")
-        for each in (self._device, self._kernels, self._trace, self._pauses, self._rank_watch):
+        for each in (self._device, self._pauses, self._rank_watch):
             if each is not None:
                 notes += each.notes
-        if self._stacks is not None and measured is not None:
-            notes += self._stacks.notes(findings)
+        notes += self._looks.notes(findings if measured is not None else None)
         return report_of(
             times,
             measured,

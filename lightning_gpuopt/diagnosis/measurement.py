@@ -100,8 +100,8 @@ class Measurement:
             return waterfall
         waits = {name: max(seconds - self.growth_s.get(name, 0.0), 0.0) for name, seconds in waterfall.waits.items()}
         grown_s = self.growth_s.get(GPU_WORK, 0.0)
-        launch_s, sync_s = max(waterfall.launch_s - grown_s, 0.0), max(waterfall.sync_s - grown_s, 0.0)
-        return replace(waterfall, waits=waits, launch_s=launch_s, sync_s=sync_s)
+        inside = {name: max(getattr(waterfall, name) - grown_s, 0.0) for name in ("launch_s", "sync_s", "copies_s")}
+        return replace(waterfall, waits=waits, **inside)
 
     @cached_property
     def growth(self) -> Growth | None:

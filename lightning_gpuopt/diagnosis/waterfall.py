@@ -52,7 +52,8 @@ class Waterfall:
         waits: seconds in which the device waited, by what the host did: a phase (``"transfer"``: the copy), or a hook,
             ``"MyCallback.on_train_batch_end"``.
         launch_s: seconds in which the GPU was idle inside the steps since the host issued too slowly.
-        sync_s: seconds in which it was idle there after the user's code had waited for it.
+        sync_s: seconds in which it was idle there after the host had waited for it.
+        copies_s: seconds in which it was idle there for copies that the step itself had issued.
         unsure_s: seconds in which it seems to have been idle there, within the error of NVML's readings.
         exposed_by: the hook whose wait for the GPU exposed most of ``waits``; empty where there was none.
         diagnosis_s: seconds in which the device waited for StallDetector's own hooks; they are in no wait.
@@ -67,6 +68,7 @@ class Waterfall:
     waits: Mapping[str, float] = field(default_factory=dict)
     launch_s: float = 0.0
     sync_s: float = 0.0
+    copies_s: float = 0.0
     unsure_s: float = 0.0
     exposed_by: str = ""
     diagnosis_s: float = 0.0
@@ -82,12 +84,17 @@ class Waterfall:
     @property
     def idle_s(self) -> float:
         """All seconds in which the device waited."""
-        return sum(self.waits.values()) + self.launch_s + self.sync_s + self.unsure_s
+        return sum(self.waits.values()) + self.inside_s + self.unsure_s
+
+    @property
+    def inside_s(self) -> float:
+        """Seconds in which the GPU was idle inside the steps."""
+        return self.launch_s + self.sync_s + self.copies_s
 
     @property
     def step_waits_s(self) -> float:
         """Seconds of those that lie in steps, not between them."""
-        return sum(s for name, s in self.waits.items() if in_steps(name)) + self.launch_s + self.sync_s
+        return sum(s for name, s in self.waits.items() if in_steps(name)) + self.inside_s
 
 
 def in_steps(name: str) -> bool:
@@ -125,12 +132,12 @@ def waterfall_of(
         )
     if not gpu.steps:  # nothing was read yet, or CUDA refuses: the host's own time says nothing about cost
         return Waterfall(True, 0.0, 0, None)
+    gpu = _with_waits_seen(gpu)
     diagnosis_s, gpu = _own_s(gpu.idle), replace(gpu, idle=_without_own(gpu.idle))
     waits = dict(gpu.idle)
     waits["transfer"] = waits.get("transfer", 0.0) + gpu.copy_s
     waits["epoch_setup"] = waits.get("epoch_setup", 0.0) + waits.pop(FIRST_FETCH, 0.0)
-    wall_s = gpu.compute_s + gpu.copy_s + gpu.queued_s + gpu.wait_s + gpu.validation_s + gpu.idle_s
-    aside_s = gpu.validation_s + sum(seconds for name, seconds in gpu.idle.items() if not in_steps(name))
+    wall_s, aside_s = gpu.seconds, _aside_s(gpu)
     inside_s, sync_share = _inside_the_steps(gpu, wall_s, aside_s, device, look)
     longer_s, least_s = _made_longer_by_pauses(gpu), 0.0 if look is not None else _SURE * wall_s
     paused_s = min(sum(gpu.paused.values()), max(inside_s if inside_s >= least_s else 0.0, longer_s))
@@ -139,10 +146,8 @@ def waterfall_of(
     inside_s, unsure_s = max(inside_s - paused_s, 0.0), 0.0
     if inside_s < least_s:
         unsure_s, inside_s = inside_s, 0.0
-    if syncs is not None and not _the_user_waits(syncs):
-        sync_share = 0.0
-    elif sync_share is None:
-        sync_share = 1.0 if syncs is not None else 0.0
+    if sync_share is None:
+        sync_share = 1.0 if syncs is not None and _the_user_waits(syncs) else 0.0
     return Waterfall(
         on_gpu=True,
         wall_s=wall_s,
@@ -153,10 +158,35 @@ def waterfall_of(
         waits=waits,
         launch_s=inside_s * (1 - sync_share),
         sync_s=inside_s * sync_share,
+        copies_s=_copies_s(gpu, look),
         unsure_s=unsure_s,
         exposed_by=_exposed_by(gpu),
         diagnosis_s=diagnosis_s,
     )
+
+
+def _aside_s(gpu: GpuTimes) -> float:
+    """Seconds that are no part of a step: validations, and what the GPU waited for or was given between steps."""
+    between = (seconds for times in (gpu.idle, gpu.queued) for name, seconds in times.items() if not in_steps(name))
+    return gpu.validation_s + sum(between)
+
+
+def _with_waits_seen(gpu: GpuTimes) -> GpuTimes:
+    """With the idle time of hooks that wait for the GPU as it was in the steps in which their waits were seen.
+
+    A hook that queues work and waits for it looks idle from outside; the rest of its time is work that it has queued.
+    """
+    if not gpu.looked_at:
+        return gpu
+    idle, queued = dict(gpu.idle), dict(gpu.queued)
+    for name, seconds in gpu.looked_at.items():
+        seen_s = gpu.looked_idle.get(name, 0.0)
+        unseen_s = idle.get(name, 0.0) - seen_s
+        if seconds > 0 and unseen_s > 0:
+            work_s = unseen_s * (1 - min(seen_s / seconds, 1.0))
+            idle[name] -= work_s
+            queued[name] = queued.get(name, 0.0) + work_s
+    return replace(gpu, idle=idle, queued=queued)
 
 
 def _without_own(waits: Mapping[str, float]) -> dict[str, float]:
@@ -189,19 +219,30 @@ def _inside_the_steps(
     From a look, where there is one. Recording costs the host time, so a look sees more idle time than usual. Therefore
     the lesser counts: the usual step time beyond the look's busy time, or the look's share of idle time.
     """
-    # after the host has issued all of a step, the GPU cannot be idle in it any more
+    # after the host has issued all of a step, the GPU cannot be idle in it any more, but for copies
     max_s = min(gpu.compute_bound_s, gpu.compute_s)
     if look is not None and look.steps:
-        seen_s = look.busy_s + look.idle_s
-        longer_s = max(gpu.compute_s - look.busy_s * gpu.steps, 0.0)
-        own_s = gpu.compute_s * look.idle_s / seen_s if seen_s > 0 else 0.0
+        longer_s = max(gpu.compute_s - (look.busy_s + look.copy_idle_s) * gpu.steps, 0.0)
+        slow_s = look.launch_idle_s + look.sync_idle_s
+        own_s = _share_of_step(gpu, look, slow_s)
         # what stops the host now and then may have lain in none of the steps that were looked at
         inside_s = min(longer_s, own_s + sum(gpu.paused.values()), max_s)
-        return inside_s, look.sync_idle_s / look.idle_s if look.calls and look.idle_s > 0 else None
+        return inside_s, look.sync_idle_s / slow_s if look.calls and slow_s > 0 else None
     if device is None or device.utilization is None or not covers(device, wall_s):
         return 0.0, None
     inside_s = min(_idle_by_utilization(gpu, wall_s, aside_s, device.utilization), max_s)
     return inside_s, None
+
+
+def _copies_s(gpu: GpuTimes, look: StepLook | None) -> float:
+    """Seconds in which the GPU was idle for copies inside the steps: only a look sees them."""
+    return 0.0 if look is None or not look.steps else _share_of_step(gpu, look, look.copy_idle_s)
+
+
+def _share_of_step(gpu: GpuTimes, look: StepLook, seconds: float) -> float:
+    """What so many seconds of a step that was looked at are of the steps' own work."""
+    whole_s = look.busy_s + look.idle_s
+    return gpu.compute_s * seconds / whole_s if whole_s > 0 else 0.0
 
 
 def _made_longer_by_pauses(gpu: GpuTimes) -> float:
@@ -229,22 +270,43 @@ def covers(device: DeviceState, wall_s: float) -> bool:
 
 
 def worth_a_look(gpu: GpuTimes, device: DeviceState | None, threshold: float) -> bool:
-    """Whether NVML gives reason to look inside the step.
+    """Whether there is reason to look inside the step, without which nothing can be said of it.
 
-    SM activity, where there is any, tells more than utilization, which counts any kernel however small.
+    NVML gives one by its figures: SM activity, where there is any, tells more than utilization, which counts any kernel
+    however small. Where it has no figure (MIG), or another program is on the GPU as well, which it counts, too, it is
+    reason enough that the GPU can be idle, by its events and by the host's time to issue the step.
 
     Args:
         gpu: what the event clock saw.
         device: what NVML reported.
         threshold: share of idle time from which on it is worth while, 0-1.
     """
-    if device is None or device.utilization is None or device.seconds < ENOUGH_S or not gpu.steps:
+    if device is None or device.utilization is None or device.neighbours:
+        return gpu.seconds >= ENOUGH_S and may_idle(gpu, threshold)
+    if device.seconds < ENOUGH_S or not gpu.steps:
         return False
-    percent = device.utilization if device.sm_activity is None else min(device.utilization, device.sm_activity)
-    wall_s = gpu.compute_s + gpu.copy_s + gpu.queued_s + gpu.wait_s + gpu.validation_s + gpu.idle_s
-    aside_s = gpu.validation_s + sum(seconds for name, seconds in gpu.idle.items() if not in_steps(name))
-    inside_s = min(_idle_by_utilization(gpu, wall_s, aside_s, percent), gpu.compute_bound_s)
-    return inside_s >= threshold * wall_s
+    wall_s, aside_s = gpu.seconds, _aside_s(gpu)
+    # for its own copies the GPU can be idle however far the host is ahead; to small kernels that does not apply
+    idle_s = _idle_by_utilization(gpu, wall_s, aside_s, device.utilization)
+    if device.sm_activity is not None and device.sm_activity < device.utilization:
+        small_s = _idle_by_utilization(gpu, wall_s, aside_s, device.sm_activity)
+        idle_s = max(idle_s, min(small_s, gpu.compute_bound_s))
+    return idle_s >= threshold * wall_s
+
+
+def may_idle(gpu: GpuTimes, threshold: float) -> bool:
+    """Whether the GPU could be idle inside the steps for this share of the time; not where the host runs ahead.
+
+    Args:
+        gpu: what the event clock saw.
+        threshold: share of the time, 0-1.
+    """
+    return gpu.steps > 0 and gpu.compute_bound_s >= threshold * (gpu.compute_s + gpu.idle_s + gpu.copy_s)
+
+
+def hooks_s(gpu: GpuTimes) -> float:
+    """Seconds for which hooks seem to have left the GPU idle."""
+    return sum(seconds for name, seconds in gpu.idle.items() if "." in name and not name.startswith(_OWN))
 
 
 def _the_user_waits(syncs: SyncSighting) -> bool:

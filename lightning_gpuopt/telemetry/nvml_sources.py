@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 import pynvml
 
-__all__ = ["Failed", "Handles", "MetricSource", "Value", "make_source", "ways_to_read"]
+__all__ = ["NEIGHBOUR", "Failed", "Handles", "MetricSource", "Value", "make_source", "ways_to_read"]
 
 _MIB = 1024 * 1024
 
@@ -38,6 +39,15 @@ the hardware slows down, from one that works within its power limit as it is mea
 has set a lower clock) is for ``telemetry.health``.
 """
 
+
+NEIGHBOUR = "process "
+"""Beginning of the series of another process on the GPU; its identifier follows."""
+
+_NOT_TOLD = (
+    pynvml.NVML_ERROR_NOT_SUPPORTED,
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+    pynvml.NVML_ERROR_NO_PERMISSION,
+)
 
 _NO_SUCH_LINK = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
@@ -346,6 +356,30 @@ class _ActiveNvLinks(MetricSource):
         yield Value("active_nvlinks", float(up))
 
 
+class _Neighbours(MetricSource):
+    """Other processes that compute on the GPU: a series for each, ``"process 4711"``, whose value is its memory in MiB.
+
+    Where they are not told, as in many containers, there are none.
+    """
+
+    least_pause_s = 2.0
+
+    def read(self) -> Iterator[Value | Failed]:
+        try:
+            running = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handles.own)
+        except pynvml.NVMLError as error:
+            if error.value not in _NOT_TOLD:
+                raise
+            running = []
+        own = os.getpid()
+        others = [each for each in running if each.pid != own]
+        if len(others) == len(running) and len(running) == 1:  # a container sees itself by another number
+            others = []
+        yield Value("neighbours", float(len(others)))
+        for each in others:
+            yield Value(f"{NEIGHBOUR}{each.pid}", (each.usedGpuMemory or 0) / _MIB)
+
+
 class _Gpm(MetricSource):
     """GPU performance monitoring (Hopper and later): means over back-to-back windows, so that no time goes unseen."""
 
@@ -439,6 +473,7 @@ def make_source(
         "nvlink": _NvLink,
         "active_nvlinks": _ActiveNvLinks,
         "ecc_uncorrected": _Ecc,
+        "neighbours": _Neighbours,
         "reasons": _Reasons,
         "sm_clock_max_mhz": _MaxClock,
     }

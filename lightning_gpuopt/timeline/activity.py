@@ -1,16 +1,24 @@
-"""What a profiler's activity records say of the inside of a few steps: was the GPU idle, and why. Pure: no torch."""
+"""What a profiler's records say of the inside of a few steps: was the GPU idle, and why. Pure: no torch."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from lightning_gpuopt.measurements.gpu import StepLook
-
-KERNEL, COLLECTIVE, COPY, CALL, WAIT = "kernel", "collective", "copy", "call", "wait"
+from lightning_gpuopt.measurements.gpu import StepCopies, StepLook
+from lightning_gpuopt.timeline.records import Record
 
 _Interval = tuple[float, float]
+
+_BLOCKING: Final = ("cudaMemcpy", "hipMemcpy")
+_WAITS: Final = "Synchronize"
+"""Part of the names of the runtime's calls in which the host waits for the GPU."""
+
+_SKEW_S: Final = 20e-6
+"""The profiler's clocks of host and device agree to within so much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,81 +40,131 @@ class ActivitySpan:
     forward_s: _Interval | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """One record.
-
-    Attributes:
-        kind: ``"kernel"``, ``"collective"`` and ``"copy"`` ran on the GPU; ``"call"`` is a call of the CUDA runtime,
-            and ``"wait"`` one in which the host waits for the GPU.
-        start_s: its beginning, in seconds.
-        end_s: its end, in seconds of the same clock.
-    """
-
-    kind: str
-    start_s: float
-    end_s: float
-
-
-def kind_of(name: str, *, on_device: bool) -> str | None:
-    """What a record is, by the name that CUPTI gives it; None for what is neither work nor a call.
-
-    Args:
-        name: of a kernel, a copy or a runtime call, for example ``"cudaStreamSynchronize"``.
-        on_device: whether it ran on the GPU.
-    """
-    if on_device:
-        if name.startswith("ProfilerStep"):
-            return None
-        if "nccl" in name.lower():
-            return COLLECTIVE
-        return COPY if name.startswith(("Memcpy HtoD", "Memcpy DtoH")) else KERNEL  # a copy on the device is its work
-    if not name.startswith(("cuda", "hip", "cu")):
-        return None
-    # A copy from the device to pageable memory is asynchronous by its name only, and is followed by a wait of its own.
-    return WAIT if "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpy") else CALL
-
-
-def look_of(activities: Iterable[Activity], steps: Sequence[ActivitySpan]) -> StepLook | None:
+def look_of(records: Iterable[Record], steps: Sequence[ActivitySpan]) -> StepLook | None:
     """Account for the inside of steps.
 
-    Without its waits, the host needs a certain time to issue a step. As far as that exceeds the GPU's busy time, the
-    GPU is idle because kernels are launched too slowly. The rest of its idle time follows from the waits: after each,
-    the host has to issue everything anew.
+    While a copy that the step itself has issued runs, and nothing else, the GPU is idle for that copy if the next
+    kernel was issued already or the host waits. Without its waits, the host needs a certain time to issue a step. As
+    far as that exceeds what the GPU needs, the GPU is idle because kernels are launched too slowly. The rest of its
+    idle time follows from the waits: after each, the host has to issue everything anew.
 
     Args:
-        activities: the records, in any order.
+        records: in any order.
         steps: the steps, in seconds of the records' clock.
 
     Returns:
         The means over the steps; None where no record lies in them.
     """
-    by_kind: dict[str, list[_Interval]] = {}
-    for each in activities:
-        by_kind.setdefault(each.kind, []).append((each.start_s, each.end_s))
-    compute = _Union(by_kind.get(KERNEL, []))
-    busy = _Union([*by_kind.get(KERNEL, []), *by_kind.get(COLLECTIVE, [])])
-    collectives = _Union(by_kind.get(COLLECTIVE, []))
-    waits = _Union(by_kind.get(WAIT, []))
-    calls = sorted(start for kind in (CALL, WAIT) for start, _ in by_kind.get(kind, []))
+    trace = _Trace(records)
     count = len(steps)
-    busy_s = sum(busy.covered_s(each.begun_s, each.ended_s) for each in steps)
+    busy_s = sum(trace.busy.covered_s(each.begun_s, each.ended_s) for each in steps)
     if not busy_s:
         return None
     idle_s = sum(each.ended_s - each.begun_s for each in steps) - busy_s
-    waited_s = sum(waits.covered_s(each.issue_begun_s, each.issue_ended_s) for each in steps)
+    copied = [trace.exposed_copies(each) for each in steps]
+    copy_s = sum(seconds for seconds, _ in copied)
+    waited_s = sum(trace.waits.covered_s(each.issue_begun_s, each.issue_ended_s) for each in steps)
     issue_s = sum(each.issue_ended_s - each.issue_begun_s for each in steps) - waited_s
-    launch_s = min(max(issue_s - busy_s, 0.0), idle_s) if waited_s else idle_s
+    rest_s = max(idle_s - copy_s, 0.0)
+    launch_s = min(max(issue_s - busy_s - copy_s, 0.0), rest_s) if waited_s else rest_s
+    compute_s = sum(trace.compute.covered_s(each.begun_s, each.ended_s) for each in steps)
     return StepLook(
         steps=count,
         busy_s=busy_s / count,
         launch_idle_s=launch_s / count,
-        sync_idle_s=(idle_s - launch_s) / count,
-        communication_s=(busy_s - sum(compute.covered_s(each.begun_s, each.ended_s) for each in steps)) / count,
-        calls=sum(bisect_right(calls, each.issue_ended_s) - bisect_left(calls, each.issue_begun_s) for each in steps)
-        / count,
-        forward_collectives=any(each.forward_s and collectives.covered_s(*each.forward_s) > 0 for each in steps),
+        sync_idle_s=(rest_s - launch_s) / count,
+        copy_idle_s=copy_s / count,
+        copies=_copies_of([each for _, copies in copied for each in copies], count),
+        communication_s=(busy_s - compute_s) / count,
+        calls=sum(trace.calls_in(each) for each in steps) / count,
+        forward_collectives=any(
+            each.forward_s is not None and trace.collectives.covered_s(*each.forward_s) > 0 for each in steps
+        ),
+        correlated=trace.correlated,
     )
+
+
+class _Trace:
+    """Records by their kind, and by what ties them together."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        by_kind: dict[str, list[Record]] = {"kernel": [], "collective": [], "copy": [], "call": []}
+        for each in records:
+            by_kind[each.kind].append(each)
+        self._call_of = {each.correlation: each for each in by_kind["call"] if each.correlation}
+        working = sorted([*by_kind["kernel"], *by_kind["collective"]], key=lambda each: each.start_s)
+        self._working = working
+        self._starts = [each.start_s for each in working]
+        self._copies = sorted(by_kind["copy"], key=lambda each: each.start_s)
+        self._call_starts = sorted(each.start_s for each in by_kind["call"])
+        self.compute = _union(by_kind["kernel"])
+        self.collectives = _union(by_kind["collective"])
+        self.busy = _union(working)
+        self.waits = _union([*filter(_is_a_wait, by_kind["call"]), *filter(None, map(self._blocked, self._copies))])
+        self._stream = Counter(each.stream for each in working).most_common(1)[0][0] if working else 0
+        self.correlated = any(each.correlation in self._call_of for each in [*working, *self._copies])
+
+    def calls_in(self, step: ActivitySpan) -> int:
+        """Calls of the runtime while the host issued a step."""
+        starts = self._call_starts
+        return bisect_right(starts, step.issue_ended_s) - bisect_left(starts, step.issue_begun_s)
+
+    def exposed_copies(self, step: ActivitySpan) -> tuple[float, list[Record]]:
+        """Seconds of a step in which the GPU was idle for copies that the step has issued, and those copies."""
+        own = [each for each in self._copies if self._issued_in(each, step)]
+        union = _Union((each.start_s, each.end_s) for each in own)
+        idle_s = 0.0
+        for begin_s, end_s in self.busy.gaps(step.begun_s, step.ended_s):
+            issued_s = step.issue_ended_s if end_s == step.ended_s else self._issued_s(end_s)
+            for start_s, stop_s in union.within(begin_s, end_s):
+                # with what comes next issued, or with a host that waits, the copy is what is left to wait for
+                idle_s += stop_s - start_s if issued_s <= stop_s else self.waits.covered_s(start_s, stop_s)
+        return idle_s, own
+
+    def _issued_s(self, start_s: float) -> float:
+        """When the kernel that starts then was issued: before all that was recorded, where its call is not there."""
+        call = self._call_of.get(self._working[bisect_left(self._starts, start_s)].correlation)
+        if call is not None:
+            return call.start_s
+        return float("-inf") if self.correlated else start_s
+
+    def _issued_in(self, copy: Record, step: ActivitySpan) -> bool:
+        """Whether a step has issued a copy: by its call, or by its place between the step's kernels on their stream."""
+        call = self._call_of.get(copy.correlation)
+        if call is not None:
+            return step.issue_begun_s <= call.start_s <= step.issue_ended_s
+        return copy.stream == self._stream and step.begun_s <= copy.start_s <= step.ended_s
+
+    def _blocked(self, copy: Record) -> Record | None:
+        """The call of a copy that came back only when the copy was done: one of pageable memory."""
+        call = self._call_of.get(copy.correlation)
+        blocked = call is not None and call.seconds > _SKEW_S and call.end_s >= copy.end_s - _SKEW_S
+        return call if blocked else None
+
+
+def _is_a_wait(call: Record) -> bool:
+    return _WAITS in call.name or call.name in _BLOCKING
+
+
+def _copies_of(copies: Sequence[Record], steps: int) -> StepCopies | None:
+    """The traffic of a mean step's copies, by the direction that takes longer."""
+    if not copies:
+        return None
+    seconds = {name: sum(each.seconds for each in copies if name in each.name) for name in ("HtoD", "DtoH")}
+    moved = sum(each.bytes for each in copies)
+    busy_s = sum(seconds.values())
+    both = min(seconds.values()) >= busy_s / 4
+    direction = "both" if both else "host to device" if seconds["HtoD"] >= seconds["DtoH"] else "device to host"
+    return StepCopies(
+        direction=direction,
+        seconds=busy_s / steps,
+        bytes=moved / steps if moved else None,
+        pageable=sum(each.seconds for each in copies if "Pageable" in each.name) >= busy_s / 2,
+    )
+
+
+def _union(records: Iterable[Record]) -> _Union:
+    return _Union((each.start_s, each.end_s) for each in records)
 
 
 class _Union:
@@ -130,6 +188,15 @@ class _Union:
                 break
             found.append((max(start, begin), min(stop, end)))
         return found
+
+    def gaps(self, begin: float, end: float) -> list[_Interval]:
+        """What no part covers between two times."""
+        found = []
+        for start, stop in self.within(begin, end):
+            if start > begin:
+                found.append((begin, start))
+            begin = stop
+        return [*found, (begin, end)] if end > begin else found
 
     def covered_s(self, begin: float, end: float) -> float:
         """How much between two times is covered."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from lightning_gpuopt.measurements.gpu import GpuTimes
@@ -44,9 +45,9 @@ _RETURN_SHARE: Final = 0.05
 _PAUSED_NS: Final = 1_000_000
 """A host that was stopped for so long in a step may have made that step longer on the GPU."""
 
-_HOST, _COPY, _STEP, _STEP_PART, _FORWARD, _BROADCAST, _VALIDATION = range(7)
+_HOST, _COPY, _STEP, _STEP_PART, _FORWARD, _BROADCAST, _VALIDATION, _CUT = range(8)
 """What lies between two events: what hooks have queued, if anything; the batch's copy; the step's own work (to its end,
-or a part of it); Lightning's broadcast; validation."""
+or a part of it); Lightning's broadcast; validation; the part of a hook before it waits for the GPU."""
 
 
 class Event(Protocol):
@@ -78,12 +79,26 @@ class HostWork(Protocol):
     def take_host_work(self) -> list[int]:
         """What the host has done since the last call: slot, when it ended, slot, when it ended ..."""
 
+    def cut(self) -> None:
+        """Let what the host does right now end here, and go on."""
+
     def name_of(self, slot: int) -> str:
         """What a slot stands for."""
 
     @property
     def pauses(self) -> PauseKinds:
         """Slots of what stops the host from outside."""
+
+
+@dataclass
+class _Cut:
+    """A hook in which the host waits for the GPU, from its beginning to where it was read so far."""
+
+    slot: int
+    drained_ns: float
+    length_ns: float = 0.0
+    idle_ns: float = 0.0
+    alone: bool = True
 
 
 def _turn_to(doing: int) -> Callable[[GpuClock], None]:
@@ -127,10 +142,15 @@ class GpuClock(StepObserver):
         self._forward_s: tuple[float, float] | None = None
         self._drained_by: int | str | None = None
         self._steps = 0
-        self._lengths_ns = [0.0] * 7
+        self._lengths_ns = [0.0] * 8
         self._compute_bound_ns = 0.0
-        self._queued_ns = 0.0
+        self._queued: dict[int | str, float] = {}
         self._idle: dict[int | str, float] = {}
+        # Hooks in which the host was seen to wait for the GPU, and their idle time with that seen and without.
+        self._waiting: set[int] = set()
+        self._cut: _Cut | None = None
+        self._looked_at: dict[int | str, float] = {}
+        self._looked_idle: dict[int | str, float] = {}
         self._exposed_by: dict[int | str, float] = {}
         self._pauses = host.pauses.kinds
         self._paused_ns: dict[str, float] = {}
@@ -176,9 +196,18 @@ class GpuClock(StepObserver):
             if self._validating:  # a long one must not fill the memory
                 self.read()
 
+    def host_waits(self) -> None:
+        """The host is about to wait for the GPU, outside of a step's own work: what it has queued before ends then."""
+        if self._doing == _HOST and not self._validating:
+            self._host.cut()
+            self._turn(_CUT)
+            self._doing = _HOST
+
     def _turn(self, doing: int) -> None:
         """Record an event: from here on the GPU does something else."""
         before, self._doing = self._doing, doing
+        if doing == _CUT:
+            before = _CUT
         work = self._host.take_host_work()
         if self._paused:
             return
@@ -233,10 +262,12 @@ class GpuClock(StepObserver):
             idle_ns = length_ns
         elif idle_ns < 0:
             idle_ns = 0.0
-        if kind == _HOST:
-            self._queued_ns += length_ns - idle_ns
+        if kind in (_HOST, _CUT):
+            self._add_queued(length_ns - idle_ns, work)
             if began_ns + _LAG_NS < drained_ns:  # it still had work: where did the host stand when that was done?
                 self._drained_by = self._waited_for(drained_ns, began_ns, work)
+            if self._waiting or kind == _CUT:
+                self._follow_waits(kind, length_ns, drained_ns, idle_ns, work)
             if idle_ns:
                 self._attribute(idle_ns, began_ns, work)
         elif kind == _BROADCAST:
@@ -262,6 +293,36 @@ class GpuClock(StepObserver):
                     self.spans.append(ActivitySpan(begun_ns / 1e9, self.read_to_s, *host_s, self._forward_s))
             return
         self._step_began_ns = (passed_ns - self._offset_ns, recorded_ns)
+
+    def _add_queued(self, queued_ns: float, work: Sequence[int]) -> None:
+        """Attribute work that was queued outside of a step to the first hook of those that ran, if one did."""
+        if queued_ns > 0 and work:
+            named = queued_ns >= _LAG_NS
+            slot = next((slot for slot in work[::2] if named and "." in self._host.name_of(slot)), work[0])
+            self._queued[slot] = self._queued.get(slot, 0.0) + queued_ns
+
+    def _follow_waits(
+        self, kind: int, length_ns: float, drained_ns: float, idle_ns: float, work: Sequence[int]
+    ) -> None:
+        """Compare the idle time of a hook that waits for the GPU with what it would be had that not been seen."""
+        cut, slots = self._cut, set(work[::2])
+        if kind == _CUT and cut is None:
+            self._cut = cut = _Cut(work[-2], drained_ns)
+            if "." in self._host.name_of(cut.slot):
+                self._waiting.add(cut.slot)
+        if cut is not None:
+            cut.length_ns += length_ns
+            cut.idle_ns += idle_ns
+            cut.alone = cut.alone and slots == {cut.slot}
+        if kind == _HOST:
+            self._cut = None
+            if cut is not None and cut.alone:
+                unseen_ns = min(max(self._recorded_ns - cut.drained_ns, 0.0), cut.length_ns)
+                for given, value in ((self._looked_at, unseen_ns), (self._looked_idle, cut.idle_ns)):
+                    given[cut.slot] = given.get(cut.slot, 0.0) + value
+            waited = self._waiting & slots
+            if waited:
+                self._drained_by = waited.pop()
 
     def _attribute(self, idle_ns: float, began_ns: int, work: Sequence[int]) -> None:
         """Hand idle time out backwards over what the host did, each at most as long as it took."""
@@ -334,10 +395,12 @@ class GpuClock(StepObserver):
             compute_s=lengths_s[_STEP] + lengths_s[_STEP_PART] + lengths_s[_FORWARD],
             compute_bound_s=self._compute_bound_ns / 1e9,
             copy_s=lengths_s[_COPY],
-            queued_s=self._queued_ns / 1e9,
             forward_s=lengths_s[_FORWARD],
             wait_s=lengths_s[_BROADCAST],
             validation_s=lengths_s[_VALIDATION],
+            queued=self._named(self._queued),
+            looked_at=self._named(self._looked_at),
+            looked_idle=self._named(self._looked_idle),
             idle=self._named(self._idle),
             exposed_by=self._named(self._exposed_by),
             paused={kind: ns / 1e9 for kind, ns in self._paused_ns.items()},

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
+import tempfile
 import time
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from lightning_gpuopt.compat.torch_internals import profiler_is_enabled, profiler_records
+from lightning_gpuopt.compat.torch_internals import profiler_is_enabled
 from lightning_gpuopt.measurements.gpu import StepLook
-from lightning_gpuopt.timeline.activity import Activity, ActivitySpan, kind_of, look_of
+from lightning_gpuopt.timeline.activity import ActivitySpan, look_of
+from lightning_gpuopt.timeline.records import Record, records_of
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,7 @@ class ProfilerLook:
         self._profiler: Any = None
         self._steps = min(max(_STEPS, rhythm), _MAX_STEPS)
         self._left = _WARMUP_STEPS + self._steps
+        self._began_s = 0.0
         self.recorded_s = (0.0, 0.0)
 
     @property
@@ -73,6 +78,7 @@ class ProfilerLook:
             profiler = torch.profiler.profile(activities=activities, schedule=schedule)
             OURS.add(profiler)
             profiler.start()
+            self._began_s = time.perf_counter()
         except Exception as error:  # whatever CUPTI, or another profiler that holds it, does not like
             raise CannotLookError(f"{type(error).__name__}: {error}") from error
         self._profiler = profiler
@@ -103,18 +109,23 @@ class ProfilerLook:
         """What was recorded.
 
         Args:
-            spans: steps, in seconds of ``time.perf_counter``; those outside of the recording are left out.
+            spans: steps, in seconds of ``time.perf_counter``; those outside of the recording are left out, and those
+                that were issued before it began: their kernels are not in it.
 
         Raises:
             CannotLookError: there is no record of these steps: CUPTI may be in another tool's hands.
         """
         profiler, self._profiler = self._profiler, None
         begin_s, end_s = self.recorded_s
-        steps = [each for each in spans if begin_s <= each.begun_s and each.ended_s <= end_s]
+        steps = [
+            each
+            for each in spans
+            if begin_s <= each.begun_s and each.ended_s <= end_s and each.issue_begun_s >= self._began_s
+        ]
         if not steps:
             raise CannotLookError("the GPU ran none of the recorded steps meanwhile: the host is too far ahead of it")
         try:
-            look = look_of(_activities_of(profiler, begin_s), steps)
+            look = look_of(_records(profiler), steps)
         except Exception as error:
             raise CannotLookError(f"{type(error).__name__}: {error}") from error
         if look is None:
@@ -137,38 +148,25 @@ def refuse_beside_another() -> None:
     Raises:
         CannotLookError: it has one.
     """
-    kind = torch.profiler.profile
-    if profiler_is_enabled() or any(
-        isinstance(kind, type) and issubclass(type(each), kind) and each not in OURS for each in gc.get_objects()
-    ):
+    kinds = {torch.profiler.profile, *_subclasses_of(torch.profiler.profile)}
+    # an object refers to its class: that asks the collector once, in C, and not each of a million objects
+    if profiler_is_enabled() or any(type(each) in kinds and each not in OURS for each in gc.get_referrers(*kinds)):
         raise CannotLookError("the program has a torch.profiler of its own")
 
 
-def _activities_of(profiler: Any, begin_s: float) -> list[Activity]:
-    """The profiler's records on the clock of ``time.perf_counter``.
-
-    The times of its raw records are those of ``time.time_ns``. Where torch has none, the public ``events()`` stand in,
-    which count from the beginning of the recording.
-    """
-    on_device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
-    if (records := profiler_records(profiler)) is not None:
-        to_perf_s = time.perf_counter() - time.time_ns() / 1e9
-        raw = (
-            (each.name(), each.device_type() == on_device, each.start_ns() / 1e9 + to_perf_s, each.duration_ns() / 1e9)
-            for each in records
-        )
-    else:
-        raw = (
-            (each.name, each.device_type == on_device, begin_s + each.time_range.start / 1e6, _length_s(each))
-            for each in profiler.events()
-            if not getattr(each, "is_user_annotation", False)
-        )
-    return [
-        Activity(kind, start_s, start_s + length_s)
-        for name, device, start_s, length_s in raw
-        if (kind := kind_of(name, on_device=device)) is not None
-    ]
+def _subclasses_of(kind: Any) -> list[type]:
+    """All classes that derive from one; none where something else stands in for it."""
+    if not isinstance(kind, type):
+        return []
+    direct: list[type] = kind.__subclasses__()
+    return [*direct, *(each for one in direct for each in _subclasses_of(one))]
 
 
-def _length_s(event: Any) -> float:
-    return float(event.time_range.end - event.time_range.start) / 1e6
+def _records(profiler: Any) -> list[Record]:
+    """The profiler's records on the clock of ``time.perf_counter``; the trace's own is that of ``time.time_ns``."""
+    to_perf_s = time.perf_counter() - time.time_ns() / 1e9
+    with tempfile.TemporaryDirectory(prefix="lightning-gpuopt-") as folder:
+        path = Path(folder) / "look.json"
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_bytes())
+    return records_of(trace, torch.cuda.current_device(), to_perf_s)

@@ -313,7 +313,9 @@ class Timeline(SlotClock):
         return slot
 
     def _host_span(self, slot: int) -> Span:
-        return Span(self, slot) if self._host_work is None else HostSpan(self, slot)
+        if self._host_work is None:
+            return Span(self, slot)
+        return HostSpan(self, slot, rare=slot in self.slots_between_steps and slot in self._hooks)
 
     def _batch_hook_slot(self, action: str) -> int:
         if len(self._ns) >= _MAX_ACTIONS:

@@ -124,6 +124,14 @@ class SlotClock:
             return "other"
         return self._hooks.get(slot) or self._batch_hooks.get(slot) or SIGNAL_BROADCAST
 
+    def cut(self) -> None:
+        """Keep the order of what the host does to this very moment, in the middle of a span."""
+        if self._host_work is not None:
+            now = self._clock_ns()
+            self._ns[self._current] += now - self.last_ns
+            self._host_work += (self._current, now)
+            self.last_ns = now
+
     def _become(self, slot: int) -> None:
         """Let the open span go on in another slot."""
         self._current = slot

@@ -56,12 +56,19 @@ class Span:
 
 
 class HostSpan(Span):
-    """A hook, a logger call or a fetch under a GPU's clock: where it is long, the observer is called at both ends."""
+    """A hook, a logger call or a fetch under a GPU's clock: where it is long, the observer is called at both ends.
 
-    __slots__ = ("began_ns", "long")
+    Args:
+        timeline: whose time it is.
+        slot: where it goes.
+        rare: whether it is no part of a step: then the observer is always called, since it may queue much work at once.
+    """
 
-    def __init__(self, timeline: SlotClock, slot: int) -> None:
+    __slots__ = ("began_ns", "long", "rare")
+
+    def __init__(self, timeline: SlotClock, slot: int, *, rare: bool = False) -> None:
         super().__init__(timeline, slot)
+        self.rare = rare
         self.long = True  # until it was seen to be short
 
     def __enter__(self) -> None:
@@ -74,7 +81,7 @@ class HostSpan(Span):
     def __exit__(self, *exception: object) -> None:
         timeline = self.timeline
         Span.__exit__(self)
-        long = timeline.last_ns - self.began_ns >= _LONG_NS
+        long = self.rare or timeline.last_ns - self.began_ns >= _LONG_NS
         if long or self.long:
             timeline._observer.host_work_ends()
         self.long = long

@@ -3,6 +3,7 @@
 CUDA builds of torch can warn at each such call (``torch.cuda.set_sync_debug_mode``). The mode is on for a few steps,
 once, and then as it was; the warnings are counted and not shown. A call counts as the user's when it was made by the
 user's code inside the step, directly or through torch; what Lightning or torch do by themselves is counted apart.
+The mode does not know ``torch.cuda.synchronize()`` and its like: those are replaced for as long.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import wraps
 from types import FrameType
 from typing import Any, Final
 
 import torch
 
+from lightning_gpuopt.compat.dynamo import has_compiled
 from lightning_gpuopt.measurements.code_location import Call
 from lightning_gpuopt.measurements.gpu import SyncSighting
 from lightning_gpuopt.timeline.frames import library_folders, name_of
@@ -39,6 +43,13 @@ _Warning = tuple[Warning | str, type[Warning], str, int]
 """Message, category, file and line."""
 
 
+_SYNCHRONIZES: Final = (
+    (lambda: torch.cuda, "synchronize"),
+    (lambda: torch.cuda.Stream, "synchronize"),
+    (lambda: torch.cuda.Event, "synchronize"),
+)
+
+
 class SyncLook:
     """Counts synchronizing calls inside a few steps.
 
@@ -47,6 +58,7 @@ class SyncLook:
         inside: whether the step's own work is being issued right now.
         get_mode: reads the debug mode; torch's by default.
         set_mode: sets it.
+        outside: called before a synchronizing call elsewhere on the thread that began the look.
     """
 
     def __init__(
@@ -55,10 +67,13 @@ class SyncLook:
         inside: Callable[[], bool] = lambda: True,
         get_mode: Callable[[], int] | None = None,
         set_mode: Callable[[int | str], None] | None = None,
+        outside: Callable[[], object] = lambda: None,
     ) -> None:
         self.steps = steps
         self._left = steps
         self._inside = inside
+        self._outside = outside
+        self._replaced = ExitStack()
         self._get_mode = get_mode or torch.cuda.get_sync_debug_mode
         self._set_mode = set_mode or torch.cuda.set_sync_debug_mode
         self._mode_before: int | None = None
@@ -81,6 +96,9 @@ class SyncLook:
         warnings.simplefilter("always")
         warnings.showwarning = self._seen
         self._set_mode("warn")
+        if not has_compiled():  # else compiled code may be compiled anew
+            for owner, name in _SYNCHRONIZES:
+                self._replace(owner(), name)
 
     def step_done(self) -> bool:
         """Count a step; True when the look is over."""
@@ -98,6 +116,7 @@ class SyncLook:
         if catcher is None:
             return
         try:
+            self._replaced.close()
             if self._mode_before is not None:
                 self._set_mode(self._mode_before)
         finally:
@@ -119,10 +138,38 @@ class SyncLook:
             return
         if _WORDS not in text:
             self._others.setdefault((text, category, filename, lineno), (message, category, filename, lineno))
-        elif threading.get_ident() == self._thread and self._inside():
-            place = place_of(sys._getframe(1), filename, lineno)
-            if place is not None:
-                self._places[place] += 1
+        else:
+            self._count(sys._getframe(1), filename, lineno)
+
+    def _count(self, frame: FrameType, filename: str, lineno: int) -> None:
+        """A synchronizing call is about to be made."""
+        if threading.get_ident() != self._thread:
+            return
+        if not self._inside():
+            self._outside()
+            return
+        place = place_of(frame, filename, lineno)
+        if place is not None:
+            self._places[place] += 1
+
+    def _replace(self, owner: Any, name: str) -> None:
+        """Count the calls of a function that waits for the GPU, of which the debug mode does not warn."""
+        function = owner.__dict__.get(name)
+        if not callable(function):
+            return
+
+        @wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1)
+            self._count(caller, caller.f_code.co_filename, caller.f_lineno)
+            return function(*args, **kwargs)
+
+        def put_back() -> None:
+            if owner.__dict__.get(name) is counted:
+                setattr(owner, name, function)
+
+        setattr(owner, name, counted)
+        self._replaced.callback(put_back)
 
 
 def place_of(frame: FrameType | None, filename: str, lineno: int) -> Call | None:

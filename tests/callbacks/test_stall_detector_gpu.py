@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,131 +17,26 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from torch.utils.data import DataLoader
 
-from lightning_gpuopt import GpuUtilMonitor, NumWorkersFinder, StallDetector, StallError, StallReport
-from lightning_gpuopt.detector import device_watch
-from lightning_gpuopt.detector.device_watch import DeviceWatch
+from lightning_gpuopt import GpuUtilMonitor, NumWorkersFinder, StallDetector, StallError
 from lightning_gpuopt.detector.kernel_profiling import Profile
-from lightning_gpuopt.telemetry import nvml_thread
-from tests.callbacks.gpu_rank import Bar, Samples
+from tests.callbacks.gpu_fit import MANY_KERNELS, STEP, STEPS, WARMUP_STEPS, At, Stretch, causes, fit, follow, module
+from tests.callbacks.gpu_rank import Bar
 from tests.callbacks.stalls import OF_WORKERS
-from tests.helpers import BROADCASTS, RecordingLogger, wait_for
+from tests.helpers import BROADCASTS, RecordingLogger
 from tests.ranks import run_ranks
 from tests.simulators.gpu import (
-    NvmlFollower,
     SimulatedGpu,
     SimulatedModule,
     Step,
     Work,
     rank_environment,
-    simulated_gpu,
 )
 from tests.simulators.nvml import Gpu, Simulator
 from tests.simulators.simulated_time import SimulatedTime
 from tests.standstill import of_ranks, undisturbed
 
 in_matrix = partial(pytest.param, marks=pytest.mark.matrix)
-
-STEPS, WARMUP_STEPS = 45, 5
-EACH_READING = "nvmlDeviceGetUtilizationRates"
-STEP = Step(Work(0.01, kernels=4, host_s=0.002), Work(0.02, kernels=4, host_s=0.002))
-MANY_KERNELS = Step(Work(0.004, kernels=20, host_s=0.016), Work(0.004, kernels=20, host_s=0.016))
-
-
-@pytest.fixture
-def gpu(simulated_time: SimulatedTime) -> Iterator[SimulatedGpu]:
-    with simulated_gpu(simulated_time, copy_s=0.0005) as device:
-        yield device
-
-
-@pytest.fixture
-def real_gpu() -> Iterator[SimulatedGpu]:
-    """For loaders with workers, whose time is real."""
-    with simulated_gpu(copy_s=0.0005) as device:
-        yield device
-
-
-@pytest.fixture
-def nvml(simulator: Simulator, simulated_time: SimulatedTime, monkeypatch: pytest.MonkeyPatch) -> Simulator:
-    """NVML whose readings go by the simulated time: four a second."""
-    monkeypatch.setitem(DeviceWatch.__init__.__kwdefaults__, "clock", simulated_time)
-    monkeypatch.setattr(device_watch, "_READ_EVERY_S", 2e-3)
-    monkeypatch.setattr(nvml_thread, "_WAIT_PER_CPU_S", 0.0)
-
-    def let_it_be_read() -> None:
-        for thread in threading.enumerate():
-            if thread.name == "gpuopt-gpu-sampler":
-                enough = simulator.calls(EACH_READING) + 2
-                wait_for(lambda: simulator.calls(EACH_READING) >= enough or not thread.is_alive())  # noqa: B023
-
-    simulated_time.every(0.25, let_it_be_read)
-    return simulator
-
-
-def follow(gpu: SimulatedGpu, nvml: Simulator, clock: SimulatedTime) -> None:
-    """Let NVML's figures be what the device does."""
-    follower = NvmlFollower(gpu.ledger, clock, nvml)
-    follower.update()
-    clock.every(0.05, follower.update)
-
-
-class Stretch(Callback):
-    """When the first and the last step after the warm-up ended, by the host's clock."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.ends.append(time.perf_counter())
-
-
-class At(Callback):
-    """Calls a function in one hook."""
-
-    def __init__(self, hook: str, function: Callable[[], object]) -> None:
-        setattr(self, hook, lambda *args: function() and None)
-
-
-def fit(
-    gpu: SimulatedGpu,
-    folder: Path,
-    model: SimulatedModule,
-    *callbacks: Callback,
-    steps: int = STEPS,
-    detector: StallDetector | None = None,
-    profile: Profile = "auto",
-    **trainer: Any,
-) -> StallReport:
-    detector = detector or StallDetector(
-        on_stall="ignore", window_size=20, warmup_steps=WARMUP_STEPS, report_dir=folder, profile=profile
-    )
-    defaults: dict[str, Any] = {
-        "max_steps": steps,
-        "max_epochs": -1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "limit_val_batches": 0,
-        "default_root_dir": folder,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        Trainer(**gpu.trainer_arguments(), callbacks=[*callbacks, detector], **(defaults | trainer)).fit(model)
-    return detector.report
-
-
-def module(gpu: SimulatedGpu, step: Step = STEP, *, sample_s: float | None = None, workers: int = 0) -> SimulatedModule:
-    model = SimulatedModule(gpu, step, batches=10_000)
-    if sample_s is not None:
-        loader = DataLoader(Samples(sample_s), batch_size=2, num_workers=workers, persistent_workers=workers > 0)
-        model.train_dataloader = lambda: loader  # type: ignore[method-assign]
-    return model
-
-
-def causes(report: StallReport) -> list[str]:
-    return [finding.cause for finding in report.findings]
 
 
 class TestVerdicts:
@@ -492,8 +387,8 @@ class TestWhenThingsGoWrong:
 
     def test_no_nvml(self, gpu: SimulatedGpu, simulator: Simulator, tmp_path: Path) -> None:
         simulator.machine()
-        report = fit(gpu, tmp_path, module(gpu, MANY_KERNELS))
-        assert report.findings == []
+        report = fit(gpu, tmp_path, module(gpu))
+        assert (report.verdict, report.findings) == ("compute_bound", [])
         assert any(note.startswith("no GPU figures") for note in report.notes)
 
     def test_without_the_gpus_times_the_hosts_prove_nothing(self, gpu: SimulatedGpu, tmp_path: Path) -> None:

@@ -20,6 +20,15 @@ def test_it_does_not_load_the_tracer() -> None:
     assert done.stdout == "False {}\n"
 
 
+def test_it_knows_whether_anything_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compile(lambda values: values - 1, backend="eager")(torch.ones(3))
+    assert dynamo.has_compiled()
+    monkeypatch.setattr(torch._dynamo.utils, "counters", {})
+    assert not dynamo.has_compiled()
+    monkeypatch.setattr(torch._dynamo.utils, "counters", None)
+    assert dynamo.has_compiled()
+
+
 def test_it_is_told_of_compilations_until_it_is_undone() -> None:
     events: list[str] = []
     undo = dynamo.watch_compilations(lambda *of_torch: events.append("begin"), lambda *of_torch: events.append("end"))

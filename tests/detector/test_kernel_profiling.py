@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -31,9 +32,9 @@ class FakeSyncLook:
     is_taken = False
     error: Exception | None = None
 
-    def __init__(self, inside: Callable[[], bool]) -> None:
+    def __init__(self, inside: Callable[[], bool], outside: Callable[[], None]) -> None:
         self.left = SYNC_STEPS
-        self.inside = inside
+        self.inside, self.outside = inside, outside
 
     def begin(self) -> None:
         if self.error is not None:
@@ -87,15 +88,23 @@ class Clock:
         self.in_step = True
         self.spans: list[Any] | None = None
         self.read_to_s = 0.0
+        self.waits = 0
+
+    def host_waits(self) -> None:
+        self.waits += 1
 
 
 class Device:
     def __init__(self) -> None:
         self.clock = Clock()
         self.said = IDLE
+        self.is_drained = True
 
     def state(self) -> DeviceState:
         return self.said
+
+    def drained(self) -> bool:
+        return self.is_drained
 
 
 class Run:
@@ -121,7 +130,7 @@ class Run:
             batches_left=lambda: self.steps_left,
             rank=rank,
             several_ranks=ranks > 1,
-            rhythm=rhythm,
+            rhythm=lambda: rhythm,
             is_taken=lambda: self.taken,
         )
 
@@ -196,6 +205,13 @@ class TestSynchronizingCalls:
         run.device.said = BUSY
         assert bool(run.step(SETTLED).begun) is begins
 
+    @pytest.mark.parametrize(("hook", "begins"), [("Metric.on_train_batch_end", True), ("data_wait", False)])
+    def test_where_hooks_seem_to_leave_the_gpu_idle(self, hook: str, begins: bool) -> None:
+        run = Run()
+        run.gpu = GpuTimes(steps=100, compute_s=9.0, compute_bound_s=0.2, idle={hook: 1.0})
+        run.device.said = BUSY
+        assert bool(run.step(SETTLED).begun) is begins
+
     @pytest.mark.parametrize("rank", [0, 1])
     def test_on_several_ranks_at_the_same_step_whatever_was_seen(self, rank: int) -> None:
         run = Run(rank=rank, ranks=2)
@@ -220,6 +236,8 @@ class TestSynchronizingCalls:
         assert look.inside() is True
         run.device.clock.in_step = False
         assert look.inside() is False
+        look.outside()
+        assert run.device.clock.waits == 1
 
     def test_the_programs_own_debug_mode_is_left(self) -> None:
         FakeSyncLook.is_taken = True
@@ -270,6 +288,16 @@ class TestKernelsOnOneRank:
         run = Run(left=60, rhythm=8)
         assert run.step(60).begun[1:] == [(60 - (WARMUP + 8) - SPARE, "profiler 9")]
 
+    def test_where_it_is_on_without_a_reason_in_the_last_steps(self) -> None:
+        run = Run("on", left=60)
+        run.gpu, run.device.said = AHEAD, BUSY
+        assert run.step(60).begun == [(60 - self.LASTS - SPARE, "profiler 4")]
+
+    def test_or_after_a_hundred_steps_where_no_end_is_foreseen(self) -> None:
+        run = Run("on")
+        run.gpu, run.device.said = AHEAD, BUSY
+        assert run.step(150).begun == [(100, "profiler 4")]
+
     def test_never_where_no_end_is_foreseen(self) -> None:
         run = Run(left=None)
         assert run.step(200).what == ["syncs"]
@@ -293,11 +321,20 @@ class TestKernelsOnOneRank:
         assert run.step(30).begun == [(SETTLED, "syncs"), (11, "profiler 4")]  # the first window has ended
         assert not run.looks.missed
 
-    @pytest.mark.parametrize("profile", ["auto", "on"])
-    def test_not_of_a_gpu_that_is_busy(self, profile: Profile) -> None:
+    def test_not_where_the_host_is_ahead_of_a_gpu_that_is_busy(self) -> None:
+        run = Run(left=60)
+        run.gpu, run.device.said = AHEAD, BUSY
+        assert run.step(60).what == []
+        assert (run.looks.missed, run.looks.notes) == (False, [])
+
+    @pytest.mark.parametrize(("profile", "recorded"), [("auto", 1), ("off", 0)])
+    def test_where_the_events_leave_it_open_what_nvml_says_is_no_reason_not_to(
+        self, profile: Profile, recorded: int
+    ) -> None:
         run = Run(profile, left=60)
         run.device.said = BUSY
-        assert run.step(60).what == ["syncs"]
+        run.step(60)
+        assert run.what.count("profiler 4") == recorded
         assert (run.looks.missed, run.looks.notes) == (False, [])
 
     def test_reason_that_was_there_once_is_enough(self) -> None:
@@ -308,10 +345,10 @@ class TestKernelsOnOneRank:
 
     def test_reason_is_also_looked_for_when_the_last_steps_come(self) -> None:
         run = Run(left=18)
-        run.device.said = BUSY
+        run.gpu, run.device.said = AHEAD, BUSY
         run.step(10)
-        run.device.said = IDLE
-        assert run.step(8).begun[1:] == [(12, "profiler 4")]
+        run.gpu, run.device.said = BEHIND, IDLE
+        assert (12, "profiler 4") in run.step(8).begun
 
     def test_a_trace_is_waited_for(self) -> None:
         run = Run("on")
@@ -387,6 +424,23 @@ class TestRecording:
         assert FakeProfilerLook.events == ["profiler ended"]
         assert (run.looks.look, run.looks.recording, run.device.clock.spans) == (None, False, None)
         assert run.looks.pending is False
+
+    def test_a_gpu_that_never_finishes_is_not_waited_for(self) -> None:
+        run = self.recorded().step(2)
+        run.device.is_drained = False
+        run.looks.finish()
+        assert FakeProfilerLook.events == []
+        assert run.looks.notes == [
+            "The GPU did not finish its work: torch.profiler, which waits for it, was not stopped."
+        ]
+
+    def test_records_that_tie_nothing_together_are_a_note(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(FakeProfilerLook, "read", lambda self, spans: replace(LOOKED, correlated=False))
+        run = self.recorded().step(4)
+        run.looks.finish()
+        assert run.looks.notes[0] == (
+            "torch.profiler's records do not tell which call issued what: copies inside the step were not told apart."
+        )
 
     @pytest.mark.parametrize("where", ["begin", "step_done", "read"])
     def test_a_profiler_that_fails_is_a_note_and_not_tried_again(self, where: str) -> None:
@@ -478,7 +532,7 @@ class TestTimeForATrace:
         assert run.step(4).looks.leaves_time_for(1)
 
     def test_where_a_look_may_come_at_any_time_it_waits(self) -> None:
-        assert Run("on", left=8).step(5).looks.leaves_time_for(100)
+        assert Run("on").step(5).looks.leaves_time_for(100)
 
     def test_after_the_look_there_is_to_the_end(self) -> None:
         run = Run(left=60)

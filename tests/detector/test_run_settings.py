@@ -17,7 +17,8 @@ from lightning_gpuopt import StallDetector, StallReport
 from lightning_gpuopt.detector import run_settings
 from lightning_gpuopt.detector.run_settings import RunSettingsWatch
 from lightning_gpuopt.diagnosis.record import Hint
-from tests.callbacks.test_stall_detector_gpu import follow, nvml  # noqa: F401
+from tests.callbacks.conftest import nvml  # noqa: F401
+from tests.callbacks.gpu_fit import follow
 from tests.helpers import TinyModel, tiny_trainer
 from tests.simulators.gpu import SimulatedGpu, SimulatedModule, Step, Work, simulated_gpu
 from tests.simulators.nvml import Gpu, Simulator

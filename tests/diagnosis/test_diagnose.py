@@ -86,7 +86,10 @@ class TestGpu:
         assert (finding.cause, finding.evidence["exposed_by"]) == ("slow_storage", "TQDM.on_train_batch_end")
 
     def test_augmentation_on_the_gpu_is_work(self) -> None:
-        assert find(times(transfer=1.5), gpu=gpu(compute_s=8.4, queued_s=1.5, copy_s=0.1)) == []
+        assert (
+            find(times(transfer=1.5), gpu=gpu(compute_s=8.4, queued={"Net.on_after_batch_transfer": 1.5}, copy_s=0.1))
+            == []
+        )
 
     def test_a_hook_before_the_step_is_a_callback(self) -> None:
         (finding,) = find(times(), gpu=gpu(compute_s=5.0, idle={"Slow.on_train_batch_start": 5.0}))

@@ -367,3 +367,51 @@ def test_clocks_that_drift_apart_are_aligned_again(rig: Rig, ppm: int) -> None:
         rig.step(fetch=10, compute=990, hook=rig.sync)
     times = rig.finish()
     assert times.idle["data_wait"] == pytest.approx(10.0, rel=0.02)
+
+
+def test_a_hook_that_waits_for_its_own_kernels_is_work_where_its_wait_was_seen(rig: Rig) -> None:
+    def metric(*, seen: bool) -> None:
+        rig.kernel(8)
+        rig.host(0.1)
+        if seen:
+            rig.clock.host_waits()
+        rig.sync()
+        rig.host(2)
+
+    for index in range(20):
+        rig.step(compute=10, issue=1, hook=lambda seen=index in (5, 6): metric(seen=seen))  # type: ignore[misc]
+        rig.sync()
+    times = rig.finish()
+    name = "Bar.on_train_batch_end"
+    # the GPU still has the step's work to do when the hook begins: without the wait seen it is idle from then on
+    assert times.looked_at[name] == pytest.approx(2 * 0.010, rel=0.01)
+    assert times.looked_idle[name] == pytest.approx(2 * 0.002, rel=0.01)
+    assert times.idle[name] == pytest.approx(18 * 0.010 + 2 * 0.002, rel=0.01)
+
+
+def test_what_follows_a_hook_that_waits_is_exposed_by_it(rig: Rig) -> None:
+    def metric() -> None:
+        rig.kernel(1)
+        rig.clock.host_waits()
+        rig.sync()
+
+    for _ in range(10):
+        rig.step(fetch=5, compute=10, issue=1, hook=metric)
+    assert rig.finish().exposed_by["Bar.on_train_batch_end"] == pytest.approx(9 * 0.005, rel=0.2)
+
+
+def test_a_wait_inside_a_step_is_no_part_of_a_hook(rig: Rig) -> None:
+    with rig.timeline.span("run_training_batch"):
+        rig.kernel(5)
+        rig.clock.host_waits()
+        rig.sync()
+    assert rig.finish().looked_at == {}
+
+
+def test_work_that_a_rare_hook_queues_is_its_own_however_short_it_is(rig: Rig) -> None:
+    for _ in range(4):
+        for _ in range(5):
+            rig.step(compute=10, issue=1)
+        rig.does("[Callback]Ema.on_train_epoch_end", lambda: rig.kernel(100))
+    queued = rig.finish().queued
+    assert queued["Ema.on_train_epoch_end"] == pytest.approx(0.4, rel=0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -247,6 +248,7 @@ def inside_the_step(measurement: Measurement) -> Iterator[Candidate]:
         build = _one_cpu
     yield waterfall.share(waterfall.launch_s), lambda: build(measurement, waterfall)
     yield waterfall.share(waterfall.sync_s), lambda: _gpu_sync(measurement, waterfall)
+    yield waterfall.share(waterfall.copies_s), lambda: _device_copies(measurement, waterfall)
 
 
 def _retries_a_step(measurement: Measurement) -> float:
@@ -312,6 +314,26 @@ def _gpu_sync(measurement: Measurement, waterfall: Waterfall) -> Finding:
     return finding_of(
         "gpu_sync", waterfall.sync_s, measurement, evidence, CAUSES["gpu_sync"].advice.format(where=where)
     )
+
+
+def _device_copies(measurement: Measurement, waterfall: Waterfall) -> Finding:
+    seconds, cases = waterfall.copies_s, CAUSES["device_copies"].cases
+    evidence, advice = _inside_evidence(seconds, measurement), CAUSES["device_copies"].advice
+    copies = measurement.look.copies if measurement.look is not None else None
+    direction = copies.direction if copies is not None else "host to device"
+    if copies is not None:
+        evidence["direction"] = direction
+        evidence["copies_ms_per_step"] = round(copies.seconds * 1e3, 3)
+        if copies.bytes is not None:
+            evidence["bytes_per_step"] = round(copies.bytes)
+            evidence["gb_per_s"] = round(copies.bytes / copies.seconds / 1e9, 2)
+        advice = {"both": cases["both"], "device to host": cases["to_host"]}.get(direction, advice)
+        advice += cases["pageable"] if copies.pageable else ""
+    words = direction.replace("host", "the host").replace("device", "the device")
+    # a copy can be hidden behind the rest of the step, no more
+    rest_s = max((waterfall.step_s or 0.0) * waterfall.steps - seconds, 0.0)
+    finding = finding_of("device_copies", min(seconds, rest_s), measurement, evidence, advice.format(direction=words))
+    return replace(finding, share=waterfall.share(seconds))
 
 
 def signal_broadcast(measurement: Measurement) -> Iterator[Candidate]:

@@ -221,6 +221,22 @@ _ALL: Final = (
         },
     ),
     Cause(
+        "device_copies",
+        "The GPU waits for copies between host and device that the step itself makes.",
+        "The step itself copies from {direction}, and the GPU computes nothing meanwhile: keep what it needs on the "
+        "device, or copy it early enough, from pinned memory with non_blocking=True on a stream of its own.",
+        group="step",
+        cases={
+            "to_host": "The step itself copies from {direction}, and the GPU computes nothing meanwhile: keep results "
+            "on the device, copy them every n steps, or into pinned memory with non_blocking=True.",
+            "both": "The step itself copies to the host and back, as an offloaded optimizer or parameters do, and the "
+            "GPU computes nothing meanwhile: offload less, accumulate gradients over more batches "
+            "(accumulate_grad_batches), so that it is done more rarely, or have the copies overlap.",
+            "pageable": " They are copies of pageable memory, which are slower and block the host: pin it "
+            "(tensor.pin_memory()).",
+        },
+    ),
+    Cause(
         "launch_bound",
         "The GPU finishes kernels faster than the host starts them.",
         "The GPU finishes kernels faster than the host starts them: use larger batches, torch.compile "

@@ -52,6 +52,7 @@ class Operation:
         "kind",
         "mark",
         "name",
+        "nbytes",
         "number",
         "ranks",
         "seconds",
@@ -62,7 +63,7 @@ class Operation:
         self.kind, self.issued_s, self.seconds, self.mark = kind, issued_s, seconds, mark
         self.name = ""
         self.engine: Engine | None = None
-        self.correlation = self.thread = self.number = self.address = 0
+        self.correlation = self.thread = self.number = self.address = self.nbytes = 0
         self.ranks: tuple[int, ...] = ()
 
 
@@ -166,6 +167,7 @@ class Device:
         *,
         pinned: bool = True,
         address: int = 0,
+        nbytes: int = 0,
     ) -> None:
         """Queue a copy; one of pageable memory blocks the host until it is done."""
         stream = stream or self.current
@@ -173,7 +175,7 @@ class Device:
         begin_s = self.clock()
         operation = Operation(_WORK, begin_s, seconds)
         operation.name = f"Memcpy HtoD ({host} -> Device)" if direction == "h2d" else f"Memcpy DtoH (Device -> {host})"
-        operation.engine, operation.address = self._copy[direction], address
+        operation.engine, operation.address, operation.nbytes = self._copy[direction], address, nbytes
         if self.tracer is not None:
             self._traced(operation, "", begin_s)
         self._push(stream, operation)
@@ -395,6 +397,7 @@ class Device:
             operation.correlation,
             operation.thread,
             operation.address,
+            operation.nbytes,
         )
         self.ledger.add(activity)
         if self.tracer is not None:

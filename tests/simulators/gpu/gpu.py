@@ -108,11 +108,11 @@ class SimulatedGpu(Device):
         if not non_blocking:
             self.synchronizing_call()
         seconds = self._batch_share()
+        nbytes = source.numel() * source.element_size()
         if seconds is None:
-            nbytes = source.numel() * source.element_size()
             seconds = nbytes / (self.bandwidth if pinned else self.pageable_bandwidth)
         if seconds > 0:
-            self.copy(seconds, "h2d", pinned=pinned, address=address)
+            self.copy(seconds, "h2d", pinned=pinned, address=address, nbytes=nbytes)
         if pinned and not non_blocking:
             self.wait_for(self.record(), "copy")
 
@@ -121,7 +121,8 @@ class SimulatedGpu(Device):
         if not non_blocking:
             self.synchronizing_call()
             self.finish_host_work()
-        self.copy(self.item_s + target.nbytes / self.bandwidth, "d2h", pinned=non_blocking)
+        seconds = self.item_s + target.nbytes / self.bandwidth
+        self.copy(seconds, "d2h", pinned=non_blocking, nbytes=target.nbytes)
 
     def _batch_share(self) -> float | None:
         """The first tensor of a batch takes the time of all of them."""

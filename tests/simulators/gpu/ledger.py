@@ -26,6 +26,8 @@ class Activity(NamedTuple):
     thread: int
     address: int = 0
     """Of a copy to the device: where it writes; 0: somewhere of its own."""
+    nbytes: int = 0
+    """Of a copy; 0: not told."""
 
 
 class Wait(NamedTuple):

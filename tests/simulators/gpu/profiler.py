@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tests.simulators.gpu.gpu import SimulatedGpu
 
 _CATEGORY = {"kernel": "kernel", "collective": "kernel", "copy": "gpu_memcpy"}
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_user_annotation", "cuda_sync")
 _EVENT_ARGUMENTS = set(inspect.signature(FunctionEvent.__init__).parameters)
 _RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
@@ -57,10 +58,11 @@ class _Record:
     resource: int
     thread: int
     correlation: int
+    nbytes: int = 0
 
     @property
     def on_device(self) -> bool:
-        return self.category in ("kernel", "gpu_memcpy")
+        return self.category in _ON_DEVICE
 
 
 class Tracer:
@@ -78,20 +80,24 @@ class Tracer:
 
     def activity(self, activity: Activity) -> None:
         """The device has begun something; what was launched before CUPTI was there has no number, and is not seen."""
-        name, stream, start_s, end_s, kind, correlation, thread, _ = activity
+        name, stream, start_s, end_s, kind, correlation, thread, _, nbytes = activity
         if correlation and not self._blind:
-            self.records.append(_Record(name, _CATEGORY[kind], start_s, end_s, stream, thread, correlation))
+            self.records.append(_Record(name, _CATEGORY[kind], start_s, end_s, stream, thread, correlation, nbytes))
 
     def runtime(self, name: str, start_s: float, end_s: float, correlation: int) -> None:
         """The host has called the runtime."""
         if not self._blind:
             thread = threading.get_native_id()
             self.records.append(_Record(name, "cuda_runtime", start_s, end_s, thread, thread, correlation))
+            if "Synchronize" in name:  # as CUPTI records where it is asked for synchronizations
+                waited = _Record("Stream Synchronize", "cuda_sync", start_s, end_s, 7, thread, correlation)
+                self.records.append(waited)
 
     def step(self, name: str, start_s: float, end_s: float) -> None:
         """A step of the schedule."""
         thread = threading.get_native_id()
-        self.records.append(_Record(name, "user_annotation", start_s, end_s, thread, thread, 0))
+        for category in ("user_annotation", "gpu_user_annotation"):
+            self.records.append(_Record(name, category, start_s, end_s, thread, thread, 0))
 
     def within(self, end_s: float) -> list[_Record]:
         """What lies wholly inside the window, by starting time."""
@@ -142,11 +148,14 @@ class KinetoEvent:
     def linked_correlation_id(self) -> int:
         return 0
 
+    def nbytes(self) -> int:
+        return self._record.nbytes
+
     def activity_type(self) -> str:
         return self._record.category
 
     def is_user_annotation(self) -> bool:
-        return self._record.category == "user_annotation"
+        return self._record.category in ("user_annotation", "gpu_user_annotation")
 
     def is_async(self) -> bool:
         return False
@@ -213,6 +222,7 @@ class KinetoResults:
         for each in self._events:
             device = each.device_type() == DeviceType.CUDA
             where = {"device": each.device_index(), "stream": each.device_resource_id()} if device else {}
+            where |= {"bytes": each.nbytes()} if each.activity_type() == "gpu_memcpy" else {}
             made.append(
                 {
                     "ph": "X",

@@ -73,6 +73,8 @@ class Gpu:
     """Of each NVLink whether it is up (1) or down (0)."""
     samples: Sequence[Sequence[tuple[int, int]]] = ()
     """What each drain of the utilization buffer newly finds: (time in us, percent)."""
+    processes: Sequence[int] = ()
+    """Identifiers of the processes that compute on it."""
     mig: Sequence[Gpu] = ()
     gpu_instance: int = 0
 
@@ -83,6 +85,7 @@ class Gpu:
         traces |= {f"gpm.{metric}": values for metric, values in self.gpm.items()}
         traces |= {f"field.{number}.{scope}": values for (number, scope), values in self.fields.items()}
         traces |= {f"nvlink.{link}": values for link, values in enumerate(self.nvlinks)}
+        traces |= {"processes": self.processes} if self.processes else {}
         for signal, values in traces.items():
             if values is not None:
                 numbers = values if isinstance(values, Sequence) else [values]

@@ -1,0 +1,112 @@
+"""Owns all that looks at a run closely, for a few steps or seconds: kernels, synchronizing calls, a trace, stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from lightning_gpuopt.detector.kernel_profiling import KernelProfiling
+from lightning_gpuopt.detector.stack_sampling import StackSampling
+from lightning_gpuopt.detector.trace_recording import TraceRecording
+from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.measurements.code_location import Sampled
+from lightning_gpuopt.measurements.gpu import GpuTimes
+
+
+class Looks:
+    """Decides whose turn it is: torch.profiler records for one of them only, and no stacks are sampled meanwhile.
+
+    Attributes:
+        kernels: looks at the steps of the GPU; None on other devices.
+        stacks: samples stacks for findings; None on ranks that do not report.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: KernelProfiling | None = None
+        self.stacks: StackSampling | None = None
+        self._trace = TraceRecording(lambda steps: self.kernels is None or self.kernels.leaves_time_for(steps))
+        self._found: Sequence[Finding] = ()
+
+    @property
+    def profiler_is_taken(self) -> bool:
+        """Whether torch.profiler records a trace, for which a look at the kernels waits."""
+        return self._trace.is_recording
+
+    @property
+    def sampled(self) -> tuple[Sampled, ...]:
+        """The stacks that were sampled for the findings."""
+        return self.stacks.sampled() if self.stacks is not None else ()
+
+    def record_trace(self, path: Path) -> None:
+        """Record the next five steps, as soon as torch.profiler is free; once."""
+        self._trace.ask(path)
+
+    def step_done(
+        self, steps: int, gpu: Callable[[], GpuTimes] | None, findings: Callable[[], list[Finding] | None]
+    ) -> None:
+        """A step has ended.
+
+        Args:
+            steps: steps since the end of the warm-up; the same on every rank.
+            gpu: gives what the GPU did in them; None while a warm-up goes on.
+            findings: gives what is found by now; None while a warm-up goes on.
+        """
+        if self.kernels is not None:
+            self.kernels.step_done(steps, gpu)
+        self._trace.step_done()
+        if self.stacks is None:
+            return
+        self.stacks.step_done()
+        if self._found and not self._records:
+            self._sample()
+        if self.stacks.due(steps) and (found := findings()) is not None:
+            self.found(found)
+
+    def window_done(self, gpu: GpuTimes, step_s: float | None) -> None:
+        """A window has ended.
+
+        Args:
+            gpu: what the GPU did since the end of the warm-up.
+            step_s: mean seconds of a step in this window.
+        """
+        if self.kernels is not None:
+            self.kernels.window_done(gpu, step_s)
+
+    def found(self, findings: Sequence[Finding]) -> None:
+        """Begin to sample stacks for findings that have none; once no profiler records."""
+        if self.stacks is not None:
+            self._found = findings
+            if not self._records:
+                self._sample()
+
+    def finish(self) -> None:
+        """Training has ended: read what there is, and begin nothing."""
+        for each in (self.kernels, self.stacks):
+            if each is not None:
+                each.finish()
+
+    def close(self) -> None:
+        """End all of them, however the run has ended."""
+        with ExitStack() as ends:
+            ends.callback(self._trace.end)
+            ends.callback(self.finish)
+
+    def notes(self, findings: Sequence[Finding] | None) -> list[str]:
+        """What the looks cost, and what could not be seen.
+
+        Args:
+            findings: of the report; None while a warm-up goes on.
+        """
+        notes = (self.kernels.notes if self.kernels is not None else []) + self._trace.notes
+        return notes + (self.stacks.notes(findings) if self.stacks is not None and findings is not None else [])
+
+    @property
+    def _records(self) -> bool:
+        """Whether torch.profiler records now: stacks that are sampled meanwhile would be in its record."""
+        return self._trace.is_recording or (self.kernels is not None and self.kernels.recording)
+
+    def _sample(self) -> None:
+        assert self.stacks is not None
+        found, self._found = self._found, ()
+        self.stacks.found(found)

@@ -1,0 +1,85 @@
+"""The records of a trace that torch.profiler wrote, by their type: what ran on the GPU, and the host's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+Kind = Literal["kernel", "collective", "copy", "call"]
+
+_ON_DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
+_CALLS: Final = ("cuda_runtime", "cuda_driver")
+"""Categories of kineto's trace (libkineto/src/ActivityType.cpp). Ranges and synchronizations that it draws on a GPU
+have others: they are no work."""
+
+_DIRECTIONS: Final = ("HtoD", "DtoH")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record.
+
+    Attributes:
+        kind: ``"kernel"``, ``"collective"`` and ``"copy"`` (between host and device) ran on the GPU; ``"call"`` is a
+            call of the CUDA runtime or driver.
+        name: of the kernel, the copy or the function.
+        start_s: its beginning, in seconds.
+        end_s: its end, in seconds of the same clock.
+        correlation: ties a call to what it issued; 0 where that is not known.
+        stream: where it ran; the thread of a call.
+        bytes: of a copy; 0 where that is not known.
+    """
+
+    kind: Kind
+    name: str
+    start_s: float
+    end_s: float
+    correlation: int = 0
+    stream: int = 0
+    bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end_s - self.start_s
+
+
+def records_of(trace: Mapping[str, Any], device: int, shift_s: float) -> list[Record]:
+    """Read a trace in Chrome's format, as ``export_chrome_trace`` writes it.
+
+    Args:
+        trace: the file's content.
+        device: CUDA ordinal; what ran on other devices is left out.
+        shift_s: what to add to seconds of ``time.time`` for those of the clock that is wanted.
+    """
+    return list(_records(trace, device, trace.get("baseTimeNanoseconds", 0) / 1e9 + shift_s))
+
+
+def _records(trace: Mapping[str, Any], device: int, base_s: float) -> Iterator[Record]:
+    for each in trace.get("traceEvents", ()):
+        category = each.get("cat")
+        if each.get("ph") != "X" or (category not in _ON_DEVICE and category not in _CALLS):
+            continue
+        arguments = each.get("args", {})
+        name, start_s = str(each.get("name", "")), base_s + float(each["ts"]) / 1e6
+        kind: Kind = "call"
+        if category in _ON_DEVICE:
+            if arguments.get("device", device) != device:
+                continue
+            kind = _kind_on_device(category, name)
+        yield Record(
+            kind,
+            name,
+            start_s,
+            start_s + float(each.get("dur", 0.0)) / 1e6,
+            int(arguments.get("correlation", 0)),
+            int(arguments.get("stream", 0)) if kind != "call" else 0,
+            int(arguments.get("bytes", 0)) if kind == "copy" else 0,
+        )
+
+
+def _kind_on_device(category: str, name: str) -> Kind:
+    if category == "gpu_memcpy":  # a copy on the device, or between devices, is its work
+        return "copy" if any(each in name for each in _DIRECTIONS) else "kernel"
+    return "collective" if name.lower().startswith(("nccl", "rccl")) else "kernel"

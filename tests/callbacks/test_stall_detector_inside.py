@@ -1,0 +1,227 @@
+"""What StallDetector sees inside the step of a simulated GPU: waits, copies, hooks with kernels, no NVML to trust."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from lightning_gpuopt.detector.kernel_profiling import Profile
+from tests.callbacks.gpu_fit import MANY_KERNELS, STEP, WARMUP_STEPS, At, Stretch, causes, fit, follow, module
+from tests.simulators.gpu import SimulatedGpu, SimulatedModule, Step, Work
+from tests.simulators.nvml import Gpu, Simulator
+from tests.simulators.simulated_time import SimulatedTime
+
+in_matrix = partial(pytest.param, marks=pytest.mark.matrix)
+
+LONG = 260
+FORWARD_AND_SLOW_BACKWARD = Step(
+    Work(0.05, 10, 0.005, "forward"), Work(0.015, 20, 0.04, "backward"), Work(0.002, 2, 0.004)
+)
+"""Without a wait after the forward the host's 49 ms are hidden behind the GPU's 67."""
+
+
+@pytest.fixture
+def watched(gpu: SimulatedGpu, nvml: Simulator, simulated_time: SimulatedTime) -> SimulatedGpu:
+    nvml.machine(Gpu(gpm={}))
+    follow(gpu, nvml, simulated_time)
+    return gpu
+
+
+class Waits(SimulatedModule):
+    """Waits for the GPU after the forward."""
+
+    how = ""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.how == "cpu":
+            loss.detach().cpu()  # the wait
+        elif self.how == "synchronize":
+            torch.cuda.synchronize()  # the wait
+        else:
+            torch.cuda.current_stream().synchronize()  # the wait
+        return loss
+
+
+class Offloads(SimulatedModule):
+    """Copies its gradients to the host at the end of the step, and the weights back."""
+
+    def __init__(self, gpu: SimulatedGpu, seconds: float, *, pinned: bool) -> None:
+        super().__init__(gpu, Step(Work(0.015, 4, 0.002), Work(0.025, 4, 0.002)), batches=10_000)
+        self.seconds, self.pinned = seconds, pinned
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.gpu.copy(self.seconds, "d2h", pinned=self.pinned, nbytes=30_000_000)
+        self.gpu.copy(self.seconds, "h2d", pinned=self.pinned, nbytes=30_000_000)
+
+
+def waits(gpu: SimulatedGpu, how: str) -> Waits:
+    model = Waits(gpu, FORWARD_AND_SLOW_BACKWARD, batches=10_000)
+    model.how = how
+    return model
+
+
+class TestWaits:
+    @pytest.mark.parametrize(
+        ("how", "line"), [("cpu", "loss.detach().cpu()"), ("synchronize", "torch.cuda.synchronize()"), ("stream", "")]
+    )
+    def test_each_kind_of_wait_is_a_sync_with_its_line(
+        self, watched: SimulatedGpu, tmp_path: Path, how: str, line: str
+    ) -> None:
+        report = fit(watched, tmp_path, waits(watched, how), steps=120)
+        assert causes(report) == ["gpu_sync"]
+        (finding,) = report.findings
+        assert finding.share == pytest.approx(29 / 97, abs=0.03)
+        wanted = line or "torch.cuda.current_stream().synchronize()"
+        source = Path(__file__).read_text().splitlines()
+        number = next(index for index, text in enumerate(source, 1) if f"{wanted}  # the wait" in text)
+        assert f"test_stall_detector_inside.py:{number}" in str(finding.evidence["where"])
+        assert finding.evidence["syncs_per_step"] == 1.0
+
+    def test_without_a_wait_the_host_is_ahead(self, watched: SimulatedGpu, tmp_path: Path) -> None:
+        report = fit(watched, tmp_path, module(watched, FORWARD_AND_SLOW_BACKWARD), steps=120)
+        assert (report.verdict, report.findings) == ("compute_bound", [])
+
+    def test_functions_that_wait_are_put_back(self, watched: SimulatedGpu, tmp_path: Path) -> None:
+        before = torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize
+        fit(watched, tmp_path, waits(watched, "synchronize"), steps=40)
+        assert (torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize) == before
+
+
+class TestCopies:
+    @pytest.mark.parametrize("pinned", [True, in_matrix(False)])
+    def test_an_offloaded_optimizer(self, watched: SimulatedGpu, tmp_path: Path, pinned: bool) -> None:
+        report = fit(watched, tmp_path, Offloads(watched, 0.03, pinned=pinned), steps=80)
+        assert causes(report) == ["device_copies"]
+        (finding,) = report.findings
+        assert finding.share == pytest.approx(0.6, abs=0.02)
+        assert finding.evidence["direction"] == "both"
+        assert finding.evidence["bytes_per_step"] == 60_000_000
+        assert finding.evidence["gb_per_s"] == pytest.approx(1.0, rel=0.01)
+        assert finding.predicted_speedup is not None
+        assert finding.predicted_speedup[1] == pytest.approx(100.5 / 60, rel=0.03)  # hidden behind the kernels, at best
+        assert ("pageable" in finding.advice) is not pinned
+
+    def test_a_copy_beside_kernels_costs_nothing(self, watched: SimulatedGpu, tmp_path: Path) -> None:
+        side = watched.new_queue()
+
+        class Copies(SimulatedModule):
+            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+                self.gpu.copy(0.02, "d2h", stream=side, nbytes=1_000_000)
+                return super().training_step(batch, batch_idx)
+
+        report = fit(watched, tmp_path, Copies(watched, FORWARD_AND_SLOW_BACKWARD, batches=10_000), steps=120)
+        assert (report.verdict, report.findings) == ("compute_bound", [])
+
+
+class TestHooks:
+    @pytest.mark.parametrize("profile", ["on", in_matrix("auto"), in_matrix("off")])
+    def test_kernels_that_a_hook_waits_for_are_work(self, gpu: SimulatedGpu, tmp_path: Path, profile: Profile) -> None:
+        def metric() -> None:
+            gpu.issue(4, 0.00001, 0.002, name="metric")
+            gpu.item()
+
+        ends = Stretch()
+        model = module(gpu, Step(Work(0.02, 4, 0.0), Work(0.02, 4, 0.0)))
+        report = fit(gpu, tmp_path, model, At("on_train_batch_end", metric), ends, steps=80, profile=profile)
+        assert report.findings == []
+        assert report.gpu_idle_s is not None
+        true_s = gpu.ledger.idle_s(ends.ends[WARMUP_STEPS - 1], ends.ends[-1])
+        assert abs(report.gpu_idle_s - true_s) / (80 - WARMUP_STEPS) < 0.0002
+
+    def test_what_a_hook_does_after_its_wait_is_idle_time_as_before(
+        self, watched: SimulatedGpu, tmp_path: Path
+    ) -> None:
+        def metric() -> None:
+            watched.launch(0.008, name="metric")
+            watched.item()
+            torch.zeros(1)
+            watched.clock.sleep_until(watched.clock() + 0.02)
+
+        model = module(watched, Step(Work(0.02, 4, 0.002), Work(0.02, 4, 0.002)))
+        report = fit(watched, tmp_path, model, At("on_train_batch_end", metric), steps=80)
+        assert causes(report) == ["callback"]
+        assert report.findings[0].share == pytest.approx(20 / 71, abs=0.02)
+
+    def test_work_that_an_epochs_hook_queues_is_no_part_of_a_step(self, watched: SimulatedGpu, tmp_path: Path) -> None:
+        model = SimulatedModule(watched, Step(Work(0.005, 4, 0.001), Work(0.0055, 4, 0.001)), batches=20)
+        hook = At("on_train_epoch_end", lambda: watched.launch(2.0, name="average"))
+        report = fit(watched, tmp_path, model, hook, max_steps=-1, max_epochs=5)
+        assert report.step_s == pytest.approx(0.011, rel=0.05)
+        assert report.headroom is not None
+        assert report.headroom < 0.1
+
+
+class TestRhythm:
+    def test_steps_of_each_kind_are_recorded_however_late_their_rhythm_is_set(
+        self, watched: SimulatedGpu, tmp_path: Path
+    ) -> None:
+        recorded: list[int] = []
+
+        class Sees(Callback):
+            steps = 0
+
+            def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+                recorded.extend([self.steps] if watched.tracer is not None else [])
+                self.steps += 1
+
+        schedule = GradientAccumulationScheduler({0: 1, 1: 6})
+        model = SimulatedModule(watched, MANY_KERNELS, batches=60)
+        fit(watched, tmp_path, model, Sees(), schedule, max_steps=-1, max_epochs=2, profile="auto")
+        assert recorded == list(range(120 - 9, 120 - 2))  # a step of warm-up, and six
+
+
+class TestWhatNvmlDoesNotShow:
+    """Many small kernels, which leave the GPU idle for 24 of 33 ms."""
+
+    @pytest.mark.parametrize(
+        "device",
+        [
+            pytest.param(Gpu(utilization=100, gpm={}, processes=[4711, 4712]), id="a neighbour"),
+            pytest.param(Gpu(utilization=92, gpm={}), id="launch gaps that it counts as work"),
+        ],
+    )
+    def test_the_gpus_events_are_reason_enough_to_look(
+        self, gpu: SimulatedGpu, nvml: Simulator, tmp_path: Path, device: Gpu
+    ) -> None:
+        nvml.machine(device)
+        report = fit(gpu, tmp_path, module(gpu, MANY_KERNELS), steps=LONG)
+        assert causes(report) == ["launch_bound"]
+        assert report.findings[0].share == pytest.approx(24 / 33, abs=0.02)
+
+    @pytest.mark.parametrize(
+        ("device", "verdict"),
+        [
+            (Gpu(utilization=100, gpm={}, processes=[4711, 4712]), "unknown"),
+            in_matrix(Gpu(utilization=100, gpm={}), "compute_bound"),
+        ],
+    )
+    def test_where_no_look_is_allowed_the_verdict_is_unknown_unless_nvml_can_be_trusted(
+        self, gpu: SimulatedGpu, nvml: Simulator, tmp_path: Path, device: Gpu, verdict: str
+    ) -> None:
+        nvml.machine(device)
+        report = fit(gpu, tmp_path, module(gpu, MANY_KERNELS), steps=LONG, profile="off")
+        assert (report.verdict, report.findings) == (verdict, [])
+
+    @pytest.mark.parametrize(
+        ("step", "profile", "verdict"),
+        [
+            (MANY_KERNELS, "auto", "launch_bound"),
+            (MANY_KERNELS, "off", "unknown"),
+            in_matrix(STEP, "off", "compute_bound"),  # the host is ahead
+        ],
+    )
+    def test_without_utilization_as_on_a_mig_instance_the_events_decide(
+        self, gpu: SimulatedGpu, simulator: Simulator, tmp_path: Path, step: Step, profile: Profile, verdict: str
+    ) -> None:
+        simulator.machine(Gpu(utilization=None, gpm={}))
+        gpu.pinned = True  # copies do not make the host wait
+        report = fit(gpu, tmp_path, module(gpu, step), steps=LONG, profile=profile)
+        assert report.verdict == verdict
