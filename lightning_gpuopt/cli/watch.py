@@ -18,12 +18,19 @@ from lightning_gpuopt.watch.mailbox import Watch, new_folder
 
 SUMMARY = "run a training script as it is, measure it, and print why the GPU waits"
 
-USAGE: Final = "lightning-gpuopt watch [--fix [--exact]] [--report-dir DIR] -- COMMAND ..."
+USAGE: Final = "lightning-gpuopt watch [--fix [--exact] | --ceiling] [--report-dir DIR] -- COMMAND ..."
 
 TAKES_COMMAND: Final = True
 """What stands behind ``--`` is no argument of ours."""
 
 DEFAULT_FOLDER: Final = "./gpuopt"
+
+NOT_PREVENTED: Final = (
+    "lightning-gpuopt watch --ceiling: the script ends inside its first fit that is long enough, with exit code 0. "
+    "Loggers and checkpoint callbacks are taken out of its Trainers. Not prevented: what the script saves in its own "
+    "hooks or before fit, and loggers that it has started itself before."
+)
+"""Said before the command is run."""
 
 _USAGE: Final = "lightning-gpuopt watch -- python train.py"
 
@@ -33,6 +40,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--fix", action="store_true", help="change what is found while training runs, and keep what proves its gain")
     add("--exact", action="store_true", help="with --fix: leave alone workers that may draw random numbers")
+    add(
+        "--ceiling",
+        action="store_true",
+        help="measure what data can bring at most: after a while batches come from memory, and the script is ended",
+    )
     add(
         "--report-dir",
         type=str,
@@ -59,7 +71,14 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         raise UsageError(f"watch: expected a command behind --, got none; for example: {_USAGE}")
     if options.exact and not options.fix:
         raise UsageError("--exact: expected --fix beside it, got none; for example: watch --fix --exact -- python a.py")
-    watch = _begin(Path(options.report_dir).absolute(), command, fix=options.fix, exact=options.exact)
+    if options.ceiling and options.fix:
+        raise UsageError(
+            "--ceiling: expected no --fix beside it, got both: the loader is measured as it is; run watch --ceiling "
+            "first, and watch --fix after it"
+        )
+    watch = _begin(Path(options.report_dir).absolute(), command, options)
+    if options.ceiling:
+        _print(NOT_PREVENTED)
     try:
         with signals_held() as mask:
             code = run_child(command, watch.environment(os.environ), mask)
@@ -73,9 +92,9 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     return end_like(code)
 
 
-def _begin(parent: Path, command: Sequence[str], *, fix: bool, exact: bool) -> Watch:
+def _begin(parent: Path, command: Sequence[str], options: Namespace) -> Watch:
     with writing_to("--report-dir", parent):
-        watch = Watch(str(_make_folder(parent)), fix, exact)
+        watch = Watch(str(_make_folder(parent)), options.fix, options.exact, options.ceiling)
         try:
             watch.begin(command)
         except OSError:
@@ -103,6 +122,10 @@ def _print_end(watch: Watch, command: list[str], code: int, report_dir: str) -> 
         text = render_end(watch, command, code, report_dir if report_dir != DEFAULT_FOLDER else None)
     except Exception as error:  # the command's exit code counts for more
         text = f"lightning-gpuopt watch: the reports in {watch.folder} cannot be shown: {type(error).__name__}: {error}"
+    _print(text)
+
+
+def _print(text: str) -> None:
     if sys.stderr is None:  # closed: print() would take stdout
         return
     with suppress(OSError, ValueError):  # whoever read our output has gone

@@ -85,6 +85,65 @@ def set_fetcher(loop: Any, fetcher: Any) -> None:
     loop._data_fetcher = fetcher
 
 
+def take_through(trainer: Trainer, kind: type[Any], make: Callable[[Any], Any]) -> None:
+    """Have the training loop take its batches through an iterator of ours; does nothing where it does so already.
+
+    Each epoch has a new iterator. Reads ``fit_loop._data_fetcher``, and writes its ``iterator``, which gives
+    ``(batch, batch_idx, dataloader_idx)`` (Lightning 2.5.0 to 2.6.6).
+
+    Args:
+        trainer: in a hook of a batch.
+        kind: the class of ours.
+        make: makes one, given the iterator of the epoch.
+    """
+    fetcher = _stock_fetcher(trainer)
+    if not isinstance(fetcher.iterator, kind):
+        fetcher.iterator = make(fetcher.iterator)
+
+
+def replay(trainer: Trainer, batches: Iterator[Any]) -> None:
+    """Have the training loop take other batches from now on, in one epoch without end, and end the loaders' workers.
+
+    No validation comes any more. Called in ``on_train_batch_end``. Writes ``iterator``, ``length``, ``done`` and
+    ``batches`` of the fetcher, ``_FitLoop.max_batches`` and ``_TrainingEpochLoop.batch_progress.is_last_batch``, and
+    resets ``_FitLoop._combined_loader``, but for its ``_iterator`` (Lightning 2.5.0 to 2.6.6).
+
+    Args:
+        trainer: the Trainer.
+        batches: gives ``(batch, batch_idx, dataloader_idx)`` for ever.
+    """
+    loop = trainer.fit_loop
+    fetcher, placed = _stock_fetcher(trainer), fetcher_of(loop)
+    if placed is not fetcher:
+        placed.replay()
+    fetcher.iterator, fetcher.length, fetcher.done = batches, None, False
+    if hasattr(fetcher, "batches"):
+        fetcher.batches = []
+    loop.max_batches = float("inf")
+    loop.epoch_loop.batch_progress.is_last_batch = False
+    trainer.limit_val_batches = 0
+    combined: Any = loop._combined_loader
+    running = combined._iterator
+    combined.reset()
+    combined._iterator = running  # which still knows its length: the loop asks for it at its end
+
+
+def _stock_fetcher(trainer: Trainer) -> Any:
+    """Lightning's own fetcher of the training loop, also where one of ours stands in front of it."""
+    fetcher = fetcher_of(trainer.fit_loop)
+    return getattr(fetcher, "stock", fetcher)
+
+
+def reset_loaders(trainer: Trainer) -> None:
+    """End the workers of all loaders of a Trainer; their iterators are of no use any more.
+
+    Resets ``_combined_loader`` of each loop (Lightning 2.5.0 to 2.6.6).
+    """
+    for loop in loops(trainer).values():
+        if (combined := getattr(loop, "_combined_loader", None)) is not None:
+            combined.reset()
+
+
 def why_not_replaceable(fetcher: Any) -> str | None:
     """Why a fetcher of Lightning's cannot be looked ahead of; None where it can."""
     names = [cls.__name__ for cls in type(fetcher).__mro__]

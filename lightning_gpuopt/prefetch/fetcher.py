@@ -134,6 +134,7 @@ class LookAheadFetcher:
         self.left_alone: str | None = NOTHING_YET
         self._stateful = self._stock.is_stateful
         self._may_restart = not self._stock.has_one_loader
+        self._replays = False
 
     # ---- what Lightning's loops call ----
 
@@ -296,6 +297,8 @@ class LookAheadFetcher:
 
     def _watch_iterators(self) -> None:
         """See whether the loaders can be looked ahead of."""
+        if self._replays:
+            return
         iterators = self._stock.iterators
         if len(iterators) == len(self._watched) and all(map(operator.is_, iterators, self._watched)):
             return
@@ -334,6 +337,14 @@ class LookAheadFetcher:
     def look_again(self) -> None:
         """Look ahead again, after :meth:`go_direct`, from the next batch on."""
         self.is_active = True
+
+    def replay(self) -> None:
+        """The batches come from memory from now on, without end: they are looked ahead of as the loaders' were."""
+        self.drop_staged()
+        self._ahead.clear()
+        self._workers, self._length, self.done = [], None, False
+        self._may_restart = self._stateful = self._checks_randomness = False
+        self._replays = True
 
     def drop_staged(self) -> None:
         """The batches that were fetched ahead go to the device in Lightning's own way."""

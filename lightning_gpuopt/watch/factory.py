@@ -13,10 +13,13 @@ from typing_extensions import override
 from lightning_gpuopt.callbacks.auto_fix import WINDOW_SIZE, AutoFix
 from lightning_gpuopt.callbacks.gpu_util_monitor import GpuUtilMonitor
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
+from lightning_gpuopt.compat.dry_run import leave_no_traces, never_start_loggers, trainer_being_made
 from lightning_gpuopt.compat.lightning import Callback, LightningModule, Trainer, hide_from_log, hold_messages
-from lightning_gpuopt.diagnosis.report import write_whole
+from lightning_gpuopt.diagnosis.report import StallReport, write_whole
 from lightning_gpuopt.utils.added_callbacks import AddedCallbacks
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
+from lightning_gpuopt.watch.ceiling import CEILING_FILE, Ceiling
+from lightning_gpuopt.watch.ceiling_run import CeilingRun, HookClock, as_json
 from lightning_gpuopt.watch.mailbox import Watch
 from lightning_gpuopt.watch.quiet_callbacks import QuietDetector, QuietMonitor
 
@@ -36,6 +39,8 @@ def watched_callbacks() -> list[Callback]:
     watch = Watch.of_this_process()
     watch.note("trainer")
     hide_from_log(ENTRY_POINT)
+    if watch.ceiling and (trainer := trainer_being_made()) is not None:
+        never_start_loggers(trainer)
     return [WatchedRun(watch)]
 
 
@@ -44,7 +49,7 @@ class WatchedRun(CallbackBase):
 
     Brings GpuUtilMonitor and StallDetector, or AutoFix, where the Trainer has none: for ``fit`` only. Nothing is
     printed, and nothing goes to the user's loggers. It has no ``state_dict``: the list of callbacks that it is added to
-    is the user's own, and may serve several Trainers.
+    is the user's own, and may serve several Trainers. Under ``--ceiling`` it brings CeilingRun as well.
 
     Args:
         watch: the watch that this process is under.
@@ -57,6 +62,8 @@ class WatchedRun(CallbackBase):
         self._folder: Path | None = None
         self._monitor: GpuUtilMonitor | None = None
         self._detector: StallDetector | None = None
+        self._ceiling: CeilingRun | None = None
+        self._of_loader: StallReport | None = None
         self._messages: list[str] = []
 
     @override
@@ -67,14 +74,16 @@ class WatchedRun(CallbackBase):
         if stage != "fit" or self._is_second(trainer):
             return
         with Guard(self, trainer):
-            self._begin(trainer)
+            self._begin(trainer, pl_module)
 
     def _is_second(self, trainer: Trainer) -> bool:
         """Whether the list of callbacks has served another Trainer, which has added one of these."""
         watched = [each for each in trainer.callbacks if isinstance(each, WatchedRun)]  # type: ignore[attr-defined]
         return watched[0] is not self
 
-    def _begin(self, trainer: Trainer) -> None:
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._watch.ceiling:
+            leave_no_traces(trainer, self)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if not any(type(each).__module__.startswith("lightning_gpuopt.") for each in callbacks if each is not self):
             self._messages = hold_messages(trainer)
@@ -92,13 +101,26 @@ class WatchedRun(CallbackBase):
         if monitor is None and trainer.strategy.root_device.type == "cuda":
             monitor = QuietMonitor()
             parts.append(monitor)
+        before = None
         if own is None:
-            steps = WINDOW_SIZE if self._watch.fix else 50
-            own = QuietDetector(window_size=steps, on_stall="ignore", report_dir=folder, print_report=False)
+            if self._watch.ceiling:
+                parts.append(before := HookClock())
+            own = QuietDetector(
+                window_size=WINDOW_SIZE if self._watch.fix or self._watch.ceiling else 50,
+                on_stall="ignore",
+                report_dir=folder,
+                print_report=False,
+                profile="off" if self._watch.ceiling else "auto",  # a look would slow down what is measured
+            )
             parts.append(own)
         if self._watch.fix and not any(isinstance(each, AutoFix) for each in callbacks):
             parts.append(AutoFix(exact=self._watch.exact))
         self._monitor, self._detector = monitor, own
+        if self._watch.ceiling:
+            self._ceiling = CeilingRun(
+                own, self._loader_measured, self._ceiling_measured, lambda: self._quit(pl_module), before
+            )
+            parts.append(self._ceiling)
         self._parts.add(trainer, self, parts)
 
     @override
@@ -116,26 +138,57 @@ class WatchedRun(CallbackBase):
             self._end()
 
     def _end(self) -> None:
-        folder, self._folder = self._folder, None
-        detector = self._detector
-        if folder is None:
-            return
-        if detector is not None and detector.report.steps:
-            if self._monitor is not None and (figures := self._monitor.summary()):
-                write_whole(folder / GPU_FILE, json.dumps(figures, indent=2))
+        folder, detector = self._folder, self._detector
+        if folder is not None and detector is not None and self._of_loader is None and detector.report.steps:
+            self._write_gpu(folder)
             if detector.folder != str(folder):  # the user's own
                 detector.report.save_json(folder / "report.json")
-        self._watch.note("end", folder=str(folder), messages=list(self._messages))
+        elif folder is not None and self._of_loader is not None:  # the detector's own has other batches in it
+            self._of_loader.save_json(folder / "report.json")
+        self._note_end()
+
+    def _note_end(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is None:
+            return
+        known = {} if self._ceiling is None else {"no_ceiling": self._ceiling.why_not}
+        self._watch.note("end", folder=str(folder), messages=list(self._messages), **known)
         with suppress(OSError):  # it is empty where training never began, as Tuner ends its fit: the next one's, then
             folder.rmdir()
 
+    def _write_gpu(self, folder: Path) -> None:
+        if self._monitor is not None and (figures := self._monitor.summary()):
+            write_whole(folder / GPU_FILE, json.dumps(figures, indent=2))
+
+    # ---- under --ceiling ----
+
+    def _loader_measured(self) -> None:
+        """From now on batches come from memory: the report is of those before."""
+        if self._folder is not None and self._detector is not None:
+            self._of_loader = self._detector.report
+            with suppress(OSError):  # the measurement goes on without it
+                self._of_loader.save_json(self._folder / "report.json")
+                self._write_gpu(self._folder)
+
+    def _ceiling_measured(self, ceiling: Ceiling) -> None:
+        if self._folder is not None:
+            write_whole(self._folder / CEILING_FILE, as_json(ceiling))
+
+    def _quit(self, pl_module: LightningModule) -> None:
+        """The process ends in this ``fit``."""
+        self._parts.teardown(pl_module, "fit")
+        self._note_end()
+
     @override
     def _at_rest(self) -> dict[str, Any]:
-        return dict.fromkeys(("_folder", "_monitor", "_detector")) | {"_parts": AddedCallbacks(), "_messages": []}
+        return dict.fromkeys(("_folder", "_monitor", "_detector", "_ceiling", "_of_loader")) | {
+            "_parts": AddedCallbacks(),
+            "_messages": [],
+        }
 
     def _leave(self) -> None:
         """Do nothing more. The added callbacks stay in the Trainer: Lightning may be iterating over its list."""
-        self._folder = self._monitor = self._detector = None
+        self._folder = self._monitor = self._detector = self._ceiling = self._of_loader = None
 
     @override
     def _is_user_error(self, error: Exception) -> bool:

@@ -32,11 +32,13 @@ class Watch:
         folder: absolute path of the run's folder.
         fix: whether AutoFix acts on what is found while training runs.
         exact: whether it leaves alone workers that were not shown to draw no random numbers.
+        ceiling: whether it is measured what data can bring at most.
     """
 
     folder: str
     fix: bool = False
     exact: bool = False
+    ceiling: bool = False
 
     def environment(self, before: Mapping[str, str]) -> dict[str, str]:
         """The environment of the watched command.

@@ -21,6 +21,7 @@ from lightning_gpuopt.detector.report_files import read_report
 from lightning_gpuopt.diagnosis.record import RunRecord
 from lightning_gpuopt.diagnosis.render.text import render_text
 from lightning_gpuopt.diagnosis.report import StallReport
+from lightning_gpuopt.watch.ceiling import CEILING_FILE, Ceiling
 from lightning_gpuopt.watch.mailbox import COMMAND_FILE, Watch
 
 _RULE: Final = "─"
@@ -40,6 +41,8 @@ class Fit:
         messages: what the callbacks had to tell.
         gpu: means of the GPUs' figures over the run, by key.
         ended: whether its end was noted.
+        ceiling: what was measured under ``--ceiling``; None where nothing was.
+        no_ceiling: why not; empty where nobody knows.
     """
 
     folder: Path
@@ -47,6 +50,8 @@ class Fit:
     messages: list[str] = field(default_factory=list)
     gpu: dict[str, float] = field(default_factory=dict)
     ended: bool = False
+    ceiling: Ceiling | None = None
+    no_ceiling: str = ""
 
 
 def render_end(watch: Watch, command: Sequence[str], code: int, report_dir: str | None = None) -> str:
@@ -73,6 +78,8 @@ def render_end(watch: Watch, command: Sequence[str], code: int, report_dir: str 
         lines += why_none(notes, command) if problem is None else [problem]
     if with_report:
         lines += _found(with_report, watch, command, report_dir, width)
+    if watch.ceiling and fits:
+        lines += _ceiling_lines(fits, watch)
     return "\n".join(lines)
 
 
@@ -85,9 +92,11 @@ def fits_of(notes: Sequence[dict[str, Any]]) -> list[Fit]:
         elif note.get("event") == "end":
             fit = fits.setdefault(note["folder"], Fit(Path(note["folder"])))
             fit.ended, fit.messages = True, list(note.get("messages", ()))
+            fit.no_ceiling = note.get("no_ceiling", "")
     for fit in fits.values():
         fit.report = read_report(fit.folder)
         fit.gpu = _read_gpu(fit.folder)
+        fit.ceiling = _read_ceiling(fit.folder)
     return list(fits.values())
 
 
@@ -96,6 +105,13 @@ def _read_gpu(folder: Path) -> dict[str, float]:
         return {key: float(value) for key, value in json.loads((folder / "gpu.json").read_text()).items()}
     except (OSError, ValueError, AttributeError):
         return {}
+
+
+def _read_ceiling(folder: Path) -> Ceiling | None:
+    try:
+        return Ceiling(**json.loads((folder / CEILING_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def _how_it_ended(code: int) -> str:
@@ -136,7 +152,7 @@ def why_none(notes: Sequence[dict[str, Any]], command: Sequence[str]) -> list[st
 
 
 def _found(fits: list[Fit], watch: Watch, command: Sequence[str], report_dir: str | None, width: int) -> list[str]:
-    longest = max(fits, key=lambda fit: fit.report.wall_s if fit.report is not None else 0.0)
+    longest = max(fits, key=lambda fit: (fit.ceiling is not None, fit.report.wall_s if fit.report is not None else 0.0))
     report = longest.report
     assert report is not None
     lines = []
@@ -144,7 +160,7 @@ def _found(fits: list[Fit], watch: Watch, command: Sequence[str], report_dir: st
         lines += [
             f"{len(fits)} times fit:",
             *_listed([f"  {_summary(fit)}" for fit in fits], watch),
-            f"The longest, {longest.folder.name}:",
+            f"The {'longest' if longest.ceiling is None else 'one with a ceiling'}, {longest.folder.name}:",
         ]
     lines += [render_text(report, width)]
     lines += gpu_lines(longest.gpu)
@@ -157,6 +173,22 @@ def _found(fits: list[Fit], watch: Watch, command: Sequence[str], report_dir: st
     lines.append(f"Report: {_short(page)}")
     lines.append(f"Next:   {next_command(report, path, watch, command, report_dir)}")
     return lines
+
+
+def _ceiling_lines(fits: list[Fit], watch: Watch) -> list[str]:
+    """What data can bring at most: measured, and beside it what was predicted of the same run; or why not."""
+    fit = next((each for each in fits if each.ceiling is not None), None)
+    if fit is None or fit.ceiling is None:
+        why = [f"  {each.folder.name}: {each.no_ceiling or 'the process ended before'}." for each in fits]
+        return ["No ceiling was measured:", *_listed(why, watch)]
+    predicted = [] if fit.ceiling.predicted is None else [f"data {fit.ceiling.predicted:.1f}x at most"]
+    predicted += [
+        f"the advice of {finding.cause} {finding.predicted_speedup[1]:.1f}x"
+        for finding in (fit.report.findings if fit.report is not None else ())
+        if finding.predicted_speedup is not None
+    ][:1]
+    lines = [f"Ceiling: {fit.ceiling}."]
+    return [*lines, f"         Predicted: {', '.join(predicted)}."] if predicted else lines
 
 
 def _listed(lines: list[str], watch: Watch) -> list[str]:

@@ -332,3 +332,22 @@ def test_without_an_order_looking_ahead_farther_than_the_workers_loses_no_batch(
         batches.ask_for_more(asked.pop(0))
     assert sorted(seen) == list(range(20))
     iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+def test_batches_from_memory_are_looked_ahead_of_without_end_and_without_the_workers() -> None:
+    rig = Rig(length=3)
+    rig.iterator.arrive(0)
+    rig.iterator.arrive(1)
+    assert rig.step() == "batch 0"
+    rig.fetcher.look_ahead(step_done=False)
+    rig.fetcher.replay()
+    assert rig.stage.dropped == ["batch 1"]
+    asked = list(rig.iterator.asked)
+    rig.fetcher._stock.iterators[0] = iter(["first", "second"] * 5)
+    for _ in range(3):
+        assert rig.step() == "first"
+        rig.fetcher.look_ahead(step_done=False)
+        assert rig.stage.staged[-1] == "second"
+        assert rig.step() == "second"
+    assert not rig.fetcher.done
+    assert rig.iterator.asked == asked

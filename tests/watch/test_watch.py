@@ -290,7 +290,7 @@ def test_wrong_usage(tmp_path, monkeypatch, capsys):
     assert main(["watch", "python", "train.py"]) == 2
     assert capsys.readouterr().err == (
         "error: unrecognized arguments: python train.py; see 'lightning-gpuopt watch --help'; the command to run "
-        "stands behind --: lightning-gpuopt watch [--fix [--exact]] [--report-dir DIR] -- COMMAND ...\n"
+        "stands behind --: lightning-gpuopt watch [--fix [--exact] | --ceiling] [--report-dir DIR] -- COMMAND ...\n"
     )
     assert main(["watch", "--", "no-such-program"]) == 2
     assert capsys.readouterr().err == (
@@ -391,7 +391,12 @@ def test_the_users_python_path_comes_first():
         "lightning_gpuopt_watch-1.dist-info",
         "lightning_gpuopt_watch.py",
     ]
-    assert json.loads(environment["LIGHTNING_GPUOPT_WATCH"]) == {"folder": "/run", "fix": False, "exact": False}
+    assert json.loads(environment["LIGHTNING_GPUOPT_WATCH"]) == {
+        "folder": "/run",
+        "fix": False,
+        "exact": False,
+        "ceiling": False,
+    }
 
 
 class TestWords:

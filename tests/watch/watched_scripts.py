@@ -162,3 +162,57 @@ LightningCLI(Model, Data, args=[
 ], save_config_callback=None)
 """
 )
+
+CEILING = (
+    PARTS.replace("time.sleep(0.004)", "time.sleep(0.001)")
+    + """
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import IterableDataset
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return (torch.full((4,), float(index)) for index in range(60))
+
+
+class Changes(Model):
+    def training_step(self, batch, batch_idx):
+        number = int(sum(each[0, 0] for each in batch.values()) if isinstance(batch, dict) else batch[0, 0])
+        print(f"rank {self.global_rank} trains on {number}", flush=True)
+        for each in batch.values() if isinstance(batch, dict) else [batch]:
+            each.add_(100_000)
+        self.trainer.should_stop |= sys.argv[1] == f"stops-{self.global_step}"
+        return super().training_step(batch if not isinstance(batch, dict) else batch["a"], batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking:
+            print("validates", flush=True)
+
+
+def loaders(kind):
+    if kind == "combined":
+        workers = dict(batch_size=2, num_workers=1, persistent_workers=True)
+        return CombinedLoader({"a": DataLoader(Slow(), **workers), "b": DataLoader(Stream(), 2)}, "max_size_cycle")
+    own = kind in ("plain", "stream") or kind.startswith("stops")
+    return DataLoader(Stream() if kind == "stream" else Slow(), 2, num_workers=0 if own else 2)
+
+
+if __name__ == "__main__":
+    kind, settings = sys.argv[1], eval(sys.argv[2])
+    callbacks = [ModelCheckpoint(dirpath="checkpoints", every_n_train_steps=5)]
+    if kind == "prefetched":
+        from lightning_gpuopt import CudaPrefetcher
+        callbacks.append(CudaPrefetcher(enabled=True))
+    own = trainer(
+        callbacks=callbacks, enable_checkpointing=True, logger=CSVLogger("logs"),
+        **{"max_epochs": 30, "max_steps": -1, "limit_train_batches": 25, **settings},
+    )
+    own.logger.log_hyperparams({"a": 1})
+    own.fit(Changes(), loaders(kind), DataLoader(range(2)))
+    print("after fit", [type(each).__name__ for each in own.loggers], own.checkpoint_callback)
+    torch.save({}, "after.pt")
+    sys.exit(4)
+"""
+)

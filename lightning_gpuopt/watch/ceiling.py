@@ -1,0 +1,163 @@
+"""How ``watch --ceiling`` measures: its steps, its clock, and what comes out. Numbers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.predict import without_data_s
+from lightning_gpuopt.diagnosis.record import Change
+
+CEILING_FILE: Final = "ceiling.json"
+
+_WARM_UP: Final = 10
+_MAX_WARM_UP: Final = 100
+_LOADER: Final = 100
+_FREE: Final = 60
+_LEAST: Final = 20
+"""Steps of a rate, at least: one window."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which steps of a ``fit`` are measured; a step is a training batch.
+
+    Attributes:
+        warm_up: steps before the first measured one.
+        loader: measured steps with the loader as it is.
+        settle: steps with batches from memory before those that are measured.
+        free: measured steps with batches from memory.
+    """
+
+    warm_up: int
+    loader: int
+    settle: int
+    free: int
+
+    @property
+    def switch_at(self) -> int:
+        """After so many steps batches come from memory."""
+        return self.warm_up + self.loader
+
+    @property
+    def free_from(self) -> int:
+        """After so many steps their rate is measured."""
+        return self.switch_at + self.settle
+
+    @property
+    def steps(self) -> int:
+        """Steps in all."""
+        return self.free_from + self.free
+
+
+def plan_of(steps: int | None, queued: int = 0, rhythm: int = 1) -> Plan | None:
+    """What to measure; None where the run is too short.
+
+    Args:
+        steps: training batches of the run; None where no end can be foreseen.
+        queued: batches that may lie ready when training begins: they say nothing of the loader's rate.
+        rhythm: batches of an optimizer step: each rate is that of whole ones.
+    """
+    warm_up = min(max(_WARM_UP, queued), _MAX_WARM_UP)
+    loader, free = max(_LOADER, rhythm), max(_FREE, rhythm)
+    if steps is not None:
+        room = steps - warm_up - _WARM_UP
+        free = min(free, room // 2)
+        loader = min(loader, room - free)
+    loader, free = loader - loader % rhythm, free - free % rhythm
+    return Plan(warm_up, loader, _WARM_UP, free) if min(loader, free) >= _LEAST else None
+
+
+class Meter:
+    """The rate of steps that follow one another.
+
+    Attributes:
+        steps: those that count.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._seconds = 0.0
+        self._last_s: float | None = None
+        self._counts = True
+
+    def leave_out(self) -> None:
+        """Something else than training comes before the next step ends: that step does not count."""
+        self._counts = False
+
+    def step_ends(self, now_s: float) -> None:
+        """A step has ended, or what came before the first one.
+
+        Args:
+            now_s: the clock, in seconds.
+        """
+        if self._last_s is not None and self._counts:
+            self.steps += 1
+            self._seconds += now_s - self._last_s
+        self._last_s, self._counts = now_s, True
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Steps per second; None where none counts."""
+        return self.steps / self._seconds if self.steps and self._seconds > 0 else None
+
+
+class Prediction:
+    """Listens to a StallDetector's windows: what data can bring at most, by the time that steps wait for it."""
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        self.notes: list[str] = []
+        self._now_s = self._without_s = 0.0
+
+    def window_closed(self, window: Measurement, *_: Any) -> bool:
+        """Add a window; nothing has to be measured anew."""
+        if window.waterfall.step_s is not None:
+            self._now_s += window.waterfall.step_s * window.times.steps
+            self._without_s += without_data_s(window) * window.times.steps
+        return False
+
+    def training_ended(self) -> None:
+        """There is nothing to conclude."""
+
+    @property
+    def at_most(self) -> float | None:
+        """Steps per second over now, at least 1; None before the first window."""
+        return max(self._now_s / self._without_s, 1.0) if self._without_s else None
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What was measured.
+
+    Attributes:
+        loader_steps_per_s: with the loader as it is.
+        free_steps_per_s: with batches from memory.
+        loader_steps: steps of which the first is the rate.
+        free_steps: steps of which the second is the rate.
+        batches: how many batches were handed out again and again.
+        predicted: what data could bring at most by the report of the steps with the loader; None where none was made.
+    """
+
+    loader_steps_per_s: float
+    free_steps_per_s: float
+    loader_steps: int
+    free_steps: int
+    batches: int
+    predicted: float | None = None
+
+    @property
+    def at_most(self) -> float:
+        """What data can bring at most, as steps per second over those with the loader; at least 1."""
+        return max(self.free_steps_per_s / self.loader_steps_per_s, 1.0)
+
+    def __str__(self) -> str:
+        return (
+            f"with data that costs nothing: {_figure(self.free_steps_per_s)} steps/s; your loader gives "
+            f"{_figure(self.loader_steps_per_s)}: data can bring {self.at_most:.1f}x at most"
+        )
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
