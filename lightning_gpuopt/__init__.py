@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_gpuopt.datamodules.image_folder import ImageFolderDataModule
     from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
     from lightning_gpuopt.diagnosis.diagnose import StallError
-    from lightning_gpuopt.diagnosis.report import Finding, StallReport
+    from lightning_gpuopt.diagnosis.report import Finding, KernelShare, StallReport
     from lightning_gpuopt.storage.build.build import build_lmdb
     from lightning_gpuopt.storage.format import LMDBInfo
     from lightning_gpuopt.storage.reader import LMDBDataset
@@ -35,6 +35,7 @@ __all__ = [
     "Finding",
     "GpuUtilMonitor",
     "ImageFolderDataModule",
+    "KernelShare",
     "LMDBDataModule",
     "LMDBDataset",
     "LMDBInfo",
@@ -57,6 +58,7 @@ _HOMES = {
     "Finding": "lightning_gpuopt.diagnosis.report",
     "GpuUtilMonitor": "lightning_gpuopt.callbacks.gpu_util_monitor",
     "ImageFolderDataModule": "lightning_gpuopt.datamodules.image_folder",
+    "KernelShare": "lightning_gpuopt.diagnosis.report",
     "LMDBDataModule": "lightning_gpuopt.datamodules.lmdb",
     "LMDBDataset": "lightning_gpuopt.storage.reader",
     "LMDBInfo": "lightning_gpuopt.storage.format",

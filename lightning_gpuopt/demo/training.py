@@ -247,7 +247,9 @@ def train(settings: DemoSettings) -> Outcome:
         seed_everything(settings.seed)
         data = _data(settings)
         monitor = GpuUtilMonitor()
-        detector = StallDetector(report_dir=settings.output_dir, on_stall="ignore", print_report=False)
+        detector = StallDetector(
+            report_dir=settings.output_dir, on_stall="ignore", print_report=False, profile="on"
+        )  # with a table of what the steps compute
         finder = NumWorkersFinder() if settings.worker_search else None
         callbacks: list[Callback | None] = [
             monitor,

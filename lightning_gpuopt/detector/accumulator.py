@@ -8,8 +8,8 @@ from typing import Final
 
 from lightning_gpuopt.detector.device_watch import DeviceWatch
 from lightning_gpuopt.detector.growing_containers import Growing
-from lightning_gpuopt.detector.kernel_profiling import KernelProfiling
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
+from lightning_gpuopt.detector.looks import Looks
 from lightning_gpuopt.detector.rank_watch import RankWatch
 from lightning_gpuopt.detector.window_history import WindowHistory
 from lightning_gpuopt.diagnosis.measurement import Measurement
@@ -49,7 +49,7 @@ class SteadyStateAccumulator:
     Args:
         loader: the watch over the training loaders.
         device: the watch over this rank's GPU, None on other devices.
-        looks: the close looks at its steps.
+        looks: the close looks at steps.
         steps: steps that the host has done: the GPU may have some of them before it, which are no part of this.
         ahead: returns the figures of the copies made ahead; None where there are none.
         images: returns what is known of the images behind the loader.
@@ -65,7 +65,7 @@ class SteadyStateAccumulator:
         self,
         loader: LoaderWatch,
         device: DeviceWatch | None,
-        looks: KernelProfiling | None,
+        looks: Looks,
         steps: int,
         ahead: Callable[[], AheadCopies | None],
         images: Callable[[], ImageSamples | None],
@@ -205,16 +205,18 @@ class SteadyStateAccumulator:
             history=history,
             grows=self._grows,
         )
-        if self._device is None or self._looks is None:
-            return measured
+        if self._device is None or self._looks.kernels is None:
+            operators = self._looks.operators
+            return replace(measured, operators=operators.kernels) if operators is not None else measured
+        kernels = self._looks.kernels
         return replace(
             measured,
             gpu=now.gpu - start.gpu,
             device=self._device.state(),
-            syncs=self._looks.syncs,
-            look=self._looks.look,
-            look_pending=self._looks.pending,
-            look_missed=self._looks.missed,
+            syncs=kernels.syncs,
+            look=kernels.look,
+            look_pending=kernels.pending,
+            look_missed=kernels.missed,
         )
 
 

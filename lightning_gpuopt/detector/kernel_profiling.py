@@ -11,6 +11,7 @@ from lightning_gpuopt.detector.device_watch import DeviceWatch
 from lightning_gpuopt.diagnosis.waterfall import hooks_s, in_steps, may_idle, worth_a_look
 from lightning_gpuopt.measurements.gpu import GpuTimes, StepLook, SyncSighting
 from lightning_gpuopt.timeline.look import CannotLookError, ProfilerLook
+from lightning_gpuopt.timeline.module_calls import ModuleCalls
 from lightning_gpuopt.timeline.syncs import SyncLook
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class KernelProfiling:
         several_ranks: whether there are others.
         rhythm: returns after how many batches steps repeat themselves, when a look begins.
         is_taken: whether torch.profiler is at work for a trace, for which a look waits.
+        modules: makes what notes the user's modules while a look records; None where that may not be.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class KernelProfiling:
         several_ranks: bool,
         rhythm: Callable[[], int] = lambda: 1,
         is_taken: Callable[[], bool] = lambda: False,
+        modules: Callable[[], ModuleCalls | None] = lambda: None,
     ) -> None:
         self.syncs: SyncSighting | None = None
         self.look: StepLook | None = None
@@ -77,6 +80,7 @@ class KernelProfiling:
         self._several_ranks = several_ranks
         self._rhythm = rhythm
         self._is_taken = is_taken
+        self._modules = modules
         self._over = False
         self._sync_look: SyncLook | None = None
         self._profiler_look: ProfilerLook | None = None
@@ -92,6 +96,11 @@ class KernelProfiling:
         """Whether a look may still come; until then no finding concerns the inside of the step."""
         no_more = self.look is not None or self._profiler_failed or not self._may_come
         return not (self._over or (no_more and self.syncs is not None))
+
+    @property
+    def left_out(self) -> bool:
+        """Whether nothing was looked at for want of a reason, and could have been."""
+        return self._profile == "auto" and self.look is None and not self._wanted and not self._profiler_failed
 
     @property
     def missed(self) -> bool:
@@ -245,7 +254,7 @@ class KernelProfiling:
         self._sync_look = look
 
     def _begin_profiler(self) -> None:
-        look, begin_s = ProfilerLook(self._rhythm()), time.perf_counter()
+        look, begin_s = ProfilerLook(self._rhythm(), self._modules()), time.perf_counter()
         try:
             look.begin()
         except CannotLookError as error:

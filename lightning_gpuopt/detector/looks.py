@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Final
 
 from lightning_gpuopt.detector.kernel_profiling import KernelProfiling
+from lightning_gpuopt.detector.operator_profiling import OperatorProfiling
 from lightning_gpuopt.detector.stack_sampling import StackSampling
 from lightning_gpuopt.detector.trace_recording import TraceRecording
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.gpu import GpuTimes
+
+_NO_TABLE: Final = (
+    'What the steps compute was not looked at: with StallDetector(profile="on") the report has it by kind, by kernel '
+    "and by module."
+)
 
 
 class Looks:
@@ -19,13 +26,15 @@ class Looks:
 
     Attributes:
         kernels: looks at the steps of the GPU; None on other devices.
+        operators: looks at the operators of a CPU's steps; None on other devices.
         stacks: samples stacks for findings; None on ranks that do not report.
     """
 
     def __init__(self) -> None:
         self.kernels: KernelProfiling | None = None
+        self.operators: OperatorProfiling | None = None
         self.stacks: StackSampling | None = None
-        self._trace = TraceRecording(lambda steps: self.kernels is None or self.kernels.leaves_time_for(steps))
+        self._trace = TraceRecording(lambda steps: all(each.leaves_time_for(steps) for each in self._profilings))
         self._found: Sequence[Finding] = ()
 
     @property
@@ -54,6 +63,8 @@ class Looks:
         """
         if self.kernels is not None:
             self.kernels.step_done(steps, gpu)
+        if self.operators is not None:
+            self.operators.step_done(steps)
         self._trace.step_done()
         if self.stacks is None:
             return
@@ -82,7 +93,7 @@ class Looks:
 
     def finish(self) -> None:
         """Training has ended: read what there is, and begin nothing."""
-        for each in (self.kernels, self.stacks):
+        for each in (*self._profilings, self.stacks):
             if each is not None:
                 each.finish()
 
@@ -98,13 +109,19 @@ class Looks:
         Args:
             findings: of the report; None while a warm-up goes on.
         """
-        notes = (self.kernels.notes if self.kernels is not None else []) + self._trace.notes
+        notes = [note for each in (*self._profilings, self._trace) for note in each.notes]
+        if findings is not None and not findings and any(each.left_out for each in self._profilings):
+            notes.append(_NO_TABLE)
         return notes + (self.stacks.notes(findings) if self.stacks is not None and findings is not None else [])
 
     @property
     def _records(self) -> bool:
         """Whether torch.profiler records now: stacks that are sampled meanwhile would be in its record."""
-        return self._trace.is_recording or (self.kernels is not None and self.kernels.recording)
+        return self._trace.is_recording or any(each.recording for each in self._profilings)
+
+    @property
+    def _profilings(self) -> list[KernelProfiling | OperatorProfiling]:
+        return [each for each in (self.kernels, self.operators) if each is not None]
 
     def _sample(self) -> None:
         assert self.stacks is not None

@@ -17,12 +17,14 @@ from lightning_gpuopt.detector.run_settings import RunSettingsWatch
 from lightning_gpuopt.diagnosis.causes.epoch import restart_in_run
 from lightning_gpuopt.diagnosis.diagnose import remarks, verdict_of
 from lightning_gpuopt.diagnosis.hints import PaddedBatch, padding_hints
+from lightning_gpuopt.diagnosis.kernel_hints import kernel_hints
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import headroom, loader_costs
-from lightning_gpuopt.diagnosis.record import Change, Finding, Stretch
+from lightning_gpuopt.diagnosis.record import Change, Finding, Hint, Stretch
 from lightning_gpuopt.diagnosis.refuted import without_refuted
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.diagnosis.where import hot_spots_of
+from lightning_gpuopt.diagnosis.witnesses import idle_shares
 from lightning_gpuopt.measurements.phases import STEP_HOOKS, PhaseTimes
 from lightning_gpuopt.timeline.windows import Window
 
@@ -58,6 +60,7 @@ def report_of(
     if measured is not None:
         findings = _of_whole_run(findings, times, measured, threshold, known.get("changes", ()))
     waterfall = measured.waterfall if measured is not None else None
+    kernels = measured.kernels if measured is not None else None
     read = measured is not None and measured.gpu is not None and measured.gpu.steps > 0
     return StallReport(
         verdict=verdict_of(findings, look_missed=measured is not None and measured.look_missed),
@@ -68,10 +71,10 @@ def report_of(
         steps=times.steps,
         step_s=waterfall.step_s if waterfall is not None else None,
         gpu_idle_s=waterfall.idle_s if waterfall is not None and read else None,
-        hints=[
-            *(run_settings.hints(measured, findings) if run_settings is not None and measured is not None else []),
-            *padding_hints(padded),
-        ],
+        hints=[*_hints(run_settings, measured, findings), *padding_hints(padded)],
+        kernels=list(kernels.dearest) if kernels is not None else [],
+        kernel_kinds=dict(kernels.kinds) if kernels is not None else {},
+        idle_shares=idle_shares(measured) if measured is not None else {},
         lightning_work=lightning_work(measured.times, own_callbacks) if measured is not None else {},
         headroom=headroom(measured) if measured is not None else None,
         loader_costs=loader_costs(measured) if measured is not None else None,
@@ -81,6 +84,14 @@ def report_of(
         ],
         **known,
     )
+
+
+def _hints(settings: RunSettingsWatch | None, measured: Measurement | None, findings: list[Finding]) -> list[Hint]:
+    if measured is None:
+        return []
+    waterfall = measured.waterfall
+    known = settings.hints(measured, findings) if settings is not None else []
+    return kernel_hints(measured.kernels, 1 - waterfall.share(waterfall.idle_s), known)
 
 
 def _of_whole_run(

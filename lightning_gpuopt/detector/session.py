@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_gpuopt.compat import lightning
+from lightning_gpuopt.compat.dynamo import has_compiled
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer
 from lightning_gpuopt.compat.lightning_loops import batches_left
 from lightning_gpuopt.detector.accumulator import SteadyStateAccumulator, work_of
@@ -18,6 +19,7 @@ from lightning_gpuopt.detector.instrumentation import CopiesAhead, Instrumentati
 from lightning_gpuopt.detector.kernel_profiling import KernelProfiling, Profile
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
 from lightning_gpuopt.detector.looks import Looks
+from lightning_gpuopt.detector.operator_profiling import OperatorProfiling
 from lightning_gpuopt.detector.padding_watch import PaddingWatch
 from lightning_gpuopt.detector.rank_exchange import RankExchange
 from lightning_gpuopt.detector.rank_watch import RankWatch
@@ -43,6 +45,7 @@ from lightning_gpuopt.measurements.phases import PhaseTimes
 from lightning_gpuopt.measurements.ranks import RankWork
 from lightning_gpuopt.timeline.gpu_clock import GPU_EVENTS
 from lightning_gpuopt.timeline.hang import HangWatch, Watched, write_state
+from lightning_gpuopt.timeline.module_calls import ModuleCalls
 from lightning_gpuopt.timeline.pauses import PauseWatch
 from lightning_gpuopt.timeline.steps import StepClock
 from lightning_gpuopt.timeline.windows import Windows
@@ -162,6 +165,16 @@ class DetectorSession:
         if on_cuda:
             self._watch_gpu()
             self._run_settings = RunSettingsWatch(trainer, self._pl_module)
+        elif trainer.is_global_zero and trainer.strategy.root_device.type == "cpu":
+            self._looks.operators = OperatorProfiling(
+                self.timeline,
+                self._options.profile,
+                batches_left=lambda: batches_left(trainer),
+                several_ranks=trainer.world_size > 1,
+                is_taken=lambda: self._looks.profiler_is_taken,
+                modules=self._module_calls,
+                found=lambda: bool(self._accumulator is None or self._accumulator.findings),
+            )
         if trainer.world_size > 1:
             self._exchange = RankExchange(trainer.global_rank, trainer.world_size)
             placed.undo.callback(self._exchange.close)
@@ -186,7 +199,7 @@ class DetectorSession:
         return SteadyStateAccumulator(
             self.loader,
             self._device,
-            self._looks.kernels,
+            self._looks,
             self.timeline.steps,
             self._copies_ahead,
             lambda: self._images.samples,
@@ -214,6 +227,10 @@ class DetectorSession:
         if self._run_settings is not None:
             self._run_settings.see_loss(loss)
 
+    def _module_calls(self) -> ModuleCalls | None:
+        """What notes the user's modules; None where hooks could have torch compile them anew."""
+        return None if has_compiled() else ModuleCalls(self._pl_module)
+
     def _watch_gpu(self) -> None:
         several = self._trainer.world_size > 1
         self._own_forward = several and forward_is_a_ranks_own(self._trainer, self._pl_module)
@@ -230,6 +247,7 @@ class DetectorSession:
             several_ranks=several,
             rhythm=lambda: int(self._trainer.accumulate_grad_batches),
             is_taken=lambda: self._looks.profiler_is_taken,
+            modules=self._module_calls,
         )
         self._instruments.undo.callback(device.close)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Final
 
 from lightning_gpuopt.diagnosis.causes import epoch, pauses, ranks, step
 from lightning_gpuopt.diagnosis.causes.loader import data_finding
@@ -11,10 +12,15 @@ from lightning_gpuopt.diagnosis.causes.pipeline import pipeline_finding
 from lightning_gpuopt.diagnosis.causes.slowdown import slowdown
 from lightning_gpuopt.diagnosis.causes.step import Candidate
 from lightning_gpuopt.diagnosis.causes.table import COMPUTE_BOUND, UNKNOWN
+from lightning_gpuopt.diagnosis.confidence import confidence_of
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.where import with_places
+from lightning_gpuopt.diagnosis.witnesses import witness_note
 from lightning_gpuopt.measurements.phases import GPU_WORK
+
+_UNASSIGNED: Final = 0.1
+"""Share of the steps' work without a module that is worth a note."""
 
 
 class StallError(RuntimeError):
@@ -43,6 +49,9 @@ def diagnose(measurement: Measurement, threshold: float) -> list[Finding]:
         The findings, largest share first.
     """
     findings = [build() for share, build in _causes(measurement, threshold) if share >= threshold]
+    findings = [
+        replace(each, confidence=confidence_of(each.cause, each.share, measurement, threshold)) for each in findings
+    ]
     findings = with_places(findings, measurement.sampled)
     return sorted(findings, key=lambda finding: finding.share, reverse=True)
 
@@ -91,8 +100,21 @@ def remarks(measurement: Measurement, threshold: float) -> list[str]:
         epoch.pause_note(measurement, threshold),
         step.copies_ahead_note(measurement),
         step.power_cap_note(measurement),
+        witness_note(measurement),
+        _unassigned_note(measurement),
     )
     return [*notes, *(note for note in known if note is not None), *pauses.pause_notes(measurement, threshold)]
+
+
+def _unassigned_note(measurement: Measurement) -> str | None:
+    """What part of the steps' work could not be tied to a module."""
+    kernels = measurement.kernels
+    if kernels is None or not kernels.unassigned or kernels.unassigned < _UNASSIGNED:
+        return None
+    return (
+        f"{kernels.unassigned:.0%} of the steps' work could not be assigned to a module: the optimizer's, and what is "
+        "launched outside of the modules' forward and backward."
+    )
 
 
 def _causes(measurement: Measurement, threshold: float) -> Iterator[Candidate]:

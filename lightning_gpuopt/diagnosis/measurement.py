@@ -12,6 +12,7 @@ from lightning_gpuopt.diagnosis.waterfall import Waterfall, waterfall_of
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.gpu import AheadCopies, DeviceState, GpuTimes, StepLook, SyncSighting
 from lightning_gpuopt.measurements.host import Collections, Compilations, HostActivity
+from lightning_gpuopt.measurements.kernels import StepKernels
 from lightning_gpuopt.measurements.loader_description import LoaderDescription
 from lightning_gpuopt.measurements.loading import (
     ImageSamples,
@@ -43,6 +44,7 @@ class Measurement:
         device: what NVML reported.
         syncs: what a close look for synchronizing calls saw; None where there was no look.
         look: what a close look at the step's kernels saw; None where there was no look.
+        operators: what a CPU's steps consist of; None where that was not recorded.
         look_pending: whether such a look is still to come: until then nothing is said of the inside of the step.
         look_missed: whether such a look was needed, and not allowed.
         ranks: the work of all ranks; empty on one.
@@ -74,6 +76,7 @@ class Measurement:
     device: DeviceState | None = None
     syncs: SyncSighting | None = None
     look: StepLook | None = None
+    operators: StepKernels | None = None
     look_pending: bool = False
     look_missed: bool = False
     ranks: tuple[RankWork, ...] = ()
@@ -102,6 +105,11 @@ class Measurement:
         grown_s = self.growth_s.get(GPU_WORK, 0.0)
         inside = {name: max(getattr(waterfall, name) - grown_s, 0.0) for name in ("launch_s", "sync_s", "copies_s")}
         return replace(waterfall, waits=waits, **inside)
+
+    @property
+    def kernels(self) -> StepKernels | None:
+        """What the steps' work consists of; None where nothing was looked at."""
+        return self.look.kernels if self.look is not None else self.operators
 
     @cached_property
     def growth(self) -> Growth | None:

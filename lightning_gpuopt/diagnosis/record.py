@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from lightning_gpuopt.measurements.code_location import CodeLocation
+from lightning_gpuopt.measurements.kernels import KernelShare
 from lightning_gpuopt.measurements.loader_costs import LoaderCosts
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import StepTimes
@@ -24,6 +25,7 @@ class Finding:
             remedy is not a loader setting.
         predicted_speedup: steady steps per second after over before, as (low, mid, high); None where it is not
             predicted.
+        confidence: how far it can be relied on, by the agreement of its sources, the length of the run, and noise.
     """
 
     cause: str
@@ -32,6 +34,7 @@ class Finding:
     advice: str
     settings: dict[str, Any] = field(default_factory=dict)
     predicted_speedup: tuple[float, float, float] | None = None
+    confidence: Literal["high", "medium", "low"] = "high"
 
 
 @dataclass(frozen=True)
@@ -166,3 +169,6 @@ class RunRecord:
     hints: list[Hint] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     loader_costs: LoaderCosts | None = None
+    kernels: list[KernelShare] = field(default_factory=list)
+    kernel_kinds: dict[str, float] = field(default_factory=dict)
+    idle_shares: dict[str, float] = field(default_factory=dict)

@@ -11,11 +11,12 @@ from typing import Any
 from lightning_gpuopt.diagnosis.record import Change, Finding, Hint, HotSpots, Proof, RunRecord, Stretch
 from lightning_gpuopt.diagnosis.schema import REPORT_SCHEMA, SCHEMA_VERSION, check_types
 from lightning_gpuopt.measurements.code_location import CodeLocation
+from lightning_gpuopt.measurements.kernels import KernelShare
 from lightning_gpuopt.measurements.loader_costs import LoaderCosts
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import Outlier, StepTimes
 
-__all__ = ["REPORT_SCHEMA", "Finding", "HotSpots", "Proof", "StallReport", "Stretch", "write_whole"]
+__all__ = ["REPORT_SCHEMA", "Finding", "HotSpots", "KernelShare", "Proof", "StallReport", "Stretch", "write_whole"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class StallReport(RunRecord):
         environment: machine and versions.
         loader_costs: what the loader and the step cost per batch, for ``lightning-gpuopt what-if``; None where that was
             not measured.
+        kernels: the five kernels that take most of the GPU's time in the steps that were looked at; on a CPU,
+            operators. Empty where nothing was looked at.
+        kernel_kinds: share of each kind of kernel in that time, 0-1; empty likewise.
+        idle_shares: share of time, 0-1, in which the GPU was idle, by source: ``"events"``, ``"host"``, ``"records"``,
+            ``"nvml"``; those that say nothing are absent.
 
     Example::
 
@@ -109,6 +115,7 @@ class StallReport(RunRecord):
                     "loader": LoaderFacts(**_only(LoaderFacts, data["loader"])),
                     "step_times": _step_times(data["step_times"]),
                     "loader_costs": _loader_costs(data.get("loader_costs")),
+                    "kernels": [KernelShare(**_only(KernelShare, each)) for each in data.get("kernels", [])],
                 }
             )
         except (KeyError, TypeError, ValueError) as error:

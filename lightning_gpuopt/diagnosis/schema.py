@@ -47,8 +47,9 @@ _FINDING: Final = _object(
         "advice": _TEXT,
         "settings": _ANY_OBJECT,
     },
-    {"predicted_speedup": _INTERVAL},
+    {"predicted_speedup": _INTERVAL, "confidence": {"enum": ["high", "medium", "low"], "type": "string"}},
 )
+_KERNEL: Final = _object(_each("name kind module", _TEXT) | {"share": _SHARE, "calls_per_step": _NUMBER})
 _LOADER: Final = _object(
     {}, _each("num_workers prefetch_factor", _COUNT) | _each("persistent_workers pin_memory duplicates", _FLAG)
 )
@@ -105,6 +106,9 @@ REPORT_SCHEMA: Final[_Schema] = {
             "hot_spots": _list(_HOT_SPOTS),
             "gpu_idle_s": _SECONDS,
             "hints": _list(_HINT),
+            "kernels": _list(_KERNEL),
+            "kernel_kinds": _map(_NUMBER),
+            "idle_shares": _map(_SHARE),
         },
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lightning_gpuopt.measurements.kernels import StepKernels
 from lightning_gpuopt.measurements.summed import Summed
 
 
@@ -154,6 +155,7 @@ class StepLook:
         calls: calls of the CUDA runtime in a mean step; 0 where none were recorded, and so no waits were seen.
         forward_collectives: whether a collective ran in the forward: ``sync_dist=True`` puts one there.
         correlated: whether the records tie what ran on the GPU to the calls that issued it.
+        kernels: what the steps' work consists of.
     """
 
     steps: int
@@ -166,6 +168,7 @@ class StepLook:
     calls: float = 0.0
     forward_collectives: bool = False
     correlated: bool = True
+    kernels: StepKernels | None = None
 
     @property
     def idle_s(self) -> float:

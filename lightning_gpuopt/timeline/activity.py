@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from lightning_gpuopt.measurements.gpu import StepCopies, StepLook
+from lightning_gpuopt.timeline.kernel_kinds import kind_of_kernel
+from lightning_gpuopt.timeline.kernel_table import StepWork, table_of
 from lightning_gpuopt.timeline.records import Record
 
 _Interval = tuple[float, float]
@@ -17,8 +19,14 @@ _BLOCKING: Final = ("cudaMemcpy", "hipMemcpy")
 _WAITS: Final = "Synchronize"
 """Part of the names of the runtime's calls in which the host waits for the GPU."""
 
+_KINDS: Final = {"collective": "communication", "copy": "copy"}
+
 _SKEW_S: Final = 20e-6
 """The profiler's clocks of host and device agree to within so much."""
+
+
+_CLOCKS_S: Final = 5e-6
+"""The records' clock is set to the host's to within so much: what follows the optimizer at once is none of its work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,7 @@ class ActivitySpan:
         issue_begun_s: the host began to issue it.
         issue_ended_s: the host had issued all of it.
         forward_s: when the GPU began and ended the forward's work; None where that was not timed.
+        optimizer_s: when the host issued work of the optimizer.
     """
 
     begun_s: float
@@ -38,9 +47,12 @@ class ActivitySpan:
     issue_begun_s: float
     issue_ended_s: float
     forward_s: _Interval | None = None
+    optimizer_s: tuple[_Interval, ...] = ()
 
 
-def look_of(records: Iterable[Record], steps: Sequence[ActivitySpan]) -> StepLook | None:
+def look_of(
+    records: Iterable[Record], steps: Sequence[ActivitySpan], module_at: Callable[[float], str] | None = None
+) -> StepLook | None:
     """Account for the inside of steps.
 
     While a copy that the step itself has issued runs, and nothing else, the GPU is idle for that copy if the next
@@ -51,6 +63,7 @@ def look_of(records: Iterable[Record], steps: Sequence[ActivitySpan]) -> StepLoo
     Args:
         records: in any order.
         steps: the steps, in seconds of the records' clock.
+        module_at: the user's module that the host worked for at a time of that clock; None where that is not known.
 
     Returns:
         The means over the steps; None where no record lies in them.
@@ -81,6 +94,11 @@ def look_of(records: Iterable[Record], steps: Sequence[ActivitySpan]) -> StepLoo
             each.forward_s is not None and trace.collectives.covered_s(*each.forward_s) > 0 for each in steps
         ),
         correlated=trace.correlated,
+        kernels=table_of(
+            (work for each in steps for work in trace.works(each, module_at)),
+            count,
+            modules_watched=module_at is not None and trace.correlated,
+        ),
     )
 
 
@@ -121,6 +139,20 @@ class _Trace:
                 idle_s += stop_s - start_s if issued_s <= stop_s else self.waits.covered_s(start_s, stop_s)
         return idle_s, own
 
+    def works(self, step: ActivitySpan, module_at: Callable[[float], str] | None) -> Iterator[StepWork]:
+        """What a step has issued: kernels, collectives and copies."""
+        for each in [*self._working, *self._copies]:
+            call = self._call_of.get(each.correlation)
+            if not self._issued_in(each, step):
+                continue
+            kind = kind_of_kernel(each.name) if each.kind == "kernel" else _KINDS[each.kind]
+            module = ""
+            if call is not None and any(begin <= call.start_s < end - _CLOCKS_S for begin, end in step.optimizer_s):
+                kind = "optimizer" if each.kind == "kernel" else kind
+            elif call is not None and module_at is not None:
+                module = module_at(call.start_s)
+            yield StepWork(each.name, kind, each.seconds, module)
+
     def _issued_s(self, start_s: float) -> float:
         """When the kernel that starts then was issued: before all that was recorded, where its call is not there."""
         call = self._call_of.get(self._working[bisect_left(self._starts, start_s)].correlation)
@@ -128,12 +160,12 @@ class _Trace:
             return call.start_s
         return float("-inf") if self.correlated else start_s
 
-    def _issued_in(self, copy: Record, step: ActivitySpan) -> bool:
-        """Whether a step has issued a copy: by its call, or by its place between the step's kernels on their stream."""
-        call = self._call_of.get(copy.correlation)
+    def _issued_in(self, work: Record, step: ActivitySpan) -> bool:
+        """Whether a step has issued something: by its call, or by its place among its kernels on their stream."""
+        call = self._call_of.get(work.correlation)
         if call is not None:
             return step.issue_begun_s <= call.start_s <= step.issue_ended_s
-        return copy.stream == self._stream and step.begun_s <= copy.start_s <= step.ended_s
+        return work.stream == self._stream and step.begun_s <= work.start_s < step.ended_s
 
     def _blocked(self, copy: Record) -> Record | None:
         """The call of a copy that came back only when the copy was done: one of pageable memory."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from lightning_gpuopt.measurements.gpu import GpuTimes
-from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
+from lightning_gpuopt.measurements.phases import PHASES, SIGNAL_BROADCAST
 from lightning_gpuopt.timeline.activity import ActivitySpan
 from lightning_gpuopt.timeline.observer import StepObserver
 
@@ -90,6 +90,9 @@ class HostWork(Protocol):
         """Slots of what stops the host from outside."""
 
 
+_OPTIMIZER: Final = PHASES.index("optimizer")
+
+
 @dataclass
 class _Cut:
     """A hook in which the host waits for the GPU, from its beginning to where it was read so far."""
@@ -140,6 +143,7 @@ class GpuClock(StepObserver):
         self._offset_ns = 0.0
         self._step_began_ns = (0.0, 0)
         self._forward_s: tuple[float, float] | None = None
+        self._optimizer_s: list[tuple[float, float]] = []
         self._drained_by: int | str | None = None
         self._steps = 0
         self._lengths_ns = [0.0] * 8
@@ -277,6 +281,8 @@ class GpuClock(StepObserver):
             self._drained_by = None
             self._step_ns += length_ns
             self._note_pauses(idle_ns, began_ns, work)
+            if self.spans is not None:
+                self._note_optimizer(began_ns, work)
             if kind == _FORWARD:
                 self._forward_s = (drained_ns / 1e9, self.read_to_s)
             if kind == _STEP:
@@ -290,9 +296,19 @@ class GpuClock(StepObserver):
                 if self.spans is not None:
                     begun_ns, issue_begun_ns = self._step_began_ns
                     host_s = (issue_begun_ns / 1e9, recorded_ns / 1e9)
-                    self.spans.append(ActivitySpan(begun_ns / 1e9, self.read_to_s, *host_s, self._forward_s))
+                    optimizer_s, self._optimizer_s = tuple(self._optimizer_s), []
+                    self.spans.append(
+                        ActivitySpan(begun_ns / 1e9, self.read_to_s, *host_s, self._forward_s, optimizer_s)
+                    )
             return
         self._step_began_ns = (passed_ns - self._offset_ns, recorded_ns)
+
+    def _note_optimizer(self, began_ns: int, work: Sequence[int]) -> None:
+        """Keep when the host issued work of the optimizer."""
+        for index in range(0, len(work), 2):
+            if work[index] == _OPTIMIZER:
+                begun_ns = work[index - 1] if index else began_ns
+                self._optimizer_s.append((begun_ns / 1e9, work[index + 1] / 1e9))
 
     def _add_queued(self, queued_ns: float, work: Sequence[int]) -> None:
         """Attribute work that was queued outside of a step to the first hook of those that ran, if one did."""

@@ -14,7 +14,7 @@ import logging
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,8 +22,11 @@ import torch
 
 from lightning_gpuopt.compat.torch_internals import profiler_is_enabled
 from lightning_gpuopt.measurements.gpu import StepLook
+from lightning_gpuopt.measurements.kernels import StepKernels
 from lightning_gpuopt.timeline.activity import ActivitySpan, look_of
-from lightning_gpuopt.timeline.records import Record, records_of
+from lightning_gpuopt.timeline.module_calls import ModuleCalls
+from lightning_gpuopt.timeline.operators import operators_of
+from lightning_gpuopt.timeline.records import records_of
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +48,16 @@ class ProfilerLook:
     Args:
         rhythm: batches after which steps repeat themselves: with accumulated gradients, so many; at least three are
             recorded, and at most 16.
+        modules: notes which module the host works for meanwhile; None where that is not wanted.
 
     Attributes:
         recorded_s: when recording began and ended, in seconds of ``time.perf_counter``.
     """
 
-    def __init__(self, rhythm: int = 1) -> None:
+    _activity = torch.profiler.ProfilerActivity.CUDA
+
+    def __init__(self, rhythm: int = 1, modules: ModuleCalls | None = None) -> None:
+        self._modules = modules
         self._profiler: Any = None
         self._steps = min(max(_STEPS, rhythm), _MAX_STEPS)
         self._left = _WARMUP_STEPS + self._steps
@@ -70,9 +77,9 @@ class ProfilerLook:
         """
         refuse_beside_another()
         own = torch.profiler.profile.__module__.startswith("torch.")  # else it is a stand-in, which decides for itself
-        if own and torch.profiler.ProfilerActivity.CUDA not in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
-            raise CannotLookError("this torch cannot trace CUDA")
-        activities = [torch.profiler.ProfilerActivity.CUDA]
+        activities = [self._activity]
+        if own and self._activity not in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
+            raise CannotLookError(f"this torch cannot trace {self._activity.name}")
         schedule = torch.profiler.schedule(wait=0, warmup=_WARMUP_STEPS, active=self._steps, repeat=1)
         try:
             profiler = torch.profiler.profile(activities=activities, schedule=schedule)
@@ -82,6 +89,8 @@ class ProfilerLook:
         except Exception as error:  # whatever CUPTI, or another profiler that holds it, does not like
             raise CannotLookError(f"{type(error).__name__}: {error}") from error
         self._profiler = profiler
+        if self._modules is not None:
+            self._modules.begin()
 
     def step_done(self) -> bool:
         """Count a step; True when the recording is over.
@@ -92,6 +101,8 @@ class ProfilerLook:
         if self._profiler is None:
             return True
         self._left -= 1
+        if self._modules is not None:
+            self._modules.step_done()
         last = self._left == 0
         try:
             self._profiler.step()
@@ -99,10 +110,12 @@ class ProfilerLook:
                 self.recorded_s = (self.recorded_s[0], time.perf_counter())
                 self._profiler.stop()
         except Exception as error:
-            self._profiler = None
+            self._drop()
             raise CannotLookError(f"{type(error).__name__}: {error}") from error
         if self._left == self._steps:
             self.recorded_s = (time.perf_counter(), 0.0)
+        if last and self._modules is not None:
+            self._modules.end()
         return last
 
     def read(self, spans: Sequence[ActivitySpan]) -> StepLook:
@@ -125,19 +138,56 @@ class ProfilerLook:
         if not steps:
             raise CannotLookError("the GPU ran none of the recorded steps meanwhile: the host is too far ahead of it")
         try:
-            look = look_of(_records(profiler), steps)
+            trace, shift_s = _trace_of(profiler)
+            records = records_of(trace, torch.cuda.current_device(), shift_s)
+            look = look_of(records, steps, self._module_at)
         except Exception as error:
             raise CannotLookError(f"{type(error).__name__}: {error}") from error
         if look is None:
             raise CannotLookError("it recorded no kernels; another tool may hold CUPTI")
         return look
 
+    @property
+    def _module_at(self) -> Callable[[float], str] | None:
+        return self._modules.at if self._modules is not None else None
+
     def end(self) -> None:
         """Stop early; what was recorded is dropped."""
-        profiler, self._profiler = self._profiler, None
+        profiler = self._drop()
         if profiler is not None:
             with contextlib.suppress(Exception):
                 profiler.stop()
+
+    def _drop(self) -> Any:
+        """Take the hooks away; returns the profiler, which is nobody's from here on."""
+        if self._modules is not None:
+            self._modules.end()
+        profiler, self._profiler = self._profiler, None
+        return profiler
+
+
+class OperatorLook(ProfilerLook):
+    """Records the operators that a CPU runs in a few steps, once."""
+
+    _activity = torch.profiler.ProfilerActivity.CPU
+
+    def operators(self, phases: Sequence[tuple[str, float]]) -> StepKernels | None:
+        """What was recorded.
+
+        Args:
+            phases: what the training process did meanwhile, each with the time of its end by ``time.perf_counter``.
+
+        Raises:
+            CannotLookError: the record could not be read.
+        """
+        profiler = self._drop()
+        begin_s = self.recorded_s[0]
+        try:
+            trace, shift_s = _trace_of(profiler)
+            inside = [each for each in phases if begin_s <= each[1]]
+            return operators_of(trace, shift_s, [("", begin_s), *inside], self._steps, self._module_at)
+        except Exception as error:
+            raise CannotLookError(f"{type(error).__name__}: {error}") from error
 
 
 def refuse_beside_another() -> None:
@@ -162,11 +212,12 @@ def _subclasses_of(kind: Any) -> list[type]:
     return [*direct, *(each for one in direct for each in _subclasses_of(one))]
 
 
-def _records(profiler: Any) -> list[Record]:
-    """The profiler's records on the clock of ``time.perf_counter``; the trace's own is that of ``time.time_ns``."""
-    to_perf_s = time.perf_counter() - time.time_ns() / 1e9
+def _trace_of(profiler: Any) -> tuple[dict[str, Any], float]:
+    """A profiler's trace, and what to add to its seconds for those of ``time.perf_counter``."""
+    before_s, now_s, after_s = time.perf_counter(), time.time_ns() / 1e9, time.perf_counter()
+    shift_s = (before_s + after_s) / 2 - now_s
     with tempfile.TemporaryDirectory(prefix="lightning-gpuopt-") as folder:
         path = Path(folder) / "look.json"
         profiler.export_chrome_trace(str(path))
-        trace = json.loads(path.read_bytes())
-    return records_of(trace, torch.cuda.current_device(), to_perf_s)
+        trace: dict[str, Any] = json.loads(path.read_bytes())
+    return trace, shift_s

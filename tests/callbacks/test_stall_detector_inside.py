@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lightning_gpuopt import StallDetector, StallReport
+from lightning_gpuopt.detector import session
 from lightning_gpuopt.detector.kernel_profiling import Profile
 from tests.callbacks.gpu_fit import MANY_KERNELS, STEP, WARMUP_STEPS, At, Stretch, causes, fit, follow, module
 from tests.simulators.gpu import SimulatedGpu, SimulatedModule, Step, Work
@@ -225,3 +230,115 @@ class TestWhatNvmlDoesNotShow:
         gpu.pinned = True  # copies do not make the host wait
         report = fit(gpu, tmp_path, module(gpu, step), steps=LONG, profile=profile)
         assert report.verdict == verdict
+
+
+class LaunchesInBackward(torch.autograd.Function):
+    """Does nothing in forward, and calls a function in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, launch: Callable[[], None]) -> torch.Tensor:
+        ctx.launch = launch
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.launch()
+        return gradients[0], None
+
+
+class Named(SimulatedModule):
+    """A small network whose parts launch kernels of their own in forward and backward."""
+
+    class Part(torch.nn.Module):
+        def __init__(self, gpu: SimulatedGpu, name: str, seconds: float) -> None:
+            super().__init__()
+            self.gpu, self.name, self.seconds = gpu, name, seconds
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            self.gpu.launch(self.seconds, name=self.name)
+            launch = partial(self.gpu.launch, 2 * self.seconds, name=self.name)
+            out: torch.Tensor = LaunchesInBackward.apply(self.linear(values), launch)  # type: ignore[no-untyped-call]
+            return out
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        super().__init__(gpu, Step(optimizer=Work(0.002, 4, 0.0001, "multi_tensor")), batches=10_000)
+        self.net = torch.nn.Sequential(
+            Named.Part(gpu, "ampere_sgemm_128x64_tn", 0.004), Named.Part(gpu, "flash_fwd_kernel", 0.002)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
+        loss: torch.Tensor = self.net(inputs).pow(2).mean()
+        return loss
+
+
+class TestWhatAStepComputes:
+    def test_by_kind_by_kernel_and_by_module(self, watched: SimulatedGpu, tmp_path: Path) -> None:
+        report = fit(watched, tmp_path, Named(watched), steps=60, profile="on")
+        assert {kind: share for kind, share in report.kernel_kinds.items() if share > 0.001} == pytest.approx(
+            {"matmul": 12 / 20, "attention": 6 / 20, "optimizer": 2 / 20}, abs=0.01
+        )
+        first, second, third = report.kernels[:3]
+        assert (first.name, first.kind, first.module) == ("ampere_sgemm_128x64_tn", "matmul", "net.0")
+        assert (first.share, first.calls_per_step) == (pytest.approx(0.6, abs=0.01), 2.0)
+        assert (second.name, second.kind, second.module) == ("flash_fwd_kernel", "attention", "net.1")
+        assert (third.name, third.kind, third.module) == ("multi_tensor", "optimizer", "")
+        assert "ampere_sgemm_128x64_tn" in str(report)
+        assert StallReport.from_json(report.to_json()) == report
+
+    def test_a_healthy_run_says_how_to_have_it(self, gpu: SimulatedGpu, nvml: Simulator, tmp_path: Path) -> None:
+        nvml.machine(Gpu(utilization=100, gpm={}))
+        gpu.pinned = True
+        report = fit(gpu, tmp_path, module(gpu, FORWARD_AND_SLOW_BACKWARD), steps=60)
+        assert (report.verdict, report.kernels, report.kernel_kinds) == ("compute_bound", [], {})
+        assert any(note.startswith("What the steps compute was not looked at") for note in report.notes)
+
+    def test_no_hooks_once_anything_was_compiled(
+        self, watched: SimulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(session, "has_compiled", lambda: True)
+        report = fit(watched, tmp_path, Named(watched), steps=60, profile="on")
+        assert {each.module for each in report.kernels} == {""}
+        assert report.kernel_kinds["matmul"] == pytest.approx(12 / 20, abs=0.01)
+
+
+class TestWitnesses:
+    def test_a_neighbour_is_named_where_nvml_counts_its_work(
+        self, gpu: SimulatedGpu, nvml: Simulator, tmp_path: Path
+    ) -> None:
+        with subprocess.Popen(["sleep", "100"]) as neighbour:
+            try:
+                nvml.machine(Gpu(utilization=100, gpm={}, processes=[os.getpid(), neighbour.pid]))
+                report = fit(gpu, tmp_path, module(gpu, MANY_KERNELS), steps=LONG)
+            finally:
+                neighbour.kill()
+        (note,) = [each for each in report.notes if each.startswith("NVML has the GPU idle")]
+        assert f"another process computes on it, which NVML counts: sleep (pid {neighbour.pid})" in note
+        assert report.idle_shares["nvml"] == 0.0
+        assert report.idle_shares["records"] == pytest.approx(24 / 33, abs=0.03)
+        assert report.findings[0].confidence == "medium"
+
+
+class TestTheEnd:
+    def test_a_gpu_that_never_finishes_does_not_hold_it_up(self, watched: SimulatedGpu, tmp_path: Path) -> None:
+        def hang() -> None:
+            if watched.tracer is not None and watched.tracer.start_s is not None:
+                watched.launch(1e6, name="never")
+                raise ZeroDivisionError
+
+        detector = StallDetector(
+            on_stall="ignore", window_size=20, warmup_steps=WARMUP_STEPS, report_dir=tmp_path, profile="on"
+        )
+        begin_s = watched.clock()
+        with pytest.raises(ZeroDivisionError):
+            fit(
+                watched,
+                tmp_path,
+                module(watched, MANY_KERNELS),
+                At("on_train_batch_start", hang),
+                steps=LONG,
+                detector=detector,
+            )
+        assert watched.clock() - begin_s < 1000
+        assert any("was not stopped" in note for note in detector.report.notes)

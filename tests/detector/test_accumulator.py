@@ -74,7 +74,8 @@ class Counters:
             restart=lambda: note("device"),
             clock=Clock(),
         )
-        looks: Any = SimpleNamespace(syncs=SyncSighting(3, 0), look=None, pending=True, missed=False)
+        kernels = SimpleNamespace(syncs=SyncSighting(3, 0), look=None, pending=True, missed=False)
+        looks: Any = SimpleNamespace(kernels=kernels if on_gpu else None, operators=None)
         pauses: Any = SimpleNamespace(
             restart=lambda: note("pauses"), collections=lambda: Collections(), compilations=lambda: Compilations()
         )
@@ -84,7 +85,7 @@ class Counters:
         return SteadyStateAccumulator(
             loader,
             device if on_gpu else None,
-            looks if on_gpu else None,
+            looks,
             steps,
             lambda: self.ahead,
             lambda: None,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.record import Finding, RunRecord
 
 _BAR_WIDTH: Final = 30
+_LONGEST_KERNEL: Final = 60
 
 
 def render_text(report: RunRecord, width: int = 80) -> str:
@@ -40,6 +41,7 @@ def render_text(report: RunRecord, width: int = 80) -> str:
     for line in (wording.headroom_line(report), wording.outlier_line(report), wording.lightning_line(report)):
         if line is not None:
             console.print(Text(line))
+    _print_kernels(console, report)
     for proof in report.proofs:
         console.print(Text(wording.proof_line(proof)))
     _print_changes(console, report)
@@ -48,6 +50,20 @@ def render_text(report: RunRecord, width: int = 80) -> str:
     for note in report.notes:
         console.print(Text(f"Note: {note}"))
     return text_of(console)
+
+
+def _print_kernels(console: Console, report: RunRecord) -> None:
+    kinds = wording.kernel_kinds_line(report)
+    if kinds is None:
+        return
+    console.print(Text(kinds))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("dearest", overflow="fold")
+    for column in ("kind", "share", "a step", "module"):
+        table.add_column(column, justify="right" if column in ("share", "a step") else "left")
+    for row in wording.kernel_rows(report, _LONGEST_KERNEL):
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 def _print_changes(console: Console, report: RunRecord) -> None:
@@ -107,7 +123,8 @@ def _headline(report: RunRecord) -> str:
 
 
 def _print_finding(console: Console, count: int, finding: Finding) -> None:
-    console.print(Text(f"{count}. {finding.cause}: {wording.percent(finding.share)} of the time"))
+    sure = "" if finding.confidence == "high" else f" ({finding.confidence} confidence)"
+    console.print(Text(f"{count}. {finding.cause}: {wording.percent(finding.share)} of the time{sure}"))
     facts = ", ".join(f"{what} {value}" for what, value in wording.evidence(finding) if what != "where")
     where = finding.evidence.get("where")
     for line in (finding.advice, f"where: {where}" if where else "", f"({facts})" if facts else ""):

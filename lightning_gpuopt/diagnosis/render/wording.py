@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from lightning_gpuopt.measurements.loader_costs import Interval
 
 _UNITS: Final = {"ms": "ms", "s": "s", "mib": "MiB", "mhz": "MHz", "percent": "%"}
+_SMALL_KIND: Final = 0.005
+"""Share of a kind of kernel below which it is left out."""
+
 _NAME: Final = re.compile(rf"(?:(?P<what>\w+)_)?(?P<unit>{'|'.join(_UNITS)})(?P<per>_per_\w+)?(?P<rest>_max)?")
 
 
@@ -175,6 +178,36 @@ def lightning_line(report: RunRecord) -> str | None:
     whole = duration(sum(report.lightning_work.values()))
     largest = [f"{name} {duration(seconds)}" for name, seconds in list(report.lightning_work.items())[:3]]
     return f"Lightning's own work: {whole} a step ({', '.join(largest)})."
+
+
+def kernel_kinds_line(report: RunRecord) -> str | None:
+    """What the steps' work consists of, by kind, the largest first; None where nothing was looked at."""
+    kinds = sorted(report.kernel_kinds.items(), key=lambda item: -item[1])
+    parts = [f"{name.replace('_', ' ')} {percent(share)}" for name, share in kinds if share >= _SMALL_KIND]
+    return f"{_work_of(report)} of a step, by kind: {', '.join(parts)}." if parts else None
+
+
+def _work_of(report: RunRecord) -> str:
+    return "The GPU's work" if report.gpu_idle_s is not None else "The CPU's work, by operator,"
+
+
+def kernel_rows(report: RunRecord, longest: int = 200) -> list[tuple[str, ...]]:
+    """The dearest kernels: name, kind, share, calls in a step, module.
+
+    Args:
+        report: of the run.
+        longest: characters of a name that are kept.
+    """
+    return [
+        (
+            each.name if len(each.name) <= longest else each.name[: longest - 1] + "…",
+            each.kind.replace("_", " "),
+            percent(each.share),
+            number(each.calls_per_step),
+            each.module,
+        )
+        for each in report.kernels
+    ]
 
 
 def outlier_line(report: RunRecord) -> str | None:
