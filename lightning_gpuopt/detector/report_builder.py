@@ -67,6 +67,7 @@ def report_of(
         hot_spots=[spots for each in findings if (spots := hot_spots_of(each, measured.sampled))] if measured else [],
         steps=times.steps,
         step_s=waterfall.step_s if waterfall is not None else None,
+        measured_steps=waterfall.steps if waterfall is not None and waterfall.step_s is not None else None,
         gpu_idle_s=waterfall.idle_s if waterfall is not None and read else None,
         hints=[
             *(run_settings.hints(measured, findings) if run_settings is not None and measured is not None else []),
