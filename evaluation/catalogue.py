@@ -180,21 +180,21 @@ CONTROLS = [
     Fault(
         "one slow window in the middle of the run",
         "compute_bound",
-        lambda: SlowsDownThenRecovers(loader(Data()), step_s=0.012, more_s=0.012, slow=lambda step: 210 <= step < 260),
+        lambda: SlowsDownThenRecovers(loader(Data()), step_s=0.028, more_s=0.028, slow=lambda step: 210 <= step < 260),
         steps=WARMUP_STEPS + 8 * 50,
     ),
     Fault(
         "steps that take longer in the second half of each epoch",
         "compute_bound",
         lambda: SlowsDownThenRecovers(
-            loader(Data()), step_s=0.012, more_s=0.012, slow=lambda step: (step - WARMUP_STEPS) % 200 >= 100
+            loader(Data()), step_s=0.028, more_s=0.028, slow=lambda step: (step - WARMUP_STEPS) % 200 >= 100
         ),
         steps=WARMUP_STEPS + 8 * 50,
     ),
     Fault(
         "losses kept with their graphs, which nobody goes through",
         "compute_bound",
-        lambda: KeepsItsLosses(loader(Data()), step_s=0.012, each_s=0.0),
+        lambda: KeepsItsLosses(loader(Data()), step_s=0.028, each_s=0.0),
         steps=WARMUP_STEPS + 8 * 50,
     ),
     Fault("2 ranks, both alike", "compute_bound", lambda: Model(loader(Data()), step_s=0.03), ranks=2),
@@ -420,29 +420,29 @@ SLOWDOWNS = [
     Fault(
         "losses kept with their graphs, which each step goes through",
         "slowdown",
-        lambda: KeepsItsLosses(loader(Data()), step_s=0.004, each_s=0.00002),
+        lambda: KeepsItsLosses(loader(Data()), step_s=0.016, each_s=0.00008),
         steps=_SLOW_RUN,
         evidence={"phase": "forward"},
     ),
     Fault(
         "the same from the middle of the run on",
         "slowdown",
-        lambda: KeepsItsLosses(loader(Data()), step_s=0.004, each_s=0.00004, begin=200),
+        lambda: KeepsItsLosses(loader(Data()), step_s=0.02, each_s=0.0002, begin=200),
         steps=_SLOW_RUN,
         evidence={"phase": "forward"},
     ),
     Fault(
         "a callback that goes through what it has kept",
         "slowdown",
-        lambda: Model(loader(Data()), step_s=0.004),
-        callbacks=lambda tmp: [GrowingCallback(0.00002)],
+        lambda: Model(loader(Data()), step_s=0.016),
+        callbacks=lambda tmp: [GrowingCallback(0.00008)],
         steps=_SLOW_RUN,
         evidence={"phase": "GrowingCallback.on_train_batch_end"},
     ),
     Fault(
         "loading that takes longer and longer",
         "slowdown",
-        lambda: Model(loader(GrowingData(0.0000015)), step_s=0.004),
+        lambda: Model(loader(GrowingData(0.000006)), step_s=0.016),
         steps=_SLOW_RUN,
         evidence={"phase": "data_wait"},
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -50,6 +51,7 @@ def run(options: Namespace) -> int:
         UsageError: a folder cannot be used, or there is no GPU though one was asked for.
     """
     started = time.perf_counter()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler's own lines, which it reads when torch is imported
     data.require_packages()
     data_dir, output_dir = Path(options.data_dir).resolve(), Path(options.output_dir).resolve()
     if options.accelerator == "gpu":

@@ -59,6 +59,7 @@ class SteadyStateAccumulator:
 
     Attributes:
         findings: of the run so far; after a change of the loader, later windows prove them.
+        diagnose_after_s: seconds of the run, since its last change, before which findings are not looked for again.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class SteadyStateAccumulator:
         rank_watch: RankWatch | None,
     ) -> None:
         self.findings: list[Finding] = []
+        self.diagnose_after_s = 0.0
         self._gpu_is_here = device is None
         self._loader = loader
         self._device = device

@@ -70,6 +70,7 @@ def report_of(
         hot_spots=[spots for each in findings if (spots := hot_spots_of(each, measured.sampled))] if measured else [],
         steps=times.steps,
         step_s=waterfall.step_s if waterfall is not None else None,
+        measured_steps=waterfall.steps if waterfall is not None and waterfall.step_s is not None else None,
         gpu_idle_s=waterfall.idle_s if waterfall is not None and read else None,
         hints=[*_hints(run_settings, measured, findings), *padding_hints(padded)],
         kernels=list(kernels.dearest) if kernels is not None else [],

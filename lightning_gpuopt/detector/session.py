@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.dynamo import has_compiled
@@ -72,6 +73,12 @@ class DetectorOptions:
     hang_timeout: float | None
     nvtx: bool
     profile: Profile = "auto"
+
+
+_WAIT_PER_DIAGNOSIS: Final = 200
+"""Seconds of run between two diagnoses for each that one takes: 0.5 % of the time, however short windows are."""
+
+_MAX_WAIT_S: Final = 1.0
 
 
 class WindowListener(Protocol):
@@ -213,7 +220,8 @@ class DetectorSession:
 
     def _copies_ahead(self) -> AheadCopies | None:
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
-        prefetchers = [each for each in callbacks if isinstance(each, CopiesAhead)]
+        # isinstance() of a protocol takes ten times as long
+        prefetchers: list[CopiesAhead] = [each for each in callbacks if hasattr(each, "copies_ahead")]
         return prefetchers[0].copies_ahead() if prefetchers else None
 
     def see_batch(self, batch: Any) -> None:
@@ -415,12 +423,20 @@ class DetectorSession:
         ranks = self._ranks
         in_window = part.window(window.times, ranks)
         self._looks.window_done(part.gpu(), in_window.waterfall.step_s)
-        part.findings = self._diagnose(self._with_stacks(part.until_window(steady, ranks)))
+        if steady.wall_s >= part.diagnose_after_s:
+            began_s = time.perf_counter()
+            self._find(part, steady)
+            took_s = time.perf_counter() - began_s
+            part.diagnose_after_s = steady.wall_s + took_s + min(_WAIT_PER_DIAGNOSIS * took_s, _MAX_WAIT_S)
+        return in_window, part.findings
+
+    def _find(self, part: SteadyStateAccumulator, steady: PhaseTimes) -> None:
+        """Diagnose the run since its last change."""
+        part.findings = self._diagnose(self._with_stacks(part.until_window(steady, self._ranks)))
         slower = [finding for finding in part.findings if finding.cause == "slowdown"]
         if slower and part.look_for_growth(slower[0]):
-            part.findings = self._diagnose(self._with_stacks(part.until_window(steady, ranks)))
+            part.findings = self._diagnose(self._with_stacks(part.until_window(steady, self._ranks)))
         self._looks.found(part.findings)
-        return in_window, part.findings
 
     def _with_stacks(self, measured: Measurement) -> Measurement:
         return replace(measured, sampled=self._looks.sampled, hyperparameters=self._hyperparameters)

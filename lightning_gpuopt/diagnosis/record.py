@@ -156,6 +156,7 @@ class RunRecord:
     findings: list[Finding]
     steps: int = 0
     step_s: float | None = None
+    measured_steps: int | None = None
     gpu_idle_s: float | None = None
     headroom: float | None = None
     lightning_work: dict[str, float] = field(default_factory=dict)

@@ -32,6 +32,8 @@ class StallReport(RunRecord):
         steps: training batches finished.
         step_s: mean seconds per training batch after warm-up, without validation, checkpoints and the set-up of epochs,
             on a GPU by its own clock; None while there is no such step.
+        measured_steps: steps that ``step_s`` is the mean of: the last ones, after warm-up and since the loader last
+            changed; None while there is no such step.
         gpu_idle_s: seconds after warm-up in which no kernel ran on the GPU: between steps, before hooks, around
             checkpoints and epochs, while batches were copied, and inside the steps as far as was looked at; None
             without a GPU.

@@ -99,6 +99,7 @@ REPORT_SCHEMA: Final[_Schema] = {
         },
         {
             "step_s": _SECONDS,
+            "measured_steps": _COUNT,
             "headroom": _SHARE,
             "lightning_work": _map(_SECONDS),
             "loader_costs": _LOADER_COSTS,

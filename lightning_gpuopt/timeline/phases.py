@@ -6,10 +6,10 @@ hook. The actions nest, so each nanosecond belongs to the innermost open one, an
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
 from typing import Any, Final
 
 from lightning_gpuopt.measurements.phases import (
@@ -52,6 +52,9 @@ _TRANSFER: Final = _SLOTS["transfer"]
 _LOOP_NAMES: Final = {"run_training_batch": "optimization loop"}
 _VALIDATION_FETCHES: Final = (".val_next", ".validate_next")
 _BATCH_HOOKS: Final = ("on_before_batch_transfer", "on_after_batch_transfer")
+
+_WITHIN_THEIR_PHASE: Final = (".transfer_batch_to_device", ".optimizer_zero_grad", ".configure_gradient_clipping")
+"""Hooks of a module that Lightning calls inside an action of the same phase: to time that is enough on the CPU."""
 
 _NOTHING: Final[AbstractContextManager[Any]] = nullcontext()
 
@@ -112,12 +115,12 @@ class Timeline(SlotClock):
     def start(self) -> None:
         """Begin to measure this thread's time. What is open around this call is not seen."""
         self._started_ns = self.last_ns = self._clock_ns()
-        self.thread = threading.get_ident()
+        self.thread = get_ident()
 
     def stop(self) -> None:
         """Stop measuring. What is still open gets its time until now; calling it again changes nothing."""
         if self.thread:
-            if self._ranges is not None and self.thread == threading.get_ident():  # whose they are
+            if self._ranges is not None and self.thread == get_ident():  # whose they are
                 for _ in self._open:
                     self._ranges.pop()
             self._stopped_ns = self._clock_ns()
@@ -144,10 +147,12 @@ class Timeline(SlotClock):
         Args:
             action: name of the action; an unknown one leaves its time with the action around it.
         """
-        if self.thread != threading.get_ident():
+        if self.thread != get_ident():
             return _NOTHING
-        span = self._spans.get(action)
-        return span if span is not None else self._make_span(action)
+        try:
+            return self._spans[action]
+        except KeyError:
+            return self._make_span(action)
 
     def timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
         """Wrap a function so that its time is attributed to a phase, for what Lightning's profiler does not see.
@@ -188,7 +193,8 @@ class Timeline(SlotClock):
         ns = [b - a for a, b in zip(start, after, strict=True)]
         phases = ns[: len(PHASES)]
         for slot in range(len(PHASES), len(ns)):
-            phases[self._phase_slot(slot)] += ns[slot]
+            if ns[slot]:  # most are slots of pauses that never came
+                phases[self._phase_slot(slot)] += ns[slot]
         return phases
 
     def _phase_slot(self, slot: int) -> int:
@@ -209,10 +215,12 @@ class Timeline(SlotClock):
     def keep_host_work(self) -> None:
         """Keep the order of what the host does from now on, on a timeline that is not ``detailed``."""
         self._host_work = []
+        self._watched = True
 
     def forget_host_work(self) -> None:
         """Stop keeping the order of what the host does: nobody will take it."""
         self._host_work = None
+        self._watched = self._ranges is not None
         self.pauses.forget_long()
 
     def take_host_work(self) -> list[int]:
@@ -267,7 +275,7 @@ class Timeline(SlotClock):
             key = action.partition("]")[2].rpartition(".")[0]
             phase = self._phase_of_callback.get(key, phase)
         span: AbstractContextManager[Any]
-        if phase is None or self._silent(action):
+        if phase is None or self._silent(action) or (not self._watched and _is_within_its_phase(action)):
             span = _NOTHING
         elif self._spans is self._copy_ahead_spans:
             span = Span(self, _SLOTS[phase])
@@ -340,3 +348,7 @@ class Timeline(SlotClock):
         else:
             self.slots_between_steps.append(slot)
         return slot
+
+
+def _is_within_its_phase(action: str) -> bool:
+    return action.startswith("[Lightning") and action.endswith(_WITHIN_THEIR_PHASE)

@@ -50,6 +50,11 @@ class TimelineProfiler(Profiler):
         self.inner = inner
         if type(inner) is PassThroughProfiler:  # it does nothing, at the price of a generator for each action
             self.profile = timeline.span  # type: ignore[assignment, method-assign]
+            self.start = lambda action_name: timeline.span(action_name).__enter__()  # type: ignore[method-assign]
+            self.stop = self._stop  # type: ignore[method-assign]
+
+    def _stop(self, action_name: str) -> None:
+        self.timeline.span(action_name).__exit__(None, None, None)
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Attribute time to the action while the context is open; the inner profiler's context is inside ours."""

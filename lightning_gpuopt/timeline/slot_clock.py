@@ -68,6 +68,7 @@ class SlotClock:
         "_validation_setup_ns",
         "_validation_spans",
         "_validations",
+        "_watched",
         "epochs",
         "last_ns",
         "loop_slot",
@@ -83,6 +84,7 @@ class SlotClock:
         self._observer = observer
         self._host_work: list[int] | None = [] if detailed else None
         self._ranges = ranges
+        self._watched = detailed or ranges is not None
         self._ns = [0] * len(PHASES)
         self._hooks: dict[int, str] = {}
         self._batch_hooks: dict[int, str] = {}
@@ -131,6 +133,20 @@ class SlotClock:
             self._ns[self._current] += now - self.last_ns
             self._host_work += (self._current, now)
             self.last_ns = now
+
+    def _span_begins(self, before: int, now: int) -> None:
+        """A span has begun: what is not needed on the CPU, unless ranges are marked."""
+        if self._host_work is not None:
+            self._host_work += (before, now)
+        if self._ranges is not None:
+            self._ranges.push(self.name_of(self._current))
+
+    def _span_ends(self, slot: int, now: int) -> None:
+        """A span of this slot has ended."""
+        if self._ranges is not None:
+            self._ranges.pop()
+        if self._host_work is not None:
+            self._host_work += (slot, now)
 
     def _become(self, slot: int) -> None:
         """Let the open span go on in another slot."""

@@ -32,27 +32,23 @@ class Span:
         now = timeline._clock_ns()
         current = timeline._current
         timeline._ns[current] += now - timeline.last_ns
-        if timeline._host_work is not None:
-            timeline._host_work += (current, now)
         timeline._open.append(current)
         timeline._current = self.slot
         timeline.last_ns = now
-        if timeline._ranges is not None:
-            timeline._ranges.push(timeline.name_of(self.slot))
+        if timeline._watched:
+            timeline._span_begins(current, now)
 
     def __exit__(self, *exception: object) -> None:
         timeline = self.timeline
         if not timeline._open:  # opened before start(), or closed after stop()
             return
-        if timeline._ranges is not None:
-            timeline._ranges.pop()
         now = timeline._clock_ns()
         current = timeline._current
         timeline._ns[current] += now - timeline.last_ns
-        if timeline._host_work is not None:
-            timeline._host_work += (current, now)
         timeline._current = timeline._open.pop()
         timeline.last_ns = now
+        if timeline._watched:
+            timeline._span_ends(current, now)
 
 
 class HostSpan(Span):

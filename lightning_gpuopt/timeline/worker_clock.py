@@ -222,7 +222,7 @@ class TimedCollate:
             workers: how many workers there have been at most.
         """
         rows = self._rows[: max(min(workers, _MAX_WORKERS), 1) * _FIELDS]
-        total = [sum(rows[field::_FIELDS]) for field in range(_FIELDS)]
+        total = rows if len(rows) == _FIELDS else [sum(rows[field::_FIELDS]) for field in range(_FIELDS)]
         return WorkerTimes(
             int(total[_BATCHES]),
             total[_DATA_WALL] / 1e9,

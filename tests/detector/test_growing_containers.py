@@ -213,7 +213,7 @@ def test_without_proc_nothing_is_held(tmp_path: Any) -> None:
 @pytest.mark.usefixtures("simulated_time")
 def test_a_run_that_gets_slower_names_the_list(tmp_path: Any) -> None:
     detector = StallDetector(on_stall="ignore", window_size=5, warmup_steps=5, report_dir=tmp_path)
-    model: Model = KeepsItsLosses({"dataset": torch.ones(1000, 8)}, step_s=0.002, each_s=0.0002)
+    model: Model = KeepsItsLosses({"dataset": torch.ones(1000, 8)}, step_s=0.02, each_s=0.002)
     Trainer(**quiet(tmp_path, max_steps=105, max_epochs=-1, callbacks=[detector])).fit(model)
     finding = detector.report.findings[0]
     assert (finding.cause, finding.evidence["phase"]) == ("slowdown", "forward")

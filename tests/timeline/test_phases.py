@@ -109,6 +109,25 @@ def test_time_of_an_unknown_action_stays_with_the_action_around_it(timeline: Tim
     assert spent(timeline) == {"forward": 3.0}
 
 
+@pytest.mark.parametrize(
+    ("around", "hook", "phase"),
+    [
+        ("[Strategy]S.batch_to_device", "[LightningDataModule]D.transfer_batch_to_device", "transfer"),
+        ("[LightningModule]M.optimizer_step", "[LightningModule]M.optimizer_zero_grad", "optimizer"),
+        ("[LightningModule]M.optimizer_step", "[LightningModule]M.configure_gradient_clipping", "optimizer"),
+    ],
+)
+def test_a_hook_inside_an_action_of_its_phase_is_timed_with_it(
+    timeline: Timeline, clock: Clock, around: str, hook: str, phase: str
+) -> None:
+    with timeline.span(around):
+        with timeline.span(hook):
+            clock.advance(3)
+            assert not hasattr(timeline.span(hook), "slot")
+        clock.advance(2)
+    assert spent(timeline) == {phase: 5.0}
+
+
 def test_a_callbacks_time_is_kept_by_name_and_hook(timeline: Timeline, clock: Clock) -> None:
     for hook, seconds in (("on_train_batch_start", 1), ("on_train_batch_end", 2), ("on_train_batch_end", 3)):
         with timeline.span(f"[Callback]Slow.{hook}"):

@@ -68,13 +68,20 @@ def _cause(measurement: Measurement) -> str:
     if workers is None or not workers.batches:
         return _cause_from_outside(measurement)
     busy = workers.busy_s / (loader.num_workers * measurement.times.wall_s)
+    # of several workers another's batch may lie ready than the one whose turn it is
+    handed_over_slowly = _hands_over_slowly(queues) and (busy < _BUSY or loader.num_workers == 1)
     if busy < _BUSY and queues is not None and queues.unpinned_wait_s > _MOSTLY * queues.wait_s:
         return "pin_memory"
-    if workers.collate_wall_s > workers.data_wall_s:
+    if (busy < _BUSY or handed_over_slowly) and (short := _short_of_cpus(measurement)):
+        return short
+    if handed_over_slowly or workers.collate_wall_s > workers.data_wall_s:
         return "worker_transfer"
     if busy < _BUSY:
-        uneven = workers.unevenness is not None and workers.unevenness >= _UNEVEN
-        return "head_of_line" if uneven and not _hands_over_slowly(queues) else "worker_transfer"
+        ready = queues is None or queues.empty <= _MOSTLY * queues.fetches
+        if ready and workers.unevenness is not None and workers.unevenness >= _UNEVEN:
+            return "head_of_line"
+        if _read_quickly(measurement):
+            return "worker_transfer"
     host = measurement.host
     computes = workers.cpu_s / workers.busy_s
     if host is not None and busy > 0:  # other threads and child processes of a worker work for it too
@@ -87,6 +94,32 @@ def _hands_over_slowly(queues: QueueTimes | None) -> bool:
     if queues is None or not queues.fetches:
         return False
     return queues.waits >= _NEARLY_EVERY * queues.fetches and queues.empty <= _SELDOM * queues.fetches
+
+
+def _short_of_cpus(measurement: Measurement) -> str:
+    """What takes the CPUs that handing a batch over needs: a cause; empty where it computes, or has them.
+
+    The workers, which make batches fast enough, wait for a CPU for longer than they compute to hand batches over.
+    """
+    host, workers, loader = measurement.host, measurement.workers, measurement.loader
+    if host is None or workers is None or host.worker_queued is None:
+        return ""
+    each = workers.cpu_s / ((loader.num_workers or 1) * measurement.times.wall_s)
+    if host.worker_queued <= max((host.worker_cpu or 0.0) - each, 0.0):
+        return ""
+    cause = cpu_cause(measurement)
+    taken = cause == "cpu_throttled" or (cause == "cpu_saturated" and _used_by_others(measurement) is not None)
+    return cause if taken else ""
+
+
+def _read_quickly(measurement: Measurement) -> bool:
+    """Whether reading samples takes no longer than collating and, at most, handing over: waits with idle workers."""
+    workers, wall_s = measurement.workers, measurement.times.wall_s
+    if workers is None:
+        return True
+    number = measurement.loader.num_workers or 1
+    handing_over_s = min(measurement.times.phases["data_wait"] * number, wall_s * number - workers.busy_s)
+    return workers.data_wall_s <= workers.collate_wall_s + max(handing_over_s, 0.0)
 
 
 def _cause_from_outside(measurement: Measurement) -> str:
@@ -367,8 +400,8 @@ def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
         )
     if cause == "slow_storage" and memory_is_short(measurement):
         return CAUSES[cause].cases["memory"]
-    if cause == "cpu_saturated" and (taken := _taken_by_others(measurement)) is not None:
-        return taken
+    if cause == "cpu_saturated" and (others := _used_by_others(measurement)) is not None:
+        return CAUSES[cause].cases["others"].format(others=others[0], usable=others[1])
     if doing and (reason := _unshared(measurement)) is not None:
         return f"{doing}, but more workers would not read the same samples: {reason}."
     if cause == "main_process_loading" and workers is None:
@@ -385,20 +418,21 @@ def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
         return f"{doing}, and more of them would not help: make each sample cheaper to read."
     if workers == 0:
         return CAUSES["worker_transfer"].cases["no_workers"]
+    if cause == "worker_transfer" and not _read_quickly(measurement):
+        waits_ms = measurement.times.phases["data_wait"] / measurement.times.steps * 1e3
+        return CAUSES[cause].cases["ready"].format(ms=waits_ms)
     return CAUSES[cause].advice.format(**{"num_workers": workers, "prefetch_factor": None, **settings})
 
 
-def _taken_by_others(measurement: Measurement) -> str | None:
-    """Advice where other programs use most of the CPUs that this one may use; None elsewhere."""
+def _used_by_others(measurement: Measurement) -> tuple[float, float] | None:
+    """CPUs that other programs use, and of how many, where those are most that this one may use; None elsewhere."""
     host = measurement.host
     if host is None or host.free_cpus is None or host.process_cpus is None or host.worker_cpu is None:
         return None
     each = host.worker_cpu if host.worker_cpus is None else host.worker_cpus  # more than one CPU, where it has a pool
     own = host.process_cpus + each * (measurement.loader.num_workers or 0)
     others = host.usable_cpus - host.free_cpus - own
-    if others < _MOSTLY * host.usable_cpus:
-        return None
-    return CAUSES["cpu_saturated"].cases["others"].format(others=others, usable=host.usable_cpus)
+    return (others, host.usable_cpus) if others >= _MOSTLY * host.usable_cpus else None
 
 
 def _without_workers(measurement: Measurement) -> str:

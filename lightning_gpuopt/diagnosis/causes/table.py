@@ -130,7 +130,7 @@ _ALL: Final = (
     ),
     Cause(
         "cpu_saturated",
-        "The loader uses all the CPU there is: more workers or threads would not help.",
+        "No CPU is left for the loader: more workers or threads would not help.",
         "The workers use all the CPU there is: more of them would not help. Decode and transform less or cheaper, or "
         "move transforms to the GPU.",
         group="loader",
@@ -179,6 +179,9 @@ _ALL: Final = (
         cases={
             "no_workers": "A batch of these samples is made faster than a worker process can hand it over: load in the "
             "training process (num_workers=0), or make larger batches.",
+            "ready": "Batches lie ready, and taking one from its worker is what waits, {ms:.3g} ms a step: keep them "
+            "small (uint8 instead of float32), make them of few tensors rather than many Python objects, and leave "
+            "padding and stacking to the device.",
         },
     ),
     Cause(

@@ -104,7 +104,8 @@ def _key_numbers(report: RunRecord) -> list[tuple[str, str]]:
     """What stands in the tiles; a number that is not known has none."""
     numbers = [("Steps", f"{report.steps:,}"), ("Run", wording.duration(report.wall_s))]
     if report.step_s is not None:
-        numbers.append(("Time of a step", wording.duration(report.step_s)))
+        part = f" ({part})" if (part := wording.measured_part(report)) else ""
+        numbers.append((f"Time of a step{part}", wording.duration(report.step_s)))
     if report.wall_s > 0:
         numbers.append(("Waiting for data", wording.percent(report.phases.get("data_wait", 0.0) / report.wall_s)))
         if report.gpu_idle_s is not None:

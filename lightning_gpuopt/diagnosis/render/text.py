@@ -117,9 +117,10 @@ def text_of(console: Console) -> str:
 
 
 def _headline(report: RunRecord) -> str:
-    step = f", {report.step_s * 1e3:.1f} ms a step" if report.step_s is not None else ""
     steps = "1 step" if report.steps == 1 else f"{report.steps} steps"
-    return f"Verdict: {report.verdict}   ({steps} in {report.wall_s:.1f} s{step})"
+    part = f"; {part}" if (part := wording.measured_part(report)) else ""
+    step = f", {report.step_s * 1e3:.1f} ms a step" if report.step_s is not None else ""
+    return f"Verdict: {report.verdict}   ({steps} in {report.wall_s:.1f} s{part}{step})"
 
 
 def _print_finding(console: Console, count: int, finding: Finding) -> None:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.record import Change, Finding, HotSpots, Proof, RunRecord
     from lightning_gpuopt.measurements.loader_costs import Interval
 
+_ADDS_UP: Final = 0.02
+"""Share of the run that steps and their number may leave over before the report says which steps are meant."""
+
 _UNITS: Final = {"ms": "ms", "s": "s", "mib": "MiB", "mhz": "MHz", "percent": "%"}
 _SMALL_KIND: Final = 0.005
 """Share of a kind of kernel below which it is left out."""
@@ -169,6 +172,21 @@ def headroom_line(report: RunRecord) -> str | None:
     if report.headroom is None or report.headroom >= HEADROOM_LEFT or report.findings:
         return None
     return f"Nothing is left to gain: {percent(1 - report.headroom)} of a step is its own work."
+
+
+def measured_part(report: RunRecord) -> str:
+    """Which steps the step time is of, and how long they took; empty where that is the run, or not known.
+
+    What lies between steps, such as validation, is no part of them.
+    """
+    if report.step_s is None or report.measured_steps is None:
+        return ""
+    took_s = report.measured_steps * report.step_s
+    if abs(took_s - report.wall_s) <= _ADDS_UP * report.wall_s:
+        return ""
+    if report.measured_steps >= report.steps:
+        return f"the steps alone {took_s:.1f} s"
+    return f"the last {'' if report.measured_steps == 1 else f'{report.measured_steps} '}in {took_s:.1f} s"
 
 
 def lightning_line(report: RunRecord) -> str | None:

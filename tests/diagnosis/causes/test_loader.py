@@ -47,6 +47,18 @@ UNPINNED = QueueTimes(fetches=100, ready=0, empty=99, waits=99, wait_s=5.0, unpi
         (workers(data_s=0.04, cpu=0.5, unevenness=4.0), TRANSFER, host(0.1), "worker_transfer"),
         (workers(data_s=0.04, cpu=0.5), UNPINNED, host(0.1), "pin_memory"),
         (workers(data_s=0.04, cpu=0.5), None, None, "worker_transfer"),
+        # reading takes longer than what is left of the time to hand batches over
+        (workers(data_s=0.11), None, None, "slow_storage"),
+        (workers(data_s=0.11, cpu=0.9), None, host(0.5), "slow_transform"),
+        # idle workers and a queue that is always empty: handing over is slow, and no batch lies ready behind a late one
+        (workers(data_s=0.04, cpu=0.5, unevenness=4.0), EVEN, host(0.1), "worker_transfer"),
+        # other programs have the CPUs, and handing over waits for one
+        (workers(data_s=0.11), TRANSFER, host(0.01, queued=0.1, free=0.0, process_cpus=0.3), "cpu_saturated"),
+        (workers(data_s=0.001), TRANSFER, host(0.01, queued=0.1, free=0.0, process_cpus=0.3), "cpu_saturated"),
+        (workers(data_s=0.11), TRANSFER, host(0.01, queued=0.1, free=0.0, throttled=0.3), "cpu_throttled"),
+        # handing over computes, as pickling does; and the CPUs are our own
+        (workers(data_s=0.04), TRANSFER, host(0.3, queued=0.1, free=0.0, process_cpus=0.3), "worker_transfer"),
+        (workers(data_s=0.04), TRANSFER, host(0.01, queued=0.1, free=0.0, process_cpus=7.0), "worker_transfer"),
         # threads or child processes of the worker compute for it
         (workers(data_s=BUSY_S, cpu=0.05), EVEN, host(0.9), "slow_transform"),
         (workers(data_s=BUSY_S, cpu=0.05), EVEN, host(0.9, free=0.1), "cpu_saturated"),
@@ -66,6 +78,15 @@ def test_where_other_programs_have_the_cpus_it_says_so(worker_cpu: float, others
     )
     own = host(worker_cpu, queued=1 - worker_cpu, free=0.0, process_cpus=4.5)
     assert "use all the CPU there is" in find(busy, host=own).advice
+
+
+def test_one_worker_whose_batches_lie_ready_is_not_what_training_waits_for() -> None:
+    one = replace(TWO_WORKERS, num_workers=1)
+    ready = find(workers(data_s=0.07), one, wait_s=1.0, queues=TRANSFER)
+    assert (ready.cause, ready.settings) == ("worker_transfer", {})
+    assert ready.advice.startswith("Batches lie ready, and taking one from its worker is what waits, 10 ms a step: ")
+    assert find(workers(data_s=0.07), one, wait_s=1.0, queues=EVEN).cause == "slow_storage"
+    assert find(workers(data_s=0.14), TWO_WORKERS, wait_s=1.0, queues=TRANSFER).cause == "slow_storage"
 
 
 def test_every_cause_has_its_advice_and_only_remedies_have_settings() -> None:

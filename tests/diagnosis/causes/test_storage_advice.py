@@ -99,7 +99,19 @@ def test_the_prediction_stays_that_of_the_settings() -> None:
 def test_the_gain_in_steps_has_an_interval() -> None:
     evidence = in_process(PHOTOS).evidence
     low, high = evidence["storage_step_speedup_low"], evidence["storage_step_speedup_high"]
-    assert (low, high) == (round(100 / 89, 2), round(1.08 * 100 / 78, 2))
+    # at best the DataModule does without the other 10 ms of the dataset, too
+    assert (low, high) == (round(100 / 89, 2), round(100 / 68, 2))
+    own = in_process(replace(PHOTOS, own=True)).evidence
+    assert own["storage_step_speedup_high"] == round(1.08 * 100 / 78, 2)
+
+
+@pytest.mark.parametrize(("bytes_of_a_value", "left_ms"), [(4, 70 - 32 - 15), (1, 70 - 22)])
+def test_batches_of_floats_are_collated_in_a_quarter_of_the_time(bytes_of_a_value: int, left_ms: float) -> None:
+    # as uint8 they have a quarter of the bytes; without floats PIL takes 0.5 ms less
+    batch_bytes = 20 * 3 * 224**2 * bytes_of_a_value
+    timed = workers(data_s=0.05, collate_s=0.02, cpu=1.0, batch_bytes=batch_bytes)
+    evidence = find(PHOTOS, timed, wait_s=7.0, host=host(None)).evidence
+    assert evidence["storage_step_gain"] == round(70 / left_ms, 2)
 
 
 def test_the_gain_in_steps_is_bounded_by_the_rest_of_the_step() -> None:

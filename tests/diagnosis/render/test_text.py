@@ -16,6 +16,26 @@ from lightning_gpuopt.measurements.phases import StepTimes
 from tests.diagnosis.reports import after, before
 
 
+@pytest.mark.parametrize(
+    ("measured", "step_s", "part"),
+    [
+        (90, 0.1, "the last 90 in 9.0 s"),
+        (40, 0.05, "the last 40 in 2.0 s"),
+        (1, 0.05, "the last in 0.1 s"),
+        (100, 0.05, "the steps alone 5.0 s"),
+        (99, 0.1, ""),
+        (None, 0.05, ""),
+    ],
+)
+def test_the_headline_says_which_steps_it_is_of_where_they_are_not_the_run(
+    measured: int | None, step_s: float, part: str
+) -> None:
+    report = replace(before(), measured_steps=measured, step_s=step_s)
+    part_, step = f"; {part}" if part else "", f"{step_s * 1e3:.1f} ms a step"
+    assert render_text(report, 120).splitlines()[0] == (f"Verdict: slow_storage   (100 steps in 10.0 s{part_}, {step})")
+    assert (f"Time of a step ({part})" in render_html(report)) == bool(part)
+
+
 def test_the_report() -> None:
     assert [re.sub("─+", "─", line) for line in str(before()).splitlines()] == [  # older versions of rich draw one more
         "Verdict: slow_storage   (100 steps in 10.0 s, 100.0 ms a step)",
