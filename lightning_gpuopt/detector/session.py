@@ -237,7 +237,7 @@ class DetectorSession:
 
     def _module_calls(self) -> ModuleCalls | None:
         """What notes the user's modules; None where hooks could have torch compile them anew."""
-        return None if has_compiled() else ModuleCalls(self._pl_module)
+        return None if has_compiled() else ModuleCalls(self._pl_module, time.perf_counter)
 
     def _watch_gpu(self) -> None:
         several = self._trainer.world_size > 1

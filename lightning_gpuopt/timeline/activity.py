@@ -25,10 +25,6 @@ _SKEW_S: Final = 20e-6
 """The profiler's clocks of host and device agree to within so much."""
 
 
-_CLOCKS_S: Final = 5e-6
-"""The records' clock is set to the host's to within so much: what follows the optimizer at once is none of its work."""
-
-
 @dataclass(frozen=True, slots=True)
 class ActivitySpan:
     """One step's own work, in seconds of one clock.
@@ -147,7 +143,7 @@ class _Trace:
                 continue
             kind = kind_of_kernel(each.name) if each.kind == "kernel" else _KINDS[each.kind]
             module = ""
-            if call is not None and any(begin <= call.start_s < end - _CLOCKS_S for begin, end in step.optimizer_s):
+            if call is not None and any(begin <= call.start_s < end for begin, end in step.optimizer_s):
                 kind = "optimizer" if each.kind == "kernel" else kind
             elif call is not None and module_at is not None:
                 module = module_at(call.start_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, Final
@@ -29,7 +28,7 @@ class ModuleCalls:
         clock: seconds, the records' clock.
     """
 
-    def __init__(self, module: nn.Module, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, module: nn.Module, clock: Callable[[], float]) -> None:
         self._module = module
         self._clock = clock
         self._handles: list[Any] = []

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning_gpuopt import StallDetector, StallReport
 from lightning_gpuopt.detector import session
 from lightning_gpuopt.detector.kernel_profiling import Profile
+from lightning_gpuopt.timeline import syncs
 from tests.callbacks.gpu_fit import MANY_KERNELS, STEP, WARMUP_STEPS, At, Stretch, causes, fit, follow, module
 from tests.simulators.gpu import SimulatedGpu, SimulatedModule, Step, Work
 from tests.simulators.nvml import Gpu, Simulator
@@ -78,8 +79,9 @@ class TestWaits:
         ("how", "line"), [("cpu", "loss.detach().cpu()"), ("synchronize", "torch.cuda.synchronize()"), ("stream", "")]
     )
     def test_each_kind_of_wait_is_a_sync_with_its_line(
-        self, watched: SimulatedGpu, tmp_path: Path, how: str, line: str
+        self, watched: SimulatedGpu, tmp_path: Path, how: str, line: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(syncs, "has_compiled", lambda: False)  # other tests of this process may have
         report = fit(watched, tmp_path, waits(watched, how), steps=120)
         assert causes(report) == ["gpu_sync"]
         (finding,) = report.findings
@@ -274,7 +276,10 @@ class Named(SimulatedModule):
 
 
 class TestWhatAStepComputes:
-    def test_by_kind_by_kernel_and_by_module(self, watched: SimulatedGpu, tmp_path: Path) -> None:
+    def test_by_kind_by_kernel_and_by_module(
+        self, watched: SimulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(session, "has_compiled", lambda: False)
         report = fit(watched, tmp_path, Named(watched), steps=60, profile="on")
         assert {kind: share for kind, share in report.kernel_kinds.items() if share > 0.001} == pytest.approx(
             {"matmul": 12 / 20, "attention": 6 / 20, "optimizer": 2 / 20}, abs=0.01

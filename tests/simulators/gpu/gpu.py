@@ -65,7 +65,8 @@ class SimulatedGpu(Device):
         self.recorded_streams: list[int] = []
         self._batch = threading.local()
         self._undo = ExitStack()
-        self._epoch_ns = time.time_ns() - round(self.clock() * 1e9)
+        before_s, now_ns, after_s = self.clock(), time.time_ns(), self.clock()
+        self._epoch_ns = now_ns - round((before_s + after_s) / 2 * 1e9)
 
     # ---- values and waits ----
 
