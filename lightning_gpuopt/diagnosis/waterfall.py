@@ -48,7 +48,8 @@ class Waterfall:
         steps: steps in it.
         step_s: mean seconds of a step, without validation, checkpoints and the set-up of epochs; None without steps.
         validation_s: wall time of validations on this device, in seconds: from the end of what was queued before.
-        work_s: seconds in which the GPU ran steps, copies and what hooks had queued; 0 on other devices.
+        work_s: seconds in which the GPU ran steps, copies and what hooks had queued, without what it was seen to be
+            idle inside the steps; 0 on other devices.
         waits: seconds in which the device waited, by what the host did: a phase (``"transfer"``: the copy), or a hook,
             ``"MyCallback.on_train_batch_end"``.
         launch_s: seconds in which the GPU was idle inside the steps since the host issued too slowly.
@@ -146,6 +147,7 @@ def waterfall_of(
     inside_s, unsure_s = max(inside_s - paused_s, 0.0), 0.0
     if inside_s < least_s:
         unsure_s, inside_s = inside_s, 0.0
+    copies_s = _copies_s(gpu, look)
     if sync_share is None:
         sync_share = 1.0 if syncs is not None and _the_user_waits(syncs) else 0.0
     return Waterfall(
@@ -154,11 +156,11 @@ def waterfall_of(
         steps=gpu.steps,
         step_s=(wall_s - aside_s) / gpu.steps,
         validation_s=gpu.validation_s,
-        work_s=gpu.compute_s + gpu.copy_s + gpu.queued_s,
+        work_s=max(gpu.compute_s - inside_s - paused_s - copies_s, 0.0) + gpu.copy_s + gpu.queued_s,
         waits=waits,
         launch_s=inside_s * (1 - sync_share),
         sync_s=inside_s * sync_share,
-        copies_s=_copies_s(gpu, look),
+        copies_s=copies_s,
         unsure_s=unsure_s,
         exposed_by=_exposed_by(gpu),
         diagnosis_s=diagnosis_s,
