@@ -51,7 +51,7 @@ class RankWatch:
         self._reducer = reducer_of(strategy.model, timed=on_cpu)
         self._read_at = -1
         self._timed = on_cpu
-        self._of_parameters = _of_parameters(pl_module, accumulated=trainer.accumulate_grad_batches)
+        self._of_parameters = gradients_of(pl_module, accumulated=trainer.accumulate_grad_batches)
         kind = type(strategy).__name__
         if is_sharded(strategy):
             self._of_parameters = replace(self._of_parameters, bytes=None)  # a rank sees its own part of them
@@ -94,8 +94,8 @@ def is_sharded(strategy: object) -> bool:
     return any(name in kinds for name in SHARDED)
 
 
-def _of_parameters(pl_module: LightningModule, *, accumulated: int) -> GradientSync:
-    """What the parameters show of their gradients: their number and bytes."""
+def gradients_of(pl_module: LightningModule, *, accumulated: int) -> GradientSync:
+    """What the parameters show of their gradients: bytes and types."""
     trained = [
         each for each in pl_module.parameters() if each.requires_grad and not isinstance(each, UninitializedParameter)
     ]

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_gpuopt._version import __version__
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer
+from lightning_gpuopt.detector.rank_watch import gradients_of, is_sharded
 from lightning_gpuopt.detector.run_settings import RunSettingsWatch
 from lightning_gpuopt.diagnosis.causes.epoch import restart_in_run
 from lightning_gpuopt.diagnosis.diagnose import remarks, verdict_of
@@ -167,6 +168,7 @@ def environment_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, st
     """Machine, versions, and what makes two runs comparable: model, kind of step, ranks."""
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    gradient_bytes = None if is_sharded(trainer.strategy) else gradients_of(pl_module, accumulated=1).bytes
     return {
         "lightning_gpuopt": __version__,
         "lightning": lightning.version(),
@@ -180,6 +182,7 @@ def environment_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, st
         "model": f"{type(pl_module).__name__} ({_parameters(pl_module)} parameters)",
         "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
         "batch_size": ", ".join(str(_batch_size(each)) for each in lightning.train_loaders(trainer)),
+        **({"gradient_bytes": str(gradient_bytes)} if gradient_bytes is not None else {}),
     }
 
 

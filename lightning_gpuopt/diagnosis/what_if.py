@@ -30,7 +30,16 @@ _FEW: Final = 30
 
 
 class CannotSayError(ValueError):
-    """The report lacks what an answer needs; the text names it."""
+    """The report lacks what an answer needs.
+
+    Args:
+        text: names it.
+        remedy: what to do about it.
+    """
+
+    def __init__(self, text: str, remedy: str = "record one with StallDetector and give that") -> None:
+        super().__init__(text)
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -93,39 +102,53 @@ def what_if(report: RunRecord, change: WhatIf) -> Forecast:
     Raises:
         CannotSayError: the report lacks what that needs.
     """
+    costs, measured_s, now, then = pipelines(report, change)
+    pace = simulate(now[1])
+    after = [simulate(each) for each in then]
+    low_s, mid_s, high_s = sorted(each.step_s for each in after)
+    samples = batch_factor(report, change)
+    return Forecast(
+        measured_step_s=measured_s,
+        simulated_step_s=pace.step_s,
+        step_s=(low_s, mid_s, high_s),
+        speedup=(samples * measured_s / high_s, samples * measured_s / mid_s, samples * measured_s / low_s),
+        limit_before=limit_of(now[1], pace),
+        limit=limit_of(then[1], after[1]),
+        before=_settings(report, costs, WhatIf()),
+        after=_settings(report, costs, change),
+        notes=notes_on(report, costs, change) + off_notes(pace.step_s, measured_s),
+    )
+
+
+def pipelines(report: RunRecord, change: WhatIf) -> tuple[LoaderCosts, float, list[Pipeline], list[Pipeline]]:
+    """What to simulate of a run.
+
+    Args:
+        report: of a run whose loader is a ``DataLoader``.
+        change: what is to be changed.
+
+    Returns:
+        What its loader costs, the measured step in seconds, and the run as it was and as it would be: each at best, as
+        expected and at worst.
+
+    Raises:
+        CannotSayError: the report lacks what that needs.
+    """
     costs, measured_s = report.loader_costs, report.step_s
     if costs is None or not measured_s:
         raise CannotSayError(
             "expected a report that says what its loader costs, got one that does not: it is of an earlier version, "
             "its loader is no DataLoader, or no step came after the warm-up"
         )
-    factor = _batch_factor(report, change)
-    notes = _notes(report, costs, change)
+    factor = batch_factor(report, change)
     now = [_pipeline(costs, side) for side in _SIDES]
     if costs.num_workers:
         now = _with_what_is_not_explained(now, measured_s)
-    paces = [simulate(each) for each in now]
-    then = [_changed(each, costs, change, factor, side) for each, side in zip(now, _SIDES, strict=True)]
-    after = [simulate(each) for each in then]
-    simulated_s = paces[1].step_s
-    off = simulated_s / measured_s - 1
-    if abs(off) > _EXPLAINS:
-        notes.append(
-            f"The simulation of the run as it was is {abs(off) * 100:.0f} % {'slower' if off > 0 else 'faster'} than "
-            "the run: it does not know all that happens there."
-        )
-    low_s, mid_s, high_s = sorted(each.step_s for each in after)
-    samples = factor or 1.0
-    return Forecast(
-        measured_step_s=measured_s,
-        simulated_step_s=simulated_s,
-        step_s=(low_s, mid_s, high_s),
-        speedup=(samples * measured_s / high_s, samples * measured_s / mid_s, samples * measured_s / low_s),
-        limit_before=_limit(now[1], paces[1]),
-        limit=_limit(then[1], after[1]),
-        before=_settings(report, costs, WhatIf()),
-        after=_settings(report, costs, change),
-        notes=notes,
+    return (
+        costs,
+        measured_s,
+        now,
+        [_changed(each, costs, change, factor, side) for each, side in zip(now, _SIDES, strict=True)],
     )
 
 
@@ -172,14 +195,14 @@ def _with_what_is_not_explained(now: list[Pipeline], measured_s: float) -> list[
     return [best, mid, replace(worst, receive_s=max(receive_s, worst.receive_s))]
 
 
-def _changed(now: Pipeline, costs: LoaderCosts, change: WhatIf, factor: float | None, side: _Side) -> Pipeline:
+def _changed(now: Pipeline, costs: LoaderCosts, change: WhatIf, factor: float, side: _Side) -> Pipeline:
     workers = now.workers if change.num_workers is None else change.num_workers
     prefetch = now.prefetch_factor if change.prefetch_factor is None else change.prefetch_factor
     then = replace(now, workers=workers, prefetch_factor=prefetch, cpus=_cpus(costs, change, side))
     if change.decode_speedup is not None:
         saved_s = costs.data_cpu_s * (1 - 1 / change.decode_speedup)
         then = replace(then, service_s=max(then.service_s - saved_s, 0.0), cpu_s=max(then.cpu_s - saved_s, 0.0))
-    if factor is not None:
+    if factor != 1:
         step = (min(factor, 1.0), (1 + factor) / 2, max(factor, 1.0))[side.index]
         then = replace(
             then,
@@ -207,7 +230,7 @@ def _cpus(costs: LoaderCosts, change: WhatIf, side: _Side) -> float:
     return (most, max(least, most / 2), least)[side.index]
 
 
-def _limit(pipeline: Pipeline, pace: Pace) -> Limit:
+def limit_of(pipeline: Pipeline, pace: Pace) -> Limit:
     """What limits the pace of the steps."""
     if pace.step_s <= _OWN_WORK * pipeline.consumer_s:
         return "step"
@@ -225,9 +248,14 @@ def _batch_size(report: RunRecord) -> int | None:
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def _batch_factor(report: RunRecord, change: WhatIf) -> float | None:
+def batch_factor(report: RunRecord, change: WhatIf) -> float:
+    """Samples of a batch, after over before.
+
+    Raises:
+        CannotSayError: a batch size is asked for, and the report does not say what it was.
+    """
     if change.batch_size is None:
-        return None
+        return 1.0
     size = _batch_size(report)
     if size is None:
         raise CannotSayError("expected a report that says how many samples are in a batch, got one that does not")
@@ -246,7 +274,19 @@ def _settings(report: RunRecord, costs: LoaderCosts, change: WhatIf) -> dict[str
     return {name: value for name, value in known.items() if value is not None}
 
 
-def _notes(report: RunRecord, costs: LoaderCosts, change: WhatIf) -> list[str]:
+def off_notes(simulated_s: float, measured_s: float) -> list[str]:
+    """That the simulation of the run as it was is off, where it is."""
+    off = simulated_s / measured_s - 1
+    if abs(off) <= _EXPLAINS:
+        return []
+    return [
+        f"The simulation of the run as it was is {abs(off) * 100:.0f} % {'slower' if off > 0 else 'faster'} than "
+        "the run: it does not know all that happens there."
+    ]
+
+
+def notes_on(report: RunRecord, costs: LoaderCosts, change: WhatIf) -> list[str]:
+    """What is not known of a run, and what is assumed for it."""
     notes = []
     if costs.usable_cpus is None and change.cpus is None:
         notes.append("How many CPUs there are was not measured: enough are assumed.")

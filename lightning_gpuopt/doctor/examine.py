@@ -6,12 +6,13 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from lightning_gpuopt.doctor.bounded import NoAnswerError, within
 from lightning_gpuopt.doctor.check import Check, not_known
 from lightning_gpuopt.doctor.facts import CopyRates, CudaFacts, TorchFacts
-from lightning_gpuopt.doctor.gather import CudaProbe, free_cpus, host_facts, torch_facts, versions_of
+from lightning_gpuopt.doctor.gather import CudaProbe, free_cpus, host_facts, memory_rates, torch_facts, versions_of
 from lightning_gpuopt.doctor.gpu_checks import copies_check, gpu_checks, torch_check, visible_check
 from lightning_gpuopt.doctor.version_checks import LOOKED_AT, version_checks
 from lightning_gpuopt.telemetry.health import HealthQuestion, NvmlHealth
@@ -64,7 +65,8 @@ def examine(data: str | None = None, probe: Sequence[str] | None = None) -> list
         gpus = len(nvml.visible or (cuda.devices if cuda is not None else ()))
         from lightning_gpuopt.doctor.host_checks import host_checks  # with torch
 
-        checks += host_checks(host_facts(free), torch, gpus)
+        host = host_facts(free)
+        checks += host_checks(replace(host, memory_rates=memory_rates(host)), torch, gpus)
     checks += version_checks(versions_of(LOOKED_AT), nvml.cuda)
     if data is not None and torch is not None:
         checks += [not_known("data", f"{data}: {silent}")] if silent else _of_data(data)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["CopyRates", "CudaDeviceFacts", "CudaFacts", "DataFacts", "HostFacts", "ReadRates", "TorchFacts"]
+__all__ = [
+    "CopyRates",
+    "CudaDeviceFacts",
+    "CudaFacts",
+    "DataFacts",
+    "HostFacts",
+    "MemoryRates",
+    "ReadRates",
+    "TorchFacts",
+]
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,21 @@ class CopyRates:
     pageable_gb_s: float
     generation: int | None = None
     lanes: int | None = None
+
+
+@dataclass(frozen=True)
+class MemoryRates:
+    """Copies within the host's memory, of a buffer that is larger than the caches.
+
+    Attributes:
+        one_thread_gb_s: GB/s (1e9 bytes, each read once and written once) with one thread.
+        all_threads_gb_s: the same with ``threads``.
+        threads: as many as CPUs may be used.
+    """
+
+    one_thread_gb_s: float
+    all_threads_gb_s: float
+    threads: int
 
 
 @dataclass(frozen=True)
@@ -96,6 +120,7 @@ class HostFacts:
         files_open: files that this process has open.
         omp_num_threads: the environment variable, as it is; None where it is not set.
         mkl_num_threads: the same.
+        memory_rates: how fast copies within memory are; None where they were not measured.
     """
 
     machine_cpus: int
@@ -111,6 +136,7 @@ class HostFacts:
     files_open: int | None = None
     omp_num_threads: str | None = None
     mkl_num_threads: str | None = None
+    memory_rates: MemoryRates | None = None
 
     @property
     def usable_cpus(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -17,13 +18,23 @@ from typing import Any, Final
 
 import psutil
 
-from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts, HostFacts, TorchFacts
+from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts, HostFacts, MemoryRates, TorchFacts
 from lightning_gpuopt.telemetry.host import HostWatch, allowed_cpus, cgroups, quota_cpus, throttling
 from lightning_gpuopt.telemetry.process import entries
 
-__all__ = ["CudaProbe", "free_cpus", "host_facts", "torch_facts", "versions_of"]
+__all__ = ["CudaProbe", "free_cpus", "host_facts", "memory_rates", "torch_facts", "versions_of"]
 
 _MIB: Final = 1024 * 1024
+_COPIED: Final = 256 * _MIB
+"""Larger than the caches of a socket, but for a few of the largest."""
+
+_COPIES: Final = 3
+_COPIES_S: Final = 0.25
+"""No further copy is made after so long."""
+
+_MEMORY_LEFT_MIB: Final = 2048.0
+"""With less memory available nothing is copied."""
+
 _IDLE_OVER_S: Final = 0.5
 _PROBE: Final = (sys.executable, "-m", "lightning_gpuopt.doctor.cuda_probe")
 
@@ -89,6 +100,41 @@ def host_facts(
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         mkl_num_threads=os.environ.get("MKL_NUM_THREADS"),
     )
+
+
+def memory_rates(host: HostFacts, clock: Callable[[], float] = time.perf_counter) -> MemoryRates | None:
+    """Measure copies within memory, with one thread and with all; takes about half a second.
+
+    Args:
+        host: its CPUs, and what memory is left.
+        clock: seconds.
+
+    Returns:
+        None where there is too little memory for it.
+    """
+    import torch
+
+    if host.memory_available_mib is not None and host.memory_available_mib < _MEMORY_LEFT_MIB:
+        return None
+    threads = max(int(host.usable_cpus), 1)
+
+    def rate(number: int) -> float:
+        torch.set_num_threads(number)
+        ends_s = [clock()]
+        while len(ends_s) <= _COPIES and (len(ends_s) == 1 or ends_s[-1] - ends_s[0] < _COPIES_S):
+            target.copy_(source)
+            ends_s.append(clock())
+        return _COPIED / 1e9 / min(end - begin for begin, end in itertools.pairwise(ends_s))
+
+    before = torch.get_num_threads()
+    try:
+        source, target = (torch.empty(_COPIED, dtype=torch.uint8).fill_(1) for _ in range(2))  # no page is fresh
+        one = rate(1)
+        return MemoryRates(one, rate(threads) if threads > 1 else one, threads)
+    except RuntimeError:  # a limit of the process that no counter shows
+        return None
+    finally:
+        torch.set_num_threads(before)
 
 
 def torch_facts() -> TorchFacts:

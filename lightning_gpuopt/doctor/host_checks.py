@@ -46,6 +46,7 @@ def host_checks(host: HostFacts, torch: TorchFacts | None, gpus: int) -> Iterato
     yield _shared_memory(host)
     yield _files(host, torch)
     yield _memory(host)
+    yield _memory_rates(host)
 
 
 def _cpus(host: HostFacts, gpus: int) -> Check:
@@ -153,6 +154,21 @@ def _memory(host: HostFacts) -> Check:
         why = "Each worker takes a few hundred MiB; what does not fit is swapped, or killed."
         return Check("memory", "problem", found, measured, why, "free memory, or raise the container's limit")
     return Check("memory", "ok", found, measured)
+
+
+def _memory_rates(host: HostFacts) -> Check:
+    rates = host.memory_rates
+    if rates is None:
+        return not_known("memory_bandwidth", "there is too little memory to copy 256 MiB of it")
+    measured = {
+        "one_thread_gb_s": round(rates.one_thread_gb_s, 1),
+        "all_threads_gb_s": round(rates.all_threads_gb_s, 1),
+        "threads": rates.threads,
+    }
+    found = f"copies within memory: {rates.one_thread_gb_s:.1f} GB/s with one thread"
+    if rates.threads > 1:
+        found += f", {rates.all_threads_gb_s:.1f} GB/s with {rates.threads}"
+    return Check("memory_bandwidth", "ok", found, measured)
 
 
 def _number(variable: str | None) -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from lightning_gpuopt.cli import main
 from lightning_gpuopt.doctor import bounded, data, examine
-from lightning_gpuopt.doctor.facts import CudaFacts, HostFacts, TorchFacts
+from lightning_gpuopt.doctor.facts import CudaFacts, HostFacts, MemoryRates, TorchFacts
 from lightning_gpuopt.storage.writer import LMDBWriter
 from tests.simulators.nvml import Gpu, Simulator, error, hang
 
@@ -38,6 +38,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(examine, "free_cpus", lambda: 15.5)
     monkeypatch.setattr(examine, "host_facts", lambda free: WELL)
+    monkeypatch.setattr(examine, "memory_rates", lambda host: MemoryRates(11.0, 85.0, host.affinity_cpus))
     monkeypatch.setattr(examine, "versions_of", lambda names: {"torch": "2.9.0+cpu", "nvidia-ml-py": "13.615.71"})
     monkeypatch.setattr(examine, "torch_facts", lambda: TorchFacts("2.9.0+cpu", None, 8, "file_descriptor"))
 
@@ -70,7 +71,7 @@ def test_a_machine_that_is_well(simulator: Simulator, with_cuda: None, capsys):
     simulator.machine(Gpu(utilization=0, memory_used=0))
     code, out = doctor(capsys)
     assert code == 0
-    assert out.splitlines()[0] == "0 problems, 0 notes, 16 ok"
+    assert out.splitlines()[0] == "0 problems, 0 notes, 17 ok"
 
 
 def test_problems_come_first_and_make_the_exit_code_1(simulator: Simulator, with_cuda: None, capsys):
@@ -78,7 +79,7 @@ def test_problems_come_first_and_make_the_exit_code_1(simulator: Simulator, with
     code, out = doctor(capsys)
     assert code == 1
     assert out.splitlines()[:8] == [
-        "1 problem, 1 note, 14 ok",
+        "1 problem, 1 note, 15 ok",
         "PROBLEM gpu0.pcie: PCIe 5 x4 of PCIe 5 x16",
         "        why: The link carries 16 GB/s of 63 GB/s. A GPU seldom lowers its lanes",
         "        when idle: slot, riser or BIOS give it fewer.",

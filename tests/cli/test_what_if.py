@@ -12,21 +12,29 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt.cli import main
+from lightning_gpuopt.diagnosis.render.scaling import render_scaling
 from lightning_gpuopt.diagnosis.render.what_if import render_forecast
+from lightning_gpuopt.diagnosis.scaling import given_link, scaling
 from lightning_gpuopt.diagnosis.what_if import WhatIf, what_if
 from tests.diagnosis.reports import before
+from tests.diagnosis.test_scaling import one_gpu
 from tests.diagnosis.test_what_if import COMPUTING
 
 REPORT = replace(before(), loader_costs=COMPUTING, environment={"batch_size": "32"})
+ON_ONE_GPU = one_gpu()
 ASKED = "--num-workers 12 --prefetch-factor 4 --cpus 16 --decode-speedup 1.9 --batch-size 512"
 CHANGE = WhatIf(12, 4, 16.0, 1.9, 512)
 
 
 @pytest.fixture(autouse=True)
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``report.json``, and ``old.json`` of an earlier version, in the working folder; a terminal of 70 columns."""
+    """Reports in the working folder, ``old.json`` of an earlier version, ``bare.json`` of one that did not keep the
+    bytes of gradients; a terminal of 70 columns."""
     REPORT.save_json(tmp_path / "report.json")
     before().save_json(tmp_path / "old.json")
+    ON_ONE_GPU.save_json(tmp_path / "one.json")
+    bare = {name: value for name, value in ON_ONE_GPU.environment.items() if name != "gradient_bytes"}
+    replace(ON_ONE_GPU, environment=bare).save_json(tmp_path / "bare.json")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "70")
 
@@ -40,6 +48,18 @@ def test_the_forecast_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["what-if", "report.json", *ASKED.split(), "--json"]) == 0
     out, err = capsys.readouterr()
     assert (json.loads(out), err) == (json.loads(json.dumps(asdict(what_if(REPORT, CHANGE)))), "")
+
+
+def test_several_gpus_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["what-if", "one.json", "--ranks", "4"]) == 0
+    assert capsys.readouterr() == (f"{render_scaling(scaling(ON_ONE_GPU, 4), 70)}\n", "")
+
+
+def test_several_gpus_over_a_given_link_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--ranks 2 --cpus 8 --link-gb-per-s 10 --gradient-bytes 1000 --json"
+    assert main(["what-if", "bare.json", *asked.split()]) == 0
+    found = scaling(ON_ONE_GPU, 2, WhatIf(cpus=8.0), link=given_link(10.0), gradient_bytes=1000)
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(asdict(found)))
 
 
 def test_no_workers_is_a_number_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +79,7 @@ def test_the_largest_numbers_have_a_forecast(capsys: pytest.CaptureFixture[str])
         (
             "report.json",
             "what-if: expected a change, got none; give one or more of --num-workers, --prefetch-factor, --cpus, "
-            "--decode-speedup, --batch-size",
+            "--decode-speedup, --batch-size, --ranks",
         ),
         (
             "nowhere.json --cpus 4",
@@ -71,6 +91,18 @@ def test_the_largest_numbers_have_a_forecast(capsys: pytest.CaptureFixture[str])
             "old.json: expected a report that says what its loader costs, got one that does not: it is of an earlier "
             "version, its loader is no DataLoader, or no step came after the warm-up; record one with StallDetector "
             "and give that",
+        ),
+        ("one.json --link-gb-per-s 5", "--link-gb-per-s: expected --ranks beside it, got none; give --ranks N"),
+        ("one.json --gradient-bytes 5", "--gradient-bytes: expected --ranks beside it, got none; give --ranks N"),
+        (
+            "report.json --ranks 2",
+            "report.json: expected a report of a run on one GPU, got one of unknown ranks on unknown; record one with "
+            "StallDetector and give that",
+        ),
+        (
+            "bare.json --ranks 2",
+            "bare.json: expected a report that says how many bytes of gradients a step has, got one that does not; "
+            "give --gradient-bytes, in float32 four for each parameter that is trained",
         ),
     ],
 )
@@ -95,6 +127,12 @@ def test_what_cannot_be_said_is_one_line_and_exit_code_2(
         "--decode-speedup 0",
         "--batch-size 0",
         "--batch-size 2000000000",
+        "--ranks 1",
+        "--ranks 65537",
+        "--ranks two",
+        "--link-gb-per-s 0",
+        "--link-gb-per-s nan",
+        "--gradient-bytes 0",
     ],
 )
 def test_a_wrong_number_is_one_line_and_exit_code_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,10 +167,17 @@ def test_what_was_measured_as_nothing_has_a_forecast(
     assert len(json.loads(capsys.readouterr().out)["step_s"]) == 3
 
 
-def test_it_imports_neither_torch_nor_lightning() -> None:
+def test_the_largest_ranks_have_a_forecast(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--ranks 65536 --num-workers 4096 --cpus 0.00001 --link-gb-per-s 0.001 --gradient-bytes 1000000000000000"
+    assert main(["what-if", "one.json", *asked.split(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["links"][0]["speedup"][1] < 1
+
+
+@pytest.mark.parametrize("change", ["--cpus 8", "--ranks 2"])
+def test_it_imports_neither_torch_nor_lightning(change: str) -> None:
     code = (
         "import sys; from lightning_gpuopt.cli import main;"
-        "main(['what-if', 'report.json', '--cpus', '8']);"
+        f"main(['what-if', 'one.json', *{change.split()}]);"
         "print({'torch', 'lightning', 'pytorch_lightning'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt import StallDetector
+from lightning_gpuopt.detector import report_builder
 from lightning_gpuopt.detector.report_builder import data_in_hyperparameters, lightning_work
 from tests.callbacks.stalls import FAST, STEPS, Model, SleepyData, run
 from tests.diagnosis.numbers import times
@@ -42,6 +43,22 @@ def test_a_report_has_lightnings_own_work_of_a_step(tmp_path: Path) -> None:
     assert 0 < loops * (report.steps - FAST["warmup_steps"]) <= other
     assert "Lightning's own work: " in str(report)
     assert json.loads(report.to_json())["lightning_work"] == report.lightning_work
+
+
+class WithFrozenPart(Model):
+    """12 bytes of parameters are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+
+
+def test_a_report_has_the_bytes_of_its_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = WithFrozenPart()
+    trained = sum(4 * each.numel() for each in model.parameters() if each.requires_grad)
+    assert run(tmp_path, model, max_steps=2).environment["gradient_bytes"] == str(trained)
+    monkeypatch.setattr(report_builder, "is_sharded", lambda strategy: True)  # a rank has a part of the parameters
+    assert "gradient_bytes" not in run(tmp_path, WithFrozenPart(), max_steps=2).environment
 
 
 @pytest.mark.matrix

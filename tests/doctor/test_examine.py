@@ -12,13 +12,14 @@ import pytest
 from lightning_gpuopt.doctor import examine as module
 from lightning_gpuopt.doctor.check import Check
 from lightning_gpuopt.doctor.examine import examine
-from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts, TorchFacts
+from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts, MemoryRates, TorchFacts
 from tests.simulators.nvml import Gpu, Simulator, error, mig_instance
 
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "free_cpus", lambda: 1.0)
+    monkeypatch.setattr(module, "memory_rates", lambda host: MemoryRates(11.0, 22.0, host.affinity_cpus))
     monkeypatch.setattr(module, "torch_facts", lambda: TorchFacts("2.9.0", (12, 8), 1, "file_descriptor"))
 
 
@@ -73,3 +74,10 @@ def test_names_are_unique(simulator: Simulator):
     printed = json.dumps(asdict(CudaFacts(True, ("sm_90",), (device(0), device(2)))))
     names = [check.name for check in examine(probe=[sys.executable, "-c", f"print({printed!r})"])]
     assert len(names) == len(set(names))
+
+
+def test_the_host_s_memory_bandwidth_is_measured_beside_the_copies(simulator: Simulator):
+    simulator.machine(Gpu())
+    found = checks(device(0, CopyRates(20.0, 6.0, 4)))
+    assert found["memory_bandwidth"].measured["one_thread_gb_s"] == 11.0
+    assert found["gpu0.copies"].measured["pinned_gb_s"] == 20.0

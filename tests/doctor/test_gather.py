@@ -6,16 +6,16 @@ import json
 import os
 import sys
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from lightning_gpuopt.doctor import cuda_probe
-from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts
-from lightning_gpuopt.doctor.gather import CudaProbe, free_cpus, host_facts, torch_facts, versions_of
+from lightning_gpuopt.doctor import cuda_probe, gather
+from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts, HostFacts, MemoryRates
+from lightning_gpuopt.doctor.gather import CudaProbe, free_cpus, host_facts, memory_rates, torch_facts, versions_of
 from tests.helpers import Clock
 from tests.simulators.gpu import simulated_gpu
 from tests.simulators.nvml import Gpu, Simulator, hang
@@ -87,6 +87,65 @@ class TestHost:
         stat(0)
         assert free_cpus(proc, cgroup, sleep, clock) == pytest.approx(0.4)
         assert free_cpus(proc / "nowhere", cgroup, sleep, clock) is None
+
+
+class TestMemoryRates:
+    """The clock is the test's: a copy takes so many seconds of it."""
+
+    HOST = HostFacts(machine_cpus=4, affinity_cpus=3, memory_available_mib=4096.0)
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gather, "_COPIED", 1000)
+
+    def copying(self, monkeypatch: pytest.MonkeyPatch, *seconds: float) -> tuple[Clock, list[int]]:
+        clock, threads, left = Clock(), [], iter(seconds)
+        copy = torch.Tensor.copy_
+
+        def slow(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+            threads.append(torch.get_num_threads())
+            clock.now_s += next(left)
+            return copy(target, source)
+
+        monkeypatch.setattr(torch.Tensor, "copy_", slow)
+        return clock, threads
+
+    def test_the_fastest_of_three_copies_counts_with_one_thread_and_with_all(self, monkeypatch):
+        before = torch.get_num_threads()
+        clock, threads = self.copying(monkeypatch, 4e-6, 2e-6, 3e-6, 1e-6, 5e-7, 1e-6)
+        rates = memory_rates(self.HOST, clock)
+        assert rates is not None
+        assert (rates.one_thread_gb_s, rates.all_threads_gb_s) == pytest.approx((0.5, 2.0))
+        assert (rates.threads, threads) == (3, [1, 1, 1, 3, 3, 3])
+        assert torch.get_num_threads() == before
+
+    def test_a_slow_machine_copies_once(self, monkeypatch):
+        clock, threads = self.copying(monkeypatch, 0.25, 0.125, 0.125)
+        assert memory_rates(self.HOST, clock) == MemoryRates(1e-6 / 0.25, 1e-6 / 0.125, 3)
+        assert threads == [1, 3, 3]
+
+    def test_on_one_cpu_there_is_one_figure(self, monkeypatch):
+        clock, threads = self.copying(monkeypatch, *[0.125] * 2)
+        one = replace(self.HOST, quota_cpus=0.5)
+        assert memory_rates(one, clock) == MemoryRates(1e-6 / 0.125, 1e-6 / 0.125, 1)
+        assert threads == [1, 1]
+
+    def test_little_memory_is_left_alone(self, monkeypatch):
+        clock, threads = self.copying(monkeypatch)
+        assert memory_rates(replace(self.HOST, memory_available_mib=2047.0), clock) is None
+        assert threads == []
+
+    def test_a_limit_of_the_process_is_no_error(self, monkeypatch):
+        def refuse(*size: int, **options: object) -> torch.Tensor:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        monkeypatch.setattr(torch, "empty", refuse)
+        assert memory_rates(self.HOST) is None
+
+    def test_real_copies(self):
+        rates = memory_rates(replace(self.HOST, affinity_cpus=1))
+        assert rates is not None
+        assert rates.one_thread_gb_s == rates.all_threads_gb_s > 0
 
 
 def test_torch_as_it_is_installed():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt.doctor.check import Check
-from lightning_gpuopt.doctor.facts import HostFacts, TorchFacts
+from lightning_gpuopt.doctor.facts import HostFacts, MemoryRates, TorchFacts
 from lightning_gpuopt.doctor.host_checks import host_checks
 
 TORCH = TorchFacts("2.9.0", (12, 8), 16, "file_descriptor")
@@ -22,6 +22,7 @@ WELL = HostFacts(
     shm_free_mib=65536.0,
     files_limit=1024,
     files_open=20,
+    memory_rates=MemoryRates(11.04, 85.26, 16),
 )
 
 
@@ -41,6 +42,7 @@ def test_a_host_with_room_is_well():
         ("shared_memory", "ok"),
         ("open_files", "ok"),
         ("memory", "ok"),
+        ("memory_bandwidth", "ok"),
     ]
 
 
@@ -131,3 +133,20 @@ def test_little_memory():
     check = found("memory", memory_available_mib=1500.0)
     assert brief(check) == ("problem", "1.5 GiB of memory available, the machine has 128.0 GiB")
     assert found("memory", memory_available_mib=None).status == "unknown"
+
+
+class TestMemoryBandwidth:
+    def test_with_one_thread_and_with_all(self):
+        check = found("memory_bandwidth")
+        assert check.found == "copies within memory: 11.0 GB/s with one thread, 85.3 GB/s with 16"
+        assert check.measured == {"one_thread_gb_s": 11.0, "all_threads_gb_s": 85.3, "threads": 16}
+
+    def test_of_one_cpu_there_is_one_figure(self):
+        check = found("memory_bandwidth", memory_rates=MemoryRates(11.04, 11.04, 1))
+        assert brief(check) == ("ok", "copies within memory: 11.0 GB/s with one thread")
+
+    def test_where_it_was_not_measured(self):
+        assert brief(found("memory_bandwidth", memory_rates=None)) == (
+            "unknown",
+            "not known: there is too little memory to copy 256 MiB of it",
+        )

@@ -9,6 +9,9 @@ from typing import Final, Literal
 Group = Literal["loader", "transfer", "step", "hooks", "epoch", "ranks", "run"]
 """The part of a run that a cause lies in."""
 
+GpusWaiting = Literal["all", "others", "none"]
+"""Which GPUs compute nothing meanwhile: all, all but that of the slow rank, or none (it computes slowly, or may do)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:
@@ -22,6 +25,9 @@ class Cause:
         in_user_code: whether Python code of the user's takes the time, so that its lines can be sampled.
         storage: whether storing or decoding the samples otherwise can take it away.
         needs_cpus: whether another CPU would help.
+        decided_by: keys of the evidence that show it best, separated by blanks: the terminal shows the first
+            :data:`FACTS_SHOWN` that a finding has.
+        waiting: which GPUs compute nothing meanwhile.
         doing: what the loader does meanwhile, where more workers take the cause away; else empty.
         cases: other advice, by the case that it is for.
     """
@@ -29,7 +35,9 @@ class Cause:
     name: str
     meaning: str
     advice: str
+    decided_by: str = ""
     group: Group = "run"
+    waiting: GpusWaiting = "all"
     in_user_code: bool = False
     storage: bool = False
     needs_cpus: bool = False
@@ -41,6 +49,9 @@ class Cause:
         """Whether it lies in what the loader calls of the user's."""
         return self.group == "loader" and self.in_user_code
 
+
+FACTS_SHOWN: Final = 4
+"""Figures of a finding's evidence that the terminal shows; the page and the JSON have all."""
 
 MEASURING: Final = frozenset(("AutoFix", "GpuUtilMonitor", "StallDetector", "WatchedRun"))
 """Callbacks of ours that measure a run, and change what they find."""
@@ -63,6 +74,7 @@ _ALL: Final = (
         "main_process_loading",
         "The training process loads the data itself, and the device waits while it does.",
         "The training process loads the data itself. Load in worker processes: num_workers={num_workers}.",
+        decided_by="ms_per_step step_ms dataset_ms_per_batch free_cpus",
         group="loader",
         in_user_code=True,
         storage=True,
@@ -85,6 +97,8 @@ _ALL: Final = (
         "The loader spends most of its time waiting for storage.",
         "The workers mostly wait for storage, not for the CPU. More of them read more at once: "
         "num_workers={num_workers}.",
+        decided_by="bottleneck memory_pressure_percent swap_mib_per_s ms_per_step "
+        "step_ms read_wait_ms_per_batch workers_busy_percent worker_cpu_percent",
         group="loader",
         in_user_code=True,
         storage=True,
@@ -109,6 +123,7 @@ _ALL: Final = (
         "slow_transform",
         "Decoding and transforming is what takes the loader longest, and CPUs are free.",
         "The workers compute all the time and CPUs are free: num_workers={num_workers}.",
+        decided_by="bottleneck ms_per_step step_ms threads_busy_percent worker_cpu_percent free_cpus",
         group="loader",
         in_user_code=True,
         needs_cpus=True,
@@ -133,6 +148,7 @@ _ALL: Final = (
         "No CPU is left for the loader: more workers or threads would not help.",
         "The workers use all the CPU there is: more of them would not help. Decode and transform less or cheaper, or "
         "move transforms to the GPU.",
+        decided_by="bottleneck cpu_affinity threads_per_worker ms_per_step step_ms usable_cpus free_cpus",
         group="loader",
         in_user_code=True,
         storage=True,
@@ -152,6 +168,7 @@ _ALL: Final = (
         "A CPU quota stops the process, its threads and its workers again and again.",
         "A CPU quota (cgroup) stops the workers: more of them would not help. Ask for more CPUs (Kubernetes: "
         "resources.limits.cpu; Slurm: --cpus-per-task; Docker: --cpus), or make the transforms cheaper.",
+        decided_by="bottleneck ms_per_step step_ms cpu_throttled_percent usable_cpus",
         group="loader",
         in_user_code=True,
         cases={
@@ -165,6 +182,7 @@ _ALL: Final = (
         "Batches are ready, but the next one in order is late: a few samples take much longer than the rest. Prepare "
         "more ahead (prefetch_factor={prefetch_factor}), or make those samples cheaper; where order does not matter, "
         "in_order=False hands out what is ready.",
+        decided_by="ms_per_step step_ms late_batch_wait_percent workers_busy_percent",
         group="loader",
         in_user_code=True,
     ),
@@ -174,6 +192,7 @@ _ALL: Final = (
         "The samples are read quickly; putting them together into a batch and handing it to the training process is "
         "what takes long. Collate tensors rather than Python objects, keep them small (uint8 instead of float32), and "
         "leave padding and stacking to the device. LMDBDataModule gathers small records batch-wise without workers.",
+        decided_by="ms_per_step dataset_ms_per_batch collate_ms_per_batch workers_busy_percent",
         group="loader",
         in_user_code=True,
         cases={
@@ -189,12 +208,14 @@ _ALL: Final = (
         "Batches wait for the thread that copies them into page-locked memory.",
         "Batches wait for the pin-memory thread. Give it larger and fewer tensors per batch, smaller types, or try "
         "pin_memory=False.",
+        decided_by="ms_per_step step_ms workers_busy_percent queue_empty_percent",
         group="loader",
     ),
     Cause(
         "host_to_device",
         "The GPU does nothing else while batches are copied to it.",
         "The GPU does nothing else while batches are copied to it: ",
+        decided_by="ms_per_step step_ms copy_ms exposed_copy_ms pin_memory",
         group="transfer",
         cases={
             "pinned": "CudaPrefetcher() among the Trainer's callbacks copies the next batch during the step"
@@ -214,6 +235,7 @@ _ALL: Final = (
         "The host waits for the GPU inside the step, and the GPU for the host afterwards.",
         "The host waits for the GPU inside the step, at {where}, so the GPU waits for the host afterwards: leave out "
         ".item(), .cpu() and prints of tensors there, or do them every n steps.",
+        decided_by="alloc_retries_per_step ms_per_step step_ms busy_ms_per_step syncs_per_step",
         group="step",
         cases={
             "memory": "torch's allocator finds no free block of GPU memory, gives memory back to the driver and asks "
@@ -228,6 +250,7 @@ _ALL: Final = (
         "The GPU waits for copies between host and device that the step itself makes.",
         "The step itself copies from {direction}, and the GPU computes nothing meanwhile: keep what it needs on the "
         "device, or copy it early enough, from pinned memory with non_blocking=True on a stream of its own.",
+        decided_by="ms_per_step step_ms copies_ms_per_step gb_per_s",
         group="step",
         cases={
             "to_host": "The step itself copies from {direction}, and the GPU computes nothing meanwhile: keep results "
@@ -244,6 +267,8 @@ _ALL: Final = (
         "The GPU finishes kernels faster than the host starts them.",
         "The GPU finishes kernels faster than the host starts them: use larger batches, torch.compile "
         '(mode="reduce-overhead" uses CUDA graphs), and fused optimizers (fused=True).',
+        decided_by="memory_pressure_percent swap_mib_per_s ms_per_step "
+        "step_ms busy_ms_per_step gpu_utilization_percent",
         group="step",
         cases={
             "memory": "The machine is short of memory, and what the host needs comes back from swap: keep less in it.",
@@ -253,6 +278,7 @@ _ALL: Final = (
         "callback",
         "A callback's own work holds the training up.",
         "{callback}.{hook} holds up training: do its work less often, or in a thread.",
+        decided_by="hooks_s ms_per_step step_ms",
         group="hooks",
         in_user_code=True,
         cases={
@@ -269,6 +295,7 @@ _ALL: Final = (
         "Calls of the logger, or metrics that are reduced over the ranks in each step, hold the training up.",
         "The logger's own calls hold up training: log less often with Trainer(log_every_n_steps=...), or let the "
         "logger write in the background.",
+        decided_by="ms_per_step step_ms sync_ms_per_step syncs_per_step",
         group="hooks",
         in_user_code=True,
         cases={
@@ -282,6 +309,7 @@ _ALL: Final = (
         "Saving checkpoints takes much of the run.",
         "Saving checkpoints takes this share of the run: save less often (ModelCheckpoint(every_n_train_steps=...)), "
         "only the weights (save_weights_only=True), to a faster disk, or in the background (AsyncCheckpointIO).",
+        decided_by="checkpoint_s hyperparameters",
         group="epoch",
     ),
     Cause(
@@ -289,7 +317,9 @@ _ALL: Final = (
         "Validation takes much of the run.",
         "Validation takes this share of the run: validate less often (check_val_every_n_epoch, val_check_interval), on "
         "fewer batches (limit_val_batches), or with more workers in the validation loader.",
+        decided_by="validation_s validation_setup_s",
         group="epoch",
+        waiting="none",
         cases={
             "set_up": "Most of it is the set-up of each validation, until its first batch has come: keep the workers "
             "of the validation loader with persistent_workers=True. ",
@@ -299,6 +329,8 @@ _ALL: Final = (
         "epoch_restart",
         "The loader's workers are started again for every epoch.",
         "The workers are started again for every epoch: keep them with persistent_workers=True.",
+        decided_by="epoch_setup_s_per_epoch epochs largest_part "
+        "starting_workers_s_per_validation first_batch_s_per_validation validations",
         group="epoch",
         cases={
             "first_batch": "Most of the pause is the first batch itself: fewer, longer epochs make it rarer.",
@@ -310,7 +342,9 @@ _ALL: Final = (
         "straggler",
         "One rank is slower than the others, and all of them wait for it.",
         "Rank {rank} is slower than the others, and they wait for it: look at ",
+        decided_by="ms_per_step ms_per_step_elsewhere",
         group="ranks",
+        waiting="others",
         cases={
             "data": "its data: the disk, the CPUs and the samples of that process.",
             "compute": "what else runs on its CPUs and GPU, and at work that only this rank does.",
@@ -321,7 +355,9 @@ _ALL: Final = (
         "The GPU runs at reduced clocks, for heat or by its hardware's power brake.",
         "The GPU's clocks are reduced for heat or by its hardware's power brake: look at its cooling and power supply "
         "(nvidia-smi -q -d PERFORMANCE).",
+        decided_by="throttled_percent sm_clock_mhz sm_clock_mhz_max",
         group="step",
+        waiting="none",
     ),
     Cause(
         "communication",
@@ -329,6 +365,7 @@ _ALL: Final = (
         "Collectives between ranks are not hidden behind computation: give each GPU more work per step (larger "
         "batches, accumulate_grad_batches), send less (bf16 gradient compression), and see that the ranks' links are "
         "fast.",
+        decided_by="ms_per_step step_ms gradient_mib link buckets",
         group="ranks",
         cases={
             "one_look": " Only rank 0 was looked at: where another rank's forward is slower and has collectives in it, "
@@ -339,12 +376,16 @@ _ALL: Final = (
         "slowdown",
         "The steps get slower over the run.",
         "A step took {from_ms:.3g} ms, and takes {to_ms:.3g} ms since step {since}: {part} grows.",
+        decided_by="phase_from_ms phase_to_ms sm_clock_from_mhz sm_clock_to_mhz gpu_allocated_mib_grown "
+        "gpu_reserved_mib_grown rss_mib_grown open_files_grown threads_grown alloc_retries_grown",
         group="run",
+        waiting="none",
     ),
     Cause(
         "recompilation",
         "torch.compile compiles again and again.",
         "torch.compile compiles again and again, and the step waits for it.",
+        decided_by="ms_per_step step_ms compilations ms_per_compilation",
         group="step",
         cases={
             "sizes": "Keep the sizes: drop_last=True, or pad to a few lengths (buckets); or compile for any size with "
@@ -361,6 +402,7 @@ _ALL: Final = (
         "set-up (on_train_start) call gc.collect(), gc.freeze() and gc.disable(), and then gc.collect(1) every n steps "
         "in a callback, on each rank at the same step. Keep fewer Python objects: arrays or tensors rather than lists "
         "and dicts of numbers.",
+        decided_by="ms_per_step generation_2_per_step longest_pause_ms objects_tracked",
         group="step",
         cases={
             "asked": "The program itself asks for full collections in the step, at {where}: leave gc.collect() out "

@@ -52,6 +52,7 @@ def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
             comparison_rows=wording.comparison_rows(comparison) if comparison is not None else [],
             no_proof_line=wording.no_proof_line(comparison) if comparison is not None else None,
             key_numbers=_key_numbers(report),
+            standstill_line=wording.standstill_line(report),
             headroom_line=wording.headroom_line(report),
             outlier_line=wording.outlier_line(report),
             lightning_line=wording.lightning_line(report),

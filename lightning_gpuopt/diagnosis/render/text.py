@@ -29,8 +29,8 @@ def render_text(report: RunRecord, width: int = 80) -> str:
         width: columns of the terminal.
 
     Returns:
-        The verdict, the table of phases, the findings with what they predict, and the proofs, without a newline at the
-        end.
+        The verdict, the table of phases, the findings with the figures that decided and what they predict, the time
+        in which GPUs stood still, and the proofs, without a newline at the end.
     """
     console = new_console(width)
     console.print(Text(_headline(report)))
@@ -38,7 +38,12 @@ def render_text(report: RunRecord, width: int = 80) -> str:
         console.print(_phase_table(report))
     for count, finding in enumerate(report.findings, start=1):
         _print_finding(console, count, finding)
-    for line in (wording.headroom_line(report), wording.outlier_line(report), wording.lightning_line(report)):
+    for line in (
+        wording.standstill_line(report),
+        wording.headroom_line(report),
+        wording.outlier_line(report),
+        wording.lightning_line(report),
+    ):
         if line is not None:
             console.print(Text(line))
     _print_kernels(console, report)
@@ -126,7 +131,7 @@ def _headline(report: RunRecord) -> str:
 def _print_finding(console: Console, count: int, finding: Finding) -> None:
     sure = "" if finding.confidence == "high" else f" ({finding.confidence} confidence)"
     console.print(Text(f"{count}. {finding.cause}: {wording.percent(finding.share)} of the time{sure}"))
-    facts = ", ".join(f"{what} {value}" for what, value in wording.evidence(finding) if what != "where")
+    facts = ", ".join(f"{what} {value}" for what, value in wording.deciding_evidence(finding))
     where = finding.evidence.get("where")
     for line in (finding.advice, f"where: {where}" if where else "", f"({facts})" if facts else ""):
         if line:

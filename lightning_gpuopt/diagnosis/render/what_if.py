@@ -14,7 +14,7 @@ from lightning_gpuopt.diagnosis.render.text import new_console, text_of
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.what_if import Forecast
 
-_LIMITS: Final = {
+LIMITS: Final = {
     "step": "the step's own work",
     "workers": "the workers",
     "cpus": "the CPUs",
@@ -54,5 +54,5 @@ def _table(forecast: Forecast) -> Table:
     interval = f"{wording.duration(mid_s)} ({wording.duration(low_s)} to {wording.duration(high_s)})"
     table.add_row("step time", wording.duration(forecast.measured_step_s), interval)
     table.add_row("  simulated", wording.duration(forecast.simulated_step_s), "")
-    table.add_row("limited by", _LIMITS[forecast.limit_before], _LIMITS[forecast.limit])
+    table.add_row("limited by", LIMITS[forecast.limit_before], LIMITS[forecast.limit])
     return table

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_gpuopt.diagnosis.causes.table import FACTS_SHOWN, cause_of
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE
 from lightning_gpuopt.diagnosis.where import finding_name
 from lightning_gpuopt.measurements.code_location import INSTALLED, short
@@ -22,10 +23,17 @@ if TYPE_CHECKING:
 _ADDS_UP: Final = 0.02
 """Share of the run that steps and their number may leave over before the report says which steps are meant."""
 
-_UNITS: Final = {"ms": "ms", "s": "s", "mib": "MiB", "mhz": "MHz", "percent": "%"}
 _SMALL_KIND: Final = 0.005
 """Share of a kind of kernel below which it is left out."""
 
+PRICE_VARIABLE: Final = "GPUOPT_GPU_HOUR_PRICE"
+"""Environment variable with the price of one GPU-hour, in any currency."""
+
+_LEAST_STANDSTILL_S: Final = 60.0
+"""GPU-seconds below which standing still is not summed up."""
+
+_UNITS: Final = {"ms": "ms", "s": "s", "mib": "MiB", "mhz": "MHz", "percent": "%"}
+_RATES: Final = {"gb_per_s": ("rate", "GB/s"), "swap_mib_per_s": ("swap", "MiB/s")}
 _NAME: Final = re.compile(rf"(?:(?P<what>\w+)_)?(?P<unit>{'|'.join(_UNITS)})(?P<per>_per_\w+)?(?P<rest>_max)?")
 
 
@@ -101,8 +109,17 @@ def evidence(finding: Finding) -> list[tuple[str, str]]:
     return [_fact(name, value) for name, value in finding.evidence.items()]
 
 
+def deciding_evidence(finding: Finding) -> list[tuple[str, str]]:
+    """Those few of a finding's evidence that decided, as :func:`evidence` gives them."""
+    known = {name: value for name, value in finding.evidence.items() if name != "where"}
+    keys = [key for key in cause_of(finding.cause).decided_by.split() if key in known] or [*known]
+    return [_fact(key, known[key]) for key in keys[:FACTS_SHOWN]]
+
+
 def _fact(name: str, value: float | str) -> tuple[str, str]:
     text = value if isinstance(value, str) else number(value)
+    if name in _RATES:
+        return _RATES[name][0], f"{text} {_RATES[name][1]}"
     match = _NAME.fullmatch(name)
     if match is None or isinstance(value, str):
         return name.replace("_", " "), text
@@ -187,6 +204,43 @@ def measured_part(report: RunRecord) -> str:
     if report.measured_steps >= report.steps:
         return f"the steps alone {took_s:.1f} s"
     return f"the last {'' if report.measured_steps == 1 else f'{report.measured_steps} '}in {took_s:.1f} s"
+
+
+def standstill_line(report: RunRecord) -> str | None:
+    """For how long GPUs computed nothing, by finding, and what that cost where :data:`PRICE_VARIABLE` is set.
+
+    None on other devices than CUDA, and below a GPU-minute.
+    """
+    ranks = report.environment.get("ranks", "1")
+    gpus = int(ranks) if ranks.isdecimal() else 1
+    if not report.environment.get("device", "").startswith("cuda"):
+        return None
+    waiting = {"all": gpus, "others": gpus - 1, "none": 0}
+    by_name: dict[str, float] = {}
+    for each in report.findings:
+        seconds = each.share * report.wall_s * waiting[cause_of(each.cause).waiting]
+        by_name[finding_name(each)] = by_name.get(finding_name(each), 0.0) + seconds
+    whole_s = sum(by_name.values())
+    if whole_s < _LEAST_STANDSTILL_S:
+        return None
+    unit_s, unit = (3600, "GPU-hours") if whole_s >= 3600 else (60, "GPU-minutes")
+    parts = ", ".join(f"{name} {number(seconds / unit_s)}" for name, seconds in by_name.items() if seconds)
+    who = "The GPU" if gpus == 1 else "The GPUs"
+    return f"{who} stood still for {number(whole_s / unit_s)} {unit}: {parts}{_money(whole_s / 3600)}"
+
+
+def _money(hours: float) -> str:
+    """The end of the line on GPU-hours: what they cost, or what is wrong with the price."""
+    price = os.environ.get(PRICE_VARIABLE)
+    if price is None:
+        return "."
+    try:
+        each = float(price)
+    except ValueError:
+        each = float("nan")
+    if not (0 <= each < float("inf")):
+        return f". {PRICE_VARIABLE} should be the price of one GPU-hour, a number such as 2.50, got {price!r}."
+    return f" (about {hours * each:.2f} at {price.strip()} a GPU-hour)."
 
 
 def lightning_line(report: RunRecord) -> str | None:

@@ -89,6 +89,17 @@ def test_the_evidence_in_the_docs_is_what_the_code_writes(page: Path) -> None:
     assert [key for key in keys if not keys_in_the_code().fullmatch(key)] == []
 
 
+@pytest.mark.parametrize("name", [*CAUSES])
+def test_what_decides_is_evidence_that_the_docs_have(name: str) -> None:
+    page = PAGES / f"{name}.md"
+    linked = _LINK.findall(prose(page).partition("\n## Evidence\n")[2])
+    known = {key for each in [page.name, *linked] for key in evidence_keys(PAGES / each.partition("#")[0])}
+    keys = CAUSES[name].decided_by.split()
+    assert keys
+    assert len(keys) == len(set(keys))
+    assert set(keys) <= known
+
+
 def test_the_index_has_every_cause_with_its_meaning_and_every_page() -> None:
     index = (PAGES / "README.md").read_text(encoding="utf-8")
     for name, cause in CAUSES.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,8 @@ from lightning_gpuopt.diagnosis.render.text import render_comparison, render_tex
 from lightning_gpuopt.diagnosis.report import Finding, StallReport
 from lightning_gpuopt.measurements.phases import StepTimes
 from tests.diagnosis.reports import after, before
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_the_report() -> None:
         "",
         "1. slow_storage: 60 % of the time",
         "   More workers read more at once: num_workers=6.",
-        "   (time per step 60 ms, num workers 2, workers busy 97.2 %)",
+        "   (time per step 60 ms, workers busy 97.2 %)",
         "   predicted: 2.1x (1.8x to 2.4x)",
         "2. callback: 12 % of the time",
         "   Slow.on_train_batch_end holds up training.",
@@ -131,10 +134,93 @@ def test_a_comparison_of_what_was_not_measured() -> None:
         ("syncs_per_step", 2.0, ("syncs per step", "2")),
         ("usable_cpus", 16.0, ("usable cpus", "16")),
         ("callback", "Slow[red]", ("callback", "Slow[red]")),
+        ("gb_per_s", 1.12, ("rate", "1.12 GB/s")),
+        ("swap_mib_per_s", 8.0, ("swap", "8 MiB/s")),
     ],
 )
 def test_evidence_has_its_unit_and_three_digits(name: str, value: float | str, fact: tuple[str, str]) -> None:
     assert wording.evidence(Finding("x", 0.5, {name: value}, "")) == [fact]
+
+
+def test_the_terminal_shows_the_four_figures_that_decided_and_the_page_all() -> None:
+    many = {"num_workers": 2.0, "worker_cpu_percent": 3.0, "workers_busy_percent": 97.0, "io_pressure_percent": 1.0}
+    evidence = {**many, "step_ms": 80.0, "ms_per_step": 60.0, "where": "100 % read (train.py:7)"}
+    report = replace(before(), findings=[Finding("slow_storage", 0.6, evidence, "Read more at once.")])
+    shown = str(report).splitlines()
+    assert shown[10:13] == [
+        "   where: 100 % read (train.py:7)",
+        "   (time per step 60 ms, step 80 ms, workers busy 97 %, worker cpu 3 %)",
+        "2 steps took far longer than the rest; the slowest, step 71, 400 ms. Most of",
+    ]
+    page = render_html(report)
+    assert [what for what, _ in wording.evidence(report.findings[0]) if f">{what}<" not in page] == []
+
+
+def test_of_a_cause_of_another_version_the_first_four_are_shown() -> None:
+    finding = Finding("of_another_version", 0.5, {"where": "a.py:1", "a_ms": 1, "b_ms": 2, "c": 3, "d": 4, "e": 5}, "")
+    assert wording.deciding_evidence(finding) == [("a", "1 ms"), ("b", "2 ms"), ("c", "3"), ("d", "4")]
+
+
+class TestStandstill:
+    """The line on GPU-hours."""
+
+    FINDINGS = (
+        Finding("slow_storage", 0.5, {}, ""),
+        Finding("callback", 0.25, {"callback": "Slow"}, ""),
+        Finding("straggler", 0.125, {}, ""),
+        Finding("gpu_throttled", 0.4, {}, ""),
+    )
+
+    @pytest.fixture(autouse=True)
+    def no_price(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("GPUOPT_GPU_HOUR_PRICE", raising=False)
+
+    def report(self, wall_s: float, ranks: str = "1", device: str = "cuda (NVIDIA H100)") -> StallReport:
+        environment = {"device": device, "ranks": ranks}
+        return replace(before(), wall_s=wall_s, findings=list(self.FINDINGS), environment=environment)
+
+    @pytest.mark.parametrize(
+        ("wall_s", "ranks", "line"),
+        [
+            (14400.0, "1", "The GPU stood still for 3 GPU-hours: slow_storage 2, callback Slow 1."),
+            (
+                14400.0,
+                "4",
+                "The GPUs stood still for 13.5 GPU-hours: slow_storage 8, callback Slow 4, straggler 1.5.",
+            ),
+            (240.0, "1", "The GPU stood still for 3 GPU-minutes: slow_storage 2, callback Slow 1."),
+            (79.0, "1", None),
+        ],
+    )
+    def test_it_sums_up_the_findings_in_which_gpus_wait(self, wall_s: float, ranks: str, line: str | None) -> None:
+        assert wording.standstill_line(self.report(wall_s, ranks)) == line
+
+    def test_a_trainer_on_the_cpu_has_none(self) -> None:
+        assert wording.standstill_line(self.report(14400.0, device="cpu (x86_64)")) is None
+        assert wording.standstill_line(replace(self.report(14400.0), environment={})) is None
+
+    def test_with_a_price_it_says_what_that_cost(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GPUOPT_GPU_HOUR_PRICE", "2.50")
+        report = replace(self.report(14400.0, "4"), findings=list(self.FINDINGS[:2]))
+        text = str(report)
+        assert (
+            "stood still for 12 GPU-hours: slow_storage 8, callback Slow 4 (about\n30.00 at 2.50 a GPU-hour)." in text
+        )
+        example = (DOCS / "reports.md").read_text(encoding="utf-8").partition("GPU_HOUR_PRICE=2.50`")[2]
+        assert example.partition("```text\n")[2].partition("\n```")[0] in text
+
+    @pytest.mark.parametrize("price", ["", "2,50", "nan", "inf", "-1", "two €"])
+    def test_what_is_no_price_is_said_in_a_sentence(self, monkeypatch: pytest.MonkeyPatch, price: str) -> None:
+        monkeypatch.setenv("GPUOPT_GPU_HOUR_PRICE", price)
+        assert wording.standstill_line(self.report(14400.0)) == (
+            "The GPU stood still for 3 GPU-hours: slow_storage 2, callback Slow 1. GPUOPT_GPU_HOUR_PRICE should be the "
+            f"price of one GPU-hour, a number such as 2.50, got {price!r}."
+        )
+
+    def test_terminal_and_page_have_it(self) -> None:
+        report = self.report(240.0)
+        assert "The GPU stood still for 3 GPU-minutes: slow_storage 2, callback Slow 1." in str(report).splitlines()
+        assert "The GPU stood still for 3 GPU-minutes: slow_storage 2, callback Slow 1." in render_html(report)
 
 
 @pytest.mark.parametrize(
