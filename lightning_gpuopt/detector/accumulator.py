@@ -279,5 +279,5 @@ def work_of(rank: int, measurement: Measurement | None, *, forward: bool) -> Ran
         other_s / gpu.steps,
         loader_s,
         gpu.forward_s / gpu.steps if forward else None,
-        measurement.look.communication_s if measurement.look is not None else None,
+        measurement.collectives_s,
     )

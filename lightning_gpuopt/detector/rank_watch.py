@@ -50,7 +50,6 @@ class RankWatch:
         on_cpu = strategy.root_device.type == "cpu"
         self._reducer = reducer_of(strategy.model, timed=on_cpu)
         self._read_at = -1
-        self._timed = on_cpu
         self._of_parameters = gradients_of(pl_module, accumulated=trainer.accumulate_grad_batches)
         kind = type(strategy).__name__
         if is_sharded(strategy):
@@ -73,7 +72,7 @@ class RankWatch:
             accumulate_grad_batches=here.accumulate_grad_batches,
             link=self._link(),
         )
-        return self._reducer.times if self._timed else None, facts
+        return self._reducer.times, facts
 
     def metrics(self) -> tuple[MetricSync | None, tuple[str, ...]]:
         """The reduction of metrics in steps so far, and their names."""

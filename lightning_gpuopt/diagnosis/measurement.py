@@ -122,10 +122,11 @@ class Measurement:
     def collectives_s(self) -> float | None:
         """Seconds of a mean step in which collectives ran exposed on this rank; None where that is not known.
 
-        On the GPU by the close look, on the CPU by DDP's reducer.
+        On the GPU by the close look, and without one, as on the CPU, by what DDP's reducer has timed: there torch times
+        the first ten reductions, and then one in a hundred.
         """
-        if self.waterfall.on_gpu:
-            return None if self.look is None or self.look_pending else self.look.communication_s
+        if self.waterfall.on_gpu and self.look is not None:
+            return None if self.look_pending else self.look.communication_s
         exposed_s = self.reducer.all_exposed_s if self.reducer is not None else None
         return None if exposed_s is None or not self.times.steps else exposed_s / self.times.steps
 
@@ -133,11 +134,12 @@ class Measurement:
     def communication_s(self) -> float | None:
         """`collectives_s` of the rank that waits least: the others wait in them for a slower one. None if not known.
 
-        On the CPU the other ranks' figures are needed: there every wait for another rank looks like a collective.
+        Without a look the other ranks' figures are needed: every wait for another rank looks like a collective.
         """
+        looked = self.waterfall.on_gpu and self.look is not None
         own_s = self.collectives_s
         others = [rank.communication_s for rank in self.ranks if rank.communication_s is not None]
-        if own_s is None or (not self.waterfall.on_gpu and (len(others) < 2 or len(others) < len(self.ranks))):
+        if own_s is None or (not looked and (len(others) < 2 or len(others) < len(self.ranks))):
             return None
         return min([own_s, *others])
 

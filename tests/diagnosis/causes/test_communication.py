@@ -85,6 +85,18 @@ class TestOnCuda:
         assert "gradient_mib" not in self.find(GradientSync(dtype="float32")).evidence
         assert "link" not in self.find(DDP).evidence
 
+    @pytest.mark.parametrize(("others_s", "exposed_ms"), [((0.04, 0.02), 20.0), ((0.04,), None), ((0.04, None), None)])
+    def test_without_a_look_ddps_own_figures_stand_in_once_all_ranks_have_them(
+        self, others_s: tuple[float | None, ...], exposed_ms: float | None
+    ) -> None:
+        ranks = tuple(RankWork(rank, 0.0, 0.0, communication_s=each) for rank, each in enumerate(others_s))
+        reducer = ReducerTimes(backwards=100, sampled=10, exposed_s=0.4)
+        measured = measurement(times(), gpu=gpu(), ranks=ranks, reducer=reducer, gradients=DDP)
+        found = [
+            each.evidence["exposed_ms_per_step"] for each in diagnose(measured, 0.1) if each.cause == "communication"
+        ]
+        assert found == ([exposed_ms] if exposed_ms is not None else [])
+
     def test_without_any_figures_the_advice_is_general(self) -> None:
         assert "bf16 gradient compression" in self.find(None).advice
 
