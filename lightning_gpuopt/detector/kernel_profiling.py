@@ -28,7 +28,7 @@ _WITHOUT_REASON_AFTER: Final = 100
 _SPARE_STEPS: Final = 2
 """Training may end so many steps before its foreseen end."""
 
-_PATIENCE_STEPS: Final = 100
+_PATIENCE_STEPS: Final = 10
 """Steps after which a recording is read although the GPU has not passed its end."""
 
 
@@ -288,6 +288,11 @@ class KernelProfiling:
         try:
             self.look = look.read(spans or [])
             self._cost_due = 2  # the window under way has steps of the look in it
+            if look.is_part:
+                self._notes.append(
+                    f"Gradients are accumulated over more batches than torch.profiler recorded ({self.look.steps}): "
+                    "the optimizer's step may be in none of them, or count for too much."
+                )
             if not self.look.correlated:
                 self._notes.append(
                     "torch.profiler's records do not tell which call issued what: copies inside the step were not told "

@@ -59,10 +59,16 @@ class ProfilerLook:
     def __init__(self, rhythm: int = 1, modules: ModuleCalls | None = None) -> None:
         self._modules = modules
         self._profiler: Any = None
+        self._rhythm = rhythm
         self._steps = min(max(_STEPS, rhythm), _MAX_STEPS)
         self._left = _WARMUP_STEPS + self._steps
         self._began_s = 0.0
         self.recorded_s = (0.0, 0.0)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether steps repeat themselves only after more steps than are recorded."""
+        return self._rhythm > self._steps
 
     @property
     def lasts(self) -> int:
@@ -219,5 +225,5 @@ def _trace_of(profiler: Any) -> tuple[dict[str, Any], float]:
     with tempfile.TemporaryDirectory(prefix="lightning-gpuopt-") as folder:
         path = Path(folder) / "look.json"
         profiler.export_chrome_trace(str(path))
-        trace: dict[str, Any] = json.loads(path.read_bytes())
+        trace: dict[str, Any] = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
     return trace, shift_s
