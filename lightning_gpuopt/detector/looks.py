@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from lightning_gpuopt.detector.kernel_profiling import KernelProfiling
+from lightning_gpuopt.compat.dynamo import has_compiled
+from lightning_gpuopt.compat.lightning import LightningModule, Trainer
+from lightning_gpuopt.compat.lightning_loops import batches_left
+from lightning_gpuopt.detector.device_watch import DeviceWatch
+from lightning_gpuopt.detector.kernel_profiling import KernelProfiling, Profile
 from lightning_gpuopt.detector.operator_profiling import OperatorProfiling
 from lightning_gpuopt.detector.stack_sampling import StackSampling
 from lightning_gpuopt.detector.trace_recording import TraceRecording
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.gpu import GpuTimes
+from lightning_gpuopt.timeline.module_calls import ModuleCalls
+from lightning_gpuopt.timeline.phases import Timeline
 
 _NO_TABLE: Final = (
     'What the steps compute was not looked at: with StallDetector(profile="on") the report has it by kind, by kernel '
@@ -36,6 +43,57 @@ class Looks:
         self.stacks: StackSampling | None = None
         self._trace = TraceRecording(lambda steps: all(each.leaves_time_for(steps) for each in self._profilings))
         self._found: Sequence[Finding] = ()
+
+    def begin(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        timeline: Timeline,
+        *,
+        threshold: float,
+        profile: Profile,
+        device: DeviceWatch | None,
+        found: Callable[[], bool],
+    ) -> None:
+        """Prepare the looks that this device allows.
+
+        Args:
+            trainer: the Trainer, when training starts.
+            pl_module: its module.
+            timeline: of the training thread.
+            threshold: share of idle time that is worth a look, 0-1.
+            profile: whether torch.profiler may record.
+            device: the watch over this rank's GPU; None on other devices.
+            found: whether the run has a finding by now.
+        """
+
+        def modules() -> ModuleCalls | None:
+            """None where hooks could have torch compile the modules anew."""
+            return None if has_compiled() else ModuleCalls(pl_module, time.perf_counter)
+
+        several = trainer.world_size > 1
+        if device is not None:
+            self.kernels = KernelProfiling(
+                device,
+                threshold,
+                profile=profile,
+                batches_left=lambda: batches_left(trainer),
+                rank=trainer.global_rank,
+                several_ranks=several,
+                rhythm=lambda: int(trainer.accumulate_grad_batches),
+                is_taken=lambda: self.profiler_is_taken,
+                modules=modules,
+            )
+        elif trainer.is_global_zero and trainer.strategy.root_device.type == "cpu":
+            self.operators = OperatorProfiling(
+                timeline,
+                profile,
+                batches_left=lambda: batches_left(trainer),
+                several_ranks=several,
+                is_taken=lambda: self.profiler_is_taken,
+                modules=modules,
+                found=found,
+            )
 
     @property
     def profiler_is_taken(self) -> bool:

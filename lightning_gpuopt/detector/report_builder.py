@@ -72,7 +72,7 @@ def report_of(
         steps=times.steps,
         step_s=waterfall.step_s if waterfall is not None else None,
         measured_steps=waterfall.steps if waterfall is not None and waterfall.step_s is not None else None,
-        gpu_idle_s=waterfall.idle_s if waterfall is not None and read else None,
+        gpu_idle_s=waterfall.idle_s + waterfall.diagnosis_s if waterfall is not None and read else None,
         hints=[*_hints(run_settings, measured, findings), *padding_hints(padded)],
         kernels=list(kernels.dearest) if kernels is not None else [],
         kernel_kinds=dict(kernels.kinds) if kernels is not None else {},

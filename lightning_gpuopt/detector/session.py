@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from lightning_gpuopt.compat import lightning
-from lightning_gpuopt.compat.dynamo import has_compiled
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer
-from lightning_gpuopt.compat.lightning_loops import batches_left
 from lightning_gpuopt.detector.accumulator import SteadyStateAccumulator, work_of
 from lightning_gpuopt.detector.device_watch import DeviceWatch
 from lightning_gpuopt.detector.image_samples import ImageLook
 from lightning_gpuopt.detector.instrumentation import CopiesAhead, Instrumentation, forward_is_a_ranks_own
-from lightning_gpuopt.detector.kernel_profiling import KernelProfiling, Profile
+from lightning_gpuopt.detector.kernel_profiling import Profile
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
 from lightning_gpuopt.detector.looks import Looks
-from lightning_gpuopt.detector.operator_profiling import OperatorProfiling
 from lightning_gpuopt.detector.padding_watch import PaddingWatch
 from lightning_gpuopt.detector.rank_exchange import RankExchange
 from lightning_gpuopt.detector.rank_watch import RankWatch
@@ -46,7 +43,6 @@ from lightning_gpuopt.measurements.phases import PhaseTimes
 from lightning_gpuopt.measurements.ranks import RankWork
 from lightning_gpuopt.timeline.gpu_clock import GPU_EVENTS
 from lightning_gpuopt.timeline.hang import HangWatch, Watched, write_state
-from lightning_gpuopt.timeline.module_calls import ModuleCalls
 from lightning_gpuopt.timeline.pauses import PauseWatch
 from lightning_gpuopt.timeline.steps import StepClock
 from lightning_gpuopt.timeline.windows import Windows
@@ -146,7 +142,6 @@ class DetectorSession:
         self._instruments.undo.callback(self.loader.undo)
         self._device: DeviceWatch | None = None
         self._looks = Looks()
-        self._instruments.undo.callback(self._looks.close)
         self._run_settings: RunSettingsWatch | None = None
         self._rank_watch: RankWatch | None = None
         self._own_forward = False
@@ -171,17 +166,16 @@ class DetectorSession:
             placed.observers.connect(event, function, placed.observers.stopped(event))
         if on_cuda:
             self._watch_gpu()
-            self._run_settings = RunSettingsWatch(trainer, self._pl_module)
-        elif trainer.is_global_zero and trainer.strategy.root_device.type == "cpu":
-            self._looks.operators = OperatorProfiling(
-                self.timeline,
-                self._options.profile,
-                batches_left=lambda: batches_left(trainer),
-                several_ranks=trainer.world_size > 1,
-                is_taken=lambda: self._looks.profiler_is_taken,
-                modules=self._module_calls,
-                found=lambda: bool(self._accumulator is None or self._accumulator.findings),
-            )
+        self._looks.begin(
+            trainer,
+            self._pl_module,
+            self.timeline,
+            threshold=self._options.threshold,
+            profile=self._options.profile,
+            device=self._device,
+            found=lambda: self._accumulator is None or bool(self._accumulator.findings),
+        )
+        placed.undo.callback(self._looks.close)
         if trainer.world_size > 1:
             self._exchange = RankExchange(trainer.global_rank, trainer.world_size)
             placed.undo.callback(self._exchange.close)
@@ -235,28 +229,14 @@ class DetectorSession:
         if self._run_settings is not None:
             self._run_settings.see_loss(loss)
 
-    def _module_calls(self) -> ModuleCalls | None:
-        """What notes the user's modules; None where hooks could have torch compile them anew."""
-        return None if has_compiled() else ModuleCalls(self._pl_module, time.perf_counter)
-
     def _watch_gpu(self) -> None:
+        self._run_settings = RunSettingsWatch(self._trainer, self._pl_module)
         several = self._trainer.world_size > 1
         self._own_forward = several and forward_is_a_ranks_own(self._trainer, self._pl_module)
         device = DeviceWatch(
             self._trainer.strategy.root_device, self.timeline, forward=self._own_forward, links=several
         )
         self._device = device
-        self._looks.kernels = KernelProfiling(
-            device,
-            self._options.threshold,
-            profile=self._options.profile,
-            batches_left=lambda: batches_left(self._trainer),
-            rank=self._trainer.global_rank,
-            several_ranks=several,
-            rhythm=lambda: int(self._trainer.accumulate_grad_batches),
-            is_taken=lambda: self._looks.profiler_is_taken,
-            modules=self._module_calls,
-        )
         self._instruments.undo.callback(device.close)
 
         def refused(error: Exception) -> None:

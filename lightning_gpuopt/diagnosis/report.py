@@ -35,8 +35,8 @@ class StallReport(RunRecord):
         measured_steps: steps that ``step_s`` is the mean of: the last ones, after warm-up and since the loader last
             changed; None while there is no such step.
         gpu_idle_s: seconds after warm-up in which no kernel ran on the GPU: between steps, before hooks, around
-            checkpoints and epochs, while batches were copied, and inside the steps as far as was looked at; None
-            without a GPU.
+            checkpoints and epochs, while batches were copied, while it waited for StallDetector itself, and inside the
+            steps as far as was looked at; None without a GPU.
         headroom: share of the steady step, 0-1, that is not the step's own work: what could be gained at most.
         lightning_work: what Lightning itself does in a mean step on the host, in seconds by part: its loops, its own
             callbacks (the progress bar), the broadcast before each step; the largest first.
