@@ -241,7 +241,7 @@ INSIDE: Final = [
         "an offloaded optimizer: 40 ms of kernels, 60 ms of copies",
         "device_copies",
         lambda scene: Parts(steps_of(0.04, 0.01), module=Offloads, options={"copy_s": 0.03}),
-        evidence={"direction": "both", "bytes_per_step": 2**26},
+        evidence={"direction": "both"},
         share=0.6,
         idle=False,  # the look takes the host's lead away, and the GPU waits for that
     ),

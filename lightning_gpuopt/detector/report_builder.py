@@ -76,6 +76,7 @@ def report_of(
         hints=[*_hints(run_settings, measured, findings), *padding_hints(padded)],
         kernels=list(kernels.dearest) if kernels is not None else [],
         kernel_kinds=dict(kernels.kinds) if kernels is not None else {},
+        kernel_summary=kernels.summary if kernels is not None else {},
         idle_shares=idle_shares(measured) if measured is not None else {},
         lightning_work=lightning_work(measured.times, own_callbacks) if measured is not None else {},
         headroom=headroom(measured) if measured is not None else None,

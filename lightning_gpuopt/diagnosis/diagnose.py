@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
 
 from lightning_gpuopt.diagnosis.causes import epoch, pauses, ranks, step
 from lightning_gpuopt.diagnosis.causes.loader import data_finding
@@ -18,9 +17,6 @@ from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.where import with_places
 from lightning_gpuopt.diagnosis.witnesses import witness_note
 from lightning_gpuopt.measurements.phases import GPU_WORK
-
-_UNASSIGNED: Final = 0.1
-"""Share of the steps' work without a module that is worth a note."""
 
 
 class StallError(RuntimeError):
@@ -101,20 +97,8 @@ def remarks(measurement: Measurement, threshold: float) -> list[str]:
         step.copies_ahead_note(measurement),
         step.power_cap_note(measurement),
         witness_note(measurement),
-        _unassigned_note(measurement),
     )
     return [*notes, *(note for note in known if note is not None), *pauses.pause_notes(measurement, threshold)]
-
-
-def _unassigned_note(measurement: Measurement) -> str | None:
-    """What part of the steps' work could not be tied to a module."""
-    kernels = measurement.kernels
-    if kernels is None or not kernels.unassigned or kernels.unassigned < _UNASSIGNED:
-        return None
-    return (
-        f"{kernels.unassigned:.0%} of the steps' work could not be assigned to a module: the optimizer's, and what is "
-        "launched outside of the modules' forward and backward."
-    )
 
 
 def _causes(measurement: Measurement, threshold: float) -> Iterator[Candidate]:

@@ -172,4 +172,5 @@ class RunRecord:
     loader_costs: LoaderCosts | None = None
     kernels: list[KernelShare] = field(default_factory=list)
     kernel_kinds: dict[str, float] = field(default_factory=dict)
+    kernel_summary: dict[str, float] = field(default_factory=dict)
     idle_shares: dict[str, float] = field(default_factory=dict)

@@ -109,6 +109,7 @@ REPORT_SCHEMA: Final[_Schema] = {
             "hints": _list(_HINT),
             "kernels": _list(_KERNEL),
             "kernel_kinds": _map(_NUMBER),
+            "kernel_summary": _map(_NUMBER),
             "idle_shares": _map(_SHARE),
         },
     ),

@@ -66,3 +66,11 @@ class StepKernels:
     optimizer_per_step: float = 0.0
     unassigned: float | None = None
     on_gpu: bool = True
+
+    @property
+    def summary(self) -> dict[str, float]:
+        """What the report keeps beside kinds and kernels; what is not known is absent."""
+        known = {"ms_per_step": round(self.seconds * 1e3, 3)}
+        if self.on_gpu:
+            known |= {"short_per_step": round(self.short_per_step, 1), "short_share": self.short_share}
+        return known | ({"unassigned_share": self.unassigned} if self.unassigned is not None else {})

@@ -46,12 +46,12 @@ _OPERATORS: Final = tuple(
         ("copy", r"copy_|_to_copy|::to\b|clone|contiguous|::cat|::stack|pin_memory|resize_"),
         (
             "reduction",
-            r"sum|mean|softmax|loss|max\b|min\b|argmax|argmin|cumsum|topk|sort|std|var|pool|item|_local_scalar",
+            r"sum|mean|softmax|loss|::a?(max|min)\b|argmax|argmin|topk|sort|::std|::var|pool|item|_local_scalar",
         ),
         (
             "elementwise",
             r"add|sub|mul|div|neg|exp|log|sqrt|pow|relu|gelu|silu|sigmoid|tanh|threshold|dropout|fill_|zero_|where|clamp"
-            r"|bernoulli|normal_|uniform_|index|embedding|gather|scatter|upsample|eq|lt|gt|le|ge|masked|hardtanh"
+            r"|bernoulli|normal_|uniform_|index|embedding|gather|scatter|upsample|::(eq|ne|lt|gt|le|ge)\b|masked|hardtanh"
             r"|leaky|elu",
         ),
     )

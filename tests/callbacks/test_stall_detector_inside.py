@@ -290,6 +290,9 @@ class TestWhatAStepComputes:
         assert (second.name, second.kind, second.module) == ("flash_fwd_kernel", "attention", "net.1")
         assert (third.name, third.kind, third.module) == ("multi_tensor", "optimizer", "")
         assert "ampere_sgemm_128x64_tn" in str(report)
+        assert report.kernel_summary["ms_per_step"] == pytest.approx(20, rel=0.02)
+        assert report.kernel_summary["unassigned_share"] == pytest.approx(2 / 20, abs=0.01)
+        assert report.kernel_summary["short_share"] == pytest.approx(0.0, abs=0.001)
         assert StallReport.from_json(report.to_json()) == report
 
     def test_a_healthy_run_says_how_to_have_it(self, gpu: SimulatedGpu, nvml: Simulator, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def _print_kernels(console: Console, report: RunRecord) -> None:
         return
     console.print(Text(kinds))
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("dearest", overflow="fold")
+    table.add_column("dearest", no_wrap=True, overflow="ellipsis")
     for column in ("kind", "share", "a step", "module"):
         table.add_column(column, justify="right" if column in ("share", "a step") else "left")
     for row in wording.kernel_rows(report, _LONGEST_KERNEL):

@@ -256,11 +256,16 @@ def kernel_kinds_line(report: RunRecord) -> str | None:
     """What the steps' work consists of, by kind, the largest first; None where nothing was looked at."""
     kinds = sorted(report.kernel_kinds.items(), key=lambda item: -item[1])
     parts = [f"{name.replace('_', ' ')} {percent(share)}" for name, share in kinds if share >= _SMALL_KIND]
-    return f"{_work_of(report)} of a step, by kind: {', '.join(parts)}." if parts else None
-
-
-def _work_of(report: RunRecord) -> str:
-    return "The GPU's work" if report.gpu_idle_s is not None else "The CPU's work, by operator,"
+    if not parts:
+        return None
+    summary = report.kernel_summary
+    what = "Kernels" if "short_per_step" in summary else "Operators"
+    line = f"{what} of a step, {number(summary['ms_per_step'])} ms: {', '.join(parts)}."
+    if summary.get("short_per_step"):
+        line += f" {number(summary['short_per_step'])} are under 10 µs ({percent(summary['short_share'])} of the time)."
+    if summary.get("unassigned_share"):
+        line += f" {percent(summary['unassigned_share'])} could not be assigned to a module."
+    return line
 
 
 def kernel_rows(report: RunRecord, longest: int = 200) -> list[tuple[str, ...]]:
