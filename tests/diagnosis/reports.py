@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_gpuopt.diagnosis.report import Finding, Proof, StallReport, Stretch
+from lightning_gpuopt.measurements.kernels import KernelShare
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import PHASES, Outlier, StepTimes
 
@@ -52,6 +53,13 @@ def before() -> StallReport:
         timeline=[Stretch(0.0, 5.0, 50, half, 40.0), Stretch(5.0, 5.0, 50, half, None)],
         notes=["[nothing] could be read"],
         environment={"torch": "2.13.0"},
+        kernels=[
+            KernelShare("void at::native::vectorized<4, <script>>", "elementwise", 0.6, 12.0, "net.0"),
+            KernelShare("ampere_sgemm_128x64_tn", "matmul", 0.3, 2.0),
+        ],
+        kernel_kinds={"elementwise": 0.6, "matmul": 0.3, "copy": 0.1, "other": 0.0},
+        kernel_summary={"ms_per_step": 80.0, "short_per_step": 10.0, "short_share": 0.02, "unassigned_share": 0.4},
+        idle_shares={"events": 0.5, "nvml": 0.2},
     )
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.record import Finding, RunRecord
 
 _BAR_WIDTH: Final = 30
-_LONGEST_KERNEL: Final = 60
 
 
 def render_text(report: RunRecord, width: int = 80) -> str:
@@ -62,11 +61,11 @@ def _print_kernels(console: Console, report: RunRecord) -> None:
     if kinds is None:
         return
     console.print(Text(kinds))
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("dearest", no_wrap=True, overflow="ellipsis")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=True)
+    table.add_column("dearest", no_wrap=True, overflow="ellipsis", ratio=1)
     for column in ("kind", "share", "a step", "module"):
-        table.add_column(column, justify="right" if column in ("share", "a step") else "left")
-    for row in wording.kernel_rows(report, _LONGEST_KERNEL):
+        table.add_column(column, justify="right" if column in ("share", "a step") else "left", no_wrap=True)
+    for row in wording.kernel_rows(report):
         table.add_row(*map(Text, row))
     console.print(table)
 

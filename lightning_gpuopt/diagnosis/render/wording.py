@@ -268,16 +268,11 @@ def kernel_kinds_line(report: RunRecord) -> str | None:
     return line
 
 
-def kernel_rows(report: RunRecord, longest: int = 200) -> list[tuple[str, ...]]:
-    """The dearest kernels: name, kind, share, calls in a step, module.
-
-    Args:
-        report: of the run.
-        longest: characters of a name that are kept.
-    """
+def kernel_rows(report: RunRecord) -> list[tuple[str, ...]]:
+    """The dearest kernels: name, kind, share, calls in a step, module."""
     return [
         (
-            each.name if len(each.name) <= longest else each.name[: longest - 1] + "…",
+            each.name,
             each.kind.replace("_", " "),
             percent(each.share),
             number(each.calls_per_step),

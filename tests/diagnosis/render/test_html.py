@@ -167,6 +167,18 @@ def test_a_finding_has_advice_settings_prediction_and_evidence(page: Page) -> No
     assert len(page.with_class("copy")) == 1
 
 
+def test_what_a_step_computes(page: Page) -> None:
+    assert list(itertools.islice(rows_after(page, "What a step computes"), 17)) == [
+        "Kernels of a step, 80 ms: elementwise 60 %, matmul 30 %, copy 10 %. 10 are under 10 µs (2.0 % of the time). "
+        "40 % could not be assigned to a module.",
+        *("Name", "Kind", "Share", "Calls a step", "Module"),
+        *("void at::native::vectorized<4, <script>>", "elementwise", "60 %", "12", "net.0"),
+        *("ampere_sgemm_128x64_tn", "matmul", "30 %", "2"),
+        "Notes",
+        "[nothing] could be read",
+    ]
+
+
 def test_predicted_beside_measured(page: Page, comparison_page: Page) -> None:
     head = ("Cause", "Setting", "Predicted", "Measured", "As predicted")
     assert list(itertools.islice(rows_after(page, *head), 5)) == [
