@@ -17,11 +17,13 @@ Sections, in the order in which they run:
 - ``dali``: DALIDataModule over shares of the hardware JPEG decoder, beside NVIDIA's own iterator and torchcodec; and
   a network fed by it, by PIL, by LMDBDataModule and by a batch on the GPU.
 - ``gpu_tests``: the lane of the tests that needs a GPU.
+- what is assumed of a real GPU, each assumption by its name (``docs/limits.md``): ``--only assumptions`` runs all of
+  them, in about 6 minutes.
 
 The result is ``benchmarks/results/<gpu-name>.json``, written anew as each section ends: GPU, driver and versions, date,
 the verdict on each claim, and each section's figures. A section whose package or permission is missing, or for which
 too little of ``--minutes`` is left, is skipped with a word, and listed with it; one that takes longer than what is left
-is stopped. ``--full`` runs every section at full length, about 40 minutes, without a limit.
+is stopped. ``--full`` runs every section at full length, about 45 minutes, without a limit.
 
 ``--simulated`` tries the benchmark itself out where there is no GPU: every section in its shortest form, on the tests'
 simulated GPU or their NVML simulator (``dali``: on the CPU; ``gpu_tests``: collected only). Its result is marked as
@@ -53,6 +55,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_assumptions import EXPERIMENTS, assumption
 from gpu_parts import ROOT, Form, OutOfTime, Skip, time_limit
 
 MINUTES = 9.0
@@ -137,6 +140,11 @@ def gpu_tests(simulated: bool, form: Form) -> Outcome:
     return outcome
 
 
+def on_assumption(name: str) -> Callable[[bool, Form], Outcome]:
+    return lambda simulated, form: assumption(name, simulated=simulated, form=form)
+
+
+ASSUMPTIONS = "assumptions"
 SECTIONS: dict[str, Section] = {
     "demo": Section(demo, 90.0),
     "event_clock": Section(on_callbacks("event_clock"), 10.0),
@@ -150,6 +158,7 @@ SECTIONS: dict[str, Section] = {
     "workers": Section(on_callbacks("workers"), 20.0),
     "dali": Section(dali, 120.0),
     "gpu_tests": Section(gpu_tests, 60.0),
+    **{name: Section(on_assumption(name), each.seconds) for name, each in EXPERIMENTS.items()},
 }
 """By importance; the lengths are estimates, and decide only what is begun."""
 
@@ -212,6 +221,9 @@ def print_outcome(name: str, outcome: Outcome) -> None:
     """Print a section's verdicts."""
     word = next((f"{key}: {outcome[key]}" for key in ("skipped", "error", "stopped") if key in outcome), "")
     print(f"{name} ({outcome.get('seconds', 0.0)} s) {word}".rstrip())
+    for what in ("assumed", "measured"):
+        if what in outcome:
+            print(f"  {what}: {outcome[what]}")
     for claim, held in outcome.get("checks", {}).items():
         print(f"  {'PASS' if held else 'FAIL'} {claim}", flush=True)
 
@@ -293,10 +305,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check every claim about GPUs on this machine's GPU.")
     parser.add_argument("--output", type=Path, help="folder of the result (default: benchmarks/results)")
     parser.add_argument(
-        "--sections", "--only", nargs="+", choices=list(SECTIONS), help="sections to run (default: all)"
+        "--sections", "--only", nargs="+", choices=[*SECTIONS, ASSUMPTIONS], help="sections to run (default: all)"
     )
     parser.add_argument("--minutes", type=float, help=f"take no longer in all (default: {MINUTES:g})")
-    parser.add_argument("--full", action="store_true", help="every set-up, without a limit: about 40 minutes")
+    parser.add_argument("--full", action="store_true", help="every set-up, without a limit: about 45 minutes")
     parser.add_argument("--simulated", action="store_true", help="try the benchmark out on the tests' simulators")
     arguments = parser.parse_args()
     simulated = arguments.simulated
@@ -316,6 +328,8 @@ def main() -> int:
     results = Results(folder / f"{name}.json", here, simulated=simulated)
     form: Form = "full" if arguments.full else "trial" if simulated else "quick"
     chosen = arguments.sections or list(SECTIONS)
+    if ASSUMPTIONS in chosen:
+        chosen = [*(each for each in chosen if each != ASSUMPTIONS), *EXPERIMENTS]
     minutes = arguments.minutes if arguments.full or simulated or arguments.minutes is not None else MINUTES
     run_all(chosen, results, form=form, minutes=minutes)
     print(f"written to {results.target}")

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.simulators.gpu import ManualClock, SimulatedGpu, simulated_gpu
+
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
+ASSUMPTIONS = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/limits.md").read_text(), re.MULTILINE)
 SECTIONS = [
     *("demo", "event_clock", "detector_idle", "causes", "overhead", "telemetry", "gpm_without_root", "stalls"),
-    *("prefetch", "workers", "dali", "gpu_tests"),
+    *("prefetch", "workers", "dali", "gpu_tests", *ASSUMPTIONS),
 ]
 
 
@@ -46,7 +53,16 @@ class TestGpuOnTheSimulators:
             assert ("skipped" in outcome) != bool(outcome.get("checks") or outcome.get("answers")), name
         ran = {name for name, outcome in found["sections"].items() if outcome.get("checks")}
         assert ran >= {"event_clock", "detector_idle", "causes", "overhead", "telemetry", "stalls", "prefetch"}
-        assert ran >= {"demo", "workers"}
+        assert ran >= {
+            "demo",
+            "workers",
+            "before_cupti",
+            "short_kernels",
+            "look_ahead",
+            "killed_in_look",
+            "side_stream",
+        }
+        assert found["sections"]["fsdp_step"]["skipped"] == "not here: FSDP needs two GPUs"
         assert {each["section"] for each in found["claims"]} == ran
         assert found["claims_held"] + found["claims_failed"] == len(found["claims"])
         assert found["environment"]["lightning-gpuopt"] != "missing"
@@ -173,3 +189,128 @@ class TestResultsOfGpu:
         assert first["skipped"] == "missing: nvidia"
         assert (third["error"], third["checks"]) == ("SystemExit: nothing was staged", {"ran": False})
         assert (second["error"], second["checks"]) == ("ZeroDivisionError: by zero", {"ran": False})
+
+
+NOT_OF_TRAINING = (
+    "event_stamps",
+    "trace_clock",
+    "correlation",
+    "pageable_copy",
+    "debug_mode",
+    "wait_names",
+    "prehooks",
+)
+
+
+class TestAssumptionsOfGpu:
+    @pytest.fixture
+    def simulated(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
+        """A GPU on a clock that is turned, which the experiments read too."""
+        monkeypatch.syspath_prepend(str(BENCHMARKS))
+        import gpu_assumed_records
+
+        clock = ManualClock()
+        with simulated_gpu(clock) as simulated:
+            begin_ns = simulated.unix_ns(0.0)
+
+            def time_ns() -> int:
+                return begin_ns + round(clock() * 1e9)
+
+            of_host = {"perf_counter": clock, "sleep": clock.advance, "time_ns": time_ns}
+            of_host["time"] = lambda: time_ns() / 1e9
+            monkeypatch.setattr(gpu_assumed_records, "time", SimpleNamespace(**of_host))
+            yield simulated
+
+    def outcome(self, name: str, simulated: SimulatedGpu) -> dict[str, Any]:
+        from gpu_assumptions import on_device
+        from gpu_devices import SimulatedDevice
+
+        found: dict[str, Any] = on_device(name, SimulatedDevice(simulated), "trial")
+        return found
+
+    def test_the_limits_list_each(self, gpu: Any) -> None:
+        assert list(gpu.EXPERIMENTS) == ASSUMPTIONS
+        assert max(each.seconds for each in gpu.EXPERIMENTS.values()) <= 60
+
+    @pytest.mark.parametrize("name", NOT_OF_TRAINING)
+    def test_they_hold_on_the_simulated_gpu(self, simulated: SimulatedGpu, name: str) -> None:
+        found = self.outcome(name, simulated)
+        assert list(found) == ["assumed", "measured", "checks"]
+        assert found["measured"]
+        assert found["checks"]
+        assert [claim for claim, held in found["checks"].items() if not held] == []
+
+    @pytest.mark.parametrize(
+        ("name", "broken", "claims"),
+        [
+            (
+                "event_stamps",
+                lambda simulated: {"record": lambda stream=None: SimpleNamespace(stamp_s=simulated.clock())},
+                ["behind 20 ms of work: stamped when that is done, within 5 %"],
+            ),
+            (
+                "trace_clock",
+                lambda simulated: {"_epoch_ns": simulated._epoch_ns + 100_000},
+                ["calls lie within 20 us of time.time_ns around them"],
+            ),
+            (
+                "correlation",
+                lambda simulated: {"next_correlation": lambda: 5},
+                ["no two share a number", "calls begin before what they issue"],
+            ),
+            (
+                "wait_names",
+                lambda simulated: {"drain": partial(simulated.drain, "synchronize", "cuCtxSynchronize")},
+                ["torch.cuda.synchronize() waits in cudaDeviceSynchronize"],
+            ),
+            (
+                "pageable_copy",
+                lambda simulated: {"copy": copies_pinned(simulated)},
+                [
+                    "pageable: the copy blocks inside cudaMemcpyAsync",
+                    "pageable: the call ends with the copy or after it",
+                    "the record's name tells pageable memory",
+                ],
+            ),
+            (
+                "debug_mode",
+                lambda simulated: {"read_value": warns_late(simulated)},
+                ["it warns before the wait begins"],
+            ),
+        ],
+    )
+    def test_what_is_otherwise_is_told(
+        self,
+        simulated: SimulatedGpu,
+        monkeypatch: pytest.MonkeyPatch,
+        name: str,
+        broken: Callable[[SimulatedGpu], dict[str, Any]],
+        claims: list[str],
+    ) -> None:
+        for attribute, value in broken(simulated).items():
+            monkeypatch.setattr(simulated, attribute, value)
+        checks = self.outcome(name, simulated)["checks"]
+        assert [claim for claim, held in checks.items() if not held] == claims
+
+    def test_a_profiler_that_sees_nothing_is_no_verdict(self, simulated: SimulatedGpu) -> None:
+        from gpu_parts import Skip
+
+        simulated.profiling.blind = True
+        with pytest.raises(Skip, match="recorded nothing on the GPU"):
+            self.outcome("correlation", simulated)
+
+
+def copies_pinned(simulated: SimulatedGpu) -> Callable[..., None]:
+    """A copy that never blocks."""
+    copy = simulated.copy
+    return lambda *args, **more: copy(*args, **{**more, "pinned": True})
+
+
+def warns_late(simulated: SimulatedGpu) -> Callable[[], None]:
+    """A read of a value whose warning is only passed on when it comes back."""
+
+    def read_value() -> None:
+        simulated.wait_for(simulated.record(), "item")
+        simulated.synchronizing_call()
+
+    return read_value

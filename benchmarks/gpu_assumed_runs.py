@@ -1,0 +1,356 @@
+"""What runs, NVML and DALI are assumed to do on a real GPU: experiments of ``gpu_assumptions.py``."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from gpu_assumed_records import KERNEL, Found, recorded, sampled
+from gpu_devices import Device, RealDevice, simulated_nvml
+from gpu_parts import Form, Skip, new_detector, quiet_trainer
+from gpu_stall_runs import FEATURES, Model, Setup, profiled, run
+from lightning.pytorch import Callback, LightningModule
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_gpuopt import CudaPrefetcher
+from tests.simulators.nvml import Gpu
+
+HERE = Path(__file__).parent
+
+
+class Numbered(Dataset[torch.Tensor]):
+    """Batch ``i`` is full of the number ``i``."""
+
+    def __init__(self, length: int, size: int) -> None:
+        self.length, self.size = length, size
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((self.size,), float(index))
+
+
+def fitted(device: Device, module: LightningModule, data: Numbered, callbacks: list[Callback]) -> None:
+    """Train for one epoch, on pinned batches of one sample each."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = quiet_trainer(folder, callbacks, max_epochs=1, **device.trainer_arguments())
+        trainer.fit(module, DataLoader(data, batch_size=1, pin_memory=True))
+
+
+class StepsAhead(Callback):
+    """Lets the host run so many steps ahead of the GPU, and no more."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.seen: list[int] = []
+        self._ends: deque[torch.cuda.Event] = deque()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()  # type: ignore[no-untyped-call]
+        self._ends.append(event)
+        self.seen.append(sum(not each.query() for each in self._ends))
+        if len(self._ends) > self.steps:
+            self._ends.popleft().synchronize()
+
+
+def look_ahead(device: Device, form: Form) -> Found:
+    """A look at a run whose host is five steps ahead of the GPU."""
+    ahead, detector, steps = StepsAhead(5), new_detector(warmup_steps=5, window_size=10), 40
+    model = Model(device, Setup(work_ms=5.0 if form == "trial" else 20.0))
+    fitted(device, model, Numbered(steps, FEATURES), [ahead, detector])
+    notes = detector.report.notes
+    usual = statistics.median(ahead.seen)  # to begin, and when the look has ended, there are fewer
+    return {"steps_ahead": usual, "notes": notes}, {
+        "the host was five steps ahead or more": usual >= 5,
+        "the look came about": any("torch.profiler looked at" in note for note in notes),
+    }
+
+
+def cost_after_look(device: Device, form: Form) -> Found:
+    """Short launches before torch.profiler was used in this process, and after."""
+
+    def median_ms() -> float:
+        times = []
+        for _ in range(5 if form == "trial" else 50):
+            torch.cuda.synchronize()
+            begin_s = time.perf_counter()
+            device.tiny(20.0)
+            times.append((time.perf_counter() - begin_s) * 1e3)
+        return statistics.median(times)
+
+    median_ms()
+    before_ms = median_ms()
+    recorded(lambda: device.work(1.0))
+    after_ms = median_ms()
+    measured = {"before_ms": before_ms, "after_ms": after_ms, "slower": after_ms / before_ms - 1}
+    return measured, {"launches are at most 20 % slower afterwards": after_ms <= 1.2 * before_ms}
+
+
+class Fsdp(RealDevice):
+    """Each rank's GPU, under FSDP on two."""
+
+    def __init__(self) -> None:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        super().__init__()
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        return {"accelerator": "gpu", "devices": 2, "strategy": "fsdp"}
+
+
+def fsdp_step(device: Device, form: Form) -> Found:
+    """The step of a run under FSDP, by the event clock and by CUPTI's records."""
+    if device.simulated or torch.cuda.device_count() < 2:
+        raise Skip("not here: FSDP needs two GPUs")
+    ranks = Fsdp()
+    setup = Setup(steps=60, warmup=10, fault="on_train_batch_end", sleep_ms=30.0)
+    outcome = run(ranks, setup)
+    seen = profiled(ranks, setup).busy_and_idle_ms()
+    if seen is None:
+        raise Skip("torch.profiler recorded no kernels here")
+    measured = {"step_ms": outcome.step_ms, "idle_ms": outcome.idle_ms, "by_records": seen}
+    return measured, {
+        "step within 5 %": abs(sum(seen) - outcome.step_ms) <= 0.05 * outcome.step_ms,
+        "idle time within 5 % of the step": abs(seen[1] - outcome.idle_ms) <= 0.05 * outcome.step_ms,
+    }
+
+
+def hold_a_look(device: Device) -> None:
+    """Record without end, for somebody to kill."""
+
+    def work() -> None:
+        device.work(1.0)
+        print("recording", flush=True)
+        while True:
+            device.work(1.0)
+            time.sleep(1e-3)
+
+    recorded(work)
+
+
+def killed_in_look(device: Device, form: Form) -> Found:
+    """A process is killed while it records; then this one records. What its peers do needs two GPUs."""
+    command = [sys.executable, str(HERE / "gpu_assumptions.py"), "--hold-a-look"]
+    child = subprocess.Popen([*command, *(["--simulated"] if device.simulated else [])], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        if child.stdout.readline() != b"recording\n":
+            raise Skip("the process that was to be killed could not record")
+    finally:
+        child.kill()
+        child.communicate()
+    begin_s = time.perf_counter()
+    kernels = [each for each in recorded(lambda: device.work(1.0)) if KERNEL in each.name]
+    measured = {"recorded_after_s": time.perf_counter() - begin_s, "kernels": len(kernels)}
+    measured["left_out"] = "the peers of a killed rank: that needs two GPUs"
+    return measured, {"another process can record afterwards": len(kernels) == 1}
+
+
+class SideReader(LightningModule):
+    """Reads each batch on a stream of its own, behind 5 ms of work there."""
+
+    def __init__(self, device: Device, *, waits: bool) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+        self.gpu, self.waits = device, waits
+        self.side: Any = None
+        self.sums: list[torch.Tensor] = []
+
+    def on_fit_start(self) -> None:
+        self.side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            self.gpu.work(5.0)
+            self.sums.append(batch.sum())
+        if self.waits:
+            torch.cuda.current_stream().wait_stream(self.side)
+        return self.layer(batch[:, :8]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def wrong(self, size: int) -> int:
+        """Batches that were not read as they were."""
+        torch.cuda.synchronize()
+        return sum(float(each) != number * size for number, each in enumerate(self.sums))
+
+
+def side_stream(device: Device, form: Form) -> Found:
+    """CudaPrefetcher's batches, read on a side stream that the compute stream waits for, or does not."""
+    size, steps = 2**18, 12 if form == "trial" else 60  # below 64 batches each sum is exact
+    wrong = {}
+    for waits in (True, False):
+        module = SideReader(device, waits=waits)
+        fitted(device, module, Numbered(steps, size), [CudaPrefetcher()])
+        wrong[waits] = module.wrong(size)
+    measured = {"batches": steps, "wrong": wrong[True], "wrong_without_waiting": wrong[False]}
+    return measured, {"a batch is whole while the step waits for the stream that reads it": wrong[True] == 0}
+
+
+# ---- NVML ----
+
+_COMPUTE = "import torch; torch.zeros(1, device='cuda'); print('ready', flush=True); input()"
+_WAIT = "print('ready', flush=True); input()"
+
+
+def neighbours(device: Device, form: Form) -> Found:
+    """Another process that computes on the GPU, as NVML lists it."""
+    code = _WAIT if device.simulated else _COMPUTE
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+
+        def listed() -> dict[str, float]:
+            return sampled(("neighbours",), lambda: time.sleep(1.0))
+
+        if device.simulated:
+            with simulated_nvml(Gpu(processes=(os.getpid(), child.pid))):
+                found = listed()
+        else:
+            found = listed()
+    finally:
+        child.communicate(b"\n")
+    measured = {"pid": child.pid, "listed": sorted(found), "in_a_container": Path("/.dockerenv").exists()}
+    return measured, {
+        "there is another process": found.get("neighbours", 0.0) >= 1,
+        "it has the number that it has here": f"process {child.pid}" in found,
+    }
+
+
+def mig_utilization(device: Device, form: Form) -> Found:
+    """NVML's utilization of a MIG instance."""
+    found = sampled(("mig_mode", "utilization"), lambda: time.sleep(1.0))
+    if not found.get("mig_mode"):
+        raise Skip("not here: MIG is off, and nothing here changes a card's settings")
+    return dict(found), {"NVML gives no utilization": "utilization" not in found}
+
+
+# ---- DALI ----
+
+
+def _dali(device: Device, form: Form, part: Callable[[Any], Found]) -> Found:
+    """Run a part over a few images."""
+    from dali_parts import TRIAL, make_data
+    from dali_peers import need_dali
+
+    need_dali()
+    place = "cpu" if device.simulated else "cuda"
+    size = replace(TRIAL, images=200, links=4, batch_size=64, warmup=5, batches=40, threads=(8,))
+    with tempfile.TemporaryDirectory() as work:
+        return part(make_data(Path(work), place, TRIAL if device.simulated else size))
+
+
+def _read(place: Any, load: float) -> dict[str, float]:
+    import dali_peers as peers
+    from gpu_dali import read
+
+    options = {"num_threads": place.size.threads[0], "hw_decoder_load": load}
+    loaded = peers.ours(place.folder, batch_size=place.size.batch_size, device=place.dali_device, **options)
+    try:
+        return read(place, loaded)
+    finally:
+        loaded.loader.close()
+
+
+def dali_depth(device: Device, form: Form) -> Found:
+    """``prefetch_queue_depth`` 1 to 3."""
+    if device.simulated:
+        raise Skip("not here: DALI's queue is compared on a GPU")
+
+    def part(place: Any) -> Found:
+        images_s = {}
+        for depth in (1, 2, 3):
+            with patch("lightning_gpuopt.dali.pipelines._DEPTH", depth):
+                images_s[depth] = _read(place, 0.65)["images_s"]
+        return {"images_s": images_s}, {
+            "a depth of 1 gives 95 % of the best": images_s[1] >= 0.95 * max(images_s.values())
+        }
+
+    return _dali(device, form, part)
+
+
+def dali_kept(device: Device, form: Form) -> Found:
+    """Batches decoded while the bytes of all that the engine no longer keeps are overwritten."""
+    from lightning_gpuopt.dali.engine import Engine
+
+    submit, collect = Engine.submit, Engine.collect
+
+    def part(place: Any) -> Found:
+        import dali_peers as peers
+
+        def means(*keepers: str) -> list[float]:
+            """A number for each batch; bytes are overwritten that none of these parts of the engine keeps."""
+            given: list[Any] = []
+
+            def submitted(engine: Engine, batch: Any) -> None:
+                batch.images[:] = [each.copy() for each in batch.images]
+                given.append(batch)
+                submit(engine, batch)
+
+            def collected(engine: Engine) -> tuple[torch.Tensor, ...]:
+                tensors = collect(engine)
+                kept = {id(each) for keeper in keepers for each in getattr(engine, keeper)}
+                for batch in given if keepers else ():
+                    if id(batch) not in kept:
+                        for each in batch.images:
+                            each[len(each) // 2 :] = 0
+                return tensors
+
+            options = {"num_threads": place.size.threads[0], "batch_size": place.size.batch_size}
+            with patch.object(Engine, "submit", submitted), patch.object(Engine, "collect", collected):
+                loader = peers.ours(place.folder, device=place.dali_device, **options).loader
+                try:
+                    found = [images.float().mean() for images, _ in loader]
+                finally:
+                    loader.close()
+            place.wait()
+            return [round(float(each), 3) for each in found]
+
+        def different(*keepers: str) -> int:
+            try:
+                return sum(a != b for a, b in zip(plain, means(*keepers), strict=True))
+            except RuntimeError:  # what was read was no image any more
+                return len(plain)
+
+        plain = means()
+        measured = {"batches": len(plain), "different": different("_flight", "_done")}
+        measured["different_without_the_last_two"] = different("_flight")
+        return measured, {"no byte is read that is not kept": not measured["different"]}
+
+    return _dali(device, form, part)
+
+
+def nvjpg_regions(device: Device, form: Form) -> Found:
+    """Whether the hardware decoder works where only a region of each image is wanted."""
+    if device.simulated:
+        raise Skip("not here: NVJPG is a part of a GPU")
+
+    def part(place: Any) -> Found:
+        rows = {load: _read(place, load) for load in (0.0, 0.65, 1.0)}
+        measured = {str(load): row for load, row in rows.items()}
+        if not all("nvjpg_utilization" in row for row in rows.values()):
+            raise Skip("not here: NVML gives no figure of NVJPG")
+        used = {load: row["nvjpg_utilization"] for load, row in rows.items()}
+        return measured, {
+            "it works with hw_decoder_load=0.65": used[0.65] > 1.0,
+            "and not with hw_decoder_load=0": used[0.0] <= 1.0,
+        }
+
+    return _dali(device, form, part)
