@@ -23,7 +23,7 @@ Sections, in the order in which they run:
 The result is ``benchmarks/results/<gpu-name>.json``, written anew as each section ends: GPU, driver and versions, date,
 the verdict on each claim, and each section's figures. A section whose package or permission is missing, or for which
 too little of ``--minutes`` is left, is skipped with a word, and listed with it; one that takes longer than what is left
-is stopped. ``--full`` runs every section at full length, about 40 minutes, without a limit.
+is stopped. ``--full`` runs every section at full length, about 45 minutes, without a limit.
 
 ``--simulated`` tries the benchmark itself out where there is no GPU: every section in its shortest form, on the tests'
 simulated GPU or their NVML simulator (``dali``: on the CPU; ``gpu_tests``: collected only). Its result is marked as
@@ -308,7 +308,7 @@ def main() -> int:
         "--sections", "--only", nargs="+", choices=[*SECTIONS, ASSUMPTIONS], help="sections to run (default: all)"
     )
     parser.add_argument("--minutes", type=float, help=f"take no longer in all (default: {MINUTES:g})")
-    parser.add_argument("--full", action="store_true", help="every set-up, without a limit: about 40 minutes")
+    parser.add_argument("--full", action="store_true", help="every set-up, without a limit: about 45 minutes")
     parser.add_argument("--simulated", action="store_true", help="try the benchmark out on the tests' simulators")
     arguments = parser.parse_args()
     simulated = arguments.simulated

@@ -120,7 +120,6 @@ def on_device(name: str, device: Device, form: Form) -> dict[str, Any]:
 def _alone(name: str, *, simulated: bool, form: Form) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", str(Path(__file__)), "--run", name, "--form", form]
     command += ["--simulated"] if simulated else []
-    # for ranks, which Lightning starts as this command, on GPUs of their own
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=2 * MOST_S)
     try:
         outcome: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
