@@ -62,7 +62,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         records.before_cupti, "Kernels launched before CUPTI was attached have no record.", 20.0, alone=True
     ),
     "debug_mode": Experiment(
-        records.debug_mode, "torch's debug mode warns before the wait begins, and not of torch.cuda.synchronize()."
+        records.debug_mode,
+        "torch's debug mode warns once of .item(), before or after its wait, and not of torch.cuda.synchronize().",
     ),
     "wait_names": Experiment(
         records.wait_names, "Calls in which the host waits are named cuda*Synchronize, or are copies that block."

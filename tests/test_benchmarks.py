@@ -274,8 +274,8 @@ class TestAssumptionsOfGpu:
             ),
             (
                 "debug_mode",
-                lambda simulated: {"read_value": warns_late(simulated)},
-                ["it warns before the wait begins"],
+                lambda simulated: {"synchronizing_call": lambda: None},
+                ["one warning for .item()"],
             ),
         ],
     )
@@ -304,13 +304,3 @@ def copies_pinned(simulated: SimulatedGpu) -> Callable[..., None]:
     """A copy that never blocks."""
     copy = simulated.copy
     return lambda *args, **more: copy(*args, **{**more, "pinned": True})
-
-
-def warns_late(simulated: SimulatedGpu) -> Callable[[], None]:
-    """A read of a value whose warning is only passed on when it comes back."""
-
-    def read_value() -> None:
-        simulated.wait_for(simulated.record(), "item")
-        simulated.synchronizing_call()
-
-    return read_value

@@ -3,7 +3,9 @@
 CUDA builds of torch can warn at each such call (``torch.cuda.set_sync_debug_mode``). The mode is on for a few steps,
 once, and then as it was; the warnings are counted and not shown. A call counts as the user's when it was made by the
 user's code inside the step, directly or through torch; what Lightning or torch do by themselves is counted apart.
-The mode does not know ``torch.cuda.synchronize()`` and its like: those are replaced for as long.
+The mode does not know ``torch.cuda.synchronize()`` and its like, and torch's bindings may hand its warnings on only
+when a call returns (torch/csrc/Exceptions.h). So those functions, and the methods by which values are read, are
+replaced for as long: outside of a step it is their beginning that counts.
 """
 
 from __future__ import annotations
@@ -43,11 +45,12 @@ _Warning = tuple[Warning | str, type[Warning], str, int]
 """Message, category, file and line."""
 
 
-_SYNCHRONIZES: Final = (
-    (lambda: torch.cuda, "synchronize"),
-    (lambda: torch.cuda.Stream, "synchronize"),
-    (lambda: torch.cuda.Event, "synchronize"),
-)
+_SYNCHRONIZES: Final = ((lambda: torch.cuda, "synchronize"), (lambda: torch.cuda.Event, "synchronize"))
+"""Functions that wait, of which the debug mode does not warn (c10/cuda/CUDAFunctions.cpp)."""
+
+
+_READS: Final = ("item", "tolist", "cpu", "nonzero", "__float__", "__int__", "__bool__", "__index__")
+"""Methods of a tensor that wait for the GPU where it is on one."""
 
 
 class SyncLook:
@@ -74,6 +77,7 @@ class SyncLook:
         self._inside = inside
         self._outside = outside
         self._replaced = ExitStack()
+        self._in_call = False
         self._get_mode = get_mode or torch.cuda.get_sync_debug_mode
         self._set_mode = set_mode or torch.cuda.set_sync_debug_mode
         self._mode_before: int | None = None
@@ -98,7 +102,10 @@ class SyncLook:
         self._set_mode("warn")
         if not has_compiled():  # else compiled code may be compiled anew
             for owner, name in _SYNCHRONIZES:
-                self._replace(owner(), name)
+                self._replace(owner(), name, self._count)
+            for name in _READS:
+                self._replace(torch.Tensor, name, self._read)
+            self._replace(torch.cuda.Stream, "synchronize", self._read)
 
     def step_done(self) -> bool:
         """Count a step; True when the look is over."""
@@ -139,36 +146,57 @@ class SyncLook:
         if _WORDS not in text:
             self._others.setdefault((text, category, filename, lineno), (message, category, filename, lineno))
         else:
-            self._count(sys._getframe(1), filename, lineno)
+            self._count(sys._getframe(1), None, filename, lineno)
 
-    def _count(self, frame: FrameType, filename: str, lineno: int) -> None:
-        """A synchronizing call is about to be made."""
+    def _count(self, frame: FrameType, waited_for: Any = None, filename: str = "", lineno: int = 0) -> None:
+        """A synchronizing call is about to be made, or has been.
+
+        Args:
+            frame: from which it was made.
+            waited_for: a stream or an event.
+            filename: where a warning was attributed to; by default that frame.
+            lineno: its line.
+        """
         if threading.get_ident() != self._thread:
             return
         if not self._inside():
             self._outside()
             return
-        place = place_of(frame, filename, lineno)
+        place = place_of(frame, filename or frame.f_code.co_filename, lineno or frame.f_lineno)
         if place is not None:
             self._places[place] += 1
 
-    def _replace(self, owner: Any, name: str) -> None:
-        """Count the calls of a function that waits for the GPU, of which the debug mode does not warn."""
-        function = owner.__dict__.get(name)
+    def _read(self, frame: FrameType, waited_for: Any = None) -> None:
+        """A tensor is about to be read, or a stream waited for; inside a step the debug mode counts it."""
+        if threading.get_ident() == self._thread and not self._inside() and getattr(waited_for, "is_cuda", True):
+            self._outside()
+
+    def _replace(self, owner: Any, name: str, seen: Callable[..., None]) -> None:
+        """Have ``seen`` called, with the caller's frame and the first argument, before each call of a function."""
+        own, function = name in owner.__dict__, getattr(owner, name, None)
         if not callable(function):
             return
 
         @wraps(function)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1)
-            self._count(caller, caller.f_code.co_filename, caller.f_lineno)
-            return function(*args, **kwargs)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            if self._in_call:  # torch looks its own methods up by name, for subclasses of its tensor
+                return function(*args, **kwargs)
+            seen(sys._getframe(1), *args[:1])
+            self._in_call = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._in_call = False
 
         def put_back() -> None:
-            if owner.__dict__.get(name) is counted:
+            if owner.__dict__.get(name) is not replaced:
+                return
+            if own:
                 setattr(owner, name, function)
+            else:
+                delattr(owner, name)
 
-        setattr(owner, name, counted)
+        setattr(owner, name, replaced)
         self._replaced.callback(put_back)
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lightning_gpuopt.measurements.gpu import SyncSighting
+from lightning_gpuopt.timeline import syncs
 from lightning_gpuopt.timeline.syncs import SyncLook
 
 
@@ -236,3 +237,54 @@ def test_the_most_frequent_place_is_named(mode: Mode) -> None:
 
     seen = look_at(mode, lambda: (rare(), often())).sighting()  # type: ignore[func-returns-value]
     assert [(place.partition(" ")[0], count) for place, count in seen.places] == [("often", 3), ("rare", 1)]
+
+
+class OnCuda(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+
+@pytest.mark.parametrize(
+    "read", [lambda t: t.item(), float, int, bool, lambda t: t.cpu(), lambda t: t.tolist(), lambda t: t.nonzero()]
+)
+def test_outside_of_a_step_reads_of_values_are_told_before_they_wait(
+    mode: Mode, read: Callable[[torch.Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(syncs, "has_compiled", lambda: False)
+    told: list[str] = []
+    inside = False
+    look = SyncLook(1, lambda: inside, mode.get, mode.set, lambda: told.append("wait"))
+    look.begin()
+    there, here = torch.ones(()).as_subclass(OnCuda), torch.ones(())
+    read(there)
+    assert told == ["wait"]
+    read(here)
+    inside = True
+    read(there)
+    assert told == ["wait"]
+    assert look.step_done()
+    inside = False
+    read(there)
+    assert told == ["wait"]
+
+
+def test_the_methods_of_tensors_are_as_they_were(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(syncs, "has_compiled", lambda: False)
+    before = dict(vars(torch.Tensor))
+    look = SyncLook(1, lambda: True, mode.get, mode.set)
+    look.begin()
+    assert vars(torch.Tensor)["item"] is not before.get("item")
+    look.end()
+    assert dict(vars(torch.Tensor)) == before
+
+
+def test_nothing_is_replaced_once_anything_was_compiled(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(syncs, "has_compiled", lambda: True)
+    before = dict(vars(torch.Tensor)), torch.cuda.synchronize
+    look = SyncLook(1, lambda: True, mode.get, mode.set)
+    look.begin()
+    assert (dict(vars(torch.Tensor)), torch.cuda.synchronize) == before
+    look.end()
