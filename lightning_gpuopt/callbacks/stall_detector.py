@@ -117,6 +117,7 @@ class StallDetector(CallbackBase):
         profile: Profile | bool = "auto",
     ) -> None:
         super().__init__()
+        self.idle_hooks: tuple[str, ...] = ()
         if report_dir is not None and not isinstance(report_dir, (str, os.PathLike)):
             refuse("report_dir", "a path, or None", report_dir, wrong_type=True)
         self.threshold = real_number("threshold", threshold, "a share of wall time", above=0, at_most=1)
@@ -202,6 +203,7 @@ class StallDetector(CallbackBase):
         if session is None:
             return
         with Guard(self, trainer):
+            self.idle_hooks = () if trainer.strategy.root_device.type == "cuda" else ("on_before_backward",)
             session.start()
             if self.prog_bar:
                 self._bar_item = BarItem("data")
@@ -222,7 +224,8 @@ class StallDetector(CallbackBase):
         if session is None or not session.started:
             return
         with Guard(self, trainer):
-            session.see_batch(batch)
+            if session.sees_batches:
+                session.see_batch(batch)
             if session.step_done():
                 self._close_window(trainer, session)
             if self._stop is not None and (why := self._stop.step_done(session.timeline.steps)) is not None:
@@ -276,14 +279,17 @@ class StallDetector(CallbackBase):
         return {"_session": None, "_stop": None, "_listeners": []}
 
     def _close_window(self, trainer: Trainer, session: DetectorSession) -> None:
+        logs = self.logs and bool(trainer.loggers)
+        session.measures_windows = logs or self.prog_bar or bool(self._listeners)
         closed = session.close_window()
         if closed is None:
             return
         window, findings = closed
-        if self.logs:
+        if logs and window is not None:
             session.log_window(trainer, window)
-        session.notify(window, findings)
-        if window.waterfall.wall_s > 0:
+        if window is not None:
+            session.notify(window, findings)
+        if self.prog_bar and window is not None and window.waterfall.wall_s > 0:
             self._bar_item.set_percent(window.waterfall.share(window.waterfall.wait("data_wait")) * 100)
         local = self._folder if trainer.is_global_zero else None
         if findings and self.capture_trace and local is not None and not is_remote(local):

@@ -12,7 +12,7 @@ import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 # `lightning` and `pytorch_lightning` are the same code under two names, whose classes do not know one another. Speak
@@ -81,10 +81,13 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_CALLBACK_BASES = (
+_HOOK_BASES = (
+    "lightning.pytorch.core.",
     "pytorch_lightning.core.",
     "lightning.pytorch.callbacks.callback",
     "pytorch_lightning.callbacks.callback",
+    "lightning.pytorch.strategies.strategy",
+    "pytorch_lightning.strategies.strategy",
 )
 
 _reported: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary()
@@ -166,16 +169,16 @@ def is_its_own(callback: object) -> bool:
 
 
 def is_plain_hook(owner: object, hook: str) -> bool:
-    """Whether a hook of a callback or module is Lightning's own, which does nothing.
+    """Whether a hook of a callback, module or strategy is Lightning's own, which does nothing.
 
     Args:
-        owner: the callback or module.
+        owner: the callback, module or strategy.
         hook: its name, of those that begin ``on_`` or that callbacks have.
     """
     if hook in vars(owner):
         return False
     defined = next((cls for cls in type(owner).__mro__ if hook in vars(cls)), None)
-    return defined is not None and defined.__module__.startswith(("lightning.pytorch.core.", *_CALLBACK_BASES))
+    return defined is not None and defined.__module__.startswith(_HOOK_BASES)
 
 
 def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True, every_rank: bool = False) -> None:
@@ -289,8 +292,21 @@ def train_iterators(trainer: Trainer) -> list[Any]:
 
     Reads ``CombinedLoader._iterator.iterators`` (Lightning 2.5.0 to 2.6.6); empty when it is gone, or between epochs.
     """
-    combined = getattr(trainer.fit_loop, "_combined_loader", None)
-    return list(getattr(getattr(combined, "_iterator", None), "iterators", ()))
+    return list(_running_iterators(trainer))
+
+
+def _running_iterators(trainer: Trainer) -> Sequence[Any]:
+    try:
+        iterators: Sequence[Any] = trainer.fit_loop._combined_loader._iterator.iterators  # type: ignore[union-attr]
+    except AttributeError:
+        return ()
+    return iterators
+
+
+def train_iterator_is(trainer: Trainer, index: int, iterator: Any) -> bool:
+    """Whether one of :func:`train_iterators` is this one still, or is gone; for every step."""
+    now = _running_iterators(trainer)
+    return index >= len(now) or now[index] is iterator
 
 
 def train_loader_keys(trainer: Trainer) -> list[str]:

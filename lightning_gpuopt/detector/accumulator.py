@@ -126,9 +126,13 @@ class SteadyStateAccumulator:
             times: the phases since then.
             ranks: the work of all ranks.
         """
-        now = self._read()
-        before, self._last = self._last, now
-        return self._since(before, now, times, ranks)
+        before = self._last
+        self.end_window()
+        return self._since(before, self._last, times, ranks)
+
+    def end_window(self) -> None:
+        """A window ends now, of which nobody wants to know what was measured in it."""
+        self._last = self._read()
 
     def until_window(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
         """What was measured from the beginning to the end of the last window; cheaper than :meth:`measure` there.

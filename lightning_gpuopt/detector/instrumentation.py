@@ -152,25 +152,32 @@ class Instrumentation:
                 if callable(function):
                     self._shadow(each, name, timeline.timed(function, "logging"))
 
-    def look_at_batches(self, around: Callable[[Callable[..., Any]], Any]) -> None:
+    def look_at_batches(self, around: Callable[[Callable[..., Any]], Any]) -> Callable[[], None]:
         """Have each batch looked at before it is copied to the device.
 
         Args:
             around: makes what is put in place of the precision plugin's ``convert_input``.
+
+        Returns:
+            Ends that, before the fit does.
         """
         plugin: Any = self._trainer.strategy.precision_plugin
-        self._shadow(plugin, "convert_input", around(plugin.convert_input))
+        return self._shadow(plugin, "convert_input", around(plugin.convert_input))
 
     def _does_nothing(self, action: str) -> bool:
         """Whether an action of the profiler is a hook that its callback, or the module, has not overridden."""
         owner, _, hook = action.rpartition(".")
         if owner.startswith("[LightningModule]"):
             return hook.startswith("on_") and lightning.is_plain_hook(self._pl_module, hook)
+        if owner.startswith("[Strategy]"):
+            return hook == "on_train_batch_start" and lightning.is_plain_hook(self._trainer.strategy, hook)
         if not owner.startswith("[Callback]"):
             return False
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         named = [each for each in callbacks if each.state_key == owner.removeprefix("[Callback]")]
-        return bool(named) and all(lightning.is_plain_hook(each, hook) for each in named)
+        return bool(named) and all(
+            lightning.is_plain_hook(each, hook) or hook in getattr(each, "idle_hooks", ()) for each in named
+        )
 
     def _nvtx_ranges(self) -> NvtxRanges | None:
         try:
@@ -179,11 +186,14 @@ class Instrumentation:
             self.notes.append("No NVTX ranges: this torch is built without CUDA.")
             return None
 
-    def _shadow(self, owner: Any, name: str, replacement: Any) -> None:
+    def _shadow(self, owner: Any, name: str, replacement: Any) -> Callable[[], None]:
         try:
-            self.undo.callback(shadow(owner, name, replacement))
+            undo = shadow(owner, name, replacement)
         except (AttributeError, TypeError):
             self.notes.append(f"{type(owner).__name__}.{name} could not be timed.")
+            return lambda: None
+        self.undo.callback(undo)
+        return undo
 
 
 def _public_name(callback: Callback) -> str:

@@ -12,6 +12,7 @@ from lightning_gpuopt.compat.dataloader import running_workers, time_fetches, wo
 from lightning_gpuopt.compat.lightning import (
     Trainer,
     replace_train_iterator,
+    train_iterator_is,
     train_iterators,
     train_loader_keys,
     train_loaders,
@@ -229,11 +230,8 @@ class LoaderWatch:
 
     def resized(self) -> bool:
         """Whether other workers run, or another iterator, than at the last :meth:`epoch_begins`; costs about 1 µs."""
-        now = train_iterators(self._trainer)
         for index, loader, outer, inner, workers in self._probed:
-            if index < len(now) and now[index] is not outer:
-                return True
-            if running_workers(loader, inner) != workers:
+            if not train_iterator_is(self._trainer, index, outer) or running_workers(loader, inner) != workers:
                 return True
         return bool(self._wrapping) and any(seen.iterator not in (inner, None) for seen, inner in self._wrapping)
 

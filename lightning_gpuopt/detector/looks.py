@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -43,6 +44,7 @@ class Looks:
         self.stacks: StackSampling | None = None
         self._trace = TraceRecording(lambda steps: all(each.leaves_time_for(steps) for each in self._profilings))
         self._found: Sequence[Finding] = ()
+        self._due_at = -sys.maxsize
 
     def begin(
         self,
@@ -107,6 +109,7 @@ class Looks:
 
     def record_trace(self, path: Path) -> None:
         """Record the next five steps, as soon as torch.profiler is free; once."""
+        self._due_at = -sys.maxsize
         self._trace.ask(path)
 
     def step_done(
@@ -119,6 +122,17 @@ class Looks:
             gpu: gives what the GPU did in them; None while a warm-up goes on.
             findings: gives what is found by now; None while a warm-up goes on.
         """
+        if steps < self._due_at:
+            return
+        self._due_at = -sys.maxsize  # what is found below may have more to do with the next step
+        self._look(steps, gpu, findings)
+        if self.kernels is None and not self._found and not self._trace.wants_steps:
+            due = self.operators.due_at if self.operators is not None else sys.maxsize
+            self._due_at = min(due, self.stacks.due_at(steps)) if self.stacks is not None else due
+
+    def _look(
+        self, steps: int, gpu: Callable[[], GpuTimes] | None, findings: Callable[[], list[Finding] | None]
+    ) -> None:
         if self.kernels is not None:
             self.kernels.step_done(steps, gpu)
         if self.operators is not None:
@@ -145,6 +159,7 @@ class Looks:
     def found(self, findings: Sequence[Finding]) -> None:
         """Begin to sample stacks for findings that have none; once no profiler records."""
         if self.stacks is not None:
+            self._due_at = -sys.maxsize
             self._found = findings
             if not self._records:
                 self._sample()

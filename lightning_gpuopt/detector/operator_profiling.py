@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Final
@@ -16,6 +17,9 @@ _AFTER: Final = 10
 """Steps after the warm-up at which rank 0 records with ``profile="on"``."""
 
 _SPARE_STEPS: Final = 2
+_UNFORESEEN: Final = 16
+"""Steps after which to ask again for an end that could not be foreseen."""
+
 _LEAST_S: Final = 10.0
 """With ``profile="auto"``, shorter runs are not worth the time that a profiler takes to start."""
 
@@ -34,6 +38,7 @@ class OperatorProfiling:
         clock: seconds, monotonic.
 
     Attributes:
+        due_at: steps since the end of the warm-up before which :meth:`step_done` has nothing to do.
         kernels: what was recorded.
         notes: why nothing was.
     """
@@ -50,6 +55,7 @@ class OperatorProfiling:
         found: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.due_at = 1
         self.kernels: StepKernels | None = None
         self.notes: list[str] = []
         self._timeline = timeline
@@ -61,7 +67,9 @@ class OperatorProfiling:
         self._clock = clock
         self._began_s = clock()
         self._look: OperatorLook | None = None
-        self._over = profile == "off" or (several_ranks and profile == "auto")
+        self._over = False
+        if profile == "off" or (several_ranks and profile == "auto"):
+            self._end()
 
     @property
     def recording(self) -> bool:
@@ -84,13 +92,13 @@ class OperatorProfiling:
         Args:
             steps: steps since the end of the warm-up.
         """
-        if self._over:
+        if self._over or steps < self.due_at:
             return
         try:
             if self._look is not None:
                 if self._look.step_done():
                     self._read()
-            elif steps > 0 and not self._is_taken() and self._due(steps):
+            elif self._due(steps) and not self._is_taken():
                 self._begin()
         except CannotLookError as error:
             self.notes.append(f"The step's operators could not be recorded with torch.profiler: {error}.")
@@ -98,17 +106,23 @@ class OperatorProfiling:
 
     def finish(self) -> None:
         """End with the run; what is not recorded by then is dropped."""
-        self._over = True
+        self._end()
         look, self._look = self._look, None
         if look is not None:
             look.end()
             self._timeline.forget_host_work()
 
+    def _end(self) -> None:
+        self._over, self.due_at = True, sys.maxsize
+
     def _due(self, steps: int) -> bool:
         if self._profile == "on":
+            self.due_at = max(_AFTER, steps)
             return steps >= _AFTER
         left = self._batches_left()
-        if left is None or left > OperatorLook().lasts + _SPARE_STEPS:
+        early = _UNFORESEEN if left is None else left - OperatorLook().lasts - _SPARE_STEPS
+        if early > 0:  # half of them: the end may come nearer than it was
+            self.due_at = steps + (early + 1) // 2
             return False
         return self._clock() - self._began_s >= _LEAST_S and not self._found()
 
@@ -119,8 +133,9 @@ class OperatorProfiling:
         self._timeline.keep_host_work()
 
     def _read(self) -> None:
-        look, self._look, self._over = self._look, None, True
+        look, self._look = self._look, None
         assert look is not None
+        self._end()
         timeline = self._timeline
         work = timeline.take_host_work()
         timeline.forget_host_work()

@@ -20,24 +20,29 @@ _LENGTHS: Final = ("lengths", "length")
 _MAX_ELEMENTS: Final = 1 << 13
 """Of a larger mask every n-th row is looked at."""
 
+_LOOKS: Final = 5
+"""Looks after which it ends where nothing was seen."""
+
 _CHECKED: Final = 8
 """Rows of a mask that are looked at more closely."""
 
 
 class PaddingWatch:
-    """Inspects batches 1, 2, 4, 8 ... as the loader gives them.
+    """Inspects batches 1, 2, 4, 8 ... as the loader gives them; where the first five have no padding, no others.
 
     Args:
         is_training: whether a batch that comes now is one of training.
 
     Attributes:
         batches: what was seen of those that carry a mask or lengths.
+        end: called when no more batches are of interest.
     """
 
     def __init__(self, is_training: Callable[[], bool]) -> None:
         self._is_training = is_training
         self._batches = 0
         self._next_look = 1
+        self.end: Callable[[], None] = lambda: None
         self.batches: list[PaddedBatch] = []
 
     def around(self, convert_input: Callable[..., Any]) -> Replacement:
@@ -72,6 +77,8 @@ class PaddingWatch:
             return
         if seen is not None:
             self.batches.append(seen)
+        elif not self.batches and self._batches >= 2 ** (_LOOKS - 1):
+            self.end()
 
 
 def padding_in(batch: Any) -> PaddedBatch | None:

@@ -115,6 +115,12 @@ class DetectorSession:
         pl_module: its module.
         options: what the user asked for.
         listeners: act on what is found; the list is the detector's, and may change meanwhile.
+
+    Attributes:
+        started: whether it measures.
+        measures_windows: whether somebody wants to know what each window measured, which takes half of its end.
+        sees_batches: whether batches are to be looked at still.
+        loader: the watch over the training loaders.
     """
 
     def __init__(
@@ -138,6 +144,7 @@ class DetectorSession:
         self._warmed_up = options.warmup_steps == 0
         self._logged = False
         self.started = False
+        self.measures_windows = self.sees_batches = True
         self.loader = LoaderWatch(trainer)
         self._instruments.undo.callback(self.loader.undo)
         self._device: DeviceWatch | None = None
@@ -182,7 +189,7 @@ class DetectorSession:
         if trainer.is_global_zero:  # who reports
             self._looks.stacks = StackSampling(self.timeline, self.loader)
         placed.place(self.timeline)
-        placed.look_at_batches(self._padding.around)
+        self._padding.end = placed.look_at_batches(self._padding.around)
         if trainer.world_size > 1:
             self._rank_watch = RankWatch(trainer, self._pl_module, self.timeline, placed.reduce, self._link)
             placed.undo.callback(self._rank_watch.close)
@@ -223,6 +230,7 @@ class DetectorSession:
         if self._run_settings is not None:
             self._run_settings.see_batch(batch)
         self._images.see_batch(batch)
+        self.sees_batches = self._run_settings is not None
 
     def see_loss(self, loss: Any) -> None:
         """Look at the graphs of the first losses, on CUDA: which operations a step has, and in which precision."""
@@ -330,6 +338,7 @@ class DetectorSession:
     def _loaders_may_have_changed(self) -> None:
         before = self.loader.facts
         self.loader.epoch_begins()
+        self.timeline.fetches_watched = self._device is not None or self.loader.queues.watches
         if before.num_workers is not None and self.loader.facts != before:
             self._begin_anew()
 
@@ -376,11 +385,12 @@ class DetectorSession:
             self._proofs += proofs_of(findings, step_s, asdict(self.loader.facts), measured.waterfall.step_s)
             self._pending = None
 
-    def close_window(self) -> tuple[Measurement, list[Finding]] | None:
+    def close_window(self) -> tuple[Measurement | None, list[Finding]] | None:
         """End a window.
 
         Returns:
-            What the window measured, and the causes above the threshold since warm-up; None when warm-up ended instead.
+            What the window measured (None where ``measures_windows`` is False, and nothing here needs it), and the
+            causes above the threshold since warm-up; None when warm-up ended instead.
         """
         self._pauses.look_for_compiler()
         times = self.timeline.times()
@@ -401,10 +411,14 @@ class DetectorSession:
         if self._exchange is not None:
             self._post(part.measure(steady))
         ranks = self._ranks
-        in_window = part.window(window.times, ranks)
-        self._looks.window_done(part.gpu(), in_window.waterfall.step_s)
+        on_gpu = self._looks.kernels is not None
+        in_window = part.window(window.times, ranks) if self.measures_windows or on_gpu else None
+        if in_window is not None and on_gpu:
+            self._looks.window_done(part.gpu(), in_window.waterfall.step_s)
         if steady.wall_s >= part.diagnose_after_s:
             began_s = time.perf_counter()
+            if in_window is None:
+                part.end_window()
             self._find(part, steady)
             took_s = time.perf_counter() - began_s
             part.diagnose_after_s = steady.wall_s + took_s + min(_WAIT_PER_DIAGNOSIS * took_s, _MAX_WAIT_S)

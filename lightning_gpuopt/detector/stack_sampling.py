@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 _EARLY: Final = (5, 10, 20, 40, 80, 160)
 """Steps after the warm-up at which it is looked for findings before a window ends: short runs have lines, too."""
 
+_WHILE_SAMPLING: Final = 4
+"""Steps after which it is asked whether samples are enough."""
+
 _ENOUGH: Final = 200
 _TOO_FEW: Final = 20
 _MAX_S: Final = 30.0
@@ -52,6 +55,12 @@ class StackSampling:
         self._answered = False
         self._looked = 0
         self._over = False
+
+    def due_at(self, steps: int) -> int:
+        """Steps since the end of the warm-up before which there is nothing to do, once so many are done."""
+        early = next((each for each in _EARLY if each > steps), sys.maxsize)
+        samples = self._sampler is not None or self._in_worker is not None
+        return min(early, steps + _WHILE_SAMPLING) if samples else early
 
     def due(self, steps: int) -> bool:
         """Whether to look for findings before the window ends.

@@ -39,6 +39,11 @@ class TraceRecording:
         """Whether torch.profiler records now."""
         return self._profiler is not None
 
+    @property
+    def wants_steps(self) -> bool:
+        """Whether it was asked to record, and has not recorded all."""
+        return self._path is not None and bool(self._left)
+
     def ask(self, path: Path) -> None:
         """Record the next steps; once.
 
@@ -51,7 +56,7 @@ class TraceRecording:
 
     def step_done(self) -> None:
         """A step has ended: begin to record, or count it; after the last, write the file."""
-        if self._path is None or not self._left:
+        if not self.wants_steps:
             return
         if self._profiler is not None:
             self._left -= 1

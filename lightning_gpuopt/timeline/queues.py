@@ -43,6 +43,11 @@ class QueueProbe:
         self._passed = self._skip = self._skipped = 0
         self._random = random.Random(0)  # the global one is the program's
 
+    @property
+    def watches(self) -> bool:
+        """Whether there are queues to look at."""
+        return bool(self._iterators)
+
     def watch(self, iterators: Sequence[Any]) -> list[Any]:
         """Say which iterators feed the loop from now on.
 

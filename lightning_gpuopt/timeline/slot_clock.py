@@ -42,6 +42,7 @@ class SlotClock:
         last_ns: when the last action began or ended, by the timeline's clock.
         thread: identifier of the thread that is measured; 0 outside of a measurement.
         epochs: epochs begun.
+        fetches_watched: whether the observer is called at fetches.
     """
 
     # With as many attributes as these an instance's dict is slow.
@@ -70,6 +71,7 @@ class SlotClock:
         "_validations",
         "_watched",
         "epochs",
+        "fetches_watched",
         "last_ns",
         "loop_slot",
         "pauses",
@@ -112,6 +114,7 @@ class SlotClock:
         self._epoch_begins = False
         self._validation_began_ns = self._validation_setup_ns = 0
         self._validations = 0
+        self.fetches_watched = True
         self.epochs = 0
 
     def name_of(self, slot: int) -> str:

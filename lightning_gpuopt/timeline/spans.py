@@ -110,13 +110,15 @@ class FetchSpan(Span):
         self.began_ns = timeline.last_ns
         if self.long:
             timeline._observer.host_work_begins()
-        if not timeline._epoch_begins:
+        if timeline.fetches_watched and not timeline._epoch_begins:
             timeline._observer.fetch_begins()
 
     def __exit__(self, *exception: object) -> None:
         timeline = self.timeline
         Span.__exit__(self)
         if not timeline._epoch_begins:
+            if not timeline.fetches_watched:
+                return
             fetch_ns = timeline.last_ns - self.began_ns
             self.long = fetch_ns >= _LONG_NS and timeline._host_work is not None
             timeline._observer.fetch_ends(fetch_ns / 1e9)

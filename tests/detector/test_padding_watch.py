@@ -125,3 +125,27 @@ def test_a_training_on_the_cpu_gets_the_hint_and_its_plugin_back(tmp_path: Path)
         {"padding_percent": 46.9, "saved_percent": 37.5, "batches_seen": 5.0},
     )
     assert "convert_input" not in vars(trainer.strategy.precision_plugin)
+
+
+def test_it_ends_where_the_first_five_looks_see_nothing() -> None:
+    ended: list[int] = []
+    watch = PaddingWatch(lambda: True)
+    watch.end = lambda: ended.append(1)
+    for _ in range(15):
+        watch.see_batch([torch.ones(4, 4)])
+    assert ended == []
+    watch.see_batch([torch.ones(4, 4)])
+    assert ended == [1]
+
+
+def test_a_training_without_masks_gets_its_plugin_back_after_16_batches(tmp_path: Path) -> None:
+    looked: list[bool] = []
+
+    class Plain(TinyModel):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            looked.append("convert_input" in vars(self.trainer.strategy.precision_plugin))
+            return super().training_step(batch, batch_idx)
+
+    detector = StallDetector(on_stall="ignore", warmup_steps=1, print_report=False)
+    tiny_trainer(tmp_path, callbacks=[detector], max_steps=20, max_epochs=-1).fit(Plain())
+    assert looked == [True] * 15 + [False] * 5

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
 
 from evaluation.parts import Data, Model, quiet
 from lightning_gpuopt import StallDetector
+from lightning_gpuopt.detector.accumulator import SteadyStateAccumulator
 from lightning_gpuopt.detector.session import DetectorSession
 
 
@@ -30,3 +33,23 @@ def test_a_diagnosis_waits_for_200_times_what_the_last_one_took_and_a_second_at_
     model: Any = Model({"dataset": Data(), "num_workers": 0}, step_s=0.04)
     Trainer(**quiet(tmp_path, max_steps=105, max_epochs=-1, callbacks=[detector])).fit(model)
     assert len(found) == diagnoses
+
+
+@pytest.mark.parametrize(("wanted", "measured"), [({}, 0), ({"logger": True}, 4), ({"listener": True}, 4)])
+def test_a_window_is_measured_where_somebody_wants_to_know(
+    wanted: dict[str, bool], measured: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    seen: list[Any] = []
+    window = SteadyStateAccumulator.window
+    monkeypatch.setattr(SteadyStateAccumulator, "window", lambda *args: seen.append(window(*args)) or seen[-1])
+    detector = StallDetector(on_stall="ignore", window_size=5, warmup_steps=5, report_dir=tmp_path)
+    if "listener" in wanted:
+        listener: Any = SimpleNamespace(
+            changes=[], notes=[], window_closed=lambda *args: False, training_ended=lambda: None
+        )
+        detector.add_listener(listener)
+    model: Any = Model({"dataset": Data(), "num_workers": 0}, step_s=0.0)
+    logger = CSVLogger(tmp_path) if "logger" in wanted else False
+    Trainer(**quiet(tmp_path, max_steps=25, max_epochs=-1, callbacks=[detector], logger=logger)).fit(model)
+    assert len(seen) == measured
+    assert detector.report.step_s is not None

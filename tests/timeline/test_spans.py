@@ -201,6 +201,13 @@ class TestFetches:
                 pass
         assert rig.events == ["fetch_begins", ("fetch_ends", 0.001)] * 2
 
+    def test_without_queues_nobody_is_told_of_it(self) -> None:
+        rig = Rig(detailed=False)
+        rig.clock.fetches_watched = False
+        with rig.of(FetchSpan(rig.clock, WAIT), 2 * LONG_NS):
+            pass
+        assert (rig.events, rig.spent(WAIT)) == ([], 2 * LONG_NS)
+
 
 class TestTheCopy:
     def test_where_its_hook_is_not_seen_the_whole_is_the_copy(self) -> None:

@@ -122,3 +122,17 @@ def test_a_step_that_accumulates_is_compared_with_its_own_kind(timeline: Timelin
     (outlier,) = steps.times().outliers
     assert (outlier.step, outlier.seconds) == (80, pytest.approx(0.05))
     assert steps.times().outlier_s == pytest.approx(0.04, rel=0.05)
+
+
+def test_steps_are_counted_whether_they_wait_for_their_bins_or_not() -> None:
+    clock = Clock()
+    timeline = Timeline(clock_ns=clock)
+    timeline.start()
+    steps = StepClock(timeline, 0)
+    for number in range(1, 251):
+        with timeline.span("run_training_batch"):
+            clock.advance(0.001)
+        timeline.step_done()
+        steps.step_done()
+        if number in (99, 100, 101, 250):
+            assert sum(steps.times().counts) == number

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lightning_gpuopt.measurements.loading import WorkerTimes
-from lightning_gpuopt.timeline.worker_clock import TimedCollate, nbytes_of, watch_workers
+from lightning_gpuopt.timeline.worker_clock import TimedCollate, _bin_of, nbytes_of, watch_workers
 
 BATCHES = 20
 SLEEP_S = 0.004
@@ -419,3 +419,8 @@ def test_figures_add_and_subtract() -> None:
 )
 def test_bytes_of_a_batch(batch: Any, size: int) -> None:
     assert nbytes_of(batch) == size
+
+
+def test_a_batchs_bin_is_four_times_the_binary_logarithm_of_its_nanoseconds() -> None:
+    values = [1, 2, 3, 4, 5, 6, 7, 1_000, 1_189, 1_190, 1_414, 1_415, 123_456_789, 2**39, 2**40 - 1]
+    assert [_bin_of(value) for value in values] == [int(4 * math.log2(value)) for value in values]
