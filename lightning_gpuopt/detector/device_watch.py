@@ -160,6 +160,9 @@ class DeviceWatch:
 
     def _neighbours(self, stats: Mapping[str, Stat]) -> Iterator[str]:
         """The other processes on the GPU; their names where this process sees them."""
+        unnamed = stats["neighbours"].high if "neighbours" in stats else 0.0
+        if unnamed and not any(name.startswith(NEIGHBOUR) for name in stats):
+            yield f"{unnamed:.0f} of another container, or of the host"
         for series in sorted(name for name in stats if name.startswith(NEIGHBOUR)):
             pid = int(series.removeprefix(NEIGHBOUR))
             if pid not in self._names:

@@ -308,6 +308,7 @@ class KernelProfiling:
         if self._device.drained():
             look.end()
         else:
+            look.abandon()
             self._notes.append("The GPU did not finish its work: torch.profiler, which waits for it, was not stopped.")
 
     def _fail(self, error: CannotLookError) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lightning_gpuopt.compat.dynamo import has_compiled
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer
@@ -106,6 +106,11 @@ class Looks:
     def sampled(self) -> tuple[Sampled, ...]:
         """The stacks that were sampled for the findings."""
         return self.stacks.sampled() if self.stacks is not None else ()
+
+    def see_loss(self, loss: Any) -> None:
+        """A backward pass is about to begin."""
+        if self.operators is not None:
+            self.operators.see_loss(loss)
 
     def record_trace(self, path: Path) -> None:
         """Record the next five steps, as soon as torch.profiler is free; once."""

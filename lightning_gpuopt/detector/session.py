@@ -233,7 +233,8 @@ class DetectorSession:
         self.sees_batches = self._run_settings is not None
 
     def see_loss(self, loss: Any) -> None:
-        """Look at the graphs of the first losses, on CUDA: which operations a step has, and in which precision."""
+        """Look at the graphs of a few losses: which operations a step has, on CUDA also in which precision."""
+        self._looks.see_loss(loss)
         if self._run_settings is not None:
             self._run_settings.see_loss(loss)
 

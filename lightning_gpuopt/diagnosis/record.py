@@ -25,7 +25,8 @@ class Finding:
             remedy is not a loader setting.
         predicted_speedup: steady steps per second after over before, as (low, mid, high); None where it is not
             predicted.
-        confidence: how far it can be relied on, by the agreement of its sources, the length of the run, and noise.
+        confidence: how far it can be relied on, by the agreement of its sources, the length of the run, and noise; None
+            in reports of a version that did not say.
     """
 
     cause: str
@@ -34,7 +35,7 @@ class Finding:
     advice: str
     settings: dict[str, Any] = field(default_factory=dict)
     predicted_speedup: tuple[float, float, float] | None = None
-    confidence: Literal["high", "medium", "low"] = "high"
+    confidence: Literal["high", "medium", "low"] | None = None
 
 
 @dataclass(frozen=True)

@@ -237,8 +237,10 @@ def _inside_the_steps(
 
 
 def _copies_s(gpu: GpuTimes, look: StepLook | None) -> float:
-    """Seconds in which the GPU was idle for copies inside the steps: only a look sees them."""
-    return 0.0 if look is None or not look.steps else _share_of_step(gpu, look, look.copy_idle_s)
+    """Seconds in which the GPU was idle for copies inside the steps: only a look sees them, in full however slow."""
+    if look is None or not look.steps:
+        return 0.0
+    return min(look.copy_idle_s * gpu.steps, max(gpu.compute_s - look.busy_s * gpu.steps, 0.0))
 
 
 def _share_of_step(gpu: GpuTimes, look: StepLook, seconds: float) -> float:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pynvml
@@ -48,6 +49,9 @@ _NOT_TOLD = (
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
     pynvml.NVML_ERROR_NO_PERMISSION,
 )
+
+_GENERATIONS = 4
+"""From a process to its parents: workers, and what they start."""
 
 _NO_SUCH_LINK = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
@@ -356,10 +360,24 @@ class _ActiveNvLinks(MetricSource):
         yield Value("active_nvlinks", float(up))
 
 
+def _is_ours(pid: int) -> bool:
+    """Whether a process is this one, or was started by it."""
+    own = os.getpid()
+    for _ in range(_GENERATIONS):
+        if pid == own:
+            return True
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return False
+    return False
+
+
 class _Neighbours(MetricSource):
     """Other processes that compute on the GPU: a series for each, ``"process 4711"``, whose value is its memory in MiB.
 
-    Where they are not told, as in many containers, there are none.
+    Where they are not told, as in many containers, there are none; where they are told by numbers of another PID
+    namespace, only how many there are.
     """
 
     least_pause_s = 2.0
@@ -371,10 +389,10 @@ class _Neighbours(MetricSource):
             if error.value not in _NOT_TOLD:
                 raise
             running = []
-        own = os.getpid()
-        others = [each for each in running if each.pid != own]
-        if len(others) == len(running) and len(running) == 1:  # a container sees itself by another number
-            others = []
+        others = [each for each in running if not _is_ours(each.pid)]
+        if len(others) == len(running):  # a container sees itself by another number, and so the others, too
+            yield Value("neighbours", float(max(len(running) - 1, 0)))
+            return
         yield Value("neighbours", float(len(others)))
         for each in others:
             yield Value(f"{NEIGHBOUR}{each.pid}", (each.usedGpuMemory or 0) / _MIB)

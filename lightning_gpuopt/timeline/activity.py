@@ -105,8 +105,14 @@ class _Trace:
         by_kind: dict[str, list[Record]] = {"kernel": [], "collective": [], "copy": [], "call": []}
         for each in records:
             by_kind[each.kind].append(each)
-        self._call_of = {each.correlation: each for each in by_kind["call"] if each.correlation}
         working = sorted([*by_kind["kernel"], *by_kind["collective"]], key=lambda each: each.start_s)
+        self._call_of = {each.correlation: each for each in by_kind["call"] if each.correlation}
+        self._stream = Counter(each.stream for each in working).most_common(1)[0][0] if working else 0
+        # other threads of the program (a decoder's, a logger's) wait and copy as well, and hold up no step
+        threads = {self._call_of[each.correlation].thread for each in working if self._is_issued(each)}
+        by_kind["call"] = [each for each in by_kind["call"] if each.thread in threads or not threads]
+        foreign = {number for number, each in self._call_of.items() if each.thread not in threads and threads}
+        by_kind["copy"] = [each for each in by_kind["copy"] if each.correlation not in foreign]
         self._working = working
         self._starts = [each.start_s for each in working]
         self._copies = sorted(by_kind["copy"], key=lambda each: each.start_s)
@@ -115,8 +121,11 @@ class _Trace:
         self.collectives = _union(by_kind["collective"])
         self.busy = _union(working)
         self.waits = _union([*filter(_is_a_wait, by_kind["call"]), *filter(None, map(self._blocked, self._copies))])
-        self._stream = Counter(each.stream for each in working).most_common(1)[0][0] if working else 0
         self.correlated = any(each.correlation in self._call_of for each in [*working, *self._copies])
+
+    def _is_issued(self, work: Record) -> bool:
+        """Whether the call is known that issued something on the stream that has most of the work."""
+        return work.stream == self._stream and work.correlation in self._call_of
 
     def calls_in(self, step: ActivitySpan) -> int:
         """Calls of the runtime while the host issued a step."""

@@ -90,6 +90,9 @@ class HostWork(Protocol):
         """Slots of what stops the host from outside."""
 
 
+_CUTS: Final = 16
+"""Waits between two steps at which an event is recorded: a hook may read a thousand values."""
+
 _OPTIMIZER: Final = PHASES.index("optimizer")
 
 
@@ -153,6 +156,7 @@ class GpuClock(StepObserver):
         # Hooks in which the host was seen to wait for the GPU, and their idle time with that seen and without.
         self._waiting: set[int] = set()
         self._cut: _Cut | None = None
+        self._cuts_left = _CUTS
         self._looked_at: dict[int | str, float] = {}
         self._looked_idle: dict[int | str, float] = {}
         self._exposed_by: dict[int | str, float] = {}
@@ -202,7 +206,8 @@ class GpuClock(StepObserver):
 
     def host_waits(self) -> None:
         """The host is about to wait for the GPU, outside of a step's own work: what it has queued before ends then."""
-        if self._doing == _HOST and not self._validating:
+        if self._doing == _HOST and not self._validating and self._cuts_left:
+            self._cuts_left -= 1
             self._host.cut()
             self._turn(_CUT)
             self._doing = _HOST
@@ -210,6 +215,8 @@ class GpuClock(StepObserver):
     def _turn(self, doing: int) -> None:
         """Record an event: from here on the GPU does something else."""
         before, self._doing = self._doing, doing
+        if doing == _STEP:
+            self._cuts_left = _CUTS
         if doing == _CUT:
             before = _CUT
         work = self._host.take_host_work()

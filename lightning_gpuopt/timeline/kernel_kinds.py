@@ -7,7 +7,7 @@ from typing import Final
 
 _TENSOR_CORES: Final = re.compile(
     r"tensorop|tensor_op|wgmma|hmma|imma|_mma|s1688|s16816|s884|h1688|h16816|h884|i8816|i16832|16816|1688gemm"
-    r"|sm90_xmma|sm100|sm80_xmma|nvjet|tf32|bf16|fp8|f16f16|_f16_|hgemm|gemm_f16|xmma_gemm_f16"
+    r"|sm90_xmma|sm100|sm80_xmma|nvjet|tf32|bf16|fp8|f16f16|_f16_|hgemm|gemm_f16|xmma_gemm_f16|bfloat16|__half|^triton"
 )
 """Instructions of tensor cores (``mma.m16n8k16`` is ``16816``), and types that only they multiply, in names of cuBLAS's
 and CUTLASS's kernels; cuBLAS's on Hopper and later (nvjet) use nothing else."""
@@ -17,7 +17,11 @@ _KERNELS: Final = tuple(
     (kind, re.compile(words))
     for kind, words in (
         ("communication", r"^(nccl|rccl)|oneshot_all_reduce|all_reduce|allreduce|all_gather|reduce_scatter"),
+        ("elementwise", r"^triton_poi_"),
+        ("reduction", r"^triton_(red|per)_"),
         ("attention", r"flash|fmha|attention|attn|sdpa|efficient_"),
+        ("reduction", r"normtwoops|lpnorm|vector_norm"),
+        ("elementwise", r"distribution|normal_and"),
         ("normalization", r"norm|bn_fw|bn_bw|welford"),
         ("convolution", r"conv|implicit_gemm|wgrad|dgrad|fprop|winograd|im2col|col2im|cudnn.*xmma"),
         ("optimizer", r"adam|sgd_|_sgd|lamb|adagrad|rmsprop|lion|foreach|multi_tensor_apply|amp_update"),
@@ -40,6 +44,8 @@ _OPERATORS: Final = tuple(
         ("communication", r"^(c10d|gloo|nccl)|all_reduce|allreduce|all_gather|broadcast_coalesced"),
         ("optimizer", r"_fused_(adam|sgd|adagrad)|_foreach_|addcdiv|addcmul|lerp"),
         ("attention", r"attention|sdpa"),
+        ("reduction", r"vector_norm|::norm\b"),
+        ("elementwise", r"normal_"),
         ("normalization", r"norm"),
         ("convolution", r"conv|thnn_|slow_conv"),
         ("matmul", r"::(addmm|mm|bmm|baddbmm|matmul|linear|addmv|mv|dot|mkldnn_linear|einsum)\b|gemm"),

@@ -34,6 +34,12 @@ _STEPS: Final = 3
 _MAX_STEPS: Final = 16
 _WARMUP_STEPS: Final = 1
 
+_MAX_MIB: Final = 256
+"""A trace that is larger is not read: a kernel and its call take about 0.7 KiB."""
+
+_CLOCK_SET_S: Final = 1e-3
+"""The clocks of ``time.perf_counter`` and ``time.time_ns`` part by less during a look, unless one is set."""
+
 OURS: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 """Profilers that this package has made; they may lie around for a while when they are done."""
 
@@ -55,14 +61,15 @@ class ProfilerLook:
     """
 
     _activity = torch.profiler.ProfilerActivity.CUDA
+    _least_steps = _STEPS
 
     def __init__(self, rhythm: int = 1, modules: ModuleCalls | None = None) -> None:
         self._modules = modules
         self._profiler: Any = None
         self._rhythm = rhythm
-        self._steps = min(max(_STEPS, rhythm), _MAX_STEPS)
+        self._steps = min(max(self._least_steps, rhythm), _MAX_STEPS)
         self._left = _WARMUP_STEPS + self._steps
-        self._began_s = 0.0
+        self._began_s = self._shift_s = 0.0
         self.recorded_s = (0.0, 0.0)
 
     @property
@@ -91,12 +98,13 @@ class ProfilerLook:
             profiler = torch.profiler.profile(activities=activities, schedule=schedule)
             OURS.add(profiler)
             profiler.start()
-            self._began_s = time.perf_counter()
+            self._profiler = profiler
+            self._began_s, self._shift_s = time.perf_counter(), _shift_s()
+            if self._modules is not None:
+                self._modules.begin()
         except Exception as error:  # whatever CUPTI, or another profiler that holds it, does not like
+            self.end()
             raise CannotLookError(f"{type(error).__name__}: {error}") from error
-        self._profiler = profiler
-        if self._modules is not None:
-            self._modules.begin()
 
     def step_done(self) -> bool:
         """Count a step; True when the recording is over.
@@ -144,9 +152,11 @@ class ProfilerLook:
         if not steps:
             raise CannotLookError("the GPU ran none of the recorded steps meanwhile: the host is too far ahead of it")
         try:
-            trace, shift_s = _trace_of(profiler)
+            trace, shift_s = self._trace_of(profiler)
             records = records_of(trace, torch.cuda.current_device(), shift_s)
             look = look_of(records, steps, self._module_at)
+        except CannotLookError:
+            raise
         except Exception as error:
             raise CannotLookError(f"{type(error).__name__}: {error}") from error
         if look is None:
@@ -164,6 +174,23 @@ class ProfilerLook:
             with contextlib.suppress(Exception):
                 profiler.stop()
 
+    def abandon(self) -> None:
+        """Take the hooks away, and leave the profiler as it is: to stop it would wait for the GPU."""
+        self._drop()
+
+    def _trace_of(self, profiler: Any) -> tuple[dict[str, Any], float]:
+        """A profiler's trace, and what to add to its seconds for those of ``time.perf_counter``."""
+        if abs(_shift_s() - self._shift_s) > _CLOCK_SET_S:
+            raise CannotLookError("the system's clock was set meanwhile")
+        with tempfile.TemporaryDirectory(prefix="lightning-gpuopt-") as folder:
+            path = Path(folder) / "look.json"
+            profiler.export_chrome_trace(str(path))
+            mib = path.stat().st_size / 2**20
+            if mib > _MAX_MIB:
+                raise CannotLookError(f"the record of these steps has {mib:.0f} MiB, too much to read")
+            trace: dict[str, Any] = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
+        return trace, self._shift_s
+
     def _drop(self) -> Any:
         """Take the hooks away; returns the profiler, which is nobody's from here on."""
         if self._modules is not None:
@@ -173,9 +200,10 @@ class ProfilerLook:
 
 
 class OperatorLook(ProfilerLook):
-    """Records the operators that a CPU runs in a few steps, once."""
+    """Records the operators that a CPU runs in a step, once: torch takes about 10 KiB and 0.1 ms for each."""
 
     _activity = torch.profiler.ProfilerActivity.CPU
+    _least_steps = 1
 
     def operators(self, phases: Sequence[tuple[str, float]]) -> StepKernels | None:
         """What was recorded.
@@ -189,9 +217,11 @@ class OperatorLook(ProfilerLook):
         profiler = self._drop()
         begin_s = self.recorded_s[0]
         try:
-            trace, shift_s = _trace_of(profiler)
+            trace, shift_s = self._trace_of(profiler)
             inside = [each for each in phases if begin_s <= each[1]]
             return operators_of(trace, shift_s, [("", begin_s), *inside], self._steps, self._module_at)
+        except CannotLookError:
+            raise
         except Exception as error:
             raise CannotLookError(f"{type(error).__name__}: {error}") from error
 
@@ -218,12 +248,7 @@ def _subclasses_of(kind: Any) -> list[type]:
     return [*direct, *(each for one in direct for each in _subclasses_of(one))]
 
 
-def _trace_of(profiler: Any) -> tuple[dict[str, Any], float]:
-    """A profiler's trace, and what to add to its seconds for those of ``time.perf_counter``."""
+def _shift_s() -> float:
+    """What to add to seconds of ``time.time`` for those of ``time.perf_counter``."""
     before_s, now_s, after_s = time.perf_counter(), time.time_ns() / 1e9, time.perf_counter()
-    shift_s = (before_s + after_s) / 2 - now_s
-    with tempfile.TemporaryDirectory(prefix="lightning-gpuopt-") as folder:
-        path = Path(folder) / "look.json"
-        profiler.export_chrome_trace(str(path))
-        trace: dict[str, Any] = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
-    return trace, shift_s
+    return (before_s + after_s) / 2 - now_s

@@ -27,7 +27,8 @@ class Record:
         start_s: its beginning, in seconds.
         end_s: its end, in seconds of the same clock.
         correlation: ties a call to what it issued; 0 where that is not known.
-        stream: where it ran; the thread of a call.
+        stream: where it ran on the GPU.
+        thread: that made a call.
         bytes: of a copy; 0 where that is not known.
     """
 
@@ -38,6 +39,7 @@ class Record:
     correlation: int = 0
     stream: int = 0
     bytes: int = 0
+    thread: int = 0
 
     @property
     def seconds(self) -> float:
@@ -76,6 +78,7 @@ def _records(trace: Mapping[str, Any], device: int, base_s: float) -> Iterator[R
             int(arguments.get("correlation", 0)),
             int(arguments.get("stream", 0)) if kind != "call" else 0,
             int(arguments.get("bytes", 0)) if kind == "copy" else 0,
+            int(each.get("tid", 0)) if kind == "call" else 0,
         )
 
 

@@ -3,9 +3,9 @@
 CUDA builds of torch can warn at each such call (``torch.cuda.set_sync_debug_mode``). The mode is on for a few steps,
 once, and then as it was; the warnings are counted and not shown. A call counts as the user's when it was made by the
 user's code inside the step, directly or through torch; what Lightning or torch do by themselves is counted apart.
-The mode does not know ``torch.cuda.synchronize()`` and its like, and torch's bindings may hand its warnings on only
-when a call returns (torch/csrc/Exceptions.h). So those functions, and the methods by which values are read, are
-replaced for as long: outside of a step it is their beginning that counts.
+The mode does not know ``torch.cuda.synchronize()`` and its like: those are replaced for as long. torch's bindings may
+hand its warnings on only when a call returns (torch/csrc/Exceptions.h), and outside of a step it is the beginning of a
+wait that counts: a TorchFunctionMode sees reads of values before they are made.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any, Final
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from lightning_gpuopt.compat.dynamo import has_compiled
 from lightning_gpuopt.measurements.code_location import Call
@@ -49,8 +50,24 @@ _SYNCHRONIZES: Final = ((lambda: torch.cuda, "synchronize"), (lambda: torch.cuda
 """Functions that wait, of which the debug mode does not warn (c10/cuda/CUDAFunctions.cpp)."""
 
 
-_READS: Final = ("item", "tolist", "cpu", "nonzero", "__float__", "__int__", "__bool__", "__index__")
+_READS: Final = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("item", "tolist", "cpu", "nonzero", "__float__", "__int__", "__bool__", "__index__")
+)
 """Methods of a tensor that wait for the GPU where it is on one."""
+
+
+class _Reads(TorchFunctionMode):
+    """Calls a function before a value is read from a tensor on a GPU, on the thread that entered it."""
+
+    def __init__(self, seen: Callable[[], None]) -> None:
+        super().__init__()
+        self.seen: Callable[[], None] | None = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.seen is not None and func in _READS and args and args[0].is_cuda:
+            self.seen()
+        return func(*args, **(kwargs or {}))
 
 
 class SyncLook:
@@ -77,12 +94,12 @@ class SyncLook:
         self._inside = inside
         self._outside = outside
         self._replaced = ExitStack()
-        self._in_call = False
         self._get_mode = get_mode or torch.cuda.get_sync_debug_mode
         self._set_mode = set_mode or torch.cuda.set_sync_debug_mode
         self._mode_before: int | None = None
         self._catcher: Any = None
-        self._thread = 0
+        self._thread = self._process = 0
+        self._show: Any = None
         self._places: Counter[Call] = Counter()
         self._others: dict[tuple[str, type[Warning], str, int], _Warning] = {}
 
@@ -94,7 +111,8 @@ class SyncLook:
     def begin(self) -> None:
         """Count from now on."""
         self._mode_before = self._get_mode()
-        self._thread = threading.get_ident()
+        self._thread, self._process = threading.get_ident(), os.getpid()
+        self._show = warnings.showwarning
         self._catcher = warnings.catch_warnings()
         self._catcher.__enter__()
         warnings.simplefilter("always")
@@ -103,9 +121,10 @@ class SyncLook:
         if not has_compiled():  # else compiled code may be compiled anew
             for owner, name in _SYNCHRONIZES:
                 self._replace(owner(), name, self._count)
-            for name in _READS:
-                self._replace(torch.Tensor, name, self._read)
-            self._replace(torch.cuda.Stream, "synchronize", self._read)
+            self._replace(torch.cuda.Stream, "synchronize", self._outside_of_a_step)
+            reads = _Reads(self._outside_of_a_step)
+            self._replaced.enter_context(reads)
+            self._replaced.callback(setattr, reads, "seen", None)
 
     def step_done(self) -> bool:
         """Count a step; True when the look is over."""
@@ -139,54 +158,59 @@ class SyncLook:
     def _seen(
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any, **options: Any
     ) -> None:
-        """Stands in for ``warnings.showwarning``."""
+        """Stands in for ``warnings.showwarning``; a process that was forked meanwhile keeps it, and shows its own."""
+        if os.getpid() != self._process:
+            self._show(message, category, filename, lineno, *more, **options)
+            return
         text = str(message)
         if _ABOUT_THE_MODE in text:
             return
         if _WORDS not in text:
             self._others.setdefault((text, category, filename, lineno), (message, category, filename, lineno))
         else:
-            self._count(sys._getframe(1), None, filename, lineno)
+            self._count(sys._getframe(1), filename, lineno)
 
-    def _count(self, frame: FrameType, waited_for: Any = None, filename: str = "", lineno: int = 0) -> None:
+    def _count(self, frame: FrameType, filename: str = "", lineno: int = 0) -> None:
         """A synchronizing call is about to be made, or has been.
 
         Args:
             frame: from which it was made.
-            waited_for: a stream or an event.
             filename: where a warning was attributed to; by default that frame.
             lineno: its line.
         """
-        if threading.get_ident() != self._thread:
+        if not self._is_here():
             return
         if not self._inside():
-            self._outside()
+            self._tell()
             return
         place = place_of(frame, filename or frame.f_code.co_filename, lineno or frame.f_lineno)
         if place is not None:
             self._places[place] += 1
 
-    def _read(self, frame: FrameType, waited_for: Any = None) -> None:
+    def _outside_of_a_step(self, *of_call: Any) -> None:
         """A tensor is about to be read, or a stream waited for; inside a step the debug mode counts it."""
-        if threading.get_ident() == self._thread and not self._inside() and getattr(waited_for, "is_cuda", True):
+        if self._is_here() and not self._inside():
+            self._tell()
+
+    def _tell(self) -> None:
+        try:
             self._outside()
+        except Exception:  # the program's own call must go on
+            log.debug("a wait outside of a step was not seen", exc_info=True)
+
+    def _is_here(self) -> bool:
+        return self._catcher is not None and threading.get_ident() == self._thread and os.getpid() == self._process
 
     def _replace(self, owner: Any, name: str, seen: Callable[..., None]) -> None:
-        """Have ``seen`` called, with the caller's frame and the first argument, before each call of a function."""
+        """Have ``seen`` called, with the caller's frame, before each call of a function."""
         own, function = name in owner.__dict__, getattr(owner, name, None)
         if not callable(function):
             return
 
         @wraps(function)
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            if self._in_call:  # torch looks its own methods up by name, for subclasses of its tensor
-                return function(*args, **kwargs)
-            seen(sys._getframe(1), *args[:1])
-            self._in_call = True
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._in_call = False
+            seen(sys._getframe(1))
+            return function(*args, **kwargs)
 
         def put_back() -> None:
             if owner.__dict__.get(name) is not replaced:

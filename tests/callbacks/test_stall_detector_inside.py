@@ -191,7 +191,7 @@ class TestWhatNvmlDoesNotShow:
     @pytest.mark.parametrize(
         "device",
         [
-            pytest.param(Gpu(utilization=100, gpm={}, processes=[4711, 4712]), id="a neighbour"),
+            pytest.param(Gpu(utilization=100, gpm={}, processes=[1, 4712]), id="a neighbour"),
             pytest.param(Gpu(utilization=92, gpm={}), id="launch gaps that it counts as work"),
         ],
     )
@@ -206,7 +206,7 @@ class TestWhatNvmlDoesNotShow:
     @pytest.mark.parametrize(
         ("device", "verdict"),
         [
-            (Gpu(utilization=100, gpm={}, processes=[4711, 4712]), "unknown"),
+            (Gpu(utilization=100, gpm={}, processes=[1, 4712]), "unknown"),
             in_matrix(Gpu(utilization=100, gpm={}), "compute_bound"),
         ],
     )
@@ -315,17 +315,25 @@ class TestWitnesses:
     def test_a_neighbour_is_named_where_nvml_counts_its_work(
         self, gpu: SimulatedGpu, nvml: Simulator, tmp_path: Path
     ) -> None:
-        with subprocess.Popen(["sleep", "100"]) as neighbour:
-            try:
-                nvml.machine(Gpu(utilization=100, gpm={}, processes=[os.getpid(), neighbour.pid]))
-                report = fit(gpu, tmp_path, module(gpu, MANY_KERNELS), steps=LONG)
-            finally:
-                neighbour.kill()
+        neighbour, name = os.getppid(), Path(f"/proc/{os.getppid()}/comm").read_text().strip()
+        nvml.machine(Gpu(utilization=100, gpm={}, processes=[os.getpid(), neighbour]))
+        report = fit(gpu, tmp_path, module(gpu, MANY_KERNELS), steps=LONG)
         (note,) = [each for each in report.notes if each.startswith("NVML has the GPU idle")]
-        assert f"another process computes on it, which NVML counts: sleep (pid {neighbour.pid})" in note
+        assert f"another process computes on it, which NVML counts: {name} (pid {neighbour})" in note
         assert report.idle_shares["nvml"] == 0.0
         assert report.idle_shares["records"] == pytest.approx(24 / 33, abs=0.03)
         assert report.findings[0].confidence == "medium"
+
+    def test_processes_that_this_one_has_started_are_no_neighbours(
+        self, gpu: SimulatedGpu, nvml: Simulator, tmp_path: Path
+    ) -> None:
+        with subprocess.Popen(["sleep", "100"]) as worker:
+            try:
+                nvml.machine(Gpu(utilization=100, gpm={}, processes=[os.getpid(), worker.pid]))
+                report = fit(gpu, tmp_path, module(gpu, MANY_KERNELS), steps=LONG, profile="off")
+            finally:
+                worker.kill()
+        assert (report.verdict, report.findings) == ("compute_bound", [])
 
 
 class TestTheEnd:

@@ -34,7 +34,7 @@ def looks_of_a_run(length: int | None, asked: list[int], steps: list[int], profi
 @pytest.mark.parametrize(
     ("length", "expected"),
     [
-        (100, [1, 48, 71, 83, 89, 92, 93, 94, 95, 96, 97, 98, 99, 100]),
+        (100, [1, 48, 72, 84, 90, 93, 94, 95, 96, 97, 98, 99, 100]),
         (None, [1, 9, 17, 25, 33, 41, 49, 57, 65, 73, 81, 89, 97]),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,41 @@ def test_a_run_of_seconds_is_left_alone(tmp_path: Path, profile: Profile) -> Non
     report = fit(tmp_path, profile)
     assert (report.kernels, report.kernel_kinds) == ([], {})
     assert not any("What the steps compute" in note for note in report.notes)
+
+
+def test_what_it_cost_is_told(tmp_path: Path) -> None:
+    report = fit(tmp_path, "on")
+    (note,) = [each for each in report.notes if "torch.profiler" in each]
+    assert re.fullmatch(r"torch.profiler recorded a step's operators, which took \d+\.\d\d s\.", note)
+
+
+def test_a_step_of_too_many_operations_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_profiling, "_MAX_NODES", 5)
+    report = fit(tmp_path, "on")
+    assert report.kernels == []
+    assert (
+        "The step's operators could not be recorded with torch.profiler: a step has more than 5 operations."
+        in report.notes
+    )
+
+
+@pytest.mark.parametrize(("profile", "name"), [("on", "_LONG_STEP_S"), ("auto", "_LONGEST_S")])
+def test_nor_a_step_that_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: Profile, name: str
+) -> None:
+    monkeypatch.setattr(operator_profiling, "_LEAST_S", 0.0)
+    monkeypatch.setattr(operator_profiling, name, 0.0)
+    report = fit(tmp_path, profile)
+    assert report.kernels == []
+    assert any("could not be recorded with torch.profiler: a step takes 0.0 s" in note for note in report.notes)
+
+
+def test_a_module_that_is_saved_meanwhile_is_whole(tmp_path: Path) -> None:
+    class Saves(Net):
+        def on_train_batch_end(self, *args: Any) -> None:
+            torch.save(self.layers, tmp_path / "layers.pt")
+
+    assert fit(tmp_path, "on", Saves()).kernels
 
 
 def test_a_longer_one_is_looked_at_in_its_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def before() -> StallReport:
         notes=["[nothing] could be read"],
         environment={"torch": "2.13.0"},
         kernels=[
-            KernelShare("void at::native::vectorized<4, <script>>", "elementwise", 0.6, 12.0, "net.0"),
+            KernelShare("void at::native::vectorized<4, <values>>", "elementwise", 0.6, 12.0, "net.0"),
             KernelShare("ampere_sgemm_128x64_tn", "matmul", 0.3, 2.0),
         ],
         kernel_kinds={"elementwise": 0.6, "matmul": 0.3, "copy": 0.1, "other": 0.0},

@@ -174,8 +174,13 @@ class TestInsideTheSteps:
     def test_copies_that_the_step_makes_are_apart_too(self) -> None:
         look = StepLook(3, busy_s=0.04, launch_idle_s=0.01, sync_idle_s=0.0, copy_idle_s=0.05, calls=40)
         waterfall = of(replace(IDLE, compute_bound_s=1.0), look=look)  # however far ahead the host is
-        assert (waterfall.copies_s, waterfall.launch_s) == pytest.approx((4.75, 0.5))
-        assert waterfall.step_waits_s == pytest.approx(4.75 + 0.5 + 0.5)
+        assert (waterfall.copies_s, waterfall.launch_s) == pytest.approx((5.0, 0.5))
+        assert waterfall.step_waits_s == pytest.approx(5.0 + 0.5 + 0.5)
+
+    @pytest.mark.parametrize("launch_idle_s", [0.0, 0.05, 0.2])
+    def test_copies_are_what_they_are_however_much_the_look_slows_the_host(self, launch_idle_s: float) -> None:
+        look = StepLook(3, busy_s=0.055, launch_idle_s=launch_idle_s, sync_idle_s=0.0, copy_idle_s=0.04, calls=40)
+        assert of(IDLE, look=look).copies_s == pytest.approx(4.0)
 
     def test_hooks_that_wait_are_given_what_they_were_seen_to_cost(self) -> None:
         idle = {"Metric.on_train_batch_end": 0.8, "data_wait": 0.5}

@@ -181,3 +181,20 @@ def test_what_a_step_has_issued_is_in_its_table() -> None:
     assert look.kernels.dearest[0] == KernelShare("ampere_sgemm_128x64_tn", "matmul", pytest.approx(0.4), 1.0, "net.0")
     assert look.kernels.unassigned == pytest.approx(0.4)  # the copy, and the optimizer
     assert look.kernels.optimizer_per_step == 1.0
+
+
+def test_other_threads_of_the_program_hold_up_no_step() -> None:
+    # 10 kernels of 1 ms, every 4 ms; another thread copies all the time, and waits for its copies
+    records: list[Record] = []
+    for index in range(10):
+        records += issued("kernel", index * 0.004, index * 0.004 + 0.001, 1 + index, index * 0.004 - 1e-5)
+    alone = look_of(records, [ActivitySpan(0.0, 0.037, -1e-5, 0.036)])
+    for index in range(10):
+        copy, call = issued("copy", index * 0.004 + 0.001, index * 0.004 + 0.0035, 50 + index, index * 0.004, TO_DEVICE)
+        waits = record("call", index * 0.004, index * 0.004 + 0.0035, name="cudaStreamSynchronize")
+        records += [copy, replace(call, thread=7), replace(waits, thread=7)]
+    beside = look_of(records, [ActivitySpan(0.0, 0.037, -1e-5, 0.036)])
+    assert alone is not None
+    assert beside is not None
+    assert (beside.launch_idle_s, beside.sync_idle_s, beside.copy_idle_s) == pytest.approx((0.027, 0.0, 0.0))
+    assert replace(beside, kernels=None) == replace(alone, kernels=None)

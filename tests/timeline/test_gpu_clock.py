@@ -415,3 +415,15 @@ def test_work_that_a_rare_hook_queues_is_its_own_however_short_it_is(rig: Rig) -
         rig.does("[Callback]Ema.on_train_epoch_end", lambda: rig.kernel(100))
     queued = rig.finish().queued
     assert queued["Ema.on_train_epoch_end"] == pytest.approx(0.4, rel=0.01)
+
+
+def test_a_hook_that_waits_a_thousand_times_does_not_fill_the_memory(rig: Rig) -> None:
+    def reads() -> None:
+        for _ in range(1000):
+            rig.clock.host_waits()
+
+    rig.step(compute=10, issue=1, hook=reads)
+    assert rig.clock.unread < 40
+    rig.step(compute=10, issue=1, hook=reads)
+    rig.finish()
+    assert rig.events_made < 80

@@ -43,6 +43,14 @@ from lightning_gpuopt.timeline.kernel_kinds import is_a_transpose, kind_of_kerne
         ("Memset (Device)", "copy"),
         ("Memcpy DtoD (Device -> Device)", "copy"),
         ("void cudnn::engines_precompiled::nchwToNhwcKernel<float, float, float, false>(...)", "copy"),
+        ("triton_poi_fused_convolution_relu_1", "elementwise"),
+        ("triton_tem_fused_mm_0", "matmul_tensor_core"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>(...)", "matmul_tensor_core"),
+        (
+            "void at::native::reduce_kernel<512, 1, ReduceOp<float, at::native::NormTwoOps<float>>>",
+            "reduction",
+        ),
+        ("void at::native::distribution_elementwise_grid_stride_kernel<float, 4, normal_and_transform>", "elementwise"),
         ("my_own_thing", "other"),
     ],
 )
@@ -62,6 +70,8 @@ def test_kernels(name: str, kind: str) -> None:
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
         ("aten::native_batch_norm", "normalization"),
         ("aten::add_", "elementwise"),
+        ("aten::normal_", "elementwise"),
+        ("aten::linalg_vector_norm", "reduction"),
         ("aten::relu", "elementwise"),
         ("aten::clamp_min", "elementwise"),
         ("aten::max", "reduction"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as of_all_modules
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpuopt.timeline.module_calls import ModuleCalls
@@ -58,8 +61,10 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Rig:
-    return Rig()
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.calls.end()
 
 
 def test_forward_and_backward_are_of_the_innermost_module(rig: Rig) -> None:
@@ -106,23 +111,55 @@ def test_an_exception_in_a_module_leaves_none_open(rig: Rig) -> None:
     calls.begin()
     with pytest.raises(ZeroDivisionError):
         model(torch.ones(1))
+    calls.end()
     assert calls.at(rig.now()) == ""
 
 
-def test_nothing_is_left_on_the_modules(rig: Rig) -> None:
+def test_nothing_is_kept_on_a_module(rig: Rig) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    calls = ModuleCalls(model, rig.now)
+    calls.begin()
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in each.modules())
+    calls.end()
+    calls.end()
+    assert not of_all_modules._global_forward_hooks
+    assert not of_all_modules._global_forward_pre_hooks
     rig.calls.begin()
-    assert all(each._forward_hooks and each._forward_pre_hooks for each in rig.model.children())
     rig.calls.end()
-    rig.calls.end()
-    assert not any(each._forward_hooks or each._forward_pre_hooks for each in rig.model.modules())
     rig.model(torch.ones(1)).sum().backward()
     assert rig.modules[-1] == ("backward first", "")
 
 
-def test_a_scripted_module_counts_for_what_it_is_in(rig: Rig) -> None:
-    model = nn.Sequential(nn.Sequential(torch.jit.script(nn.ReLU()), nn.Linear(1, 1)))
-    calls = ModuleCalls(model, rig.now)
+def test_after_the_look_a_graph_that_was_kept_notes_nothing(rig: Rig) -> None:
+    rig.calls.begin()
+    loss = rig.model(torch.ones(1)).sum()
+    rig.calls.end()
+    notes = len(rig.calls._notes)
+    loss.backward()
+    assert len(rig.calls._notes) == notes
+
+
+def test_an_output_without_a_node_that_may_be_asked_for_is_nobodys(rig: Rig) -> None:
+    class Splits(nn.Module):
+        def forward(self, values: torch.Tensor) -> Any:
+            first, second = values.split(1)
+            values.mul_(2)
+            return first, second
+
+    rig.model = nn.Sequential(Splits())
+    calls = ModuleCalls(rig.model, rig.now)
     calls.begin()
-    model(torch.ones(1)).sum().backward()
+    rig.model(torch.ones(2, requires_grad=True) * 1)
+    endless: list[Any] = []
+    endless.append(endless)
+    calls._left(rig.model[0], None, endless)
     calls.end()
-    assert "0" in calls._names
+
+
+def test_what_follows_a_recomputed_module_in_backward_is_of_the_module_around_it(rig: Rig) -> None:
+    rig.calls.begin()
+    rig.calls._note("outer")  # as the prehook of its node does
+    rig.model[0](torch.ones(1))
+    assert rig.calls.at(rig.now()) == "outer"
+    rig.calls.end()

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import lightning
 import pytest
@@ -271,20 +272,67 @@ def test_outside_of_a_step_reads_of_values_are_told_before_they_wait(
     assert told == ["wait"]
 
 
-def test_the_methods_of_tensors_are_as_they_were(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_torchs_functions_is_served_as_ever(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(syncs, "has_compiled", lambda: False)
+
+    class Answers(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return -1.0 if func is torch.Tensor.item else super().__torch_function__(func, types, args, kwargs or {})
+
     before = dict(vars(torch.Tensor))
     look = SyncLook(1, lambda: True, mode.get, mode.set)
     look.begin()
-    assert vars(torch.Tensor)["item"] is not before.get("item")
-    look.end()
+    assert torch.ones(()).as_subclass(Answers).item() == -1.0
+    assert torch.nn.LazyLinear(2).cpu() is not None
     assert dict(vars(torch.Tensor)) == before
+    look.end()
+
+
+def test_what_is_kept_of_a_look_is_silent_after_it(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(syncs, "has_compiled", lambda: False)
+    told: list[str] = []
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    look = SyncLook(1, lambda: False, mode.get, mode.set, lambda: told.append("wait"))
+    look.begin()
+    kept = torch.cuda.synchronize
+    kept()
+    look.end()
+    kept()
+    assert (told, calls) == (["wait"], ["synchronize", "synchronize"])
+
+
+def test_an_event_that_cuda_refuses_does_not_come_out_of_the_users_call(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(syncs, "has_compiled", lambda: False)
+
+    def refuses() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    look = SyncLook(1, lambda: False, mode.get, mode.set, refuses)
+    look.begin()
+    assert torch.ones(()).as_subclass(OnCuda).item() == 1.0
+    look.end()
+
+
+def test_a_process_that_is_forked_meanwhile_shows_its_warnings(mode: Mode) -> None:
+    with warnings.catch_warnings():
+        shown: list[str] = []
+        warnings.showwarning = lambda message, *more: shown.append(str(message))
+        look = SyncLook(1, lambda: True, mode.get, mode.set)
+        look.begin()
+        look._process += 1  # as seen from a child
+        warnings.warn("of the child", UserWarning, stacklevel=1)
+        assert shown == ["of the child"]
+        look.end()
 
 
 def test_nothing_is_replaced_once_anything_was_compiled(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(syncs, "has_compiled", lambda: True)
-    before = dict(vars(torch.Tensor)), torch.cuda.synchronize
+    before = torch.cuda.synchronize, torch.cuda.Stream.synchronize
     look = SyncLook(1, lambda: True, mode.get, mode.set)
     look.begin()
-    assert (dict(vars(torch.Tensor)), torch.cuda.synchronize) == before
+    assert (torch.cuda.synchronize, torch.cuda.Stream.synchronize) == before
     look.end()

@@ -128,7 +128,7 @@ def _headline(report: RunRecord) -> str:
 
 
 def _print_finding(console: Console, count: int, finding: Finding) -> None:
-    sure = "" if finding.confidence == "high" else f" ({finding.confidence} confidence)"
+    sure = "" if finding.confidence in (None, "high") else f" ({finding.confidence} confidence)"
     console.print(Text(f"{count}. {finding.cause}: {wording.percent(finding.share)} of the time{sure}"))
     facts = ", ".join(f"{what} {value}" for what, value in wording.deciding_evidence(finding))
     where = finding.evidence.get("where")

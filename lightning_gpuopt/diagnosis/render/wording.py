@@ -220,7 +220,7 @@ def standstill_line(report: RunRecord) -> str | None:
     for each in report.findings:
         seconds = each.share * report.wall_s * waiting[cause_of(each.cause).waiting]
         by_name[finding_name(each)] = by_name.get(finding_name(each), 0.0) + seconds
-    whole_s = sum(by_name.values())
+    whole_s = min(sum(by_name.values()), report.wall_s * gpus)  # a GPU that waits for two things waits once
     if whole_s < _LEAST_STANDSTILL_S:
         return None
     unit_s, unit = (3600, "GPU-hours") if whole_s >= 3600 else (60, "GPU-minutes")
@@ -260,7 +260,8 @@ def kernel_kinds_line(report: RunRecord) -> str | None:
         return None
     summary = report.kernel_summary
     what = "Kernels" if "short_per_step" in summary else "Operators"
-    line = f"{what} of a step, {number(summary['ms_per_step'])} ms: {', '.join(parts)}."
+    took = f", {number(summary['ms_per_step'])} ms" if "ms_per_step" in summary else ""
+    line = f"{what} of a step{took}: {', '.join(parts)}."
     if summary.get("short_per_step"):
         line += f" {number(summary['short_per_step'])} are under 10 µs ({percent(summary['short_share'])} of the time)."
     if summary.get("unassigned_share"):

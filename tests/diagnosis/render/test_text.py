@@ -63,7 +63,7 @@ def test_the_report() -> None:
         "",
         " dearest                                  kind          share   a step   module",
         " ─",
-        " void at::native::vectorized<4, <scrip…   elementwise    60 %       12   net.0",
+        " void at::native::vectorized<4, <value…   elementwise    60 %       12   net.0",
         " ampere_sgemm_128x64_tn                   matmul         30 %        2",
         "",
         "main_process_loading: num_workers=2: predicted 1.20x (1.10x to 1.30x), measured",
