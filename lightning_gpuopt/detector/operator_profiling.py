@@ -22,7 +22,7 @@ _MAX_NODES: Final = 2000
 """Nodes of a loss's graph from which on a step is not recorded: torch keeps about 10 KiB for each operator, and takes
 0.1 ms; a ResNet-50 has 500 nodes, a Transformer of 12 layers 1,500."""
 
-_LONGEST_S: Final = 1.0
+_LONGEST_S: Final = 0.25
 _LONG_STEP_S: Final = 30.0
 """Mean seconds of a step beyond which it is not recorded, with ``profile="auto"`` and with ``"on"``: operators that are
 in no graph are not counted before."""
@@ -117,14 +117,14 @@ class OperatorProfiling:
             if self._look is not None:
                 if self._look.step_done():
                     self._read()
-                    self.notes.append(f"torch.profiler recorded a step's operators, which took {self._spent_s:.2f} s.")
             elif self._due(steps) and not self._is_taken():
                 self._begin(steps)
         except CannotLookError as error:
             self.notes.append(f"The step's operators could not be recorded with torch.profiler: {error}.")
             self.finish()
-        finally:
-            self._spent_s += self._clock() - begin_s
+        self._spent_s += self._clock() - begin_s
+        if self.kernels is not None:
+            self.notes.append(f"torch.profiler recorded a step's operators, which took {self._spent_s:.2f} s.")
 
     def finish(self) -> None:
         """End with the run; what is not recorded by then is dropped."""

@@ -14,7 +14,7 @@ import logging
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -188,7 +188,8 @@ class ProfilerLook:
             mib = path.stat().st_size / 2**20
             if mib > _MAX_MIB:
                 raise CannotLookError(f"the record of these steps has {mib:.0f} MiB, too much to read")
-            trace: dict[str, Any] = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
+            with _no_collection():
+                trace: dict[str, Any] = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
         return trace, self._shift_s
 
     def _drop(self) -> Any:
@@ -246,6 +247,18 @@ def _subclasses_of(kind: Any) -> list[type]:
         return []
     direct: list[type] = kind.__subclasses__()
     return [*direct, *(each for one in direct for each in _subclasses_of(one))]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's garbage collector, which looks through all that is read, again and again, and frees nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _shift_s() -> float:
