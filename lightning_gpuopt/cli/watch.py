@@ -26,9 +26,9 @@ TAKES_COMMAND: Final = True
 DEFAULT_FOLDER: Final = "./gpuopt"
 
 NOT_PREVENTED: Final = (
-    "lightning-gpuopt watch --ceiling: the script ends inside its first fit that is long enough, with exit code 0. "
-    "Loggers and checkpoint callbacks are taken out of its Trainers. Not prevented: what the script saves in its own "
-    "hooks or before fit, and loggers that it has started itself before."
+    "lightning-gpuopt watch --ceiling: the script ends inside its first fit that is long enough, with exit code 0, or "
+    "1 where nothing could be measured. Loggers and checkpoint callbacks are taken out of its Trainers. Not prevented: "
+    "what the script saves in its own hooks or before fit, and loggers that it has started itself before."
 )
 """Said before the command is run."""
 

@@ -318,6 +318,17 @@ def batches_left(trainer: Trainer) -> int | None:
     return max(min(left), 0) if left else None
 
 
+def more_than_a_step_follows(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether the epoch ends, or a validation may come, after this batch; False also where that cannot be foreseen.
+
+    Called in ``on_train_batch_end``. Reads ``_TrainingEpochLoop.batch_progress.is_last_batch`` (Lightning 2.5.0 to
+    2.6.6).
+    """
+    every = trainer.val_check_batch
+    validates = every not in (None, float("inf")) and every > 0 and (batch_idx + 1) % every == 0
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or validates)
+
+
 def why_batches_move_otherwise(trainer: Trainer, pl_module: LightningModule) -> str | None:
     """Why batches do not come to the device in Lightning's plain way; None where they do."""
     for owner in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]

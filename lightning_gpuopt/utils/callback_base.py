@@ -17,6 +17,8 @@ _BOUND_TO_THE_MODEL: Final = ("log", "log_dict")
 class CallbackBase(Callback):
     """A callback that only watches or tunes: copied at rest, and disabled by :class:`Guard` where it fails."""
 
+    _after_failure = "training goes on"
+
     def _refuse_second(self, trainer: Trainer, kind: type[Callback], plural: str, why: str = "") -> None:
         """Refuse a Trainer that has another callback of this kind; called in ``setup``."""
         if any(isinstance(each, kind) and each is not self for each in trainer.callbacks):  # type: ignore[attr-defined]
@@ -67,6 +69,6 @@ class Guard:
         say_once(
             self._trainer,
             f"{name}-failed",
-            f"{name} disables itself, training goes on: {type(error).__name__}: {error}",
+            f"{name} disables itself, {self._callback._after_failure}: {type(error).__name__}: {error}",
         )
         return True

@@ -1,56 +1,88 @@
-"""A decision of all ranks, through the key-value store of ``torch.distributed``, without a collective.
+"""What all ranks decide together, through the key-value store of ``torch.distributed``, without a collective.
 
 A rank that does not take part, as one that runs without us, so makes nobody wait for ever.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any, Final
 
 from lightning_gpuopt.utils.rank_channel import open_store
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 60.0
+PATIENCE_S: Final = 30.0
 """How long rank 0 waits for the others; those wait twice as long for its word."""
 
+_LAST_S: Final = 2.0
+"""So long rank 0 may take to end, once it has said so."""
 
-def all_say(vote: str, name: str, rank: int, world_size: int, patience_s: float = PATIENCE_S) -> bool:
-    """Whether every rank says the same; called by each at about the same time, and the answer is the same on each.
+
+def all_said(mine: str, name: str, rank: int, world_size: int, patience_s: float = PATIENCE_S) -> list[str] | None:
+    """What each rank says, by rank; called by each at about the same time, and the answer is the same on each.
 
     Args:
-        vote: what this rank says.
+        mine: what this rank says.
         name: keeps two decisions apart; the same on every rank.
         rank: this process's global rank.
         world_size: number of ranks.
-        patience_s: seconds; a rank that has said nothing by then says something else.
+        patience_s: seconds; nothing is decided with a rank that has said nothing by then.
 
     Returns:
-        False also where the ranks have no store, as with MPI.
+        None where a rank was silent, or the ranks have no store, as with MPI.
     """
     if world_size == 1:
-        return True
+        return [mine]
     store = open_store(name)
     if store is None:
-        return False
+        return None
     try:
         if rank:
-            store.set(str(rank), vote)
-            store.wait(["agreed"], timedelta(seconds=2 * patience_s))
+            store.set(str(rank), mine)
+            store.wait(["all"], timedelta(seconds=2 * patience_s))
         else:
             others = [str(each) for each in range(1, world_size)]
-            agreed = _wait_for(store, others, patience_s) and all(store.get(each) == vote.encode() for each in others)
-            store.set("agreed", "yes" if agreed else "no")
-        return bool(store.get("agreed") == b"yes")
+            heard = _wait_for(store, others, patience_s)
+            said = [mine, *(store.get(each).decode() for each in others)] if heard else None
+            store.set("all", json.dumps(said))
+        answer: list[str] | None = json.loads(store.get("all"))
+        return answer
     except Exception:  # rank 0 says nothing, or the process that hosts the store has gone
-        log.debug("no decision of all ranks", exc_info=True)
-        return False
+        log.debug("no word of all ranks", exc_info=True)
+        return None
 
 
-def _wait_for(store: object, keys: list[str], patience_s: float) -> bool:
+def leave_together(name: str, rank: int, world_size: int, patience_s: float = PATIENCE_S) -> None:
+    """Wait until every rank is about to end its process; rank 0 returns first, and the others when it has ended.
+
+    Lightning's launcher runs in rank 0: it kills all processes where another one ends with an error before.
+
+    Args:
+        name: keeps two decisions apart; the same on every rank.
+        rank: this process's global rank.
+        world_size: number of ranks.
+        patience_s: seconds that rank 0 waits for the others; those wait twice as long.
+    """
+    store = open_store(name) if world_size > 1 else None
+    if store is None:
+        return
+    with suppress(Exception):  # the store has gone, with rank 0
+        if rank:
+            store.set(str(rank), "")
+            if _wait_for(store, ["ends"], 2 * patience_s):
+                _wait_for(store, ["has ended"], _LAST_S)
+        else:
+            _wait_for(store, [str(each) for each in range(1, world_size)], patience_s)
+            store.set("ends", "")
+
+
+def _wait_for(store: Any, keys: list[str], patience_s: float) -> bool:
     try:
-        store.wait(keys, timedelta(seconds=patience_s))  # type: ignore[attr-defined]
+        store.wait(keys, timedelta(seconds=patience_s))
     except Exception:
         return False
     return True

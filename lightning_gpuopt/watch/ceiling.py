@@ -74,17 +74,24 @@ class Meter:
 
     Attributes:
         steps: those that count.
+        counts: whether the step under way is to count.
     """
 
     def __init__(self) -> None:
         self.steps = 0
+        self.counts = True
         self._seconds = 0.0
         self._last_s: float | None = None
-        self._counts = True
 
-    def leave_out(self) -> None:
-        """Something else than training comes before the next step ends: that step does not count."""
-        self._counts = False
+    def leave_out(self, drain_s: float = 0.0) -> None:
+        """Something else than training comes before the next step ends: that step does not count.
+
+        Args:
+            drain_s: seconds that the device has still needed for the steps before.
+        """
+        if self._last_s is not None and self.counts:
+            self._seconds += drain_s
+        self.counts = False
 
     def step_ends(self, now_s: float) -> None:
         """A step has ended, or what came before the first one.
@@ -92,10 +99,10 @@ class Meter:
         Args:
             now_s: the clock, in seconds.
         """
-        if self._last_s is not None and self._counts:
+        if self._last_s is not None and self.counts:
             self.steps += 1
             self._seconds += now_s - self._last_s
-        self._last_s, self._counts = now_s, True
+        self._last_s, self.counts = now_s, True
 
     @property
     def steps_per_s(self) -> float | None:

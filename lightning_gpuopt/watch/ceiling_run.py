@@ -16,10 +16,11 @@ import torch
 from typing_extensions import override
 
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
-from lightning_gpuopt.compat.dry_run import close_progress_bar, waits_for_results
+from lightning_gpuopt.compat.dry_run import close_progress_bar
 from lightning_gpuopt.compat.lightning import STEP_OUTPUT, Callback, LightningModule, Trainer, train_loaders
 from lightning_gpuopt.compat.lightning_loops import (
     batches_left,
+    more_than_a_step_follows,
     own_transfer,
     replay,
     reset_loaders,
@@ -27,12 +28,15 @@ from lightning_gpuopt.compat.lightning_loops import (
     why_batches_move_otherwise,
 )
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
-from lightning_gpuopt.utils.rank_vote import all_say
+from lightning_gpuopt.utils.rank_vote import PATIENCE_S, all_said, leave_together
 from lightning_gpuopt.watch.ceiling import Ceiling, Meter, Plan, Prediction, plan_of
 from lightning_gpuopt.watch.replay import Kept, Recorder, Replay
 
 _JOIN_S = 5.0
 """So long a child process may take to end."""
+
+_ALONE_S = 2.0
+"""So long ranks wait for each other before they end, where one of them was silent before."""
 
 
 class HookClock(Callback):
@@ -72,6 +76,8 @@ class CeilingRun(CallbackBase):
         why_not: why nothing was measured, so far.
     """
 
+    _after_failure = "the run ends"
+
     def __init__(
         self,
         detector: StallDetector,
@@ -95,7 +101,9 @@ class CeilingRun(CallbackBase):
         self._replay: Replay | None = None
         self._plan: Plan | None = None
         self._steps = 0
-        self._is_off = self._is_done = False
+        self._is_off = self._is_done = self._gave_up = False
+        self._patience_s = PATIENCE_S
+        self._failure = ""
         self.why_not = "no training step was done"
 
     @override
@@ -103,95 +111,150 @@ class CeilingRun(CallbackBase):
         """Look whether this run can be measured."""
         with Guard(self, trainer):
             if trainer.fast_dev_run:  # type: ignore[attr-defined]
-                self._give_up("the run is too short, with fast_dev_run")
-            elif waits_for_results(trainer):
-                self._give_up("another process waits for what fit() returns; use strategy='ddp', or one device")
+                self._stand_aside("the run is too short, with fast_dev_run")
             else:
                 self._detector.add_listener(self._prediction)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The set-up of an epoch is no part of a step."""
-        self._loader.leave_out()
+        self._leave_out(trainer)
         if self._replay is not None:  # Lightning itself ends none then
-            self._give_up("the script has ended an epoch early")
+            self._give_up(
+                f"expected one epoch without end of batches from memory, and the script has ended it at step "
+                f"{self._steps}; for this run take out what ends epochs early"
+            )
+            self._quit(trainer, pl_module)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Nor is a validation."""
-        self._loader.leave_out()
+        self._leave_out(trainer)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        """Count the step; after the last one the process ends."""
+        """Count the step; after the last one, or where nothing can be measured, the process ends."""
         if self._is_off:
             return
+        self._steps += 1
         with Guard(self, trainer):
-            self._steps += 1
-            if self._before is not None:
-                self._own_s += self._clock() - self._before.began_s
-            if self._replay is None:
-                self._with_loader(trainer, pl_module)
-            else:
-                self._from_memory(trainer)
-        if self._replay is not None and (self._is_off or self._is_done):
+            if not self._failure:
+                self._measure(trainer, batch_idx)
+        is_well = False
+        with Guard(self, trainer):
+            self._meet(trainer, pl_module)
+            is_well = True
+        if self._is_done or self._gave_up or not is_well:
             self._quit(trainer, pl_module)
 
     @override
     def _leave(self) -> None:
-        self._give_up("the measurement failed")
+        error = sys.exc_info()[1]
+        self.why_not = self._failure = (
+            f"expected to measure each step, and that failed: {type(error).__name__}: {error}; run watch without "
+            "--ceiling, which needs less of Lightning"
+        )
 
     @override
     def _at_rest(self) -> dict[str, Any]:
         return {"_kept": Kept(), "_replay": None}
 
-    def _give_up(self, why: str) -> None:
+    def _stand_aside(self, why: str) -> None:
+        """The run is so short that it goes on to its own end."""
         self.why_not, self._is_off = why, True
         self._detector.remove_listener(self._prediction)
 
-    def _with_loader(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._plan is None:
-            left = batches_left(trainer)
-            steps = None if left is None else left + 1
-            self._plan = plan_of(steps, _queued(trainer), trainer.accumulate_grad_batches)
-            if self._plan is None:
-                self._give_up(f"the run is too short: {steps} steps")
-                return
-        plan, step = self._plan, self._steps
-        self.why_not = f"the run ended after {step} steps, and the measurement takes {plan.steps}"
-        if not self._kept.is_full:
-            take_through(trainer, Recorder, lambda iterator: Recorder(iterator, self._kept))
-        if step >= plan.warm_up:
-            self._loader.step_ends(self._now(trainer, exactly=step in (plan.warm_up, plan.switch_at)))
-        if step == plan.switch_at:
-            self._switch(trainer, pl_module, plan)
+    def _give_up(self, why: str) -> None:
+        """The process ends: without loggers and checkpoints, nobody is to train on."""
+        self.why_not, self._gave_up = why, True
 
-    def _switch(self, trainer: Trainer, pl_module: LightningModule, plan: Plan) -> None:
-        """Take batches from memory from now on, on all ranks or on none."""
-        can = bool(self._kept.items) and self._loader.steps_per_s is not None
-        if not all_say(f"{plan} {can}", "watch-ceiling", trainer.global_rank, trainer.world_size):
-            self._give_up("not every rank took part: each has to run under this command")
-        elif not can:
-            self._give_up("no two steps of an epoch follow each other")
+    def _measure(self, trainer: Trainer, batch_idx: int) -> None:
+        if self._before is not None:
+            self._own_s += self._clock() - self._before.began_s
+        if not self._kept.is_full and self._replay is None:
+            take_through(trainer, Recorder, lambda iterator: Recorder(iterator, self._kept))
+        plan, step = self._plan, self._steps
+        if plan is None:
+            return
+        self.why_not = f"the run ended after {step} steps, and the measurement takes {plan.steps}"
+        if plan.warm_up <= step <= plan.switch_at:
+            exactly = step in (plan.warm_up, plan.switch_at) or not self._loader.counts
+            exactly = exactly or more_than_a_step_follows(trainer, batch_idx)
+            self._loader.step_ends(self._now(trainer, exactly=exactly))
+        elif step >= plan.free_from:
+            self._free.step_ends(self._now(trainer, exactly=step in (plan.free_from, plan.steps)))
+
+    def _meet(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Decide with all ranks: at the first step, before batches come from memory, and at the end.
+
+        A rank whose measurement has failed goes on until then: one that ends alone leaves the others in a collective.
+        """
+        plan, step = self._plan, self._steps
+        if self._failure and trainer.world_size == 1:
+            self._give_up(self._failure)
+        elif plan is None:
+            self._make_plan(trainer)
+        elif step == plan.switch_at:
+            self._switch(trainer, pl_module)
+        elif step == plan.steps:
+            self._conclude(trainer)
+
+    def _make_plan(self, trainer: Trainer) -> None:
+        """One plan for all ranks, by the shortest run among theirs."""
+        self._now(trainer, exactly=True)  # all ranks are done with the step: none waits long for another
+        left = batches_left(trainer)
+        mine = (None if left is None else left + 1, _queued(trainer), trainer.accumulate_grad_batches)
+        said = all_said(json.dumps(mine), "watch-ceiling-plan", trainer.global_rank, trainer.world_size)
+        if said is None:
+            self._give_up(
+                f"expected all {trainer.world_size} ranks to agree at the first step on what to measure, and one "
+                f"said nothing for {PATIENCE_S:.0f} s, or they have no key-value store (MPI); run each rank under this "
+                "command"
+            )
+            self._patience_s = _ALONE_S
+            return
+        lengths, queued, rhythms = zip(*map(json.loads, said), strict=True)
+        steps = min((each for each in lengths if each is not None), default=None)
+        self._plan = plan_of(steps, max(queued), max(rhythms))
+        if self._plan is None:
+            self._stand_aside(f"the run is too short: {steps} steps")
         else:
-            self._detector.remove_listener(self._prediction)
-            self._switched()
+            self.why_not = f"the run ended after {self._steps} steps, and the measurement takes {self._plan.steps}"
+
+    def _is_agreed(self, trainer: Trainer, why_not: str, name: str) -> bool:
+        """Whether no rank has a reason against going on; else all give up."""
+        said = all_said(why_not, f"watch-ceiling-{name}", trainer.global_rank, trainer.world_size)
+        if said is None:
+            self._give_up(
+                f"expected a word of all {trainer.world_size} ranks after step {self._steps}, and one said nothing for "
+                f"{PATIENCE_S:.0f} s; look for what holds it up there, or has ended it"
+            )
+            self._patience_s = _ALONE_S
+        elif whys := [(rank, why) for rank, why in enumerate(said) if why]:
+            rank, why = whys[0]
+            self._give_up(f"rank {rank}: {why}" if trainer.world_size > 1 else why)
+        return not self._gave_up
+
+    def _switch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take batches from memory from now on, on all ranks or on none."""
+        self._detector.remove_listener(self._prediction)
+        self._switched()  # before ranks wait for each other: that is no part of the report
+        why = self._failure
+        if not why and not (self._kept.items and self._loader.steps_per_s is not None):
+            why = (
+                "expected steps of an epoch that follow each other, and there are none: each epoch has one batch, or a "
+                "validation comes after each; for this run give epochs more batches"
+            )
+        if self._is_agreed(trainer, why, "switch"):
             copies_all = bool(why_batches_move_otherwise(trainer, pl_module) or own_transfer(trainer, pl_module))
             self._replay = Replay(self._kept.items, trainer.strategy.root_device, copies_all=copies_all)
             replay(trainer, self._replay)
 
-    def _from_memory(self, trainer: Trainer) -> None:
-        plan, step = self._plan, self._steps
-        assert plan is not None
-        self.why_not = f"the run ended after {step} steps, and the measurement takes {plan.steps}"
-        if step < plan.free_from:
+    def _conclude(self, trainer: Trainer) -> None:
+        if not self._is_agreed(trainer, self._failure, "end"):
             return
-        self._free.step_ends(self._now(trainer, exactly=step in (plan.free_from, plan.steps)))
-        if step < plan.steps:
-            return
-        self._is_done = True
         loader, free = self._loader, self._free
         assert loader.steps_per_s is not None
         assert free.steps_per_s is not None
@@ -206,6 +269,16 @@ class CeilingRun(CallbackBase):
                     predicted=self._prediction.at_most,
                 )
             )
+        self._is_done = True
+
+    def _leave_out(self, trainer: Trainer) -> None:
+        """What comes now is no part of a step; what the device still does for the steps before is."""
+        device, drain_s = trainer.strategy.root_device, 0.0
+        if device.type == "cuda" and self._loader.counts and not self._is_off:
+            began_s = self._clock()
+            torch.cuda.synchronize(device)
+            drain_s = self._clock() - began_s
+        self._loader.leave_out(drain_s)
 
     def _now(self, trainer: Trainer, *, exactly: bool) -> float:
         """The clock; on a CPU without what the detector's hook and copies of batches have taken: no step needs them."""
@@ -217,22 +290,23 @@ class CeilingRun(CallbackBase):
         return self._clock() - self._own_s - (self._replay.copied_s if self._replay is not None else 0.0)
 
     def _quit(self, trainer: Trainer, pl_module: LightningModule) -> NoReturn:
-        """End this process, whatever fails on the way: with batches from memory the run has no end."""
+        """End this process, whatever fails on the way: nobody is to train on without checkpoints, or without an end."""
+        rank, world_size = trainer.global_rank, trainer.world_size
         ends: tuple[Callable[[], object], ...] = (
             lambda: close_progress_bar(trainer, pl_module),
             self._leave_nothing,
             lambda: reset_loaders(trainer),
             _end_children,
-            lambda: trainer.strategy.barrier("gpuopt-ceiling"),  # no rank leaves another in a collective
             sys.stdout.flush,
             sys.stderr.flush,
+            lambda: leave_together("watch-ceiling-exit", rank, world_size, self._patience_s),
         )
         try:
             for end in ends:
                 with suppress(Exception):
                     end()
         finally:
-            os._exit(0)
+            os._exit(0 if self._is_done else 1)
 
 
 def as_json(ceiling: Ceiling) -> str:

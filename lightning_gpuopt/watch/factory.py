@@ -6,15 +6,22 @@ import json
 import logging
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from typing_extensions import override
 
 from lightning_gpuopt.callbacks.auto_fix import WINDOW_SIZE, AutoFix
 from lightning_gpuopt.callbacks.gpu_util_monitor import GpuUtilMonitor
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
-from lightning_gpuopt.compat.dry_run import leave_no_traces, never_start_loggers, trainer_being_made
-from lightning_gpuopt.compat.lightning import Callback, LightningModule, Trainer, hide_from_log, hold_messages
+from lightning_gpuopt.compat.dry_run import leave_no_traces, never_start_loggers, trainer_being_made, waits_for_results
+from lightning_gpuopt.compat.lightning import (
+    Callback,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    hide_from_log,
+    hold_messages,
+)
 from lightning_gpuopt.diagnosis.report import StallReport, write_whole
 from lightning_gpuopt.utils.added_callbacks import AddedCallbacks
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
@@ -28,6 +35,11 @@ log = logging.getLogger(__name__)
 GPU_FILE: Final = "gpu.json"
 ENTRY_POINT: Final = "lightning_gpuopt_watch"
 
+_REFUSED: Final = (
+    "expected a strategy under which this process may end inside fit(), and another process waits for what it returns "
+    "(ddp_spawn); use strategy='ddp', or one device"
+)
+
 
 def watched_callbacks() -> list[Callback]:
     """What a watched process adds to a Trainer's callbacks; called in the Trainer's constructor.
@@ -39,7 +51,7 @@ def watched_callbacks() -> list[Callback]:
     watch = Watch.of_this_process()
     watch.note("trainer")
     hide_from_log(ENTRY_POINT)
-    if watch.ceiling and (trainer := trainer_being_made()) is not None:
+    if watch.ceiling and (trainer := trainer_being_made()) is not None and not waits_for_results(trainer):
         never_start_loggers(trainer)
     return [WatchedRun(watch)]
 
@@ -73,8 +85,22 @@ class WatchedRun(CallbackBase):
         self._parts.leave()  # of a fit that ended without a hook
         if stage != "fit" or self._is_second(trainer):
             return
-        with Guard(self, trainer):
+        if not self._watch.ceiling:
+            with Guard(self, trainer):
+                self._begin(trainer, pl_module)
+        elif waits_for_results(trainer):
+            self._refuse(trainer)
+        else:  # its failure ends the run: one without checkpoints is not to train on
             self._begin(trainer, pl_module)
+
+    def _refuse(self, trainer: Trainer) -> NoReturn:
+        """End ``fit`` on each rank, before anything is taken out or trained."""
+        with suppress(OSError):
+            if trainer.is_global_zero:
+                folder = self._watch.new_fit()
+                self._watch.note("end", folder=str(folder), no_ceiling=_REFUSED)
+                folder.rmdir()
+        raise MisconfigurationException(f"lightning-gpuopt watch --ceiling: {_REFUSED}.")
 
     def _is_second(self, trainer: Trainer) -> bool:
         """Whether the list of callbacks has served another Trainer, which has added one of these."""
@@ -176,6 +202,9 @@ class WatchedRun(CallbackBase):
 
     def _quit(self, pl_module: LightningModule) -> None:
         """The process ends in this ``fit``."""
+        if self._of_loader is None:
+            with suppress(Exception):  # what has failed may have been this
+                self._loader_measured()
         self._parts.teardown(pl_module, "fit")
         self._note_end()
 

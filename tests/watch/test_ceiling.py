@@ -16,8 +16,9 @@ from lightning_gpuopt.cli import main
 from lightning_gpuopt.cli.watch import NOT_PREVENTED
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.report import StallReport
-from lightning_gpuopt.watch import replay
+from lightning_gpuopt.watch import ceiling_run, replay
 from lightning_gpuopt.watch.ceiling import Ceiling, Meter, Plan, Prediction, plan_of
+from lightning_gpuopt.watch.ceiling_run import CeilingRun, as_json
 from lightning_gpuopt.watch.mailbox import Watch
 from lightning_gpuopt.watch.replay import Kept, Recorder, Replay, copied
 from lightning_gpuopt.watch.summary import Fit, _ceiling_lines
@@ -83,12 +84,26 @@ def test_the_first_batches_come_again_and_the_script_ends_inside_fit(tmp_path, k
     assert StallReport.from_json((run / "fit-1" / "report.json").read_text()).steps == 110
 
 
-def test_two_ranks_change_over_and_end_at_the_same_step(tmp_path):
-    code, lines, err = ceiling_of(tmp_path, "workers", devices=2, strategy="ddp")
+@pytest.mark.parametrize(
+    ("kind", "settings", "steps"),
+    few(
+        "other-numbers-of-batches",
+        {
+            "same-number-of-batches": ("workers", {}, 180),
+            "other-numbers-of-batches": (
+                "uneven",
+                {"limit_train_batches": None, "max_epochs": 1, "use_distributed_sampler": False},
+                150,  # what the shorter one has
+            ),
+        },
+    ),
+)
+def test_two_ranks_change_over_and_end_at_the_same_step(tmp_path, kind, settings, steps):
+    code, lines, err = ceiling_of(tmp_path, kind, devices=2, strategy="ddp", **settings)
     assert code == 0, err
     assert MEASURED.search(err)
     assert "Traceback" not in err
-    assert ["".join(lines).count(f"rank {rank} trains") for rank in (0, 1)] == [180, 180]
+    assert ["".join(lines).count(f"rank {rank} trains") for rank in (0, 1)] == [steps, steps]
     assert left_behind(tmp_path) == []
 
 
@@ -101,16 +116,12 @@ def test_two_ranks_change_over_and_end_at_the_same_step(tmp_path):
             "fast_dev_run": ("plain", {"fast_dev_run": 3}, 3, "the run is too short, with fast_dev_run"),
             "stops": ("stops-50", {}, 51, "the run ended after 51 steps, and the measurement takes 180"),
             "stops-later": ("stops-150", {}, 110, "the run ended after 151 steps, and the measurement takes 180"),
-            "one-batch-an-epoch": (
-                "plain",
-                {"limit_train_batches": 1, "max_epochs": 190},
-                190,
-                "no two steps of an epoch follow each other",
-            ),
         },
     ),
 )
-def test_a_run_that_cannot_be_measured_goes_on_to_its_own_end_and_that_is_said(tmp_path, kind, settings, steps, why):
+def test_a_run_that_ends_before_it_is_measured_goes_on_to_its_own_end_and_that_is_said(
+    tmp_path, kind, settings, steps, why
+):
     code, lines, err = ceiling_of(tmp_path, kind, **settings)
     assert code == 4, err
     assert lines[-1] == "after fit ['DummyLogger'] None"
@@ -118,6 +129,52 @@ def test_a_run_that_cannot_be_measured_goes_on_to_its_own_end_and_that_is_said(t
     assert left_behind(tmp_path) == ["after.pt"]
     [run] = (tmp_path / "gpuopt").iterdir()
     assert StallReport.from_json((run / "fit-1" / "report.json").read_text()).steps == steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "trained", "why"),
+    few(
+        "rank-1-fails",
+        {
+            "rank-1-fails": (
+                "fails-1",
+                {"devices": 2, "strategy": "ddp"},
+                [110, 110],
+                "rank 1: expected to measure each step, and that failed: TypeError: 'NoneType' object is not callable; "
+                "run watch without --ceiling, which needs less of Lightning",
+            ),
+            "fails": (
+                "fails-0",
+                {},
+                [11, 0],
+                "expected to measure each step, and that failed: TypeError: 'NoneType' object is not callable; run "
+                "watch without --ceiling, which needs less of Lightning",
+            ),
+            "one-batch-an-epoch": (
+                "plain",
+                {"limit_train_batches": 1, "max_epochs": 400},
+                [110, 0],
+                "expected steps of an epoch that follow each other, and there are none: each epoch has one batch, or a "
+                "validation comes after each; for this run give epochs more batches",
+            ),
+            "ddp-spawn": (
+                "plain",
+                {"devices": 2, "strategy": "ddp_spawn"},
+                [0, 0],
+                "expected a strategy under which this process may end inside fit(), and another process waits for what "
+                "it returns (ddp_spawn); use strategy='ddp', or one device",
+            ),
+        },
+    ),
+)
+def test_a_run_that_cannot_be_measured_ends_with_1_and_trains_no_further(tmp_path, kind, settings, trained, why):
+    code, lines, err = ceiling_of(tmp_path, kind, **settings)
+    assert code == 1, err
+    assert ["".join(lines).count(f"rank {rank} trains") for rank in (0, 1)] == trained
+    assert "\nThe command ended with exit code 1.\n" in err
+    assert err.endswith(f"\nNo ceiling was measured:\n  fit-1: {why}.\n")
+    kept_its_logger = settings.get("strategy") == "ddp_spawn"  # refused before anything was taken out
+    assert left_behind(tmp_path) == (["logs"] if kept_its_logger else [])
 
 
 def test_wrong_usage(tmp_path, monkeypatch, capsys):
@@ -160,6 +217,38 @@ def test_the_meter_leaves_out_steps_with_something_else_in_between():
     meter.step_ends(71.0)
     meter.step_ends(71.5)
     assert (meter.steps, meter.steps_per_s) == (3, 2.0)
+
+
+def test_what_the_gpu_still_does_for_the_steps_before_a_validation_is_their_time(monkeypatch):
+    clock, queued_s = [0.0], [0.0]
+
+    def synchronize(device):
+        clock[0] += queued_s[0]
+        queued_s[0] = 0.0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(ceiling_run, "more_than_a_step_follows", lambda *_: False)
+    run = CeilingRun(SimpleNamespace(), *[lambda *_: None] * 3, clock=lambda: clock[0])
+    run._plan, run._steps = Plan(1, 100, 10, 60), 1
+    run._kept = SimpleNamespace(is_full=True)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda")))
+    run._measure(trainer, 0)
+    for run._steps in (2, 3):  # the host takes 0.1 s for a step, the GPU 1 s
+        clock[0] += 0.1
+        queued_s[0] += 0.9
+        run._measure(trainer, 0)
+    run.on_validation_start(trainer, SimpleNamespace())
+    queued_s[0] = 50.0  # of the validation
+    run.on_train_epoch_start(trainer, SimpleNamespace())
+    assert queued_s == [50.0]
+    run._steps = 4
+    run._measure(trainer, 0)
+    assert queued_s == [0.0]  # no part of the next step
+    clock[0] += 1.0
+    run._steps = 5
+    run._measure(trainer, 0)
+    assert run._loader.steps == 3
+    assert run._loader.steps_per_s == pytest.approx(1.0)
 
 
 def test_the_prediction_is_that_of_all_windows():
@@ -245,9 +334,29 @@ class TestBatches:
         assert copied([stuck], lambda tensor: True)[0] is stuck
 
 
-def test_what_is_written_is_what_is_read(tmp_path):
-    from lightning_gpuopt.watch.ceiling_run import as_json
+def test_ranks_that_do_not_hear_of_each_other_say_where_they_stood(monkeypatch):
+    detector = SimpleNamespace(remove_listener=lambda listener: None)
+    run = CeilingRun(detector, *[lambda *_: None] * 3)
+    trainer = SimpleNamespace(
+        world_size=2, global_rank=1, accumulate_grad_batches=1, strategy=SimpleNamespace(root_device=CPU)
+    )
+    monkeypatch.setattr(ceiling_run, "all_said", lambda *_: None)
+    monkeypatch.setattr(ceiling_run, "batches_left", lambda _: 300)
+    monkeypatch.setattr(ceiling_run, "_queued", lambda _: 0)
+    run._meet(trainer, SimpleNamespace())
+    assert run.why_not == (
+        "expected all 2 ranks to agree at the first step on what to measure, and one said nothing for 30 s, or they "
+        "have no key-value store (MPI); run each rank under this command"
+    )
+    run._plan, run._steps = Plan(10, 100, 10, 60), 110
+    run._meet(trainer, SimpleNamespace())
+    assert run.why_not == (
+        "expected a word of all 2 ranks after step 110, and one said nothing for 30 s; look for what holds it up "
+        "there, or has ended it"
+    )
 
+
+def test_what_is_written_is_what_is_read(tmp_path):
     ceiling = Ceiling(5.2, 12.1, 100, 60, 5)
     assert "predicted" not in json.loads(as_json(ceiling))
     assert Ceiling(**json.loads(as_json(ceiling))) == ceiling

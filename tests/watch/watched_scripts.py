@@ -169,7 +169,7 @@ CEILING = (
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 
 class Stream(IterableDataset):
@@ -195,6 +195,8 @@ def loaders(kind):
     if kind == "combined":
         workers = dict(batch_size=2, num_workers=1, persistent_workers=True)
         return CombinedLoader({"a": DataLoader(Slow(), **workers), "b": DataLoader(Stream(), 2)}, "max_size_cycle")
+    if kind == "uneven":
+        return DataLoader(Subset(Slow(), range(150 if "LOCAL_RANK" in os.environ else 300)), 1)
     own = kind in ("plain", "stream") or kind.startswith("stops")
     return DataLoader(Stream() if kind == "stream" else Slow(), 2, num_workers=0 if own else 2)
 
@@ -205,6 +207,9 @@ if __name__ == "__main__":
     if kind == "prefetched":
         from lightning_gpuopt import CudaPrefetcher
         callbacks.append(CudaPrefetcher(enabled=True))
+    if kind == f"fails-{os.environ.get('LOCAL_RANK', 0)}":
+        from lightning_gpuopt.watch import ceiling_run
+        ceiling_run.more_than_a_step_follows = None
     own = trainer(
         callbacks=callbacks, enable_checkpointing=True, logger=CSVLogger("logs"),
         **{"max_epochs": 30, "max_steps": -1, "limit_train_batches": 25, **settings},
