@@ -51,7 +51,7 @@ def run(options: Namespace) -> int:
         UsageError: a folder cannot be used, or there is no GPU though one was asked for.
     """
     started = time.perf_counter()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler's own lines, which it reads when torch is imported
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # none of torch.profiler's own lines; read when torch is imported
     data.require_packages()
     data_dir, output_dir = Path(options.data_dir).resolve(), Path(options.output_dir).resolve()
     if options.accelerator == "gpu":
