@@ -188,13 +188,13 @@ class TestInsideTheStep:
         assert any("was not allowed to look" in note for note in report.notes) == (profile == "off")
 
     @pytest.mark.parametrize("profile", [in_matrix("auto"), "off"])
-    def test_where_nothing_is_suspected_nothing_is_unknown(
+    def test_where_nvml_suspects_nothing_nothing_is_unknown_and_a_look_that_costs_little_is_taken(
         self, gpu: SimulatedGpu, nvml: Simulator, tmp_path: Path, profile: Profile
     ) -> None:
         nvml.machine(Gpu(gpm={2: 97.0}, utilization=100))
         report = fit(gpu, tmp_path, module(gpu), Bar(gpu), steps=self.LONG, profile=profile)
         assert (report.verdict, report.findings) == ("compute_bound", [])
-        assert not any("torch.profiler" in note for note in report.notes)
+        assert any("torch.profiler looked" in note for note in report.notes) == (profile == "auto")
 
     def test_a_look_leaves_the_environment_alone(
         self, watched: SimulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
