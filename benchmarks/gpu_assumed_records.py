@@ -228,8 +228,9 @@ def debug_mode(device: Device, form: Form) -> Found:
         "one warning for .item()": len(of_item) == 1,
         "none for torch.cuda.synchronize()": len(after) == len(of_item),
     }
-    if of_item:  # before the wait, or after it: nothing depends on that
+    if of_item:
         measured["warned_after_ms"] = (of_item[0][1] - begun_s) * 1e3
+        checks["it warns before the wait begins"] = measured["warned_after_ms"] < waited_ms / 2
     measured["stamped_after_ms"] = begin.elapsed_time(before)
     checks["an event recorded before .item() is stamped when the stream drains"] = (
         abs(measured["stamped_after_ms"] - 50.0) <= 2.5

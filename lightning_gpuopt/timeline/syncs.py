@@ -4,8 +4,8 @@ CUDA builds of torch can warn at each such call (``torch.cuda.set_sync_debug_mod
 once, and then as it was; the warnings are counted and not shown. A call counts as the user's when it was made by the
 user's code inside the step, directly or through torch; what Lightning or torch do by themselves is counted apart.
 The mode does not know ``torch.cuda.synchronize()`` and its like: those are replaced for as long. torch's bindings may
-hand its warnings on only when a call returns (torch/csrc/Exceptions.h), and outside of a step it is the beginning of a
-wait that counts: a TorchFunctionMode sees reads of values before they are made.
+hand its warnings on only when a call returns (torch/csrc/Exceptions.h). Reads of values are not intercepted: under a
+TorchFunctionMode torch takes its attention modules off their fast path, and results differ.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from types import FrameType
 from typing import Any, Final
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from lightning_gpuopt.compat.dynamo import has_compiled
 from lightning_gpuopt.measurements.code_location import Call
@@ -48,26 +47,6 @@ _Warning = tuple[Warning | str, type[Warning], str, int]
 
 _SYNCHRONIZES: Final = ((lambda: torch.cuda, "synchronize"), (lambda: torch.cuda.Event, "synchronize"))
 """Functions that wait, of which the debug mode does not warn (c10/cuda/CUDAFunctions.cpp)."""
-
-
-_READS: Final = frozenset(
-    getattr(torch.Tensor, name)
-    for name in ("item", "tolist", "cpu", "nonzero", "__float__", "__int__", "__bool__", "__index__")
-)
-"""Methods of a tensor that wait for the GPU where it is on one."""
-
-
-class _Reads(TorchFunctionMode):
-    """Calls a function before a value is read from a tensor on a GPU, on the thread that entered it."""
-
-    def __init__(self, seen: Callable[[], None]) -> None:
-        super().__init__()
-        self.seen: Callable[[], None] | None = seen
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.seen is not None and func in _READS and args and args[0].is_cuda:
-            self.seen()
-        return func(*args, **(kwargs or {}))
 
 
 class SyncLook:
@@ -122,9 +101,6 @@ class SyncLook:
             for owner, name in _SYNCHRONIZES:
                 self._replace(owner(), name, self._count)
             self._replace(torch.cuda.Stream, "synchronize", self._outside_of_a_step)
-            reads = _Reads(self._outside_of_a_step)
-            self._replaced.enter_context(reads)
-            self._replaced.callback(setattr, reads, "seen", None)
 
     def step_done(self) -> bool:
         """Count a step; True when the look is over."""
@@ -188,7 +164,7 @@ class SyncLook:
             self._places[place] += 1
 
     def _outside_of_a_step(self, *of_call: Any) -> None:
-        """A tensor is about to be read, or a stream waited for; inside a step the debug mode counts it."""
+        """A stream is about to be waited for; inside a step the debug mode counts it."""
         if self._is_here() and not self._inside():
             self._tell()
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -17,6 +15,7 @@ from lightning_gpuopt import StallDetector, StallReport
 from lightning_gpuopt.detector import run_settings
 from lightning_gpuopt.detector.run_settings import RunSettingsWatch
 from lightning_gpuopt.diagnosis.record import Hint
+from tests.callbacks import gpu_fit
 from tests.callbacks.conftest import nvml  # noqa: F401
 from tests.callbacks.gpu_fit import follow
 from tests.helpers import TinyModel, tiny_trainer
@@ -78,20 +77,7 @@ class Pictures(Dataset[torch.Tensor]):
 
 def fit(gpu: SimulatedGpu, folder: Path, model: SimulatedModule, **trainer: Any) -> StallReport:
     detector = StallDetector(on_stall="ignore", window_size=20, report_dir=folder, print_report=False)
-    defaults: dict[str, Any] = {
-        "max_steps": 45,
-        "max_epochs": -1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "limit_val_batches": 0,
-        "default_root_dir": folder,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        Trainer(**gpu.trainer_arguments(), callbacks=[detector], **(defaults | trainer)).fit(model)
-    return detector.report
+    return gpu_fit.fit(gpu, folder, model, detector=detector, **trainer)
 
 
 def hints(report: StallReport) -> dict[str, Hint]:

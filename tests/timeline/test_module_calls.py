@@ -163,3 +163,15 @@ def test_what_follows_a_recomputed_module_in_backward_is_of_the_module_around_it
     rig.model[0](torch.ones(1))
     assert rig.calls.at(rig.now()) == "outer"
     rig.calls.end()
+
+
+def test_a_module_stays_on_its_fast_path(rig: Rig) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    values = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    calls = ModuleCalls(nn.Sequential(layer), rig.now)
+    with torch.no_grad():
+        before = layer(values)
+        calls.begin()
+        during = layer(values)
+        calls.end()
+    assert torch.equal(during, before)
