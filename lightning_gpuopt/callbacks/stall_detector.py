@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -29,11 +30,16 @@ from lightning_gpuopt.diagnosis.render.text import render_text
 from lightning_gpuopt.diagnosis.report import Finding, StallReport
 from lightning_gpuopt.diagnosis.where import finding_name
 from lightning_gpuopt.measurements.code_location import Sampled
+from lightning_gpuopt.measurements.flight import SETS_UP, TRAINS, VALIDATES
 from lightning_gpuopt.measurements.phases import PHASES
+from lightning_gpuopt.recorder.flight import FlightRecorder
+from lightning_gpuopt.recorder.reader import FOLDER
 from lightning_gpuopt.utils.arguments import choice, flag, or_none, real_number, refuse, whole_number
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 from lightning_gpuopt.utils.progress_bar import BarItem, print_once_fit_has_ended
 from lightning_gpuopt.utils.rank_stop import RankStop
+
+log = logging.getLogger(__name__)
 
 OnStall = Literal["warn", "raise", "ignore"]
 
@@ -79,6 +85,8 @@ class StallDetector(CallbackBase):
             end that can be foreseen (``max_steps``; ``max_epochs`` with a known number of batches). ``"on"`` (or True):
             whenever it is wanted; of several ranks on rank 0. ``"off"`` (or False): never. Where a look was needed and
             not allowed, and nothing else was found, the verdict is ``"unknown"``, and a note says how to allow it.
+        recorder: keep a flight recorder of this process and its loader's workers in ``report_dir/recorder``, which
+            ``lightning-gpuopt post-mortem`` reads when a run has died or hangs. It is removed when ``fit`` ends well.
 
     Raises:
         ValueError: an argument is out of range, or ``capture_trace=True`` with ``profile="off"``.
@@ -115,6 +123,7 @@ class StallDetector(CallbackBase):
         print_report: bool = True,
         prog_bar: bool = False,
         profile: Profile | bool = "auto",
+        recorder: bool = True,
     ) -> None:
         super().__init__()
         self.idle_hooks: tuple[str, ...] = ()
@@ -129,6 +138,7 @@ class StallDetector(CallbackBase):
         self.nvtx = flag("nvtx", nvtx)
         self.capture_trace = flag("capture_trace", capture_trace)
         self.print_report = flag("print_report", print_report)
+        self.recorder = flag("recorder", recorder)
         self.prog_bar = flag("prog_bar", prog_bar)
         words: dict[object, object] = {True: "on", False: "off"}  # what YAML makes of an unquoted on or off
         word = words[profile] if isinstance(profile, bool) else profile
@@ -140,6 +150,7 @@ class StallDetector(CallbackBase):
         self._bar_item = BarItem("data")
         self._listeners: list[WindowListener] = []
         self._session: DetectorSession | None = None
+        self._recorder: FlightRecorder | None = None
         self._stop: RankStop | None = None
         self._report: StallReport | None = None
         self._sampled: tuple[Sampled, ...] = ()
@@ -180,6 +191,7 @@ class StallDetector(CallbackBase):
             return
         self._refuse_second(trainer, StallDetector, "StallDetectors", ": each would measure the other")
         self._leave()
+        self._end_recording()  # of a fit whose end nobody told of
         self._reported.clear()
         self._report = None
         self._sampled = ()
@@ -195,7 +207,20 @@ class StallDetector(CallbackBase):
             self.threshold, self.window_size, self.warmup_steps, self.hang_timeout, self.nvtx, self.profile
         )
         with Guard(self, trainer):
-            self._session = DetectorSession(trainer, pl_module, options, self._listeners)
+            self._recorder = self._begin_recording(trainer)
+            self._session = DetectorSession(trainer, pl_module, options, self._listeners, self._recorder)
+
+    def _begin_recording(self, trainer: Trainer) -> FlightRecorder | None:
+        if not self.recorder:
+            return None
+        folder = self._folder
+        try:
+            return FlightRecorder(
+                trainer, Path(folder, FOLDER) if folder is not None and not is_remote(folder) else None
+            )
+        except (OSError, AttributeError):  # no memory for it, or not Linux: training goes on without
+            log.debug("no flight recorder", exc_info=True)
+            return None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure."""
@@ -208,7 +233,8 @@ class StallDetector(CallbackBase):
             if self.prog_bar:
                 self._bar_item = BarItem("data")
                 session.at_end(self._bar_item.show_in(trainer))
-            session.watch_for_hangs(lambda quiet_s: self._report_hang(session, quiet_s))
+            session.watch_progress(lambda quiet_s: self._report_hang(session, quiet_s))
+            session.progress.done(SETS_UP)
             if self.on_stall == "raise" and trainer.world_size > 1:
                 stop = RankStop("stall-detector-stop", trainer.global_rank, trainer.world_size)
                 if stop.problem is None:
@@ -236,7 +262,7 @@ class StallDetector(CallbackBase):
     ) -> None:
         """No hang: a batch has come."""
         if self._session is not None:
-            self._session.progress()
+            self._session.progress.begins(VALIDATES)
 
     def on_validation_batch_end(
         self,
@@ -249,7 +275,17 @@ class StallDetector(CallbackBase):
     ) -> None:
         """No hang: a batch is done."""
         if self._session is not None:
-            self._session.progress()
+            self._session.progress.done(VALIDATES)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """No hang: a validation is done."""
+        if self._session is not None:
+            self._session.progress.done(TRAINS if trainer.training or trainer.validating else SETS_UP)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """No hang: an epoch is done."""
+        if self._session is not None:
+            self._session.progress.done(SETS_UP)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Look at the graphs of the first losses."""
@@ -262,6 +298,8 @@ class StallDetector(CallbackBase):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Freeze and write the report of a run that ends early; Lightning calls no ``teardown`` then."""
+        if self._recorder is not None:
+            self._recorder.failed(exception)
         self._finish(trainer, ended=False)
         if isinstance(exception, KeyboardInterrupt):
             self._print(trainer, interrupted=True)
@@ -273,10 +311,16 @@ class StallDetector(CallbackBase):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the Trainer as it was, however training ended."""
         self._leave()
+        self._end_recording()
+
+    def _end_recording(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.ended()
 
     @override
     def _at_rest(self) -> dict[str, Any]:
-        return {"_session": None, "_stop": None, "_listeners": []}
+        return {"_session": None, "_recorder": None, "_stop": None, "_listeners": []}
 
     def _close_window(self, trainer: Trainer, session: DetectorSession) -> None:
         logs = self.logs and bool(trainer.loggers)

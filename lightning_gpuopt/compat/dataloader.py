@@ -20,7 +20,6 @@ name                                             torch        when it is gone
 ``_timeout``                                     2.4 - 2.13   a trial may wait longer than its deadline
 ``_base_seed``, ``_prefetch_factor``             2.4 - 2.13   persistent workers keep their number
 ``_shutdown_workers``                            2.4 - 2.13   workers end when the last reference to the iterator goes
-the local ``self`` of a fetcher's ``fetch``      2.4 - 2.13   what a worker does is not timed
 ``_utils.pin_memory.pin_memory``                 2.4 - 2.13   the loader's pin-memory thread is left off
 ``DataLoader._iterator``, ``_get_iterator``      2.4 - 2.13   the loader's workers are left as they are
 ``ITERATOR_KINDS``, ``ITERATOR_METHODS``,        2.4 - 2.13   workers are not changed while they run, but from the
@@ -41,7 +40,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from inspect import signature
-from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -221,17 +219,6 @@ def batches_there(iterator: Any) -> int | None:
         return None
     received = sum(len(info) == 2 for info in iterator._task_info.values())
     return max(int(iterator._tasks_outstanding) - making, 0) + received
-
-
-def calling_fetcher(collate_fn: Any, frame: FrameType) -> Any:
-    """In a worker: what has called this ``collate_fn``, by the frame of that call; None where it is not as expected."""
-    fetcher = frame.f_locals.get("self")
-    if not callable(getattr(type(fetcher), "fetch", None)) or getattr(fetcher, "collate_fn", None) is not collate_fn:
-        return None
-    return fetcher
-
-
-# -- looking ahead
 
 
 class WorkerBatches:

@@ -356,3 +356,13 @@ def own_transfer(trainer: Trainer, pl_module: LightningModule) -> Callable[[Any,
 def after_transfer(pl_module: LightningModule, batch: Any, dataloader_idx: int) -> Any:
     """Call the hook ``on_after_batch_transfer``, wherever it is; ``LightningModule._call_batch_hook``."""
     return pl_module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
+
+
+def place_in_epoch(trainer: Trainer) -> tuple[int, int, int | None]:
+    """The epoch, how many of its training batches are finished, and how many it has, where that is known.
+
+    Reads ``_TrainingEpochLoop.batch_progress.current.completed`` (Lightning 2.5.0 to 2.6.6); any thread may ask.
+    """
+    batches = trainer.num_training_batches
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+    return trainer.current_epoch, int(done), int(batches) if 0 < batches < float("inf") else None

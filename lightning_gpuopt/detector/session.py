@@ -19,6 +19,7 @@ from lightning_gpuopt.detector.kernel_profiling import Profile
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
 from lightning_gpuopt.detector.looks import Looks
 from lightning_gpuopt.detector.padding_watch import PaddingWatch
+from lightning_gpuopt.detector.progress import ProgressWatch, write_hang
 from lightning_gpuopt.detector.rank_exchange import RankExchange
 from lightning_gpuopt.detector.rank_watch import RankWatch
 from lightning_gpuopt.detector.report_builder import (
@@ -41,8 +42,9 @@ from lightning_gpuopt.measurements.gpu import AheadCopies
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import PhaseTimes
 from lightning_gpuopt.measurements.ranks import RankWork
+from lightning_gpuopt.recorder.flight import FlightRecorder
 from lightning_gpuopt.timeline.gpu_clock import GPU_EVENTS
-from lightning_gpuopt.timeline.hang import HangWatch, Watched, write_state
+from lightning_gpuopt.timeline.hang import HangWatch
 from lightning_gpuopt.timeline.pauses import PauseWatch
 from lightning_gpuopt.timeline.steps import StepClock
 from lightning_gpuopt.timeline.windows import Windows
@@ -115,16 +117,23 @@ class DetectorSession:
         pl_module: its module.
         options: what the user asked for.
         listeners: act on what is found; the list is the detector's, and may change meanwhile.
+        recorder: the flight recorder; None: there is none.
 
     Attributes:
         started: whether it measures.
         measures_windows: whether somebody wants to know what each window measured, which takes half of its end.
         sees_batches: whether batches are to be looked at still.
         loader: the watch over the training loaders.
+        progress: is told what begins and what is finished.
     """
 
     def __init__(
-        self, trainer: Trainer, pl_module: LightningModule, options: DetectorOptions, listeners: list[WindowListener]
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        options: DetectorOptions,
+        listeners: list[WindowListener],
+        recorder: FlightRecorder | None = None,
     ) -> None:
         self._trainer = trainer
         self._pl_module = pl_module
@@ -136,7 +145,8 @@ class DetectorSession:
         self._proofs: list[Proof] = []
         self._pending: tuple[list[Finding], float] | None = None
         self._exchange: RankExchange | None = None
-        self._hang: HangWatch | None = None
+        self._recorder = recorder
+        self.progress = ProgressWatch(trainer, None, None)
         self._epoch_seen = 0
         self._changed_after: int | None = None
         self._listeners = listeners
@@ -201,6 +211,8 @@ class DetectorSession:
         if self._warmed_up:
             self._accumulator = self._new_accumulator()
         self.timeline.start()
+        if self._recorder is not None:
+            self._recorder.phase = lambda: self.timeline.activity
 
     def _new_accumulator(self) -> SteadyStateAccumulator:
         """Begin a new accumulation, after the warm-up or a change of the loader."""
@@ -256,19 +268,12 @@ class DetectorSession:
         for event in GPU_EVENTS:
             self._instruments.observers.connect(event, getattr(device.clock, event), refused)
 
-    def watch_for_hangs(self, write: Callable[[float], None]) -> None:
+    def watch_progress(self, write: Callable[[float], None]) -> None:
         """Have ``write`` called, on a thread of its own, when nothing progresses for ``hang_timeout`` seconds."""
-        if self._options.hang_timeout is not None:
-            self._hang = HangWatch(self._options.hang_timeout, write)
-            self._instruments.undo.callback(self._hang.stop)
-            saves = Watched(self._trainer.save_checkpoint, self._hang)
-            self._instruments.undo.callback(lightning.shadow(self._trainer, "save_checkpoint", saves))
-            self._hang.start()
-
-    def progress(self) -> None:
-        """A batch of an evaluation has begun, or was finished."""
-        if self._hang is not None:
-            self._hang.progress()
+        timeout_s = self._options.hang_timeout
+        hang = HangWatch(timeout_s, write) if timeout_s is not None else None
+        self.progress = ProgressWatch(self._trainer, hang, self._recorder)
+        self._instruments.undo.callback(self.progress.close)
 
     def note(self, text: str) -> None:
         """Have the report say something."""
@@ -306,8 +311,7 @@ class DetectorSession:
         timeline = self.timeline
         timeline.step_done()
         self.steps.step_done(self._kind_of_step())
-        if self._hang is not None:
-            self._hang.progress()
+        self.progress.step_done()
         # workers are started anew in each epoch, unless they persist, and a finder may change their number at any step
         if timeline.epochs != self._epoch_seen or self.loader.resized():
             self._epoch_seen = timeline.epochs
@@ -526,8 +530,4 @@ class DetectorSession:
 
     def write_hang(self, folder: Path, quiet_s: float) -> Path:
         """Write the state of this process and its workers; returns the file."""
-        rank = self._trainer.global_rank
-        number = 1 + len(list(folder.glob(f"hang-rank{rank}-*.txt")))
-        path = folder / f"hang-rank{rank}-{number}.txt"
-        write_state(path, quiet_s, self.loader.describe_workers())
-        return path
+        return write_hang(folder, self._trainer.global_rank, quiet_s, self.loader.describe_workers(), self._recorder)

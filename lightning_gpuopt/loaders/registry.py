@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader
 
@@ -23,6 +23,9 @@ from lightning_gpuopt.loaders.inner import dataloader_in
 from lightning_gpuopt.utils.replacement import Replacement
 
 log = logging.getLogger(__name__)
+
+_MAX_OTHERS: Final = 8
+"""Loaders of validation that are held at most: a program may make new ones in each epoch."""
 
 
 @dataclass(eq=False)
@@ -70,6 +73,19 @@ class IteratorMaker(Protocol):
         """Likewise one with which a callback, or validation, reads the same loader: as the user has set it."""
 
 
+@runtime_checkable
+class StartWatcher(Protocol):
+    """Is there when any loader's iterator starts its workers, for training or for validation."""
+
+    def start_workers(self, seen: SeenLoader, create: Callable[[], Any]) -> Any:
+        """Make the iterator.
+
+        Args:
+            seen: whose.
+            create: makes it.
+        """
+
+
 class LoaderRegistry:
     """The loaders of one Trainer. Use :meth:`of`.
 
@@ -82,6 +98,7 @@ class LoaderRegistry:
         self._thread = threading.get_ident()
         self._subscribers: list[LoaderSubscriber] = []
         self._seen: list[SeenLoader] = []
+        self._others: list[SeenLoader] = []
         self._undo: Callable[[], None] | None = None
 
     @classmethod
@@ -151,6 +168,8 @@ class LoaderRegistry:
         seen = SeenLoader(loader, dataloader_in(loader), is_training)
         if is_training:
             self._seen.append(seen)
+        elif any(isinstance(each, StartWatcher) for each in self._subscribers):
+            self._watch_other(seen)
         if is_training and (maker := iterator_maker(seen.inner)) is not None:
             name, create = maker
             seen._undo = shadow(seen.inner, name, Replacement(create, lambda: self._iterate(seen, create)))
@@ -160,6 +179,23 @@ class LoaderRegistry:
             except Exception:  # whatever a loader of somebody's own does not like about it
                 log.debug("%s failed on a loader", type(subscriber).__name__, exc_info=True)
 
+    def _watch_other(self, seen: SeenLoader) -> None:
+        """A loader of validation: nobody makes its iterators but itself."""
+        if (maker := iterator_maker(seen.inner)) is None or any(each.inner is seen.inner for each in self._others):
+            return
+        name, create = maker
+        seen._undo = shadow(seen.inner, name, Replacement(create, lambda: self._start(seen, create)))
+        self._others.append(seen)
+        for dropped in self._others[:-_MAX_OTHERS]:
+            dropped._undo()
+            self._others.remove(dropped)
+
+    def _start(self, seen: SeenLoader, create: Callable[[], Any]) -> Any:
+        for subscriber in self._subscribers:
+            if isinstance(subscriber, StartWatcher):
+                create = partial(subscriber.start_workers, seen, create)
+        return create()
+
     def _iterate(self, seen: SeenLoader, create: Callable[[], Any]) -> Any:
         trainer = self._trainer()
         here = threading.get_ident() == self._thread
@@ -167,6 +203,7 @@ class LoaderRegistry:
         if trains:
             self.forget_dropped()
         assert seen.inner is not None
+        create = partial(self._start, seen, create)
         for subscriber in self._subscribers:
             if isinstance(subscriber, IteratorMaker):
                 create = partial(subscriber.make_iterator if trains else subscriber.make_as_given, seen.inner, create)
@@ -183,8 +220,9 @@ class LoaderRegistry:
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
-        while self._seen:
-            self._seen.pop()._undo()
+        for loaders in (self._seen, self._others):
+            while loaders:
+                loaders.pop()._undo()
 
 
 _registries: weakref.WeakKeyDictionary[Trainer, LoaderRegistry] = weakref.WeakKeyDictionary()

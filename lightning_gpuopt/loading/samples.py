@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset
 
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
+from lightning_gpuopt.loaders.sample_keys import each_of
 from lightning_gpuopt.loading.datasets import for_loader, locate, offers, read_ahead, sample_name, with_decoder
 from lightning_gpuopt.loading.order import mix
 from lightning_gpuopt.loading.sampler import BatchIndices
@@ -70,7 +71,7 @@ class EpochSamples(Dataset[Any]):
         read_ahead(self.dataset, indices)
         samples = []
         self._given = []
-        for position, index in enumerate(indices, first):
+        for position, index in enumerate(each_of(indices), first):
             if self.crops is not None:
                 self.crops.begin(mix(self.seed, epoch, position))
             try:

@@ -7,15 +7,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
-from functools import update_wrapper
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import override
-
-from lightning_gpuopt.utils.replacement import Replacement
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +44,6 @@ class HangWatch:
         """A step was finished, or something else has begun or was finished."""
         self._last_s = self._clock()
 
-    def __enter__(self) -> None:
-        self.progress()
-
-    def __exit__(self, *error: object) -> None:
-        self.progress()
-
     def stop(self) -> None:
         """End the thread."""
         self._stop.set()
@@ -83,26 +71,9 @@ class HangWatch:
             wait_s = self.look()
 
 
-class Watched(Replacement):
-    """A function that is progress when it begins and when it is over.
-
-    Args:
-        function: what to call.
-        watch: who is told.
-    """
-
-    def __init__(self, function: Callable[..., Any], watch: HangWatch) -> None:
-        super().__init__(function)
-        self._watch = watch
-        update_wrapper(self, function)
-
-    @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._watch:
-            return self._original(*args, **kwargs)
-
-
-def write_state(path: Path, quiet_s: float, workers: Sequence[tuple[int, str]]) -> None:
+def write_state(
+    path: Path, quiet_s: float, workers: Sequence[tuple[int, str]], stacks: Mapping[int, str] | None = None
+) -> None:
     """Write the stacks of all threads of this process and the state of its workers.
 
     The file appears when all of it is written: who waits for it reads no half of it.
@@ -111,6 +82,7 @@ def write_state(path: Path, quiet_s: float, workers: Sequence[tuple[int, str]]) 
         path: the file; its folder is made as needed.
         quiet_s: seconds since the last progress.
         workers: process id and, in words, what it is doing, for each worker of the loader.
+        stacks: what workers have written of their stacks, by process id.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     under_way = path.with_name(f"{path.name}.part")
@@ -123,6 +95,8 @@ def write_state(path: Path, quiet_s: float, workers: Sequence[tuple[int, str]]) 
         file.write("\nStacks of this process, innermost call first:\n\n")
         file.flush()
         faulthandler.dump_traceback(file=file, all_threads=True)
+        for pid, text in (stacks or {}).items():
+            file.write(f"\nStacks of process {pid}, innermost call first:\n\n{text}")
     under_way.replace(path)
 
 

@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_gpuopt.compat.dataloader import calling_fetcher
+from lightning_gpuopt.compat.fetchers import calling_fetcher
 from lightning_gpuopt.measurements.loading import WorkerTimes
 from lightning_gpuopt.timeline.worker_stacks import WorkerLook, WorkerStacks
 
@@ -186,6 +186,7 @@ class TimedCollate:
         rows = meter.row
         look = self._look(meter)
         original = type(fetcher).fetch
+        placed = vars(fetcher).get("fetch")  # by the flight recorder
         # Held weakly, or the fetcher would hold itself, and a generator behind it would stay open after its last use.
         behind = weakref.ref(fetcher)
 
@@ -201,7 +202,7 @@ class TimedCollate:
             meter.fetch_began = began = time.perf_counter_ns()
             rows[_SINCE] = began
             try:
-                return original(behind(), index)
+                return original(behind(), index) if placed is None else placed(index)
             except BaseException:  # the end of the data, or an error in it: no batch came of this
                 meter.fetch_began = 0
                 rows[_DOING] = _IDLE

@@ -1,0 +1,14 @@
+"""Which samples of a batch are read: for datasets of ours, which take the keys of a batch at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+noted: Callable[[Sequence[Any]], Iterable[Any]] | None = None
+"""In a process whose samples are recorded: gives the keys of a batch, and notes each as it is taken."""
+
+
+def each_of(keys: Sequence[Any]) -> Iterable[Any]:
+    """The keys of a batch, one after the other."""
+    return keys if noted is None else noted(keys)

@@ -1,0 +1,358 @@
+"""The flight recorder of a training process: what it and its workers are at, kept so that it outlives them.
+
+Steps, evaluation batches and saves are noted as they end. All else is noted by a thread, four times a second: where
+the training thread is, whether workers have died, and, once a second, memory. Nothing is ever ended by it, and what
+fails in it is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_gpuopt.compat.dataloader import awaited_worker, has_queues, workers_of
+from lightning_gpuopt.compat.fetchers import fetcher_of
+from lightning_gpuopt.compat.lightning import Trainer
+from lightning_gpuopt.compat.lightning_loops import place_in_epoch
+from lightning_gpuopt.loaders import sample_keys
+from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
+from lightning_gpuopt.measurements.flight import SAVES, SETS_UP, TRAINS, VALIDATES, Doing
+from lightning_gpuopt.recorder.board import Board
+from lightning_gpuopt.recorder.handover import Watcher
+from lightning_gpuopt.recorder.memory import MemoryLog
+from lightning_gpuopt.recorder.reader import STACKS_SUFFIX, SUFFIX, remove
+from lightning_gpuopt.recorder.ring import AT, DOING, ENDED, MAX_WORKERS, record_of
+from lightning_gpuopt.recorder.ring_file import RingFile
+from lightning_gpuopt.recorder.stacks import StackWriter, ask, start_ticks
+from lightning_gpuopt.recorder.worker import BEAT_S, Keys, WorkerStart, described, note_fetches, place_of
+from lightning_gpuopt.timeline.frames import innermost_frames
+
+log = logging.getLogger(__name__)
+
+_BEATS_A_SECOND: Final = round(1 / BEAT_S)
+_RESERVED: Final = 32
+"""Rings kept for each loader: as many workers may be added to it while it runs."""
+
+_JOB: Final = (
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+)
+"""Variables that are the same for all ranks of a run, and other in the next one."""
+
+_DOING: Final = AT["doing"]
+_SINCE: Final = AT["since_ns"]
+_STEPS: Final = AT["steps"]
+_PROGRESS: Final = AT["progress_ns"]
+_LONGEST: Final = AT["longest_ns"]
+_SETS_UP, _TRAINS, _VALIDATES, _SAVES = (DOING.index(each) for each in (SETS_UP, TRAINS, VALIDATES, SAVES))
+
+_fits = 0
+
+
+class FlightRecorder:
+    """Records one ``fit``, from its set-up to its end.
+
+    Args:
+        trainer: the Trainer, in ``setup``.
+        folder: where rings are written to; None: nowhere. Under ``watch`` they go to its folder.
+
+    Attributes:
+        phase: gives the phase or hook that is open; set when training starts.
+
+    Raises:
+        OSError: there is no memory for rings, as on other systems than Linux.
+    """
+
+    def __init__(self, trainer: Trainer, folder: Path | None) -> None:
+        global _fits
+        _fits += 1
+        self.phase: Callable[[], str | None] = lambda: None
+        self._trainer = weakref.ref(trainer)
+        self._board = Board()
+        self._ring = self._board.rank
+        self._numbers = self._ring.numbers
+        self._main = threading.get_ident()
+        self._beats = 0
+        self._words: dict[str, str] = {}
+        self._signalled = False
+        self._names: weakref.WeakKeyDictionary[SeenLoader, str] = weakref.WeakKeyDictionary()
+        self._iterators: dict[str, Callable[[], Any]] = {}
+        self._workers: dict[int, tuple[str, int, Any]] = {}
+        self._dead: set[int] = set()
+        self._stop = threading.Event()
+        self._stacks: StackWriter | None = None
+        self._file: RingFile | None = None
+        host, pid, rank = socket.gethostname(), os.getpid(), trainer.global_rank
+        run = f"{_job(trainer.world_size) or f'{host}-{pid}'}-{_fits}"
+        watcher = Watcher.of_this_process()
+        local = Path(watcher.folder) if watcher is not None else folder
+        if local is not None:
+            self._open_files(local / f"rank-{rank}-{host}-{pid}-{_fits}{SUFFIX}", run)
+        stacks = self._stacks
+        self._known = {"host": host, "run": run, "stacks": stacks.path if stacks is not None else ""}
+        self._ids = {"rank": rank, "world_size": trainer.world_size}
+        now = time.monotonic_ns()
+        self._ring.begin(
+            self._known,
+            **self._ids,
+            pid=pid,
+            start_ticks=start_ticks(),
+            doing=_SETS_UP,
+            since_ns=now,
+            progress_ns=now,
+            written_ns=now,
+            stack_signal=stacks.signal if stacks is not None else 0,
+        )
+        if watcher is not None:
+            watcher.give(self._board.file)
+        self.memory = MemoryLog(self._board, trainer.strategy.root_device)
+        self._unsubscribe = LoaderRegistry.of(trainer).subscribe(self, trainer)
+        sample_keys.noted = lambda keys: Keys(keys, self._ring, whole=False)
+        self._thread = threading.Thread(target=self._run, name="gpuopt-recorder", daemon=True)
+        self._thread.start()
+
+    def _open_files(self, path: Path, run: str) -> None:
+        """Without files it goes on in memory: under ``watch`` that is enough."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for earlier in path.parent.glob(f"{path.name.split('-', 2)[0]}-{path.name.split('-', 2)[1]}-*{SUFFIX}"):
+                if (record := record_of(earlier.read_bytes()[:4096])) is not None and record.run == run:
+                    remove(earlier)  # of a job that has started again under the same name
+            self._stacks = StackWriter(str(path.with_suffix(STACKS_SUFFIX).absolute()))
+            self._file = RingFile(path, self._board)
+        except OSError:
+            log.debug("no rings are written to %s", path.parent, exc_info=True)
+
+    # ---- what the training thread does ----
+
+    def step_done(self) -> None:
+        """A training batch was finished."""
+        numbers = self._numbers
+        now = time.monotonic_ns()
+        waited = now - numbers[_PROGRESS]
+        if waited > numbers[_LONGEST]:
+            numbers[_LONGEST] = waited
+        numbers[_PROGRESS] = now
+        numbers[_STEPS] += 1
+        numbers[_DOING] = _TRAINS
+
+    def progress(self, doing: Doing) -> None:
+        """Something was finished, and something else begins.
+
+        Args:
+            doing: what begins.
+        """
+        numbers = self._numbers
+        now = time.monotonic_ns()
+        numbers[_LONGEST] = max(numbers[_LONGEST], now - numbers[_PROGRESS])
+        numbers[_PROGRESS] = numbers[_SINCE] = now
+        numbers[_DOING] = DOING.index(doing)
+
+    def begins(self, doing: Doing) -> None:
+        """Something begins, and nothing was finished.
+
+        Args:
+            doing: what.
+        """
+        self._numbers[_SINCE] = time.monotonic_ns()
+        self._numbers[_DOING] = DOING.index(doing)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around the save of a checkpoint."""
+        before = DOING[self._numbers[_DOING]]
+        self.begins(SAVES)
+        try:
+            yield
+        finally:
+            self.progress(before)
+
+    def note(self, event: str, **known: Any) -> None:
+        """Log an event.
+
+        Args:
+            event: one of :data:`~lightning_gpuopt.measurements.flight.EVENTS`.
+            **known: what JSON can hold.
+        """
+        self._ring.log(event, **known)
+
+    # ---- loaders ----
+
+    def loader_seen(self, seen: SeenLoader) -> None:
+        """Nothing is done before its workers start."""
+
+    def start_workers(self, seen: SeenLoader, create: Callable[[], Any]) -> Any:
+        """Make an iterator whose workers begin their rings before anything else."""
+        loader: Any = seen.inner
+        before = getattr(loader, "worker_init_fn", None)
+        if self._stop.is_set() or isinstance(before, WorkerStart):
+            return create()
+        name = self._name_of(seen)
+        if not loader.num_workers:
+            iterator = create()
+            if (fetcher := fetcher_of(iterator)) is not None:
+                note_fetches(fetcher, self._ring, whole=False)
+            return iterator
+        for worker in range(max(loader.num_workers, _RESERVED)):
+            self._board.slot(name, worker)
+        loader.worker_init_fn = WorkerStart(before, self._board, name, self._known, self._ids, self._stacks)
+        try:
+            iterator = create()
+        finally:
+            loader.worker_init_fn = before
+        with contextlib.suppress(TypeError):  # an iterator without a place for weak references
+            self._iterators[name] = weakref.ref(iterator)
+        self._find_workers(name, iterator)
+        return iterator
+
+    def _name_of(self, seen: SeenLoader) -> str:
+        if seen not in self._names:
+            kind = "train" if seen.is_training else "validation"
+            taken = set(self._names.values())
+            names = [kind, *(f"{kind}-{number}" for number in range(1, MAX_WORKERS))]
+            self._names[seen] = next(each for each in names if each not in taken)
+        return self._names[seen]
+
+    def _find_workers(self, name: str, iterator: Any) -> None:
+        for worker, process in enumerate(workers_of(iterator)):
+            slot = self._board.slot(name, worker)
+            if slot is not None and (slot not in self._workers or self._workers[slot][2] is not process):
+                self._workers[slot] = (name, worker, process)
+                self._dead.discard(slot)
+
+    # ---- beside the training thread ----
+
+    def _run(self) -> None:
+        while not self._stop.wait(BEAT_S):
+            try:
+                self.beat()
+            except Exception:
+                log.debug("a beat of the flight recorder failed", exc_info=True)
+
+    def beat(self) -> None:
+        """Note what can be seen from outside of the training thread."""
+        self._beats += 1
+        trainer = self._trainer()
+        if trainer is None:
+            return
+        self._numbers[AT["written_ns"]] = time.monotonic_ns()
+        phase = self.phase() or ""
+        self._write("phase", phase)
+        self._write("place", place_of(innermost_frames().get(self._main)))
+        epoch, batch, batches = place_in_epoch(trainer)
+        self._numbers[AT["epoch"]], self._numbers[AT["batch"]] = epoch, batch
+        self._numbers[AT["batches"]] = -1 if batches is None else batches
+        self._numbers[AT["turn"]] = self._turn()
+        if not self._signalled and getattr(trainer, "received_sigterm", False):
+            self._signalled = True
+            self._ring.log("signal", signal=int(signal.SIGTERM))
+        self.look_at_workers()
+        if self._beats % _BEATS_A_SECOND == 0:
+            self.memory.read({slot: (process.pid, *_name) for slot, (*_name, process) in self._living()})
+            if self._file is not None:
+                self._file.write()
+
+    def _write(self, name: str, word: str) -> None:
+        if self._words.get(name) != word:
+            self._words[name] = word
+            self._ring.write(name, word)
+
+    def _turn(self) -> int:
+        """1 + the worker whose batch the loop waits for; 0 where it waits for none."""
+        kind = "validation" if self._numbers[_DOING] == _VALIDATES else "train"
+        for name, behind in list(self._iterators.items()):
+            iterator = behind()
+            if iterator is None or not name.startswith(kind) or not has_queues(iterator):
+                continue
+            if self._beats % _BEATS_A_SECOND == 0:
+                self._find_workers(name, iterator)  # some may have been added
+            if (worker := awaited_worker(iterator)) is not None:
+                return worker + 1
+        return 0
+
+    def _living(self) -> list[tuple[int, tuple[str, int, Any]]]:
+        return [(slot, each) for slot, each in list(self._workers.items()) if slot not in self._dead]
+
+    def look_at_workers(self) -> None:
+        """Note which workers have died, and how, without taking that from whoever waits for them."""
+        for slot, (loader, worker, process) in self._living():
+            ended = _end_of(process)
+            if ended is None:
+                continue
+            self._dead.add(slot)
+            # those that their loader ends, it ends by SIGTERM, where they do not end by themselves
+            if ended not in ({"code": 0}, {"signal": int(signal.SIGTERM)}):
+                self._ring.log("worker_died", worker=worker, loader=loader, pid=process.pid, **ended)
+
+    def stacks_of_workers(self) -> dict[int, str]:
+        """The stacks of the workers that run, by process id; they write them, without being disturbed otherwise."""
+        rings = (self._board.copy_of(slot) for slot, _ in self._living())
+        records = [record for ring in rings if ring is not None and (record := record_of(bytes(ring))) is not None]
+        return ask([replace(each, stacks=self._known["stacks"]) for each in records])
+
+    # ---- the end ----
+
+    def failed(self, error: BaseException) -> None:
+        """``fit`` ends by an exception; called in its hook, where workers may have died without our notice."""
+        with contextlib.suppress(Exception):
+            for _, (_, _, process) in self._living():
+                _ = process.exitcode
+            self.look_at_workers()
+            self.memory.read({})
+            self._ring.log("exception", **described(error))
+            self._close(ENDED.index("exception"))
+
+    def ended(self) -> None:
+        """``fit`` has ended well: nothing is kept. May be called more than once, also after :meth:`failed`."""
+        with contextlib.suppress(Exception):
+            if self._close(ENDED.index("ok")) and self._file is not None:
+                remove(self._file.path)
+
+    def _close(self, ended: int) -> bool:
+        """Stop recording; False where that was done before."""
+        if self._stop.is_set():
+            return False
+        self._stop.set()
+        self._thread.join(timeout=3.0)
+        self._unsubscribe()
+        sample_keys.noted = None
+        self._numbers[AT["ended"]] = ended
+        self._numbers[AT["written_ns"]] = time.monotonic_ns()
+        if self._file is not None:
+            self._file.write()
+            self._file.close()
+        if self._stacks is not None:
+            self._stacks.close()
+        self._board.close()
+        self._workers.clear()
+        return True
+
+
+def _job(world_size: int) -> str:
+    """What names a run of several ranks; empty for one of one rank."""
+    return "-".join(os.environ[name] for name in _JOB if os.environ.get(name)) if world_size > 1 else ""
+
+
+def _end_of(process: Any) -> dict[str, int] | None:
+    """How a worker has ended, as ``{"signal": 9}`` or ``{"code": 1}``; None while it runs, or where nobody knows."""
+    code = getattr(getattr(process, "_popen", None), "returncode", None)
+    if code is None:
+        try:
+            found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except (OSError, AttributeError, TypeError):  # somebody else's child, as of a fork server
+            return None
+        if found is None:
+            return None
+        code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    return {"code": int(code)} if code >= 0 else {"signal": -int(code)}

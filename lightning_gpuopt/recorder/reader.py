@@ -1,0 +1,117 @@
+"""Rings as others read them: from files in a report's folder, or from memory that their process has handed over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_gpuopt.measurements.flight import FlightRecord, MemoryReading
+from lightning_gpuopt.recorder.ring import (
+    HEADER_BYTES,
+    MAX_WORKERS,
+    RANK_BYTES,
+    WORKER_BYTES,
+    number_in,
+    record_of,
+)
+from lightning_gpuopt.recorder.stacks import crash_in, is_alive
+
+__all__ = ["FOLDER", "SUFFIX", "headers_in", "is_alive", "records_in", "records_of", "remove"]
+
+FOLDER: Final = "recorder"
+SUFFIX: Final = ".ring"
+STACKS_SUFFIX: Final = ".stacks"
+_FIELDS: Final = frozenset(each.name for each in fields(MemoryReading)) - {"at_s"}
+_OF_A_WORKER: Final = ("rss", "private", "faults", "samples")
+
+
+def records_in(folder: Path) -> list[FlightRecord]:
+    """The records of all rings in a folder, in its folder ``recorder``, and in those one level below.
+
+    Args:
+        folder: such as a report's folder, or that of a watched run.
+    """
+    found: list[FlightRecord] = []
+    for path in ring_files(folder):
+        try:
+            with path.open("rb") as file:
+                found += records_of(file.fileno())
+        except OSError:
+            continue
+    return found
+
+
+def ring_files(folder: Path) -> list[Path]:
+    """The files of rings there."""
+    patterns = (f"*{SUFFIX}", f"{FOLDER}/*{SUFFIX}", f"*/*{SUFFIX}", f"*/{FOLDER}/*{SUFFIX}")
+    return sorted({path for pattern in patterns for path in folder.glob(pattern)})
+
+
+def records_of(file: int) -> list[FlightRecord]:
+    """The records of a training process and its workers.
+
+    Args:
+        file: descriptor of its rings' memory, or of a file that is a copy of it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    rank = record_of(os.pread(file, RANK_BYTES, 0))
+    if rank is None:
+        return []
+    readings: dict[int | None, list[MemoryReading]] = {}
+    events = []
+    for event in rank.events:
+        if event["event"] == "memory":
+            for slot, reading in _readings(event):
+                readings.setdefault(slot, []).append(reading)
+        else:
+            events.append(event)
+    crash = crash_in(rank.stacks) if rank.stacks else ""
+    rank = replace(rank, events=tuple(events), memory=tuple(readings.get(None, ())), crash=crash)
+    workers = [
+        replace(worker, stacks=rank.stacks, memory=tuple(readings.get(slot, ())))
+        for slot in _used_slots(file)
+        if (worker := record_of(os.pread(file, WORKER_BYTES, RANK_BYTES + slot * WORKER_BYTES))) is not None
+    ]
+    return [rank, *workers]
+
+
+def headers_in(file: int) -> FlightRecord | None:
+    """A training process's record without its log; None where nobody has begun it."""
+    return record_of(os.pread(file, HEADER_BYTES, 0))
+
+
+def _used_slots(file: int) -> Iterator[int]:
+    for slot in range(MAX_WORKERS):
+        head = os.pread(file, HEADER_BYTES, RANK_BYTES + slot * WORKER_BYTES)
+        if len(head) == HEADER_BYTES and number_in(head, "pid"):
+            yield slot
+
+
+def _readings(event: dict[str, Any] | Any) -> Iterator[tuple[int | None, MemoryReading]]:
+    """What a line of the log says of the training process, and of its workers by slot."""
+    at_s = float(event["t"])
+    yield None, MemoryReading(at_s, **{name: event[name] for name in _FIELDS if _is_number(event.get(name))})
+    workers: Sequence[Any] = event.get("workers") or ()
+    for row in workers:
+        if isinstance(row, list) and len(row) == 1 + len(_OF_A_WORKER):
+            known = {name: value for name, value in zip(_OF_A_WORKER, row[1:], strict=True) if _is_number(value)}
+            yield row[0], MemoryReading(at_s, **known)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int)
+
+
+def remove(path: Path) -> None:
+    """Remove a ring's file and what belongs to it, and its folder where nothing else is in it."""
+    for each in (path, path.with_suffix(STACKS_SUFFIX)):
+        each.unlink(missing_ok=True)
+    try:
+        path.parent.rmdir()
+    except OSError:
+        return

@@ -1,0 +1,252 @@
+"""The ring of a process: numbers and words that are overwritten in place, and a log of lines that goes round.
+
+A ring lies in memory that outlives its process, or is copied to a file. Its writer may be ended between any two
+instructions: words may be cut, the last line may be half there. A reader takes what it can make sense of.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+from lightning_gpuopt.measurements.flight import (
+    COLLATES,
+    READS,
+    SAVES,
+    SETS_UP,
+    STARTS,
+    TRAINS,
+    VALIDATES,
+    WAITS,
+    Doing,
+    FlightRecord,
+)
+
+RANK_BYTES: Final = 256 * 1024
+WORKER_BYTES: Final = 32 * 1024
+MAX_WORKERS: Final = 256
+TOTAL_BYTES: Final = RANK_BYTES + MAX_WORKERS * WORKER_BYTES
+"""Memory that is not written to takes none."""
+
+HEADER_BYTES: Final = 4096
+_MAGIC: Final = b"GPUOPT01"
+
+_NUMBERS: Final = (
+    *("pid", "start_ticks", "rank", "world_size", "worker", "created_wall_ns", "created_ns", "written_ns"),
+    *("ended", "doing", "since_ns", "steps", "epoch", "batch", "batches", "progress_ns", "longest_ns"),
+    *("has_index", "index", "batches_read", "samples", "fork", "cpu_ns", "turn", "stack_signal", "logged"),
+)
+AT: Final = {name: at for at, name in enumerate(_NUMBERS)}
+"""Where a number is among a ring's numbers."""
+
+_WORDS: Final[dict[str, tuple[int, int]]] = {
+    "host": (1024, 64),
+    "loader": (1088, 32),
+    "run": (1120, 160),
+    "phase": (1280, 128),
+    "place": (1408, 512),
+    "key": (1920, 128),
+    "indices": (2048, 768),
+    "stacks": (2816, 1024),
+}
+"""Where a word begins, and how many bytes it may have."""
+
+DOING: Final[tuple[Doing, ...]] = (STARTS, WAITS, READS, COLLATES, SETS_UP, TRAINS, VALIDATES, SAVES)
+ENDED: Final = ("", "ok", "exception")
+NO_INDEX, NUMBER, KEY = range(3)
+"""What a ring's index is: none, a number, or a word that is cut where it is long."""
+
+_MAX_INDEX: Final = 2**63 - 1
+
+
+class Ring:
+    """One ring, to write.
+
+    Args:
+        memory: its bytes, all zero where it is new.
+
+    Attributes:
+        numbers: by :data:`AT`. Written in place on the hot path: a call costs more than what it would do.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self.numbers = memory[8 : 8 + 8 * len(_NUMBERS)].cast("q")
+        self._log_bytes = len(memory) - HEADER_BYTES
+
+    def begin(self, words: dict[str, str], **numbers: int) -> None:
+        """Begin anew, for a process whose earlier log, if there is one, is kept no longer.
+
+        Args:
+            words: such as ``{"host": ...}``.
+            **numbers: such as ``pid``.
+        """
+        self._memory[:8] = bytes(8)  # no reader takes it while it is half
+        own = self.numbers
+        for at in range(len(_NUMBERS)):
+            own[at] = 0
+        own[AT["batches"]] = own[AT["worker"]] = -1
+        own[AT["created_wall_ns"]], own[AT["created_ns"]] = time.time_ns(), time.monotonic_ns()
+        for name, value in numbers.items():
+            own[AT[name]] = value
+        for name in _WORDS:
+            self.write(name, words.get(name, ""))
+        self._memory[:8] = _MAGIC
+
+    def write(self, name: str, word: str) -> None:
+        """Overwrite a word.
+
+        Args:
+            name: of :data:`_WORDS`.
+            word: cut where it is too long.
+        """
+        at, most = _WORDS[name]
+        text = word.encode(errors="replace")[: most - 1]
+        self._memory[at : at + len(text) + 1] = text + b"\0"
+
+    def log(self, event: str, **known: Any) -> None:
+        """Add a line; the oldest go where there is no more room.
+
+        Args:
+            event: what happened.
+            **known: what JSON can hold.
+        """
+        line = json.dumps({"t": round(time.time(), 3), "event": event, **known}, separators=(",", ":"), default=str)
+        text = line.encode(errors="replace") + b"\n"
+        if len(text) > self._log_bytes // 2:
+            return
+        logged = self.numbers[AT["logged"]]
+        at = logged % self._log_bytes
+        first = text[: self._log_bytes - at]
+        self._memory[HEADER_BYTES + at : HEADER_BYTES + at + len(first)] = first
+        self._memory[HEADER_BYTES : HEADER_BYTES + len(text) - len(first)] = text[len(first) :]
+        self.numbers[AT["logged"]] = logged + len(text)
+
+    def index(self, key: object) -> None:
+        """Note which sample is being read.
+
+        Args:
+            key: what the dataset is asked for.
+        """
+        numbers = self.numbers
+        if type(key) is not int and hasattr(key, "__index__"):
+            key = operator.index(key)
+        if type(key) is int and -_MAX_INDEX <= key <= _MAX_INDEX:
+            numbers[_INDEX] = key
+            numbers[_HAS_INDEX] = NUMBER
+        else:
+            self.write("key", str(key))
+            numbers[_HAS_INDEX] = KEY
+
+    def noted_index(self) -> int | str | None:
+        """The sample that is noted; None where none is."""
+        has = self.numbers[_HAS_INDEX]
+        if has == KEY:
+            at, most = _WORDS["key"]
+            return _word(bytes(self._memory[: at + most]), "key")
+        return self.numbers[_INDEX] if has == NUMBER else None
+
+
+_INDEX: Final = AT["index"]
+_HAS_INDEX: Final = AT["has_index"]
+
+
+def is_used(data: bytes | memoryview) -> bool:
+    """Whether a ring's first bytes say that somebody has begun it."""
+    return bytes(data[:8]) == _MAGIC
+
+
+def record_of(data: bytes) -> FlightRecord | None:
+    """What a ring says, without ``memory`` and ``crash``; None where it is none, or of another version.
+
+    Args:
+        data: its bytes; those of the log may be missing.
+    """
+    if len(data) < HEADER_BYTES or not is_used(data):
+        return None
+    numbers = dict(zip(_NUMBERS, memoryview(data)[8 : 8 + 8 * len(_NUMBERS)].cast("q"), strict=True))
+    words = {name: _word(data, name) for name in _WORDS}
+    indices = _indices(words["indices"])
+    indexed: dict[int, int | str] = {NUMBER: numbers["index"], KEY: words["key"]}
+
+    def wall_s(name: str) -> float:
+        """The clock on the wall may have jumped since; the monotonic one has not."""
+        if not numbers[name]:
+            return 0.0
+        return (numbers["created_wall_ns"] + numbers[name] - numbers["created_ns"]) / 1e9
+
+    is_worker = numbers["worker"] >= 0
+    return FlightRecord(
+        run=words["run"],
+        host=words["host"],
+        pid=numbers["pid"],
+        start_ticks=numbers["start_ticks"],
+        rank=numbers["rank"],
+        world_size=numbers["world_size"],
+        worker=numbers["worker"] if is_worker else None,
+        loader=words["loader"],
+        created_s=numbers["created_wall_ns"] / 1e9,
+        written_s=wall_s("written_ns"),
+        ended=_of(ENDED, numbers["ended"], ""),
+        doing=_of(DOING, numbers["doing"], STARTS if is_worker else SETS_UP),
+        since_s=wall_s("since_ns"),
+        place=words["place"],
+        phase=words["phase"],
+        steps=numbers["steps"],
+        epoch=numbers["epoch"],
+        batch=numbers["batch"],
+        batches=numbers["batches"] if numbers["batches"] >= 0 else None,
+        progress_s=wall_s("progress_ns"),
+        longest_s=numbers["longest_ns"] / 1e9,
+        index=indexed.get(numbers["has_index"]),
+        indices=indices,
+        batches_read=numbers["batches_read"],
+        fork=bool(numbers["fork"]),
+        cpu_s=numbers["cpu_ns"] / 1e9 if numbers["cpu_ns"] else None,
+        turn=numbers["turn"] - 1 if numbers["turn"] else None,
+        stack_signal=numbers["stack_signal"],
+        stacks=words["stacks"],
+        events=tuple(_lines(data, numbers["logged"])),
+    )
+
+
+def number_in(data: bytes | memoryview, name: str) -> int:
+    """One number of a ring's bytes."""
+    at = 8 + 8 * AT[name]
+    return int.from_bytes(data[at : at + 8], "little", signed=True)
+
+
+def _of(names: tuple[Any, ...], number: int, otherwise: Any) -> Any:
+    return names[number] if 0 <= number < len(names) else otherwise
+
+
+def _word(data: bytes, name: str) -> str:
+    at, most = _WORDS[name]
+    return data[at : at + most].partition(b"\0")[0].decode(errors="replace")
+
+
+def _indices(word: str) -> tuple[int | str, ...]:
+    try:
+        found = json.loads(word) if word else []
+    except ValueError:
+        return ()
+    return tuple(found) if isinstance(found, list) else ()
+
+
+def _lines(data: bytes, logged: int) -> Iterator[dict[str, Any]]:
+    """The lines of the log, oldest first; those that were overwritten, or are half there, are left out."""
+    log = data[HEADER_BYTES:]
+    if not log or logged <= 0:
+        return
+    at = logged % len(log)
+    text = log[:logged] if logged <= len(log) else log[at:] + log[:at]
+    for line in text.split(b"\n"):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and isinstance(event.get("t"), (int, float)) and isinstance(event.get("event"), str):
+            yield event
