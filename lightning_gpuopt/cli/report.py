@@ -101,7 +101,7 @@ def _percentage(text: str) -> float:
 
 def _write_page(target: Path, first: StallReport, second: StallReport | None) -> None:
     from lightning_gpuopt.diagnosis.render.html import render_html
-    from lightning_gpuopt.diagnosis.report import write_whole
+    from lightning_gpuopt.utils.whole_file import write_whole
 
     page = render_html(first) if second is None else render_html(second, baseline=first)
     with writing_to("--html", target):

@@ -8,13 +8,16 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_gpuopt.cli._parser import UsageError, writing_to
 from lightning_gpuopt.watch.child import end_like, run_child, signals_held
 from lightning_gpuopt.watch.mailbox import Watch, new_folder
+
+if TYPE_CHECKING:
+    from lightning_gpuopt.watch.flight_watch import FlightWatch
 
 SUMMARY = "run a training script as it is, measure it, and print why the GPU waits"
 
@@ -79,17 +82,35 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     watch = _begin(Path(options.report_dir).absolute(), command, options)
     if options.ceiling:
         _print(NOT_PREVENTED)
+    from lightning_gpuopt.watch.flight_watch import FlightWatch
+
+    flight = FlightWatch(Path(watch.folder), _print)
     try:
         with signals_held() as mask:
-            code = run_child(command, watch.environment(os.environ), mask)
+            code = run_child(command, flight.environment(watch.environment(os.environ)), mask, flight)
+            why = _why_it_ended(flight, code, ended_by_us=options.ceiling)
             _print_end(watch, list(command), code, options.report_dir)
+            if why:
+                _print(why)
             watch.end()
     except OSError as error:
+        flight.close()
         watch.end()
         raise UsageError(
             f"watch: expected a command that can be run, got {command[0]}: {error.strerror}; for example: {_USAGE}"
         ) from error
     return end_like(code)
+
+
+def _why_it_ended(flight: FlightWatch, code: int, *, ended_by_us: bool) -> str:
+    """The post-mortem; empty where the command ended well, or as we have ended it."""
+    try:
+        found = flight.finish(code)
+    except Exception as error:  # the command's exit code counts for more
+        return f"lightning-gpuopt watch: no post-mortem: {type(error).__name__}: {error}"
+    if found is None or (ended_by_us and found.ended == "exited"):
+        return ""
+    return f"Post-mortem: {found.text}"
 
 
 def _begin(parent: Path, command: Sequence[str], options: Namespace) -> Watch:

@@ -33,7 +33,7 @@ def calling_fetcher(collate_fn: Any, frame: FrameType) -> Any:
 # -- looking ahead
 
 
-def when_fetcher_is_made(made: Callable[[Any], None]) -> None:
+def when_fetcher_is_made(made: Callable[[Any], object]) -> None:
     """Have this process's fetchers, which take samples from the dataset, seen as they are made; for a worker only."""
     kinds = torch.utils.data._DatasetKind
     create = kinds.create_fetcher

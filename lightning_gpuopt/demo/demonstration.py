@@ -15,8 +15,8 @@ from lightning_gpuopt.demo.table import Run, gain_line, table, title
 from lightning_gpuopt.demo.training import DemoSettings, Outcome
 from lightning_gpuopt.diagnosis.record import Proof
 from lightning_gpuopt.diagnosis.render.html import render_html
-from lightning_gpuopt.diagnosis.report import write_whole
 from lightning_gpuopt.telemetry.keys import METRICS
+from lightning_gpuopt.utils.whole_file import write_whole
 
 
 def demonstrate(settings: DemoSettings, *, fix: bool, started: float) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import fsspec
 
 from lightning_gpuopt.diagnosis.render.speedscope import STACKS_FILE, speedscope
-from lightning_gpuopt.diagnosis.report import StallReport, write_whole
+from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.measurements.code_location import Sampled
+from lightning_gpuopt.utils.whole_file import write_whole
 
 
 def is_remote(folder: str) -> bool:

@@ -15,8 +15,9 @@ from lightning_gpuopt.measurements.kernels import KernelShare
 from lightning_gpuopt.measurements.loader_costs import LoaderCosts
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import Outlier, StepTimes
+from lightning_gpuopt.utils.whole_file import write_whole
 
-__all__ = ["REPORT_SCHEMA", "Finding", "HotSpots", "KernelShare", "Proof", "StallReport", "Stretch", "write_whole"]
+__all__ = ["REPORT_SCHEMA", "Finding", "HotSpots", "KernelShare", "Proof", "StallReport", "Stretch"]
 
 
 @dataclass(frozen=True)
@@ -159,26 +160,6 @@ class StallReport(RunRecord):
         from lightning_gpuopt.diagnosis.render.text import render_text
 
         return render_text(self)
-
-
-def write_whole(target: Path, text: str) -> None:
-    """Write a file whole or not at all; folders are made as needed.
-
-    Args:
-        target: the file.
-        text: what it shall hold.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    target = target.absolute()  # "." has no name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _known(value: Any) -> Any:

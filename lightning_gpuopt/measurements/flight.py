@@ -33,7 +33,8 @@ SAVES: Final = "save"
 Doing = Literal["starts", "waits", "reads", "collates", "set-up", "train", "validation", "save"]
 
 EVENTS: Final = {
-    "exception": "type, message, where, frames (innermost last, 'name (file:line)'), in a worker also index",
+    "exception": "type, message, where (in the user's own code), frames (innermost last, 'name (file:line)'), of a "
+    "dataset also index, or the batch's indices",
     "worker_died": "worker, loader, pid, and signal (a number) or code",
     "signal": "signal (a number): one that Lightning handles",
     "uneven_ranks": "batches: numbers of batches of an epoch by rank",

@@ -25,18 +25,25 @@ from lightning_gpuopt.compat.dataloader import awaited_worker, has_queues, worke
 from lightning_gpuopt.compat.fetchers import fetcher_of
 from lightning_gpuopt.compat.lightning import Trainer
 from lightning_gpuopt.compat.lightning_loops import place_in_epoch
-from lightning_gpuopt.loaders import sample_keys
 from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
 from lightning_gpuopt.measurements.flight import SAVES, SETS_UP, TRAINS, VALIDATES, Doing
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.handover import Watcher
 from lightning_gpuopt.recorder.memory import MemoryLog
 from lightning_gpuopt.recorder.reader import STACKS_SUFFIX, SUFFIX, remove
-from lightning_gpuopt.recorder.ring import AT, DOING, ENDED, MAX_WORKERS, record_of
+from lightning_gpuopt.recorder.ring import AT, DOING, ENDED, HEADER_BYTES, MAX_WORKERS, record_of
 from lightning_gpuopt.recorder.ring_file import RingFile
 from lightning_gpuopt.recorder.stacks import StackWriter, ask, start_ticks
-from lightning_gpuopt.recorder.worker import BEAT_S, Keys, WorkerStart, described, note_fetches, place_of
-from lightning_gpuopt.timeline.frames import innermost_frames
+from lightning_gpuopt.recorder.worker import (
+    BEAT_S,
+    Reading,
+    WorkerStart,
+    described,
+    note_fetches,
+    note_samples_of_ours,
+    place_of,
+)
+from lightning_gpuopt.timeline.frames import innermost_frames, is_in_loader
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +63,9 @@ _STEPS: Final = AT["steps"]
 _PROGRESS: Final = AT["progress_ns"]
 _LONGEST: Final = AT["longest_ns"]
 _SETS_UP, _TRAINS, _VALIDATES, _SAVES = (DOING.index(each) for each in (SETS_UP, TRAINS, VALIDATES, SAVES))
+
+_BY_ITS_LOADER: Final = {"signal": int(signal.SIGTERM)}
+"""How a loader ends a worker that does not end by itself."""
 
 _fits = 0
 
@@ -78,7 +88,7 @@ class FlightRecorder:
         global _fits
         _fits += 1
         self.phase: Callable[[], str | None] = lambda: None
-        self._trainer = weakref.ref(trainer)
+        self._trainer: Callable[[], Trainer | None] = weakref.ref(trainer)
         self._board = Board()
         self._ring = self._board.rank
         self._numbers = self._ring.numbers
@@ -90,6 +100,8 @@ class FlightRecorder:
         self._iterators: dict[str, Callable[[], Any]] = {}
         self._workers: dict[int, tuple[str, int, Any]] = {}
         self._dead: set[int] = set()
+        self._ended_by_loaders: list[dict[str, Any]] = []
+        self._reading: Reading | None = None
         self._stop = threading.Event()
         self._stacks: StackWriter | None = None
         self._file: RingFile | None = None
@@ -98,7 +110,7 @@ class FlightRecorder:
         watcher = Watcher.of_this_process()
         local = Path(watcher.folder) if watcher is not None else folder
         if local is not None:
-            self._open_files(local / f"rank-{rank}-{host}-{pid}-{_fits}{SUFFIX}", run)
+            self._open_files(local / f"rank-{rank}-{host}-{pid}-{_fits}{SUFFIX}", run, rank)
         stacks = self._stacks
         self._known = {"host": host, "run": run, "stacks": stacks.path if stacks is not None else ""}
         self._ids = {"rank": rank, "world_size": trainer.world_size}
@@ -116,18 +128,20 @@ class FlightRecorder:
         )
         if watcher is not None:
             watcher.give(self._board.file)
+        self._write_file()
         self.memory = MemoryLog(self._board, trainer.strategy.root_device)
         self._unsubscribe = LoaderRegistry.of(trainer).subscribe(self, trainer)
-        sample_keys.noted = lambda keys: Keys(keys, self._ring, whole=False)
+        note_samples_of_ours(self._ring)
         self._thread = threading.Thread(target=self._run, name="gpuopt-recorder", daemon=True)
         self._thread.start()
 
-    def _open_files(self, path: Path, run: str) -> None:
+    def _open_files(self, path: Path, run: str, rank: int) -> None:
         """Without files it goes on in memory: under ``watch`` that is enough."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            for earlier in path.parent.glob(f"{path.name.split('-', 2)[0]}-{path.name.split('-', 2)[1]}-*{SUFFIX}"):
-                if (record := record_of(earlier.read_bytes()[:4096])) is not None and record.run == run:
+            for earlier in path.parent.glob(f"rank-*{SUFFIX}"):
+                record = record_of(earlier.read_bytes()[:HEADER_BYTES])
+                if record is not None and (record.run, record.rank) == (run, rank):
                     remove(earlier)  # of a job that has started again under the same name
             self._stacks = StackWriter(str(path.with_suffix(STACKS_SUFFIX).absolute()))
             self._file = RingFile(path, self._board)
@@ -202,7 +216,7 @@ class FlightRecorder:
         if not loader.num_workers:
             iterator = create()
             if (fetcher := fetcher_of(iterator)) is not None:
-                note_fetches(fetcher, self._ring, whole=False)
+                self._reading = note_fetches(fetcher, self._ring, whole=False)
             return iterator
         for worker in range(max(loader.num_workers, _RESERVED)):
             self._board.slot(name, worker)
@@ -243,25 +257,31 @@ class FlightRecorder:
     def beat(self) -> None:
         """Note what can be seen from outside of the training thread."""
         self._beats += 1
-        trainer = self._trainer()
-        if trainer is None:
+        if (trainer := self._trainer()) is None:
             return
         self._numbers[AT["written_ns"]] = time.monotonic_ns()
         phase = self.phase() or ""
         self._write("phase", phase)
-        self._write("place", place_of(innermost_frames().get(self._main)))
+        frame = innermost_frames().get(self._main)
+        self._write("place", place_of(frame))
+        self._numbers[AT["turn"]] = self._turn() if is_in_loader(frame) else 0
+        del frame
         epoch, batch, batches = place_in_epoch(trainer)
         self._numbers[AT["epoch"]], self._numbers[AT["batch"]] = epoch, batch
         self._numbers[AT["batches"]] = -1 if batches is None else batches
-        self._numbers[AT["turn"]] = self._turn()
         if not self._signalled and getattr(trainer, "received_sigterm", False):
             self._signalled = True
             self._ring.log("signal", signal=int(signal.SIGTERM))
+        if self._reading is not None:
+            self._reading.show()
         self.look_at_workers()
         if self._beats % _BEATS_A_SECOND == 0:
             self.memory.read({slot: (process.pid, *_name) for slot, (*_name, process) in self._living()})
-            if self._file is not None:
-                self._file.write()
+            self._write_file()
+
+    def _write_file(self) -> None:
+        if self._file is not None:
+            self._file.write()
 
     def _write(self, name: str, word: str) -> None:
         if self._words.get(name) != word:
@@ -291,9 +311,11 @@ class FlightRecorder:
             if ended is None:
                 continue
             self._dead.add(slot)
-            # those that their loader ends, it ends by SIGTERM, where they do not end by themselves
-            if ended not in ({"code": 0}, {"signal": int(signal.SIGTERM)}):
-                self._ring.log("worker_died", worker=worker, loader=loader, pid=process.pid, **ended)
+            death = {"worker": worker, "loader": loader, "pid": process.pid, **ended}
+            if ended == _BY_ITS_LOADER:
+                self._ended_by_loaders.append(death)
+            elif ended != {"code": 0}:
+                self._ring.log("worker_died", **death)
 
     def stacks_of_workers(self) -> dict[int, str]:
         """The stacks of the workers that run, by process id; they write them, without being disturbed otherwise."""
@@ -309,6 +331,9 @@ class FlightRecorder:
             for _, (_, _, process) in self._living():
                 _ = process.exitcode
             self.look_at_workers()
+            if "DataLoader worker" in str(error):
+                for death in self._ended_by_loaders:
+                    self._ring.log("worker_died", **death)
             self.memory.read({})
             self._ring.log("exception", **described(error))
             self._close(ENDED.index("exception"))
@@ -317,7 +342,19 @@ class FlightRecorder:
         """``fit`` has ended well: nothing is kept. May be called more than once, also after :meth:`failed`."""
         with contextlib.suppress(Exception):
             if self._close(ENDED.index("ok")) and self._file is not None:
-                remove(self._file.path)
+                self._remove_rings(self._file.path)
+
+    def _remove_rings(self, own: Path) -> None:
+        """Remove the rings of all ranks, once all have ended well: while others run, how this one ended may matter."""
+        rings = {}
+        for path in own.parent.glob(f"rank-*{SUFFIX}"):
+            with contextlib.suppress(OSError):
+                record = record_of(path.read_bytes()[:HEADER_BYTES])
+                if record is not None and record.run == self._known["run"]:
+                    rings[path] = record.ended
+        if all(ended == "ok" for ended in rings.values()):
+            for path in rings:
+                remove(path)
 
     def _close(self, ended: int) -> bool:
         """Stop recording; False where that was done before."""
@@ -326,7 +363,7 @@ class FlightRecorder:
         self._stop.set()
         self._thread.join(timeout=3.0)
         self._unsubscribe()
-        sample_keys.noted = None
+        note_samples_of_ours(None)
         self._numbers[AT["ended"]] = ended
         self._numbers[AT["written_ns"]] = time.monotonic_ns()
         if self._file is not None:

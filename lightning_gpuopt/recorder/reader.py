@@ -71,9 +71,15 @@ def records_of(file: int) -> list[FlightRecord]:
         else:
             events.append(event)
     crash = crash_in(rank.stacks) if rank.stacks else ""
-    rank = replace(rank, events=tuple(events), memory=tuple(readings.get(None, ())), crash=crash)
+    crashed = next((each.get("pid") for each in events if each["event"] == "worker_died" and each.get("signal")), None)
+    rank = replace(
+        rank,
+        events=tuple(events),
+        memory=tuple(readings.get(None, ())),
+        crash=crash if crashed is None else "",  # all write into one file, and faulthandler names no process
+    )
     workers = [
-        replace(worker, stacks=rank.stacks, memory=tuple(readings.get(slot, ())))
+        replace(worker, memory=tuple(readings.get(slot, ())), crash=crash if worker.pid == crashed else worker.crash)
         for slot in _used_slots(file)
         if (worker := record_of(os.pread(file, WORKER_BYTES, RANK_BYTES + slot * WORKER_BYTES))) is not None
     ]

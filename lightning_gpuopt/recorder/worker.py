@@ -22,9 +22,9 @@ from lightning_gpuopt.loaders import sample_keys
 from lightning_gpuopt.measurements.code_location import Call
 from lightning_gpuopt.measurements.flight import COLLATES, READS, STARTS, WAITS
 from lightning_gpuopt.recorder.board import Board
-from lightning_gpuopt.recorder.ring import AT, DOING, NO_INDEX, Ring
+from lightning_gpuopt.recorder.ring import AT, DOING, NO_INDEX, NUMBER, Ring
 from lightning_gpuopt.recorder.stacks import StackWriter, start_ticks
-from lightning_gpuopt.timeline.frames import calls_of, innermost_frames, is_own, name_of, raw_frames
+from lightning_gpuopt.timeline.frames import calls_of, innermost_frames, is_own, is_pythons, name_of, raw_frames
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,10 @@ _SINCE: Final = AT["since_ns"]
 _HAS_INDEX: Final = AT["has_index"]
 _SAMPLES: Final = AT["samples"]
 _BATCHES: Final = AT["batches_read"]
+_INDEX: Final = AT["index"]
+_SLOW_NS: Final = 30_000
+"""A sample that takes so long is worth the tenth of a microsecond that its note takes."""
+
 _READS, _COLLATES, _WAITS = (DOING.index(each) for each in (READS, COLLATES, WAITS))
 
 
@@ -93,7 +97,7 @@ class WorkerStart:
             stack_signal=stacks.signal if stacks is not None else 0,
         )
         when_fetcher_is_made(lambda fetcher: note_fetches(fetcher, ring, whole=True))
-        sample_keys.noted = lambda keys: Keys(keys, ring, whole=True)
+        note_samples_of_ours(ring)
         Beat(ring, threading.get_ident()).start()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,14 +141,14 @@ class Beat(threading.Thread):
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Where a thread is: the innermost frame of the user's own, else the innermost one; empty where only loops are.
+    """Where a thread is: the innermost frame of the user's own, else of a library; empty where only loops are.
 
     Args:
         frame: the thread's innermost frame.
     """
     calls = calls_of(raw_frames(frame))
-    own = next((each for each in calls if each.own), None)
-    return own.at if own is not None else calls[0].at if calls else ""
+    libraries = (each for each in calls if not is_pythons(each.file))
+    return next((each.at for each in (*(own for own in calls if own.own), *libraries)), "")
 
 
 def described(error: BaseException) -> dict[str, Any]:
@@ -156,7 +160,7 @@ def described(error: BaseException) -> dict[str, Any]:
     ]
     own = [each for each in calls if each.own]
     kind = type(error)
-    place = (own or calls)[-1].at if calls else ""
+    place = own[-1].at if own else ""
     return {
         "type": kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
         "message": str(error)[:_MAX_MESSAGE],
@@ -165,47 +169,107 @@ def described(error: BaseException) -> dict[str, Any]:
     }
 
 
-class Keys:
-    """The keys of a batch, each of which is noted as it is taken."""
+class Reading:
+    """What a process reads of a dataset, batch by batch; it stands in for a batch's keys while they are gone through.
 
-    __slots__ = ("_keys", "_ring", "_whole")
+    Args:
+        ring: where it is noted.
+        whole: whether the ring is a worker's, which does nothing else. In a training process each sample is noted where
+            samples are slow; of fast ones, whoever looks from beside (:meth:`show`) sees how far the batch has come.
+        numbered: whether samples have no keys, and are numbered.
 
-    def __init__(self, keys: Any, ring: Ring, *, whole: bool) -> None:
-        self._keys = keys
+    Attributes:
+        keys: of the batch that is read; None where none is.
+    """
+
+    __slots__ = ("_each", "_first", "_iterator", "_numbered", "_ring", "_whole", "keys")
+
+    def __init__(self, ring: Ring, *, whole: bool, numbered: bool = False) -> None:
         self._ring = ring
         self._whole = whole
+        self._numbered = numbered
+        self._each = True
+        self._first = 0
+        self._iterator: Any = None
+        self.keys: Any = None
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self.keys)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._each:
+            return self._note_each()
+        self._iterator = iter(self.keys)
+        return self._iterator  # type: ignore[no-any-return]
+
+    def begin(self, keys: Any) -> None:
+        """A batch is to be read.
+
+        Args:
+            keys: of its samples.
+        """
+        self.keys = keys
+        self._first = self._ring.numbers[_SAMPLES]
+
+    def end(self, took_ns: int) -> None:
+        """It is read.
+
+        Args:
+            took_ns: nanoseconds that it took.
+        """
+        count = len(self.keys)
+        self._each = self._whole or took_ns >= _SLOW_NS * count
+        self.keys = self._iterator = None
+        numbers = self._ring.numbers
+        numbers[_SAMPLES] += count
+        numbers[_HAS_INDEX] = NO_INDEX
+
+    def _note_each(self) -> Iterator[Any]:
         ring = self._ring
-        numbers, note = ring.numbers, ring.index
-        for key in self._keys:
-            note(key)
+        numbers = ring.numbers
+        given = self.keys
+        numbers[_HAS_INDEX] = NUMBER
+        for index, key in enumerate(given, self._first) if self._numbered else zip(given, given, strict=True):
+            try:
+                numbers[_INDEX] = index
+            except (TypeError, ValueError):  # no number, or none that fits
+                ring.index(index)
+                yield key
+                numbers[_HAS_INDEX] = NUMBER
+                continue
             yield key
-            numbers[_SAMPLES] += 1
         numbers[_HAS_INDEX] = NO_INDEX
         if self._whole:
             numbers[_DOING] = _COLLATES
 
+    def show(self) -> None:
+        """Note from beside which sample is read; exact where it is called in the reading thread."""
+        keys, iterator = self.keys, self._iterator
+        if keys is None or self._each:
+            return
+        if iterator is None:  # all at once
+            self.note_batch(keys)
+            return
+        at = len(keys) - operator.length_hint(iterator) - 1
+        if 0 <= at < len(keys):
+            self._ring.index(self._first + at if self._numbered else keys[at])
 
-class _Counted(Keys):
-    """The same for an iterable dataset, whose samples have no keys: they are numbered."""
+    def note_batch(self, keys: Any) -> None:
+        """Note the keys of a batch that the dataset is asked for at once."""
+        self._ring.write("indices", json.dumps(_shown(keys)))
 
-    __slots__ = ()
+    def failed(self, error: BaseException) -> None:
+        """Note an exception of the dataset's."""
+        try:
+            self.show()
+            index = self._ring.noted_index()
+            keys = {} if index is not None or self.keys is None else {"indices": _shown(self.keys)}
+            self._ring.log("exception", **described(error), index=index, **keys)
+        except Exception:
+            log.debug("an exception was not recorded", exc_info=True)
 
-    def __iter__(self) -> Iterator[Any]:
-        ring = self._ring
-        numbers = ring.numbers
-        for key in self._keys:
-            ring.index(numbers[_SAMPLES])
-            yield key
-            numbers[_SAMPLES] += 1
-        numbers[_HAS_INDEX] = NO_INDEX
 
-
-def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> None:
+def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> Reading:
     """Have a loader's fetcher note which sample it reads, and what it raises.
 
     The dataset is asked for the very same keys. Where it takes a batch of them at once, only the batch is noted.
@@ -214,46 +278,73 @@ def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> None:
         fetcher: torch's own.
         ring: where.
         whole: whether the ring is a worker's, which does nothing else.
+
+    Returns:
+        What is read.
     """
     original = type(fetcher).fetch
     behind = weakref.ref(fetcher)  # or the fetcher would hold itself
     by_sample = is_fetched_by_sample(fetcher)
-    kind = {None: None, True: Keys, False: _Counted}[by_sample]
+    reading = Reading(ring, whole=whole, numbered=by_sample is False)
+    batched = bool(fetcher.auto_collation)
     numbers = ring.numbers
 
     def fetch(keys: Any) -> Any:
+        began = time.monotonic_ns()
         if whole:
-            numbers[_SINCE] = time.monotonic_ns()
+            numbers[_SINCE] = began
             numbers[_DOING] = _READS
-        batched = _begin_batch(ring, keys)
-        if not batched and by_sample is not False:
-            ring.index(keys)
-        try:
-            batch = original(behind(), kind(keys, ring, whole=whole) if kind is not None and batched else keys)
-        except StopIteration:
-            numbers[_DOING] = _WAITS if whole else numbers[_DOING]
-            raise
-        except BaseException as error:
-            _failed(ring, error)
-            raise
-        if whole:
-            numbers[_SINCE] = time.monotonic_ns()
-            numbers[_DOING] = _WAITS
-        if numbers[_HAS_INDEX] != NO_INDEX or kind is None:
-            numbers[_SAMPLES] += len(keys) if batched else 1
+        if not batched:
+            keys = (keys,)
             numbers[_HAS_INDEX] = NO_INDEX
-        numbers[_BATCHES] += 1
+            ring.index(keys[0])
+        elif by_sample is None and whole:
+            reading.note_batch(keys)
+        reading.begin(keys)
+        try:
+            given = reading if by_sample is not None else keys if batched else keys[0]
+            batch = original(behind(), given)
+        except BaseException as error:
+            if not isinstance(error, StopIteration):
+                reading.failed(error)
+            reading.keys = None
+            if whole:
+                numbers[_DOING] = _WAITS
+            raise
+        now = time.monotonic_ns()
+        reading.end(now - began)
+        if whole:
+            numbers[_SINCE] = now
+            numbers[_DOING] = _WAITS
+            numbers[_BATCHES] += 1
         return batch
 
     fetcher.fetch = fetch
+    return reading
 
 
-def _begin_batch(ring: Ring, keys: Any) -> bool:
-    """Note the keys of a batch; False where it is the key of a sample."""
-    if not isinstance(keys, (list, tuple)):
-        return hasattr(keys, "__len__") and not isinstance(keys, (str, bytes, dict))
-    ring.write("indices", json.dumps([_plain(key) for key in islice(keys, _MAX_INDICES)]))
-    return True
+class _KeysOfOurs:
+    """Notes samples of a dataset of ours, which takes the keys of a batch at once, and goes through them."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+
+    def __call__(self, keys: Any) -> Iterator[Any]:
+        numbers = self._ring.numbers
+        for key in keys:
+            numbers[_INDEX] = key
+            numbers[_HAS_INDEX] = NUMBER
+            yield key
+        numbers[_HAS_INDEX] = NO_INDEX
+
+
+def note_samples_of_ours(ring: Ring | None) -> None:
+    """Have the samples of our own datasets noted in this process; None: no more."""
+    sample_keys.noted = _KeysOfOurs(ring) if ring is not None else None
+
+
+def _shown(keys: Any) -> list[int | str]:
+    return [_plain(key) for key in islice(keys, _MAX_INDICES)]
 
 
 def _plain(key: Any) -> int | str:
@@ -263,10 +354,3 @@ def _plain(key: Any) -> int | str:
         return int(operator.index(key))
     except TypeError:
         return str(key)[:16]
-
-
-def _failed(ring: Ring, error: BaseException) -> None:
-    try:
-        ring.log("exception", **described(error), index=ring.noted_index())
-    except Exception:
-        log.debug("an exception was not recorded", exc_info=True)

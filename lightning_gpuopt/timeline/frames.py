@@ -169,6 +169,22 @@ def raw_frames(innermost: FrameType | None) -> tuple[RawFrame, ...]:
     return tuple(found)
 
 
+def is_in_loader(innermost: FrameType | None) -> bool:
+    """Whether a thread is in a DataLoader: it waits for a batch, or makes one.
+
+    Args:
+        innermost: its innermost frame.
+    """
+    frames = () if innermost is None else _outwards(innermost)
+    loop = next((each.f_code.co_filename for each in frames if is_loop(each.f_code.co_filename)), "")
+    return loop.startswith(library_folders()["torch"])
+
+
+def is_pythons(file: str) -> bool:
+    """Whether a file is of Python's standard library."""
+    return file.startswith(_standard_library()) and not any(folder in file for folder in _INSTALLED)
+
+
 def is_waiting(stack: Sequence[RawFrame]) -> bool:
     """Whether a thread waits for another one: in a lock, a queue or a pipe of Python's standard library."""
     return stack[0][1].startswith(_standard_library()) and stack[0][1].endswith(_WAITS)

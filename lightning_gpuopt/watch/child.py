@@ -40,7 +40,22 @@ def signals_held() -> Iterator[set[signal.Signals]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def run_child(command: Sequence[str], environment: Mapping[str, str], mask: set[signal.Signals]) -> int:
+class ChildWatcher:
+    """Hears of a child; by default nothing is done with it."""
+
+    def started(self, pid: int) -> None:
+        """It runs."""
+
+    def signalled(self, number: int) -> None:
+        """A signal has come for it."""
+
+
+def run_child(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    mask: set[signal.Signals],
+    watcher: ChildWatcher | None = None,
+) -> int:
     """Run a command to its end.
 
     It has our standard streams and our process group, so what is sent to the group, as a terminal's Ctrl-C, reaches it
@@ -51,6 +66,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], mask: set[
         command: program and arguments.
         environment: its environment.
         mask: its signal mask, from :func:`signals_held`, under which this is called.
+        watcher: hears of it.
 
     Returns:
         Its exit code; where a signal has ended it, minus that signal's number.
@@ -64,14 +80,17 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], mask: set[
             env=dict(environment),
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
         )
-        return _wait_for(child, witness)
+        watcher = watcher or ChildWatcher()
+        watcher.started(child.pid)
+        return _wait_for(child, witness, watcher)
 
 
-def _wait_for(child: subprocess.Popen[bytes], witness: _Witness) -> int:
+def _wait_for(child: subprocess.Popen[bytes], witness: _Witness, watcher: ChildWatcher) -> int:
     while (code := child.poll()) is None:
         came = signal.sigtimedwait([*_FORWARDED, signal.SIGCHLD], _LOOK_EVERY_S)
         if came is None or came.si_signo not in _FORWARDED:
             continue
+        watcher.signalled(came.si_signo)
         to_all = witness.got(came.si_signo) and _is_in_our_group(child.pid)
         # si_code is positive where the kernel sent it, as it does for a terminal (sigaction(2))
         if came.si_code <= 0 and not to_all:

@@ -22,9 +22,10 @@ from lightning_gpuopt.compat.lightning import (
     hide_from_log,
     hold_messages,
 )
-from lightning_gpuopt.diagnosis.report import StallReport, write_whole
+from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.utils.added_callbacks import AddedCallbacks
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
+from lightning_gpuopt.utils.whole_file import write_whole
 from lightning_gpuopt.watch.ceiling import CEILING_FILE, Ceiling
 from lightning_gpuopt.watch.ceiling_run import CeilingRun, HookClock, as_json
 from lightning_gpuopt.watch.mailbox import Watch

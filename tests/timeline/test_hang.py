@@ -47,11 +47,12 @@ def test_what_is_open_is_timed_from_its_own_beginning() -> None:
     clock, told = Clock(), []
     watch = HangWatch(10.0, told.append, clock)
     clock.now_s = 8.0
-    with watch:
-        clock.now_s = 17.0
-        assert watch.look() == 1.0
-        clock.now_s = 19.0
-        watch.look()
+    watch.progress()
+    clock.now_s = 17.0
+    assert watch.look() == 1.0
+    clock.now_s = 19.0
+    watch.look()
+    watch.progress()
     clock.now_s = 28.0
     watch.look()
     assert told == [11.0]

@@ -90,6 +90,7 @@ def test_a_script_that_was_never_written_for_it(tmp_path):
         "fit-1/report.html",
         "fit-1/report.json",
         "fit-1/stacks.speedscope.json",
+        "post-mortem.json",
     ]
     assert re.search(r"\nReport: gpuopt/\S+/fit-1/report.html\nNext:   lightning-gpuopt watch --fix -- \S+ ", ours)
 

@@ -1,0 +1,99 @@
+"""What to change, by how a run ended."""
+
+from __future__ import annotations
+
+import signal
+from typing import Final
+
+from lightning_gpuopt.postmortem.deaths import Death
+from lightning_gpuopt.postmortem.memory import Memory
+from lightning_gpuopt.postmortem.record import Ended
+
+_LESS_MEMORY: Final = (
+    "give the job more memory, or use less of it: fewer workers, a smaller prefetch_factor, nothing large kept in "
+    "Python lists and dicts of the dataset"
+)
+_COPIES: Final = (
+    " A forked worker copies the Python objects that it reads, little by little: keep paths and labels in numpy arrays "
+    "or pyarrow instead of lists, dicts and objects."
+)
+_SHM: Final = (
+    "give /dev/shm more room (docker run --shm-size=8g or --ipc=host; in Kubernetes an emptyDir with medium: Memory), "
+    "or use less of it: fewer workers, a smaller prefetch_factor."
+)
+_MEMORY_ERRORS: Final = ("MemoryError",)
+_GPU_MEMORY: Final = ("OutOfMemoryError",)
+_FILES: Final = "Too many open files"
+
+
+def likely_of(ended: Ended, death: Death, memory: Memory) -> str:
+    """What is inferred and not known; empty where nothing is.
+
+    Args:
+        ended: how the run ended.
+        death: what ended it.
+        memory: before the end.
+    """
+    silent = death.signal is None and death.code is None and death.error is None
+    if ended == "killed":
+        without = "nothing but SIGKILL ends a process without a word" if silent else ""
+        if memory.near:
+            memory_was_short = (
+                f"it was ended for want of memory, by the kernel or by an agent of the cluster: {memory.near}"
+            )
+            return "; ".join(filter(None, (without, memory_was_short)))
+        return without or "somebody else ended it: an agent of the cluster, a supervisor, or a person"
+    if ended == "bus_error":
+        return (
+            f"/dev/shm was full: {memory.shm_full}"
+            if memory.shm_full
+            else "/dev/shm was full for a moment, or a memory-mapped file was cut off while it was read"
+        )
+    return ""
+
+
+def advice_of(ended: Ended, death: Death, memory: Memory) -> str:
+    """What to change; arguments as those of :func:`likely_of`."""
+    is_worker = death.process.worker is not None
+    if ended == "out_of_memory" or (ended == "killed" and memory.near):
+        return f"{_LESS_MEMORY}.{_COPIES if is_worker else ''}"
+    if ended == "killed":
+        return "ask the cluster's log who sent SIGKILL: a time limit, a limit of memory, an eviction."
+    if ended == "bus_error":
+        return _SHM if memory.shm_full or is_worker else "do not change files while they are mapped; look at /dev/shm."
+    if ended == "segfault":
+        return (
+            "look at the line above: the library that is called there crashed. Try it alone, in another version, and "
+            "without threads of its own in workers (cv2.setNumThreads(0))."
+        )
+    if ended == "aborted":
+        if death.signal == signal.SIGABRT and not is_worker:
+            return (
+                "look at the last lines that it printed. NCCL's watchdog aborts when a collective takes too long: then "
+                "look at which rank came late, above; else a library found its own data broken."
+            )
+        return "look at the line above and at the last lines that it printed: a library found its own data broken."
+    if ended == "terminated":
+        return "look at who ends the job: a time limit (sbatch --signal warns before), a preemption, a launcher."
+    if ended == "exited":
+        return "look for sys.exit() and os._exit() in the script and in what it calls."
+    if ended == "exception":
+        return _of_exception(death)
+    return ""
+
+
+def _of_exception(death: Death) -> str:
+    error = death.error or {}
+    kind, message = str(error.get("type", "")).rpartition(".")[2], str(error.get("message", ""))
+    if kind in _MEMORY_ERRORS or "can't allocate memory" in message or "Cannot allocate memory" in message:
+        return f"{_LESS_MEMORY}. A limit of the address space (ulimit -v) ends in this exception, too."
+    if kind in _GPU_MEMORY or "CUDA out of memory" in message:
+        return "use less GPU memory: a smaller batch, precision='bf16-mixed', activation checkpointing, FSDP."
+    if _FILES in message:
+        return (
+            "allow more open files (ulimit -n), close what the dataset opens, or use "
+            "torch.multiprocessing.set_sharing_strategy('file_system')."
+        )
+    if death.process.worker is not None or death.index is not None:
+        return "read this sample alone: dataset[index] in a Python shell raises the same where the sample is the cause."
+    return "look at the line above; the traceback is in what the command has printed."

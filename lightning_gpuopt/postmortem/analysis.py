@@ -1,0 +1,267 @@
+"""The post-mortem of a run: which of its processes ended first, how, and what that means."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from lightning_gpuopt.measurements.flight import FlightRecord
+from lightning_gpuopt.postmortem.advice import advice_of, likely_of
+from lightning_gpuopt.postmortem.deaths import ECHO, CommandEnd, Death, deaths_of
+from lightning_gpuopt.postmortem.hangs import UNEVEN_ADVICE, Hang, describe_hang, hang_of
+from lightning_gpuopt.postmortem.memory import Memory, in_words, memory_of, oom_kills
+from lightning_gpuopt.postmortem.record import Ended, PostMortem, Process
+from lightning_gpuopt.postmortem.uneven import Uneven, uneven_of
+from lightning_gpuopt.postmortem.wording import clock, first_line, key, name_of, signal_name, span
+from lightning_gpuopt.postmortem.wording import ranks as ranks_in_words
+
+_BY_SIGNAL: Final[Mapping[int, Ended]] = {
+    signal.SIGKILL: "killed",
+    signal.SIGBUS: "bus_error",
+    signal.SIGSEGV: "segfault",
+    signal.SIGABRT: "aborted",
+    signal.SIGFPE: "aborted",
+    signal.SIGILL: "aborted",
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "terminated",
+    signal.SIGHUP: "terminated",
+    signal.SIGQUIT: "terminated",
+}
+_BY_EXCEPTION: Final[Mapping[str, tuple[Ended, int | None]]] = {
+    "KeyboardInterrupt": ("interrupted", int(signal.SIGINT)),
+    "SIGTERMException": ("terminated", int(signal.SIGTERM)),
+    "SystemExit": ("exited", None),
+}
+_FROM_OUTSIDE: Final = ("interrupted", "terminated", "killed")
+"""How somebody ends a run that hangs."""
+
+_VERBS: Final[Mapping[str, str]] = {
+    "killed": "was ended by SIGKILL",
+    "out_of_memory": "was ended by the kernel for want of memory",
+    "bus_error": "was ended by a bus error (SIGBUS)",
+    "segfault": "crashed with a segmentation fault (SIGSEGV)",
+    "interrupted": "was interrupted (Ctrl-C, SIGINT)",
+    "terminated": "was told to end (SIGTERM)",
+}
+
+
+def post_mortem_of(
+    records: Sequence[FlightRecord],
+    *,
+    now_s: float,
+    is_alive: Callable[[FlightRecord], bool],
+    command: CommandEnd | None = None,
+    hang: Hang | None = None,
+    stacks: Mapping[int, str] | None = None,
+    waits: Mapping[int, str] | None = None,
+) -> PostMortem:
+    """Why a run ended, or what it waits for.
+
+    Args:
+        records: of all its processes; of several runs, the last one counts.
+        now_s: Unix time in seconds.
+        is_alive: whether a record's process is there.
+        command: how the watched command ended; None where nobody watched, or where it runs.
+        hang: a hang that was found, and was not overcome; None: it is looked for where processes run.
+        stacks: what ``faulthandler`` wrote of processes then, by process id.
+        waits: what they waited in, in the kernel, by process id.
+    """
+    records = _last_run(records)
+    deaths = deaths_of(records, is_alive, command)
+    if command is None and not deaths:
+        running = [each for each in records if each.worker is None and not each.ended and is_alive(each)]
+        hang = hang or hang_of(running, now_s)
+        if hang is None:
+            return _without_death(records, running, None)
+    if hang is not None and (not deaths or _is_from_outside(deaths[0], records, command)):
+        return _of_hang(hang, records, stacks or {}, waits or {}, deaths, command)
+    if not deaths:
+        return _without_death(records, [], command)
+    return _of_death(deaths, records, command)
+
+
+def _last_run(records: Sequence[FlightRecord]) -> list[FlightRecord]:
+    last = max(records, key=lambda each: each.written_s, default=None)
+    return [each for each in records if last is not None and each.run == last.run]
+
+
+def _how(death: Death, records: Sequence[FlightRecord], command: CommandEnd | None) -> tuple[Ended, int | None]:
+    """How a process ended, and by which signal, as far as that is known."""
+    if death.error is not None:
+        kind = str(death.error.get("type", "")).rpartition(".")[2]
+        return _BY_EXCEPTION.get(kind, ("exception", None))
+    if death.signal is not None:
+        ended = _BY_SIGNAL.get(death.signal, "killed")
+        if ended == "killed" and death.signal == signal.SIGKILL and _kills(death, records, command):
+            ended = "out_of_memory"
+        return ended, int(death.signal)
+    if death.code is not None:
+        return "exited", None
+    return ("out_of_memory" if _kills(death, records, command) else "killed"), None
+
+
+def _kills(death: Death, records: Sequence[FlightRecord], command: CommandEnd | None) -> int | None:
+    return oom_kills(records, death.host, command.oom_kills if command is not None else None)
+
+
+def _is_from_outside(death: Death, records: Sequence[FlightRecord], command: CommandEnd | None) -> bool:
+    return _how(death, records, command)[0] in _FROM_OUTSIDE
+
+
+def _of_death(deaths: Sequence[Death], records: Sequence[FlightRecord], command: CommandEnd | None) -> PostMortem:
+    first = deaths[0]
+    ended, number = _how(first, records, command)
+    kills = _kills(first, records, command)
+    memory = memory_of(first.record, records, first.at_s, kills)
+    uneven = uneven_of([each for each in records if each.worker is None]) if first.kind == ECHO else None
+    several = first.rank.world_size
+    process, where, index = first.process, first.where, first.index
+    likely, advice = likely_of(ended, first, memory), advice_of(ended, first, memory)
+    lines = [_headline(first, ended, several)]
+    if uneven is not None:
+        early = uneven.early[0]
+        process, where, index = Process(early.rank, None, early.pid), early.place or None, None
+        lines = [f"{_capital(uneven.text)}; {_echo(first, deaths, uneven, several)}"]
+        likely, advice = "the others waited in a collective for a rank that had left its epoch", UNEVEN_ADVICE
+    elif at := _at(where, index, first):
+        lines.append(at)
+    if uneven is None:
+        lines += _memory_lines(memory, ended)
+        lines += _others(deaths[1:], records, command, several)
+    return _told(PostMortem(ended, process, where, index, number, memory.figures, likely, advice), lines)
+
+
+def _headline(death: Death, ended: Ended, world_size: int) -> str:
+    who = _capital(name_of(death.process, world_size))
+    when = clock(death.at_s)
+    error = death.error
+    if error is not None and ended == "exception":
+        message = first_line(_own_message(str(error.get("message", ""))))
+        return f"{who} raised {error.get('type') or 'an exception'} at {when}{': ' if message else ''}{message}"
+    if ended == "exited":
+        code = "" if death.code is None else f" with exit code {death.code}"
+        return f"{who} exited{code} at {when}, without an exception that was seen"
+    if ended == "aborted":
+        return f"{who} was aborted by {signal_name(death.signal or 0)} at {when}"
+    if ended == "killed" and death.signal not in (None, signal.SIGKILL):
+        return f"{who} was ended by {signal_name(death.signal or 0)} at {when}"
+    if ended == "killed" and death.signal is None:
+        return f"{who} vanished at {when}, without an exception"
+    return f"{who} {_VERBS[ended]} at {when}"
+
+
+def _own_message(message: str) -> str:
+    """Of an exception that was raised in a worker, its own words, which stand last in what torch makes of it."""
+    if not message.startswith("Caught ") or "Original Traceback" not in message:
+        return message
+    lines = [line for line in message.splitlines() if line.strip()]
+    return lines[-1].partition(": ")[2] or lines[-1]
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _at(where: str | None, index: int | str | None, death: Death) -> str:
+    parts = []
+    if index is not None:
+        parts.append(f"it read sample {key(index)}")
+    elif death.record is not None and death.record.worker is not None and death.record.indices:
+        indices = death.record.indices
+        parts.append(f"it read a batch of samples, {key(indices[0])} to {key(indices[-1])}")
+    if where:
+        parts.append(f"at {where}")
+    return _capital(", ".join(parts)) + "." if parts else ""
+
+
+def _memory_lines(memory: Memory, ended: Ended) -> list[str]:
+    lines = []
+    if ended not in ("exited", "interrupted", "terminated") and (words := in_words(memory.figures)):
+        lines.append(f"Memory before: {words}.")
+    if memory.grown and ended in ("killed", "out_of_memory", "exception", "bus_error"):
+        lines.append(f"{_capital(memory.grown)}.")
+    return lines
+
+
+def _others(
+    deaths: Sequence[Death], records: Sequence[FlightRecord], command: CommandEnd | None, world_size: int
+) -> list[str]:
+    """What became of the other ranks, those that ended alike in one line."""
+    groups: dict[str, list[int]] = {}
+    for each in deaths:
+        ended, _ = _how(each, records, command)
+        how = f"{(each.error or {}).get('type') or 'an exception'}" if ended == "exception" else ended
+        groups.setdefault(how, []).append(each.process.rank)
+    return [f"After it: {ranks_in_words(numbers)}: {how}." for how, numbers in groups.items()] if world_size > 1 else []
+
+
+def _echo(first: Death, deaths: Sequence[Death], uneven: Uneven, world_size: int) -> str:
+    others = ranks_in_words(each.process.rank for each in deaths) if deaths else name_of(first.process, world_size)
+    kind = (first.error or {}).get("type") or (signal_name(first.signal) if first.signal else "an end without a word")
+    message = first_line(str((first.error or {}).get("message", "")), 120)
+    return f"{others} waited, and ended by {kind} at {clock(first.at_s)}{': ' if message else ''}{message}"
+
+
+def _of_hang(
+    hang: Hang,
+    records: Sequence[FlightRecord],
+    stacks: Mapping[int, str],
+    waits: Mapping[int, str],
+    deaths: Sequence[Death],
+    command: CommandEnd | None,
+) -> PostMortem:
+    found = describe_hang(records, stacks, waits)
+    stuck = next((each for each in records if found.process is not None and each.pid == found.process.pid), None)
+    at_s = command.at_s if command is not None else hang.since_s + hang.quiet_s
+    memory = memory_of(stuck, records, at_s)
+    lines = [
+        f"No progress since {clock(hang.since_s)}, for {span(at_s - hang.since_s)} (a hang is {span(hang.limit_s)})",
+        *(_capital(line) for line in found.text.splitlines()),
+    ]
+    number = None
+    if deaths:
+        ended, number = _how(deaths[0], records, command)
+        lines.append(f"Then it was ended from outside: {ended}.")
+    elif command is not None:
+        lines.append(f"Then it ended with code {command.code}.")
+    post = PostMortem(
+        "hang", found.process, found.where, found.index, number, memory.figures, found.likely, found.advice
+    )
+    return _told(post, lines)
+
+
+def _without_death(
+    records: Sequence[FlightRecord], running: Sequence[FlightRecord], command: CommandEnd | None
+) -> PostMortem:
+    """No process of ours is known to have died."""
+    if command is None:
+        if running:
+            steps = max(each.steps for each in running)
+            return _told(PostMortem("unknown"), [f"The run goes on: {steps:,} steps so far, and no hang"])
+        if records and all(each.ended == "ok" for each in records if each.worker is None):
+            return _told(PostMortem("ok"), ["The run ended well"])
+        return _told(PostMortem("unknown"), ["Nothing is known of how the run ended"])
+    seen = "after fit had ended well" if records else "outside of a fit that was recorded"
+    number = -command.code if command.code < 0 else None
+    if command.code == 0:
+        return _told(PostMortem("ok"), ["The command ended well"])
+    if number is None:
+        line = f"The command exited with code {command.code}, {seen}"
+        return _told(PostMortem("exited", advice="look at the last lines that it printed."), [line])
+    ended: Ended = _BY_SIGNAL.get(number, "killed")
+    if number == signal.SIGKILL and command.oom_kills:
+        ended = "out_of_memory"
+    post = PostMortem(ended, signal=number)
+    return _told(post, [f"The command was ended by {signal_name(number)}, {seen}"])
+
+
+def _told(post: PostMortem, lines: Sequence[str]) -> PostMortem:
+    """With all of it in words."""
+    told = [line if line.endswith((".", ":")) else f"{line}." for line in lines if line]
+    if post.likely:
+        told.append(f"Likely: {post.likely}.")
+    if post.advice:
+        told.append(f"What to change: {post.advice}")
+    return replace(post, text="\n".join(told))

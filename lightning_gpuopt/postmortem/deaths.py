@@ -1,0 +1,367 @@
+"""What ended each rank, itself or one of its workers: from events, from what vanished, and from the exit code."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from lightning_gpuopt.measurements.flight import FlightRecord
+from lightning_gpuopt.postmortem.record import Process
+from lightning_gpuopt.postmortem.stacks import crash_signal, crashed_thread, own_frame, traceback_frame
+
+PLAIN: Final = 0
+"""It has a reason of its own: an exception, a signal that faulthandler or the parent named, an exit code."""
+SILENT: Final = 1
+"""The process vanished without a word."""
+ECHO: Final = 2
+"""An exception that another process's end causes: a lost connection, a time-out of a collective, SIGTERM."""
+
+_WRITES_EVERY_S: Final = 0.5
+"""A process that is alive has written within this time."""
+
+_SOON_S: Final = 30.0
+"""A worker's death is what ended its rank if that ended so soon after it."""
+
+_GRACE_S: Final = 60.0
+"""A process that was told to end is killed at last: so long after the signal it is still the signal that ended it."""
+
+_TO_ALL: Final = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
+"""Signals that are sent to all processes of a run; a worker's end by one is not the worker's own."""
+
+_DIED: Final = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\)")
+_CAUGHT: Final = re.compile(r"Caught (?P<type>\w+) in DataLoader worker process (?P<worker>\d+)")
+_BY_SIGNAL: Final = re.compile(r"is killed by signal: (?P<name>[\w ]+?)\s*(?:\.|$)", re.MULTILINE)
+_WITH_CODE: Final = re.compile(r"exited unexpectedly with exit code (?P<code>-?\d+)")
+_BROKEN_PIPES: Final = ("ConnectionResetError", "BrokenPipeError", "EOFError", "ConnectionRefusedError")
+_LOST: Final = re.compile(
+    r"connection (was )?(reset|closed|refused|aborted)|connection lost|broken pipe|(reset|closed) by (remote )?peer|"
+    r"\bnccl(Remote|System|Internal)Error|NCCL (communicator|watchdog|timeout)|gloo.*(timed? ?out|op\.preamble)|"
+    r"timed out (waiting|after) .*(recv|send|operation|client|rank|collective)|socket time-?out|wait timeout after|"
+    r"watchdog caught collective|collective operation timeout|monitoredBarrier|DistStoreError|DistNetworkError|"
+    r"failed to (connect|recv|send).*(store|peer|rank)|store.*timed? ?out|op\.preamble\.length|EnforceNotMet",
+    re.IGNORECASE | re.DOTALL,
+)
+"""What gloo, NCCL and torch's stores say where another rank has gone, or does not come."""
+
+
+@dataclass(frozen=True)
+class CommandEnd:
+    """How a watched command ended.
+
+    Attributes:
+        code: its exit code; where a signal has ended it, minus that signal's number.
+        at_s: when, as Unix time in seconds.
+        oom_kills: processes of our own cgroup that the kernel has ended for want of memory while it ran; None where
+            that could not be read.
+        signals: numbers of the signals that were sent to it while it ran.
+        pid: its process id: tells whether the code is a rank's own, or a launcher's; None where that is not known.
+    """
+
+    code: int
+    at_s: float
+    oom_kills: int | None = None
+    signals: tuple[int, ...] = ()
+    pid: int | None = None
+
+
+@dataclass(frozen=True)
+class Death:
+    """What ended a rank.
+
+    Attributes:
+        process: the process that it began with: the rank, or a worker of it.
+        rank: record of the rank.
+        record: of the process; None where there is none.
+        at_s: when, as Unix time in seconds; of a process that vanished, when it last wrote.
+        kind: ``PLAIN``, ``SILENT`` or ``ECHO``.
+        signal: what ended the process; None where none did, or that is not known.
+        code: its exit code; None likewise.
+        error: the event of the exception; empty where there was none.
+        where: the line that it was at; None where that is not known.
+        index: the sample that it read; None likewise.
+    """
+
+    process: Process
+    rank: FlightRecord
+    record: FlightRecord | None
+    at_s: float
+    kind: int = PLAIN
+    signal: int | None = None
+    code: int | None = None
+    error: Mapping[str, Any] | None = None
+    where: str | None = None
+    index: int | str | None = None
+
+    @property
+    def host(self) -> str:
+        """Name of its machine."""
+        return self.rank.host
+
+
+def deaths_of(
+    records: Sequence[FlightRecord], is_alive: Callable[[FlightRecord], bool], command: CommandEnd | None
+) -> list[Death]:
+    """What ended each rank that has ended otherwise than well, the first of all at the beginning.
+
+    Args:
+        records: of one run.
+        is_alive: whether a record's process is there.
+        command: how the command ended; None where nobody watched.
+    """
+    ranks = [record for record in records if record.worker is None]
+    gone = [rank for rank in ranks if rank.ended == "" and not is_alive(rank) and not _errors(rank)]
+    deaths = []
+    for rank in ranks:
+        workers = [each for each in records if each.worker is not None and each.rank == rank.rank]
+        death = _of_rank(rank, workers, rank in gone, command)
+        if death is None and rank in gone:
+            death = _vanished(rank, command, gone)
+        if death is not None:
+            deaths.append(death)
+    return _in_order(deaths)
+
+
+def _in_order(deaths: Sequence[Death]) -> list[Death]:
+    """The first one to be seen for the cause, then the others by time."""
+    best: Death | None = None
+    for kind in (PLAIN, SILENT, ECHO):
+        same = [each for each in deaths if each.kind == kind]
+        if not same:
+            continue
+        first = min(same, key=lambda each: each.at_s)
+        if kind == SILENT:  # Lightning's launcher kills rank 0 for another's end, not the other way round
+            at_once = [each for each in same if each.at_s <= first.at_s + _WRITES_EVERY_S / 2]
+            first = min(at_once, key=lambda each: (each.process.rank == 0, each.at_s))
+        if best is None or first.at_s + _margin_s(first, best) < best.at_s:
+            best = first
+    return [] if best is None else [best, *sorted((d for d in deaths if d is not best), key=lambda each: each.at_s)]
+
+
+def _margin_s(one: Death, other: Death) -> float:
+    return _WRITES_EVERY_S + (2.0 if one.host != other.host else 0.0)  # clocks of two machines differ
+
+
+def _errors(record: FlightRecord) -> list[Mapping[str, Any]]:
+    return [each for each in record.events if each.get("event") == "exception"]
+
+
+def _of_rank(
+    rank: FlightRecord, workers: Sequence[FlightRecord], gone: bool, command: CommandEnd | None
+) -> Death | None:
+    """What ended a rank, where it is known: a worker's death, an exception."""
+    if rank.ended == "ok":
+        return None
+    errors = _errors(rank)
+    error = errors[0] if errors else ({} if rank.ended == "exception" else None)
+    died = [death for at_s, death in _dead_workers(rank, workers, error) if _ended_rank(death, at_s, rank, error, gone)]
+    if died:
+        first = min(died, key=lambda each: each.at_s)
+        return _to_all(first, rank, command) or first
+    if error is None:
+        return None
+    return _worker_error(rank, workers, error) or exception_in(rank, rank, error)
+
+
+def exception_in(record: FlightRecord, rank: FlightRecord, error: Mapping[str, Any]) -> Death:
+    """An exception as what ended a rank.
+
+    Args:
+        record: of the process that raised it.
+        rank: of the rank.
+        error: the event.
+    """
+    kind = _type(error)
+    text = f"{error.get('type', '')}: {error.get('message', '')}"
+    echo = kind == "SIGTERMException" or (record.worker is None and _LOST.search(text) is not None)
+    frames = error.get("frames")
+    innermost = str(frames[-1]) if isinstance(frames, (list, tuple)) and frames else ""
+    index = error.get("index", record.index)
+    process = Process(record.rank, record.worker, record.pid)
+    return Death(
+        process=process,
+        rank=rank,
+        record=record,
+        at_s=float(error.get("t") or record.written_s),
+        kind=ECHO if echo else PLAIN,
+        error=error,
+        where=str(error.get("where") or "") or record.place or innermost or None,
+        index=index,
+    )
+
+
+def _type(error: Mapping[str, Any]) -> str:
+    return str(error.get("type", "")).rpartition(".")[2]
+
+
+def _worker_error(rank: FlightRecord, workers: Sequence[FlightRecord], error: Mapping[str, Any]) -> Death | None:
+    """The exception of a worker that its rank's exception repeats."""
+    message = str(error.get("message", ""))
+    caught = _CAUGHT.search(message)
+    number = int(caught["worker"]) if caught else None
+    raised = [
+        (float(each.get("t") or 0.0), worker, each)
+        for worker in workers
+        for each in _errors(worker)
+        if _type(each) == (caught["type"] if caught else _type(error))
+        and number in (None, worker.worker)
+        and _type(each) != "KeyboardInterrupt"
+        and float(each.get("t") or 0.0) <= float(error.get("t") or rank.written_s) + _WRITES_EVERY_S
+    ]
+    if raised:
+        _, worker, its = min(raised, key=lambda each: each[0])
+        return exception_in(worker, rank, its)
+    if caught is None:
+        return None
+    known = _latest([each for each in workers if each.worker == number])
+    death = exception_in(known or rank, rank, {**error, "where": None, "frames": None})
+    frame = traceback_frame(message)
+    where = frame.at(known.place if known else "") if frame else (known.place if known else None) or None
+    pid = known.pid if known else None
+    return replace(death, process=Process(rank.rank, number, pid), where=where, kind=PLAIN)
+
+
+def _latest(records: Sequence[FlightRecord]) -> FlightRecord | None:
+    return max(records, key=lambda each: each.written_s, default=None)
+
+
+def _dead_workers(
+    rank: FlightRecord, workers: Sequence[FlightRecord], error: Mapping[str, Any] | None
+) -> Iterator[tuple[float, Death]]:
+    """Workers that died, each with when its rank saw it: by the rank's events, or by torch's words in its exception."""
+    told = [each for each in rank.events if each.get("event") == "worker_died"]
+    for each in told:
+        if each.get("signal") is None and each.get("code") == 0:
+            continue
+        at_s = float(each.get("t") or rank.written_s)
+        yield at_s, _dead(rank, workers, at_s, each)
+    message = str((error or {}).get("message", ""))
+    if not (died := _DIED.search(message)):
+        return
+    at_s = float((error or {}).get("t") or rank.written_s)
+    by_signal, with_code = _BY_SIGNAL.search(message), _WITH_CODE.search(message)
+    how = {
+        "signal": _signal_called(by_signal["name"]) if by_signal else None,
+        "code": int(with_code["code"]) if with_code else None,
+    }
+    for pid in map(int, re.findall(r"\d+", died["pids"])):
+        if pid not in {each.get("pid") for each in told}:
+            yield at_s, _dead(rank, workers, at_s, {"pid": pid, **how})
+
+
+def _dead(rank: FlightRecord, workers: Sequence[FlightRecord], at_s: float, event: Mapping[str, Any]) -> Death:
+    record = _latest([worker for worker in workers if worker.pid == event.get("pid")])
+    number, by_signal, code = event.get("worker"), event.get("signal"), event.get("code")
+    if number is None:
+        number = record.worker if record is not None and record.worker is not None else -1
+    if by_signal is None and code is not None and code < 0:
+        by_signal, code = -code, None
+    if by_signal is None and code is None and record is not None:
+        by_signal = crash_signal(record.crash)
+    return Death(
+        process=Process(rank.rank, number, event.get("pid")),
+        rank=rank,
+        record=record,
+        at_s=min(at_s, record.written_s) if record is not None and record.written_s else at_s,
+        kind=SILENT if by_signal is None and code is None else PLAIN,
+        signal=by_signal,
+        code=code,
+        where=place_of(record),
+        index=record.index if record is not None else None,
+    )
+
+
+def place_of(record: FlightRecord | None) -> str | None:
+    """The line that a process was at: as faulthandler says in a crash, else where it was last seen."""
+    if record is None:
+        return None
+    frame = own_frame(crashed_thread(record.crash)) if record.crash else None
+    return (frame.at(record.place) if frame else record.place) or None
+
+
+def _signal_called(name: str) -> int | None:
+    """The number of a signal by what torch calls it: ``"Killed"``, ``"Segmentation fault"``."""
+    wanted = name.strip().lower()
+    return next(
+        (int(each) for each in signal.Signals if (signal.strsignal(each) or "").lower() == wanted),
+        None,
+    )
+
+
+def _ended_rank(death: Death, at_s: float, rank: FlightRecord, error: Mapping[str, Any] | None, gone: bool) -> bool:
+    """Whether a worker's death, seen at that time, is what ended its rank, and not the other way round."""
+    if error is None:  # it vanished, or waits for ever; or it went on
+        return rank.progress_s <= at_s + _WRITES_EVERY_S and (not gone or rank.written_s - at_s <= _SOON_S)
+    message = str(error.get("message", ""))
+    if (named := _DIED.search(message)) and str(death.process.pid) in re.findall(r"\d+", named["pids"]):
+        return True
+    when_s = float(error.get("t") or rank.written_s)
+    pipe = _type(error) in _BROKEN_PIPES
+    if not (-2 * _WRITES_EVERY_S if pipe else 0.0) <= when_s - at_s <= _SOON_S:
+        return False
+    if _type(error) in ("KeyboardInterrupt", "SIGTERMException", "SystemExit"):  # workers end with it
+        return death.signal is not None and death.signal not in _TO_ALL
+    return pipe or "DataLoader worker" in message or rank.progress_s <= at_s
+
+
+def _to_all(death: Death, rank: FlightRecord, command: CommandEnd | None) -> Death | None:
+    """The rank's own end by a signal, where a worker was ended by one that all processes got."""
+    if death.signal not in _TO_ALL:
+        return None
+    sent = {each.get("signal") for each in rank.events if each.get("event") == "signal"}
+    errors = {_type(each) for each in _errors(rank)}
+    if command is not None:
+        sent |= {*command.signals, -command.code}
+    raised = {"KeyboardInterrupt": signal.SIGINT, "SIGTERMException": signal.SIGTERM}
+    sent |= {int(number) for name, number in raised.items() if name in errors}
+    if death.signal not in sent:
+        return None
+    return Death(
+        process=Process(rank.rank, None, rank.pid),
+        rank=rank,
+        record=rank,
+        at_s=death.at_s,
+        kind=ECHO,
+        signal=death.signal,
+        where=place_of(rank),
+        index=rank.index,
+    )
+
+
+def _vanished(rank: FlightRecord, command: CommandEnd | None, gone: Sequence[FlightRecord]) -> Death | None:
+    """A training process that is there no more, and has said nothing."""
+    number, code, kind = crash_signal(rank.crash), None, PLAIN
+    if number is None:
+        number, code = _code_of(rank, command, gone)
+        told = [each.get("signal") for each in rank.events if each.get("event") == "signal" and _recent(each, rank)]
+        deadly = [each for each in told if each in _TO_ALL]
+        if deadly and number in (None, signal.SIGKILL) and code is None:
+            number = deadly[0]
+        if code == 0:
+            return None
+        kind = PLAIN if code is not None else ECHO if number in _TO_ALL else SILENT
+    process = Process(rank.rank, None, rank.pid)
+    return Death(process, rank, rank, rank.written_s, kind, number, code, None, place_of(rank), rank.index)
+
+
+def _recent(event: Mapping[str, Any], rank: FlightRecord) -> bool:
+    return float(event.get("t") or 0.0) >= rank.written_s - _GRACE_S
+
+
+def _code_of(
+    rank: FlightRecord, command: CommandEnd | None, gone: Sequence[FlightRecord]
+) -> tuple[int | None, int | None]:
+    """The signal or the exit code of a rank, as far as the command's code tells."""
+    if command is None:
+        return None, None
+    alone = len(gone) == 1 and rank.world_size == 1
+    own = command.pid == rank.pid if command.pid is not None else alone or rank.rank == 0
+    if command.code < 0:  # of a launcher that was ended itself, only if there is nobody else to ask
+        return (-command.code, None) if own or len(gone) == 1 else (None, None)
+    if command.code > 128 and (own or alone or rank.rank == 0):  # as shells and launchers tell a signal
+        return command.code - 128, None
+    if own and (alone or command.pid is not None):
+        return None, command.code
+    return (None, 0) if command.code == 0 else (None, None)

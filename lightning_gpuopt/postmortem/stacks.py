@@ -1,0 +1,150 @@
+"""What ``faulthandler`` writes, read: the frames of a thread, the line of the user's own, the signal of a crash."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lightning_gpuopt.measurements.code_location import short
+
+_THREAD: Final = re.compile(r"^(?P<current>Current thread|Thread) 0x[0-9a-fA-F]+.*\(most recent call first\):")
+_FRAME: Final = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
+_C_FRAME: Final = re.compile(r'^\s*Binary file "(?P<file>.*?)", at (?P<symbol>\S+)')
+_FATAL: Final = re.compile(r"^Fatal Python error: (?P<what>.*)$", re.MULTILINE)
+_TRACEBACK: Final = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.*)$')
+_STANDARD_LIBRARY: Final = re.compile(r"[/\\]lib(64)?[/\\]python\d[\d.]*t?[/\\](?!(site|dist)-packages)")
+_INSTALLED: Final = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_OURS: Final = str(Path(__file__).parents[1]) + os.sep
+
+_SIGNALS: Final = {
+    "segmentation fault": signal.SIGSEGV,
+    "bus error": signal.SIGBUS,
+    "aborted": signal.SIGABRT,
+    "floating point exception": signal.SIGFPE,
+    "illegal instruction": signal.SIGILL,
+}
+"""Fatal signals by what faulthandler calls them."""
+
+COLLECTIVES: Final = frozenset(
+    (
+        *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "broadcast_object_list", "all_gather"),
+        *("all_gather_object", "all_gather_into_tensor", "all_gather_coalesced", "gather", "gather_object", "scatter"),
+        *("scatter_object_list", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+        *("barrier", "monitored_barrier", "send", "recv", "batch_isend_irecv", "init_process_group"),
+        *("_store_based_barrier", "_verify_param_shape_across_processes", "_sync_module_states", "_sync_buffers"),
+    )
+)
+"""Functions of ``torch.distributed`` in which a rank waits for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame of a stack.
+
+    Attributes:
+        name: the function, without its class.
+        file: its file.
+        line: the line under way.
+    """
+
+    name: str
+    file: str
+    line: int
+
+    @property
+    def own(self) -> bool:
+        """Whether the file is the user's own: none of Python's, of an installed package's, or of ours."""
+        if self.file.startswith("<"):
+            return self.file.startswith(("<ipython-input", "<stdin>", "<string>"))
+        return not (_INSTALLED.search(self.file) or _STANDARD_LIBRARY.search(self.file) or self.file.startswith(_OURS))
+
+    def at(self, place: str = "") -> str:
+        """In a sentence: ``"Photos.__getitem__ (data.py:41)"``.
+
+        Args:
+            place: where the same process was seen before: it may know the class.
+        """
+        file = short(self.file)
+        known = re.fullmatch(r"(?P<name>\S+) \((?P<file>.*):\d+\)", place)
+        same = known and known["file"] == file and known["name"].rpartition(".")[2] == self.name
+        return f"{known['name'] if known and same else self.name} ({file}:{self.line})"
+
+
+def _threads(text: str) -> list[tuple[bool, list[Frame]]]:
+    """The threads of a text, each with whether it was the current one, and its frames, innermost first."""
+    found: list[tuple[bool, list[Frame]]] = []
+    for line in text.splitlines():
+        if begin := _THREAD.match(line):
+            found.append((begin["current"] != "Thread", []))
+        elif found and (frame := _FRAME.match(line)):
+            found[-1][1].append(Frame(frame["name"], frame["file"], int(frame["line"])))
+    return found
+
+
+def main_thread(text: str) -> list[Frame]:
+    """Frames of the main thread, innermost first: faulthandler writes the oldest thread last."""
+    threads = [frames for _, frames in _threads(text) if frames]
+    return threads[-1] if threads else []
+
+
+def crashed_thread(text: str) -> list[Frame]:
+    """Frames of the thread that a fatal signal came to, innermost first."""
+    threads = _threads(text)
+    return next((frames for current, frames in threads if current), threads[0][1] if threads else [])
+
+
+def own_frame(frames: list[Frame]) -> Frame | None:
+    """The innermost frame of the user's own; where there is none, the innermost one."""
+    return next((frame for frame in frames if frame.own), frames[0] if frames else None)
+
+
+def c_frames(text: str, most: int = 3) -> list[str]:
+    """The innermost C frames, which Python writes from 3.14 on: ``"libc.so.6 raise+0x10"``."""
+    frames = [frame for line in text.splitlines() if (frame := _C_FRAME.match(line))]
+    return [f"{Path(frame['file']).name} {frame['symbol']}" for frame in frames[:most]]
+
+
+def crash_signal(text: str) -> int | None:
+    """The signal that faulthandler names; None where it names none."""
+    if not (fatal := _FATAL.search(text)):
+        return None
+    what = fatal["what"].strip().lower().replace("-", " ")
+    return int(next((number for name, number in _SIGNALS.items() if what.startswith(name)), signal.SIGABRT))
+
+
+def traceback_frame(text: str) -> Frame | None:
+    """The innermost frame of the user's own in a traceback, as torch puts a worker's into its message."""
+    frames = [
+        Frame(each["name"], each["file"], int(each["line"]))
+        for line in text.splitlines()
+        if (each := _TRACEBACK.match(line))
+    ]
+    return own_frame(frames[::-1])
+
+
+def collective_of(frames: list[Frame], several: bool) -> str:
+    """The collective that a thread waits in; empty: in none.
+
+    Args:
+        frames: its frames, innermost first.
+        several: whether the run has several ranks: a backward pass waits for theirs.
+    """
+    for frame in frames:
+        file = frame.file.replace(os.sep, "/")
+        if "/torch/distributed/" in file and frame.name in COLLECTIVES:
+            return frame.name
+        if several and file.endswith("/torch/autograd/graph.py") and frame.name == "_engine_run_backward":
+            return "backward's all_reduce"
+    return ""
+
+
+def fetches(frames: list[Frame]) -> bool:
+    """Whether a thread waits for a batch of a DataLoader's workers."""
+    return any(
+        frame.file.replace(os.sep, "/").endswith("/torch/utils/data/dataloader.py") and "_get_data" in frame.name
+        for frame in frames
+    )

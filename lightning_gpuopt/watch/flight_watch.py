@@ -1,0 +1,196 @@
+"""What ``watch`` does for runs that die or hang: it holds the rings of all processes, looks for hangs, and judges."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from typing_extensions import override
+
+from lightning_gpuopt.measurements.flight import FlightRecord
+from lightning_gpuopt.postmortem.analysis import post_mortem_of
+from lightning_gpuopt.postmortem.deaths import CommandEnd
+from lightning_gpuopt.postmortem.hangs import Hang, hang_of
+from lightning_gpuopt.postmortem.record import FILE, PostMortem
+from lightning_gpuopt.recorder.handover import Taker, Watcher
+from lightning_gpuopt.recorder.reader import FOLDER, headers_in, is_alive, records_in, records_of
+from lightning_gpuopt.recorder.stacks import ask, wait_of
+from lightning_gpuopt.telemetry.memory import MemoryFiles
+from lightning_gpuopt.watch.child import ChildWatcher
+
+log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S: Final = 1.0
+_TOLD_TO_END: Final = ("terminated", "interrupted")
+"""Ends of a ``fit`` after which a script's exit code is 0, since Lightning handles the signal."""
+
+_MAX_HELD: Final = 512
+"""Rings held at once, of a script that fits again and again; beyond it the oldest go, whose processes are gone."""
+
+
+class FlightWatch(ChildWatcher):
+    """Watches the processes of a command, on a thread of its own, from its start to its end.
+
+    Args:
+        folder: of the watched run.
+        say: what has to be said while the command runs.
+        hang_of: finds a hang in records, at a time.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        say: Callable[[str], None],
+        hang_of: Callable[[Sequence[FlightRecord], float], Hang | None] = hang_of,
+    ) -> None:
+        self._folder = folder
+        self._say = say
+        self._hang_of = hang_of
+        self._files = MemoryFiles()
+        self._oom_kills = self._files.oom_kills()
+        self._held: list[int] = []
+        self._pid: int | None = None
+        self._signals: list[int] = []
+        self._hang: Hang | None = None
+        self._hangs = 0
+        self._stacks: dict[int, str] = {}
+        self._waits: dict[int, str] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._taker: Taker | None = None
+        with contextlib.suppress(OSError):
+            self._taker = Taker()
+
+    def environment(self, before: Mapping[str, str]) -> dict[str, str]:
+        """The environment of the command.
+
+        Args:
+            before: what it has besides.
+        """
+        address = self._taker.address if self._taker is not None else ""
+        return Watcher(str(self._folder / FOLDER), address).environment(before)
+
+    @override
+    def started(self, pid: int) -> None:
+        self._pid = pid
+        self._thread = threading.Thread(target=self._run, name="gpuopt-flight-watch", daemon=True)
+        self._thread.start()
+
+    @override
+    def signalled(self, number: int) -> None:
+        self._signals.append(number)
+
+    def _run(self) -> None:
+        while not self._stop.wait(_LOOK_EVERY_S):
+            try:
+                self.look(time.time())
+            except Exception:
+                log.debug("the processes could not be looked at", exc_info=True)
+
+    def look(self, now_s: float) -> None:
+        """Take new rings, let go of those of fits that ended well, and see whether a hang has begun.
+
+        Args:
+            now_s: Unix time in seconds.
+        """
+        self._take()
+        heads = {file: record for file in self._held if (record := headers_in(file)) is not None}
+        going = {record.run for record in heads.values() if record.ended != "ok"}
+        for file, record in heads.items():
+            if record.run not in going:  # all its ranks have ended well
+                self._held.remove(file)
+                os.close(file)
+        ranks = [each for each in heads.values() if each.run in going and is_alive(each)]
+        hang = self._hang_of(ranks, now_s)
+        if hang is None and self._hang is not None and ranks:  # it was overcome
+            self._hang = None
+            self._stacks, self._waits = {}, {}
+        elif hang is not None and self._hang is None:
+            self._hang = hang
+            self._report(now_s)
+
+    def _take(self) -> None:
+        if self._taker is not None:
+            self._held += self._taker.take()
+        while len(self._held) > _MAX_HELD:
+            os.close(self._held.pop(0))
+
+    def _report(self, now_s: float) -> None:
+        """Have all processes write their stacks, and say who holds up the run. Nothing is ended."""
+        records = [each for each in self.records() if is_alive(each)]
+        self._stacks = ask(records)
+        self._waits = {each.pid: wait_of(each.pid) for each in records}
+        found = self._judge(now_s, None)
+        self._hangs += 1
+        path = self._folder / f"hang-{self._hangs}.txt"
+        stacks = "".join(f"\nStacks of process {pid}:\n\n{text}" for pid, text in self._stacks.items())
+        try:
+            path.write_text(f"{found.text}\n{stacks}", encoding="utf-8")
+            found.save(self._folder / FILE)
+            where = f"All stacks: {path}"
+        except OSError as error:
+            where = f"The stacks could not be written to {path}: {error.strerror}"
+        self._say(f"lightning-gpuopt watch: {found.text}\n{where}. The command goes on waiting.")
+
+    def records(self) -> list[FlightRecord]:
+        """What is known of all processes: from the memory that is held, and from files of those on other machines."""
+        found = []
+        for file in self._held:
+            with contextlib.suppress(OSError):
+                found += records_of(file)
+        held = {(each.host, each.pid, each.start_ticks) for each in found}
+        return found + [
+            each for each in records_in(self._folder) if (each.host, each.pid, each.start_ticks) not in held
+        ]
+
+    def _judge(self, now_s: float, command: CommandEnd | None) -> PostMortem:
+        return post_mortem_of(
+            self.records(),
+            now_s=now_s,
+            is_alive=is_alive,
+            command=command,
+            hang=self._hang,
+            stacks=self._stacks,
+            waits=self._waits,
+        )
+
+    def finish(self, code: int) -> PostMortem | None:
+        """The command has ended.
+
+        Args:
+            code: its exit code; minus the number of the signal that has ended it.
+
+        Returns:
+            Why; None where it ended well.
+        """
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10.0)
+        self._take()
+        now_s, kills = time.time(), self._files.oom_kills()
+        rose = kills - self._oom_kills if kills is not None and self._oom_kills is not None else None
+        try:
+            found = self._judge(now_s, CommandEnd(code, now_s, rose, tuple(self._signals), self._pid))
+            if not code and found.ended not in _TOLD_TO_END:  # an exception was the script's own affair
+                (self._folder / FILE).unlink(missing_ok=True)  # of a hang that was overcome
+                return None
+            with contextlib.suppress(OSError):  # it is printed all the same
+                found.save(self._folder / FILE)
+            return found
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of everything; may be called more than once."""
+        self._stop.set()
+        if self._taker is not None:
+            self._taker.close()
+            self._taker = None
+        while self._held:
+            os.close(self._held.pop())

@@ -1,0 +1,318 @@
+"""The flight recorder in real trainings: what is left of those that die, and nothing of those that do not."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_gpuopt import LMDBDataModule, StallDetector, build_lmdb
+from lightning_gpuopt.recorder import flight
+from lightning_gpuopt.recorder.handover import Taker, Watcher
+from lightning_gpuopt.recorder.reader import records_in, records_of
+from lightning_gpuopt.recorder.worker import WorkerStart
+from tests.lanes import few
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+class Data(Dataset):
+    """Does something at sample 37."""
+
+    def __init__(self, what="", batched=False):
+        self.what = what
+        if batched:
+            self.__getitems__ = lambda keys: [self[key] for key in keys]
+
+    def __len__(self):
+        return 80
+
+    def __getitem__(self, index):
+        if index == 37:
+            self.fail()
+        return torch.ones(4)
+
+    def fail(self):
+        if self.what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.what == "raise":
+            raise KeyError("nothing there")
+        if self.what == "exit":
+            os._exit(5)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for number in range(80):
+            if number == 37:
+                raise OSError("the stream broke")
+            yield torch.ones(4)
+
+
+def fit(folder, loader, validation=None, **options):
+    trainer = Trainer(
+        max_epochs=1, callbacks=[StallDetector(report_dir=folder, print_report=False)], **QUIET, **options
+    )
+    trainer.fit(Model(), loader, validation)
+
+
+def loader_of(data, workers=2, **options):
+    return DataLoader(data, 4, num_workers=workers, **options)
+
+
+def left_by(folder):
+    rank, *workers = records_in(folder)
+    return rank, {each.worker: each for each in workers}
+
+
+@pytest.mark.parametrize("context", few("fork", {"fork": "fork", "spawn": "spawn", "forkserver": "forkserver"}))
+def test_a_worker_that_is_killed(context, tmp_path):
+    with pytest.raises((RuntimeError, ConnectionResetError), match="DataLoader worker|reset by peer"):
+        fit(tmp_path, loader_of(Data("kill"), multiprocessing_context=context))
+    rank, workers = left_by(tmp_path)
+    assert (workers[1].index, workers[1].doing, workers[1].fork) == (37, "reads", context == "fork")
+    assert rank.ended == "exception"
+    deaths = [each for each in rank.events if each["event"] == "worker_died"]
+    if context != "forkserver":  # its workers are not our children
+        assert [(each["worker"], each["pid"], each["signal"]) for each in deaths] == [(1, workers[1].pid, 9)]
+    assert [each["event"] for each in rank.events][-1] == "exception"
+
+
+def test_a_worker_that_exits(tmp_path):
+    with pytest.raises((RuntimeError, ConnectionResetError), match="DataLoader worker|reset by peer"):
+        fit(tmp_path, loader_of(Data("exit")))
+    rank, workers = left_by(tmp_path)
+    deaths = [(each["worker"], each["code"]) for each in rank.events if each["event"] == "worker_died"]
+    assert (deaths, workers[1].index) == ([(1, 5)], 37)
+
+
+def test_a_worker_that_raises(tmp_path):
+    with pytest.raises(KeyError, match="nothing there"):
+        fit(tmp_path, loader_of(Data("raise")))
+    rank, workers = left_by(tmp_path)
+    (error,) = workers[1].events
+    assert (error["type"], error["index"]) == ("KeyError", 37)
+    assert error["where"].startswith("Data.fail (test_flight.py:")
+    assert [each["event"] for each in rank.events] == ["exception"]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_rank_that_loads_itself_and_raises(slow, tmp_path, monkeypatch):
+    if slow:
+        monkeypatch.setattr("lightning_gpuopt.recorder.worker._SLOW_NS", 0)
+    with pytest.raises(KeyError):
+        fit(tmp_path, loader_of(Data("raise"), workers=0))
+    rank, workers = left_by(tmp_path)
+    assert workers == {}
+    assert [(each["type"], each.get("index")) for each in rank.events] == [("KeyError", 37), ("KeyError", None)]
+    assert rank.steps == 9
+
+
+def test_samples_of_a_stream_are_numbered(tmp_path):
+    with pytest.raises(OSError, match="the stream broke"):
+        fit(tmp_path, loader_of(Stream(), workers=1))
+    _, workers = left_by(tmp_path)
+    (error,) = workers[0].events
+    assert (error["type"], error["index"]) == ("OSError", 37)
+
+
+def test_of_a_dataset_that_takes_a_batch_at_once_the_batch_is_known(tmp_path):
+    with pytest.raises(KeyError):
+        fit(tmp_path, loader_of(Data("raise", batched=True), workers=1, multiprocessing_context="fork"))
+    _, workers = left_by(tmp_path)
+    (error,) = workers[0].events
+    assert (error["indices"], error["index"]) == ([36, 37, 38, 39], None)
+
+
+def test_our_own_datasets_know_the_sample(tmp_path):
+    build_lmdb([torch.full((4,), float(number)) for number in range(40)], tmp_path / "data.lmdb", progress=False)
+
+    def transform(sample):
+        if sample[0] == 17:
+            raise ValueError("a bad one")
+        return sample
+
+    data = LMDBDataModule(train=tmp_path / "data.lmdb", batch_size=4, num_workers=1, train_transform=transform)
+    with pytest.raises(ValueError, match="a bad one"):
+        fit(tmp_path, data)
+    _, workers = left_by(tmp_path)
+    assert workers[0].events[0]["index"] == 17
+
+
+def test_a_validation_worker_that_is_killed(tmp_path):
+    with pytest.raises((RuntimeError, ConnectionResetError), match="DataLoader worker|reset by peer"):
+        fit(tmp_path, loader_of(Data()), loader_of(Data("kill")), num_sanity_val_steps=0)
+    records = records_in(tmp_path)
+    dead = [each for each in records if each.worker is not None and each.index == 37]
+    assert [(each.loader, each.worker) for each in dead] == [("validation", 1)]
+
+
+def test_nothing_is_left_of_a_fit_that_ended_well(tmp_path):
+    seen = []
+
+    def init(worker):
+        seen.append(worker)
+
+    loader = loader_of(Data(), worker_init_fn=init)
+    before = set(os.listdir("/dev/shm"))
+    fit(tmp_path, loader, loader_of(Data()))
+    assert not (tmp_path / "recorder").exists()
+    assert loader.worker_init_fn is init
+    assert set(os.listdir("/dev/shm")) == before
+    assert [each.name for each in threading.enumerate() if each.name.startswith("gpuopt")] == []
+    gc.collect()
+    assert {os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd") if _is_link(each)} & {
+        "/memfd:gpuopt-recorder (deleted)"
+    } == set()
+
+
+def _is_link(number):
+    return os.path.islink(f"/proc/self/fd/{number}")
+
+
+def test_the_own_function_of_a_loader_runs_in_its_workers(tmp_path):
+    def init(worker):
+        (tmp_path / f"init-{worker}").write_text(type(torch.utils.data.get_worker_info().dataset).__name__)
+
+    fit(tmp_path / "report", loader_of(Data(), worker_init_fn=init))
+    assert [(tmp_path / f"init-{number}").read_text() for number in (0, 1)] == ["Data", "Data"]
+
+
+def test_without_a_recorder_nothing_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(flight.FlightRecorder, "__init__", lambda *_: pytest.fail("a recorder was made"))
+    trainer = Trainer(max_epochs=1, callbacks=[StallDetector(report_dir=tmp_path, recorder=False)], **QUIET)
+    with pytest.raises(KeyError):
+        trainer.fit(Model(), loader_of(Data("raise")))
+    assert records_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("fault", ["no memory", "no folder", "no watcher"])
+def test_what_cannot_be_recorded_is_left_out(fault, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(28, "no room")
+
+    if fault == "no memory":
+        monkeypatch.setattr("lightning_gpuopt.recorder.board.os.memfd_create", refuse)
+    elif fault == "no folder":
+        monkeypatch.setattr(flight, "RingFile", refuse)
+    else:
+        for name, value in Watcher(str(tmp_path / "watch"), "gone").environment({}).items():
+            monkeypatch.setenv(name, value)
+    with pytest.raises(KeyError, match="nothing there"):
+        fit(tmp_path / "report", loader_of(Data("raise")))
+    assert len(records_in(tmp_path)) == (3 if fault == "no watcher" else 0)
+    assert (tmp_path / "report" / "report.json").exists()
+
+
+def test_a_failing_beat_is_passed_over(tmp_path, monkeypatch):
+    beats = []
+
+    def beat(self):
+        beats.append(1)
+        raise RuntimeError("no beat")
+
+    monkeypatch.setattr(flight.FlightRecorder, "beat", beat)
+    monkeypatch.setattr(flight, "BEAT_S", 0.001)
+    fit(tmp_path, loader_of(Data(), workers=0))
+    assert len(beats) > 1
+
+
+def test_a_copied_start_of_a_worker_calls_the_loaders_own():
+    import pickle
+
+    start = pickle.loads(pickle.dumps(WorkerStart(abs, None, "train", {}, {}, None)))  # type: ignore[arg-type]
+    assert start(-3) == 3
+
+
+SCRIPT = f"""
+import ctypes, os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.recorder.test_flight import Data, Model, fit, loader_of
+
+class Crashes(Data):
+    def fail(self):
+        ctypes.string_at(0)
+
+class Dies(Model):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 11:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+if __name__ == "__main__":
+    import tests.recorder.test_flight as module
+    if sys.argv[1] == "rank":
+        module.Model = Dies
+    fit(sys.argv[2], loader_of(Data() if sys.argv[1] == "rank" else Crashes(), workers=int(sys.argv[3])))
+"""
+
+
+def run(tmp_path, *arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, arguments[0], str(tmp_path), *arguments[1:]],
+        env={**os.environ, "PYTHONFAULTHANDLER": "", **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_rank_that_is_killed_leaves_its_ring_with_the_watcher(tmp_path):
+    taker = Taker()
+    process = run(tmp_path, "rank", "0", **Watcher(str(tmp_path / "rings"), taker.address).environment({}))
+    assert process.returncode == -signal.SIGKILL
+    (file,) = taker.take()
+    (rank,) = records_of(file)
+    assert (rank.steps, rank.ended, rank.doing) == (11, "", "train")
+    assert rank.written_s > time.time() - 60
+    os.close(file)
+    taker.close()
+    assert [each.pid for each in records_in(tmp_path / "rings")] == [rank.pid]
+
+
+def test_a_crash_in_a_worker_has_its_line(tmp_path):
+    process = run(tmp_path, "crash", "2")
+    assert process.returncode == 1
+    assert "Unexpected segmentation fault encountered in worker" in process.stderr  # as torch says it
+    rank, workers = left_by(tmp_path)
+    assert (workers[1].index, rank.crash) == (37, "")
+    assert "in fail" in workers[1].crash
+
+
+def test_a_crash_of_a_rank_has_its_line(tmp_path):
+    process = run(tmp_path, "crash", "0")
+    assert process.returncode == -signal.SIGSEGV
+    rank, _ = left_by(tmp_path)
+    assert "in fail" in rank.crash

@@ -1,0 +1,203 @@
+"""The ring: what is written is read back, whatever is half there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_gpuopt.recorder import ring_file
+from lightning_gpuopt.recorder.board import Board
+from lightning_gpuopt.recorder.reader import headers_in, records_in, records_of
+from lightning_gpuopt.recorder.ring import AT, HEADER_BYTES, MAX_WORKERS, RANK_BYTES, Ring, record_of
+from lightning_gpuopt.recorder.ring_file import RingFile
+
+
+def new_ring(size: int = RANK_BYTES) -> tuple[bytearray, Ring]:
+    memory = bytearray(size)
+    return memory, Ring(memoryview(memory))
+
+
+def test_what_was_begun_is_read_back():
+    memory, ring = new_ring()
+    ring.begin({"host": "node-1", "run": "r", "loader": "train"}, pid=7, start_ticks=8, rank=3, world_size=4, worker=2)
+    record = record_of(bytes(memory))
+    assert record is not None
+    assert (record.host, record.run, record.loader) == ("node-1", "r", "train")
+    assert (record.pid, record.start_ticks, record.rank, record.world_size, record.worker) == (7, 8, 3, 4, 2)
+    assert (record.index, record.batches, record.turn, record.doing) == (None, None, None, "starts")
+
+
+def test_bytes_of_nobody_are_no_record():
+    memory, _ = new_ring()
+    assert record_of(bytes(memory)) is None
+    assert record_of(b"GPUOPT01") is None
+    assert record_of(b"") is None
+
+
+def test_times_follow_the_monotonic_clock():
+    memory, ring = new_ring()
+    ring.begin({})
+    numbers = ring.numbers
+    numbers[AT["created_wall_ns"]], numbers[AT["created_ns"]] = 1_000_000_000_000, 5_000_000_000
+    numbers[AT["written_ns"]] = 7_000_000_000
+    record = record_of(bytes(memory))
+    assert record is not None
+    assert (record.created_s, record.written_s, record.progress_s) == (1000.0, 1002.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "read"),
+    [(5, 5), (-3, -3), (True, 1), (2**70, str(2**70)), ("a/b.jpg", "a/b.jpg"), (("x", 1), "('x', 1)")],
+)
+def test_the_key_of_a_sample(key, read):
+    memory, ring = new_ring()
+    ring.begin({})
+    ring.index(key)
+    record = record_of(bytes(memory))
+    assert record is not None
+    assert record.index == read
+    assert ring.noted_index() == read
+
+
+def test_long_words_are_cut_and_may_be_cut_inside_of_a_letter():
+    memory, ring = new_ring()
+    ring.begin({"host": "é" * 100})
+    record = record_of(bytes(memory))
+    assert record is not None
+    assert record.host == "é" * 31 + "\N{REPLACEMENT CHARACTER}"
+
+
+def test_the_log_goes_round_and_keeps_the_last_lines():
+    memory, ring = new_ring(HEADER_BYTES + 1000)
+    ring.begin({})
+    for number in range(100):
+        ring.log("memory", number=number)
+    record = record_of(bytes(memory))
+    assert record is not None
+    numbers = [each["number"] for each in record.events]
+    assert numbers == list(range(100 - len(numbers), 100))
+    assert len(numbers) >= 12
+
+
+def test_a_half_line_and_a_line_of_somebody_else_are_left_out():
+    memory, ring = new_ring(HEADER_BYTES + 4000)
+    ring.begin({})
+    ring.log("signal", signal=15)
+    end = HEADER_BYTES + ring.numbers[AT["logged"]]
+    junk = b'[1]\n{"t":"x","event":"a"}\n{"event":"a"}\n{"t":1,"event":"ok"}\n{"t":1,"ev'
+    memory[end : end + len(junk)] = junk
+    ring.numbers[AT["logged"]] += len(junk)
+    record = record_of(bytes(memory))
+    assert record is not None
+    assert [each["event"] for each in record.events] == ["signal", "ok"]
+
+
+def test_a_line_that_does_not_fit_is_left_out():
+    memory, ring = new_ring(HEADER_BYTES + 1000)
+    ring.begin({})
+    ring.log("exception", message="x" * 600)
+    ring.log("signal", signal=2)
+    record = record_of(bytes(memory))
+    assert record is not None
+    assert [each["event"] for each in record.events] == ["signal"]
+
+
+def test_a_ring_of_numbers_that_make_no_sense_is_read():
+    memory, ring = new_ring()
+    ring.begin({})
+    for at in range(len(AT)):
+        ring.numbers[at] = -(2**62)
+    ring.write("indices", "[1, ")
+    record = record_of(bytes(memory))
+    assert record is not None
+    assert (record.doing, record.ended, record.indices, record.events) == ("set-up", "", (), ())
+
+
+@pytest.fixture
+def board():
+    board = Board()
+    board.rank.begin({"host": "h", "run": "r"}, pid=os.getpid(), rank=0)
+    yield board
+    board.close()
+
+
+def test_workers_have_rings_by_loader_and_number(board):
+    assert [board.slot("train", 0), board.slot("train", 1), board.slot("validation", 0)] == [0, 1, 2]
+    assert board.slot("train", 1) == 1
+    assert board.slots == 3
+    for number in range(MAX_WORKERS):
+        board.slot("other", number)
+    assert board.slot("other", MAX_WORKERS) is None
+
+
+def test_memory_is_read_by_who_holds_it(board):
+    slot = board.slot("train", 0)
+    board.worker(slot).begin({"loader": "train"}, pid=11, rank=0, worker=0)
+    board.rank.log("memory", rss=5, limit=9, workers=[[slot, 1, 2, 3, 4], ["x"], None])
+    board.rank.log("signal", signal=15)
+    rank, worker = records_of(board.file)
+    assert [each["event"] for each in rank.events] == ["signal"]
+    assert [(each.rss, each.limit, each.private) for each in rank.memory] == [(5, 9, None)]
+    assert (worker.pid, worker.worker) == (11, 0)
+    assert [(each.rss, each.private, each.faults, each.samples) for each in worker.memory] == [(1, 2, 3, 4)]
+    head = headers_in(board.file)
+    assert head is not None
+    assert (head.pid, head.events) == (os.getpid(), ())
+
+
+def test_a_file_is_a_copy(board, tmp_path):
+    file = RingFile(tmp_path / "recorder" / "a.ring" if (tmp_path / "recorder").mkdir() else tmp_path / "a.ring", board)
+    slot = board.slot("train", 3)
+    for number in range(5000):
+        board.rank.log("memory", rss=number)
+        if number % 700 == 0:
+            file.write()
+    board.worker(slot).begin({"loader": "train"}, pid=12, rank=0, worker=3)
+    board.worker(slot).log("exception", type="KeyError")
+    file.write()
+    assert records_in(tmp_path) == records_of(board.file)
+    board.worker(slot).begin({"loader": "train"}, pid=13, rank=0, worker=3)  # its successor
+    file.write()
+    assert [each.pid for each in records_in(tmp_path)] == [os.getpid(), 13]
+    assert records_in(tmp_path) == records_of(board.file)
+    file.close()
+
+
+def test_a_full_disk_is_tried_again_later(board, tmp_path, monkeypatch):
+    now = [0.0]
+    file = RingFile(tmp_path / "a.ring", board, clock=lambda: now[0])
+    written = []
+    real = os.pwrite
+
+    def full(*_):
+        written.append(now[0])
+        raise OSError(28, "full")
+
+    monkeypatch.setattr(ring_file.os, "pwrite", full)
+    file.write()
+    file.write()
+    monkeypatch.setattr(ring_file.os, "pwrite", real)
+    file.write()
+    assert (written, records_in(tmp_path)) == ([0.0], [])
+    now[0] = 10.0
+    file.write()
+    assert [each.rank for each in records_in(tmp_path)] == [0]
+    file.close()
+
+
+@pytest.mark.parametrize("junk", [b"", b"GPUOPT01" + bytes(50), os.urandom(300_000)], ids=["empty", "short", "random"])
+def test_files_of_others_are_passed_over(junk, tmp_path: Path):
+    (tmp_path / "x.ring").write_bytes(junk)
+    assert records_in(tmp_path) == []
+
+
+def test_words_of_the_log_are_what_json_can_hold_or_text():
+    memory, ring = new_ring()
+    ring.begin({})
+    ring.log("exception", index=Path("a"))
+    record = record_of(bytes(memory))
+    assert record is not None
+    assert json.loads(json.dumps(record.events[0]["index"])) == "a"
