@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_gpuopt.datamodules.image_folder import ImageFolderDataModule
     from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
     from lightning_gpuopt.diagnosis.diagnose import StallError
-    from lightning_gpuopt.diagnosis.report import Finding, KernelShare, StallReport
+    from lightning_gpuopt.diagnosis.report import Finding, KernelShare, Risk, StallReport
     from lightning_gpuopt.storage.build.build import build_lmdb
     from lightning_gpuopt.storage.format import LMDBInfo
     from lightning_gpuopt.storage.reader import LMDBDataset
@@ -42,6 +42,7 @@ __all__ = [
     "LMDBWriter",
     "NumWorkersFinder",
     "NumWorkersResult",
+    "Risk",
     "StallDetector",
     "StallError",
     "StallReport",
@@ -65,6 +66,7 @@ _HOMES = {
     "LMDBWriter": "lightning_gpuopt.storage.writer",
     "NumWorkersFinder": "lightning_gpuopt.callbacks.num_workers_finder",
     "NumWorkersResult": "lightning_gpuopt.tuning.workers",
+    "Risk": "lightning_gpuopt.diagnosis.report",
     "StallDetector": "lightning_gpuopt.callbacks.stall_detector",
     "StallError": "lightning_gpuopt.diagnosis.diagnose",
     "StallReport": "lightning_gpuopt.diagnosis.report",

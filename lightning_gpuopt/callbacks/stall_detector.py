@@ -27,7 +27,7 @@ from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.diagnose import StallError
 from lightning_gpuopt.diagnosis.render.text import render_text
-from lightning_gpuopt.diagnosis.report import Finding, StallReport
+from lightning_gpuopt.diagnosis.report import Finding, Risk, StallReport
 from lightning_gpuopt.diagnosis.where import finding_name
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.flight import SETS_UP, TRAINS, VALIDATES
@@ -229,7 +229,7 @@ class StallDetector(CallbackBase):
             return
         with Guard(self, trainer):
             self.idle_hooks = () if trainer.strategy.root_device.type == "cuda" else ("on_before_backward",)
-            session.start()
+            session.start(self._warn_of_risk)
             if self.prog_bar:
                 self._bar_item = BarItem("data")
                 session.at_end(self._bar_item.show_in(trainer))
@@ -349,6 +349,11 @@ class StallDetector(CallbackBase):
                     self._stop.ask(text)
             if self.on_stall == "warn":
                 rank_zero_warn(f"StallDetector: {text}")
+
+    def _warn_of_risk(self, risk: Risk) -> None:
+        """Called once for each kind of risk, on any thread."""
+        if self.on_stall != "ignore":
+            rank_zero_warn(f"StallDetector: {risk.text} {risk.advice}")
 
     def _unreported(self, findings: list[Finding]) -> Iterator[str]:
         """What there is to say of causes of which nothing was said yet."""

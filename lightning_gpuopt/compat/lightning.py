@@ -287,6 +287,12 @@ def train_loaders(trainer: Trainer) -> list[Any]:
     return list(getattr(combined, "flattened", ()))
 
 
+def train_datasets(trainer: Trainer) -> list[Any]:
+    """The datasets of :func:`train_loaders`, of those that have one."""
+    datasets = (getattr(loader, "dataset", None) for loader in train_loaders(trainer))
+    return [each for each in datasets if each is not None]
+
+
 def train_iterators(trainer: Trainer) -> list[Any]:
     """The running iterators over :func:`train_loaders`.
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from lightning_gpuopt.detector.device_watch import DeviceWatch
-from lightning_gpuopt.detector.growing_containers import Growing
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
 from lightning_gpuopt.detector.looks import Looks
 from lightning_gpuopt.detector.rank_watch import RankWatch
@@ -18,6 +17,7 @@ from lightning_gpuopt.measurements.gpu import AheadCopies, GpuTimes
 from lightning_gpuopt.measurements.loading import ImageSamples, LoaderReading, Pipelines, QueueTimes
 from lightning_gpuopt.measurements.phases import PhaseTimes, WindowRecord
 from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, RankWork, ReducerTimes
+from lightning_gpuopt.recorder.growing_containers import Growing
 from lightning_gpuopt.timeline.pauses import PauseWatch
 
 _MIN_RECORD_S: Final = 0.1

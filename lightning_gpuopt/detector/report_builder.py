@@ -190,8 +190,7 @@ def environment_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, st
 def owners_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, object]:
     """Objects whose attributes may grow, by display name: the module, callbacks, loggers and datasets."""
     callbacks: list[object] = list(trainer.callbacks)  # type: ignore[attr-defined]
-    datasets = (getattr(loader, "dataset", None) for loader in lightning.train_loaders(trainer))
-    others = [*callbacks, *trainer.loggers, *datasets]
+    others = [*callbacks, *trainer.loggers, *lightning.train_datasets(trainer)]
     return {type(pl_module).__name__: pl_module} | {type(each).__name__: each for each in others if _is_the_users(each)}
 
 

@@ -18,6 +18,7 @@ from lightning_gpuopt.detector.instrumentation import CopiesAhead, Instrumentati
 from lightning_gpuopt.detector.kernel_profiling import Profile
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
 from lightning_gpuopt.detector.looks import Looks
+from lightning_gpuopt.detector.memory_risks import MemoryRisks
 from lightning_gpuopt.detector.padding_watch import PaddingWatch
 from lightning_gpuopt.detector.progress import ProgressWatch, write_hang
 from lightning_gpuopt.detector.rank_exchange import RankExchange
@@ -29,13 +30,14 @@ from lightning_gpuopt.detector.report_builder import (
     owners_of,
     report_of,
 )
+from lightning_gpuopt.detector.risk_watch import RiskWatch
 from lightning_gpuopt.detector.run_settings import RunSettingsWatch
 from lightning_gpuopt.detector.stack_sampling import StackSampling
 from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.compare import proofs_of
 from lightning_gpuopt.diagnosis.diagnose import count_stalls, diagnose
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.record import Change, Finding, Proof
+from lightning_gpuopt.diagnosis.record import Change, Finding, Proof, Risk
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.gpu import AheadCopies
@@ -125,6 +127,7 @@ class DetectorSession:
         sees_batches: whether batches are to be looked at still.
         loader: the watch over the training loaders.
         progress: is told what begins and what is finished.
+        risks: what may end or block the run later on; from :meth:`start` on.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class DetectorSession:
         self._pending: tuple[list[Finding], float] | None = None
         self._exchange: RankExchange | None = None
         self._recorder = recorder
+        self._memory_risks: MemoryRisks | None = None
         self.progress = ProgressWatch(trainer, None, None)
         self._epoch_seen = 0
         self._changed_after: int | None = None
@@ -165,9 +169,17 @@ class DetectorSession:
         self._padding = PaddingWatch(lambda: bool(trainer.training))
         self._images = ImageLook(lambda: lightning.train_loaders(trainer))
 
-    def start(self) -> None:
-        """Install the profiler and the replaced methods, and begin to measure; called in ``on_train_start``."""
+    def start(self, risk_found: Callable[[Risk], None] = lambda risk: None) -> None:
+        """Install the profiler and the replaced methods, and begin to measure; called in ``on_train_start``.
+
+        Args:
+            risk_found: called once for each kind of risk, on any thread.
+        """
         trainer, placed = self._trainer, self._instruments
+        self.risks = RiskWatch(
+            lambda: lightning.train_datasets(trainer), trainer.global_rank, trainer.world_size, risk_found
+        )
+        placed.undo.callback(self.risks.close)
         self._environment = environment_of(trainer, self._pl_module)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._own_callbacks = frozenset(type(each).__name__ for each in callbacks if lightning.is_its_own(each))
@@ -176,7 +188,7 @@ class DetectorSession:
         self.timeline = placed.timeline(nvtx=self._options.nvtx, detailed=on_cuda)
         self.steps = StepClock(self.timeline, self._options.warmup_steps)
         for event, function in (
-            ("epoch_begins", self.loader.release),
+            ("epoch_begins", self._epoch_begins),
             ("fetch_begins", self.loader.queues.before_fetch),
             ("fetch_ends", self.loader.queues.after_fetch),
         ):
@@ -213,6 +225,14 @@ class DetectorSession:
         self.timeline.start()
         if self._recorder is not None:
             self._recorder.phase = lambda: self.timeline.activity
+            self._memory_risks = MemoryRisks(
+                trainer, self._recorder, self.loader, self.risks, lambda: owners_of(trainer, self._pl_module)
+            )
+            self._recorder.each_second = self._memory_risks.look
+
+    def _epoch_begins(self) -> None:
+        self.loader.release()
+        self.risks.epoch_begins(self._trainer)
 
     def _new_accumulator(self) -> SteadyStateAccumulator:
         """Begin a new accumulation, after the warm-up or a change of the loader."""
@@ -296,6 +316,9 @@ class DetectorSession:
         if self._exchange is not None:
             self._post(self._measured())
             self._exchange.end()
+        if self._memory_risks is not None:
+            self._memory_risks.look_now()
+        self.risks.close()
         self._prove()
         for listener in self._hear():
             listener.training_ended()
@@ -496,6 +519,7 @@ class DetectorSession:
             own_callbacks=self._own_callbacks,
             run_settings=self._run_settings,
             padded=self._padding.batches,
+            risks=self.risks.risks,
         )
 
     def _post(self, measurement: Measurement | None) -> None:

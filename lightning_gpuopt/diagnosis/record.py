@@ -55,6 +55,26 @@ class Hint:
     evidence: dict[str, float] = field(default_factory=dict)
 
 
+RiskName = Literal["worker_memory", "process_memory", "shared_memory", "open_files", "uneven_ranks"]
+
+
+@dataclass(frozen=True)
+class Risk:
+    """What is likely to end or to block the run later on, before it does. Guide: ``docs/risks.md``.
+
+    Attributes:
+        risk: what runs out, or ``"uneven_ranks"``.
+        text: what was seen, and when it will end or block the run, as far as that can be said.
+        evidence: the numbers that show it; the unit is in each name.
+        advice: what to change, in one or two sentences.
+    """
+
+    risk: RiskName
+    text: str
+    evidence: dict[str, float | str]
+    advice: str
+
+
 @dataclass(frozen=True)
 class HotSpots:
     """The places in the code that the time of a finding goes to, from samples of the thread that spends it.
@@ -175,3 +195,4 @@ class RunRecord:
     kernel_kinds: dict[str, float] = field(default_factory=dict)
     kernel_summary: dict[str, float] = field(default_factory=dict)
     idle_shares: dict[str, float] = field(default_factory=dict)
+    risks: list[Risk] = field(default_factory=list)

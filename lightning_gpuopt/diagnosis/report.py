@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_gpuopt.diagnosis.record import Change, Finding, Hint, HotSpots, Proof, RunRecord, Stretch
+from lightning_gpuopt.diagnosis.record import Change, Finding, Hint, HotSpots, Proof, Risk, RunRecord, Stretch
 from lightning_gpuopt.diagnosis.schema import REPORT_SCHEMA, SCHEMA_VERSION, check_types
 from lightning_gpuopt.measurements.code_location import CodeLocation
 from lightning_gpuopt.measurements.kernels import KernelShare
@@ -17,7 +17,7 @@ from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import Outlier, StepTimes
 from lightning_gpuopt.utils.whole_file import write_whole
 
-__all__ = ["REPORT_SCHEMA", "Finding", "HotSpots", "KernelShare", "Proof", "StallReport", "Stretch"]
+__all__ = ["REPORT_SCHEMA", "Finding", "HotSpots", "KernelShare", "Proof", "Risk", "StallReport", "Stretch"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class StallReport(RunRecord):
             10 µs), and ``unassigned_share``, the share that is of no module where modules were watched.
         idle_shares: share of time, 0-1, in which the GPU was idle, by source: ``"events"``, ``"host"``, ``"records"``,
             ``"nvml"``; those that say nothing are absent.
+        risks: what is likely to end or to block the run later on, as far as it was seen.
 
     Example::
 
@@ -120,6 +121,7 @@ class StallReport(RunRecord):
                     "loader": LoaderFacts(**_only(LoaderFacts, data["loader"])),
                     "step_times": _step_times(data["step_times"]),
                     "loader_costs": _loader_costs(data.get("loader_costs")),
+                    "risks": [Risk(**_only(Risk, each)) for each in data.get("risks", [])],
                     "kernels": [KernelShare(**_only(KernelShare, each)) for each in data.get("kernels", [])],
                 }
             )

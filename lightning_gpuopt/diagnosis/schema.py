@@ -78,6 +78,7 @@ _STRETCH: Final = _object(
     _each("start_s wall_s", _SECONDS) | {"steps": _COUNT, "phases": _PHASES}, {"gpu_utilization": _NUMBER}
 )
 _HINT: Final = _object(_each("name text setting", _TEXT) | {"evidence": _map(_NUMBER)})
+_RISK: Final = _object(_each("risk text advice", _TEXT) | {"evidence": _map({"type": ["number", "string"]})})
 
 REPORT_SCHEMA: Final[_Schema] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -111,6 +112,7 @@ REPORT_SCHEMA: Final[_Schema] = {
             "kernel_kinds": _map(_NUMBER),
             "kernel_summary": _map(_NUMBER),
             "idle_shares": _map(_SHARE),
+            "risks": _list(_RISK),
         },
     ),
 }

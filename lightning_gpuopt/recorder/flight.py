@@ -79,6 +79,8 @@ class FlightRecorder:
 
     Attributes:
         phase: gives the phase or hook that is open; set when training starts.
+        each_second: called on the recorder's thread.
+        memory: what has been read of memory.
 
     Raises:
         OSError: there is no memory for rings, as on other systems than Linux.
@@ -88,6 +90,7 @@ class FlightRecorder:
         global _fits
         _fits += 1
         self.phase: Callable[[], str | None] = lambda: None
+        self.each_second: Callable[[], None] = lambda: None
         self._trainer: Callable[[], Trainer | None] = weakref.ref(trainer)
         self._board = Board()
         self._ring = self._board.rank
@@ -201,6 +204,19 @@ class FlightRecorder:
         """
         self._ring.log(event, **known)
 
+    @property
+    def steps(self) -> int:
+        """Training batches that have been finished."""
+        return self._numbers[_STEPS]
+
+    def is_forked(self, slot: int) -> bool:
+        """Whether the worker of a ring was forked."""
+        return bool(self._board.worker(slot).numbers[AT["fork"]])
+
+    def leak_of(self, slot: int) -> str:
+        """What grows in the worker of a ring, for people; empty where nothing is known to."""
+        return self._board.worker(slot).read("leak")
+
     # ---- loaders ----
 
     def loader_seen(self, seen: SeenLoader) -> None:
@@ -278,6 +294,7 @@ class FlightRecorder:
         if self._beats % _BEATS_A_SECOND == 0:
             self.memory.read({slot: (process.pid, *_name) for slot, (*_name, process) in self._living()})
             self._write_file()
+            self.each_second()
 
     def _write_file(self) -> None:
         if self._file is not None:

@@ -51,6 +51,7 @@ _WORDS: Final[dict[str, tuple[int, int]]] = {
     "key": (1920, 128),
     "indices": (2048, 768),
     "stacks": (2816, 1024),
+    "leak": (3840, 256),
 }
 """Where a word begins, and how many bytes it may have."""
 
@@ -141,12 +142,20 @@ class Ring:
             self.write("key", str(key))
             numbers[_HAS_INDEX] = KEY
 
+    def read(self, name: str) -> str:
+        """A word.
+
+        Args:
+            name: of :data:`_WORDS`.
+        """
+        at, most = _WORDS[name]
+        return _word(bytes(self._memory[: at + most]), name)
+
     def noted_index(self) -> int | str | None:
         """The sample that is noted; None where none is."""
         has = self.numbers[_HAS_INDEX]
         if has == KEY:
-            at, most = _WORDS["key"]
-            return _word(bytes(self._memory[: at + most]), "key")
+            return self.read("key")
         return self.numbers[_INDEX] if has == NUMBER else None
 
 
@@ -209,6 +218,7 @@ def record_of(data: bytes) -> FlightRecord | None:
         turn=numbers["turn"] - 1 if numbers["turn"] else None,
         stack_signal=numbers["stack_signal"],
         stacks=words["stacks"],
+        leak=words["leak"],
         events=tuple(_lines(data, numbers["logged"])),
     )
 

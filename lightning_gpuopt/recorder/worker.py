@@ -17,18 +17,27 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any, Final
 
+from torch.utils.data import get_worker_info
+
 from lightning_gpuopt.compat.fetchers import is_fetched_by_sample, set_fatal_handlers, when_fetcher_is_made
 from lightning_gpuopt.loaders import sample_keys
 from lightning_gpuopt.measurements.code_location import Call
 from lightning_gpuopt.measurements.flight import COLLATES, READS, STARTS, WAITS
 from lightning_gpuopt.recorder.board import Board
+from lightning_gpuopt.recorder.growing_containers import Growing
 from lightning_gpuopt.recorder.ring import AT, DOING, NO_INDEX, NUMBER, Ring
 from lightning_gpuopt.recorder.stacks import StackWriter, start_ticks
+from lightning_gpuopt.telemetry.memory import MemoryFiles
 from lightning_gpuopt.timeline.frames import calls_of, innermost_frames, is_own, is_pythons, name_of, raw_frames
 
 log = logging.getLogger(__name__)
 
 BEAT_S: Final = 0.25
+_LOOK_EVERY: Final = 20
+"""Beats between two looks for what grows."""
+
+_GROWN: Final = 8 << 20
+_MAX_NESTED: Final = 4
 _MAX_INDICES: Final = 48
 _MAX_MESSAGE: Final = 2000
 _MAX_FRAMES: Final = 12
@@ -98,7 +107,8 @@ class WorkerStart:
         )
         when_fetcher_is_made(lambda fetcher: note_fetches(fetcher, ring, whole=True))
         note_samples_of_ours(ring)
-        Beat(ring, threading.get_ident()).start()
+        info = get_worker_info()
+        Beat(ring, threading.get_ident(), info.dataset if info is not None else None).start()
 
     def __getstate__(self) -> dict[str, Any]:
         """For a worker that is spawned; whoever else copies an iterator's arguments gets the loader's own function."""
@@ -113,13 +123,18 @@ class Beat(threading.Thread):
     Args:
         ring: where.
         thread: the main thread's identifier.
+        dataset: the worker's copy, in which containers may grow.
     """
 
-    def __init__(self, ring: Ring, thread: int) -> None:
+    def __init__(self, ring: Ring, thread: int, dataset: Any = None) -> None:
         super().__init__(name="gpuopt-recorder", daemon=True)
         self._ring = ring
         self._main = thread
         self._place = ""
+        self._owners = {type(each).__name__: each for each in _nested(dataset)}
+        self._growing: Growing | None = None
+        self._files = MemoryFiles()
+        self._looked_at = self._beats = 0
 
     def run(self) -> None:
         """Beat until the process ends."""
@@ -138,6 +153,29 @@ class Beat(threading.Thread):
         if place != self._place:
             self._place = place
             self._ring.write("place", place)
+        self._beats += 1
+        if self._beats % _LOOK_EVERY == 1:
+            self._look_for_growth()
+
+    def _look_for_growth(self) -> None:
+        """See whether a container of the dataset grows, where the process has grown since the last look."""
+        process = self._files.process("self")
+        if self._growing is None:
+            self._growing = Growing(self._owners)
+        elif process is not None and process.rss - self._looked_at >= _GROWN:
+            self._ring.write("leak", self._growing.look("data_wait"))
+        else:
+            return
+        self._looked_at = process.rss if process is not None else 0
+
+
+def _nested(dataset: Any) -> Iterator[Any]:
+    """A dataset, and those inside of it."""
+    for _ in range(_MAX_NESTED):
+        if dataset is None:
+            return
+        yield dataset
+        dataset = getattr(dataset, "dataset", None)
 
 
 def place_of(frame: FrameType | None) -> str:

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,13 +66,17 @@ class RankGather:
         name: keeps two users of the store apart; the same on every rank.
         rank: this process's global rank.
         world_size: number of ranks.
+        arrived: called with each window as soon as it is complete, on the daemon thread, in place of :meth:`ready`.
     """
 
-    def __init__(self, name: str, rank: int, world_size: int) -> None:
+    def __init__(
+        self, name: str, rank: int, world_size: int, arrived: Callable[[Gathered], object] | None = None
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.problem: str | None = None
         self._done: deque[Gathered] = deque()
+        self._give = arrived or self._done.append
         self._inbox: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self._number = 0
         self._closing = threading.Event()
@@ -136,10 +141,11 @@ class RankGather:
                 self._take_inbox(pending)
                 while pending and self._collect(pending[0]):
                     done = pending.popleft()
-                    self._done.append(Gathered(done.step, done.arrived))
+                    self._give(Gathered(done.step, done.arrived))
         except Exception as error:  # the store goes away with the process that hosts it
             log.debug("gather stopped", exc_info=True)
-            self._done.extend(Gathered(p.step, p.arrived) for p in pending)
+            for each in pending:
+                self._give(Gathered(each.step, each.arrived))
             self.problem = f"the ranks' key-value store failed: {error}"
 
     def _keep_own(self) -> None:
@@ -150,7 +156,7 @@ class RankGather:
             except queue.Empty:
                 return
             if item is not None and self.collects:
-                self._done.append(Gathered(item[0], {self.rank: item[1]}))
+                self._give(Gathered(item[0], {self.rank: item[1]}))
 
     def _take_inbox(self, pending: deque[_Pending]) -> None:
         try:

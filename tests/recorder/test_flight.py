@@ -99,7 +99,7 @@ def left_by(folder):
 
 @pytest.mark.parametrize("context", few("fork", {"fork": "fork", "spawn": "spawn", "forkserver": "forkserver"}))
 def test_a_worker_that_is_killed(context, tmp_path):
-    with pytest.raises((RuntimeError, ConnectionResetError), match="DataLoader worker|reset by peer"):
+    with pytest.raises((RuntimeError, ConnectionResetError), match=r"DataLoader worker|reset by peer"):
         fit(tmp_path, loader_of(Data("kill"), multiprocessing_context=context))
     rank, workers = left_by(tmp_path)
     assert (workers[1].index, workers[1].doing, workers[1].fork) == (37, "reads", context == "fork")
@@ -111,7 +111,7 @@ def test_a_worker_that_is_killed(context, tmp_path):
 
 
 def test_a_worker_that_exits(tmp_path):
-    with pytest.raises((RuntimeError, ConnectionResetError), match="DataLoader worker|reset by peer"):
+    with pytest.raises((RuntimeError, ConnectionResetError), match=r"DataLoader worker|reset by peer"):
         fit(tmp_path, loader_of(Data("exit")))
     rank, workers = left_by(tmp_path)
     deaths = [(each["worker"], each["code"]) for each in rank.events if each["event"] == "worker_died"]
@@ -172,7 +172,7 @@ def test_our_own_datasets_know_the_sample(tmp_path):
 
 
 def test_a_validation_worker_that_is_killed(tmp_path):
-    with pytest.raises((RuntimeError, ConnectionResetError), match="DataLoader worker|reset by peer"):
+    with pytest.raises((RuntimeError, ConnectionResetError), match=r"DataLoader worker|reset by peer"):
         fit(tmp_path, loader_of(Data()), loader_of(Data("kill")), num_sanity_val_steps=0)
     records = records_in(tmp_path)
     dead = [each for each in records if each.worker is not None and each.index == 37]

@@ -28,8 +28,8 @@ def render_text(report: RunRecord, width: int = 80) -> str:
         width: columns of the terminal.
 
     Returns:
-        The verdict, the table of phases, the findings with the figures that decided and what they predict, the time
-        in which GPUs stood still, and the proofs, without a newline at the end.
+        The verdict, the table of phases, the findings with the figures that decided and what they predict, risks, the
+        time in which GPUs stood still, and the proofs, without a newline at the end.
     """
     console = new_console(width)
     console.print(Text(_headline(report)))
@@ -37,6 +37,10 @@ def render_text(report: RunRecord, width: int = 80) -> str:
         console.print(_phase_table(report))
     for count, finding in enumerate(report.findings, start=1):
         _print_finding(console, count, finding)
+    for risk in report.risks:
+        console.print(Text(f"Risk: {risk.risk}"))
+        for text in (risk.text, risk.advice):
+            console.print(Padding(Text(text), (0, 0, 0, 3)))
     for line in (
         wording.standstill_line(report),
         wording.headroom_line(report),

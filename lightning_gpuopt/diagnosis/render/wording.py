@@ -17,7 +17,7 @@ from lightning_gpuopt.measurements.loader_model import HEADROOM_LEFT
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.compare import Comparison
     from lightning_gpuopt.diagnosis.gate import Gate
-    from lightning_gpuopt.diagnosis.record import Change, Finding, HotSpots, Proof, RunRecord
+    from lightning_gpuopt.diagnosis.record import Change, Finding, HotSpots, Proof, Risk, RunRecord
     from lightning_gpuopt.measurements.loader_costs import Interval
 
 _ADDS_UP: Final = 0.02
@@ -32,7 +32,7 @@ PRICE_VARIABLE: Final = "GPUOPT_GPU_HOUR_PRICE"
 _LEAST_STANDSTILL_S: Final = 60.0
 """GPU-seconds below which standing still is not summed up."""
 
-_UNITS: Final = {"ms": "ms", "s": "s", "mib": "MiB", "mhz": "MHz", "percent": "%"}
+_UNITS: Final = {"ms": "ms", "s": "s", "kib": "KiB", "mib": "MiB", "gib": "GiB", "mhz": "MHz", "percent": "%"}
 _RATES: Final = {"gb_per_s": ("rate", "GB/s"), "swap_mib_per_s": ("swap", "MiB/s")}
 _NAME: Final = re.compile(rf"(?:(?P<what>\w+)_)?(?P<unit>{'|'.join(_UNITS)})(?P<per>_per_\w+)?(?P<rest>_max)?")
 
@@ -104,8 +104,8 @@ def _digits(factor: float) -> int:
     return 1 if factor >= 1.2 else 2
 
 
-def evidence(finding: Finding) -> list[tuple[str, str]]:
-    """A finding's evidence as (what, value with unit); the unit comes from the name."""
+def evidence(finding: Finding | Risk) -> list[tuple[str, str]]:
+    """A finding's or a risk's evidence as (what, value with unit); the unit comes from the name."""
     return [_fact(name, value) for name, value in finding.evidence.items()]
 
 

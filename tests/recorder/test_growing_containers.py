@@ -13,9 +13,9 @@ from lightning.pytorch import Trainer
 from evaluation.parts import Model, quiet
 from evaluation.pause_parts import KeepsItsLosses
 from lightning_gpuopt import StallDetector
-from lightning_gpuopt.detector.growing_containers import Growing
 from lightning_gpuopt.detector.window_history import WindowHistory
 from lightning_gpuopt.measurements.phases import WindowRecord
+from lightning_gpuopt.recorder.growing_containers import Growing
 from lightning_gpuopt.telemetry.process import ProcessReading, read_process
 from tests.diagnosis.numbers import gpu, measurement, times
 

@@ -1,0 +1,128 @@
+"""The risks of one fit: those that its processes' readings show, and ranks with different numbers of batches."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from lightning_gpuopt.compat.lightning import Trainer
+from lightning_gpuopt.detector.dataset_objects import copied_object
+from lightning_gpuopt.diagnosis.record import Risk, RiskName
+from lightning_gpuopt.diagnosis.risks import risks_of
+from lightning_gpuopt.measurements.risks import CopiedObject, RiskInputs
+from lightning_gpuopt.utils.rank_channel import Gathered, RankGather
+
+log = logging.getLogger(__name__)
+
+_GROWN: int = 8 << 20
+"""Bytes that a worker's private memory has grown by before the dataset is looked at."""
+
+
+class RiskWatch:
+    """Keeps the risks of a fit, each as it was seen last. Its methods may be called on any thread.
+
+    Args:
+        datasets: gives the datasets of the training loaders.
+        rank: global rank.
+        world_size: number of ranks.
+        found: called once for each kind of risk, on the thread that has found it.
+    """
+
+    def __init__(
+        self,
+        datasets: Callable[[], Iterable[object]],
+        rank: int = 0,
+        world_size: int = 1,
+        found: Callable[[Risk], None] = lambda risk: None,
+    ) -> None:
+        self._datasets = datasets
+        self._found = found
+        self._risks: dict[RiskName, Risk] = {}
+        self._lock = threading.Lock()
+        self._copied: CopiedObject | None = None
+        self._looked = False
+        self._gather = RankGather("risks", rank, world_size, self._compare) if world_size > 1 else None
+
+    @property
+    def risks(self) -> list[Risk]:
+        """All that were found, in the order in which they were."""
+        with self._lock:
+            return list(self._risks.values())
+
+    def look(self, observed: RiskInputs) -> list[Risk]:
+        """Look for risks; takes some 50 ms once, when the workers' memory has grown, else a few.
+
+        Args:
+            observed: what is known of the run now. ``copied`` is filled in here.
+
+        Returns:
+            Those of a kind that there was not before.
+        """
+        if observed.copied is None and observed.forked and _have_grown(observed):
+            observed = replace(observed, copied=self._object())
+        return self._add(risks_of(observed))
+
+    def epoch_begins(self, trainer: Trainer) -> None:
+        """Send this rank's number of batches on its way to rank 0, which compares; never waits.
+
+        Args:
+            trainer: its training loader is ready.
+        """
+        if self._gather is not None:
+            self._gather.post(trainer.current_epoch, _batches_of(trainer))
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Compare what has come, and no more; may be called more than once.
+
+        Args:
+            timeout_s: the longest that rank 0 waits for the others' last numbers, in seconds.
+        """
+        if self._gather is not None:
+            self._gather.close(timeout_s)
+
+    def _object(self) -> CopiedObject | None:
+        if not self._looked:
+            self._looked = True
+            try:
+                self._copied = copied_object(self._datasets())
+            except Exception:  # they are the user's
+                log.debug("the datasets could not be looked at", exc_info=True)
+        return self._copied
+
+    def _compare(self, gathered: Gathered) -> None:
+        """Called on the gather's thread: the training thread may wait in the very collective that is warned of."""
+        gather, batches = self._gather, gathered.by_rank
+        if gather is not None and len(batches) == gather.world_size and None not in batches.values():
+            self._add(risks_of(RiskInputs(batches=batches)))
+
+    def _add(self, risks: list[Risk]) -> list[Risk]:
+        with self._lock:
+            new = [each for each in risks if each.risk not in self._risks]
+            self._risks |= {each.risk: each for each in risks}
+        for each in new:
+            try:
+                self._found(each)
+            except Exception:  # a warning that is an error: there is nobody here to catch it
+                log.debug("nobody could be told of %s", each.risk, exc_info=True)
+        return new
+
+
+def _have_grown(observed: RiskInputs) -> bool:
+    for worker in observed.workers:
+        private = [each.private for each in worker.readings if each.private is not None]
+        if private and private[-1] - min(private) >= _GROWN:
+            return True
+    return False
+
+
+def _batches_of(trainer: Trainer) -> int | None:
+    """Batches of this epoch, no more than ``max_steps`` leaves; None where their number is not known."""
+    batches = trainer.num_training_batches
+    if batches == math.inf:
+        return None
+    if trainer.max_steps > 0:
+        batches = min(batches, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+    return int(batches)

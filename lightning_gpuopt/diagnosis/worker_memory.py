@@ -1,0 +1,178 @@
+"""Memory of the workers that grows with the samples that they read: how fast, why, and until when. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_gpuopt.diagnosis.memory_room import KIB, MIB, MemoryRoom, duration, room_of, size
+from lightning_gpuopt.diagnosis.record import Risk
+from lightning_gpuopt.diagnosis.steady_growth import SteadyGrowth, steady_growth
+from lightning_gpuopt.measurements.risks import CopiedObject, RiskInputs, WorkerMemory
+
+_SEEN: Final = 8 * MIB
+"""A worker has grown by at least so much."""
+
+_MUCH: Final = 64 * MIB
+"""What each worker will have taken in all; less matters where it is a share of the limit."""
+
+_SHARE: Final = 0.05
+"""Of the limit, over all workers."""
+
+_EVEN: Final = 0.6
+"""Growth without a known reason is reported where it is as even as this: allocators come to rest."""
+
+_EXPLAINED: Final = (0.25, 1.5)
+"""What a worker has grown by, as a share of the objects that it is put down to; their size is an estimate."""
+
+
+@dataclass(frozen=True)
+class _Growing:
+    """A worker's private memory.
+
+    Attributes:
+        worker: its number.
+        grown: bytes since its first reading.
+        steady: how it grows by the sample; None where it does not, or no more.
+        bytes_per_s: the same by the second; 0 where it does not.
+        leak: what of its own grows, for people.
+    """
+
+    worker: int
+    grown: int
+    steady: SteadyGrowth | None
+    bytes_per_s: float
+    leak: str
+
+
+def worker_memory(seen: RiskInputs) -> Iterator[Risk]:
+    """Workers whose private memory grows: for a leak, for Python objects that they copy, or for a reason unknown."""
+    measured = [each for worker in seen.workers if (each := _growing(worker)) is not None]
+    steady = [each for each in measured if each.steady is not None and each.steady.grown >= _SEEN]
+    leaking = [each for each in steady if each.leak]
+    copied = seen.copied if seen.forked else None
+    if leaking:
+        yield from _risk(seen, leaking, None)
+        return
+    if copied is not None:
+        growing = [each for each in steady if each.grown <= _EXPLAINED[1] * copied.bytes]
+        growing = growing or [each for each in measured if _has_copied(each, copied)]
+        if growing and 2 * len(growing) >= len(measured):
+            yield from _risk(seen, growing, copied)
+            return
+    even = [each for each in steady if each.steady and each.steady.evenness >= _EVEN and each.steady.grown >= _MUCH]
+    if even and 2 * len(even) >= len(measured):
+        yield from _risk(seen, even, None)
+
+
+def _growing(worker: WorkerMemory) -> _Growing | None:
+    known = [(each.samples, each.private, each.at_s) for each in worker.readings if each.samples]
+    points = [(samples, private, at_s) for samples, private, at_s in known if private is not None]
+    if len(points) < 2:
+        return None
+    steady = steady_growth([(samples or 0, private) for samples, private, _ in points])
+    half = points[len(points) // 2 :]
+    took_s, read = half[-1][2] - half[0][2], (half[-1][0] or 0) - (half[0][0] or 0)
+    rate = steady.rate * read / took_s if steady is not None and took_s > 0 else 0.0
+    return _Growing(worker.worker, points[-1][1] - points[0][1], steady, rate, worker.leak)
+
+
+def _has_copied(worker: _Growing, copied: CopiedObject) -> bool:
+    """Whether a worker that has come to rest has copied these objects meanwhile."""
+    least, most = (share * copied.bytes for share in _EXPLAINED)
+    return max(_MUCH, least) <= worker.grown <= most
+
+
+def _risk(seen: RiskInputs, growing: list[_Growing], copied: CopiedObject | None) -> Iterator[Risk]:
+    """The risk, where what is ahead matters."""
+    processes = max(seen.num_workers or 0, len(seen.workers)) * seen.ranks_here
+    room = room_of(seen.rank, seen.machine_bytes) or room_of(seen.workers[0].readings, seen.machine_bytes)
+    rates = [each.steady.rate for each in growing if each.steady is not None]
+    per_sample = statistics.median(rates) if rates else None
+    per_s = statistics.median(each.bytes_per_s for each in growing)
+    grown = statistics.median(each.grown for each in growing)
+    ahead = _ahead(seen, per_sample, per_s)
+    if copied is not None:
+        ahead = min(ahead, max(copied.bytes - grown, 0))
+    everywhere = (grown + ahead) * processes
+    limit = room.limit or room.free if room is not None else math.inf
+    if grown + ahead < _MUCH and everywhere < _SHARE * limit:
+        return
+    reached_s = room.free / (per_s * processes) if room is not None and per_s > 0 else math.inf
+    if room is None or ahead * processes < room.free or reached_s > (seen.remaining_s or math.inf):
+        reached_s = math.inf
+    leak = next((f"in worker {each.worker}, {each.leak}" for each in growing if each.leak), "")
+    evidence: dict[str, float | str] = {
+        **({"growth_kib_per_sample": round(per_sample / KIB, 3)} if per_sample is not None else {}),
+        **({"growth_mib_per_minute": round(per_s * 60 / MIB, 3)} if per_s else {}),
+        "grown_mib": round(grown / MIB, 1),
+        "workers": float(processes // seen.ranks_here),
+        **({"ranks": float(seen.ranks_here)} if seen.ranks_here > 1 else {}),
+        **(room.evidence if room is not None else {}),
+        **({"minutes_to_limit": round(reached_s / 60, 1)} if reached_s < math.inf else {}),
+        **({"total_mib": round(everywhere / MIB, 1)} if everywhere < math.inf else {}),
+    }
+    if copied is not None:
+        evidence |= {"object": f"{copied.name}, {copied.what}", "object_mib": round(copied.bytes / MIB, 1)}
+        evidence |= {"where": copied.place} if copied.place else {}
+    elif leak:
+        evidence["grows"] = leak
+    text = _how(per_sample, grown, copied, leak) + _until(room, processes, reached_s, everywhere)
+    yield Risk("worker_memory", text, evidence, _advice(copied, leak, processes))
+
+
+def _ahead(seen: RiskInputs, per_sample: float | None, per_s: float) -> float:
+    """Bytes by which a worker that goes on like this still grows; infinity where the end is not known."""
+    if per_sample is None:
+        return 0.0
+    known = [seen.samples_ahead * per_sample] if seen.samples_ahead is not None else []
+    known += [seen.remaining_s * per_s] if seen.remaining_s is not None else []
+    return min(known, default=math.inf)
+
+
+def _how(per_sample: float | None, grown: float, copied: CopiedObject | None, leak: str) -> str:
+    how = "The private memory of each worker "
+    how += f"grows by {size(per_sample)} a sample" if per_sample is not None else f"has grown by {size(grown)}"
+    if copied is None:
+        return f"{how}: {leak}." if leak else f"{how}, after {size(grown)} until now; what grows was not found."
+    place = f" ({copied.place})" if copied.place else ""
+    return (
+        f"{how}: reading touches `{copied.name}`, {copied.what}, about {size(copied.bytes)} in each worker{place}, "
+        "and so copies it."
+    )
+
+
+def _until(room: MemoryRoom | None, processes: int, reached_s: float, everywhere: float) -> str:
+    workers = "1 worker" if processes == 1 else f"{processes} workers"
+    if reached_s < math.inf and room is not None:
+        return f" {workers} reach{'es' * (processes == 1)} {room.text} in {duration(reached_s)}."
+    if everywhere < math.inf:
+        left = f"; {size(room.free)} are left of {room.text}" if room is not None and room.limit is not None else ""
+        return f" {workers} will have taken {size(everywhere)} in all{left}."
+    return ""
+
+
+def _advice(copied: CopiedObject | None, leak: str, processes: int) -> str:
+    if copied is not None:
+        how = (
+            f"Keep `{copied.name}` in one NumPy array (fixed-width strings, bytes or numbers), a pyarrow array or a "
+            "shared tensor"
+            if copied.plain
+            else f"Keep `{copied.name}` as columns, one NumPy or pyarrow array for each field, or as one buffer of "
+            "bytes with offsets"
+        )
+        return (
+            f"{how}: workers share it unchanged, which saves about {size(copied.bytes * processes)} over all workers."
+        )
+    if leak:
+        return (
+            "Bound it, or do not keep it in the dataset: each worker fills a copy of its own, which lives as long as "
+            "the worker (with persistent_workers=True, as long as the run)."
+        )
+    return (
+        "Look for what the dataset, its transforms or a library keep from sample to sample; without "
+        "persistent_workers each epoch begins with new workers."
+    )

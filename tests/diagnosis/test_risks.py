@@ -1,0 +1,333 @@
+"""The rules for risks: readings in, risks out; and their place in reports."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+
+from lightning_gpuopt.diagnosis.memory_room import duration, size
+from lightning_gpuopt.diagnosis.record import Risk
+from lightning_gpuopt.diagnosis.render.html import render_html
+from lightning_gpuopt.diagnosis.render.text import render_text
+from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, StallReport
+from lightning_gpuopt.diagnosis.risks import risks_of
+from lightning_gpuopt.measurements.flight import MemoryReading
+from lightning_gpuopt.measurements.risks import BatchesInFlight, CopiedObject, RiskInputs, WorkerMemory
+from tests.diagnosis.reports import before
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+PATHS = CopiedObject("paths", "a list of 1,281,167 str", 190 * MIB, place="data.py:41")
+
+
+def readings(private: Sequence[float], rate: int = 100, **known: Any) -> tuple[MemoryReading, ...]:
+    """A reading a second of a worker that reads so many samples in it; MiB."""
+    return tuple(
+        MemoryReading(float(second), rss=GIB, private=int(mib * MIB), samples=rate * second, **known)
+        for second, mib in enumerate(private, start=1)
+    )
+
+
+def seen(*workers: Sequence[float], limit_gib: float = 64, used_gib: float = 4, **known: Any) -> RiskInputs:
+    rank = (MemoryReading(0.0, limit=int(limit_gib * GIB), current=int(used_gib * GIB), cache=0),)
+    memories = tuple(WorkerMemory(number, readings(each)) for number, each in enumerate(workers))
+    return RiskInputs(**{"workers": memories, "rank": rank, "num_workers": len(workers)} | known)
+
+
+def linear(seconds: int, mib_per_s: float, start: float = 40.0) -> list[float]:
+    return [start + mib_per_s * second for second in range(seconds)]
+
+
+def saturating(seconds: int, most: float, time_s: float) -> list[float]:
+    """Pages that are copied at random: fewer are left from sample to sample."""
+    left, values = most, []
+    for _ in range(seconds):
+        values.append(40.0 + most - left)
+        left *= 1 - 1 / time_s
+    return values
+
+
+class TestWorkerMemory:
+    def test_python_objects_that_are_copied(self) -> None:
+        (risk,) = risks_of(seen(*[linear(30, 0.4)] * 8, copied=PATHS))
+        assert risk.text == (
+            "The private memory of each worker grows by 4.1 KiB a sample: reading touches `paths`, a list of 1,281,167 "
+            "str, about 190 MiB in each worker (data.py:41), and so copies it. 8 workers will have taken 1.48 GiB in "
+            "all; 60 GiB are left of the memory cgroup's limit of 64 GiB."
+        )
+        assert risk.evidence == {
+            "growth_kib_per_sample": 4.096,
+            "growth_mib_per_minute": 24.0,
+            "grown_mib": 11.6,
+            "workers": 8.0,
+            "limit": "memory cgroup",
+            "limit_gib": 64.0,
+            "left_gib": 60.0,
+            "total_mib": 1520.0,
+            "object": "paths, a list of 1,281,167 str",
+            "object_mib": 190.0,
+            "where": "data.py:41",
+        }
+        assert risk.advice == (
+            "Keep `paths` in one NumPy array (fixed-width strings, bytes or numbers), a pyarrow array or a shared "
+            "tensor: workers share it unchanged, which saves about 1.48 GiB over all workers."
+        )
+
+    def test_when_the_limit_is_reached(self) -> None:
+        (risk,) = risks_of(seen(*[linear(30, 0.4)] * 8, copied=PATHS, limit_gib=5))
+        assert risk.text.endswith(" 8 workers reach the memory cgroup's limit of 5 GiB in about 5 minutes.")
+        assert risk.evidence["minutes_to_limit"] == 5.3
+
+    def test_ranks_of_one_machine_count_together(self) -> None:
+        (risk,) = risks_of(seen(*[linear(30, 0.4)] * 4, copied=PATHS, limit_gib=5, ranks_here=2))
+        assert (risk.evidence["workers"], risk.evidence["ranks"]) == (4.0, 2.0)
+        assert risk.evidence["minutes_to_limit"] == 5.3
+
+    def test_the_machine_is_the_limit_where_it_is_tighter(self) -> None:
+        rank = (MemoryReading(0.0, limit=64 * GIB, current=0, available=GIB),)
+        (risk,) = risks_of(seen(*[linear(30, 0.4)] * 8, copied=PATHS, rank=rank, machine_bytes=16 * GIB))
+        assert (risk.evidence["limit"], risk.evidence["limit_gib"]) == ("machine", 16.0)
+        assert "8 workers reach the machine's limit of 16 GiB in " in risk.text
+
+    @pytest.mark.parametrize("time_s", [5, 12, 60])
+    def test_random_reads_copy_ever_fewer_pages(self, time_s: float) -> None:
+        (risk,) = risks_of(seen(saturating(30, 190.0, time_s), copied=PATHS))
+        assert "`paths`" in risk.text
+
+    def test_what_has_been_copied_altogether(self) -> None:
+        (risk,) = risks_of(seen([40.0, 200.0, *[230.0] * 20], copied=PATHS))
+        assert risk.text.startswith("The private memory of each worker has grown by 190 MiB: reading touches `paths`")
+
+    def test_a_leak_of_the_workers_own(self) -> None:
+        leak = "cache (dict) grew from 0 to 12,000 entries"
+        observed = seen(linear(30, 1.0), limit_gib=5)
+        observed = replace(observed, workers=(replace(observed.workers[0], leak=leak),), copied=PATHS)
+        (risk,) = risks_of(observed)
+        assert risk.text == (
+            f"The private memory of each worker grows by 10.2 KiB a sample: in worker 0, {leak}. "
+            "1 worker reaches the memory cgroup's limit of 5 GiB in about 17 minutes."
+        )
+        assert risk.evidence["grows"] == f"in worker 0, {leak}"
+
+    def test_a_reason_that_was_not_found(self) -> None:
+        (risk,) = risks_of(seen(*[linear(40, 3.0)] * 2))
+        assert "what grows was not found" in risk.text
+
+    def test_workers_that_are_not_forked_copy_nothing(self) -> None:
+        assert risks_of(seen(linear(30, 0.4), copied=PATHS, forked=False)) == []
+
+    @pytest.mark.parametrize(
+        "known",
+        [
+            {"copied": replace(PATHS, bytes=20 * MIB)},  # small
+            {"copied": PATHS, "samples_ahead": 1000},  # workers end before
+            {"copied": PATHS, "remaining_s": 20.0},
+        ],
+        ids=["small", "epoch", "run"],
+    )
+    def test_what_will_not_matter_is_no_risk(self, known: dict[str, Any]) -> None:
+        assert risks_of(seen(linear(30, 0.4), **known)) == []
+
+    def test_little_matters_under_a_tight_limit(self) -> None:
+        small = replace(PATHS, bytes=20 * MIB)
+        assert [each.risk for each in risks_of(seen(linear(30, 0.4), copied=small, limit_gib=0.25, used_gib=0))]
+
+    def test_nothing_is_known(self) -> None:
+        assert risks_of(RiskInputs()) == []
+        unread = tuple(MemoryReading(float(second), samples=second) for second in range(1, 50))
+        assert risks_of(RiskInputs(workers=(WorkerMemory(0, unread),), copied=PATHS, num_workers=1)) == []
+
+
+def rank(rss: Sequence[float], **known: Any) -> tuple[MemoryReading, ...]:
+    return tuple(MemoryReading(float(second), rss=int(mib * MIB), **known) for second, mib in enumerate(rss))
+
+
+class TestProcessMemory:
+    def test_a_container_that_grows(self) -> None:
+        known = {"limit": 8 * GIB, "current": 2 * GIB, "cache": GIB}
+        (risk,) = risks_of(RiskInputs(rank=rank(linear(60, 2.0), **known), grows="Model.losses (list) grew"))
+        assert risk.risk == "process_memory"
+        assert risk.text == (
+            "The memory of the training process grows by 120 MiB a minute: Model.losses (list) grew. "
+            "It reaches the memory cgroup's limit of 8 GiB in about 60 minutes."
+        )
+        assert risk.evidence["growth_mib_per_minute"] == 120.0
+
+    def test_mapped_files_and_pages_that_a_fork_left_are_no_leak(self) -> None:
+        grown = linear(60, 4.0)
+        mapped = tuple(replace(each, private=500 * MIB) for each in rank(grown))
+        forked = tuple(replace(each, rss=GIB, private=each.rss) for each in rank(grown))
+        both = tuple(replace(each, private=each.rss) for each in rank(grown))
+        assert [risks_of(RiskInputs(rank=each)) == [] for each in (mapped, forked, both)] == [True, True, False]
+
+    def test_the_end_of_the_run_comes_first(self) -> None:
+        known = {"limit": 8 * GIB, "current": 2 * GIB}
+        (risk,) = risks_of(RiskInputs(rank=rank(linear(60, 2.0), **known), remaining_s=60.0))
+        assert "minutes_to_limit" not in risk.evidence
+
+
+class TestSharedMemory:
+    def test_batches_in_flight_that_do_not_fit(self) -> None:
+        readings = (MemoryReading(0.0, shm_free=64 * MIB, shm_size=64 * MIB),)
+        (risk,) = risks_of(RiskInputs(rank=readings, num_workers=8, in_flight=BatchesInFlight(128 * MIB)))
+        assert risk.text == (
+            "Batches on their way from the workers need 2 GiB of /dev/shm (8 workers x 2 batches of 128 MiB), and it "
+            "has room for 64 MiB: when it is full, a worker ends with a bus error."
+        )
+        assert risk.evidence == {"shm_size_gib": 0.062, "needed_gib": 2.0, "left_gib": 0.062}
+
+    def test_batches_that_are_there_already_count_once(self) -> None:
+        readings = tuple(MemoryReading(0.0, shm_free=free * MIB, shm_size=GIB) for free in (1024, 900))
+        assert risks_of(RiskInputs(rank=readings, num_workers=8, in_flight=BatchesInFlight(60 * MIB))) == []
+
+    def test_it_fills_up(self) -> None:
+        readings = tuple(MemoryReading(float(at), shm_free=(200 - at) * MIB, shm_size=GIB) for at in range(30))
+        (risk,) = risks_of(RiskInputs(rank=readings))
+        assert "falls by 60 MiB a minute: none of its 1 GiB is left in about 3 minutes" in risk.text
+        assert risks_of(RiskInputs(rank=readings, remaining_s=100.0)) == []
+        flight = BatchesInFlight(10 * MIB)  # of which the workers make the first few
+        assert risks_of(RiskInputs(rank=readings, num_workers=4, in_flight=flight)) == []
+
+
+class TestOpenFiles:
+    @staticmethod
+    def files(counts: Sequence[int]) -> tuple[MemoryReading, ...]:
+        return tuple(MemoryReading(float(at), files=each, files_limit=1024) for at, each in enumerate(counts))
+
+    def test_they_grow_towards_the_limit(self) -> None:
+        workers = (
+            WorkerMemory(0, self.files([20] * 50)),
+            WorkerMemory(1, self.files([20 + 2 * at for at in range(50)])),
+        )
+        (risk,) = risks_of(RiskInputs(workers=workers))
+        assert risk.text == (
+            "Worker 1 has 118 of the 1,024 files open that it may have, and 120 more each minute: the limit is reached "
+            "in about 8 minutes."
+        )
+        assert risk.evidence["process"] == "worker 1"
+
+    def test_they_are_nearly_used_up(self) -> None:
+        (risk,) = risks_of(RiskInputs(rank=self.files([930])))
+        assert risk.text == "The training process has 930 of the 1,024 files open that it may have."
+
+    def test_few_or_a_steady_number_is_no_risk(self) -> None:
+        assert risks_of(RiskInputs(rank=self.files([20, 60, 90, *[100] * 50]))) == []
+
+
+class TestUnevenRanks:
+    def test_one_has_fewer(self) -> None:
+        (risk,) = risks_of(RiskInputs(batches=dict.fromkeys(range(8), 1000) | {5: 988}))
+        assert risk.text == (
+            "Rank 5 has 12 batches fewer in this epoch than the others (988, not 1,000): when its batches are used up, "
+            "the others wait for it in the next collective until that times out."
+        )
+        assert "limit_train_batches=988" in risk.advice
+
+    def test_several_differ(self) -> None:
+        (risk,) = risks_of(RiskInputs(batches={0: 9, 1: 8, 2: 7, 3: 7}))
+        assert risk.text.startswith("Ranks 2, 3 have 2 batches fewer in this epoch than rank 0 (7, not 9): ")
+        (risk,) = risks_of(RiskInputs(batches={0: 8, 1: 9}))
+        assert risk.text.startswith("Rank 0 has 1 batch fewer in this epoch than rank 1 (8, not 9): ")
+
+    def test_all_have_as_many(self) -> None:
+        assert risks_of(RiskInputs(batches={0: 9, 1: 9})) == []
+
+
+def plateau(draw: random.Random, seconds: int) -> list[float]:
+    return saturating(seconds, draw.uniform(5, 400), draw.uniform(1.0, max(1.5, seconds / 20)))
+
+
+def noise(draw: random.Random, seconds: int) -> list[float]:
+    return [300 + draw.uniform(-150, 150) for _ in range(seconds)]
+
+
+def saw_teeth(draw: random.Random, seconds: int) -> list[float]:
+    period, height = draw.randint(2, max(seconds // 5, 3)), draw.uniform(10, 500)
+    return [100 + height * (second % period) / period for second in range(seconds)]
+
+
+def steps(draw: random.Random, seconds: int) -> list[float]:
+    at = [draw.randrange(seconds) for _ in range(draw.randint(1, 2))]
+    heights = [draw.uniform(10, 500) for _ in at]
+    return [
+        100 + sum(high for high, when in zip(heights, at, strict=True) if second >= when) for second in range(seconds)
+    ]
+
+
+class TestHealthyRuns:
+    @pytest.mark.parametrize("kind", [plateau, noise, saw_teeth, steps], ids=lambda kind: kind.__name__)
+    def test_none_has_a_risk(self, kind: Callable[[random.Random, int], list[float]]) -> None:
+        small = CopiedObject("entries", "a list of 90,000 int", 3 * MIB)
+        for seed in range(150):
+            draw = random.Random(seed)
+            seconds = draw.randint(5, 300)
+            series = [[each + draw.uniform(-1, 1) for each in kind(draw, seconds)] for _ in range(draw.randint(1, 4))]
+            process = tuple(
+                replace(each, limit=64 * GIB, current=9 * GIB, shm_free=int(GIB - each.rss / 2), shm_size=GIB)
+                for each in rank(kind(draw, seconds))
+                if each.rss is not None
+            )
+            for copied in (None, small):
+                observed = seen(*series, rank=process, copied=copied, grows="Model.losses (list) grew" * (seed % 2))
+                assert risks_of(observed) == [], seed
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "words"), [(100, "0.0977 KiB"), (4199, "4.1 KiB"), (190 * MIB, "190 MiB"), (64 * GIB, "64 GiB")]
+)
+def test_sizes(bytes_: float, words: str) -> None:
+    assert size(bytes_) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (1, "about 10 seconds"),
+        (55, "about 60 seconds"),
+        (2400, "about 40 minutes"),
+        (9000, "about 2 hours"),
+        (1e6, "about 12 days"),
+    ],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+class TestInReports:
+    RISK = Risk("uneven_ranks", "Rank 5 has <12> batches fewer.", {"ranks": "5", "batches_fewer": 12.0}, "Use Join.")
+
+    def report(self) -> StallReport:
+        return replace(before(), risks=[self.RISK])
+
+    def test_json_there_and_back(self) -> None:
+        data = json.loads(self.report().to_json())
+        jsonschema.validate(data, REPORT_SCHEMA)
+        assert data["risks"] == [
+            {
+                "risk": "uneven_ranks",
+                "text": "Rank 5 has <12> batches fewer.",
+                "evidence": {"ranks": "5", "batches_fewer": 12.0},
+                "advice": "Use Join.",
+            }
+        ]
+        assert StallReport.from_json(self.report().to_json()) == self.report()
+
+    def test_a_report_from_before_there_were_risks(self) -> None:
+        data = json.loads(before().to_json())
+        del data["risks"]
+        assert StallReport.from_json(json.dumps(data)) == before()
+
+    def test_in_the_terminal_and_on_the_page(self) -> None:
+        lines = render_text(self.report(), 120).splitlines()
+        at = lines.index("Risk: uneven_ranks")
+        assert lines[at + 1 : at + 3] == ["   Rank 5 has <12> batches fewer.", "   Use Join."]
+        page = render_html(self.report())
+        assert "<h3>Uneven ranks</h3>" in page
+        assert "<p>Rank 5 has &lt;12&gt; batches fewer.</p>" in page
+        assert "h-risks" not in render_html(before())
+        assert "Risk" not in render_text(before())
