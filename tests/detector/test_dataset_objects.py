@@ -73,6 +73,7 @@ OBJECTS: dict[str, tuple[Callable[[], Any], str, int]] = {
         "a list of 40,000 dict",
         (208 + 192) * N,
     ),
+    "same": (lambda: [[text(number)] * 3 for number in range(N)], "a list of 40,000 list", (208 + 96) * N),
     "objects": (lambda: [Sample(number) for number in range(N)], "a list of 40,000 Sample", (208 + 32 + 160) * N),
     "slots": (lambda: [Slotted(number) for number in range(N)], "a list of 40,000 Slotted", (208 + 48) * N),
 }
@@ -188,6 +189,8 @@ def test_a_look_ends_in_time() -> None:
     assert found is not None
     assert found.name == "kept"
     assert len(passed) < 100
+    many.last = vars(many).pop("kept")
+    assert copied_object([many], clock) is None
 
 
 class ReadsAll(Photos):
