@@ -50,8 +50,8 @@ class MemoryReading:
     Attributes:
         at_s: Unix time in seconds.
         rss: bytes that were resident.
-        private: bytes that only this process had (private dirty pages and swap); read when minor faults say that it
-            may have grown, else the last reading.
+        private: bytes that only this process had (private dirty pages and swap); read now and then, when minor
+            faults say that it may have grown.
         faults: minor page faults of the process so far.
         samples: of a worker: samples that it had read; of a rank: training batches finished.
         limit: bytes that the memory cgroup allows (the tightest of ours and its parents).

@@ -18,8 +18,15 @@ from lightning_gpuopt.telemetry.resources import worker_memory
 _NEW_FAULTS: Final = 256
 """Page faults, of 4 KiB each, after which the private memory of a process is worth a reading."""
 
-_COST: Final = 300
-"""A reading of private memory takes one part in so many of the time: 2 GiB take some 55 ms."""
+_COST: Final = 1000
+"""A reading of private memory takes one part in so many of the time: of 2 GiB it takes some 55 ms."""
+
+_COST_AT_FIRST: Final = 100
+_AT_FIRST_S: Final = 120.0
+"""So long readings are ten times as many: what a run does with memory shows at its beginning."""
+
+_OTHERS_EVERY: Final = 4
+"""Workers of a loader do alike: of so many readings one is of another worker than the first."""
 
 _KEPT: Final = 600
 """Readings kept of each process; beyond it every second one goes, and they are taken half as often."""
@@ -69,7 +76,9 @@ class MemoryLog:
         self._device = device
         self._files = files or MemoryFiles()
         self._clock = clock
-        self._private: dict[int, tuple[int, int | None]] = {}
+        self._faults: dict[int, int] = {}
+        self._looks = 0
+        self._began_s = clock()
         self._due_s = float("-inf")
         self.rank = Series()
         self.workers: dict[int, tuple[str, int, int, Series]] = {}
@@ -84,10 +93,10 @@ class MemoryLog:
         own = self._own(now_s)
         self.rank.add(own)
         rows = []
-        looks = self._clock() >= self._due_s
+        looked_at = self._next_to_look_at(workers)
         began_s = self._clock()
         for slot, (pid, loader, worker) in workers.items():
-            reading = self._worker(now_s, slot, pid, looks)
+            reading = self._worker(now_s, slot, pid, look=slot == looked_at)
             if reading is None:
                 continue
             if slot not in self.workers or self.workers[slot][2] != pid:
@@ -96,10 +105,20 @@ class MemoryLog:
             rows.append([slot, reading.rss, reading.private, reading.faults, reading.samples])
         for gone in self.workers.keys() - workers.keys():
             del self.workers[gone]
-        if looks:
-            self._due_s = self._clock() + _COST * (self._clock() - began_s)
+        if looked_at is not None:
+            ended_s = self._clock()
+            cost = _COST_AT_FIRST if ended_s - self._began_s < _AT_FIRST_S else _COST
+            self._due_s = ended_s + cost * (ended_s - began_s)
         known = {name: value for name, value in vars(own).items() if value is not None and name != "at_s"}
         self._board.rank.log("memory", **known, **({"workers": rows} if rows else {}))
+
+    def _next_to_look_at(self, workers: Mapping[int, object]) -> int | None:
+        """Whose private memory is read now; None: it is too early."""
+        if not workers or self._clock() < self._due_s:
+            return None
+        self._looks += 1
+        slots = sorted(workers)
+        return slots[self._looks // _OTHERS_EVERY % len(slots) if self._looks % _OTHERS_EVERY == 0 else 0]
 
     def _own(self, now_s: float) -> MemoryReading:
         files = self._files
@@ -134,17 +153,17 @@ class MemoryLog:
         except Exception:
             return {}
 
-    def _worker(self, now_s: float, slot: int, pid: int, looks: bool) -> MemoryReading | None:
+    def _worker(self, now_s: float, slot: int, pid: int, *, look: bool) -> MemoryReading | None:
         process = self._files.process(pid)
         if process is None or process.dead:
             return None
         ring = self._board.worker(slot)
         if ring.numbers[AT["pid"]] == pid:
             ring.numbers[AT["cpu_ns"]] = max(int(process.cpu_s * 1e9), 1)
-        faults, private = self._private.get(pid, (0, None))
-        if looks and process.faults - faults >= _NEW_FAULTS:
+        private = None
+        if look and process.faults - self._faults.get(pid, 0) >= _NEW_FAULTS:
             private = worker_memory(pid)
-            self._private[pid] = (process.faults, private)
+            self._faults[pid] = process.faults
         return MemoryReading(
             now_s,
             rss=process.rss,
