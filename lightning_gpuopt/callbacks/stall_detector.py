@@ -218,7 +218,7 @@ class StallDetector(CallbackBase):
             return FlightRecorder(
                 trainer, Path(folder, FOLDER) if folder is not None and not is_remote(folder) else None
             )
-        except (OSError, AttributeError):  # no memory for it, or not Linux: training goes on without
+        except Exception:  # no memory for it, or not Linux: all else is measured without
             log.debug("no flight recorder", exc_info=True)
             return None
 

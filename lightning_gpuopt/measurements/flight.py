@@ -105,8 +105,9 @@ class FlightRecord:
         ended: how ``fit`` ended: ``""`` (not yet), ``"ok"`` or ``"exception"``.
         doing: what it does now.
         since_s: since when.
-        place: file and line that its main thread was at, "now and then", as ``"Photos.__getitem__ (data.py:41)"``;
-            empty where that is not known.
+        place: line of the user's own code that its main thread was last seen at, now and then, as
+            ``"Photos.__getitem__ (data.py:41)"``; before the first time, the function that it is to call; empty where
+            that is not known.
         phase: of a rank: the phase or hook that was open when it last wrote, as reports name it.
         steps: training batches that have been finished.
         epoch: the epoch.

@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +32,7 @@ from lightning_gpuopt.recorder.memory import MemoryLog
 from lightning_gpuopt.recorder.reader import STACKS_SUFFIX, SUFFIX, remove
 from lightning_gpuopt.recorder.ring import AT, DOING, ENDED, HEADER_BYTES, MAX_WORKERS, record_of
 from lightning_gpuopt.recorder.ring_file import RingFile
-from lightning_gpuopt.recorder.stacks import StackWriter, ask, start_ticks
+from lightning_gpuopt.recorder.stacks import StackWriter, answers_in, start_ticks
 from lightning_gpuopt.recorder.worker import (
     BEAT_S,
     Reading,
@@ -42,6 +41,7 @@ from lightning_gpuopt.recorder.worker import (
     note_fetches,
     note_samples_of_ours,
     place_of,
+    place_of_methods,
 )
 from lightning_gpuopt.timeline.frames import innermost_frames, is_in_loader
 
@@ -116,10 +116,11 @@ class FlightRecorder:
             self._open_files(local / f"rank-{rank}-{host}-{pid}-{_fits}{SUFFIX}", run, rank)
         stacks = self._stacks
         self._known = {"host": host, "run": run, "stacks": stacks.path if stacks is not None else ""}
+        place = place_of_methods(("training_step",), trainer.lightning_module)
         self._ids = {"rank": rank, "world_size": trainer.world_size}
         now = time.monotonic_ns()
         self._ring.begin(
-            self._known,
+            {**self._known, "place": place},
             **self._ids,
             pid=pid,
             start_ticks=start_ticks(),
@@ -279,7 +280,8 @@ class FlightRecorder:
         phase = self.phase() or ""
         self._write("phase", phase)
         frame = innermost_frames().get(self._main)
-        self._write("place", place_of(frame))
+        if place := place_of(frame):  # while it waits for a batch, its last one stays
+            self._write("place", place)
         self._numbers[AT["turn"]] = self._turn() if is_in_loader(frame) else 0
         del frame
         epoch, batch, batches = place_in_epoch(trainer)
@@ -294,7 +296,14 @@ class FlightRecorder:
         if self._beats % _BEATS_A_SECOND == 0:
             self.memory.read({slot: (process.pid, *_name) for slot, (*_name, process) in self._living()})
             self._write_file()
+            if self._stacks is not None and self._stacks.is_asked_for():
+                self._ask_workers()
+                self._stacks.write(self._main)
             self.each_second()
+
+    def _ask_workers(self) -> None:
+        for slot, _ in self._living():
+            self._board.worker(slot).numbers[AT["asked"]] += 1
 
     def _write_file(self) -> None:
         if self._file is not None:
@@ -336,9 +345,12 @@ class FlightRecorder:
 
     def stacks_of_workers(self) -> dict[int, str]:
         """The stacks of the workers that run, by process id; they write them, without being disturbed otherwise."""
-        rings = (self._board.copy_of(slot) for slot, _ in self._living())
-        records = [record for ring in rings if ring is not None and (record := record_of(bytes(ring))) is not None]
-        return ask([replace(each, stacks=self._known["stacks"]) for each in records])
+        if self._stacks is None:
+            return {}
+        path = self._stacks.path
+        before = os.path.getsize(path)
+        self._ask_workers()
+        return answers_in({path: before}, {process.pid for _, (_, _, process) in self._living()})
 
     # ---- the end ----
 

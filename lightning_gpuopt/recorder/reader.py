@@ -17,7 +17,7 @@ from lightning_gpuopt.recorder.ring import (
     number_in,
     record_of,
 )
-from lightning_gpuopt.recorder.stacks import crash_in, is_alive
+from lightning_gpuopt.recorder.stacks import ASK_SUFFIX, crash_in, is_alive
 
 __all__ = ["FOLDER", "SUFFIX", "headers_in", "is_alive", "records_in", "records_of", "remove"]
 
@@ -115,7 +115,7 @@ def _is_number(value: object) -> bool:
 
 def remove(path: Path) -> None:
     """Remove a ring's file and what belongs to it, and its folder where nothing else is in it."""
-    for each in (path, path.with_suffix(STACKS_SUFFIX)):
+    for each in (path, path.with_suffix(STACKS_SUFFIX), path.with_suffix(ASK_SUFFIX)):
         each.unlink(missing_ok=True)
     try:
         path.parent.rmdir()

@@ -37,7 +37,7 @@ _MAGIC: Final = b"GPUOPT01"
 _NUMBERS: Final = (
     *("pid", "start_ticks", "rank", "world_size", "worker", "created_wall_ns", "created_ns", "written_ns"),
     *("ended", "doing", "since_ns", "steps", "epoch", "batch", "batches", "progress_ns", "longest_ns"),
-    *("has_index", "index", "batches_read", "samples", "fork", "cpu_ns", "turn", "stack_signal", "logged"),
+    *("has_index", "index", "batches_read", "samples", "fork", "cpu_ns", "turn", "stack_signal", "logged", "asked"),
 )
 AT: Final = {name: at for at, name in enumerate(_NUMBERS)}
 """Where a number is among a ring's numbers."""

@@ -1,8 +1,11 @@
 """The stacks of a process that hangs, and of one that dies by a fatal signal: written by itself, asked for by others.
 
-``faulthandler`` writes them, in C and without the interpreter's lock. To ask for them is a real-time signal that the
-program leaves alone; a process without its handler would be ended by it, so it is sent by pidfd, and only to the very
-process whose ring says that the handler is there, after a look at what the kernel says that it catches.
+Who asks touches a file beside the rings. The recorder's thread of the training process sees that, asks the workers'
+through their rings, and each writes the stacks of all threads, under the interpreter's lock. Where that thread does not
+run any more, since a call holds the lock, ``faulthandler`` writes them, in C: it is asked for by a real-time signal
+that the program leaves alone. While threads run it would read their frames as they change, which can crash a process;
+and one without its handler would be ended by the signal. So it is sent by pidfd, and only to the very process whose ring
+says that the handler is there and that its thread has stopped, after a look at what the kernel says that it catches.
 """
 
 from __future__ import annotations
@@ -13,13 +16,23 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
 from lightning_gpuopt.measurements.flight import FlightRecord
+from lightning_gpuopt.timeline.frames import innermost_frames, outwards
 
+ASK_SUFFIX: Final = ".ask"
 _POLL_S: Final = 0.02
+_ANSWER_S: Final = 3.0
+_STOPPED_S: Final = 3.0
+"""A process that runs has beaten within this time: its ring is written to its file once a second."""
+
+_BEGIN: Final = "Stacks of process "
+_END: Final = "End of stacks\n"
+_MAX_FRAMES: Final = 100
 _QUIET_POLLS: Final = 4
 """Polls without growth after which stacks count as written."""
 
@@ -52,6 +65,8 @@ class StackWriter:
 
     def _open(self, path: str) -> None:
         self.path, self.process = path, os.getpid()
+        self._ask_file = str(Path(path).with_suffix(ASK_SUFFIX))
+        self._asked_ns = 0
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self.signal = _free_signal()
         if self.signal:
@@ -59,6 +74,34 @@ class StackWriter:
         self._fatal = not faulthandler.is_enabled()
         if self._fatal:
             faulthandler.enable(file=self._file, all_threads=True)
+
+    def is_asked_for(self) -> bool:
+        """Whether somebody has asked since the last call."""
+        try:
+            asked_ns = os.stat(self._ask_file).st_mtime_ns
+        except OSError:
+            return False
+        new, self._asked_ns = asked_ns != self._asked_ns, asked_ns
+        return new
+
+    def write(self, main: int) -> None:
+        """Write the stacks of all threads, the main one last.
+
+        Args:
+            main: its identifier.
+        """
+        frames = innermost_frames()
+        order = sorted(frames, key=lambda thread: thread == main)  # as faulthandler does
+        lines = [f"{_BEGIN}{os.getpid()}\n"]
+        for thread in order:
+            lines.append(f"Thread 0x{thread:016x} (most recent call first):\n")
+            lines += [
+                f'  File "{each.f_code.co_filename}", line {each.f_lineno} in {each.f_code.co_name}\n'
+                for each in islice(outwards(frames[thread]), _MAX_FRAMES)
+            ]
+            lines.append("\n")
+        del frames
+        os.write(self._file, ("".join(lines) + _END).encode(errors="replace"))  # at once: others append, too
 
     def in_worker(self, again: Callable[[], None]) -> None:
         """Called in a worker: torch has put its own handlers of fatal signals on top.
@@ -123,26 +166,83 @@ def is_alive(record: FlightRecord) -> bool:
     return record.host == socket.gethostname() and 0 < record.start_ticks == start_ticks(record.pid)
 
 
-def ask(records: Sequence[FlightRecord], timeout_s: float = 2.0) -> dict[int, str]:
+def ask(records: Sequence[FlightRecord], timeout_s: float = _ANSWER_S) -> dict[int, str]:
     """Have processes of this machine write their stacks.
 
     Args:
-        records: of the processes; those that cannot be asked are left out.
-        timeout_s: how long to wait for each.
+        records: of the processes, as they are now; those that cannot be asked are left out.
+        timeout_s: how long to wait for them.
 
     Returns:
         What each has written, by process id, innermost call first; one that does not answer is missing.
     """
-    answers = {}
-    for each in records:
-        with contextlib.suppress(OSError, AttributeError):
-            if answer := _ask(each, timeout_s):
-                answers[each.pid] = answer
-    return answers
+    living = [each for each in records if each.stacks and is_alive(each)]
+    sizes = {path: _size(path) for path in {each.stacks for each in living}}
+    for path in sizes:
+        with contextlib.suppress(OSError):
+            Path(path).with_suffix(ASK_SUFFIX).touch()
+    now_s = time.time()
+    stopped = [each for each in living if now_s - each.written_s > _STOPPED_S]
+    waited_for = {each.pid for each in living} - {each.pid for each in stopped}
+    return answers_in(sizes, waited_for, timeout_s) | {
+        each.pid: answer for each in stopped if (answer := _ask_by_signal(each))
+    }
 
 
-def _ask(record: FlightRecord, timeout_s: float) -> str:
-    if not record.stack_signal or not record.stacks or not is_alive(record):
+def answers_in(sizes: Mapping[str, int], pids: Collection[int], timeout_s: float = _ANSWER_S) -> dict[int, str]:
+    """Wait for stacks that were asked for.
+
+    Args:
+        sizes: the files that they come into, with the size that each had before.
+        pids: of the processes.
+        timeout_s: how long to wait.
+    """
+    end_s = time.monotonic() + timeout_s
+    while True:
+        found: dict[int, str] = {}
+        for path, before in sizes.items():
+            for pid, text in _sections(_read_from(path, before)):
+                if pid in pids:
+                    found[pid] = text
+        if len(found) == len(pids) or time.monotonic() >= end_s:
+            return found
+        time.sleep(_POLL_S)
+
+
+def _sections(text: str) -> Iterator[tuple[int, str]]:
+    """The processes that have written, each with what it wrote; one that is still at it is left out."""
+    for part in text.split(_BEGIN)[1:]:
+        pid, _, rest = part.partition("\n")
+        stacks, end, _ = rest.partition(_END)
+        if end and pid.isdigit():
+            yield int(pid), stacks
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
+
+
+def _read_from(path: str, at: int) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(at)
+            return file.read(_MAX_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _ask_by_signal(record: FlightRecord) -> str:
+    try:
+        return _signalled(record)
+    except (OSError, AttributeError):  # it has gone, or this system has no pidfds
+        return ""
+
+
+def _signalled(record: FlightRecord) -> str:
+    if not record.stack_signal or not is_alive(record):
         return ""
     with contextlib.closing(_Pidfd(record.pid)) as process:
         # after the descriptor is there, the process that it names cannot be another one any more
@@ -151,15 +251,13 @@ def _ask(record: FlightRecord, timeout_s: float) -> str:
             return ""
         before = os.path.getsize(record.stacks)
         signal.pidfd_send_signal(process.number, record.stack_signal)
-        size, quiet, end_s = before, 0, time.monotonic() + timeout_s
+        size, quiet, end_s = before, 0, time.monotonic() + _ANSWER_S
         while quiet < _QUIET_POLLS and time.monotonic() < end_s:
             time.sleep(_POLL_S)
             now = os.path.getsize(record.stacks)
             quiet = quiet + 1 if now == size > before else 0
             size = now
-    with open(record.stacks, "rb") as file:
-        file.seek(before)
-        return file.read(_MAX_BYTES).decode(errors="replace")
+    return _read_from(record.stacks, before)
 
 
 class _Pidfd:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import operator
@@ -9,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import context
@@ -93,8 +94,11 @@ class WorkerStart:
         if stacks is not None:
             stacks.in_worker(set_fatal_handlers)
         ring = self.board.worker(slot)
+        info = get_worker_info()
+        dataset = info.dataset if info is not None else None
+        reads = (("__getitem__", "__getitems__", "__iter__"), *_nested(dataset))
         ring.begin(
-            {**self.words, "loader": self.loader},
+            {**self.words, "loader": self.loader, "place": place_of_methods(*reads)},
             **self.numbers,
             worker=worker,
             pid=os.getpid(),
@@ -107,8 +111,7 @@ class WorkerStart:
         )
         when_fetcher_is_made(lambda fetcher: note_fetches(fetcher, ring, whole=True))
         note_samples_of_ours(ring)
-        info = get_worker_info()
-        Beat(ring, threading.get_ident(), info.dataset if info is not None else None).start()
+        Beat(ring, threading.get_ident(), dataset, stacks).start()
 
     def __getstate__(self) -> dict[str, Any]:
         """For a worker that is spawned; whoever else copies an iterator's arguments gets the loader's own function."""
@@ -124,9 +127,10 @@ class Beat(threading.Thread):
         ring: where.
         thread: the main thread's identifier.
         dataset: the worker's copy, in which containers may grow.
+        stacks: writes the stacks of this process; None: nothing does.
     """
 
-    def __init__(self, ring: Ring, thread: int, dataset: Any = None) -> None:
+    def __init__(self, ring: Ring, thread: int, dataset: Any = None, stacks: StackWriter | None = None) -> None:
         super().__init__(name="gpuopt-recorder", daemon=True)
         self._ring = ring
         self._main = thread
@@ -134,6 +138,8 @@ class Beat(threading.Thread):
         self._owners = {type(each).__name__: each for each in _nested(dataset)}
         self._growing: Growing | None = None
         self._files = MemoryFiles()
+        self._stacks = stacks
+        self._answered = ring.numbers[AT["asked"]]
         self._looked_at = self._beats = 0
 
     def run(self) -> None:
@@ -148,9 +154,13 @@ class Beat(threading.Thread):
 
     def beat(self) -> None:
         """One beat."""
-        self._ring.numbers[AT["written_ns"]] = time.monotonic_ns()
+        numbers = self._ring.numbers
+        numbers[AT["written_ns"]] = time.monotonic_ns()
+        if self._stacks is not None and numbers[AT["asked"]] != self._answered:
+            self._answered = numbers[AT["asked"]]
+            self._stacks.write(self._main)
         place = place_of(innermost_frames().get(self._main))
-        if place != self._place:
+        if place and place != self._place:
             self._place = place
             self._ring.write("place", place)
         self._beats += 1
@@ -187,6 +197,22 @@ def place_of(frame: FrameType | None) -> str:
     calls = calls_of(raw_frames(frame))
     libraries = (each for each in calls if not is_pythons(each.file))
     return next((each.at for each in (*(own for own in calls if own.own), *libraries)), "")
+
+
+def place_of_methods(names: Sequence[str], *owners: object) -> str:
+    """Where the first of some methods is that is the user's own; empty where none is.
+
+    Args:
+        names: of the methods.
+        owners: objects that may have them.
+    """
+    for owner in owners:
+        for name in names:
+            function: Any = getattr(type(owner), name, None)
+            code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+            if code is not None and is_own(code.co_filename):
+                return Call(function.__qualname__, code.co_filename, code.co_firstlineno).at
+    return ""
 
 
 def described(error: BaseException) -> dict[str, Any]:

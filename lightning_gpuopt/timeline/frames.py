@@ -126,7 +126,7 @@ def innermost_frames() -> Mapping[int, FrameType]:
     return _undisturbed(sys._current_frames)
 
 
-def _outwards(frame: FrameType) -> Iterator[FrameType]:
+def outwards(frame: FrameType) -> Iterator[FrameType]:
     """A frame, which may be another thread's, the one that called it, and so on."""
     while True:
         step_by_step: Iterator[FrameType] = accumulate(repeat("f_back", _AT_ONCE), getattr, initial=frame)
@@ -148,7 +148,7 @@ def raw_frames(innermost: FrameType | None) -> tuple[RawFrame, ...]:
         innermost: the innermost frame of another thread, or of this one.
     """
     frames: list[FrameType] = []
-    for frame in () if innermost is None else _outwards(innermost):
+    for frame in () if innermost is None else outwards(innermost):
         file = frame.f_code.co_filename
         if is_loop(file):
             if not frames and file.startswith(library_folders()["torch"]):
@@ -175,7 +175,7 @@ def is_in_loader(innermost: FrameType | None) -> bool:
     Args:
         innermost: its innermost frame.
     """
-    frames = () if innermost is None else _outwards(innermost)
+    frames = () if innermost is None else outwards(innermost)
     loop = next((each.f_code.co_filename for each in frames if is_loop(each.f_code.co_filename)), "")
     return loop.startswith(library_folders()["torch"])
 

@@ -7,12 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
 
 from lightning_gpuopt.measurements.flight import FlightRecord
-from lightning_gpuopt.recorder.stacks import ask, crash_in, is_alive, start_ticks, wait_of
+from lightning_gpuopt.postmortem.stacks import main_thread
+from lightning_gpuopt.recorder.stacks import StackWriter, answers_in, ask, crash_in, is_alive, start_ticks, wait_of
 
 SCRIPT = """
 import ctypes, faulthandler, signal, sys, threading
@@ -125,3 +127,26 @@ def test_a_crash_is_written(process):
 
 def test_what_a_process_waits_in_is_empty_where_it_cannot_be_read():
     assert wait_of(2**22 + 1) == ""
+
+
+def test_a_process_that_runs_writes_its_stacks_under_its_own_lock(tmp_path):
+    writer = StackWriter(str(tmp_path / "a.stacks"))
+    try:
+        assert not writer.is_asked_for()
+        (tmp_path / "a.ask").touch()
+        assert writer.is_asked_for()
+        assert not writer.is_asked_for()
+        (tmp_path / "a.stacks").write_text("earlier ones")
+        writer.write(threading.main_thread().ident)
+        (pid, text), *others = answers_in({writer.path: 12}, {os.getpid()}).items()
+    finally:
+        writer.close()
+    assert (pid, others) == (os.getpid(), [])
+    assert "write" in [each.name for each in main_thread(text)]
+    assert f"in {test_a_process_that_runs_writes_its_stacks_under_its_own_lock.__name__}" in text
+
+
+def test_half_an_answer_is_none(tmp_path):
+    path = tmp_path / "a.stacks"
+    path.write_text("Stacks of process 5\nThread\nEnd of stacks\nStacks of process 6\nThr")
+    assert answers_in({str(path): 0}, {5, 6}, timeout_s=0.0) == {5: "Thread\n"}

@@ -1,0 +1,112 @@
+"""Trainings that die, one in each way; run as ``python dying_script.py CASE WORKERS``."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+CASE, WORKERS = sys.argv[1], int(sys.argv[2])
+HELD = threading.Lock()
+
+
+def read_beyond_the_end() -> None:
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(4096)
+        page = mmap.mmap(file.fileno(), 4096)
+        file.truncate(0)
+        page[0]
+
+
+def keep_all() -> None:
+    kept = []
+    while True:
+        kept.append(bytearray(8 << 20))
+
+
+def fall_asleep() -> None:
+    time.sleep(1000)
+
+
+def break_out() -> None:
+    raise KeyError("nothing there")
+
+
+def take_the_lock() -> None:
+    with HELD:
+        pass
+
+
+ENDS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "crash": lambda: ctypes.string_at(0),
+    "abort": os.abort,
+    "quit": lambda: os._exit(7),
+    "exit": lambda: sys.exit(4),
+    "raise": break_out,
+    "bus": read_beyond_the_end,
+    "eat": keep_all,
+    "sleep": fall_asleep,
+    "lock": take_the_lock,
+}
+
+
+class Data(Dataset):
+    def __len__(self):
+        return 240
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        if CASE == "data-lock" or (index == 101 and CASE.startswith("data-")):
+            ENDS[CASE.removeprefix("data-")]()
+        return torch.ones(4)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for _ in range(100 + 48 * (os.environ.get("LOCAL_RANK", "0") == "0")):
+            yield torch.ones(4)
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 20:
+            if CASE.startswith("step-"):
+                ENDS[CASE.removeprefix("step-")]()
+            if CASE.startswith("rank1-") and self.global_rank == 1:
+                ENDS[CASE.removeprefix("rank1-")]()
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+if __name__ == "__main__":
+    if CASE == "data-lock":
+        HELD.acquire()
+    ranks = {"devices": 2, "strategy": "ddp"} if CASE.startswith(("rank1-", "uneven")) else {}
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **ranks,
+    )
+    trainer.fit(Model(), DataLoader(Stream() if CASE == "uneven" else Data(), 4, num_workers=WORKERS))

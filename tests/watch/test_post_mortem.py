@@ -1,0 +1,167 @@
+"""Real trainings that die or hang under ``lightning-gpuopt watch``, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_gpuopt.cli import main
+from lightning_gpuopt.postmortem.hangs import hang_of
+from lightning_gpuopt.recorder.reader import records_in
+from lightning_gpuopt.watch.flight_watch import FlightWatch
+from lightning_gpuopt.watch.mailbox import Watch
+from tests.lanes import few
+from tests.ranks import free_port
+
+SCRIPT = str(Path(__file__).with_name("dying_script.py"))
+
+
+def environment():
+    return {**os.environ, "PYTHONFAULTHANDLER": "", "MASTER_PORT": str(free_port())}
+
+
+def watch(tmp_path, case, workers, **options):
+    process = subprocess.run(
+        [
+            *(sys.executable, "-m", "lightning_gpuopt", "watch", "--report-dir", str(tmp_path), "--"),
+            *(sys.executable, SCRIPT, case, str(workers)),
+        ],
+        env=environment(),
+        text=True,
+        errors="replace",
+        stderr=subprocess.PIPE,
+        check=False,
+        **options,
+    )
+    (folder,) = tmp_path.iterdir()
+    return process, folder
+
+
+# case, workers: exit code, ended, worker, index, line
+DEATHS = {
+    "worker-killed": ("data-kill", 2, 1, "killed", 1, 101, "Data.__getitem__ (dying_script.py:"),
+    "worker-crashed": ("data-crash", 2, 1, "segfault", 1, 101, "dying_script.py:"),
+    "worker-aborted": ("data-abort", 2, 1, "aborted", 1, 101, "__getitem__ (dying_script.py:"),
+    "worker-quit": ("data-quit", 2, 1, "exited", 1, 101, "Data.__getitem__ (dying_script.py:"),
+    "worker-raised": ("data-raise", 2, 1, "exception", 1, 101, "break_out (dying_script.py:"),
+    "worker-bus": ("data-bus", 2, 1, "bus_error", 1, 101, "read_beyond_the_end (dying_script.py:"),
+    "worker-terminated": ("data-terminate", 2, 1, "terminated", 1, 101, "Data.__getitem__ (dying_script.py:"),
+    "rank-killed": ("step-kill", 0, -9, "killed", None, None, "Model.training_step (dying_script.py:"),
+    "rank-crashed": ("step-crash", 0, -11, "segfault", None, None, "dying_script.py:"),
+    "rank-aborted": ("step-abort", 2, -6, "aborted", None, None, "training_step (dying_script.py:"),
+    "rank-raised": ("step-raise", 2, 1, "exception", None, None, "break_out (dying_script.py:"),
+    "rank-raised-at-a-sample": ("data-raise", 0, 1, "exception", None, 101, "break_out (dying_script.py:"),
+    "rank-quit": ("step-quit", 0, 7, "exited", None, None, ""),
+    "rank-exit": ("step-exit", 0, 4, "exited", None, None, "(dying_script.py:"),
+    "rank-interrupted": ("step-interrupt", 0, 1, "interrupted", None, None, "(dying_script.py:"),
+    "rank-terminated": ("step-terminate", 0, 0, "terminated", None, None, ""),
+}
+
+
+@pytest.mark.parametrize("death", few("worker-crashed rank-killed", {name: (each,) for name, each in DEATHS.items()}))
+def test_what_ended_it(death, tmp_path):
+    case, workers, code, ended, worker, index, where = death
+    process, folder = watch(tmp_path, case, workers)
+    assert process.returncode == code, process.stderr
+    found = json.loads((folder / "post-mortem.json").read_text())
+    assert (found["ended"], found["process"]["rank"], found["process"]["worker"]) == (ended, 0, worker), found
+    assert found["index"] == index
+    assert where in (found["where"] or "")
+    assert f"Post-mortem: {found['text']}" in process.stderr
+    assert main(["post-mortem", str(folder)]) == 0
+
+
+RANKS = {
+    "raised": ("rank1-raise", 0, "exception", "break_out (dying_script.py:"),
+    "killed": ("rank1-kill", 2, "killed", ""),
+    "crashed": ("rank1-crash", 0, "segfault", "dying_script.py:"),
+    "uneven": ("uneven", 0, "exception", ""),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("case", "workers", "ended", "where"), RANKS.values(), ids=RANKS)
+def test_which_rank_ended_first(case, workers, ended, where, tmp_path):
+    _, folder = watch(tmp_path, case, workers)
+    found = json.loads((folder / "post-mortem.json").read_text())
+    assert (found["ended"], found["process"]["rank"], found["process"]["worker"]) == (ended, 1, None), found
+    assert where in (found["where"] or "")
+    if case == "uneven":
+        assert found["text"].startswith("Rank 1 ended its epoch ")
+
+
+@pytest.mark.matrix
+def test_the_kernel_ends_a_worker_for_want_of_memory(tmp_path):
+    group = Path("/sys/fs/cgroup/memory") / f"gpuopt-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(1536 << 20))
+    except OSError:
+        pytest.skip("no memory cgroup (version 1) can be made here")
+    try:
+        _, folder = watch(
+            tmp_path, "data-eat", 2, preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
+        )
+    finally:
+        group.rmdir()
+    found = json.loads((folder / "post-mortem.json").read_text())
+    assert (found["ended"], found["process"]["worker"], found["index"]) == ("out_of_memory", 1, 101)
+    assert (found["memory"]["limit_bytes"], found["memory"]["oom_kills"]) == (1536 << 20, 1)
+
+
+HANGS = {
+    "a-lock": ("data-lock", 2, 0, 0, "Data.__getitem__", "a lock that was held when it was forked"),
+    "a-sample": ("data-sleep", 2, 1, 101, "fall_asleep", ""),
+    "a-step": ("step-sleep", 2, None, None, "fall_asleep", ""),
+    "a-rank": ("rank1-sleep", 0, None, None, "fall_asleep", "the others wait for rank 1"),
+}
+
+
+@pytest.mark.parametrize(("case", "workers", "worker", "index", "where", "likely"), few("a-lock", HANGS))
+def test_what_it_waits_for(case, workers, worker, index, where, likely, tmp_path):
+    said, heard = [], threading.Event()
+
+    def say(text):
+        said.append(text)
+        heard.set()
+
+    flight = FlightWatch(tmp_path, say, partial(hang_of, least_s=2.0, times_longest=0.0, first_s=12.0))
+    command = [sys.executable, SCRIPT, case, str(workers)]
+    watch = Watch(str(tmp_path))
+    watch.begin(command)
+    child = subprocess.Popen(command, env=flight.environment(watch.environment(environment())))
+    family = [psutil.Process(child.pid)]
+    try:
+        flight.started(child.pid)
+        assert heard.wait(60)
+        family += family[0].children(recursive=True)
+        assert child.poll() is None
+        assert main(["post-mortem", str(tmp_path), "--json"]) == 0  # while it hangs
+    finally:
+        for each in family:
+            each.kill()
+        child.wait()
+    found = flight.finish(-signal.SIGKILL)
+    assert found is not None
+    assert (found.ended, found.process.worker, found.index) == ("hang", worker, index), found.text
+    assert where in (found.where or "")
+    assert likely in found.likely
+    assert where in (tmp_path / "hang-1.txt").read_text()
+    assert len(said) == 1
+
+
+def test_a_healthy_run_leaves_nothing(tmp_path):
+    process, folder = watch(tmp_path, "none", 2)
+    assert process.returncode == 0
+    assert "Post-mortem" not in process.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["command.txt", "fit-1"]
+    assert records_in(folder) == []
