@@ -4,8 +4,9 @@ Who asks touches a file beside the rings. The recorder's thread of the training 
 through their rings, and each writes the stacks of all threads, under the interpreter's lock. Where that thread does not
 run any more, since a call holds the lock, ``faulthandler`` writes them, in C: it is asked for by a real-time signal
 that the program leaves alone. While threads run it would read their frames as they change, which can crash a process;
-and one without its handler would be ended by the signal. So it is sent by pidfd, and only to the very process whose ring
-says that the handler is there and that its thread has stopped, after a look at what the kernel says that it catches.
+and one without its handler would be ended by the signal. So it is sent by pidfd, and only to the very process whose
+ring says that the handler is there and that its thread has stopped, after a look at what the kernel says that it
+catches.
 """
 
 from __future__ import annotations
