@@ -64,6 +64,9 @@ _PROGRESS: Final = AT["progress_ns"]
 _LONGEST: Final = AT["longest_ns"]
 _SETS_UP, _TRAINS, _VALIDATES, _SAVES = (DOING.index(each) for each in (SETS_UP, TRAINS, VALIDATES, SAVES))
 
+_DEATH_POLLS: Final = 20
+_DEATH_POLL_S: Final = 0.025
+
 _BY_ITS_LOADER: Final = {"signal": int(signal.SIGTERM)}
 """How a loader ends a worker that does not end by itself."""
 
@@ -356,16 +359,34 @@ class FlightRecorder:
 
     def failed(self, error: BaseException) -> None:
         """``fit`` ends by an exception; called in its hook, where workers may have died without our notice."""
-        with contextlib.suppress(Exception):
+        if self._stop.is_set():
+            return
+        for part in (
+            lambda: self._await_death(error),
+            lambda: self.memory.read({}),
+            lambda: self._ring.log("exception", **described(error)),
+            lambda: self._close(ENDED.index("exception")),
+        ):
+            try:
+                part()
+            except Exception:
+                log.debug("a part of the end was not recorded", exc_info=True)
+
+    def _await_death(self, error: BaseException) -> None:
+        """See which worker has died. What it leaves open is closed before its parent can see its end."""
+        from_worker = isinstance(error, (ConnectionError, EOFError)) or "DataLoader worker" in str(error)
+        known = len(self._dead)
+        for _ in range(_DEATH_POLLS if from_worker else 1):
             for _, (_, _, process) in self._living():
-                _ = process.exitcode
+                with contextlib.suppress(ValueError, AssertionError):  # its loader has let go of it
+                    _ = process.exitcode
             self.look_at_workers()
-            if "DataLoader worker" in str(error):
-                for death in self._ended_by_loaders:
-                    self._ring.log("worker_died", **death)
-            self.memory.read({})
-            self._ring.log("exception", **described(error))
-            self._close(ENDED.index("exception"))
+            if len(self._dead) > known:
+                break
+            time.sleep(_DEATH_POLL_S if from_worker else 0.0)
+        if from_worker:
+            for death in self._ended_by_loaders:
+                self._ring.log("worker_died", **death)
 
     def ended(self) -> None:
         """``fit`` has ended well: nothing is kept. May be called more than once, also after :meth:`failed`."""
