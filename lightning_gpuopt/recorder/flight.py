@@ -64,7 +64,7 @@ _PROGRESS: Final = AT["progress_ns"]
 _LONGEST: Final = AT["longest_ns"]
 _SETS_UP, _TRAINS, _VALIDATES, _SAVES = (DOING.index(each) for each in (SETS_UP, TRAINS, VALIDATES, SAVES))
 
-_DEATH_POLLS: Final = 20
+_DEATH_POLLS: Final = 100
 _DEATH_POLL_S: Final = 0.025
 
 _BY_ITS_LOADER: Final = {"signal": int(signal.SIGTERM)}
@@ -376,7 +376,7 @@ class FlightRecorder:
         """See which worker has died. What it leaves open is closed before its parent can see its end."""
         from_worker = isinstance(error, (ConnectionError, EOFError)) or "DataLoader worker" in str(error)
         known = len(self._dead)
-        for _ in range(_DEATH_POLLS if from_worker else 1):
+        for _ in range(_DEATH_POLLS if from_worker and self._workers else 1):
             for _, (_, _, process) in self._living():
                 with contextlib.suppress(ValueError, AssertionError):  # its loader has let go of it
                     _ = process.exitcode
