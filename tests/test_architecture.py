@@ -25,7 +25,7 @@ PAGE = ROOT / "docs/dev/architecture.md"
 DECISIONS = ROOT / "docs/dev/decisions.md"
 GUIDE = ROOT / "CONTRIBUTING.md"
 AT_THE_ROOT = {"__init__.py", "__main__.py", "_version.py"}
-MOST_TERMS = 12
+MOST_TERMS = 17
 
 _PATH = re.compile(r"(?P<path>[\w./-]+(?:\.(?:py|md|toml|txt|yaml|yml|c)|/))(?:::(?P<name>\w+(?:\.\w+)*))?")
 

@@ -149,6 +149,16 @@ def test_watch_names_what_holds_that_script_up(tmp_path: Path) -> None:
     assert "\nVerdict: main_process_loading   (20 steps" in done.stderr
 
 
+def test_each_post_mortem_names_the_worker_and_its_line(smoke: Callable[[Path], tuple[Path, str]]) -> None:
+    folder, out = smoke(EXAMPLES / "post_mortem/train.py")
+    assert [line for line in out.splitlines() if line.startswith("==")] == ["== leak", "== lock", "== full-shm"]
+    ended = {
+        path.parents[1].name: json.loads(path.read_text())["ended"]
+        for path in folder.glob("post-mortems/*/*/*/post-mortem.json")
+    }
+    assert ended == {"leak": "exception", "lock": "interrupted", "full-shm": "bus_error"}
+
+
 def test_the_parts_of_a_build_are_joined(smoke: Callable[[Path], tuple[Path, str]]) -> None:
     _, out = smoke(EXAMPLES / "slurm_build_lmdb/build.py")
     assert out.splitlines() == [

@@ -37,6 +37,9 @@ _BY_EXCEPTION: Final[Mapping[str, tuple[Ended, int | None]]] = {
 _FROM_OUTSIDE: Final = ("interrupted", "terminated", "killed")
 """How somebody ends a run that hangs."""
 
+_QUIET_S: Final = 5.0
+"""Without progress for so long, and for ten times the longest so far, what a run may wait for is worth saying."""
+
 _VERBS: Final[Mapping[str, str]] = {
     "killed": "was ended by SIGKILL",
     "out_of_memory": "was ended by the kernel for want of memory",
@@ -73,12 +76,12 @@ def post_mortem_of(
     if command is None and not deaths:
         running = [each for each in records if each.worker is None and not each.ended and is_alive(each)]
         hang = hang or hang_of(running, now_s)
-        if hang is None:
-            return _without_death(records, running, None)
+        if hang is None and running:
+            return _of_running(records, running, now_s, stacks or {}, waits or {})
     if hang is not None and (not deaths or _is_from_outside(deaths[0], records, command)):
         return _of_hang(hang, records, stacks or {}, waits or {}, deaths, command)
     if not deaths:
-        return _without_death(records, [], command)
+        return _without_death(records, command)
     return _of_death(deaths, records, command)
 
 
@@ -232,14 +235,32 @@ def _of_hang(
     return _told(post, lines)
 
 
-def _without_death(
-    records: Sequence[FlightRecord], running: Sequence[FlightRecord], command: CommandEnd | None
+def _of_running(
+    records: Sequence[FlightRecord],
+    running: Sequence[FlightRecord],
+    now_s: float,
+    stacks: Mapping[int, str],
+    waits: Mapping[int, str],
 ) -> PostMortem:
-    """No process of ours is known to have died."""
+    """The run goes on: what it is at, and what it may wait for, before that counts as a hang."""
+    found = describe_hang(records, stacks, waits)
+    steps = max(each.steps for each in running)
+    quiet = hang_of(running, now_s, least_s=_QUIET_S, first_s=_QUIET_S)
+    lines = [f"The run goes on: {steps:,} steps so far, and no hang"]
+    if quiet is not None:
+        lines = [
+            f"The run goes on: {steps:,} steps so far, and no progress for {span(quiet.quiet_s)}, which is no hang yet"
+        ]
+    lines += [_capital(line) for line in found.text.splitlines()]
+    likely = f"if it hangs, {found.likely}" if quiet is not None and found.likely else ""
+    advice = found.advice if likely else ""
+    post = PostMortem("unknown", found.process, found.where, found.index, likely=likely, advice=advice)
+    return _told(post, lines)
+
+
+def _without_death(records: Sequence[FlightRecord], command: CommandEnd | None) -> PostMortem:
+    """No process of ours is known to have died, and none runs."""
     if command is None:
-        if running:
-            steps = max(each.steps for each in running)
-            return _told(PostMortem("unknown"), [f"The run goes on: {steps:,} steps so far, and no hang"])
         if records and all(each.ended == "ok" for each in records if each.worker is None):
             return _told(PostMortem("ok"), ["The run ended well"])
         return _told(PostMortem("unknown"), ["Nothing is known of how the run ended"])
