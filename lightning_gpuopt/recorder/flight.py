@@ -375,13 +375,12 @@ class FlightRecorder:
     def _await_death(self, error: BaseException) -> None:
         """See which worker has died. What it leaves open is closed before its parent can see its end."""
         from_worker = isinstance(error, (ConnectionError, EOFError)) or "DataLoader worker" in str(error)
-        known = len(self._dead)
         for _ in range(_DEATH_POLLS if from_worker and self._workers else 1):
             for _, (_, _, process) in self._living():
                 with contextlib.suppress(ValueError, AssertionError):  # its loader has let go of it
                     _ = process.exitcode
             self.look_at_workers()
-            if len(self._dead) > known:
+            if self._dead:
                 break
             time.sleep(_DEATH_POLL_S if from_worker else 0.0)
         if from_worker:
@@ -437,7 +436,7 @@ def _end_of(process: Any) -> dict[str, int] | None:
     if code is None:
         try:
             found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except (OSError, AttributeError, TypeError):  # somebody else's child, as of a fork server
+        except (OSError, AttributeError, TypeError, ValueError):  # closed, or a fork server's child
             return None
         if found is None:
             return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import operator
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Final
@@ -77,6 +78,7 @@ class Ring:
         self._memory = memory
         self.numbers = memory[8 : 8 + 8 * len(_NUMBERS)].cast("q")
         self._log_bytes = len(memory) - HEADER_BYTES
+        self._logging = threading.Lock()
 
     def begin(self, words: dict[str, str], **numbers: int) -> None:
         """Begin anew, for a process whose earlier log, if there is one, is kept no longer.
@@ -119,12 +121,13 @@ class Ring:
         text = line.encode(errors="replace") + b"\n"
         if len(text) > self._log_bytes // 2:
             return
-        logged = self.numbers[AT["logged"]]
-        at = logged % self._log_bytes
-        first = text[: self._log_bytes - at]
-        self._memory[HEADER_BYTES + at : HEADER_BYTES + at + len(first)] = first
-        self._memory[HEADER_BYTES : HEADER_BYTES + len(text) - len(first)] = text[len(first) :]
-        self.numbers[AT["logged"]] = logged + len(text)
+        with self._logging:  # two threads log
+            logged = self.numbers[AT["logged"]]
+            at = logged % self._log_bytes
+            first = text[: self._log_bytes - at]
+            self._memory[HEADER_BYTES + at : HEADER_BYTES + at + len(first)] = first
+            self._memory[HEADER_BYTES : HEADER_BYTES + len(text) - len(first)] = text[len(first) :]
+            self.numbers[AT["logged"]] = logged + len(text)
 
     def index(self, key: object) -> None:
         """Note which sample is being read.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,28 @@ def test_the_log_goes_round_and_keeps_the_last_lines():
     numbers = [each["number"] for each in record.events]
     assert numbers == list(range(100 - len(numbers), 100))
     assert len(numbers) >= 12
+
+
+def test_threads_that_log_at_once_lose_no_line():
+    memory, ring = new_ring()
+    ring.begin({})
+    begin = threading.Barrier(4)
+
+    def log(thread):
+        begin.wait()
+        for number in range(200):
+            ring.log("signal", thread=thread, number=number)
+
+    threads = [threading.Thread(target=log, args=(thread,)) for thread in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    record = record_of(bytes(memory))
+    assert record is not None
+    assert sorted((each["thread"], each["number"]) for each in record.events) == [
+        (thread, number) for thread in range(4) for number in range(200)
+    ]
 
 
 def test_a_half_line_and_a_line_of_somebody_else_are_left_out():
