@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_gpuopt.cli._parser import UsageError
 
 if TYPE_CHECKING:
+    from lightning_gpuopt.measurements.flight import FlightRecord
     from lightning_gpuopt.postmortem.record import PostMortem
+
+_ELSEWHERE_S: Final = 60.0
+"""A process of another machine counts as alive so long after it last wrote: a file server may be behind."""
 
 SUMMARY = "why a run died, or what it waits for now: which process, sample and line"
 
@@ -40,6 +45,8 @@ def run(options: Namespace) -> int:
     if not folder.is_dir():
         raise UsageError(f"post-mortem: expected a folder of reports, got {folder}: no such folder")
     found = _read(folder)
+    if found is None and folder.absolute().name.startswith("fit-"):  # of watch: what is recorded lies beside it
+        found = _read(folder.absolute().parent)
     if found is None:
         raise UsageError(
             f"post-mortem: expected a post-mortem.json or the rings of a run, got {folder} without any; a run that "
@@ -56,8 +63,12 @@ def _read(folder: Path) -> PostMortem | None:
     from lightning_gpuopt.recorder.reader import is_alive, records_in
     from lightning_gpuopt.recorder.stacks import ask, wait_of
 
-    records = records_in(folder)
+    records, now_s, here = records_in(folder), time.time(), socket.gethostname()
     running = [each for each in records if is_alive(each)]
+
+    def is_there(record: FlightRecord) -> bool:
+        return record in running or (record.host != here and now_s - record.written_s < _ELSEWHERE_S)
+
     written = max((*folder.glob(FILE), *folder.glob(f"*/{FILE}")), key=lambda each: each.stat().st_mtime, default=None)
     last_s = max((each.written_s for each in records), default=0.0)
     if written is not None and not running and written.stat().st_mtime >= last_s:
@@ -70,8 +81,8 @@ def _read(folder: Path) -> PostMortem | None:
         return None
     return post_mortem_of(
         records,
-        now_s=time.time(),
-        is_alive=is_alive,
+        now_s=now_s,
+        is_alive=is_there,
         stacks=ask(running),
         waits={each.pid: wait_of(each.pid) for each in running},
     )

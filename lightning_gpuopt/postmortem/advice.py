@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import Final
 
-from lightning_gpuopt.postmortem.deaths import Death
+from lightning_gpuopt.postmortem.deaths import ECHO, Death
 from lightning_gpuopt.postmortem.memory import Memory
 from lightning_gpuopt.postmortem.record import Ended
 
@@ -23,7 +23,8 @@ _SHM: Final = (
 )
 _MEMORY_ERRORS: Final = ("MemoryError",)
 _GPU_MEMORY: Final = ("OutOfMemoryError",)
-_FILES: Final = "Too many open files"
+_FILES: Final = ("Too many open files", "received 0 items of ancdata")
+_SHM_ERRORS: Final = ("unable to write to file </torch_", "unable to allocate shared memory", "out of shared memory")
 
 
 def likely_of(ended: Ended, death: Death, memory: Memory) -> str:
@@ -89,11 +90,17 @@ def _of_exception(death: Death) -> str:
         return f"{_LESS_MEMORY}. A limit of the address space (ulimit -v) ends in this exception, too."
     if kind in _GPU_MEMORY or "CUDA out of memory" in message:
         return "use less GPU memory: a smaller batch, precision='bf16-mixed', activation checkpointing, FSDP."
-    if _FILES in message:
+    if any(each in message for each in _SHM_ERRORS):
+        return _SHM
+    if "Cannot re-initialize CUDA in forked subprocess" in message:
+        return "use no CUDA in the dataset, or start workers by DataLoader(multiprocessing_context='spawn')."
+    if any(each in message for each in _FILES):
         return (
             "allow more open files (ulimit -n), close what the dataset opens, or use "
             "torch.multiprocessing.set_sharing_strategy('file_system')."
         )
+    if death.kind == ECHO:
+        return "another rank has gone, or came late to a collective: look at what ended first on the other nodes."
     if death.process.worker is not None or death.index is not None:
         return "read this sample alone: dataset[index] in a Python shell raises the same where the sample is the cause."
     return "look at the line above; the traceback is in what the command has printed."

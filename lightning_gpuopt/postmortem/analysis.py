@@ -67,7 +67,7 @@ def post_mortem_of(
         now_s: Unix time in seconds.
         is_alive: whether a record's process is there.
         command: how the watched command ended; None where nobody watched, or where it runs.
-        hang: a hang that was found, and was not overcome; None: it is looked for where processes run.
+        hang: a hang that was found, and was not overcome; None: it is looked for in the records.
         stacks: what ``faulthandler`` wrote of processes then, by process id.
         waits: what they waited in, in the kernel, by process id.
     """
@@ -78,6 +78,8 @@ def post_mortem_of(
         hang = hang or hang_of(running, now_s)
         if hang is None and running:
             return _of_running(records, running, now_s, stacks or {}, waits or {})
+    if deaths and hang is None and deaths[0].process.worker is None:  # nobody looked while it ran
+        hang = hang_of(_as_running(records), deaths[0].at_s)
     if hang is not None and (not deaths or _is_from_outside(deaths[0], records, command)):
         return _of_hang(hang, records, stacks or {}, waits or {}, deaths, command)
     if not deaths:
@@ -90,10 +92,17 @@ def _last_run(records: Sequence[FlightRecord]) -> list[FlightRecord]:
     return [each for each in records if last is not None and each.run == last.run]
 
 
+def _as_running(records: Sequence[FlightRecord]) -> list[FlightRecord]:
+    """The records as they were before the run was ended from outside."""
+    return [each if each.ended == "ok" else replace(each, ended="") for each in records]
+
+
 def _how(death: Death, records: Sequence[FlightRecord], command: CommandEnd | None) -> tuple[Ended, int | None]:
     """How a process ended, and by which signal, as far as that is known."""
     if death.error is not None:
         kind = str(death.error.get("type", "")).rpartition(".")[2]
+        if kind == "SystemExit" and str(death.error.get("message", "")).strip() in ("", "0", "None"):
+            return "ok", None
         return _BY_EXCEPTION.get(kind, ("exception", None))
     if death.signal is not None:
         ended = _BY_SIGNAL.get(death.signal, "killed")
@@ -102,7 +111,7 @@ def _how(death: Death, records: Sequence[FlightRecord], command: CommandEnd | No
         return ended, int(death.signal)
     if death.code is not None:
         return "exited", None
-    return ("out_of_memory" if _kills(death, records, command) else "killed"), None
+    return ("out_of_memory", int(signal.SIGKILL)) if _kills(death, records, command) else ("killed", None)
 
 
 def _kills(death: Death, records: Sequence[FlightRecord], command: CommandEnd | None) -> int | None:
@@ -118,7 +127,8 @@ def _of_death(deaths: Sequence[Death], records: Sequence[FlightRecord], command:
     ended, number = _how(first, records, command)
     kills = _kills(first, records, command)
     memory = memory_of(first.record, records, first.at_s, kills)
-    uneven = uneven_of([each for each in records if each.worker is None]) if first.kind == ECHO else None
+    waited = first.kind == ECHO and ended == "exception"
+    uneven = uneven_of([each for each in records if each.worker is None]) if waited else None
     several = first.rank.world_size
     process, where, index = first.process, first.where, first.index
     likely, advice = likely_of(ended, first, memory), advice_of(ended, first, memory)
@@ -143,6 +153,8 @@ def _headline(death: Death, ended: Ended, world_size: int) -> str:
     if error is not None and ended == "exception":
         message = first_line(_own_message(str(error.get("message", ""))))
         return f"{who} raised {error.get('type') or 'an exception'} at {when}{': ' if message else ''}{message}"
+    if ended == "ok":
+        return f"{who} ended itself with exit code 0 at {when}"
     if ended == "exited":
         code = "" if death.code is None else f" with exit code {death.code}"
         return f"{who} exited{code} at {when}, without an exception that was seen"
@@ -215,7 +227,7 @@ def _of_hang(
     deaths: Sequence[Death],
     command: CommandEnd | None,
 ) -> PostMortem:
-    found = describe_hang(records, stacks, waits)
+    found = describe_hang(_as_running(records) if deaths else records, stacks, waits)
     stuck = next((each for each in records if found.process is not None and each.pid == found.process.pid), None)
     at_s = command.at_s if command is not None else hang.since_s + hang.quiet_s
     memory = memory_of(stuck, records, at_s)
@@ -261,7 +273,8 @@ def _of_running(
 def _without_death(records: Sequence[FlightRecord], command: CommandEnd | None) -> PostMortem:
     """No process of ours is known to have died, and none runs."""
     if command is None:
-        if records and all(each.ended == "ok" for each in records if each.worker is None):
+        ranks = [each for each in records if each.worker is None]
+        if ranks and all(each.ended == "ok" for each in ranks):
             return _told(PostMortem("ok"), ["The run ended well"])
         return _told(PostMortem("unknown"), ["Nothing is known of how the run ended"])
     seen = "after fit had ended well" if records else "outside of a fit that was recorded"

@@ -145,7 +145,26 @@ def _margin_s(one: Death, other: Death) -> float:
 
 
 def _errors(record: FlightRecord) -> list[Mapping[str, Any]]:
-    return [each for each in record.events if each.get("event") == "exception"]
+    """Exceptions of a process; of a training process that has not ended, recent ones: a read may be tried again."""
+    since_s = record.written_s - _GRACE_S if record.worker is None and not record.ended else 0.0
+    return [each for each in record.events if each.get("event") == "exception" and _time(each) >= since_s]
+
+
+def _time(event: Mapping[str, Any]) -> float:
+    at_s = event.get("t")
+    return float(at_s) if isinstance(at_s, (int, float)) else 0.0
+
+
+def _last_error(rank: FlightRecord) -> Mapping[str, Any] | None:
+    """The exception that ended ``fit``, with the sample that it was raised for, where the rank reads them itself."""
+    errors = _errors(rank)
+    if not errors:
+        return {} if rank.ended == "exception" else None
+    last = errors[-1]
+    what = last.get("type"), last.get("message")
+    same = [each for each in errors if (each.get("type"), each.get("message")) == what]
+    index = next((each["index"] for each in same if each.get("index") is not None), None)
+    return last if index is None else {**last, "index": index}
 
 
 def _of_rank(
@@ -154,8 +173,7 @@ def _of_rank(
     """What ended a rank, where it is known: a worker's death, an exception."""
     if rank.ended == "ok":
         return None
-    errors = _errors(rank)
-    error = errors[0] if errors else ({} if rank.ended == "exception" else None)
+    error = _last_error(rank)
     died = [death for at_s, death in _dead_workers(rank, workers, error) if _ended_rank(death, at_s, rank, error, gone)]
     if died:
         first = min(died, key=lambda each: each.at_s)
@@ -184,7 +202,7 @@ def exception_in(record: FlightRecord, rank: FlightRecord, error: Mapping[str, A
         process=process,
         rank=rank,
         record=record,
-        at_s=float(error.get("t") or record.written_s),
+        at_s=_time(error) or record.written_s,
         kind=ECHO if echo else PLAIN,
         error=error,
         where=str(error.get("where") or "") or record.place or innermost or None,
@@ -202,13 +220,13 @@ def _worker_error(rank: FlightRecord, workers: Sequence[FlightRecord], error: Ma
     caught = _CAUGHT.search(message)
     number = int(caught["worker"]) if caught else None
     raised = [
-        (float(each.get("t") or 0.0), worker, each)
+        (_time(each), worker, each)
         for worker in workers
         for each in _errors(worker)
         if _type(each) == (caught["type"] if caught else _type(error))
         and number in (None, worker.worker)
         and _type(each) != "KeyboardInterrupt"
-        and float(each.get("t") or 0.0) <= float(error.get("t") or rank.written_s) + _WRITES_EVERY_S
+        and _time(each) <= (_time(error) or rank.written_s) + _WRITES_EVERY_S
     ]
     if raised:
         _, worker, its = min(raised, key=lambda each: each[0])
@@ -235,12 +253,12 @@ def _dead_workers(
     for each in told:
         if each.get("signal") is None and each.get("code") == 0:
             continue
-        at_s = float(each.get("t") or rank.written_s)
+        at_s = _time(each) or rank.written_s
         yield at_s, _dead(rank, workers, at_s, each)
     message = str((error or {}).get("message", ""))
     if not (died := _DIED.search(message)):
         return
-    at_s = float((error or {}).get("t") or rank.written_s)
+    at_s = _time(error or {}) or rank.written_s
     by_signal, with_code = _BY_SIGNAL.search(message), _WITH_CODE.search(message)
     how = {
         "signal": _signal_called(by_signal["name"]) if by_signal else None,
@@ -297,7 +315,7 @@ def _ended_rank(death: Death, at_s: float, rank: FlightRecord, error: Mapping[st
     message = str(error.get("message", ""))
     if (named := _DIED.search(message)) and str(death.process.pid) in re.findall(r"\d+", named["pids"]):
         return True
-    when_s = float(error.get("t") or rank.written_s)
+    when_s = _time(error) or rank.written_s
     pipe = _type(error) in _BROKEN_PIPES
     if not (-2 * _WRITES_EVERY_S if pipe else 0.0) <= when_s - at_s <= _SOON_S:
         return False
@@ -347,7 +365,7 @@ def _vanished(rank: FlightRecord, command: CommandEnd | None, gone: Sequence[Fli
 
 
 def _recent(event: Mapping[str, Any], rank: FlightRecord) -> bool:
-    return float(event.get("t") or 0.0) >= rank.written_s - _GRACE_S
+    return _time(event) >= rank.written_s - _GRACE_S
 
 
 def _code_of(

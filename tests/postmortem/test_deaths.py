@@ -1,0 +1,402 @@
+"""What ended a run, and which process first: causes from their consequences."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from lightning_gpuopt.measurements.flight import FlightRecord
+from lightning_gpuopt.postmortem.analysis import post_mortem_of
+from lightning_gpuopt.postmortem.deaths import CommandEnd
+from lightning_gpuopt.postmortem.record import PostMortem, Process
+from tests.postmortem.records import (
+    GETITEM,
+    STEP,
+    WORKER_LOOP,
+    T,
+    crash,
+    died,
+    error,
+    rank,
+    ranks,
+    readings,
+    sent,
+    worker,
+)
+
+RANK = Process(0, None, 100)
+WORKER = Process(0, 3, 203)
+HERE, THERE = "Photos.__getitem__ (data.py:41)", "Net.training_step (net.py:20)"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, and what is to be said of it; processes in ``alive`` are there (by pid)."""
+
+    records: list[FlightRecord]
+    ended: str
+    process: Process | None = None
+    where: str | None = None
+    index: int | str | None = None
+    signal: int | None = None
+    command: CommandEnd | None = None
+    alive: tuple[int, ...] = ()
+
+
+def end(code: int, *, kills: int | None = 0, signals: tuple[int, ...] = (), pid: int | None = None) -> CommandEnd:
+    return CommandEnd(code, T + 1.0, kills, signals, pid)
+
+
+def judged(case: Case) -> PostMortem:
+    return post_mortem_of(
+        case.records, now_s=T + 2.0, is_alive=lambda each: each.pid in case.alive, command=case.command
+    )
+
+
+def torch_says(pid: int, by: str) -> str:
+    return f"DataLoader worker (pid {pid}) is killed by signal: {by}. "
+
+
+def fails(*events: dict[str, Any], number: int = 0, **known: Any) -> FlightRecord:
+    """A rank whose ``fit`` ended by an exception."""
+    return rank(number, ended="exception", events=events, **known)
+
+
+KILLED = error("RuntimeError", torch_says(203, "Killed"), 0.3, where="step (loop.py:1)")
+LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
+CAUGHT = (
+    "Caught ValueError in DataLoader worker process 3.\nOriginal Traceback (most recent call last):\n"
+    '  File "/v/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 351, in _worker_loop\n'
+    '    data = fetcher.fetch(index)\n  File "/home/me/data.py", line 43, in __getitem__\n    raise ValueError("x")\n'
+    "ValueError: x\n"
+)
+SEGFAULT = crash("Segmentation fault", ("imread", "/v/lib/python3.11/site-packages/cv2/a.py", 7), GETITEM, WORKER_LOOP)
+
+ONE_RANK = {
+    # ---- a worker first ----
+    "a worker was killed": Case([fails(died(3, 0.1, signal=9), KILLED), worker(3)], "killed", WORKER, HERE, 48213, 9),
+    "torch alone says which worker was killed": Case([fails(KILLED), worker(3)], "killed", WORKER, HERE, 48213, 9),
+    "a worker was killed, and the kernel's counter rose": Case(
+        [fails(died(3, 0.1, signal=9), KILLED), worker(3)],
+        *("out_of_memory", WORKER, HERE, 48213, 9, end(1, kills=1)),
+    ),
+    "the surviving rank has read the kernel's counter": Case(
+        [fails(died(3, 0.1, signal=9), KILLED, memory=readings(2, 2, 3, of="oom_kills")), worker(3)],
+        *("out_of_memory", WORKER, HERE, 48213, 9),
+    ),
+    "another machine's counter does not matter": Case(
+        [
+            fails(died(3, 0.1, signal=9), KILLED),
+            worker(3),
+            rank(1, ended="ok", host="b", memory=readings(2, 3, of="oom_kills")),
+        ],
+        *("killed", WORKER, HERE, 48213, 9),
+    ),
+    "a worker's segmentation fault, with its line": Case(
+        [fails(died(3, signal=11), error("RuntimeError", torch_says(203, "Segmentation fault"), 0.1)), worker(3)],
+        *("segfault", WORKER, HERE, 48213, 11),
+    ),
+    "the line of faulthandler is newer than the one seen last": Case(
+        [fails(died(3, signal=11)), worker(3, crash=SEGFAULT)],
+        *("segfault", WORKER, "Photos.__getitem__ (data.py:43)", 48213, 11),
+    ),
+    "a worker's bus error, by torch's words": Case(
+        [
+            fails(error("RuntimeError", torch_says(203, "Bus error") + "It is possible that dataloader's workers ...")),
+            worker(3),
+        ],
+        *("bus_error", WORKER, HERE, 48213, 7),
+    ),
+    "a worker aborted": Case([fails(died(3, signal=6)), worker(3)], "aborted", WORKER, HERE, 48213, 6),
+    "a worker divided by zero in C": Case([fails(died(3, signal=8)), worker(3)], "aborted", WORKER, HERE, 48213, 8),
+    "a worker was ended by SIGTERM alone": Case(
+        [fails(error("RuntimeError", torch_says(203, "Terminated"))), worker(3)],
+        *("terminated", WORKER, HERE, 48213, 15),
+    ),
+    "a worker left by os._exit": Case([fails(died(3, code=7)), worker(3)], "exited", WORKER, HERE, 48213),
+    "a worker whose ring is lost": Case([fails(died(3, signal=9))], "killed", WORKER, None, None, 9),
+    "of several workers the one that wrote last before": Case(
+        [
+            fails(error("RuntimeError", "DataLoader worker (pid(s) 203, 201) exited unexpectedly")),
+            worker(1, written=-0.1),
+            worker(3, written=-3.0),
+        ],
+        *("killed", WORKER, HERE, 48213),
+    ),
+    "an exit code in torch's words": Case(
+        [fails(error("RuntimeError", "DataLoader worker (pid 203) exited unexpectedly with exit code 3.")), worker(3)],
+        *("exited", WORKER, HERE, 48213),
+    ),
+    "a lost connection to a worker that was killed": Case(
+        [
+            fails(error("ConnectionResetError", "[Errno 104] Connection reset by peer"), died(3, 0.4, signal=9)),
+            worker(3),
+        ],
+        *("killed", WORKER, HERE, 48213, 9),
+    ),
+    "a rank waits for ever for a worker that was killed": Case(
+        [rank(written=20.0, progress_s=T - 0.1, events=(died(3, signal=9),)), worker(3)],
+        *("killed", WORKER, HERE, 48213, 9, None, (100,)),
+    ),
+    # ---- consequences for workers ----
+    "workers that are ended after their rank's exception": Case(
+        [
+            fails(error("ValueError", "x", where="f (a.py:1)"), died(3, 0.1, signal=9), died(1, 0.2, signal=15)),
+            worker(3),
+        ],
+        *("exception", RANK, "f (a.py:1)"),
+    ),
+    "workers that end with Ctrl-C": Case(
+        [fails(died(3, -0.1, code=1), error("KeyboardInterrupt", where="f (a.py:1)")), worker(3)],
+        *("interrupted", RANK, "f (a.py:1)", None, 2),
+    ),
+    "Ctrl-C in a worker, too": Case(
+        [
+            fails(error("KeyboardInterrupt", where="f (a.py:1)")),
+            worker(3, events=(error("KeyboardInterrupt", at=-0.1),)),
+        ],
+        *("interrupted", RANK, "f (a.py:1)", None, 2),
+    ),
+    "SIGTERM to all processes": Case(
+        [fails(sent(15), error("RuntimeError", torch_says(203, "Terminated"), 0.1)), worker(3)],
+        *("terminated", RANK, THERE, None, 15),
+    ),
+    "a worker that was killed long before an exception of another kind": Case(
+        [fails(died(3, -300.0, signal=9), error("ValueError", "x", where="f (a.py:1)")), worker(3)],
+        *("exception", RANK, "f (a.py:1)"),
+    ),
+    "a run that goes on after a worker was killed": Case(
+        [rank(written=1.0, events=(died(3, -20.0, signal=9),)), worker(3)], "unknown", RANK, THERE, alive=(100,)
+    ),
+    # ---- exceptions ----
+    "an exception in the step": Case(
+        [fails(error("ValueError", "x", where="Net.loss (net.py:9)"))], "exception", RANK, "Net.loss (net.py:9)"
+    ),
+    "an exception in a worker": Case(
+        [
+            fails(error("ValueError", CAUGHT, 5.0)),
+            worker(3, index=None, events=(error("ValueError", "x", -2.0, where="Photos.get (data.py:9)", index=77),)),
+        ],
+        *("exception", WORKER, "Photos.get (data.py:9)", 77),
+    ),
+    "an exception in a worker that only torch repeats": Case(
+        [fails(error("ValueError", CAUGHT)), worker(3, index=None)],
+        *("exception", WORKER, "Photos.__getitem__ (data.py:43)"),
+    ),
+    "an exception of a worker that nobody waited for": Case(
+        [fails(error("ValueError", "y", where="f (a.py:1)")), worker(3, events=(error("KeyError", "'k'", -1.0),))],
+        *("exception", RANK, "f (a.py:1)"),
+    ),
+    "a sample that the rank reads itself": Case(
+        [
+            fails(
+                error("OSError", "old", -500.0, index=1),
+                error("OSError", "truncated", 0.0, where=HERE, index="a.jpg"),
+                error("OSError", "truncated", 0.1, where=HERE),
+            )
+        ],
+        *("exception", RANK, HERE, "a.jpg"),
+    ),
+    "a MemoryError is an exception": Case(
+        [fails(error("MemoryError", "", where=HERE))], "exception", RANK, HERE, command=end(1, kills=0)
+    ),
+    "CUDA's out of memory is an exception": Case(
+        [fails(error("torch.OutOfMemoryError", "CUDA out of memory.", where=THERE))], "exception", RANK, THERE
+    ),
+    "an exception without a line": Case([fails(error("ValueError"), place="")], "exception", RANK),
+    "fit ended by an exception that was not noted": Case([fails()], "exception", RANK, THERE),
+    "Lightning's end by SIGTERM": Case(
+        [fails(sent(15, -0.2), error("lightning.pytorch.utilities.exceptions.SIGTERMException", where=THERE))],
+        *("terminated", RANK, THERE, None, 15),
+    ),
+    "sys.exit in a hook": Case([fails(error("SystemExit", "3", where=THERE))], "exited", RANK, THERE),
+    "sys.exit(0) in a hook": Case([fails(error("SystemExit", "0", where=THERE))], "ok", RANK, THERE),
+    # ---- the training process vanished ----
+    "vanished without a word": Case([rank()], "killed", RANK, THERE),
+    "vanished, and the kernel's counter rose": Case(
+        [rank(memory=readings(0, 1, of="oom_kills"))], "out_of_memory", RANK, THERE, None, 9
+    ),
+    "killed, by the command's code": Case([rank()], "killed", RANK, THERE, None, 9, end(-9, pid=100)),
+    "killed in a shell": Case([rank()], "killed", RANK, THERE, None, 9, end(137, pid=99)),
+    "out of memory, by the command's counter": Case([rank()], "out_of_memory", RANK, THERE, None, 9, end(-9, kills=2)),
+    "a crash, by faulthandler": Case(
+        [rank(crash=crash("Segmentation fault", STEP))],
+        *("segfault", RANK, "Net.training_step (net.py:22)", None, 11),
+    ),
+    "another fatal error of Python's": Case(
+        [rank(crash=crash("_enter_buffered_busy: could not acquire lock", STEP))],
+        *("aborted", RANK, "Net.training_step (net.py:22)", None, 6),
+    ),
+    "a crash, by the command's code": Case([rank()], "segfault", RANK, THERE, None, 11, end(-11)),
+    "os._exit": Case([rank()], "exited", RANK, THERE, None, None, end(7, pid=100)),
+    "os._exit(0)": Case([rank()], "ok", None, None, None, None, end(0, pid=100)),
+    "told to end, then killed": Case([rank(events=(sent(15, -30.0),))], "terminated", RANK, THERE, None, 15, end(-9)),
+    "a signal of long ago": Case([rank(events=(sent(15, -600.0),))], "killed", RANK, THERE, None, 9, end(-9)),
+    "a hangup": Case([rank()], "terminated", RANK, THERE, None, 1, end(-1)),
+    "a read that was tried again long ago": Case(
+        [rank(events=(error("OSError", "x", -500.0, index=1),))], "killed", RANK, THERE
+    ),
+    # ---- no death ----
+    "all ended well": Case([rank(ended="ok"), worker(3)], "ok"),
+    "all ended well, and the command, too": Case([rank(ended="ok")], "ok", command=end(0)),
+    "the script failed after fit": Case([rank(ended="ok")], "exited", command=end(1)),
+    "the script was killed after fit": Case([rank(ended="ok")], "killed", signal=9, command=end(-9)),
+    "the run goes on": Case([rank(), worker(3)], "unknown", RANK, THERE, alive=(100, 203)),
+    "no records": Case([], "unknown"),
+    "no records, exit code 0": Case([], "ok", command=end(0)),
+    "no records, exit code 2": Case([], "exited", command=end(2)),
+    "no records, out of memory": Case([], "out_of_memory", signal=9, command=end(-9, kills=1)),
+    "no records, a bus error": Case([], "bus_error", signal=7, command=end(-7)),
+    "of two runs the one that wrote last": Case(
+        [rank(run="old", written=-900.0, events=(error("ValueError"),), ended="exception"), rank(ended="ok")], "ok"
+    ),
+    # ---- broken data ----
+    "events that say nothing": Case(
+        [fails({"event": "exception"}, {"event": "worker_died", "t": None}, {}, place="")],
+        "killed",
+        Process(0, -1, None),
+    ),
+    "times that are none": Case(
+        [fails({"event": "exception", "t": "soon", "type": None, "message": None, "frames": 7})],
+        *("exception", RANK, THERE),
+    ),
+    "a worker without its rank": Case([worker(3)], "unknown"),
+}
+
+
+@pytest.mark.parametrize("case", ONE_RANK.values(), ids=ONE_RANK)
+def test_one_rank(case: Case) -> None:
+    found = judged(case)
+    assert (found.ended, found.process, found.where, found.index, found.signal) == (
+        *(case.ended, case.process, case.where, case.index, case.signal),
+    )
+    assert found.text
+    assert PostMortem.from_json(found.to_json()) == found
+
+
+FIRST, SECOND = Process(0, None, 100), Process(1, None, 101)
+
+SEVERAL = {
+    "one was killed, the other lost its connection": Case(
+        ranks(2, rank(1, -0.1), fails(error("RuntimeError", LOST))), "killed", SECOND, THERE
+    ),
+    "the other waited until a time-out of NCCL's": Case(
+        ranks(2, rank(1, -90.0), fails(error("torch.distributed.DistBackendError", "NCCL watchdog timeout"))),
+        *("killed", SECOND, THERE),
+    ),
+    "one raised, the launcher killed the other": Case(
+        ranks(2, rank(0, 3.0), fails(error("ValueError", where="f (a.py:1)"), number=1)),
+        *("exception", SECOND, "f (a.py:1)", None, None, end(-9, pid=100)),
+    ),
+    "one raised, the other was told to end": Case(
+        ranks(2, fails(error("SIGTERMException", "", 0.2)), fails(error("ValueError", where="f (a.py:1)"), number=1)),
+        *("exception", SECOND, "f (a.py:1)"),
+    ),
+    "one raised, the other lost its connection": Case(
+        ranks(2, fails(error("RuntimeError", LOST, 0.2)), fails(error("KeyError", where="f (a.py:1)"), number=1)),
+        *("exception", SECOND, "f (a.py:1)"),
+    ),
+    "one was told to end, and the other by the launcher": Case(
+        ranks(2, fails(error("SIGTERMException", "", 0.2)), fails(error("SIGTERMException"), number=1)),
+        *("terminated", SECOND, THERE, None, 15),
+    ),
+    "the first of two exceptions": Case(
+        ranks(2, fails(error("ValueError", "", 0.4)), fails(error("KeyError", where="f (a.py:1)"), number=1)),
+        *("exception", SECOND, "f (a.py:1)"),
+    ),
+    "a worker of one was killed": Case(
+        [
+            *ranks(
+                2,
+                fails(died(3, 0.1, 1, signal=9), error("RuntimeError", torch_says(213, "Killed"), 0.2), number=1),
+                fails(error("RuntimeError", LOST, 0.4)),
+            ),
+            worker(3, of=1),
+        ],
+        *("killed", Process(1, 3, 213), HERE, 48213, 9),
+    ),
+    "one crashed, and the launcher killed the other": Case(
+        ranks(2, rank(0, 4.0), rank(1, crash=crash("Bus error", STEP))),
+        *("bus_error", SECOND, "Net.training_step (net.py:22)", None, 7, end(-9, pid=100)),
+    ),
+    "one vanished, and the launcher killed the other": Case(
+        ranks(2, rank(0, 4.0), rank(1)), "killed", SECOND, THERE, None, None, end(-9, pid=100)
+    ),
+    "both vanished at once: rank 0 is the launcher's": Case(
+        ranks(2, rank(0, -0.1), rank(1)), "killed", SECOND, THERE, None, None, end(-9, pid=100)
+    ),
+    "rank 0 was killed": Case(
+        ranks(2, rank(0, -0.3), fails(error("RuntimeError", LOST), number=1)),
+        *("killed", FIRST, THERE, None, 9, end(-9, pid=100)),
+    ),
+    "clocks of two machines differ": Case(
+        ranks(2, fails(error("RuntimeError", LOST, -1.5)), replace(rank(1), host="b")), "killed", SECOND, THERE
+    ),
+    "an exception long before another machine's rank vanished": Case(
+        ranks(2, fails(error("ValueError", "x", -20.0, where="f (a.py:1)")), replace(rank(1), host="b")),
+        *("exception", FIRST, "f (a.py:1)"),
+    ),
+    "only lost connections": Case(
+        ranks(2, fails(error("RuntimeError", LOST, 0.1)), fails(error("RuntimeError", LOST), number=1)),
+        *("exception", SECOND, THERE),
+    ),
+    "all ranks waited for one that had fewer batches": Case(
+        ranks(2, fails(error("RuntimeError", LOST), batch=10), rank(1, ended="ok", doing="set-up", batch=10)),
+        *("exception", SECOND, THERE),
+    ),
+    "one was killed, one waits": Case(
+        ranks(2, rank(0, 30.0, progress_s=T), rank(1)), "killed", SECOND, THERE, None, None, None, (100,)
+    ),
+    "all ended well": Case(ranks(2, rank(0, ended="ok"), rank(1, ended="ok")), "ok"),
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL.values(), ids=SEVERAL)
+def test_several_ranks(case: Case) -> None:
+    found = judged(case)
+    assert (found.ended, found.process, found.where, found.index, found.signal) == (
+        *(case.ended, case.process, case.where, case.index, case.signal),
+    )
+
+
+def test_what_the_others_did_is_one_line() -> None:
+    lost = [fails(error("RuntimeError", LOST, 0.1), number=n) for n in (0, 1, 3)]
+    text = judged(Case(ranks(4, rank(2, -0.2), *lost), "")).text
+    assert "After it: ranks 0-1 and 3: RuntimeError." in text.splitlines()
+
+
+def test_uneven_ranks_are_told_with_their_batches() -> None:
+    early = rank(1, ended="ok", doing="set-up", batch=8, batches=8)
+    others = [fails(error("RuntimeError", LOST, 0.1 * n), number=n, batch=8, batches=20) for n in (0, 2)]
+    text = judged(Case(ranks(3, early, *others), "")).text
+    assert text.startswith(
+        "Rank 1 ended its epoch 12 batches early; ranks 0 and 2 waited, and ended by RuntimeError at "
+    )
+
+
+def test_a_message_of_a_worker_is_its_own() -> None:
+    text = judged(ONE_RANK["an exception in a worker that only torch repeats"]).text
+    assert text.splitlines()[0].endswith(": x.")
+
+
+ADVICE = {
+    "ulimit -n": error("RuntimeError", "received 0 items of ancdata"),
+    "--shm-size": error("RuntimeError", "unable to write to file </torch_1_2_3>: No space left on device (28)"),
+    "ulimit -v": error("MemoryError"),
+    "smaller batch": error("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB"),
+    "spawn": error("RuntimeError", "Cannot re-initialize CUDA in forked subprocess."),
+    "other nodes": error("RuntimeError", LOST),
+}
+
+
+@pytest.mark.parametrize(("advice", "event"), ADVICE.items(), ids=ADVICE)
+def test_advice_for_an_exception(advice: str, event: dict[str, Any]) -> None:
+    assert advice in judged(Case([fails(event)], "")).advice
+
+
+def test_the_number_of_an_unknown_signal_is_told() -> None:
+    found = judged(Case([fails(died(3, signal=int(signal.SIGRTMIN) + 3))], ""))
+    assert (found.ended, found.signal) == ("killed", int(signal.SIGRTMIN) + 3)
