@@ -22,7 +22,6 @@ from lightning_gpuopt.recorder import flight
 from lightning_gpuopt.recorder.handover import Taker, Watcher
 from lightning_gpuopt.recorder.reader import records_in, records_of
 from lightning_gpuopt.recorder.worker import WorkerStart
-from tests.lanes import few
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -97,7 +96,8 @@ def left_by(folder):
     return rank, {each.worker: each for each in workers}
 
 
-@pytest.mark.parametrize("context", few("fork", {"fork": "fork", "spawn": "spawn", "forkserver": "forkserver"}))
+@pytest.mark.timed
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_a_worker_that_is_killed(context, tmp_path):
     with pytest.raises((RuntimeError, ConnectionResetError, EOFError)):
         fit(tmp_path, loader_of(Data("kill"), multiprocessing_context=context))
@@ -110,6 +110,7 @@ def test_a_worker_that_is_killed(context, tmp_path):
     assert [each["event"] for each in rank.events][-1] == "exception"
 
 
+@pytest.mark.timed
 def test_a_worker_that_exits(tmp_path):
     with pytest.raises((RuntimeError, ConnectionResetError, EOFError)):
         fit(tmp_path, loader_of(Data("exit")))
@@ -118,6 +119,7 @@ def test_a_worker_that_exits(tmp_path):
     assert (set(deaths) <= {(1, 5)}, workers[1].index) == (True, 37)
 
 
+@pytest.mark.timed
 def test_a_worker_that_raises(tmp_path):
     with pytest.raises(KeyError, match="nothing there"):
         fit(tmp_path, loader_of(Data("raise")))
@@ -171,6 +173,7 @@ def test_our_own_datasets_know_the_sample(tmp_path):
     assert workers[0].events[0]["index"] == 17
 
 
+@pytest.mark.timed
 def test_a_validation_worker_that_is_killed(tmp_path):
     with pytest.raises((RuntimeError, ConnectionResetError, EOFError)):
         fit(tmp_path, loader_of(Data()), loader_of(Data("kill")), num_sanity_val_steps=0)
@@ -179,6 +182,7 @@ def test_a_validation_worker_that_is_killed(tmp_path):
     assert [(each.loader, each.worker) for each in dead] == [("validation", 1)]
 
 
+@pytest.mark.timed
 def test_nothing_is_left_of_a_fit_that_ended_well(tmp_path):
     seen = []
 
@@ -289,6 +293,7 @@ def run(tmp_path, *arguments, **environment):
     )
 
 
+@pytest.mark.timed
 def test_a_rank_that_is_killed_leaves_its_ring_with_the_watcher(tmp_path):
     taker = Taker()
     process = run(tmp_path, "rank", "0", **Watcher(str(tmp_path / "rings"), taker.address).environment({}))
@@ -302,6 +307,7 @@ def test_a_rank_that_is_killed_leaves_its_ring_with_the_watcher(tmp_path):
     assert [each.pid for each in records_in(tmp_path / "rings")] == [rank.pid]
 
 
+@pytest.mark.timed
 def test_a_crash_in_a_worker_has_its_line(tmp_path):
     process = run(tmp_path, "crash", "2")
     assert process.returncode == 1
