@@ -64,6 +64,9 @@ _PROGRESS: Final = AT["progress_ns"]
 _LONGEST: Final = AT["longest_ns"]
 _SETS_UP, _TRAINS, _VALIDATES, _SAVES = (DOING.index(each) for each in (SETS_UP, TRAINS, VALIDATES, SAVES))
 
+_MAX_END_S: Final = 10.0
+"""The end of ``fit`` is held up no longer, whatever a file system does."""
+
 _DEATH_POLLS: Final = 100
 _DEATH_POLL_S: Final = 0.025
 
@@ -358,9 +361,24 @@ class FlightRecorder:
     # ---- the end ----
 
     def failed(self, error: BaseException) -> None:
-        """``fit`` ends by an exception; called in its hook, where workers may have died without our notice."""
+        """``fit`` ends by an exception; called in its hook, where workers may have died without our notice.
+
+        On a thread of its own: where a worker dies, torch's handler of SIGCHLD raises in the main one, wherever it is.
+        """
         if self._stop.is_set():
             return
+        recording = threading.Thread(target=self._record_failure, args=(error,), daemon=True)
+        end_s = time.monotonic() + _MAX_END_S
+        while time.monotonic() < end_s:
+            try:
+                if recording.ident is None:
+                    recording.start()
+                recording.join(_MAX_END_S)
+                return
+            except Exception:  # torch's: what it says of a worker is recorded
+                continue
+
+    def _record_failure(self, error: BaseException) -> None:
         for part in (
             lambda: self._await_death(error),
             lambda: self.memory.read({}),
