@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -12,6 +13,9 @@ from lightning_gpuopt.cli._parser import UsageError
 
 if TYPE_CHECKING:
     from lightning_gpuopt.postmortem.record import PostMortem
+
+_WRITES_WITHIN_S: Final = 10.0
+"""A process of another machine that runs has written within this time: once a second, with clocks that differ."""
 
 SUMMARY = "why a run died, or what it waits for now: which process, sample and line"
 
@@ -55,9 +59,15 @@ def _read(folder: Path) -> PostMortem | None:
     from lightning_gpuopt.postmortem.record import FILE, PostMortem
     from lightning_gpuopt.recorder.reader import is_alive, records_in
     from lightning_gpuopt.recorder.stacks import ask, wait_of
+    from lightning_gpuopt.watch.mailbox import COMMAND_FILE
 
+    if (folder.absolute().parent / COMMAND_FILE).is_file():  # of a fit of a watched run, which keeps them for all
+        folder = folder.absolute().parent
     records = records_in(folder)
-    running = [each for each in records if is_alive(each)]
+    now_s, host = time.time(), socket.gethostname()
+    here = [each for each in records if is_alive(each)]
+    running = [*here, *(each for each in records if each.host != host and now_s - each.written_s < _WRITES_WITHIN_S)]
+    living = {(each.host, each.pid, each.start_ticks) for each in running}
     written = max((*folder.glob(FILE), *folder.glob(f"*/{FILE}")), key=lambda each: each.stat().st_mtime, default=None)
     last_s = max((each.written_s for each in records), default=0.0)
     if written is not None and not running and written.stat().st_mtime >= last_s:
@@ -70,8 +80,8 @@ def _read(folder: Path) -> PostMortem | None:
         return None
     return post_mortem_of(
         records,
-        now_s=time.time(),
-        is_alive=is_alive,
-        stacks=ask(running),
-        waits={each.pid: wait_of(each.pid) for each in running},
+        now_s=now_s,
+        is_alive=lambda each: (each.host, each.pid, each.start_ticks) in living,
+        stacks=ask(here),
+        waits={each.pid: wait_of(each.pid) for each in here},
     )
