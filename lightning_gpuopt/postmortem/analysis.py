@@ -10,9 +10,11 @@ from typing import Final
 from lightning_gpuopt.measurements.flight import FlightRecord
 from lightning_gpuopt.postmortem.advice import advice_of, likely_of
 from lightning_gpuopt.postmortem.deaths import ECHO, CommandEnd, Death, deaths_of
+from lightning_gpuopt.postmortem.events import checked
 from lightning_gpuopt.postmortem.hangs import UNEVEN_ADVICE, Hang, describe_hang, hang_of
 from lightning_gpuopt.postmortem.memory import Memory, in_words, memory_of, oom_kills
 from lightning_gpuopt.postmortem.record import Ended, PostMortem, Process
+from lightning_gpuopt.postmortem.stacks import c_frames
 from lightning_gpuopt.postmortem.uneven import Uneven, uneven_of
 from lightning_gpuopt.postmortem.wording import clock, first_line, key, name_of, signal_name, span
 from lightning_gpuopt.postmortem.wording import ranks as ranks_in_words
@@ -71,7 +73,7 @@ def post_mortem_of(
         stacks: what ``faulthandler`` wrote of processes then, by process id.
         waits: what they waited in, in the kernel, by process id.
     """
-    records = _last_run(records)
+    records = [checked(each) for each in _last_run(records)]
     deaths = deaths_of(records, is_alive, command)
     if command is None and not deaths:
         running = [each for each in records if each.worker is None and not each.ended and is_alive(each)]
@@ -141,6 +143,8 @@ def _of_death(deaths: Sequence[Death], records: Sequence[FlightRecord], command:
     elif at := _at(where, index, first):
         lines.append(at)
     if uneven is None:
+        if first.record is not None and (frames := c_frames(first.record.crash)):
+            lines.append(f"Innermost in C: {', '.join(frames)}")
         lines += _memory_lines(memory, ended)
         lines += _others(deaths[1:], records, command, several)
     return _told(PostMortem(ended, process, where, index, number, memory.figures, likely, advice), lines)

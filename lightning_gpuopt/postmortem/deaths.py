@@ -41,7 +41,8 @@ _LOST: Final = re.compile(
     r"\bnccl(Remote|System|Internal)Error|NCCL (communicator|watchdog|timeout)|gloo.*(timed? ?out|op\.preamble)|"
     r"timed out (waiting|after) .*(recv|send|operation|client|rank|collective)|socket time-?out|wait timeout after|"
     r"watchdog caught collective|collective operation timeout|monitoredBarrier|DistStoreError|DistNetworkError|"
-    r"failed to (connect|recv|send).*(store|peer|rank)|store.*timed? ?out|op\.preamble\.length|EnforceNotMet",
+    r"failed to (connect|recv|send).*(store|peer|rank)|store.*timed? ?out|op\.preamble\.length|EnforceNotMet|"
+    r"caused pair closure",
     re.IGNORECASE | re.DOTALL,
 )
 """What gloo, NCCL and torch's stores say where another rank has gone, or does not come."""
@@ -223,8 +224,7 @@ def _worker_error(rank: FlightRecord, workers: Sequence[FlightRecord], error: Ma
         (_time(each), worker, each)
         for worker in workers
         for each in _errors(worker)
-        if _type(each) == (caught["type"] if caught else _type(error))
-        and number in (None, worker.worker)
+        if (_type(each) == caught["type"] and worker.worker == number if caught else _same(each, error))
         and _type(each) != "KeyboardInterrupt"
         and _time(each) <= (_time(error) or rank.written_s) + _WRITES_EVERY_S
     ]
@@ -239,6 +239,10 @@ def _worker_error(rank: FlightRecord, workers: Sequence[FlightRecord], error: Ma
     where = frame.at(known.place if known else "") if frame else (known.place if known else None) or None
     pid = known.pid if known else None
     return replace(death, process=Process(rank.rank, number, pid), where=where, kind=PLAIN)
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return (one.get("type"), one.get("message")) == (other.get("type"), other.get("message"))
 
 
 def _latest(records: Sequence[FlightRecord]) -> FlightRecord | None:
@@ -380,6 +384,6 @@ def _code_of(
         return (-command.code, None) if own or len(gone) == 1 else (None, None)
     if command.code > 128 and (own or alone or rank.rank == 0):  # as shells and launchers tell a signal
         return command.code - 128, None
-    if own and (alone or command.pid is not None):
+    if (own and (alone or command.pid is not None)) or (alone and command.code > 1):  # 1 may be a launcher's own
         return None, command.code
     return (None, 0) if command.code == 0 else (None, None)

@@ -67,10 +67,12 @@ def oom_kills(records: Sequence[FlightRecord], host: str, of_command: int | None
         host: of the process that ended.
         of_command: by how much it has risen in the command's own cgroup.
     """
-    read = [each.oom_kills for record in records if record.host == host for each in record.memory]
-    known = [each for each in read if each is not None]
-    risen = max(known) - min(known) if known else None
-    return max((each for each in (of_command, risen) if each is not None), default=None)
+    rises = [of_command]
+    for record in records:  # ranks of one machine may have cgroups of their own
+        known = [each.oom_kills for each in record.memory if each.oom_kills is not None]
+        if known and record.host == host:
+            rises.append(max(known) - min(known))
+    return max((each for each in rises if each is not None), default=None)
 
 
 def memory_of(

@@ -94,7 +94,7 @@ class PostMortem:
             found = cls(process=None if process is None else Process(**process), **data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"expected a post-mortem in JSON, got something else: {error}") from None
-        if found.ended not in get_args(Ended) or not isinstance(found.text, str):
+        if found.ended not in get_args(Ended) or not isinstance(found.text, str) or not isinstance(found.memory, dict):
             raise ValueError(f"expected a post-mortem in JSON, got one that ended {found.ended!r}")
         return found
 

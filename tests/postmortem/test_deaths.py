@@ -256,8 +256,8 @@ ONE_RANK = {
     # ---- broken data ----
     "events that say nothing": Case(
         [fails({"event": "exception"}, {"event": "worker_died", "t": None}, {}, place="")],
-        "killed",
-        Process(0, -1, None),
+        "exception",
+        RANK,
     ),
     "times that are none": Case(
         [fails({"event": "exception", "t": "soon", "type": None, "message": None, "frames": 7})],
