@@ -26,10 +26,10 @@ SECTIONS = [
 ]
 
 
-def run(script: str, *arguments: str) -> str:
+def run(script: str, *arguments: str, codes: tuple[int, ...] = (0,)) -> str:
     command = [sys.executable, "-W", "ignore", str(BENCHMARKS / script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.returncode in codes, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
 
@@ -304,3 +304,21 @@ def copies_pinned(simulated: SimulatedGpu) -> Callable[..., None]:
     """A copy that never blocks."""
     copy = simulated.copy
     return lambda *args, **more: copy(*args, **{**more, "pinned": True})
+
+
+@pytest.mark.matrix
+def test_the_flight_recorder_is_measured(tmp_path: Path) -> None:
+    before = results()
+    run(
+        "recorder.py", "--rounds", "1", "--output", str(tmp_path / "recorder.json"), codes=(0, 1)
+    )  # 1: a target is missed
+    assert results() == before
+    figures = json.loads((tmp_path / "recorder.json").read_text())["figures"]
+    assert sorted(figures) == [
+        "batch_without_workers_us",
+        "beat_us",
+        "core_percent",
+        "sample_in_worker_us",
+        "step_us",
+    ]
+    assert figures["core_percent"] == pytest.approx(figures["beat_us"] / 250_000 * 100)

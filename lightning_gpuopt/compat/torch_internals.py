@@ -9,12 +9,15 @@ name                                             torch        when it is gone
 ``Tensor._version``                              2.4 - 2.13   a change of a large tensor of a dataset goes unnoticed
 ``torch.autograd._profiler_enabled``             2.4 - 2.13   torch.profiler is not used
 ``distributed_c10d._get_default_store``          2.4 - 2.13   each rank keeps to its own figures
+``_distributed_c10d._dump_nccl_trace_json``      2.5 - 2.13   which collective a rank waits in is not recorded
 ``torch.utils.data._utils.collate``              2.4 - 2.13   ``import`` fails: nothing else makes torch's own batches
 ===============================================  ===========  ==========================================================
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -27,6 +30,7 @@ __all__ = [
     "count_holders",
     "default_collate_fn_map",
     "default_store",
+    "nccl_entries",
     "profiler_is_enabled",
     "storage_key",
     "version_of",
@@ -65,3 +69,26 @@ def default_store() -> Any:
         return _get_default_store()
     except (ImportError, ValueError, RuntimeError):
         return None
+
+
+def nccl_entries(most: int = 4) -> list[dict[str, Any]]:
+    """The last collectives of this rank, by torch's NCCL flight recorder; empty where it is not on.
+
+    It is on where ``TORCH_NCCL_TRACE_BUFFER_SIZE`` is set.
+
+    Args:
+        most: how many of them.
+    """
+    if not int(os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or 0):
+        return []
+    try:
+        from torch._C import _distributed_c10d
+
+        dump: Any = vars(_distributed_c10d)["_dump_nccl_trace_json"]  # not in builds without CUDA
+        entries = json.loads(dump(True, False))["entries"]
+        return [{name: each.get(name) for name in _OF_A_COLLECTIVE} for each in entries[-most:]]
+    except (ImportError, AttributeError, TypeError, ValueError, KeyError, RuntimeError):
+        return []
+
+
+_OF_A_COLLECTIVE: Final = ("profiling_name", "state", "collective_seq_id", "process_group")

@@ -24,6 +24,7 @@ from lightning_gpuopt.compat.dataloader import awaited_worker, has_queues, worke
 from lightning_gpuopt.compat.fetchers import fetcher_of
 from lightning_gpuopt.compat.lightning import Trainer
 from lightning_gpuopt.compat.lightning_loops import place_in_epoch
+from lightning_gpuopt.compat.torch_internals import nccl_entries
 from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
 from lightning_gpuopt.measurements.flight import SAVES, SETS_UP, TRAINS, VALIDATES, Doing
 from lightning_gpuopt.recorder.board import Board
@@ -304,6 +305,8 @@ class FlightRecorder:
             self._write_file()
             if self._stacks is not None and self._stacks.is_asked_for():
                 self._ask_workers()
+                if entries := nccl_entries():
+                    self._ring.log("collective", entries=entries)
                 self._stacks.write(self._main)
             self.each_second()
 

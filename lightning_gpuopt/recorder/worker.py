@@ -394,12 +394,11 @@ class _KeysOfOurs:
         self._ring = ring
 
     def __call__(self, keys: Any) -> Iterator[Any]:
-        numbers = self._ring.numbers
+        ring = self._ring
         for key in keys:
-            numbers[_INDEX] = key
-            numbers[_HAS_INDEX] = NUMBER
+            ring.index(key)
             yield key
-        numbers[_HAS_INDEX] = NO_INDEX
+        ring.numbers[_HAS_INDEX] = NO_INDEX
 
 
 def note_samples_of_ours(ring: Ring | None) -> None:
