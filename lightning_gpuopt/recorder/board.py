@@ -33,6 +33,7 @@ class Board:
     """
 
     def __init__(self) -> None:
+        self._handed: Any = None
         self.file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.file, TOTAL_BYTES)
@@ -86,9 +87,18 @@ class Board:
         return {"file": reduction.DupFd(self.file), "slots": dict(self._slots)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.file = state["file"].detach()
-        self._slots = state["slots"]
-        self._map()
+        self._handed, self._slots = state["file"], state["slots"]
+
+    def open(self) -> None:
+        """Called in a worker that was handed the descriptor; does nothing in one that was forked.
+
+        Raises:
+            OSError: it is of no use.
+        """
+        if self._handed is not None:
+            self.file = self._handed.detach()
+            self._handed = None
+            self._map()
 
     def close(self) -> None:
         """Close the descriptor. The memory goes with the last ring in use."""

@@ -232,27 +232,48 @@ class FlightRecorder:
 
     def start_workers(self, seen: SeenLoader, create: Callable[[], Any]) -> Any:
         """Make an iterator whose workers begin their rings before anything else."""
-        loader: Any = seen.inner
-        before = getattr(loader, "worker_init_fn", None)
-        if self._stop.is_set() or isinstance(before, WorkerStart):
-            return create()
-        name = self._name_of(seen)
-        if not loader.num_workers:
-            iterator = create()
-            if (fetcher := fetcher_of(iterator)) is not None:
-                self._reading = note_fetches(fetcher, self._ring, whole=False)
-            return iterator
-        for worker in range(max(loader.num_workers, _RESERVED)):
-            self._board.slot(name, worker)
-        loader.worker_init_fn = WorkerStart(before, self._board, name, self._known, self._ids, self._stacks)
+        undo: Callable[[], None] | None = None
+        try:
+            undo = self._place_start(seen)
+        except Exception:  # a loader of somebody's own, which does not let itself be changed
+            log.debug("the workers of a loader are not recorded", exc_info=True)
         try:
             iterator = create()
         finally:
+            if undo is not None:
+                undo()
+        try:
+            self._started(seen, iterator, recorded=undo is not None)
+        except Exception:
+            log.debug("an iterator is not recorded", exc_info=True)
+        return iterator
+
+    def _place_start(self, seen: SeenLoader) -> Callable[[], None] | None:
+        """Have the next iterator's workers begin their rings; returns the undo, None where there is nothing to do."""
+        loader: Any = seen.inner
+        before = loader.worker_init_fn
+        if self._stop.is_set() or not loader.num_workers or isinstance(before, WorkerStart):
+            return None
+        name = self._name_of(seen)
+        for worker in range(max(loader.num_workers, _RESERVED)):
+            self._board.slot(name, worker)
+        loader.worker_init_fn = WorkerStart(before, self._board, name, self._known, self._ids, self._stacks)
+
+        def undo() -> None:
             loader.worker_init_fn = before
+
+        return undo
+
+    def _started(self, seen: SeenLoader, iterator: Any, *, recorded: bool) -> None:
+        if not recorded:
+            fetcher = fetcher_of(iterator)
+            if fetcher is not None and not self._stop.is_set():
+                self._reading = note_fetches(fetcher, self._ring, whole=False)
+            return
+        name = self._name_of(seen)
         with contextlib.suppress(TypeError):  # an iterator without a place for weak references
             self._iterators[name] = weakref.ref(iterator)
         self._find_workers(name, iterator)
-        return iterator
 
     def _name_of(self, seen: SeenLoader) -> str:
         if seen not in self._names:

@@ -104,7 +104,7 @@ def _readings(event: dict[str, Any] | Any) -> Iterator[tuple[int | None, MemoryR
     yield None, MemoryReading(at_s, **{name: event[name] for name in _FIELDS if _is_number(event.get(name))})
     workers: Sequence[Any] = event.get("workers") or ()
     for row in workers:
-        if isinstance(row, list) and len(row) == 1 + len(_OF_A_WORKER):
+        if isinstance(row, list) and len(row) == 1 + len(_OF_A_WORKER) and _is_number(row[0]):
             known = {name: value for name, value in zip(_OF_A_WORKER, row[1:], strict=True) if _is_number(value)}
             yield row[0], MemoryReading(at_s, **known)
 

@@ -44,8 +44,6 @@ _FATAL: Final = b"Fatal Python error: "
 class StackWriter:
     """Has this process write its stacks to a file, when it is asked to, and when a fatal signal ends it.
 
-    A copy that another process gets does the same there.
-
     Nothing of the program's is replaced: a signal that has a handler is not taken, and ``faulthandler`` that is on
     already stays as it is.
 
@@ -58,14 +56,10 @@ class StackWriter:
     Attributes:
         path: the file.
         signal: asks for the stacks; 0: no signal was free.
-        process: which process this object was made in.
     """
 
     def __init__(self, path: str) -> None:
-        self._open(path)
-
-    def _open(self, path: str) -> None:
-        self.path, self.process = path, os.getpid()
+        self.path = path
         self._ask_file = str(Path(path).with_suffix(ASK_SUFFIX))
         self._asked_ns = 0
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -114,12 +108,6 @@ class StackWriter:
             faulthandler.disable()
             again()
             faulthandler.enable(file=self._file, all_threads=True)
-
-    def __getstate__(self) -> dict[str, str]:
-        return {"path": self.path}
-
-    def __setstate__(self, state: dict[str, str]) -> None:
-        self._open(state["path"])
 
     def close(self) -> None:
         """Leave the signals as they were; may be called more than once."""

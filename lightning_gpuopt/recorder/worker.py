@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import context
 from traceback import walk_tb
@@ -66,16 +66,16 @@ class WorkerStart:
         words: what else a ring says in words.
         numbers: the rank's numbers.
         stacks: has the training process write its stacks; None where nothing does.
-        parent: the training process.
+        spawned: whether this is a copy in a process that was started anew.
     """
 
     before: Callable[[int], object] | None
-    board: Board
+    board: Board | None
     loader: str
     words: dict[str, str]
     numbers: dict[str, int]
     stacks: StackWriter | None
-    parent: int = field(default_factory=os.getpid)
+    spawned: bool = False
 
     def __call__(self, worker: int) -> object:
         """Called in the worker, before its dataset is used."""
@@ -86,13 +86,12 @@ class WorkerStart:
         return None if self.before is None else self.before(worker)
 
     def _begin(self, worker: int) -> None:
-        slot = self.board.slot(self.loader, worker)
-        if slot is None:
+        slot = self.board.slot(self.loader, worker) if self.board is not None else None
+        if self.board is None or slot is None:
             return
-        forked = self.stacks is not None and self.stacks.process != os.getpid()
-        stacks = self.stacks
-        if stacks is not None:
-            stacks.in_worker(set_fatal_handlers)
+        self.board.open()
+        forked = not self.spawned
+        stacks = self._stacks_here()
         ring = self.board.worker(slot)
         info = get_worker_info()
         dataset = info.dataset if info is not None else None
@@ -103,7 +102,7 @@ class WorkerStart:
             worker=worker,
             pid=os.getpid(),
             start_ticks=start_ticks(),
-            fork=int(os.getppid() == self.parent and forked),
+            fork=int(forked),
             doing=DOING.index(STARTS),
             since_ns=time.monotonic_ns(),
             written_ns=time.monotonic_ns(),
@@ -113,11 +112,24 @@ class WorkerStart:
         note_samples_of_ours(ring)
         Beat(ring, threading.get_ident(), dataset, stacks).start()
 
+    def _stacks_here(self) -> StackWriter | None:
+        stacks, path = self.stacks, self.words.get("stacks")
+        if self.spawned and path:
+            try:
+                stacks = StackWriter(path)
+            except OSError:  # the folder has gone
+                return None
+        if stacks is not None:
+            stacks.in_worker(set_fatal_handlers)
+        return stacks
+
     def __getstate__(self) -> dict[str, Any]:
-        """For a worker that is spawned; whoever else copies an iterator's arguments gets the loader's own function."""
-        if context.get_spawning_popen() is None:
-            return {**vars(self), "board": None, "stacks": None}
-        return vars(self)
+        """For a worker that is spawned; whoever else copies an iterator's arguments gets the loader's own function.
+
+        Nothing is opened while it is read there: a worker that cannot read its arguments would end the training.
+        """
+        gone = context.get_spawning_popen() is None or self.board is None or self.board.file < 0
+        return {**vars(self), "board": None if gone else self.board, "stacks": None, "spawned": True}
 
 
 class Beat(threading.Thread):

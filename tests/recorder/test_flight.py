@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +21,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_gpuopt import LMDBDataModule, StallDetector, build_lmdb
 from lightning_gpuopt.recorder import flight
+from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.handover import Taker, Watcher
 from lightning_gpuopt.recorder.reader import records_in, records_of
+from lightning_gpuopt.recorder.ring import record_of
+from lightning_gpuopt.recorder.stacks import StackWriter
 from lightning_gpuopt.recorder.worker import WorkerStart
 
 QUIET: dict[str, Any] = {
@@ -322,3 +327,54 @@ def test_a_crash_of_a_rank_has_its_line(tmp_path):
     assert process.returncode == -signal.SIGSEGV
     rank, _ = left_by(tmp_path)
     assert "in fail" in rank.crash
+
+
+class Fixed(DataLoader):
+    """Does not let itself be changed once it is made."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.made = True
+
+    def __setattr__(self, name, value):
+        if name == "worker_init_fn" and getattr(self, "made", False):
+            raise AttributeError("fixed")
+        super().__setattr__(name, value)
+
+
+def test_a_loader_that_does_not_let_itself_be_changed_is_left_alone(tmp_path):
+    with pytest.raises(KeyError, match="nothing there"):
+        fit(tmp_path, Fixed(Data("raise"), 4, num_workers=2))
+    rank, workers = left_by(tmp_path)
+    assert (rank.steps >= 9, workers) == (True, {})
+
+
+def init_is_called(worker):
+    Path(os.environ["GPUOPT_TEST_INIT"]).write_text(str(worker))
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("gone", ["rings", "folder", "nothing"])
+def test_a_spawned_worker_starts_whatever_has_gone(gone, tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUOPT_TEST_INIT", str(tmp_path / "init"))
+    (folder := tmp_path / "recorder").mkdir()
+    board, stacks = Board(), StackWriter(str(folder / "a.stacks"))
+    board.slot("train", 3)
+    words = {"host": "h", "run": "r", "stacks": stacks.path}
+    start = WorkerStart(init_is_called, board, "train", words, {"rank": 0, "world_size": 1}, stacks)
+    if gone == "rings":
+        board.close()
+    elif gone == "folder":
+        shutil.rmtree(folder)
+    process = multiprocessing.get_context("spawn").Process(target=start, args=(3,))
+    process.start()
+    process.join()
+    stacks.close()
+    assert (process.exitcode, (tmp_path / "init").read_text()) == (0, "3")
+    if gone != "rings":
+        ring = board.copy_of(0)
+        assert ring is not None
+        record = record_of(bytes(ring))
+        assert record is not None
+        assert (record.worker, record.pid, record.fork) == (3, process.pid, False)
+        board.close()
