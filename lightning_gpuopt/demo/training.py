@@ -248,8 +248,12 @@ def train(settings: DemoSettings) -> Outcome:
         data = _data(settings)
         monitor = GpuUtilMonitor()
         detector = StallDetector(
-            report_dir=settings.output_dir, on_stall="ignore", print_report=False, profile="on"
-        )  # with a table of what the steps compute
+            report_dir=settings.output_dir,
+            on_stall="ignore",
+            print_report=False,
+            profile="on",  # with a table of what the steps compute
+            recorder=False,  # who interrupts a demo asks nobody why
+        )
         finder = NumWorkersFinder() if settings.worker_search else None
         callbacks: list[Callback | None] = [
             monitor,
