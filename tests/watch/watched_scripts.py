@@ -141,7 +141,7 @@ RANKS = (
 if __name__ == "__main__":
     own = trainer(devices=2, strategy="ddp", max_steps=12)
     own.fit(Model(), DataLoader(Slow(), 2))
-    sys.stdout.write(f"rank {own.global_rank} ended\n")  # one write: the ranks share the pipe
+    sys.stdout.write(f"rank {own.global_rank} ended\\n")  # one write: the ranks share the pipe
 """
 )
 
