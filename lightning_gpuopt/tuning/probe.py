@@ -21,6 +21,7 @@ from lightning_gpuopt.telemetry.resources import worker_memory
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
 from lightning_gpuopt.tuning.caps import files_of
 from lightning_gpuopt.tuning.workers import Measured, Trial
+from lightning_gpuopt.utils.interrupts import interrupt_held
 
 _MIN_S: Final = 0.5
 _MIN_BATCHES: Final = 8
@@ -92,8 +93,10 @@ def run_trial(
     clocks = clocks or Clocks()
     timed = TimedCollate(own_collate(loader))
     began = clocks.now()
-    iterator = _start(loader, sampling, num_workers, prefetch_factor, timed, deadline - began)
+    iterator = None
     try:
+        with interrupt_held():
+            iterator = _start(loader, sampling, num_workers, prefetch_factor, timed, deadline - began)
         return _TrialReading(iterator, timed, num_workers, step_time_s, deadline, clocks).run(began)
     finally:
         _stop(iterator, max(min(deadline - clocks.now(), _GRACE_S), _MIN_GRACE_S))
@@ -116,9 +119,10 @@ def first_batches(
         ValueError: something of the loader cannot be sent to a worker process.
         Exception: whatever the dataset raises, as it would come out in training.
     """
-    iterator = _start(loader, sampling, 1, 2, collate_fn, seconds)
-    batches: list[Any] = []
+    iterator, batches = None, list[Any]()
     try:
+        with interrupt_held():
+            iterator = _start(loader, sampling, 1, 2, collate_fn, seconds)
         for batch in iterator:
             if not batches:
                 deadline = time.perf_counter() + _MORE_S
