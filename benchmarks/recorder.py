@@ -31,10 +31,13 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.flight import FlightRecorder
 from lightning_gpuopt.recorder.worker import BEAT_S, note_fetches
+from lightning_gpuopt.timeline.phases import Timeline
 
 STEP_TARGET_US = 3.0
 CORE_TARGET_PERCENT = 0.1
 BATCH_SIZE = 128
+SPANS = 20
+"""Actions of Lightning's that are timed in a step."""
 
 
 class Numbers(Dataset[int]):
@@ -58,6 +61,25 @@ def seconds_of(call: Callable[[], object], times: int, rounds: int, clock: Calla
     return statistics.median(took)
 
 
+def spans_s(rounds: int, recorder: FlightRecorder | None) -> float:
+    """Seconds of timing an action of the training loop, with the open slot shown in the ring or not."""
+    timeline = Timeline()
+    timeline.start()
+    if recorder is not None:
+        recorder.follow(timeline, [])
+    span = timeline.span("run_training_batch")
+
+    def time_nothing() -> None:
+        with span:
+            pass
+
+    took_s = seconds_of(time_nothing, 20_000, rounds, time.perf_counter)
+    timeline.stop()
+    if recorder is not None:
+        recorder.forget(timeline)
+    return took_s
+
+
 def fetches_s(rounds: int, *, noted: bool, whole: bool) -> float:
     """Seconds of fetching a batch."""
     fetcher = _MapDatasetFetcher(Numbers(), True, len, False)  # type: ignore[no-untyped-call]
@@ -76,6 +98,7 @@ def measure(rounds: int, folder: Path) -> dict[str, float]:
     trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
     recorder = FlightRecorder(trainer, folder)
     step_s = seconds_of(recorder.step_done, 20_000, rounds, time.perf_counter)
+    step_s += SPANS * (spans_s(rounds, recorder) - spans_s(rounds, None))
     beat_s = seconds_of(recorder.beat, 40, rounds, time.thread_time)
     recorder.ended()
     plain_s = fetches_s(rounds, noted=False, whole=False)

@@ -224,7 +224,8 @@ class DetectorSession:
             self._accumulator = self._new_accumulator()
         self.timeline.start()
         if self._recorder is not None:
-            self._recorder.phase = lambda: self.timeline.activity
+            self._recorder.follow(self.timeline, [*callbacks, self._pl_module])
+            placed.undo.callback(self._recorder.forget, self.timeline)
             self._memory_risks = MemoryRisks(
                 trainer, self._recorder, self.loader, self.risks, lambda: owners_of(trainer, self._pl_module)
             )

@@ -106,9 +106,9 @@ class FlightRecord:
         doing: what it does now.
         since_s: since when.
         place: line of the user's own code that its main thread was last seen at, now and then, as
-            ``"Photos.__getitem__ (data.py:41)"``; before the first time, the function that it is to call; empty where
-            that is not known.
-        phase: of a rank: the phase or hook that was open when it last wrote, as reports name it.
+            ``"Photos.__getitem__ (data.py:41)"``; of a rank, in the phase that is open. Before the first time, the
+            function that it is to call; empty where that is not known.
+        phase: of a rank: the phase or hook that is open, as reports name it.
         steps: training batches that have been finished.
         epoch: the epoch.
         batch: batches of this epoch that have been finished.

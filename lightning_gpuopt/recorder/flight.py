@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +31,7 @@ from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.handover import Watcher
 from lightning_gpuopt.recorder.memory import MemoryLog
 from lightning_gpuopt.recorder.reader import STACKS_SUFFIX, SUFFIX, remove
-from lightning_gpuopt.recorder.ring import AT, DOING, ENDED, HEADER_BYTES, MAX_WORKERS, record_of
+from lightning_gpuopt.recorder.ring import AT, DOING, ENDED, HEADER_BYTES, MAX_WORKERS, reading_in, record_of, slot_line
 from lightning_gpuopt.recorder.ring_file import RingFile
 from lightning_gpuopt.recorder.stacks import StackWriter, answers_in, start_ticks
 from lightning_gpuopt.recorder.worker import (
@@ -45,6 +45,7 @@ from lightning_gpuopt.recorder.worker import (
     place_of_methods,
 )
 from lightning_gpuopt.timeline.frames import innermost_frames, is_in_loader
+from lightning_gpuopt.timeline.slot_clock import SlotClock
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,11 @@ _JOB: Final = (
 )
 """Variables that are the same for all ranks of a run, and other in the next one."""
 
+_METHODS: Final = {"forward": ["training_step"], "validation": ["validation_step"]}
+"""Where the user's own code of a phase begins."""
+
 _DOING: Final = AT["doing"]
+_SLOT: Final = AT["slot"]
 _SINCE: Final = AT["since_ns"]
 _STEPS: Final = AT["steps"]
 _PROGRESS: Final = AT["progress_ns"]
@@ -85,7 +90,6 @@ class FlightRecorder:
         folder: where rings are written to; None: nowhere. Under ``watch`` they go to its folder.
 
     Attributes:
-        phase: gives the phase or hook that is open; set when training starts.
         each_second: called on the recorder's thread.
         memory: what has been read of memory.
 
@@ -96,7 +100,6 @@ class FlightRecorder:
     def __init__(self, trainer: Trainer, folder: Path | None) -> None:
         global _fits
         _fits += 1
-        self.phase: Callable[[], str | None] = lambda: None
         self.each_second: Callable[[], None] = lambda: None
         self._trainer: Callable[[], Trainer | None] = weakref.ref(trainer)
         self._board = Board()
@@ -104,6 +107,9 @@ class FlightRecorder:
         self._numbers = self._ring.numbers
         self._main = threading.get_ident()
         self._beats = 0
+        self._timeline: SlotClock | None = None
+        self._slots: dict[int, str] = {}
+        self._named = 0
         self._words: dict[str, str] = {}
         self._signalled = False
         self._names: weakref.WeakKeyDictionary[SeenLoader, str] = weakref.WeakKeyDictionary()
@@ -202,6 +208,36 @@ class FlightRecorder:
             yield
         finally:
             self.progress(before)
+
+    def follow(self, timeline: SlotClock, owners: Sequence[object]) -> None:
+        """Keep which slot of a timeline is open: of the places that were seen, the one in that slot is where it died.
+
+        Args:
+            timeline: of the training thread.
+            owners: the callbacks, and whoever else has hooks of the user's own; the module last.
+        """
+        self._owners = owners
+        self._timeline = timeline
+        self._name_slots(timeline)
+        self._numbers[_SLOT] = timeline.shown[0]
+        timeline.shown = self._numbers[_SLOT : _SLOT + 1]
+
+    def forget(self, timeline: SlotClock) -> None:
+        """The timeline has ended."""
+        timeline.shown = [0]
+        self._timeline, self._numbers[_SLOT] = None, -1
+
+    def _name_slots(self, timeline: SlotClock) -> None:
+        """Note the names of slots that are new, and where the user's own code of them begins."""
+        for slot in range(self._named, timeline.slots):
+            if slot in timeline.pauses.kinds:  # never open
+                continue
+            name = timeline.name_of(slot)
+            owner, _, hook = name.rpartition(".")
+            hooks = [hook] if owner else _METHODS.get(name, [])
+            owners = [each for each in self._owners if owner in ("", type(each).__name__)]
+            self._slots[slot] = slot_line(slot, name, place_of_methods(hooks, *owners))
+        self._named = timeline.slots
 
     def note(self, event: str, **known: Any) -> None:
         """Log an event.
@@ -305,12 +341,18 @@ class FlightRecorder:
         if (trainer := self._trainer()) is None:
             return
         self._numbers[AT["written_ns"]] = time.monotonic_ns()
-        phase = self.phase() or ""
-        self._write("phase", phase)
+        slot = self._numbers[_SLOT]
         frame = innermost_frames().get(self._main)
+        reads = is_in_loader(frame)
         if place := place_of(frame):  # while it waits for a batch, its last one stays
             self._write("place", place)
-        self._numbers[AT["turn"]] = self._turn() if is_in_loader(frame) else 0
+        if (timeline := self._timeline) is not None:
+            self._name_slots(timeline)
+            if place and slot == self._numbers[_SLOT] >= 0:
+                key = slot if not reads else reading_in(slot)
+                self._slots[key] = slot_line(key, timeline.name_of(slot), place)
+            self._write("slots", "\n".join(self._slots.values()))
+        self._numbers[AT["turn"]] = self._turn() if reads else 0
         del frame
         epoch, batch, batches = place_in_epoch(trainer)
         self._numbers[AT["epoch"]], self._numbers[AT["batch"]] = epoch, batch
@@ -322,7 +364,7 @@ class FlightRecorder:
             self._reading.show()
         self.look_at_workers()
         if self._beats % _BEATS_A_SECOND == 0:
-            self.memory.read({slot: (process.pid, *_name) for slot, (*_name, process) in self._living()})
+            self.memory.read(_mapped(self._living()))
             self._write_file()
             if self._stacks is not None and self._stacks.is_asked_for():
                 self._ask_workers()
@@ -405,7 +447,7 @@ class FlightRecorder:
     def _record_failure(self, error: BaseException) -> None:
         for part in (
             lambda: self._await_death(error),
-            lambda: self.memory.read({}),
+            lambda: self.memory.read(_mapped(self._workers.items())),  # the dead ones keep what was read of them
             lambda: self._ring.log("exception", **described(error)),
             lambda: self._close(ENDED.index("exception")),
         ):
@@ -470,6 +512,11 @@ class FlightRecorder:
 def _job(world_size: int) -> str:
     """What names a run of several ranks; empty for one of one rank."""
     return "-".join(os.environ[name] for name in _JOB if os.environ.get(name)) if world_size > 1 else ""
+
+
+def _mapped(workers: Iterable[tuple[int, tuple[str, int, Any]]]) -> dict[int, tuple[int, str, int]]:
+    """Process id, loader and number in it, by ring."""
+    return {slot: (process.pid, loader, worker) for slot, (loader, worker, process) in list(workers)}
 
 
 def _end_of(process: Any) -> dict[str, int] | None:

@@ -32,13 +32,14 @@ MAX_WORKERS: Final = 256
 TOTAL_BYTES: Final = RANK_BYTES + MAX_WORKERS * WORKER_BYTES
 """Memory that is not written to takes none."""
 
-HEADER_BYTES: Final = 4096
+HEADER_BYTES: Final = 8192
 _MAGIC: Final = b"GPUOPT01"
 
 _NUMBERS: Final = (
     *("pid", "start_ticks", "rank", "world_size", "worker", "created_wall_ns", "created_ns", "written_ns"),
     *("ended", "doing", "since_ns", "steps", "epoch", "batch", "batches", "progress_ns", "longest_ns"),
     *("has_index", "index", "batches_read", "samples", "fork", "cpu_ns", "turn", "stack_signal", "logged", "asked"),
+    "slot",
 )
 AT: Final = {name: at for at, name in enumerate(_NUMBERS)}
 """Where a number is among a ring's numbers."""
@@ -47,12 +48,12 @@ _WORDS: Final[dict[str, tuple[int, int]]] = {
     "host": (1024, 64),
     "loader": (1088, 32),
     "run": (1120, 160),
-    "phase": (1280, 128),
     "place": (1408, 512),
     "key": (1920, 128),
     "indices": (2048, 768),
     "stacks": (2816, 1024),
     "leak": (3840, 256),
+    "slots": (4096, 4096),
 }
 """Where a word begins, and how many bytes it may have."""
 
@@ -91,7 +92,7 @@ class Ring:
         own = self.numbers
         for at in range(len(_NUMBERS)):
             own[at] = 0
-        own[AT["batches"]] = own[AT["worker"]] = -1
+        own[AT["batches"]] = own[AT["worker"]] = own[AT["slot"]] = -1
         own[AT["created_wall_ns"]], own[AT["created_ns"]] = time.time_ns(), time.monotonic_ns()
         for name, value in numbers.items():
             own[AT[name]] = value
@@ -182,6 +183,10 @@ def record_of(data: bytes) -> FlightRecord | None:
     numbers = dict(zip(_NUMBERS, memoryview(data)[8 : 8 + 8 * len(_NUMBERS)].cast("q"), strict=True))
     words = {name: _word(data, name) for name in _WORDS}
     indices = _indices(words["indices"])
+    slots, slot = _slots(words["slots"]), numbers["slot"]
+    phase, place = slots.get(slot, ("", ""))
+    if numbers["has_index"] and reading_in(slot) in slots:
+        _, place = slots[reading_in(slot)]
     indexed: dict[int, int | str] = {NUMBER: numbers["index"], KEY: words["key"]}
 
     def wall_s(name: str) -> float:
@@ -205,8 +210,8 @@ def record_of(data: bytes) -> FlightRecord | None:
         ended=_of(ENDED, numbers["ended"], ""),
         doing=_of(DOING, numbers["doing"], STARTS if is_worker else SETS_UP),
         since_s=wall_s("since_ns"),
-        place=words["place"],
-        phase=words["phase"],
+        place=place or words["place"],
+        phase=phase,
         steps=numbers["steps"],
         epoch=numbers["epoch"],
         batch=numbers["batch"],
@@ -247,6 +252,34 @@ def _indices(word: str) -> tuple[int | str, ...]:
     except ValueError:
         return ()
     return tuple(found) if isinstance(found, list) else ()
+
+
+def reading_in(slot: int) -> int:
+    """Stands for a slot while a sample is read in it."""
+    return -2 - slot
+
+
+def slot_line(slot: int, name: str, place: str) -> str:
+    """What the word ``slots`` has of one slot of the timeline, as a line.
+
+    Args:
+        slot: its number.
+        name: the phase or hook.
+        place: the line of the user's own code that it was last seen at, or where it begins; empty: not known.
+    """
+    return json.dumps([slot, name, place], separators=(",", ":"))
+
+
+def _slots(word: str) -> dict[int, tuple[str, str]]:
+    found = {}
+    for line in word.split("\n"):
+        try:
+            slot, name, place = json.loads(line)
+        except (ValueError, TypeError):
+            continue
+        if isinstance(slot, int) and isinstance(name, str) and isinstance(place, str):
+            found[slot] = name, place
+    return found
 
 
 def _lines(data: bytes, logged: int) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
@@ -43,6 +43,7 @@ class SlotClock:
         thread: identifier of the thread that is measured; 0 outside of a measurement.
         epochs: epochs begun.
         fetches_watched: whether the observer is called at fetches.
+        shown: its only item is the open slot, for a reader that outlives this process; replaced by whoever has one.
     """
 
     # With as many attributes as these an instance's dict is slow.
@@ -75,6 +76,7 @@ class SlotClock:
         "last_ns",
         "loop_slot",
         "pauses",
+        "shown",
         "slots_between_steps",
         "thread",
     )
@@ -116,6 +118,12 @@ class SlotClock:
         self._validations = 0
         self.fetches_watched = True
         self.epochs = 0
+        self.shown: MutableSequence[int] | memoryview[int] = [EPOCH_SETUP]
+
+    @property
+    def slots(self) -> int:
+        """How many slots there are so far."""
+        return len(self._ns)
 
     def name_of(self, slot: int) -> str:
         """What a slot of the clock holds, for people: a phase, a callback's hook, or what stops a step."""
@@ -153,7 +161,7 @@ class SlotClock:
 
     def _become(self, slot: int) -> None:
         """Let the open span go on in another slot."""
-        self._current = slot
+        self._current = self.shown[0] = slot
         if self._ranges is not None:
             self._ranges.pop()
             self._ranges.push(self.name_of(slot))

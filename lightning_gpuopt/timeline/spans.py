@@ -33,7 +33,7 @@ class Span:
         current = timeline._current
         timeline._ns[current] += now - timeline.last_ns
         timeline._open.append(current)
-        timeline._current = self.slot
+        timeline._current = timeline.shown[0] = self.slot
         timeline.last_ns = now
         if timeline._watched:
             timeline._span_begins(current, now)
@@ -45,7 +45,7 @@ class Span:
         now = timeline._clock_ns()
         current = timeline._current
         timeline._ns[current] += now - timeline.last_ns
-        timeline._current = timeline._open.pop()
+        timeline._current = timeline.shown[0] = timeline._open.pop()
         timeline.last_ns = now
         if timeline._watched:
             timeline._span_ends(current, now)

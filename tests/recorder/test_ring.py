@@ -12,7 +12,16 @@ import pytest
 from lightning_gpuopt.recorder import ring_file
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.reader import headers_in, records_in, records_of
-from lightning_gpuopt.recorder.ring import AT, HEADER_BYTES, MAX_WORKERS, RANK_BYTES, Ring, record_of
+from lightning_gpuopt.recorder.ring import (
+    AT,
+    HEADER_BYTES,
+    MAX_WORKERS,
+    RANK_BYTES,
+    Ring,
+    reading_in,
+    record_of,
+    slot_line,
+)
 from lightning_gpuopt.recorder.ring_file import RingFile
 
 
@@ -61,6 +70,33 @@ def test_the_key_of_a_sample(key, read):
     assert record is not None
     assert record.index == read
     assert ring.noted_index() == read
+
+
+def test_the_place_is_that_of_the_open_slot():
+    memory, ring = new_ring()
+    ring.begin({"place": "last seen"})
+    lines = [
+        slot_line(0, "data_wait", ""),
+        slot_line(2, "forward", "step"),
+        slot_line(reading_in(2), "forward", "read"),
+    ]
+    ring.write("slots", "\n".join([*lines, '[7,"cut'])[:-1])
+
+    def read(slot):
+        ring.numbers[AT["slot"]] = slot
+        record = record_of(bytes(memory))
+        assert record is not None
+        return record.phase, record.place
+
+    assert [read(slot) for slot in (-1, 0, 2, 7)] == [
+        ("", "last seen"),
+        ("data_wait", "last seen"),
+        ("forward", "step"),
+        ("", "last seen"),
+    ]
+    ring.index(5)
+    assert read(2) == ("forward", "read")
+    assert read(0) == ("data_wait", "last seen")
 
 
 def test_long_words_are_cut_and_may_be_cut_inside_of_a_letter():

@@ -12,7 +12,7 @@ import threading
 import time
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 CASE, WORKERS = sys.argv[1], int(sys.argv[2])
@@ -92,8 +92,20 @@ class Model(LightningModule):
                 ENDS[CASE.removeprefix("rank1-")]()
         return self.layer(batch).sum()
 
+    def validation_step(self, batch, batch_idx):
+        if batch_idx == 20:
+            ENDS[CASE.removeprefix("validation-")]()
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+class Hook(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if CASE.startswith("hook-"):
+            time.sleep(0.005)  # hooks that do nothing are not timed by themselves
+            if batch_idx == 50:
+                ENDS[CASE.removeprefix("hook-")]()
 
 
 if __name__ == "__main__":
@@ -107,6 +119,8 @@ if __name__ == "__main__":
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        callbacks=[Hook()],
         **ranks,
     )
-    trainer.fit(Model(), DataLoader(Stream() if CASE == "uneven" else Data(), 4, num_workers=WORKERS))
+    loader = DataLoader(Stream() if CASE == "uneven" else Data(), 4, num_workers=WORKERS)
+    trainer.fit(Model(), loader, DataLoader(Data(), 4) if CASE.startswith("validation-") else None)

@@ -57,12 +57,16 @@ DEATHS = {
     "worker-raised": ("data-raise", 2, 1, "exception", 1, 101, "break_out (dying_script.py:"),
     "worker-bus": ("data-bus", 2, 1, "bus_error", 1, 101, "read_beyond_the_end (dying_script.py:"),
     "worker-terminated": ("data-terminate", 2, 1, "terminated", 1, 101, "Data.__getitem__ (dying_script.py:"),
-    "rank-killed": ("step-kill", 0, -9, "killed", None, None, ""),
+    "rank-killed": ("step-kill", 0, -9, "killed", None, None, "Model.training_step (dying_script.py:"),
+    "rank-killed-beside-workers": ("step-kill", 2, -9, "killed", None, None, "Model.training_step (dying_script.py:"),
+    "rank-killed-in-validation": ("validation-kill", 0, -9, "killed", None, None, "Model.validation_step (dying_"),
+    "rank-killed-in-a-hook": ("hook-kill", 2, -9, "killed", None, None, "Hook.on_train_batch_end (dying_script.py:"),
+    "rank-killed-at-a-sample": ("data-kill", 0, -9, "killed", None, 101, "Data.__getitem__ (dying_script.py:"),
     "rank-crashed": ("step-crash", 0, -11, "segfault", None, None, "dying_script.py:"),
     "rank-aborted": ("step-abort", 2, -6, "aborted", None, None, "training_step (dying_script.py:"),
     "rank-raised": ("step-raise", 2, 1, "exception", None, None, "break_out (dying_script.py:"),
     "rank-raised-at-a-sample": ("data-raise", 0, 1, "exception", None, 101, "break_out (dying_script.py:"),
-    "rank-quit": ("step-quit", 0, 7, "exited", None, None, ""),
+    "rank-quit": ("step-quit", 0, 7, "exited", None, None, "Model.training_step (dying_script.py:"),
     "rank-exit": ("step-exit", 0, 4, "exited", None, None, "(dying_script.py:"),
     "rank-interrupted": ("step-interrupt", 0, 1, "interrupted", None, None, "(dying_script.py:"),
     "rank-terminated": ("step-terminate", 0, 0, "terminated", None, None, ""),
@@ -84,7 +88,7 @@ def test_what_ended_it(death, tmp_path):
 
 RANKS = {
     "raised": ("rank1-raise", 0, "exception", "break_out (dying_script.py:"),
-    "killed": ("rank1-kill", 2, "killed", ""),
+    "killed": ("rank1-kill", 2, "killed", "Model.training_step (dying_script.py:"),
     "crashed": ("rank1-crash", 0, "segfault", "dying_script.py:"),
     "uneven": ("uneven", 0, "exception", ""),
 }
