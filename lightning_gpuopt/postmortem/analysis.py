@@ -37,6 +37,7 @@ _BY_EXCEPTION: Final[Mapping[str, tuple[Ended, int | None]]] = {
     "SystemExit": ("exited", None),
 }
 _FROM_OUTSIDE: Final = ("interrupted", "terminated", "killed")
+_TOLD_TO_END: Final = ("interrupted", "terminated")
 """How somebody ends a run that hangs."""
 
 _QUIET_S: Final = 5.0
@@ -147,7 +148,18 @@ def _of_death(deaths: Sequence[Death], records: Sequence[FlightRecord], command:
             lines.append(f"Innermost in C: {', '.join(frames)}")
         lines += _memory_lines(memory, ended)
         lines += _others(deaths[1:], records, command, several)
+        if ended in _TOLD_TO_END and (quiet := _quiet(_as_running(records), first.at_s)) is not None:
+            found = describe_hang(_as_running(records), {}, {})
+            lines.append(f"Before it there was no progress for {span(quiet.quiet_s)}, which is no hang yet:")
+            lines += [_capital(line) for line in found.text.splitlines()]
+            likely = f"if it hung, {found.likely}" if found.likely else likely
+            advice = found.advice or advice
     return _told(PostMortem(ended, process, where, index, number, memory.figures, likely, advice), lines)
+
+
+def _quiet(running: Sequence[FlightRecord], at_s: float) -> Hang | None:
+    """Whether there was no progress for a while, though it is no hang yet."""
+    return hang_of(running, at_s, least_s=_QUIET_S, first_s=_QUIET_S)
 
 
 def _headline(death: Death, ended: Ended, world_size: int) -> str:
@@ -261,7 +273,7 @@ def _of_running(
     """The run goes on: what it is at, and what it may wait for, before that counts as a hang."""
     found = describe_hang(records, stacks, waits)
     steps = max(each.steps for each in running)
-    quiet = hang_of(running, now_s, least_s=_QUIET_S, first_s=_QUIET_S)
+    quiet = _quiet(running, now_s)
     lines = [f"The run goes on: {steps:,} steps so far, and no hang"]
     if quiet is not None:
         lines = [
