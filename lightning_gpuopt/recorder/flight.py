@@ -499,13 +499,15 @@ class FlightRecorder:
         note_samples_of_ours(None)
         self._numbers[AT["ended"]] = ended
         self._numbers[AT["written_ns"]] = time.monotonic_ns()
+        self._workers.clear()
+        if self._thread.is_alive():  # in a write that does not return: what it has open must not become another file
+            return True
         if self._file is not None:
             self._file.write()
             self._file.close()
         if self._stacks is not None:
             self._stacks.close()
         self._board.close()
-        self._workers.clear()
         return True
 
 

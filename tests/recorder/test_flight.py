@@ -258,6 +258,27 @@ def test_a_failing_beat_is_passed_over(tmp_path, monkeypatch):
     assert len(beats) > 1
 
 
+def test_what_a_stalled_write_has_open_stays_open(tmp_path, monkeypatch):
+    stalled, go_on, written = threading.Event(), threading.Event(), []
+
+    def write(self):
+        if threading.current_thread().name == "gpuopt-recorder":
+            stalled.set()
+            go_on.wait()
+            written.append(os.readlink(f"/proc/self/fd/{self._file}"))
+
+    recorder = flight.FlightRecorder(Trainer(**QUIET), tmp_path)
+    monkeypatch.setattr(flight.RingFile, "write", write)
+    assert stalled.wait(60)
+    recorder.ended()
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(4)]  # would get the numbers of what was closed
+    go_on.set()
+    recorder._thread.join()
+    for each in others:
+        os.close(each)
+    assert [Path(path).parent for path in written] == [tmp_path]
+
+
 def test_a_copied_start_of_a_worker_calls_the_loaders_own():
     import pickle
 
