@@ -110,6 +110,7 @@ class FlightRecorder:
         self._timeline: SlotClock | None = None
         self._slots: dict[int, str] = {}
         self._named = 0
+        self._owners: Sequence[object] = ()
         self._words: dict[str, str] = {}
         self._signalled = False
         self._names: weakref.WeakKeyDictionary[SeenLoader, str] = weakref.WeakKeyDictionary()
@@ -217,15 +218,15 @@ class FlightRecorder:
             owners: the callbacks, and whoever else has hooks of the user's own; the module last.
         """
         self._owners = owners
-        self._timeline = timeline
         self._name_slots(timeline)
+        self._timeline = timeline  # from here on the recorder's thread names them
         self._numbers[_SLOT] = timeline.shown[0]
         timeline.shown = self._numbers[_SLOT : _SLOT + 1]
 
     def forget(self, timeline: SlotClock) -> None:
         """The timeline has ended."""
         timeline.shown = [0]
-        self._timeline, self._numbers[_SLOT] = None, -1
+        self._timeline, self._numbers[_SLOT], self._owners = None, -1, ()
 
     def _name_slots(self, timeline: SlotClock) -> None:
         """Note the names of slots that are new, and where the user's own code of them begins."""
