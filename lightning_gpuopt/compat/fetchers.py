@@ -66,6 +66,13 @@ def is_fetched_by_sample(fetcher: Any) -> bool | None:
     return None if getattr(fetcher.dataset, "__getitems__", None) else True
 
 
+def is_stream(fetcher: Any) -> bool:
+    """Whether a fetcher takes the next samples of an ``IterableDataset``, which have no keys and come to an end."""
+    from torch.utils.data._utils import fetch
+
+    return isinstance(fetcher, fetch._IterableDatasetFetcher)
+
+
 def set_fatal_handlers() -> None:
     """Have torch report fatal signals of this worker, as it does from a worker's start on."""
     from torch._C import _set_worker_signal_handlers

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, repeat
 from multiprocessing import context
 from traceback import walk_tb
 from types import FrameType
@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from torch.utils.data import get_worker_info
 
-from lightning_gpuopt.compat.fetchers import is_fetched_by_sample, set_fatal_handlers, when_fetcher_is_made
+from lightning_gpuopt.compat.fetchers import is_fetched_by_sample, is_stream, set_fatal_handlers, when_fetcher_is_made
 from lightning_gpuopt.loaders import sample_keys
 from lightning_gpuopt.measurements.code_location import Call
 from lightning_gpuopt.measurements.flight import COLLATES, READS, STARTS, WAITS
@@ -34,6 +34,9 @@ from lightning_gpuopt.timeline.frames import calls_of, innermost_frames, is_own,
 log = logging.getLogger(__name__)
 
 BEAT_S: Final = 0.25
+_FIRST_BEATS_S: Final = (0.01, 0.02, 0.04, 0.08)
+"""What ends a worker often does so at its first sample."""
+
 _LOOK_EVERY: Final = 20
 """Beats between two looks for what grows."""
 
@@ -133,7 +136,7 @@ class WorkerStart:
 
 
 class Beat(threading.Thread):
-    """Shows four times a second that a process runs, and where its main thread is.
+    """Shows four times a second that a process runs, and where its main thread is; at first more often.
 
     Args:
         ring: where.
@@ -157,7 +160,8 @@ class Beat(threading.Thread):
     def run(self) -> None:
         """Beat until the process ends."""
         wait = threading.Event().wait
-        while not wait(BEAT_S):
+        for wait_s in chain(_FIRST_BEATS_S, repeat(BEAT_S)):
+            wait(wait_s)
             try:
                 self.beat()
             except Exception:
@@ -362,7 +366,7 @@ def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> Reading:
     behind = weakref.ref(fetcher)  # or the fetcher would hold itself
     by_sample = is_fetched_by_sample(fetcher)
     reading = Reading(ring, whole=whole, numbered=by_sample is False)
-    batched = bool(fetcher.auto_collation)
+    batched, stream = bool(fetcher.auto_collation), is_stream(fetcher)
     numbers = ring.numbers
 
     def fetch(keys: Any) -> Any:
@@ -373,7 +377,7 @@ def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> Reading:
         if not batched:
             keys = (keys,)
             numbers[_HAS_INDEX] = NO_INDEX
-            ring.index(keys[0])
+            ring.index(numbers[_SAMPLES] if stream else keys[0])
         elif by_sample is None and whole:
             reading.note_batch(keys)
         reading.begin(keys)
@@ -381,7 +385,9 @@ def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> Reading:
             given = reading if by_sample is not None else keys if batched else keys[0]
             batch = original(behind(), given)
         except BaseException as error:
-            if not isinstance(error, StopIteration):
+            if stream and isinstance(error, StopIteration):  # its end
+                numbers[_HAS_INDEX] = NO_INDEX
+            else:
                 reading.failed(error)
             reading.keys = None
             if whole:

@@ -20,13 +20,13 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_gpuopt import LMDBDataModule, StallDetector, build_lmdb
-from lightning_gpuopt.recorder import flight
+from lightning_gpuopt.recorder import flight, worker
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.handover import Taker, Watcher
 from lightning_gpuopt.recorder.reader import records_in, records_of
 from lightning_gpuopt.recorder.ring import record_of
 from lightning_gpuopt.recorder.stacks import StackWriter
-from lightning_gpuopt.recorder.worker import WorkerStart
+from lightning_gpuopt.recorder.worker import Beat, WorkerStart
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -85,11 +85,11 @@ class Stream(IterableDataset):
             yield torch.ones(4)
 
 
-def fit(folder, loader, validation=None, **options):
+def fit(folder, loader, validation=None, model=None, **options):
     trainer = Trainer(
         max_epochs=1, callbacks=[StallDetector(report_dir=folder, print_report=False)], **QUIET, **options
     )
-    trainer.fit(Model(), loader, validation)
+    trainer.fit(Model() if model is None else model, loader, validation)
 
 
 def loader_of(data, workers=2, **options):
@@ -147,12 +147,50 @@ def test_a_rank_that_loads_itself_and_raises(slow, tmp_path, monkeypatch):
     assert rank.steps == 9
 
 
-def test_samples_of_a_stream_are_numbered(tmp_path):
+@pytest.mark.parametrize("batched", [True, False])
+def test_samples_of_a_stream_are_numbered(batched, tmp_path):
     with pytest.raises(OSError, match="the stream broke"):
-        fit(tmp_path, loader_of(Stream(), workers=1))
+        fit(tmp_path, DataLoader(Stream(), 4 if batched else None, num_workers=1))
     _, workers = left_by(tmp_path)
     (error,) = workers[0].events
     assert (error["type"], error["index"]) == ("OSError", 37)
+
+
+class Short(IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(10, 4))
+
+
+class BreaksAfterwards(Model):
+    def on_train_epoch_end(self):
+        raise RuntimeError("too late")
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_after_the_end_of_a_stream_no_sample_is_read(batch_size, tmp_path):
+    with pytest.raises(RuntimeError, match="too late"):
+        fit(tmp_path, DataLoader(Short(), batch_size), model=BreaksAfterwards())
+    rank, _ = left_by(tmp_path)
+    assert (rank.index, rank.steps) == (None, 10 if batch_size is None else 3)
+
+
+class DiesAtItsFirstSample(Data):
+    def __getitem__(self, index):
+        (beat,) = (each for each in threading.enumerate() if isinstance(each, Beat))
+        while beat._beats < len(worker._FIRST_BEATS_S):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.timed
+def test_a_worker_that_dies_at_once_has_its_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "BEAT_S", 1000.0)
+    with pytest.raises((RuntimeError, ConnectionResetError, EOFError)):
+        fit(tmp_path, loader_of(DiesAtItsFirstSample(), workers=1))
+    _, workers = left_by(tmp_path)
+    first_line = DiesAtItsFirstSample.__getitem__.__code__.co_firstlineno
+    at, _, line = workers[0].place.rstrip(")").rpartition(":")
+    assert (at, int(line) - first_line in (2, 3)) == ("DiesAtItsFirstSample.__getitem__ (test_flight.py", True)
 
 
 def test_of_a_dataset_that_takes_a_batch_at_once_the_batch_is_known(tmp_path):
