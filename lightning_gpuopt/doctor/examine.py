@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from lightning_gpuopt.doctor.bounded import NoAnswerError, within
 from lightning_gpuopt.doctor.check import Check, not_known
 from lightning_gpuopt.doctor.facts import CopyRates, CudaFacts, TorchFacts
 from lightning_gpuopt.doctor.gather import CudaProbe, free_cpus, host_facts, memory_rates, torch_facts, versions_of
 from lightning_gpuopt.doctor.gpu_checks import copies_check, gpu_checks, torch_check, visible_check
 from lightning_gpuopt.doctor.version_checks import LOOKED_AT, version_checks
 from lightning_gpuopt.telemetry.health import HealthQuestion, NvmlHealth
+from lightning_gpuopt.utils.bounded import NoAnswerError, within
 
 __all__ = ["examine"]
 

@@ -89,7 +89,7 @@ class MemoryReading:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """One process, as its ring shows it. Times are Unix times in seconds, corrected for jumps of the clock.
+    """One process, as its ring shows it. Times are Unix times in seconds, by the clock of whoever reads the ring.
 
     Attributes:
         run: the same for all processes of a run.
@@ -103,6 +103,8 @@ class FlightRecord:
         created_s: when the ring was made.
         written_s: when its process last wrote to it; a process that is alive writes four times a second.
         ended: how ``fit`` ended: ``""`` (not yet), ``"ok"`` or ``"exception"``.
+        caught: of a rank whose ``fit`` ended by an exception: whether its script caught it, known once its process has
+            come to its end; None: not known.
         doing: what it does now.
         since_s: since when.
         place: line of the user's own code that its main thread was last seen at, now and then, as
@@ -140,6 +142,7 @@ class FlightRecord:
     created_s: float = 0.0
     written_s: float = 0.0
     ended: str = ""
+    caught: bool | None = None
     doing: Doing = SETS_UP
     since_s: float = 0.0
     place: str = ""

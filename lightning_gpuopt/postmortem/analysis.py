@@ -136,6 +136,9 @@ def _of_death(deaths: Sequence[Death], records: Sequence[FlightRecord], command:
     process, where, index = first.process, first.where, first.index
     likely, advice = likely_of(ended, first, memory), advice_of(ended, first, memory)
     lines = [_headline(first, ended, several)]
+    if first.caught:
+        kind = str(first.caught.get("type", "")) or "an exception"
+        lines.append(f"Before, fit had ended by {kind}, and the script went on")
     if uneven is not None:
         early = uneven.early[0]
         process, where, index = Process(early.rank, None, early.pid), early.place or None, None

@@ -25,6 +25,12 @@ _WRITES_EVERY_S: Final = 0.5
 _SOON_S: Final = 30.0
 """A worker's death is what ended its rank if that ended so soon after it."""
 
+_TEARDOWN_S: Final = 2.0
+"""What ends a process so soon after an exception may be how it comes to its end."""
+
+_ENDS_BY_ITSELF: Final = ("KeyboardInterrupt", "SIGTERMException", "SystemExit")
+"""Exceptions that Lightning, or Python, makes an exit code of."""
+
 _GRACE_S: Final = 60.0
 """A process that was told to end is killed at last: so long after the signal it is still the signal that ended it."""
 
@@ -83,6 +89,7 @@ class Death:
         error: the event of the exception; empty where there was none.
         where: the line that it was at; None where that is not known.
         index: the sample that it read; None likewise.
+        caught: an exception that had ended ``fit`` before, after which the script went on; None where there was none.
     """
 
     process: Process
@@ -95,6 +102,7 @@ class Death:
     error: Mapping[str, Any] | None = None
     where: str | None = None
     index: int | str | None = None
+    caught: Mapping[str, Any] | None = None
 
     @property
     def host(self) -> str:
@@ -175,6 +183,8 @@ def _of_rank(
     if rank.ended == "ok":
         return None
     error = _last_error(rank)
+    if error is not None and (later := _after_it_was_caught(rank, error, command)) is not None:
+        return later
     died = [death for at_s, death in _dead_workers(rank, workers, error) if _ended_rank(death, at_s, rank, error, gone)]
     if died:
         first = min(died, key=lambda each: each.at_s)
@@ -182,6 +192,33 @@ def _of_rank(
     if error is None:
         return None
     return _worker_error(rank, workers, error) or exception_in(rank, rank, error)
+
+
+def _after_it_was_caught(rank: FlightRecord, error: Mapping[str, Any], command: CommandEnd | None) -> Death | None:
+    """How the command ended, where its script had caught the exception of ``fit``, and went on; None where not.
+
+    Only for a run of one rank: of several, one that catches an exception waits for the others, or ends for them.
+    """
+    if command is None or command.pid != rank.pid or rank.world_size > 1 or rank.caught is False:
+        return None
+    if not rank.ended or _type(error) in _ENDS_BY_ITSELF or not command.code:
+        return None
+    after_s = command.at_s - (_time(error) or rank.written_s)
+    by_signal = -command.code if command.code < 0 else None
+    from_outside = by_signal == signal.SIGKILL or by_signal in _TO_ALL
+    exits = rank.caught is True and command.code > 1  # 1 is also what those exit with who log an exception and end
+    if after_s <= (_TEARDOWN_S if from_outside else _SOON_S) and not exits:
+        return None
+    return Death(
+        process=Process(rank.rank, None, rank.pid),
+        rank=rank,
+        record=rank,
+        at_s=command.at_s,
+        kind=ECHO if by_signal in _TO_ALL else PLAIN,
+        signal=by_signal,
+        code=command.code if by_signal is None else None,
+        caught=error,
+    )
 
 
 def exception_in(record: FlightRecord, rank: FlightRecord, error: Mapping[str, Any]) -> Death:
@@ -323,7 +360,7 @@ def _ended_rank(death: Death, at_s: float, rank: FlightRecord, error: Mapping[st
     pipe = _type(error) in _BROKEN_PIPES
     if not (-2 * _WRITES_EVERY_S if pipe else 0.0) <= when_s - at_s <= _SOON_S:
         return False
-    if _type(error) in ("KeyboardInterrupt", "SIGTERMException", "SystemExit"):  # workers end with it
+    if _type(error) in _ENDS_BY_ITSELF:  # workers end with it
         return death.signal is not None and death.signal not in _TO_ALL
     return pipe or "DataLoader worker" in message or rank.progress_s <= at_s
 

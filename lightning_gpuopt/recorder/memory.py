@@ -79,6 +79,7 @@ class MemoryLog:
         self._faults: dict[int, int] = {}
         self._looks = 0
         self._began_s = clock()
+        self._offset_s = time.time() - clock()
         self._due_s = float("-inf")
         self.rank = Series()
         self.workers: dict[int, tuple[str, int, int, Series]] = {}
@@ -89,7 +90,7 @@ class MemoryLog:
         Args:
             workers: process id, loader and number in it, by ring.
         """
-        now_s = time.time()
+        now_s = self._clock() + self._offset_s
         own = self._own(now_s)
         self.rank.add(own)
         rows = []

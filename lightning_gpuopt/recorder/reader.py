@@ -16,10 +16,21 @@ from lightning_gpuopt.recorder.ring import (
     WORKER_BYTES,
     number_in,
     record_of,
+    wall_offset_s,
 )
 from lightning_gpuopt.recorder.stacks import ASK_SUFFIX, crash_in, is_alive
 
-__all__ = ["FOLDER", "SUFFIX", "headers_in", "is_alive", "records_in", "records_of", "remove"]
+__all__ = [
+    "FOLDER",
+    "SUFFIX",
+    "header_in",
+    "headers_in",
+    "is_alive",
+    "records_in",
+    "records_of",
+    "remove",
+    "ring_files",
+]
 
 FOLDER: Final = "recorder"
 SUFFIX: Final = ".ring"
@@ -59,7 +70,9 @@ def records_of(file: int) -> list[FlightRecord]:
     Raises:
         OSError: it cannot be read.
     """
-    rank = record_of(os.pread(file, RANK_BYTES, 0))
+    data = os.pread(file, RANK_BYTES, 0)
+    offset_s = wall_offset_s(data)  # one for all, or what came first could come last
+    rank = record_of(data, offset_s)
     if rank is None:
         return []
     readings: dict[int | None, list[MemoryReading]] = {}
@@ -81,7 +94,7 @@ def records_of(file: int) -> list[FlightRecord]:
     workers = [
         replace(worker, memory=tuple(readings.get(slot, ())), crash=crash if worker.pid == crashed else worker.crash)
         for slot in _used_slots(file)
-        if (worker := record_of(os.pread(file, WORKER_BYTES, RANK_BYTES + slot * WORKER_BYTES))) is not None
+        if (worker := record_of(os.pread(file, WORKER_BYTES, RANK_BYTES + slot * WORKER_BYTES), offset_s))
     ]
     return [rank, *workers]
 
@@ -89,6 +102,15 @@ def records_of(file: int) -> list[FlightRecord]:
 def headers_in(file: int) -> FlightRecord | None:
     """A training process's record without its log; None where nobody has begun it."""
     return record_of(os.pread(file, HEADER_BYTES, 0))
+
+
+def header_in(path: Path) -> FlightRecord | None:
+    """The same of a file; None also where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return headers_in(file.fileno())
+    except OSError:
+        return None
 
 
 def _used_slots(file: int) -> Iterator[int]:

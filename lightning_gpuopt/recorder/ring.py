@@ -11,6 +11,8 @@ import operator
 import threading
 import time
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 from lightning_gpuopt.measurements.flight import (
@@ -39,7 +41,7 @@ _NUMBERS: Final = (
     *("pid", "start_ticks", "rank", "world_size", "worker", "created_wall_ns", "created_ns", "written_ns"),
     *("ended", "doing", "since_ns", "steps", "epoch", "batch", "batches", "progress_ns", "longest_ns"),
     *("has_index", "index", "batches_read", "samples", "fork", "cpu_ns", "turn", "stack_signal", "logged", "asked"),
-    "slot",
+    *("slot", "caught"),
 )
 AT: Final = {name: at for at, name in enumerate(_NUMBERS)}
 """Where a number is among a ring's numbers."""
@@ -48,6 +50,7 @@ _WORDS: Final[dict[str, tuple[int, int]]] = {
     "host": (1024, 64),
     "loader": (1088, 32),
     "run": (1120, 160),
+    "boot": (1280, 64),
     "place": (1408, 512),
     "key": (1920, 128),
     "indices": (2048, 768),
@@ -56,6 +59,9 @@ _WORDS: Final[dict[str, tuple[int, int]]] = {
     "slots": (4096, 4096),
 }
 """Where a word begins, and how many bytes it may have."""
+
+NOT_KNOWN, NOT_CAUGHT, CAUGHT = range(3)
+"""What became of the exception that ended ``fit``."""
 
 DOING: Final[tuple[Doing, ...]] = (STARTS, WAITS, READS, COLLATES, SETS_UP, TRAINS, VALIDATES, SAVES)
 ENDED: Final = ("", "ok", "exception")
@@ -97,7 +103,7 @@ class Ring:
         for name, value in numbers.items():
             own[AT[name]] = value
         for name in _WORDS:
-            self.write(name, words.get(name, ""))
+            self.write(name, boot_id() if name == "boot" else words.get(name, ""))
         self._memory[:8] = _MAGIC
 
     def write(self, name: str, word: str) -> None:
@@ -118,7 +124,9 @@ class Ring:
             event: what happened.
             **known: what JSON can hold.
         """
-        line = json.dumps({"t": round(time.time(), 3), "event": event, **known}, separators=(",", ":"), default=str)
+        line = json.dumps(
+            {"t": round(time.monotonic(), 3), "event": event, **known}, separators=(",", ":"), default=str
+        )
         text = line.encode(errors="replace") + b"\n"
         if len(text) > self._log_bytes // 2:
             return
@@ -172,11 +180,35 @@ def is_used(data: bytes | memoryview) -> bool:
     return bytes(data[:8]) == _MAGIC
 
 
-def record_of(data: bytes) -> FlightRecord | None:
+@cache
+def boot_id() -> str:
+    """What names this start of the machine, all containers on it included; empty where that cannot be read."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def wall_offset_s(data: bytes | memoryview) -> float:
+    """What makes a Unix time of the monotonic times in a ring.
+
+    Since this machine's last start, by its clock as it is now: it may have been set since the ring was begun, and who
+    reads compares with what it says now. Else by the clock as it was then.
+
+    Args:
+        data: the ring's bytes.
+    """
+    if (boot := _word(bytes(data[:HEADER_BYTES]), "boot")) and boot == boot_id():
+        return time.time() - time.monotonic()
+    return (number_in(data, "created_wall_ns") - number_in(data, "created_ns")) / 1e9
+
+
+def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None:
     """What a ring says, without ``memory`` and ``crash``; None where it is none, or of another version.
 
     Args:
         data: its bytes; those of the log may be missing.
+        offset_s: see :func:`wall_offset_s`; None: that of this ring.
     """
     if len(data) < HEADER_BYTES or not is_used(data):
         return None
@@ -189,11 +221,10 @@ def record_of(data: bytes) -> FlightRecord | None:
         _, place = slots[reading_in(slot)]
     indexed: dict[int, int | str] = {NUMBER: numbers["index"], KEY: words["key"]}
 
+    offset_s = wall_offset_s(data) if offset_s is None else offset_s
+
     def wall_s(name: str) -> float:
-        """The clock on the wall may have jumped since; the monotonic one has not."""
-        if not numbers[name]:
-            return 0.0
-        return (numbers["created_wall_ns"] + numbers[name] - numbers["created_ns"]) / 1e9
+        return numbers[name] / 1e9 + offset_s if numbers[name] else 0.0
 
     is_worker = numbers["worker"] >= 0
     return FlightRecord(
@@ -205,9 +236,10 @@ def record_of(data: bytes) -> FlightRecord | None:
         world_size=numbers["world_size"],
         worker=numbers["worker"] if is_worker else None,
         loader=words["loader"],
-        created_s=numbers["created_wall_ns"] / 1e9,
+        created_s=wall_s("created_ns"),
         written_s=wall_s("written_ns"),
         ended=_of(ENDED, numbers["ended"], ""),
+        caught={NOT_CAUGHT: False, CAUGHT: True}.get(numbers["caught"]),
         doing=_of(DOING, numbers["doing"], STARTS if is_worker else SETS_UP),
         since_s=wall_s("since_ns"),
         place=place or words["place"],
@@ -227,7 +259,7 @@ def record_of(data: bytes) -> FlightRecord | None:
         stack_signal=numbers["stack_signal"],
         stacks=words["stacks"],
         leak=words["leak"],
-        events=tuple(_lines(data, numbers["logged"])),
+        events=tuple({**each, "t": each["t"] + offset_s} for each in _lines(data, numbers["logged"])),
     )
 
 

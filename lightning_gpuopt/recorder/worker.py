@@ -243,10 +243,17 @@ def described(error: BaseException) -> dict[str, Any]:
     place = own[-1].at if own else ""
     return {
         "type": kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
-        "message": str(error)[:_MAX_MESSAGE],
+        "message": _message(error)[:_MAX_MESSAGE],
         "where": place,
         "frames": [each.at for each in calls[-_MAX_FRAMES:]],
     }
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # one of the user's own, which fails at that
+        return ""
 
 
 class Reading:

@@ -23,6 +23,7 @@ from lightning_gpuopt.compat.lightning import (
     hold_messages,
 )
 from lightning_gpuopt.diagnosis.report import StallReport
+from lightning_gpuopt.recorder.after_fit import watch_this_process
 from lightning_gpuopt.utils.added_callbacks import AddedCallbacks
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 from lightning_gpuopt.utils.whole_file import write_whole
@@ -51,6 +52,7 @@ def watched_callbacks() -> list[Callback]:
     """
     watch = Watch.of_this_process()
     watch.note("trainer")
+    watch_this_process()
     hide_from_log(ENTRY_POINT)
     if watch.ceiling and (trainer := trainer_being_made()) is not None and not waits_for_results(trainer):
         never_start_loggers(trainer)

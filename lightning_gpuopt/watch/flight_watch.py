@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,16 @@ from lightning_gpuopt.postmortem.deaths import CommandEnd
 from lightning_gpuopt.postmortem.hangs import Hang, hang_of
 from lightning_gpuopt.postmortem.record import FILE, PostMortem
 from lightning_gpuopt.recorder.handover import Taker, Watcher
-from lightning_gpuopt.recorder.reader import FOLDER, headers_in, is_alive, records_in, records_of
+from lightning_gpuopt.recorder.reader import (
+    FOLDER,
+    header_in,
+    headers_in,
+    is_alive,
+    records_in,
+    records_of,
+    remove,
+    ring_files,
+)
 from lightning_gpuopt.recorder.stacks import ask, wait_of
 from lightning_gpuopt.telemetry.memory import MemoryFiles
 from lightning_gpuopt.watch.child import ChildWatcher
@@ -178,13 +188,28 @@ class FlightWatch(ChildWatcher):
         try:
             found = self._judge(now_s, CommandEnd(code, now_s, rose, tuple(self._signals), self._pid))
             if not code and found.ended not in _TOLD_TO_END:  # an exception was the script's own affair
-                (self._folder / FILE).unlink(missing_ok=True)  # of a hang that was overcome
+                self._remove_traces()
                 return None
             with contextlib.suppress(OSError):  # it is printed all the same
                 found.save(self._folder / FILE)
             return found
         finally:
             self.close()
+
+    def _remove_traces(self) -> None:
+        """The command ended well: nothing is left of a hang that was overcome, and of a ``fit`` that was given up.
+
+        What tells of a process that vanished without the command's notice stays.
+        """
+        with contextlib.suppress(OSError):
+            (self._folder / FILE).unlink(missing_ok=True)
+        for path in ring_files(self._folder):
+            with contextlib.suppress(OSError):
+                record = header_in(path)
+                if record is None or record.host != socket.gethostname() or is_alive(record):
+                    continue
+                if record.ended or record.pid == self._pid:
+                    remove(path)
 
     def close(self) -> None:
         """Let go of everything; may be called more than once."""

@@ -400,3 +400,38 @@ def test_advice_for_an_exception(advice: str, event: dict[str, Any]) -> None:
 def test_the_number_of_an_unknown_signal_is_told() -> None:
     found = judged(Case([fails(died(3, signal=int(signal.SIGRTMIN) + 3))], ""))
     assert (found.ended, found.signal) == ("killed", int(signal.SIGRTMIN) + 3)
+
+
+CAUGHT = {
+    # code, seconds after the exception, caught: how it ended
+    "uncaught": (1, 0.5, False, "exception"),
+    "uncaught, and its tear-down crashes": (-signal.SIGSEGV, 45.0, False, "exception"),
+    "caught, and logged": (1, 5.0, True, "exception"),
+    "caught, and gone on with": (1, 45.0, True, "exited"),
+    "caught, and exited with a code of its own": (3, 1.0, True, "exited"),
+    "ended by os._exit at once": (3, 1.0, None, "exception"),
+    "ended by os._exit later": (3, 45.0, None, "exited"),
+    "killed at once": (-signal.SIGKILL, 1.0, None, "exception"),
+    "killed later": (-signal.SIGKILL, 5.0, None, "killed"),
+    "crashed soon": (-signal.SIGABRT, 5.0, None, "exception"),
+    "crashed later": (-signal.SIGABRT, 45.0, None, "aborted"),
+}
+
+
+@pytest.mark.parametrize(("code", "after_s", "caught", "ended"), CAUGHT.values(), ids=CAUGHT)
+def test_what_came_after_an_exception_of_fit(code, after_s, caught, ended):
+    record = rank(ended="exception", caught=caught, events=(error("KeyError", "x", 0.0, where=THERE),))
+    found = post_mortem_of(
+        [record], now_s=T + 50.0, is_alive=lambda _: False, command=CommandEnd(int(code), T + after_s, 0, (), 100)
+    )
+    assert (found.ended, found.process, found.where) == (ended, RANK, THERE if ended == "exception" else None)
+    assert ("Before, fit had ended by KeyError, and the script went on." in found.text) == (ended != "exception")
+
+
+@pytest.mark.parametrize("launched", ["by another process", "with others"])
+def test_a_launchers_end_says_nothing_of_an_exception_that_was_caught(launched):
+    record = rank(ended="exception", caught=True, events=(error("KeyError", "x", 0.0, where=THERE),))
+    records = [record] if launched == "by another process" else [replace(record, world_size=2), *ranks(2)[1:]]
+    command = CommandEnd(3, T + 45.0, 0, (), 1 if launched == "by another process" else 100)
+    found = post_mortem_of(records, now_s=T + 50.0, is_alive=lambda each: each.rank == 1, command=command)
+    assert (found.ended, found.process) == ("exception", RANK)

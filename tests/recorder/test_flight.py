@@ -20,7 +20,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_gpuopt import LMDBDataModule, StallDetector, build_lmdb
-from lightning_gpuopt.recorder import flight, worker
+from lightning_gpuopt.recorder import flight, rank_files, worker
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.handover import Taker, Watcher
 from lightning_gpuopt.recorder.reader import records_in, records_of
@@ -273,7 +273,7 @@ def test_what_cannot_be_recorded_is_left_out(fault, tmp_path, monkeypatch):
     if fault == "no memory":
         monkeypatch.setattr("lightning_gpuopt.recorder.board.os.memfd_create", refuse)
     elif fault == "no folder":
-        monkeypatch.setattr(flight, "RingFile", refuse)
+        monkeypatch.setattr(rank_files, "RingFile", refuse)
     else:
         for name, value in Watcher(str(tmp_path / "watch"), "gone").environment({}).items():
             monkeypatch.setenv(name, value)
@@ -306,7 +306,7 @@ def test_what_a_stalled_write_has_open_stays_open(tmp_path, monkeypatch):
             written.append(os.readlink(f"/proc/self/fd/{self._file}"))
 
     recorder = flight.FlightRecorder(Trainer(**QUIET), tmp_path)
-    monkeypatch.setattr(flight.RingFile, "write", write)
+    monkeypatch.setattr(rank_files.RingFile, "write", write)
     assert stalled.wait(60)
     recorder.ended()
     others = [os.open(os.devnull, os.O_RDONLY) for _ in range(4)]  # would get the numbers of what was closed
@@ -315,6 +315,40 @@ def test_what_a_stalled_write_has_open_stays_open(tmp_path, monkeypatch):
     for each in others:
         os.close(each)
     assert [Path(path).parent for path in written] == [tmp_path]
+
+
+@pytest.mark.parametrize("where", ["beginning", "end"])
+def test_a_file_system_that_does_not_answer_holds_up_no_fit(where, tmp_path, monkeypatch):
+    stalled, go_on, done = threading.Event(), threading.Event(), threading.Event()
+
+    def stall():
+        stalled.set()
+        go_on.wait()
+
+    class Stalled(rank_files.RankFiles):
+        def __init__(self, *args):
+            if where == "beginning":
+                stall()
+            super().__init__(*args)
+
+        def close(self):
+            super().close()
+            if where == "beginning":
+                done.set()
+
+        def remove(self):
+            stall()
+            super().remove()
+            done.set()
+
+    monkeypatch.setattr(flight, "RankFiles", Stalled)
+    monkeypatch.setattr(rank_files, "MAX_WAIT_S", 0.1)
+    monkeypatch.setattr(flight, "MAX_WAIT_S", 0.1)
+    fit(tmp_path, loader_of(Data(), workers=0))
+    assert stalled.is_set()
+    assert not done.is_set()
+    go_on.set()
+    assert done.wait(60)  # what was made too late is let go of
 
 
 def test_a_copied_start_of_a_worker_calls_the_loaders_own():

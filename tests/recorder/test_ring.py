@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from lightning_gpuopt.recorder import ring_file
+from lightning_gpuopt.recorder import reader, ring_file
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.reader import headers_in, records_in, records_of
 from lightning_gpuopt.recorder.ring import (
@@ -47,15 +48,42 @@ def test_bytes_of_nobody_are_no_record():
     assert record_of(b"") is None
 
 
-def test_times_follow_the_monotonic_clock():
+def test_times_are_those_of_the_readers_clock(monkeypatch):
+    """It has been set since: what took a second took no hour, and is no hour ago."""
     memory, ring = new_ring()
     ring.begin({})
+    numbers = ring.numbers
+    numbers[AT["written_ns"]] = 7_000_000_000
+    ring.log("signal", signal=15)
+    monkeypatch.setattr(time, "monotonic", lambda: 8.0)
+    for wall_s in (1000.0, 4600.0):
+        monkeypatch.setattr(time, "time", lambda now_s=wall_s: now_s)
+        record = record_of(bytes(memory))
+        assert record is not None
+        assert (record.written_s, record.progress_s) == (wall_s - 1.0, 0.0)
+        assert record.events[0]["t"] == json.loads(bytes(memory[HEADER_BYTES:]).split(b"\n")[0])["t"] + wall_s - 8.0
+
+
+def test_times_of_another_machine_are_those_of_its_clock():
+    memory, ring = new_ring()
+    ring.begin({})
+    ring.write("boot", "of-another-machine")
     numbers = ring.numbers
     numbers[AT["created_wall_ns"]], numbers[AT["created_ns"]] = 1_000_000_000_000, 5_000_000_000
     numbers[AT["written_ns"]] = 7_000_000_000
     record = record_of(bytes(memory))
     assert record is not None
     assert (record.created_s, record.written_s, record.progress_s) == (1000.0, 1002.0, 0.0)
+
+
+def test_a_rank_and_its_workers_have_one_clock(board):
+    board.rank.begin({}, written_ns=6_000_000_000)
+    board.worker(0).begin({}, worker=0, pid=1, written_ns=7_000_000_000)
+    for ring, wall_s in ((board.rank, 1000), (board.worker(0), 5000)):
+        ring.write("boot", "of-another-machine")
+        ring.numbers[AT["created_wall_ns"]], ring.numbers[AT["created_ns"]] = wall_s * 10**9, 5 * 10**9
+    rank, worker = records_of(board.file)
+    assert (rank.written_s, worker.written_s) == (1001.0, 1002.0)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +235,8 @@ def test_memory_is_read_by_who_holds_it(board):
     assert (head.pid, head.events) == (os.getpid(), ())
 
 
-def test_a_file_is_a_copy(board, tmp_path):
+def test_a_file_is_a_copy(board, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "wall_offset_s", lambda _: 0.0)
     file = RingFile(tmp_path / "recorder" / "a.ring" if (tmp_path / "recorder").mkdir() else tmp_path / "a.ring", board)
     slot = board.slot("train", 3)
     for number in range(5000):

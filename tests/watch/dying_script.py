@@ -60,6 +60,12 @@ ENDS = {
     "sleep": fall_asleep,
     "lock": take_the_lock,
 }
+CAUGHT = {
+    "exit": lambda: sys.exit(3),
+    "raise": lambda: [].pop(),
+    "well": lambda: None,
+}
+"""What a script does that has caught the exception of fit."""
 
 
 class Data(Dataset):
@@ -69,7 +75,7 @@ class Data(Dataset):
     def __getitem__(self, index):
         time.sleep(0.002)
         if CASE == "data-lock" or (index == 101 and CASE.startswith("data-")):
-            ENDS[CASE.removeprefix("data-")]()
+            ENDS[CASE.split("-")[1]]()
         return torch.ones(4)
 
 
@@ -123,4 +129,15 @@ if __name__ == "__main__":
         **ranks,
     )
     loader = DataLoader(Stream() if CASE == "uneven" else Data(), 4, num_workers=WORKERS)
-    trainer.fit(Model(), loader, DataLoader(Data(), 4) if CASE.startswith("validation-") else None)
+    if CASE == "before-raise":
+        break_out()
+    try:
+        trainer.fit(Model(), loader, DataLoader(Data(), 4) if CASE.startswith("validation-") else None)
+    except KeyError:
+        if "caught" not in CASE:
+            raise
+    if "caught" in CASE:
+        time.sleep(2.5)  # what comes sooner may be how a script comes to its end
+        CAUGHT.get(CASE.rpartition("-")[2], ENDS["kill"])()
+    if CASE == "after-raise":
+        break_out()

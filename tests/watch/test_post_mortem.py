@@ -69,6 +69,11 @@ DEATHS = {
     "rank-quit": ("step-quit", 0, 7, "exited", None, None, "Model.training_step (dying_script.py:"),
     "rank-exit": ("step-exit", 0, 4, "exited", None, None, "(dying_script.py:"),
     "rank-interrupted": ("step-interrupt", 0, 1, "interrupted", None, None, "(dying_script.py:"),
+    "before-fit": ("before-raise", 0, 1, "exception", None, None, "break_out (dying_script.py:"),
+    "after-fit": ("after-raise", 2, 1, "exception", None, None, "break_out (dying_script.py:"),
+    "caught-and-killed": ("data-raise-caught-kill", 2, -9, "killed", None, None, ""),
+    "caught-and-exited": ("data-raise-caught-exit", 0, 3, "exited", None, None, ""),
+    "caught-and-raised": ("data-raise-caught-raise", 2, 1, "exception", None, None, "<lambda> (dying_script.py:"),
     "rank-terminated": ("step-terminate", 0, 0, "terminated", None, None, ""),
 }
 
@@ -84,6 +89,14 @@ def test_what_ended_it(death, tmp_path):
     assert where in (found["where"] or "")
     assert f"Post-mortem: {found['text']}" in process.stderr
     assert main(["post-mortem", str(folder)]) == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_nothing_is_left_of_a_fit_that_was_given_up(workers, tmp_path):
+    process, folder = watch(tmp_path, "data-raise-caught-well", workers)
+    assert (process.returncode, records_in(folder)) == (0, [])
+    assert "Post-mortem" not in process.stderr
+    assert sorted(each.name for each in folder.rglob("*") if "ring" in each.name or "recorder" in each.name) == []
 
 
 RANKS = {

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_gpuopt.doctor.bounded import NoAnswerError, within
+from lightning_gpuopt.utils.bounded import NoAnswerError, within
 
 
 def test_what_a_look_finds_and_what_it_raises():
