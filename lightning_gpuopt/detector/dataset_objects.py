@@ -6,6 +6,7 @@ Reading an object counts a reference in it, which writes to its page. Arrays, te
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import logging
 import math
@@ -13,9 +14,9 @@ import random
 import sys
 import textwrap
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
@@ -24,18 +25,18 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from lightning_gpuopt.detector.reading_code import reading_code
 from lightning_gpuopt.measurements.code_location import INSTALLED, short
 from lightning_gpuopt.measurements.risks import CopiedObject
+from lightning_gpuopt.recorder.containers import CONTAINERS, PLAIN, SHARED, Container, Containers, attributes_of
 
 log = logging.getLogger(__name__)
 
 _MAX_S: Final = 0.02
-"""Seconds at most for finding the containers, and again for weighing them."""
+"""Seconds at most for weighing the containers; for finding them, and the code that reads them, as many each."""
 
-_MAX_DEPTH: Final = 5
-_MAX_OBJECTS: Final = 2000
 _FEW: Final = 64
-"""Entries of a container that are looked at for datasets and other objects with attributes."""
+"""Entries that are looked at first, whatever the time."""
 
 _SAMPLED: Final = 512
 _MOST_WALKED: Final = 500_000
@@ -48,15 +49,7 @@ _LIKE_A_TUPLE: Final = 16
 """In lists of no more items, each place has objects of its own kind."""
 
 _LEAST_BYTES: Final = 1 << 20
-_CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque)
-_PLAIN: Final = (str, bytes, int, float, complex, bool, type(None), np.generic)
-_SHARED: Final = (np.ndarray, torch.Tensor)
-"""Their data is no Python object; what they are themselves takes little."""
-
 _CODE: Final = (type, ModuleType, FunctionType, MethodType, torch.nn.Module)
-_LEFT_OUT: Final = (*_PLAIN, *_SHARED, *_CONTAINERS, *_CODE, bytearray, memoryview)
-"""Objects whose attributes are not looked at."""
-
 _HEADER: Final = 128
 """Bytes of an array or tensor without its data."""
 
@@ -64,7 +57,8 @@ _HEADER: Final = 128
 def copied_object(datasets: Iterable[object], clock: Callable[[], float] = time.perf_counter) -> CopiedObject | None:
     """The largest Python objects of datasets that reading touches; None where there are none of 1 MiB.
 
-    It takes some 40 ms at most.
+    These are the ones that the code names which reads samples. Where it names none, and may read what it does not name,
+    or where the garbage collector touches them, they are not certain. It takes some 60 ms at most.
 
     The objects are the user's, and other threads may change them meanwhile: what cannot be looked at is left out.
 
@@ -72,109 +66,70 @@ def copied_object(datasets: Iterable[object], clock: Callable[[], float] = time.
         datasets: of the training loaders.
         clock: seconds, for the limit on what a look takes.
     """
+    roots = list(datasets)
+    walk = Containers([("", each) for each in roots], clock)
+    found = [one for each in walk if not each.inside and not each.opened for one in _parts_of(each)]
+    code = reading_code(roots, walk.owners)
+    read = {id(each) for each in found if code.reaches(each.path)}
+    found.sort(key=lambda each: (id(each) in read, len(each.values)), reverse=True)
     end_s = clock() + _MAX_S
-    found = []
-    try:
-        for each in _containers(datasets):
-            found.append(each)
-            if clock() > end_s:
-                break
-    except Exception:
-        log.debug("the dataset could not be looked through", exc_info=True)
-    found.sort(key=lambda each: len(each.values), reverse=True)
-    end_s = clock() + _MAX_S
-    largest: tuple[float, _Container, _Weight] | None = None
+    weighed: list[tuple[Container, _Weight, bool]] = []
     for container in found:
         try:
-            weight = _weigh(container.values, clock, end_s)
+            certain = id(container) in read
+            possible = not container.root and (not code.whole or _is_collected(container.values))
+            if certain or possible:
+                weighed.append((container, _weigh(container.values, clock, end_s), certain))
         except Exception:
             log.debug("%s could not be weighed", container.name, exc_info=True)
             continue
-        if largest is None or weight.bytes > largest[0]:
-            largest = (weight.bytes, container, weight)
         if clock() > end_s:
             break
-    if largest is None or largest[0] < _LEAST_BYTES:
+    weighed = [each for each in weighed if each[1].bytes >= _LEAST_BYTES]
+    if not weighed:
         return None
-    bytes_, container, weight = largest
-    place = _place(container.owner, container.attribute)
-    return CopiedObject(container.name, f"{container.kind} of {weight.what}", round(bytes_), weight.plain, place)
+    container, weight, certain = max(weighed, key=lambda each: (each[2], each[1].bytes))
+    return CopiedObject(
+        container.name,
+        f"{_article(container.kind)} of {weight.what}",
+        round(weight.bytes),
+        weight.plain,
+        _place(container.owner, container.path[-1]) if container.path else "",
+        certain,
+        round(sum(each.bytes for _, each, read_too in weighed if read_too == certain)),
+    )
 
 
-@dataclass(frozen=True)
-class _Container:
-    """A container in a dataset.
-
-    Attributes:
-        name: where it is, from the dataset on.
-        owner: the object whose attribute it is.
-        attribute: the attribute's name.
-        kind: ``"a list"``.
-        values: the container, or its values as a list.
-    """
-
-    name: str
-    owner: object
-    attribute: str
-    kind: str
-    values: Collection[Any]
+def _article(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiouAEIOU" else f"a {kind}"
 
 
-def _containers(datasets: Iterable[object]) -> Iterator[_Container]:
-    seen: set[int] = set()
-    waiting = deque((each, "", 0) for each in datasets)
-    looked_at = 0
-    while waiting and looked_at < _MAX_OBJECTS:
-        owner, path, depth = waiting.popleft()
-        looked_at += 1
-        if id(owner) in seen or isinstance(owner, _LEFT_OUT) or depth > _MAX_DEPTH:
-            continue
-        seen.add(id(owner))
-        for attribute, value in _attributes(owner):
-            name = f"{path}{attribute}"
-            if id(value) in seen:
-                continue
-            if isinstance(value, _CONTAINERS):
-                seen.add(id(value))
-                entries = value.values() if isinstance(value, dict) else value
-                few = list(entries) if len(value) <= _FEW else []
-                inner = [(each, f"{name}[{number}].", depth + 1) for number, each in enumerate(few)]
-                inner = [each for each in inner if not isinstance(each[0], _LEFT_OUT)]
-                if inner:  # such as the parts of a ConcatDataset
-                    waiting.extend(inner)
-                else:
-                    yield _Container(name, owner, attribute, _kind(value), value)
-            else:
-                for column, kind, objects in _object_arrays(name, value):
-                    yield _Container(column, owner, attribute, kind, objects)
-                waiting.append((value, f"{name}.", depth + 1))
+def _parts_of(container: Container) -> Iterator[Container]:
+    """The container, or its columns where it is a table of pandas."""
+    if container.kind == "table":
+        try:
+            for name, column in _columns(container.name, container.values):
+                yield replace(container, name=name, kind="column", values=column)
+        except Exception:
+            log.debug("%s could not be looked through", container.name, exc_info=True)
+    elif container.kind == "array":
+        if container.values.size:
+            yield replace(container, values=container.values.reshape(-1))
+    elif container.kind != "lru_cache":
+        yield container
 
 
-def _attributes(owner: object) -> list[tuple[str, Any]]:
-    attributes = list(getattr(owner, "__dict__", {}).items())
-    for each in type(owner).__mro__:
-        slots = each.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(owner, name):
-                attributes.append((name, getattr(owner, name)))
-    return attributes
+def _columns(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    columns = {f"{name}[{each!r}]": value[each] for each in value.columns} if hasattr(value, "columns") else {}
+    for path, column in (columns or {name: value}).items():
+        if str(getattr(column, "dtype", "")) == "object":
+            yield path, column.to_numpy()
 
 
-def _kind(value: object) -> str:
-    name = type(value).__name__
-    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
-
-
-def _object_arrays(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
-    """Arrays of Python objects, by name and kind: the value itself, or columns of a table of pandas."""
-    if isinstance(value, np.ndarray):
-        if value.dtype == object and value.size:
-            yield name, "an array", value.reshape(-1)
-    elif type(value).__module__.partition(".")[0] == "pandas":
-        columns = {f"{name}[{each!r}]": value[each] for each in value.columns} if hasattr(value, "columns") else {}
-        for path, column in (columns or {name: value}).items():
-            if str(getattr(column, "dtype", "")) == "object":
-                yield path, "a column", column.to_numpy()
+def _is_collected(values: Collection[Any]) -> bool:
+    """Whether Python's garbage collector looks at the entries, and so writes to them, whoever reads them."""
+    few = list(islice(values.values() if isinstance(values, dict) else values, _FEW))
+    return 2 * sum(gc.is_tracked(each) for each in few) > len(few)
 
 
 @dataclass
@@ -221,7 +176,7 @@ def _weigh(values: Collection[Any], clock: Callable[[], float], end_s: float) ->
         key, value = entry if isinstance(values, dict) else (None, entry)
         looked_at += 1
         kinds[_names(value)] += 1
-        plain = plain and isinstance(value, _PLAIN)
+        plain = plain and isinstance(value, PLAIN)
         roles.take(("value",), value, 1.0)
         if key is not None:
             roles.take(("key",), key, 1.0)
@@ -278,8 +233,8 @@ class _Roles:
             role.sizes[id(each)] = 0
             return
         bytes_ = sys.getsizeof(each)
-        role.sizes[id(each)] = min(bytes_, _HEADER) if isinstance(each, _SHARED) else (bytes_ + 15) & ~15
-        if len(name) <= len(_PARTS) and not isinstance(each, (*_PLAIN, *_SHARED)):
+        role.sizes[id(each)] = min(bytes_, _HEADER) if isinstance(each, SHARED) else (bytes_ + 15) & ~15
+        if len(name) <= len(_PARTS) and not isinstance(each, (*PLAIN, *SHARED)):
             for part, value, of in _parts(each, _PARTS[len(name) - 1]):
                 self.take((*name, part), value, stands_for * of)
 
@@ -291,15 +246,15 @@ def _parts(each: Any, most: int) -> Iterator[tuple[object, Any, float]]:
         for key, value in islice(each.items(), most):
             yield "key", key, of
             yield key if of == 1.0 and isinstance(key, str) else "value", value, of
-    elif isinstance(each, _CONTAINERS):
+    elif isinstance(each, CONTAINERS):
         ordered = isinstance(each, (list, tuple)) and len(each) <= _LIKE_A_TUPLE
         for number, value in enumerate(islice(each, most)):
             yield number if ordered else "item", value, max(1.0, len(each) / most)
     else:
-        attributes = getattr(each, "__dict__", None)
-        if attributes is not None:
-            yield "__dict__", attributes, 1.0
-        for attribute, value in _attributes(each)[len(attributes or ()) :]:
+        named, slots = attributes_of(each)
+        if named:
+            yield "__dict__", vars(each), 1.0
+        for attribute, value in slots.items():
             yield attribute, value, 1.0
 
 

@@ -60,7 +60,8 @@ class MemoryRisks:
             return
         self._due_s = self._clock() + LOOK_EVERY_S
         if self._growing is None:
-            self._growing = Growing(self._owners())
+            sizes = self._sizes()
+            self._growing = Growing(self._owners(), process=sizes[-1] if sizes else 0)
         self.look_now()
 
     def look_now(self) -> None:
@@ -74,7 +75,7 @@ class MemoryRisks:
         memory, facts = self._recorder.memory, self._loader.facts
         of_training = [each for each in list(memory.workers.items()) if each[1][0].startswith("train")]
         rank = tuple(memory.rank.readings)
-        sizes = [each.rss for each in rank if each.rss is not None]
+        sizes = self._sizes()
         grown = bool(sizes) and sizes[-1] - min(sizes) >= _GROWN
         return RiskInputs(
             workers=tuple(
@@ -85,11 +86,14 @@ class MemoryRisks:
             num_workers=facts.num_workers,
             ranks_here=local_ranks_of(self._trainer),
             forked=any(self._recorder.is_forked(slot) for slot, _ in of_training),
-            grows=self._growing.look("forward") if grown and self._growing is not None else "",
+            grows=self._growing.why(sizes[-1]) if grown and self._growing is not None else "",
             in_flight=self._in_flight(facts.prefetch_factor),
             machine_bytes=psutil.virtual_memory().total,
             **self._ahead(len(of_training)),
         )
+
+    def _sizes(self) -> list[int]:
+        return [each.rss for each in tuple(self._recorder.memory.rank.readings) if each.rss is not None]
 
     def _in_flight(self, prefetch_factor: int | None) -> BatchesInFlight | None:
         for reading in self._loader.readings().values():

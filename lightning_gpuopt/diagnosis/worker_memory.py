@@ -28,6 +28,9 @@ _EVEN: Final = 0.6
 _EXPLAINED: Final = (0.25, 1.5)
 """What a worker has grown by, as a share of the objects that it is put down to; their size is an estimate."""
 
+_ALLOCATED: Final = 0.5
+"""Where more of the growth is new memory, the worker allocates: a page that it copies it had before, shared."""
+
 
 @dataclass(frozen=True)
 class _Growing:
@@ -39,6 +42,7 @@ class _Growing:
         steady: how it grows by the sample; None where it does not, or no more.
         bytes_per_s: the same by the second; 0 where it does not.
         leak: what of its own grows, for people.
+        copies: whether most of the growth may be pages that it had before, and shared.
     """
 
     worker: int
@@ -46,6 +50,7 @@ class _Growing:
     steady: SteadyGrowth | None
     bytes_per_s: float
     leak: str
+    copies: bool
 
 
 def worker_memory(seen: RiskInputs) -> Iterator[Risk]:
@@ -54,11 +59,12 @@ def worker_memory(seen: RiskInputs) -> Iterator[Risk]:
     steady = [each for each in measured if each.steady is not None and each.steady.grown >= _SEEN]
     leaking = [each for each in steady if each.leak]
     copied = seen.copied if seen.forked else None
-    if leaking:
+    if leaking:  # has been seen to grow, where objects to copy are but there
         yield from _risk(seen, leaking, None)
         return
     if copied is not None:
-        growing = [each for each in steady if each.grown <= _EXPLAINED[1] * copied.bytes]
+        most = _EXPLAINED[1] * max(copied.bytes, copied.together)
+        growing = [each for each in steady if each.copies and each.grown <= most]
         growing = growing or [each for each in measured if _has_copied(each, copied)]
         if growing and 2 * len(growing) >= len(measured):
             yield from _risk(seen, growing, copied)
@@ -77,13 +83,25 @@ def _growing(worker: WorkerMemory) -> _Growing | None:
     half = points[len(points) // 2 :]
     took_s, read = half[-1][2] - half[0][2], (half[-1][0] or 0) - (half[0][0] or 0)
     rate = steady.rate * read / took_s if steady is not None and took_s > 0 else 0.0
-    return _Growing(worker.worker, points[-1][1] - points[0][1], steady, rate, worker.leak)
+    grown = points[-1][1] - points[0][1]
+    return _Growing(worker.worker, grown, steady, rate, worker.leak, _copies(worker))
+
+
+def _copies(worker: WorkerMemory) -> bool:
+    both = [
+        (each.private, each.anonymous)
+        for each in worker.readings
+        if each.samples and each.private is not None and each.anonymous is not None
+    ]
+    if len(both) < 2:
+        return True
+    return both[-1][1] - both[0][1] <= _ALLOCATED * (both[-1][0] - both[0][0])
 
 
 def _has_copied(worker: _Growing, copied: CopiedObject) -> bool:
     """Whether a worker that has come to rest has copied these objects meanwhile."""
-    least, most = (share * copied.bytes for share in _EXPLAINED)
-    return max(_MUCH, least) <= worker.grown <= most
+    least, most = _EXPLAINED[0] * copied.bytes, _EXPLAINED[1] * max(copied.bytes, copied.together)
+    return worker.copies and max(_MUCH, least) <= worker.grown <= most
 
 
 def _risk(seen: RiskInputs, growing: list[_Growing], copied: CopiedObject | None) -> Iterator[Risk]:
@@ -96,7 +114,7 @@ def _risk(seen: RiskInputs, growing: list[_Growing], copied: CopiedObject | None
     grown = statistics.median(each.grown for each in growing)
     ahead = _ahead(seen, per_sample, per_s)
     if copied is not None:
-        ahead = min(ahead, max(copied.bytes - grown, 0))
+        ahead = min(ahead, max(max(copied.bytes, copied.together) - grown, 0))
     everywhere = (grown + ahead) * processes
     limit = room.limit or room.free if room is not None else math.inf
     if grown + ahead < _MUCH and everywhere < _SHARE * limit:
@@ -139,8 +157,9 @@ def _how(per_sample: float | None, grown: float, copied: CopiedObject | None, le
     if copied is None:
         return f"{how}: {leak}." if leak else f"{how}, after {size(grown)} until now; what grows was not found."
     place = f" ({copied.place})" if copied.place else ""
+    touches = "touches" if copied.certain else "probably touches"
     return (
-        f"{how}: reading touches `{copied.name}`, {copied.what}, about {size(copied.bytes)} in each worker{place}, "
+        f"{how}: reading {touches} `{copied.name}`, {copied.what}, about {size(copied.bytes)} in each worker{place}, "
         "and so copies it."
     )
 

@@ -52,6 +52,8 @@ class MemoryReading:
         rss: bytes that were resident.
         private: bytes that only this process had (private dirty pages and swap); read now and then, when minor
             faults say that it may have grown.
+        anonymous: of a worker: bytes of no file, shared with its parent or not; read with ``private``. What a worker
+            allocates adds to both, what it copies of its parent's adds to ``private`` alone.
         faults: minor page faults of the process so far.
         samples: of a worker: samples that it had read; of a rank: training batches finished.
         limit: bytes that the memory cgroup allows (the tightest of ours and its parents).
@@ -71,6 +73,7 @@ class MemoryReading:
     at_s: float
     rss: int | None = None
     private: int | None = None
+    anonymous: int | None = None
     faults: int | None = None
     samples: int | None = None
     limit: int | None = None

@@ -18,6 +18,8 @@ class CopiedObject:
         bytes: what they take, estimated.
         plain: whether they are strings, bytes or numbers, which fit one array; else they have parts of their own.
         place: file and line that assigns them, ``"data.py:41"``; empty where that is not known.
+        certain: whether the code that reads samples names them; else they may be touched without that.
+        together: bytes of all such objects of the dataset, these among them; 0: of these alone.
     """
 
     name: str
@@ -25,6 +27,8 @@ class CopiedObject:
     bytes: int
     plain: bool = True
     place: str = ""
+    certain: bool = True
+    together: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,8 @@ class WorkerMemory:
     Attributes:
         worker: its number.
         readings: oldest first, of one process; ``samples`` are those that it had read.
-        leak: a container of its copy of the dataset that grows, for people: ``"cache (dict) grew from 0 to 12,000
-            entries"``; empty where none is known.
+        leak: a container of its own that grows and explains what it has grown by, for people: ``"Photos.cache (dict)
+            grew from 0 to 12,000 entries and holds about 115 MiB"``; empty where none is known.
     """
 
     worker: int

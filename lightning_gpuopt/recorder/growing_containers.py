@@ -1,34 +1,59 @@
-"""Finds what grows in a program whose steps get slower: lists, dicts, hooks of module, callbacks and data."""
+"""Finds what grows in a program whose steps get slower, or whose memory grows: lists, dicts, hooks, caches."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from lightning_gpuopt.recorder.containers import CONTAINERS, PLAIN, Container, Containers, attributes_of
+
 log = logging.getLogger(__name__)
 
-_MAX_OWNERS: Final = 2000
 _MAX_SAMPLED: Final = 512
-_MAX_PARTS: Final = 64
-"""Parts that are weighed of an entry that is a container itself."""
+_PARTS: Final = (64, 16, 8)
+"""Parts that are weighed of an entry that is a container or an object itself, by depth."""
 
 _MAX_S: Final = 0.02
-"""Seconds at most for finding the containers, and again for weighing those that have grown."""
+"""Seconds at most for weighing those that have grown."""
 
 _GROWN: Final = 64
 """A container has grown if it has at least so many more entries than at the beginning, and twice as many."""
 
+_GROWN_BYTES: Final = 8 << 20
+"""Bytes that a process has grown by before it is looked at why."""
+
+_EXPLAINS: Final = 0.25
+"""A container explains that a process has grown by holding this share of it."""
+
+_FIXED: Final = ("tuple", "frozenset", "array", "table")
 _HEAVY_MIB: Final = 1.0
-_LEFT_OUT: Final = frozenset({"_modules", "_parameters", "_buffers"})
 _MIB: Final = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """What the entries of a container hold.
+
+    Attributes:
+        bytes: of memory of this process, estimated from a sample; what several entries share counts once.
+        tensor_mib: of tensors, wherever they are.
+        graphs: whether they keep their autograd graphs.
+        opaque: whether some are objects whose size Python does not know.
+    """
+
+    bytes: float
+    tensor_mib: float
+    graphs: bool
+    opaque: bool
 
 
 @dataclass(frozen=True)
@@ -39,16 +64,27 @@ class _Grown:
     kind: str
     before: int
     count: int
-    suspected: bool
-    mib: float
-    graphs: bool
+    weight: _Weight
+    suspected: bool = False
+    added: float = 0.0
 
     @property
     def text(self) -> str:
-        size = f"{self.mib / 1024:.3g} GiB" if self.mib >= 1024 else f"{self.mib:.3g} MiB"
-        holds = f" and holds {size} of tensors" if self.mib >= _HEAVY_MIB else ""
-        graphs = " with their autograd graphs" if self.graphs and holds else ", with autograd graphs" * self.graphs
-        return f"{self.name} ({self.kind}) grew from {self.before:,} to {self.count:,} entries{holds}{graphs}"
+        mib, graphs = self.weight.tensor_mib, self.weight.graphs
+        holds = f" and holds {_size(mib)} of tensors" if mib >= _HEAVY_MIB else ""
+        keeps = " with their autograd graphs" if graphs and holds else ", with autograd graphs" * graphs
+        if not holds and not keeps and self.weight.bytes >= _HEAVY_MIB * _MIB:
+            holds = f" and holds about {_size(self.weight.bytes / _MIB)}"
+        entries = "entry" if self.count == 1 else "entries"
+        return f"{self.name} ({self.kind}) grew from {self.before:,} to {self.count:,} {entries}{holds}{keeps}"
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """The sizes of all containers at one time, and the process's own in bytes."""
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    process: int = 0
 
 
 class Growing:
@@ -58,14 +94,24 @@ class Growing:
     left out.
 
     Args:
-        owners: whose attributes to look at, by a name for people. Submodules of modules are looked at as well.
-        clock: seconds, for the limit on what a look takes.
+        owners: whose attributes to look at, by a name for people; what they hold, and the globals of the user's modules
+            that their classes are defined in, are looked at as well.
+        clock: seconds, for the limit on what a look takes; of this thread, as the GIL may be another's meanwhile.
+        process: bytes of this process, where its memory is what is to be explained.
     """
 
-    def __init__(self, owners: Mapping[str, object], clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, owners: Mapping[str, object], clock: Callable[[], float] = time.thread_time, *, process: int = 0
+    ) -> None:
         self._owners = dict(owners)
         self._clock = clock
-        self._sizes = {name: count for name, _, count in self._containers()}
+        walk = Containers(self._owners.items(), clock)
+        self._first = {each.name: count for each, count in _counted(walk)}
+        self._complete = walk.complete
+        self._middle = self._newest = _Moment(self._first, process)
+        self._looks = 0
+        self._looked_at = process
+        self._why = ""
 
     def look(self, suspect: str = "") -> str:
         """What has grown most, for people; empty where nothing has. Takes a few milliseconds.
@@ -74,82 +120,162 @@ class Growing:
             suspect: the phase or hook whose time grows: of what it does not own, only what holds tensors is named.
         """
         suspect = suspect.rpartition(".")[0] or {"data_wait": "dataset"}.get(suspect, "module")
-        longer = []
-        for name, value, count in self._containers():
-            before = self._sizes.get(name, 0)
-            if count - before >= _GROWN and count >= 2 * before:
-                longer.append((name, value, before, count))
-        end_s = self._clock() + _MAX_S
+        longer = [
+            (each, count, count - before)
+            for each, count in _counted(Containers(self._owners.items(), self._clock))
+            if _has_grown(before := self._before(each.name, count), count)
+            and (each.name in self._first or not each.inside)  # what is new in another counts there
+        ]
         grown = []
-        for name, value, before, count in longer:
-            try:
-                mib, graphs = _tensors_in(value, count, self._clock, end_s)
-            except Exception:  # it is the user's, and another thread may change it
-                log.debug("what %s holds could not be looked at", name, exc_info=True)
-                continue
-            suspected = self._suspected(name, suspect)
-            if suspected or graphs or mib >= _HEAVY_MIB:
-                grown.append(_Grown(name, type(value).__name__, before, count, suspected, mib, graphs))
+        for each, count, weight, added in self._weighed(longer):
+            suspected = self._suspected(each.root, suspect)
+            if suspected or weight.graphs or weight.tensor_mib >= _HEAVY_MIB:
+                grown.append(_Grown(each.name, each.kind, count - added, count, weight, suspected))
         if not grown:
             return ""
-        return max(grown, key=lambda each: (each.mib >= _HEAVY_MIB, each.suspected, each.mib, each.count)).text
+        heavy = _HEAVY_MIB
+        return max(
+            grown,
+            key=lambda each: (each.weight.tensor_mib >= heavy, each.suspected, each.weight.tensor_mib, each.count),
+        ).text
 
-    def _suspected(self, name: str, suspect: str) -> bool:
+    def why(self, process: int) -> str:
+        """Why this process grows: the container that has taken most of late, for people; empty where none explains it.
+
+        Compared is with a moment about half of the looks ago, so that what was filled before and is at rest does not
+        count. Takes a few milliseconds, where the process has grown by 8 MiB since the last time.
+
+        Args:
+            process: its bytes now.
+        """
+        if process - self._looked_at < _GROWN_BYTES:
+            return self._why
+        self._looked_at = process
+        sizes: dict[str, int] = {}
+        longer = []
+        for each, count in _counted(Containers(self._owners.items(), self._clock)):
+            sizes[each.name] = count
+            before = self._middle.sizes.get(each.name, self._before(each.name, count))
+            if count > before and (each.name in self._middle.sizes or not each.inside):
+                longer.append((each, count, count - before))
+        taken = process - self._middle.process
+        grown = []
+        for each, count, weight, added in self._weighed(longer):
+            first = self._before(each.name, count)
+            of_late = weight.bytes * added / max(count, 1)
+            unknown = (weight.opaque or weight.graphs) and _has_grown(first, count)
+            if of_late >= max(_EXPLAINS * taken, _GROWN_BYTES / 4) or unknown:
+                grown.append(_Grown(each.name, each.kind, min(first, count), count, weight, added=of_late))
+        self._why = max(grown, key=lambda each: (each.added, each.count)).text if grown else ""
+        self._looks += 1
+        if self._looks & (self._looks - 1) == 0:
+            self._middle, self._newest = self._newest, _Moment(sizes, process)
+        return self._why
+
+    def _before(self, name: str, count: int) -> int:
+        """Entries that a container had at the beginning; where not all were seen then, at first sight."""
+        return self._first.get(name, 0) if self._complete else self._first.setdefault(name, count)
+
+    def _suspected(self, root: str, suspect: str) -> bool:
         """Whether a container belongs to whoever's time grows: a callback, the data, or the module."""
-        owner_name = name.partition(".")[0]
-        owner = self._owners[owner_name]
+        owner = self._owners.get(root)
         if suspect == "module":
             return isinstance(owner, torch.nn.Module)
-        return isinstance(owner, Dataset) if suspect == "dataset" else owner_name == suspect
+        return isinstance(owner, Dataset) if suspect == "dataset" else root == suspect
 
-    def _containers(self) -> Iterator[tuple[str, Collection[Any], int]]:
-        """Name, container and number of entries."""
+    def _weighed(self, longer: list[tuple[Container, int, int]]) -> Iterator[tuple[Container, int, _Weight, int]]:
+        """Containers, their entries, what these weigh, and how many were added; those with most added come first."""
         end_s = self._clock() + _MAX_S
-        for owner, each in islice(self._everybody(), _MAX_OWNERS):
-            for name, value in list(getattr(each, "__dict__", {}).items()):
-                if name in _LEFT_OUT:
-                    continue
-                try:
-                    if isinstance(value, (list, dict, set, deque)):
-                        yield f"{owner}.{name}", value, len(value)
-                except Exception:  # a class of the user's, which may refuse even that
-                    log.debug("%s.%s could not be looked at", owner, name, exc_info=True)
-            if self._clock() > end_s:
-                return
-
-    def _everybody(self) -> Iterator[tuple[str, object]]:
-        for name, each in self._owners.items():
-            if isinstance(each, torch.nn.Module):
-                for path, module in each.named_modules():
-                    yield f"{name}.{path}" if path else name, module
-            else:
-                yield name, each
+        for each, count, added in sorted(longer, key=lambda one: one[2], reverse=True):
+            try:
+                entries = each.entries()
+                unknown = _Weight(0.0, 0.0, graphs=False, opaque=True)
+                yield each, count, unknown if entries is None else _weigh(entries, count, self._clock, end_s), added
+            except Exception:  # it is the user's, and another thread may change it
+                log.debug("what %s holds could not be looked at", each.name, exc_info=True)
 
 
-def _tensors_in(values: Collection[Any], count: int, clock: Callable[[], float], end_s: float) -> tuple[float, bool]:
-    """MiB of the tensors in a container, from a sample; and whether they keep their autograd graphs.
+def _counted(walk: Containers) -> Iterator[tuple[Container, int]]:
+    for each in walk:
+        try:
+            if each.kind not in _FIXED:
+                yield each, each.count()
+        except Exception:  # a class of the user's, which may refuse even that
+            log.debug("%s could not be looked at", each.name, exc_info=True)
+
+
+def _has_grown(before: int, count: int) -> bool:
+    return count - before >= _GROWN and count >= 2 * before
+
+
+def _size(mib: float) -> str:
+    return f"{mib / 1024:.3g} GiB" if mib >= 1024 else f"{mib:.3g} MiB"
+
+
+def _weigh(values: Collection[Any], count: int, clock: Callable[[], float], end_s: float) -> _Weight:
+    """What a container holds, from a sample.
 
     Args:
-        values: the container.
+        values: the container, or what is in it.
         count: how many entries it has.
         clock: seconds.
         end_s: when to stop; one entry is looked at in any case.
     """
+    scale = _Scale()
     sampled = 0
-    tensor_bytes = 0.0
-    graphs = False
     for entry in _sample(values, _MAX_SAMPLED):
         sampled += 1
-        is_container = isinstance(entry, (list, tuple, dict))
-        parts = list(_sample(entry, _MAX_PARTS)) if is_container else [entry]
-        tensors = [part for part in parts if isinstance(part, torch.Tensor)]
-        if tensors:
-            scale = len(entry) / len(parts) if is_container else 1.0
-            tensor_bytes += scale * sum(each.numel() * each.element_size() for each in tensors)
-            graphs = graphs or any(each.grad_fn is not None for each in tensors)
+        scale.put(entry)
         if clock() > end_s:
             break
-    return tensor_bytes * count / max(sampled, 1) / _MIB, graphs
+    times = len(values) / max(sampled, 1)
+    slots = sys.getsizeof(values)
+    return _Weight(scale.bytes * times + slots, scale.tensor_bytes * times / _MIB, scale.graphs, scale.opaque)
+
+
+class _Scale:
+    """Weighs objects with their parts: bytes of each once, of tensors as often as they come."""
+
+    def __init__(self) -> None:
+        self.bytes = self.tensor_bytes = 0.0
+        self.graphs = self.opaque = False
+        self._seen: set[int] = set()
+
+    def put(self, each: Any, times: float = 1.0, depth: int = 0) -> None:
+        """Add an object.
+
+        Args:
+            each: the object.
+            times: how many objects it stands for.
+            depth: of the parts of an entry.
+        """
+        kind = type(each)
+        first = times if id(each) not in self._seen else 0.0
+        self._seen.add(id(each))
+        if issubclass(kind, torch.Tensor):
+            bytes_ = each.numel() * each.element_size()
+            self.tensor_bytes += times * bytes_
+            self.graphs = self.graphs or each.grad_fn is not None
+            self.bytes += first * bytes_ if each.device.type == "cpu" else 0.0
+        elif issubclass(kind, np.ndarray):
+            self.bytes += first * each.nbytes
+        else:
+            self.bytes += first * sys.getsizeof(each)
+            if depth < len(_PARTS) and not issubclass(kind, (*PLAIN, bytearray)):
+                self._put_parts(each, kind, times, depth)
+
+    def _put_parts(self, each: Any, kind: type, times: float, depth: int) -> None:
+        most = _PARTS[depth]
+        if issubclass(kind, CONTAINERS):
+            parts = list(_sample(each, most)) + (list(islice(each, most)) if isinstance(each, dict) else [])
+            of = max(1.0, len(each) / most)
+        else:
+            named, slots = attributes_of(each)
+            if not named and not slots and kind is not object and not callable(each):
+                self.opaque = True
+            parts, of = [*islice(named.values(), most), *islice(slots.values(), most)], 1.0
+        for part in parts:
+            self.put(part, times * of, depth + 1)
 
 
 def _sample(values: Collection[Any], most: int) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from lightning_gpuopt.measurements.flight import MemoryReading
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.ring import AT
 from lightning_gpuopt.telemetry.memory import MemoryFiles
-from lightning_gpuopt.telemetry.resources import worker_memory
+from lightning_gpuopt.telemetry.resources import private_and_anonymous
 
 _NEW_FAULTS: Final = 256
 """Page faults, of 4 KiB each, after which the private memory of a process is worth a reading."""
@@ -161,14 +161,15 @@ class MemoryLog:
         ring = self._board.worker(slot)
         if ring.numbers[AT["pid"]] == pid:
             ring.numbers[AT["cpu_ns"]] = max(int(process.cpu_s * 1e9), 1)
-        private = None
+        private = anonymous = None
         if look and process.faults - self._faults.get(pid, 0) >= _NEW_FAULTS:
-            private = worker_memory(pid)
+            private, anonymous = private_and_anonymous(pid)
             self._faults[pid] = process.faults
         return MemoryReading(
             now_s,
             rss=process.rss,
             private=private,
+            anonymous=anonymous,
             faults=process.faults,
             samples=ring.numbers[AT["samples"]] if ring.numbers[AT["pid"]] == pid else None,
         )

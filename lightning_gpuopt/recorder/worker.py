@@ -25,11 +25,14 @@ from lightning_gpuopt.loaders import sample_keys
 from lightning_gpuopt.measurements.code_location import Call
 from lightning_gpuopt.measurements.flight import COLLATES, READS, STARTS, WAITS
 from lightning_gpuopt.recorder.board import Board
+from lightning_gpuopt.recorder.containers import attributes_of
 from lightning_gpuopt.recorder.growing_containers import Growing
 from lightning_gpuopt.recorder.ring import AT, DOING, NO_INDEX, NUMBER, Ring
 from lightning_gpuopt.recorder.stacks import StackWriter, start_ticks
 from lightning_gpuopt.telemetry.memory import MemoryFiles
+from lightning_gpuopt.telemetry.resources import private_and_anonymous
 from lightning_gpuopt.timeline.frames import calls_of, innermost_frames, is_own, is_pythons, name_of, raw_frames
+from lightning_gpuopt.timeline.worker_clock import TimedCollate
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,12 @@ _LOOK_EVERY: Final = 20
 """Beats between two looks for what grows."""
 
 _GROWN: Final = 8 << 20
+_NEW_FAULTS: Final = 1024
+"""Page faults, of 4 KiB or more each, after which it is looked at what grows; or so many bytes that are resident."""
+
+_COST: Final = 200
+"""Private memory is read for one part in so many of the time: of 2 GiB it takes some 55 ms."""
+
 _MAX_NESTED: Final = 4
 _MAX_INDICES: Final = 48
 _MAX_MESSAGE: Final = 2000
@@ -111,9 +120,15 @@ class WorkerStart:
             written_ns=time.monotonic_ns(),
             stack_signal=stacks.signal if stacks is not None else 0,
         )
-        when_fetcher_is_made(lambda fetcher: note_fetches(fetcher, ring, whole=True))
+        beat = Beat(ring, threading.get_ident(), dataset, stacks)
+
+        def made(fetcher: Any) -> None:
+            note_fetches(fetcher, ring, whole=True)
+            beat.collates(fetcher.collate_fn)
+
+        when_fetcher_is_made(made)
         note_samples_of_ours(ring)
-        Beat(ring, threading.get_ident(), dataset, stacks).start()
+        beat.start()
 
     def _stacks_here(self) -> StackWriter | None:
         stacks, path = self.stacks, self.words.get("stacks")
@@ -150,12 +165,21 @@ class Beat(threading.Thread):
         self._ring = ring
         self._main = thread
         self._place = ""
-        self._owners = {type(each).__name__: each for each in _nested(dataset)}
+        self._owners: dict[str, object] = {type(each).__name__: each for each in _nested(dataset)}
         self._growing: Growing | None = None
         self._files = MemoryFiles()
         self._stacks = stacks
         self._answered = ring.numbers[AT["asked"]]
-        self._looked_at = self._beats = 0
+        self._faults = self._rss = self._beats = 0
+        self._due_s = 0.0
+
+    def collates(self, collate_fn: Any) -> None:
+        """What makes batches of samples may grow as well; to be said before the first beat.
+
+        Args:
+            collate_fn: the loader's.
+        """
+        self._owners["collate_fn"] = collate_fn.collate_fn if isinstance(collate_fn, TimedCollate) else collate_fn
 
     def run(self) -> None:
         """Beat until the process ends."""
@@ -184,15 +208,21 @@ class Beat(threading.Thread):
             self._look_for_growth()
 
     def _look_for_growth(self) -> None:
-        """See whether a container of the dataset grows, where the process has grown since the last look."""
-        process = self._files.process("self")
-        if self._growing is None:
-            self._growing = Growing(self._owners)
-        elif process is not None and process.rss - self._looked_at >= _GROWN:
-            self._ring.write("leak", self._growing.look("data_wait"))
-        else:
+        """See which container grows, where the process may have grown since the last look."""
+        process, now_s = self._files.process("self"), time.monotonic()
+        if process is None or now_s < self._due_s:
             return
-        self._looked_at = process.rss if process is not None else 0
+        faults, rss = process.faults - self._faults, process.rss - self._rss
+        if self._growing is not None and faults < _NEW_FAULTS and rss < _GROWN:
+            return
+        self._faults, self._rss = process.faults, process.rss
+        private, _ = private_and_anonymous("self")
+        self._due_s = now_s + _COST * (time.monotonic() - now_s)
+        held = private if private is not None else process.rss
+        if self._growing is None:
+            self._growing = Growing(self._owners, process=held)
+        else:
+            self._ring.write("leak", self._growing.why(held))
 
 
 def _nested(dataset: Any) -> Iterator[Any]:
@@ -201,7 +231,7 @@ def _nested(dataset: Any) -> Iterator[Any]:
         if dataset is None:
             return
         yield dataset
-        dataset = getattr(dataset, "dataset", None)
+        dataset = attributes_of(dataset)[0].get("dataset")
 
 
 def place_of(frame: FrameType | None) -> str:

@@ -19,12 +19,22 @@ def worker_memory(pid: int, proc: Path = Path("/proc")) -> int | None:
     The resident or proportional set size would not do: a forked worker shares its parent's dataset, and mapped files
     are page cache. Counting those would forbid a second worker beside a large array or LMDB file.
     """
+    return private_and_anonymous(pid, proc)[0]
+
+
+def private_and_anonymous(pid: int | str, proc: Path = Path("/proc")) -> tuple[int | None, int | None]:
+    """Bytes of :func:`worker_memory`, and those that are of no file, shared with the parent or not; None: unknown.
+
+    A page that a fork shared and that is written to becomes private; it was anonymous before. New memory is both.
+    """
     try:
         lines = (proc / str(pid) / "smaps_rollup").read_text().splitlines()
         sizes = dict(line.split()[:2] for line in lines[1:])  # the first is the range of addresses
-        return (int(sizes["Private_Dirty:"]) + int(sizes.get("Swap:", 0))) * 1024
+        swap = int(sizes.get("Swap:", 0))
+        anonymous = (int(sizes["Anonymous:"]) + swap) * 1024 if "Anonymous:" in sizes else None
+        return (int(sizes["Private_Dirty:"]) + swap) * 1024, anonymous
     except (OSError, ValueError, KeyError):
-        return None
+        return None, None
 
 
 def files_left(wanted: int = 0, proc: Path = Path("/proc")) -> int | None:

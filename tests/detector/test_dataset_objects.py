@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from lightning_gpuopt.detector.dataset_objects import copied_object
+from lightning_gpuopt.telemetry.resources import private_and_anonymous
 
 N = 40_000
 
@@ -184,24 +185,98 @@ def test_a_look_ends_in_time() -> None:
     many = Photos(None)
     for number in range(1000):
         setattr(many, f"list{number}", [text(each) for each in range(100)])
-    many.kept = [text(number) for number in range(N)]
+    many.entries = [text(number) for number in range(N)]
     found = copied_object([many], clock)
     assert found is not None
-    assert found.name == "kept"
+    assert found.name == "entries"
     assert len(passed) < 100
-    many.last = vars(many).pop("kept")
+    many.last = vars(many).pop("entries")
     assert copied_object([many], clock) is None
 
 
-class ReadsAll(Photos):
-    """Reads every entry with its second sample; a sample is what is private to its process."""
+class Knows(Photos):
+    """Has records of which it reads some."""
 
-    def __getitem__(self, index: int) -> int:
-        if index:
+    def __init__(self, *, unread: Any, read: Any, by_name: bool = True) -> None:
+        self.unread, self.read, self.by_name = unread, read, by_name
+
+    def __len__(self) -> int:
+        return len(self.unread)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read[index]
+
+
+class ByAName(Knows):
+    def __getitem__(self, index: int) -> Any:
+        return getattr(self, "".join(("un", "read")))[index]
+
+
+TABLE: list[str] = []
+
+
+class ByGlobal(Photos):
+    def __getitem__(self, index: int) -> Any:
+        return TABLE[index]
+
+
+def texts(count: int) -> list[str]:
+    return [text(number) for number in range(count)]
+
+
+class TestWhatReadingTouches:
+    def test_the_largest_that_it_names(self) -> None:
+        found = copied_object([Subset(Knows(unread=texts(2 * N), read=texts(N)), [0])])
+        assert found is not None
+        assert (found.name, found.certain) == ("dataset.read", True)
+
+    def test_strings_that_it_does_not_name_are_not_touched(self) -> None:
+        assert copied_object([Knows(unread=texts(N), read=np.zeros(N))]) is None
+
+    def test_where_it_makes_names_it_may_touch_all(self) -> None:
+        found = copied_object([ByAName(unread=texts(N), read=np.zeros(N))])
+        assert found is not None
+        assert (found.name, found.certain) == ("unread", False)
+
+    def test_the_garbage_collector_touches_what_it_looks_at(self) -> None:
+        found = copied_object([Knows(unread=[[each] for each in texts(N)], read=np.zeros(N))])
+        assert found is not None
+        assert (found.name, found.certain) == ("unread", False)
+
+    def test_a_global_that_it_names(self) -> None:
+        TABLE.extend(texts(N))
+        found = copied_object([ByGlobal(texts(2 * N))])
+        TABLE.clear()
+        assert found is not None
+        assert (found.name, found.what, found.certain) == (f"{__name__}.TABLE", "a list of 40,000 str", True)
+
+    def test_all_that_it_names_is_counted_together(self) -> None:
+        both = ReadsBoth(texts(N))
+        both.kept = texts(N // 2)
+        found = copied_object([both])
+        assert found is not None
+        assert found.name == "entries"
+        assert found.together == pytest.approx(1.5 * found.bytes, rel=0.1)
+
+
+class ReadsBoth(Photos):
+    def __getitem__(self, index: int) -> Any:
+        return self.entries[index], self.kept[index]
+
+
+class ReadsAll(Photos):
+    """Reads every entry with its second sample, allocates with its third; a sample is what its process has."""
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if index == 1:
             for each in self.entries:
                 self.kept = each
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:"))
+        if index == 2:
+            self.kept = b" " * (64 << 20)
+        private, anonymous = private_and_anonymous("self")
+        assert private is not None
+        assert anonymous is not None
+        return private, anonymous
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="this kernel has no smaps_rollup")
@@ -209,8 +284,11 @@ def test_a_forked_worker_copies_about_as_much() -> None:
     dataset = ReadsAll([text(number) for number in range(4 * N)])
     found = copied_object([dataset])
     loader = DataLoader(
-        dataset, batch_size=None, sampler=[0, 1], num_workers=1, multiprocessing_context="fork", collate_fn=int
+        dataset, batch_size=None, sampler=[0, 1, 2], num_workers=1, multiprocessing_context="fork", collate_fn=tuple
     )
-    before, after = loader
+    (private, anonymous), (copied, shared), (more, allocated) = loader
     assert found is not None
-    assert 0.7 < (after - before) / found.bytes < 1.5
+    assert 0.7 < (copied - private) / found.bytes < 1.5
+    assert shared - anonymous < (copied - private) / 4  # its pages were there before
+    assert 0.9 < (more - copied) / (64 << 20) < 1.1
+    assert 0.9 < (allocated - shared) / (64 << 20) < 1.1

@@ -114,6 +114,58 @@ class TestWorkerMemory:
         )
         assert risk.evidence["grows"] == f"in worker 0, {leak}"
 
+    def test_new_memory_is_no_copy(self) -> None:
+        """Pages that a worker copies were its own before, shared: they add to private memory alone."""
+        observed = seen(*[linear(30, 0.4)] * 2, copied=PATHS)
+
+        def with_new_memory(share: float) -> RiskInputs:
+            return replace(
+                observed,
+                workers=tuple(
+                    replace(
+                        each,
+                        readings=tuple(
+                            replace(one, anonymous=300 * MIB + int(share * (one.private or 0))) for one in each.readings
+                        ),
+                    )
+                    for each in observed.workers
+                ),
+            )
+
+        assert ["`paths`" in each.text for each in risks_of(with_new_memory(0.0))] == [True]
+        assert ["`paths`" in each.text for each in risks_of(with_new_memory(0.4))] == [True]
+        assert risks_of(with_new_memory(0.6)) == []
+
+    def test_new_memory_that_grows_evenly_has_a_reason_that_was_not_found(self) -> None:
+        observed = seen(*[linear(40, 3.0)] * 2, copied=PATHS)
+        allocated = replace(
+            observed,
+            workers=tuple(
+                replace(each, readings=tuple(replace(one, anonymous=one.private) for one in each.readings))
+                for each in observed.workers
+            ),
+        )
+        (risk,) = risks_of(allocated)
+        assert "what grows was not found" in risk.text
+        assert "object" not in risk.evidence
+
+    def test_new_memory_at_rest_is_no_copy(self) -> None:
+        observed = seen([40.0, 200.0, *[230.0] * 20], copied=PATHS)
+        (worker,) = observed.workers
+        readings = tuple(replace(one, anonymous=one.private) for one in worker.readings)
+        assert risks_of(replace(observed, workers=(replace(worker, readings=readings),))) == []
+
+    def test_objects_that_reading_may_not_touch_are_probable(self) -> None:
+        (risk,) = risks_of(seen(*[linear(30, 0.4)] * 8, copied=replace(PATHS, certain=False)))
+        assert "reading probably touches `paths`" in risk.text
+
+    def test_several_objects_may_be_copied_together(self) -> None:
+        grown = saturating(60, 400.0, 12)
+        assert risks_of(seen(grown, copied=PATHS)) == []
+        (risk,) = risks_of(seen(grown, copied=replace(PATHS, together=380 * MIB)))
+        assert "reading touches `paths`" in risk.text
+        assert risk.evidence["object_mib"] == 190.0
+
     def test_a_reason_that_was_not_found(self) -> None:
         (risk,) = risks_of(seen(*[linear(40, 3.0)] * 2))
         assert "what grows was not found" in risk.text

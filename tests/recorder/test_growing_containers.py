@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import mmap
+import os
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader, Dataset
 
 from evaluation.parts import Model, quiet
 from evaluation.pause_parts import KeepsItsLosses
@@ -17,6 +23,7 @@ from lightning_gpuopt.detector.window_history import WindowHistory
 from lightning_gpuopt.measurements.phases import WindowRecord
 from lightning_gpuopt.recorder.growing_containers import Growing
 from lightning_gpuopt.telemetry.process import ProcessReading, read_process
+from lightning_gpuopt.telemetry.resources import private_and_anonymous
 from tests.diagnosis.numbers import gpu, measurement, times
 
 HELD = ProcessReading(rss_mib=512.0, threads=9)
@@ -219,3 +226,161 @@ def test_a_run_that_gets_slower_names_the_list(tmp_path: Any) -> None:
     assert (finding.cause, finding.evidence["phase"]) == ("slowdown", "forward")
     assert str(finding.evidence["grows"]).startswith("KeepsItsLosses.losses (list) grew from 5 to ")
     assert "loss.detach()" in finding.advice
+
+
+MIB = 1 << 20
+SHARED: list[bytes] = []
+
+
+class TestWhyAProcessGrows:
+    """Of the bytes of a process, which are given, a container explains a quarter or more."""
+
+    def test_the_container_that_has_taken_most_is_named(self) -> None:
+        model = Keeps()
+        model.seen, model.cache = [], {}
+        growing = Growing({"Keeps": model}, process=500 * MIB)
+        model.seen += range(100_000)
+        model.cache.update({number: bytes(10_000) for number in range(5000)})
+        assert growing.why(550 * MIB) == "Keeps.cache (dict) grew from 0 to 5,000 entries and holds about 48 MiB"
+
+    def test_few_large_entries_count_as_well(self) -> None:
+        model = Keeps()
+        model.arrays = [np.zeros(1)]
+        growing = Growing({"Keeps": model})
+        model.arrays += [np.zeros(655_360) for _ in range(6)]
+        assert growing.why(30 * MIB) == "Keeps.arrays (list) grew from 1 to 7 entries and holds about 30 MiB"
+
+    def test_what_holds_little_of_it_is_not_named(self) -> None:
+        model = Keeps()
+        growing = Growing({"Keeps": model})
+        model.losses += range(100_000)
+        assert growing.why(200 * MIB) == ""
+
+    def test_what_entries_share_counts_once(self) -> None:
+        model = Keeps()
+        growing = Growing({"Keeps": model})
+        shared = bytes(MIB)
+        model.losses += [(number, shared) for number in range(100)]
+        assert growing.why(100 * MIB) == ""
+
+    def test_nothing_is_looked_at_before_it_has_grown(self) -> None:
+        model = Keeps()
+        growing = Growing({"Keeps": model}, process=100 * MIB)
+        model.losses += [bytes(MIB) for _ in range(20)]
+        assert growing.why(107 * MIB) == ""
+        assert growing.why(120 * MIB) == "Keeps.losses (list) grew from 0 to 20 entries and holds about 20 MiB"
+        model.losses.clear()
+        assert growing.why(121 * MIB) == "Keeps.losses (list) grew from 0 to 20 entries and holds about 20 MiB"
+
+    def test_what_was_filled_before_and_is_at_rest_is_named_no_more(self) -> None:
+        model = Keeps()
+        model.cache = {}
+        growing = Growing({"Keeps": model})
+        model.cache.update({number: bytes(MIB) for number in range(100)})
+        assert growing.why(100 * MIB) == "Keeps.cache (dict) grew from 0 to 100 entries and holds about 100 MiB"
+        for look in range(2, 9):
+            growing.why((100 + 10 * look) * MIB)  # for another reason
+        assert growing.why(200 * MIB) == ""
+        model.losses += [bytes(MIB) for _ in range(64)]
+        assert growing.why(264 * MIB) == "Keeps.losses (list) grew from 0 to 64 entries and holds about 64 MiB"
+
+    def test_objects_whose_size_is_not_known_are_named_where_there_are_many(self) -> None:
+        model = Keeps()
+        growing = Growing({"Keeps": model})
+        model.losses += [iter(()) for _ in range(1000)]
+        assert growing.why(200 * MIB) == "Keeps.losses (list) grew from 0 to 1,000 entries"
+
+    def test_a_global_of_the_module_is_named(self) -> None:
+        SHARED.clear()
+        growing = Growing({"Keeps": Keeps()})
+        SHARED.extend(bytes(MIB) for _ in range(20))
+        assert growing.why(20 * MIB) == f"{__name__}.SHARED (list) grew from 0 to 20 entries and holds about 20 MiB"
+        SHARED.clear()
+
+    def test_a_cache_around_a_function_is_named(self) -> None:
+        model = Keeps()
+        model.load = functools.lru_cache(maxsize=None)(lambda number: bytes(MIB))
+        growing = Growing({"Keeps": model})
+        for number in range(20):
+            model.load(number)
+        assert growing.why(20 * MIB) == "Keeps.load (lru_cache) grew from 0 to 20 entries and holds about 20 MiB"
+
+    def test_lists_by_key_are_named_once_they_are_known(self) -> None:
+        model = Keeps()
+        model.by_key = {}
+        growing = Growing({"Keeps": model})
+        for look in (1, 2, 3):
+            model.by_key.setdefault("train", []).extend(bytes(MIB) for _ in range(20))
+            why = growing.why(20 * look * MIB)
+            if look == 1:
+                assert why == "Keeps.by_key (dict) grew from 0 to 1 entry and holds about 20 MiB"
+        assert why == "Keeps.by_key['train'] (list) grew from 0 to 60 entries and holds about 60 MiB"
+
+    def test_what_was_not_seen_at_first_has_grown_from_when_it_was(self) -> None:
+        model = Keeps()
+        for number in range(100):
+            setattr(model, f"list{number}", [])
+        model.filled = [bytes(MIB) for _ in range(100)]
+        slow = iter([0.0, *[1.0] * 3])
+        growing = Growing({"Keeps": model}, lambda: next(slow, 1.0))
+        assert growing.why(50 * MIB) == ""
+        model.filled += [bytes(MIB) for _ in range(100)]
+        assert growing.why(150 * MIB) == ("Keeps.filled (list) grew from 100 to 200 entries and holds about 200 MiB")
+
+
+class Leaks(Dataset[str]):
+    """A dataset whose worker says with its second sample why it has grown."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+        self.growing: Growing | None = None
+
+    def __getitem__(self, index: int) -> str:
+        held = read_private()
+        if self.growing is None:
+            self.growing = Growing({"Leaks": self}, process=held)
+        else:
+            self.kept.keep()
+        return self.growing.why(read_private())
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.records: list[bytes] = []
+
+    def keep(self) -> None:
+        self.records += [os.urandom(20_000) for _ in range(1000)]
+
+
+class OutOfSight:
+    """A memory map, which is no container, and a list of numbers beside it."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def keep(self) -> None:
+        self.numbers += range(1000, 2000)
+        self.map = mmap.mmap(-1, 20_000_000, flags=mmap.MAP_PRIVATE)
+        self.map.write(b" " * 20_000_000)
+
+
+def read_private() -> int:
+    private, _ = private_and_anonymous("self")
+    assert private is not None
+    return private
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="this kernel has no smaps_rollup")
+@pytest.mark.parametrize(
+    ("kept", "why"),
+    [
+        (Keeper(), "Leaks.kept.records (list) grew from 0 to 1,000 entries and holds about 19.1 MiB"),
+        (OutOfSight(), ""),
+    ],
+    ids=["list", "map"],
+)
+def test_in_a_worker(kept: Any, why: str) -> None:
+    loader = DataLoader(
+        Leaks(kept), batch_size=None, sampler=[0, 1], num_workers=1, multiprocessing_context="fork", collate_fn=str
+    )
+    assert list(loader) == ["", why]
