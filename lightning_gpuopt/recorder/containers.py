@@ -9,12 +9,12 @@ import functools
 import gc
 import logging
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -49,7 +49,10 @@ _CLOSED: Final = frozenset(
 
 _OPENED: Final = ("torch.utils.data", "lightning_gpuopt.storage", "lightning_gpuopt.loading")
 _OF_MODULES: Final = frozenset({"_modules", "_parameters", "_buffers"})
+_OF_HOOKS: Final = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 _LONGEST_KEY: Final = 40
+_MOST_CACHED: Final = 100_000
+"""Entries of a bounded cache, which shows all at once, that are asked for."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,7 @@ class Container:
         return _cached(self.values)
 
 
-@dataclass(frozen=True)
-class _Item:
+class _Item(NamedTuple):
     """Something to look at: where it is, and what."""
 
     value: Any
@@ -121,6 +123,7 @@ class Containers:
         self._clock = clock
         self._seen: set[int] = set()
         self._packages: set[str] = set()
+        self._looked_through: dict[str, bool] = {}
         self._waiting: deque[_Item] = deque()
         for name, each in roots:
             self._packages.add(_module_of(each).partition(".")[0])
@@ -234,28 +237,40 @@ class Containers:
 
     def _is_looked_through(self, module_name: str) -> bool:
         """Whether a module's classes and globals are: the user's own, or of a package that a root is from."""
-        package = module_name.partition(".")[0]
-        if package in _CLOSED or package in sys.stdlib_module_names - {"__main__"}:
-            return False
-        module = sys.modules.get(module_name)
-        file = vars(module).get("__file__") if module is not None else None
-        return module_name == "__main__" or package in self._packages or (isinstance(file, str) and is_own(file))
+        if module_name not in self._looked_through:
+            package = module_name.partition(".")[0]
+            module = sys.modules.get(module_name)
+            file = vars(module).get("__file__") if module is not None else None
+            is_users = module_name == "__main__" or package in self._packages or is_own(file or "<")
+            closed = package in _CLOSED or (package in sys.stdlib_module_names and package != "__main__")
+            self._looked_through[module_name] = is_users and not closed
+        return self._looked_through[module_name]
 
 
 def attributes_of(owner: object) -> tuple[dict[str, Any], dict[str, Any]]:
     """An object's attributes: those of its ``__dict__`` and those in slots. No property is asked."""
-    named: dict[str, Any] = {}
+    dictionary, members = _descriptors(type(owner))  # type: ignore[arg-type]
     slots: dict[str, Any] = {}
-    for each in type(owner).__mro__:
+    for name, each in members:
+        try:
+            slots[name] = each.__get__(owner)
+        except AttributeError:  # not set
+            continue
+    return dict(dictionary.__get__(owner)) if dictionary is not None else {}, slots
+
+
+@functools.lru_cache(maxsize=512)
+def _descriptors(kind: type) -> tuple[Any, tuple[tuple[str, Any], ...]]:
+    """Of a class: what gives the ``__dict__`` of its objects, and what gives their slots."""
+    dictionary = None
+    members: dict[str, Any] = {}
+    for each in kind.__mro__:
         for name, value in list(vars(each).items()):
-            if name == "__dict__" and type(value) is GetSetDescriptorType and not named:
-                named = dict(value.__get__(owner))
+            if name == "__dict__" and type(value) is GetSetDescriptorType:
+                dictionary = dictionary or value
             elif type(value) is MemberDescriptorType and each.__module__ != "builtins":
-                try:
-                    slots[name] = value.__get__(owner)
-                except AttributeError:  # not set
-                    continue
-    return named, slots
+                members.setdefault(name, value)
+    return dictionary, tuple(members.items())
 
 
 def _attributes(owner: object) -> Iterator[tuple[str, Any]]:
@@ -266,6 +281,8 @@ def _attributes(owner: object) -> Iterator[tuple[str, Any]]:
                 if name == "_modules" and isinstance(value, dict):
                     yield from list(value.items())
                 continue
+            if is_module and type(value) in (dict, OrderedDict) and not value and name.endswith(_OF_HOOKS):
+                continue  # most have none, and there are many
             yield name, value
 
 
@@ -311,8 +328,10 @@ def _module_of_class(kind: type) -> str:
 
 
 def _cached(wrapper: Any) -> Collection[Any] | None:
+    count, maxsize = wrapper.cache_info().currsize, wrapper.cache_info().maxsize
+    if maxsize is not None and count > _MOST_CACHED:
+        return None
     held = gc.get_referents(wrapper)
-    count = wrapper.cache_info().currsize
-    if wrapper.cache_info().maxsize is None:
-        return next((each for each in held if type(each) is dict and len(each) == count), None)
+    if maxsize is None:
+        return next((each for each in held if type(each) is dict and each is not vars(wrapper)), None)
     return [each for each in islice(held, 3 * count) if not isinstance(each, (type, FunctionType))]

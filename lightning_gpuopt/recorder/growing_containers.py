@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Final
 
@@ -19,6 +20,9 @@ from lightning_gpuopt.recorder.containers import CONTAINERS, PLAIN, Container, C
 log = logging.getLogger(__name__)
 
 _MAX_SAMPLED: Final = 512
+_MOST_WALKED: Final = 200_000
+"""Entries of a dict, set or deque from which the sample is taken: they have to be walked through."""
+
 _PARTS: Final = (64, 16, 8)
 """Parts that are weighed of an entry that is a container or an object itself, by depth."""
 
@@ -34,6 +38,8 @@ _GROWN_BYTES: Final = 8 << 20
 _EXPLAINS: Final = 0.25
 """A container explains that a process has grown by holding this share of it."""
 
+_EACH: Final = "[...]"
+_GROW: Final = (list, dict, set, deque, defaultdict, OrderedDict)
 _FIXED: Final = ("tuple", "frozenset", "array", "table")
 _HEAVY_MIB: Final = 1.0
 _MIB: Final = 1024 * 1024
@@ -106,7 +112,7 @@ class Growing:
         self._owners = dict(owners)
         self._clock = clock
         walk = Containers(self._owners.items(), clock)
-        self._first = {each.name: count for each, count in _counted(walk)}
+        self._first = {each.name: count for each, count in _with_inner(_counted(walk))}
         self._complete = walk.complete
         self._middle = self._newest = _Moment(self._first, process)
         self._looks = 0
@@ -153,7 +159,7 @@ class Growing:
         self._looked_at = process
         sizes: dict[str, int] = {}
         longer = []
-        for each, count in _counted(Containers(self._owners.items(), self._clock)):
+        for each, count in _with_inner(_counted(Containers(self._owners.items(), self._clock))):
             sizes[each.name] = count
             before = self._middle.sizes.get(each.name, self._before(each.name, count))
             if count > before and (each.name in self._middle.sizes or not each.inside):
@@ -166,7 +172,8 @@ class Growing:
             unknown = (weight.opaque or weight.graphs) and _has_grown(first, count)
             if of_late >= max(_EXPLAINS * taken, _GROWN_BYTES / 4) or unknown:
                 grown.append(_Grown(each.name, each.kind, min(first, count), count, weight, added=of_late))
-        self._why = max(grown, key=lambda each: (each.added, each.count)).text if grown else ""
+        one = [each for each in grown if not each.name.endswith(_EACH)]
+        self._why = max(one or grown, key=lambda each: (each.added, each.count)).text if grown else ""
         self._looks += 1
         if self._looks & (self._looks - 1) == 0:
             self._middle, self._newest = self._newest, _Moment(sizes, process)
@@ -190,7 +197,7 @@ class Growing:
             try:
                 entries = each.entries()
                 unknown = _Weight(0.0, 0.0, graphs=False, opaque=True)
-                yield each, count, unknown if entries is None else _weigh(entries, count, self._clock, end_s), added
+                yield each, count, unknown if entries is None else _weigh(entries, self._clock, end_s), added
             except Exception:  # it is the user's, and another thread may change it
                 log.debug("what %s holds could not be looked at", each.name, exc_info=True)
 
@@ -204,6 +211,22 @@ def _counted(walk: Containers) -> Iterator[tuple[Container, int]]:
             log.debug("%s could not be looked at", each.name, exc_info=True)
 
 
+def _with_inner(counted: Iterable[tuple[Container, int]]) -> Iterator[tuple[Container, int]]:
+    """Each container; and of one that holds containers, these together, by its name with ``[...]``."""
+    for each, count in counted:
+        yield each, count
+        try:
+            if each.kind == "lru_cache" or each.inside or not count:
+                continue
+            few = list(_sample(each.values, _PARTS[0]))
+            lengths = [len(one) for one in few if type(one) in _GROW]
+            if lengths:
+                inner = replace(each, name=f"{each.name}{_EACH}", kind=type(few[-1]).__name__, inside=True)
+                yield inner, sum(lengths) * count // len(few)
+        except Exception:  # another thread may change it
+            log.debug("the entries of %s could not be looked at", each.name, exc_info=True)
+
+
 def _has_grown(before: int, count: int) -> bool:
     return count - before >= _GROWN and count >= 2 * before
 
@@ -212,23 +235,22 @@ def _size(mib: float) -> str:
     return f"{mib / 1024:.3g} GiB" if mib >= 1024 else f"{mib:.3g} MiB"
 
 
-def _weigh(values: Collection[Any], count: int, clock: Callable[[], float], end_s: float) -> _Weight:
+def _weigh(values: Collection[Any], clock: Callable[[], float], end_s: float) -> _Weight:
     """What a container holds, from a sample.
 
     Args:
         values: the container, or what is in it.
-        count: how many entries it has.
         clock: seconds.
         end_s: when to stop; one entry is looked at in any case.
     """
     scale = _Scale()
-    sampled = 0
+    sampled, number = 0, len(values)
     for entry in _sample(values, _MAX_SAMPLED):
         sampled += 1
         scale.put(entry)
         if clock() > end_s:
             break
-    times = len(values) / max(sampled, 1)
+    times = number / max(sampled, 1)
     slots = sys.getsizeof(values)
     return _Weight(scale.bytes * times + slots, scale.tensor_bytes * times / _MIB, scale.graphs, scale.opaque)
 
@@ -278,10 +300,15 @@ class _Scale:
             self.put(part, times * of, depth + 1)
 
 
-def _sample(values: Collection[Any], most: int) -> Iterator[Any]:
-    """So many of the entries at most, evenly spread; of a dict, its values."""
-    count = len(values)
-    every = max(1, -(-count // most))
+def _sample(values: Collection[Any], most: int) -> Iterable[Any]:
+    """So many of the entries at most, evenly spread; of a dict, its values.
+
+    Those of Python's own containers are taken at once, under the GIL: the next one added would end going through them.
+    """
     if isinstance(values, (list, tuple)):
-        return (values[index] for index in range(0, count, every))
-    return islice(values.values() if isinstance(values, dict) else values, 0, None, every)
+        count = len(values)
+        return (values[index] for index in range(0, count, max(1, -(-count // most))))
+    count = min(len(values), _MOST_WALKED)
+    entries = values.values() if isinstance(values, dict) else values
+    sampled = islice(entries, 0, count, max(1, -(-count // most)))
+    return list(sampled) if type(values).__module__ in ("builtins", "collections") else sampled

@@ -64,6 +64,12 @@ def closure() -> Callable[[int], None]:
     return seen.append if not __debug__ else lambda value: seen.append(value)
 
 
+def hooked() -> torch.nn.Module:
+    net = torch.nn.Sequential(torch.nn.ReLU())
+    net[0].register_forward_hook(lambda *args: None)
+    return net
+
+
 @pytest.mark.parametrize(
     ("root", "name"),
     [
@@ -81,7 +87,7 @@ def closure() -> Callable[[int], None]:
         (Photos(fn=partial(print, [1])), "D.fn.args"),
         (Photos(fn=Transform().__init__), "D.fn.seen"),  # type: ignore[misc]
         (Photos(index=Slotted()), "D.index.entries"),
-        (Photos(net=torch.nn.Sequential(torch.nn.ReLU())), "D.net.0._forward_hooks"),
+        (Photos(net=hooked()), "D.net.0._forward_hooks"),
         (Photos(), f"{__name__}.CACHE"),
         (Photos(), f"{__name__}.loaded"),
         (closure(), "D.seen"),

@@ -316,6 +316,30 @@ class TestWhyAProcessGrows:
                 assert why == "Keeps.by_key (dict) grew from 0 to 1 entry and holds about 20 MiB"
         assert why == "Keeps.by_key['train'] (list) grew from 0 to 60 entries and holds about 60 MiB"
 
+    @pytest.mark.parametrize("keys", [26, 200])
+    def test_many_lists_that_grow_together_are_named_by_what_holds_them(self, keys: int) -> None:
+        model = Keeps()
+        model.by_key = {key: [] for key in range(keys)}
+        growing = Growing({"Keeps": model})
+        for kept in model.by_key.values():
+            kept += [bytes(MIB // 10) for _ in range(10)]
+        assert growing.why(keys * MIB) == (
+            f"Keeps.by_key[...] (list) grew from 0 to {keys * 10:,} entries and holds about {keys} MiB"
+        )
+
+    def test_an_entry_that_is_added_meanwhile_does_not_matter(self) -> None:
+        model = Keeps()
+        model.cache = {}
+
+        class Grows(bytes):
+            def __sizeof__(self) -> int:
+                model.cache[len(model.cache)] = b""
+                return MIB
+
+        growing = Growing({"Keeps": model})
+        model.cache.update({number: Grows() for number in range(20)})
+        assert growing.why(20 * MIB) == "Keeps.cache (dict) grew from 0 to 20 entries and holds about 20 MiB"
+
     def test_what_was_not_seen_at_first_has_grown_from_when_it_was(self) -> None:
         model = Keeps()
         for number in range(100):

@@ -1,0 +1,107 @@
+"""What a worker's beats note of what grows in it: when they look, and at what."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.utils.data import Subset
+
+from lightning_gpuopt.recorder import worker
+from lightning_gpuopt.recorder.ring import WORKER_BYTES, Ring
+from lightning_gpuopt.recorder.worker import Beat
+from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes
+from lightning_gpuopt.timeline.worker_clock import TimedCollate
+
+MIB = 1 << 20
+
+
+class Keeps:
+    def __init__(self) -> None:
+        self.kept: list[bytes] = []
+
+    def __len__(self) -> int:
+        return 1
+
+    def __call__(self, samples: Any) -> Any:
+        return samples
+
+
+class Process:
+    """A worker's process, as the kernel would show it; a reading of its private memory takes ``cost_s``."""
+
+    def __init__(self) -> None:
+        self.private, self.faults, self.rss = 100 * MIB, 0, 300 * MIB
+        self.now_s = self.cost_s = 0.0
+        self.readings = 0
+
+    def read(self, pid: object) -> tuple[int, int]:
+        self.readings += 1
+        self.now_s += self.cost_s
+        return self.private, self.rss
+
+    def look(self, beat: Beat) -> str:
+        """Beat until the next look; what is noted then."""
+        for _ in range(20):
+            beat.beat()
+        return beat._ring.read("leak")
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+    made = Process()
+    monkeypatch.setattr(worker, "private_and_anonymous", made.read)
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: made.now_s, monotonic_ns=time.monotonic_ns))
+    monkeypatch.setattr(
+        MemoryFiles, "process", lambda files, pid: ProcessTimes(0, 0.0, made.faults, made.rss, dead=False)
+    )
+    return made
+
+
+def beat_over(dataset: Any) -> Beat:
+    ring = Ring(memoryview(bytearray(WORKER_BYTES)))
+    ring.begin({})
+    return Beat(ring, threading.get_ident(), dataset)
+
+
+def test_a_list_of_a_dataset_inside_is_noted(process: Process) -> None:
+    dataset = Keeps()
+    beat = beat_over(Subset(dataset, [0]))  # type: ignore[arg-type]
+    assert process.look(beat) == ""
+    dataset.kept += [bytes(MIB) for _ in range(20)]
+    process.private, process.faults = 120 * MIB, 5120
+    assert process.look(beat) == "Keeps.kept (list) grew from 0 to 20 entries and holds about 20 MiB"
+
+
+def test_a_list_of_what_collates_is_noted(process: Process) -> None:
+    collate = Keeps()
+    beat = beat_over(Keeps())
+    beat.collates(TimedCollate(collate))
+    process.look(beat)
+    collate.kept += [bytes(MIB) for _ in range(20)]
+    process.private, process.rss = 120 * MIB, 320 * MIB  # in few faults, of huge pages
+    assert process.look(beat) == "collate_fn.kept (list) grew from 0 to 20 entries and holds about 20 MiB"
+
+
+def test_a_process_without_new_pages_is_not_looked_at(process: Process) -> None:
+    beat = beat_over(Keeps())
+    process.look(beat)
+    process.faults, process.rss = 1000, 305 * MIB
+    process.look(beat)
+    assert process.readings == 1
+
+
+def test_readings_that_take_long_are_few(process: Process) -> None:
+    beat = beat_over(Keeps())
+    process.cost_s = 0.05
+    for look in range(1, 4):
+        process.faults = 10_000 * look
+        process.look(beat)
+    assert process.readings == 1
+    process.now_s = 10.1
+    process.look(beat)
+    assert process.readings == 2
