@@ -243,6 +243,12 @@ class TestWhatReadingTouches:
         assert found is not None
         assert (found.name, found.certain) == ("unread", False)
 
+    def test_what_it_names_comes_before_what_the_collector_touches(self) -> None:
+        found = copied_object([Knows(unread=[[each] for each in texts(2 * N)], read=texts(N))])
+        assert found is not None
+        assert (found.name, found.certain) == ("read", True)
+        assert found.together == found.bytes
+
     def test_a_global_that_it_names(self) -> None:
         TABLE.extend(texts(N))
         found = copied_object([ByGlobal(texts(2 * N))])

@@ -159,6 +159,17 @@ class TestWorkerMemory:
         (risk,) = risks_of(seen(*[linear(30, 0.4)] * 8, copied=replace(PATHS, certain=False)))
         assert "reading probably touches `paths`" in risk.text
 
+    @pytest.mark.parametrize("full_s", [3, 8])
+    def test_a_cache_that_has_filled_up_is_no_leak(self, full_s: int) -> None:
+        leak = "__main__.load (lru_cache) grew from 0 to 2,000 entries and holds about 95 MiB"
+        observed = seen([40.0 + 95.0 * min(second / full_s, 1.0) for second in range(40)])
+        assert risks_of(replace(observed, workers=(replace(observed.workers[0], leak=leak),))) == []
+
+    def test_rows_that_are_loaded_with_the_first_sample_are_no_leak(self) -> None:
+        leak = "Photos.rows (list) grew from 0 to 100,000 entries and holds about 100 MiB"
+        observed = seen([40.0, 90.0, *[140.0] * 40])
+        assert risks_of(replace(observed, workers=(replace(observed.workers[0], leak=leak),))) == []
+
     def test_several_objects_may_be_copied_together(self) -> None:
         grown = saturating(60, 400.0, 12)
         assert risks_of(seen(grown, copied=PATHS)) == []

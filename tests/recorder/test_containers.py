@@ -185,3 +185,10 @@ def test_a_walk_that_was_not_ended_says_so() -> None:
     walk = Containers([("D", Photos(**{f"entries{number}": [number] for number in range(100)}))], lambda: next(times))
     assert 0 < len(list(walk)) < 100
     assert not walk.complete
+
+
+def test_of_very_many_objects_some_are_looked_at() -> None:
+    walk = Containers([("D", torch.nn.Sequential(*(torch.nn.ReLU() for _ in range(2100))))], lambda: 0.0)
+    list(walk)
+    assert len(walk.owners) == 2000
+    assert not walk.complete
