@@ -219,10 +219,13 @@ class Beat(threading.Thread):
         private, _ = private_and_anonymous("self")
         self._due_s = now_s + _COST * (time.monotonic() - now_s)
         held = private if private is not None else process.rss
-        if self._growing is None:
-            self._growing = Growing(self._owners, process=held)
-        else:
-            self._ring.write("leak", self._growing.why(held))
+        try:
+            if self._growing is None:
+                self._growing = Growing(self._owners, process=held)
+            else:
+                self._ring.write("leak", self._growing.why(held))
+        except Exception:  # they are the user's; the beats go on
+            log.debug("it was not seen what grows", exc_info=True)
 
 
 def _nested(dataset: Any) -> Iterator[Any]:

@@ -105,3 +105,13 @@ def test_readings_that_take_long_are_few(process: Process) -> None:
     process.now_s = 10.1
     process.look(beat)
     assert process.readings == 2
+
+
+def test_where_nothing_can_be_seen_the_beats_go_on(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: Any, **options: Any) -> None:
+        raise RuntimeError("not now")
+
+    monkeypatch.setattr(worker, "Growing", refuses)
+    beat = beat_over(Keeps())
+    assert process.look(beat) == ""
+    assert process.readings == 1
