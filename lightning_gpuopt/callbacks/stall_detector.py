@@ -33,6 +33,7 @@ from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.flight import SETS_UP, TRAINS, VALIDATES
 from lightning_gpuopt.measurements.phases import PHASES
 from lightning_gpuopt.recorder.flight import FlightRecorder
+from lightning_gpuopt.recorder.handover import Watcher
 from lightning_gpuopt.recorder.reader import FOLDER
 from lightning_gpuopt.utils.arguments import choice, flag, or_none, real_number, refuse, whole_number
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
@@ -188,6 +189,7 @@ class StallDetector(CallbackBase):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the Trainer's set-up, find the folder of the report, and wait for the loaders to pass."""
         if stage != "fit":
+            self._record_evaluation(trainer, stage)
             return
         self._refuse_second(trainer, StallDetector, "StallDetectors", ": each would measure the other")
         self._leave()
@@ -207,17 +209,25 @@ class StallDetector(CallbackBase):
             self.threshold, self.window_size, self.warmup_steps, self.hang_timeout, self.nvtx, self.profile
         )
         with Guard(self, trainer):
-            self._recorder = self._begin_recording(trainer)
+            self._recorder = self._begin_recording(trainer, self._folder)
             self._session = DetectorSession(trainer, pl_module, options, self._listeners, self._recorder)
 
-    def _begin_recording(self, trainer: Trainer) -> FlightRecorder | None:
+    def _record_evaluation(self, trainer: Trainer, stage: str) -> None:
+        """Record a ``validate``, ``test`` or ``predict`` as well, which are not measured, where a folder was named."""
+        if self._recorder is not None and self._recorder.goes_on:  # one that a callback begins inside of fit
+            return
+        if self.report_dir is not None or Watcher.of_this_process() is not None:
+            with Guard(self, trainer):
+                self._recorder = self._begin_recording(trainer, self.report_dir, stage)
+
+    def _begin_recording(
+        self, trainer: Trainer, folder: str | os.PathLike[str] | None, stage: str = "fit"
+    ) -> FlightRecorder | None:
         if not self.recorder:
             return None
-        folder = self._folder
         try:
-            return FlightRecorder(
-                trainer, Path(folder, FOLDER) if folder is not None and not is_remote(folder) else None
-            )
+            local = Path(folder, FOLDER) if folder is not None and not is_remote(str(folder)) else None
+            return FlightRecorder(trainer, local, stage)
         except Exception:  # no memory for it, or not Linux: all else is measured without
             log.debug("no flight recorder", exc_info=True)
             return None
@@ -263,6 +273,8 @@ class StallDetector(CallbackBase):
         """No hang: a batch has come."""
         if self._session is not None:
             self._session.progress.begins(VALIDATES)
+        elif self._recorder is not None:
+            self._recorder.batch_begins()
 
     def on_validation_batch_end(
         self,
@@ -276,6 +288,11 @@ class StallDetector(CallbackBase):
         """No hang: a batch is done."""
         if self._session is not None:
             self._session.progress.done(VALIDATES)
+        elif self._recorder is not None:
+            self._recorder.batch_ends()
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """No hang: a validation is done."""

@@ -37,7 +37,7 @@ from lightning_gpuopt.recorder.stacks import answers_in, start_ticks
 from lightning_gpuopt.recorder.worker import BEAT_S, described, note_samples_of_ours, place_of, place_of_methods
 from lightning_gpuopt.timeline.frames import innermost_frames, is_in_loader
 from lightning_gpuopt.timeline.slot_clock import SlotClock
-from lightning_gpuopt.utils.bounded import within
+from lightning_gpuopt.utils.bounded import undisturbed, within
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +62,23 @@ _SETS_UP, _TRAINS, _VALIDATES, _SAVES = (DOING.index(each) for each in (SETS_UP,
 _fits = 0
 
 
+_FETCHES: Final = "data_wait"
+_STEPS_OF: Final = {
+    "fit": "training_step",
+    "validate": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+"""The module's method for a batch, by the stage."""
+
+
 class FlightRecorder:
-    """Records one ``fit``, from its set-up to its end.
+    """Records one ``fit``, ``validate``, ``test`` or ``predict``, from its set-up to its end.
 
     Args:
         trainer: the Trainer, in ``setup``.
         folder: where rings are written to; None: nowhere. Under ``watch`` they go to its folder.
+        stage: what is recorded, as ``setup`` is told.
 
     Attributes:
         each_second: called on the recorder's thread.
@@ -77,7 +88,7 @@ class FlightRecorder:
         OSError: there is no memory for rings, as on other systems than Linux.
     """
 
-    def __init__(self, trainer: Trainer, folder: Path | None) -> None:
+    def __init__(self, trainer: Trainer, folder: Path | None, stage: str = "fit") -> None:
         global _fits
         _fits += 1
         self.each_second: Callable[[], None] = lambda: None
@@ -89,6 +100,7 @@ class FlightRecorder:
         self._beats = 0
         self._timeline: SlotClock | None = None
         self._slots: dict[int, str] = {}
+        self._name_of: Callable[[int], str] = (_FETCHES, stage).__getitem__
         self._named = 0
         self._owners: Sequence[object] = ()
         self._words: dict[str, str] = {}
@@ -103,14 +115,17 @@ class FlightRecorder:
         self._stacks = stacks = self._files.stacks if self._files is not None else None
         words = {"host": host, "run": run, "stacks": stacks.path if stacks is not None else ""}
         ids = {"rank": rank, "world_size": trainer.world_size}
-        place = place_of_methods(("training_step",), trainer.lightning_module)
+        place = place_of_methods((_STEPS_OF.get(stage, ""),), trainer.lightning_module)
+        if stage != "fit":  # there is no timeline: before a batch, and in one
+            self._slots = {0: slot_line(0, _FETCHES, ""), 1: slot_line(1, stage, place)}
         now = time.monotonic_ns()
         self._ring.begin(
-            {**words, "place": place},
+            {**words, "place": place, "slots": "\n".join(self._slots.values())},
             **ids,
             pid=pid,
             start_ticks=start_ticks(),
             doing=_SETS_UP,
+            slot=-1 if stage == "fit" else 0,
             since_ns=now,
             progress_ns=now,
             written_ns=now,
@@ -137,6 +152,17 @@ class FlightRecorder:
         numbers[_PROGRESS] = now
         numbers[_STEPS] += 1
         numbers[_DOING] = _TRAINS
+
+    def batch_begins(self) -> None:
+        """A batch of ``validate``, ``test`` or ``predict`` has come."""
+        self.begins(VALIDATES)
+        self._numbers[_SLOT] = 1
+
+    def batch_ends(self) -> None:
+        """It was finished: a step of these."""
+        self.progress(VALIDATES)
+        self._numbers[_STEPS] += 1
+        self._numbers[_SLOT] = 0
 
     def progress(self, doing: Doing) -> None:
         """Something was finished, and something else begins.
@@ -178,6 +204,7 @@ class FlightRecorder:
         """
         self._owners = owners
         self._name_slots(timeline)
+        self._name_of = timeline.name_of
         self._timeline = timeline  # from here on the recorder's thread names them
         self._numbers[_SLOT] = timeline.shown[0]
         timeline.shown = self._numbers[_SLOT : _SLOT + 1]
@@ -207,6 +234,11 @@ class FlightRecorder:
             **known: what JSON can hold.
         """
         self._ring.log(event, **known)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it has not come to its end."""
+        return not self._stop.is_set()
 
     @property
     def steps(self) -> int:
@@ -244,10 +276,10 @@ class FlightRecorder:
             self._write("place", place)
         if (timeline := self._timeline) is not None:
             self._name_slots(timeline)
-            if place and slot == self._numbers[_SLOT] >= 0:
-                key = slot if not reads else reading_in(slot)
-                self._slots[key] = slot_line(key, timeline.name_of(slot), place)
-            self._write("slots", "\n".join(self._slots.values()))
+        if place and slot == self._numbers[_SLOT] >= 0:
+            key = slot if not reads else reading_in(slot)
+            self._slots[key] = slot_line(key, self._name_of(slot), place)
+        self._write("slots", "\n".join(self._slots.values()))
         each_second = self._beats % _BEATS_A_SECOND == 0
         kind = "validation" if self._numbers[_DOING] == _VALIDATES else "train"
         self._numbers[AT["turn"]] = self._workers.turn(kind, look_for_new=each_second) if reads else 0
@@ -298,29 +330,21 @@ class FlightRecorder:
         """
         if self._stop.is_set():
             return
-        recording = threading.Thread(target=self._record_failure, args=(error,), daemon=True)
-        end_s = time.monotonic() + MAX_WAIT_S
-        while time.monotonic() < end_s:
-            try:
-                if recording.ident is None:
-                    recording.start()
-                recording.join(MAX_WAIT_S)
-                return
-            except RuntimeError as of_a_worker:
-                if "DataLoader worker" not in str(of_a_worker):
-                    raise
-                continue  # what it says is recorded
+        undisturbed(
+            MAX_WAIT_S, lambda: self._record_failure(error), lambda raised: "DataLoader worker (pid" in str(raised)
+        )
 
     def _record_failure(self, error: BaseException) -> None:
         known = described(error)
-        for part in (
+        parts: tuple[Callable[[], object], ...] = (
             lambda: self._workers.await_death(error),
             lambda: self.memory.read(self._workers.all),  # the dead ones keep what was read of them
             lambda: self._ring.log("exception", **known),
             lambda: watch_for_the_end(self._ring, known),
             lambda: self._stop_recording(ENDED.index("exception")),
-            lambda: self._close(),
-        ):
+            self._close,
+        )
+        for part in parts:
             try:
                 part()
             except Exception:

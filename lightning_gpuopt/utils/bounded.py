@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-__all__ = ["NoAnswerError", "within"]
+__all__ = ["NoAnswerError", "undisturbed", "within"]
 
 T = TypeVar("T")
 
@@ -69,3 +69,37 @@ def within(
     if errors:
         raise errors[0]
     return results[0]
+
+
+def undisturbed(timeout_s: float, function: Callable[[], object], passed_over: Callable[[Exception], bool]) -> None:
+    """Run a function on a thread of its own, and wait for it, though handlers of signals raise in this one meanwhile.
+
+    ``Thread.join`` would count the thread as ended once it was left by an exception (Python 3.10 to 3.12).
+
+    Args:
+        timeout_s: the longest to wait, in seconds.
+        function: what it raises is lost.
+        passed_over: whether an exception of a handler is; others are raised.
+    """
+    begun, done = threading.Lock(), threading.Lock()
+    ended: list[bool] = []
+    done.acquire()
+
+    def run() -> None:
+        if not begun.acquire(blocking=False):  # a handler has raised as it was started, and it was started again
+            return
+        try:
+            function()
+        finally:
+            ended.append(True)
+            done.release()
+
+    end_s = time.monotonic() + timeout_s
+    while not ended and (left_s := end_s - time.monotonic()) > 0:
+        try:
+            if not begun.locked():
+                threading.Thread(target=run, name="gpuopt-undisturbed", daemon=True).start()
+            done.acquire(timeout=left_s)
+        except Exception as error:
+            if not passed_over(error):
+                raise

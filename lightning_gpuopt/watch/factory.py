@@ -62,9 +62,10 @@ def watched_callbacks() -> list[Callback]:
 class WatchedRun(CallbackBase):
     """Measures each ``fit`` of its Trainer, and leaves the report in a folder of its own.
 
-    Brings GpuUtilMonitor and StallDetector, or AutoFix, where the Trainer has none: for ``fit`` only. Nothing is
-    printed, and nothing goes to the user's loggers. It has no ``state_dict``: the list of callbacks that it is added to
-    is the user's own, and may serve several Trainers. Under ``--ceiling`` it brings CeilingRun as well.
+    Brings GpuUtilMonitor and StallDetector, or AutoFix, where the Trainer has none: for ``fit``. What StallDetector's
+    flight recorder notes is noted of ``validate``, ``test`` and ``predict`` as well. Nothing is printed, and nothing
+    goes to the user's loggers. It has no ``state_dict``: the list of callbacks that it is added to is the user's own,
+    and may serve several Trainers. Under ``--ceiling`` it brings CeilingRun as well.
 
     Args:
         watch: the watch that this process is under.
@@ -86,15 +87,24 @@ class WatchedRun(CallbackBase):
         """Bring what is missing, where a ``fit`` begins."""
         self._leave()
         self._parts.leave()  # of a fit that ended without a hook
-        if stage != "fit" or self._is_second(trainer):
+        if self._is_second(trainer):
             return
-        if not self._watch.ceiling:
+        if stage != "fit":
+            with Guard(self, trainer):
+                self._record(trainer)
+        elif not self._watch.ceiling:
             with Guard(self, trainer):
                 self._begin(trainer, pl_module)
         elif waits_for_results(trainer):
             self._refuse(trainer)
         else:  # its failure ends the run: one without checkpoints is not to train on
             self._begin(trainer, pl_module)
+
+    def _record(self, trainer: Trainer) -> None:
+        """Have a ``validate``, ``test`` or ``predict`` recorded, of which there is no report."""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(each, StallDetector) for each in callbacks):
+            self._parts.add(trainer, self, [QuietDetector(on_stall="ignore", print_report=False)])
 
     def _refuse(self, trainer: Trainer) -> NoReturn:
         """End ``fit`` on each rank, before anything is taken out or trained."""

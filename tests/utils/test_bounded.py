@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_gpuopt.utils.bounded import NoAnswerError, within
+from lightning_gpuopt.utils.bounded import NoAnswerError, undisturbed, within
 
 
 def test_what_a_look_finds_and_what_it_raises():
@@ -55,3 +55,41 @@ def test_ctrl_c_ends_it_and_it_cleans_up():
     with pytest.raises(KeyboardInterrupt):
         within(60.0, look, clean_up_s=60.0)
     assert look.clean
+
+
+@pytest.fixture
+def raising_handler():
+    def handle(*_):
+        raise RuntimeError("a worker died")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_handlers_raise_does_not_end_the_wait(raising_handler):
+    raised, done = [], []
+
+    def disturb():
+        for number in range(20):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            while len(raised) <= number:
+                pass
+        done.append(True)
+
+    undisturbed(60.0, disturb, lambda error: raised.append(str(error)) or True)
+    assert done == [True]
+    assert raised == ["a worker died"] * 20
+
+
+def test_what_others_handlers_raise_is_raised(raising_handler):
+    with pytest.raises(RuntimeError, match="a worker died"):
+        undisturbed(60.0, lambda: os.kill(os.getpid(), signal.SIGUSR1) or threading.Event().wait(), lambda _: False)
+
+
+def test_it_is_waited_for_no_longer_than_that():
+    go_on, done = threading.Event(), threading.Event()
+    undisturbed(0.01, lambda: go_on.wait() and done.set(), lambda _: True)
+    assert not done.is_set()
+    go_on.set()
+    assert done.wait(60)

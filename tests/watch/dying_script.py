@@ -102,6 +102,13 @@ class Model(LightningModule):
         if batch_idx == 20:
             ENDS[CASE.removeprefix("validation-")]()
 
+    def test_step(self, batch, batch_idx):
+        if batch_idx == 20 and CASE.startswith("test-"):
+            ENDS[CASE.removeprefix("test-")]()
+
+    def predict_step(self, batch, batch_idx):
+        pass
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 1e-3)
 
@@ -131,6 +138,10 @@ if __name__ == "__main__":
     loader = DataLoader(Stream() if CASE == "uneven" else Data(), 4, num_workers=WORKERS)
     if CASE == "before-raise":
         break_out()
+    if CASE.startswith("test-") or CASE.endswith("-test"):
+        trainer.test(Model(), loader)
+    if CASE.endswith("-predict"):
+        trainer.predict(Model(), loader)
     try:
         trainer.fit(Model(), loader, DataLoader(Data(), 4) if CASE.startswith("validation-") else None)
     except KeyError:

@@ -69,6 +69,9 @@ DEATHS = {
     "rank-quit": ("step-quit", 0, 7, "exited", None, None, "Model.training_step (dying_script.py:"),
     "rank-exit": ("step-exit", 0, 4, "exited", None, None, "(dying_script.py:"),
     "rank-interrupted": ("step-interrupt", 0, 1, "interrupted", None, None, "(dying_script.py:"),
+    "test-killed": ("test-kill", 0, -9, "killed", None, None, "Model.test_step (dying_script.py:"),
+    "test-worker-killed": ("data-kill-test", 2, 1, "killed", 1, 101, "Data.__getitem__ (dying_script.py:"),
+    "predict-raised": ("data-raise-predict", 0, 1, "exception", None, 101, "break_out (dying_script.py:"),
     "before-fit": ("before-raise", 0, 1, "exception", None, None, "break_out (dying_script.py:"),
     "after-fit": ("after-raise", 2, 1, "exception", None, None, "break_out (dying_script.py:"),
     "caught-and-killed": ("data-raise-caught-kill", 2, -9, "killed", None, None, ""),
@@ -136,6 +139,7 @@ def test_the_kernel_ends_a_worker_for_want_of_memory(tmp_path):
 
 
 HANGS = {
+    "a-test": ("data-sleep-test", 2, 1, 101, "fall_asleep", ""),
     "a-lock": ("data-lock", 2, 0, 0, "take_the_lock", "a lock that was held when it was forked"),
     "a-sample": ("data-sleep", 2, 1, 101, "fall_asleep", ""),
     "a-step": ("step-sleep", 2, None, None, "fall_asleep", ""),
