@@ -63,7 +63,10 @@ def is_fetched_by_sample(fetcher: Any) -> bool | None:
         return False
     if type(fetcher) is not fetch._MapDatasetFetcher or not fetcher.auto_collation:
         return None
-    return None if getattr(fetcher.dataset, "__getitems__", None) else True
+    dataset = fetcher.dataset
+    if type(dataset) is torch.utils.data.Subset and not callable(getattr(dataset.dataset, "__getitems__", None)):
+        return True  # it goes through the keys itself
+    return None if getattr(dataset, "__getitems__", None) else True
 
 
 def is_stream(fetcher: Any) -> bool:

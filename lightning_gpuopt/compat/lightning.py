@@ -72,6 +72,7 @@ __all__ = [
     "signal_broadcast",
     "silence_both_hooks",
     "silence_worker_hint",
+    "stage_runner",
     "train_iterators",
     "train_loader_keys",
     "train_loaders",
@@ -466,6 +467,16 @@ def validation_loop(trainer: Trainer) -> Any | None:
     seen from the validation hooks alone, and the start of its workers counts as ``other``.
     """
     return getattr(trainer.fit_loop.epoch_loop, "val_loop", None)
+
+
+def stage_runner(trainer: Trainer) -> tuple[str, Callable[[], Any]] | None:
+    """Name and method of a Trainer that runs a ``fit``, ``test`` or another stage, once callbacks are set up.
+
+    What it raises has come from there before any callback is told, and in processes that Lightning forks for its ranks,
+    where none is. ``Trainer._run_stage`` (Lightning 2.5.0 to 2.6.6); None: it is gone, and callbacks alone are told.
+    """
+    run = getattr(trainer, "_run_stage", None)
+    return None if run is None else ("_run_stage", run)
 
 
 def shadow(owner: Any, name: str, replacement: Any) -> Callable[[], None]:

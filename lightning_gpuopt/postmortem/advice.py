@@ -37,7 +37,7 @@ def likely_of(ended: Ended, death: Death, memory: Memory) -> str:
     """
     silent = death.signal is None and death.code is None and death.error is None
     if ended == "killed":
-        without = "nothing but SIGKILL ends a process without a word" if silent else ""
+        without = "only SIGKILL, or os._exit(), ends a process without a word" if silent else ""
         if memory.near:
             memory_was_short = (
                 f"it was ended for want of memory, by the kernel or by an agent of the cluster: {memory.near}"

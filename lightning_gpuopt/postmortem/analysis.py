@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Final
 
 from lightning_gpuopt.measurements.flight import FlightRecord
 from lightning_gpuopt.postmortem.advice import advice_of, likely_of
-from lightning_gpuopt.postmortem.deaths import ECHO, CommandEnd, Death, deaths_of
+from lightning_gpuopt.postmortem.deaths import ECHO, CommandEnd, Death, ProcessEnd, deaths_of
 from lightning_gpuopt.postmortem.events import checked
 from lightning_gpuopt.postmortem.hangs import UNEVEN_ADVICE, Hang, describe_hang, hang_of
 from lightning_gpuopt.postmortem.memory import Memory, in_words, memory_of, oom_kills
@@ -43,6 +44,8 @@ _TOLD_TO_END: Final = ("interrupted", "terminated")
 _QUIET_S: Final = 5.0
 """Without progress for so long, and for ten times the longest so far, what a run may wait for is worth saying."""
 
+_TIME_OUT: Final = re.compile(r"timed? ?-?out", re.IGNORECASE)
+
 _VERBS: Final[Mapping[str, str]] = {
     "killed": "was ended by SIGKILL",
     "out_of_memory": "was ended by the kernel for want of memory",
@@ -62,6 +65,7 @@ def post_mortem_of(
     hang: Hang | None = None,
     stacks: Mapping[int, str] | None = None,
     waits: Mapping[int, str] | None = None,
+    ends: Mapping[int, ProcessEnd] | None = None,
 ) -> PostMortem:
     """Why a run ended, or what it waits for.
 
@@ -73,9 +77,10 @@ def post_mortem_of(
         hang: a hang that was found, and was not overcome; None: it is looked for in the records.
         stacks: what ``faulthandler`` wrote of processes then, by process id.
         waits: what they waited in, in the kernel, by process id.
+        ends: how ranks have ended, as far as that is known, by process id.
     """
     records = [checked(each) for each in _last_run(records)]
-    deaths = deaths_of(records, is_alive, command)
+    deaths = deaths_of(records, is_alive, command, ends)
     if command is None and not deaths:
         running = [each for each in records if each.worker is None and not each.ended and is_alive(each)]
         hang = hang or hang_of(running, now_s)
@@ -139,7 +144,14 @@ def _of_death(deaths: Sequence[Death], records: Sequence[FlightRecord], command:
     if first.caught:
         kind = str(first.caught.get("type", "")) or "an exception"
         lines.append(f"Before, fit had ended by {kind}, and the script went on")
-    if uneven is not None:
+    late = _late(first, deaths, records) if waited and uneven is None else None
+    if late is not None:
+        process, where, index = Process(late.rank, None, late.pid), late.place or None, None
+        joined = f"{_capital(name_of(process, several))} had not joined the collective"
+        lines = [joined + (f": it was at {where}" if where else ""), *lines]
+        likely = "the others waited in a collective for a rank that came too late"
+        advice = "look at the line above; a timeout= of the strategy says how long the others wait."
+    elif uneven is not None:
         early = uneven.early[0]
         process, where, index = Process(early.rank, None, early.pid), early.place or None, None
         lines = [f"{_capital(uneven.text)}; {_echo(first, deaths, uneven, several)}"]
@@ -151,7 +163,8 @@ def _of_death(deaths: Sequence[Death], records: Sequence[FlightRecord], command:
             lines.append(f"Innermost in C: {', '.join(frames)}")
         lines += _memory_lines(memory, ended)
         lines += _others(deaths[1:], records, command, several)
-        if ended in _TOLD_TO_END and (quiet := _quiet(_as_running(records), first.at_s)) is not None:
+        from_outside = ended in _TOLD_TO_END or (ended == "killed" and first.process.worker is None)
+        if from_outside and (quiet := _quiet(_as_running(records), first.at_s)) is not None:
             found = describe_hang(_as_running(records), {}, {})
             lines.append(f"Before it there was no progress for {span(quiet.quiet_s)}, which is no hang yet:")
             lines += [_capital(line) for line in found.text.splitlines()]
@@ -163,6 +176,22 @@ def _of_death(deaths: Sequence[Death], records: Sequence[FlightRecord], command:
 def _quiet(running: Sequence[FlightRecord], at_s: float) -> Hang | None:
     """Whether there was no progress for a while, though it is no hang yet."""
     return hang_of(running, at_s, least_s=_QUIET_S, first_s=_QUIET_S)
+
+
+def _late(first: Death, deaths: Sequence[Death], records: Sequence[FlightRecord]) -> FlightRecord | None:
+    """The rank that others have waited for, until a collective of theirs timed out; None where that is not known.
+
+    Those that waited end by the same exception at about the same time. Who was in no collective does not.
+    """
+    if not _says_timed_out(first.error):
+        return None
+    waited = {each.process.rank for each in deaths if _says_timed_out(each.error)}
+    ranks = [each for each in records if each.worker is None and each.rank not in waited]
+    return ranks[0] if len(ranks) == 1 and ranks[0].ended != "ok" else None
+
+
+def _says_timed_out(error: Mapping[str, object] | None) -> bool:
+    return bool(_TIME_OUT.search(str((error or {}).get("message", ""))))
 
 
 def _headline(death: Death, ended: Ended, world_size: int) -> str:

@@ -28,6 +28,9 @@ _SOON_S: Final = 30.0
 _TEARDOWN_S: Final = 2.0
 """What ends a process so soon after an exception may be how it comes to its end."""
 
+_NOT_HANDED_OVER: Final = ("SystemExit", "KeyboardInterrupt", "GeneratorExit")
+"""Exceptions that end a worker: torch hands over what is an ``Exception``."""
+
 _ENDS_BY_ITSELF: Final = ("KeyboardInterrupt", "SIGTERMException", "SystemExit")
 """Exceptions that Lightning, or Python, makes an exit code of."""
 
@@ -39,9 +42,14 @@ _TO_ALL: Final = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal
 
 _DIED: Final = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\)")
 _CAUGHT: Final = re.compile(r"Caught (?P<type>\w+) in DataLoader worker process (?P<worker>\d+)")
+_FILE: Final = re.compile(r"\((?P<file>.*):\d+\)$")
+_TIMED_OUT: Final = re.compile(r"DataLoader timed out after")
 _BY_SIGNAL: Final = re.compile(r"is killed by signal: (?P<name>[\w ]+?)\s*(?:\.|$)", re.MULTILINE)
 _WITH_CODE: Final = re.compile(r"exited unexpectedly with exit code (?P<code>-?\d+)")
 _BROKEN_PIPES: Final = ("ConnectionResetError", "BrokenPipeError", "EOFError", "ConnectionRefusedError")
+_PIPE_FILES: Final = ("connection.py", "reductions.py", "reduction.py", "resource_sharer.py")
+"""Python's and torch's, in which an exception says that a worker's end of a line is gone."""
+
 _LOST: Final = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|connection lost|broken pipe|(reset|closed) by (remote )?peer|"
     r"\bnccl(Remote|System|Internal)Error|NCCL (communicator|watchdog|timeout)|gloo.*(timed? ?out|op\.preamble)|"
@@ -72,6 +80,19 @@ class CommandEnd:
     oom_kills: int | None = None
     signals: tuple[int, ...] = ()
     pid: int | None = None
+
+
+@dataclass(frozen=True)
+class ProcessEnd:
+    """How a rank has ended, as the kernel said while its parent had not asked.
+
+    Attributes:
+        code: its exit code; where a signal has ended it, minus that signal's number.
+        at_s: when, as Unix time in seconds.
+    """
+
+    code: int
+    at_s: float
 
 
 @dataclass(frozen=True)
@@ -111,7 +132,10 @@ class Death:
 
 
 def deaths_of(
-    records: Sequence[FlightRecord], is_alive: Callable[[FlightRecord], bool], command: CommandEnd | None
+    records: Sequence[FlightRecord],
+    is_alive: Callable[[FlightRecord], bool],
+    command: CommandEnd | None,
+    ends: Mapping[int, ProcessEnd] | None = None,
 ) -> list[Death]:
     """What ended each rank that has ended otherwise than well, the first of all at the beginning.
 
@@ -119,6 +143,7 @@ def deaths_of(
         records: of one run.
         is_alive: whether a record's process is there.
         command: how the command ended; None where nobody watched.
+        ends: of the ranks of which that is known, by process id.
     """
     ranks = [record for record in records if record.worker is None]
     gone = [rank for rank in ranks if rank.ended == "" and not is_alive(rank) and not _errors(rank)]
@@ -127,7 +152,7 @@ def deaths_of(
         workers = [each for each in records if each.worker is not None and each.rank == rank.rank]
         death = _of_rank(rank, workers, rank in gone, command)
         if death is None and rank in gone:
-            death = _vanished(rank, command, gone)
+            death = _vanished(rank, command, gone, (ends or {}).get(rank.pid))
         if death is not None:
             deaths.append(death)
     return _in_order(deaths)
@@ -243,7 +268,7 @@ def exception_in(record: FlightRecord, rank: FlightRecord, error: Mapping[str, A
         at_s=_time(error) or record.written_s,
         kind=ECHO if echo else PLAIN,
         error=error,
-        where=str(error.get("where") or "") or record.place or innermost or None,
+        where=str(error.get("where") or "") or innermost or record.place or None,
         index=index,
     )
 
@@ -255,13 +280,17 @@ def _type(error: Mapping[str, Any]) -> str:
 def _worker_error(rank: FlightRecord, workers: Sequence[FlightRecord], error: Mapping[str, Any]) -> Death | None:
     """The exception of a worker that its rank's exception repeats."""
     message = str(error.get("message", ""))
+    if _TIMED_OUT.search(message) and (slow := _latest([each for each in workers if each.worker == rank.turn])):
+        death = exception_in(slow, rank, {**error, "where": slow.place, "index": slow.index})
+        return replace(death, kind=PLAIN)
     caught = _CAUGHT.search(message)
     number = int(caught["worker"]) if caught else None
+    unmade = _raised_in(error) == "torch/_utils.py"  # one of its class could not be made from a text
     raised = [
         (_time(each), worker, each)
         for worker in workers
         for each in _errors(worker)
-        if (_type(each) == caught["type"] and worker.worker == number if caught else _same(each, error))
+        if (_type(each) == caught["type"] and worker.worker == number if caught else _same(each, error) or unmade)
         and _type(each) != "KeyboardInterrupt"
         and _time(each) <= (_time(error) or rank.written_s) + _WRITES_EVERY_S
     ]
@@ -291,13 +320,15 @@ def _dead_workers(
 ) -> Iterator[tuple[float, Death]]:
     """Workers that died, each with when its rank saw it: by the rank's events, or by torch's words in its exception."""
     told = [each for each in rank.events if each.get("event") == "worker_died"]
+    message = str((error or {}).get("message", ""))
+    died = _DIED.search(message)
+    named = [int(pid) for pid in re.findall(r"\d+", died["pids"])] if died else []
     for each in told:
-        if each.get("signal") is None and each.get("code") == 0:
+        if each.get("signal") is None and each.get("code") == 0 and each.get("pid") not in named:
             continue
         at_s = _time(each) or rank.written_s
         yield at_s, _dead(rank, workers, at_s, each)
-    message = str((error or {}).get("message", ""))
-    if not (died := _DIED.search(message)):
+    if not died:
         return
     at_s = _time(error or {}) or rank.written_s
     by_signal, with_code = _BY_SIGNAL.search(message), _WITH_CODE.search(message)
@@ -305,7 +336,7 @@ def _dead_workers(
         "signal": _signal_called(by_signal["name"]) if by_signal else None,
         "code": int(with_code["code"]) if with_code else None,
     }
-    for pid in map(int, re.findall(r"\d+", died["pids"])):
+    for pid in named:
         if pid not in {each.get("pid") for each in told}:
             yield at_s, _dead(rank, workers, at_s, {"pid": pid, **how})
 
@@ -319,17 +350,41 @@ def _dead(rank: FlightRecord, workers: Sequence[FlightRecord], at_s: float, even
         by_signal, code = -code, None
     if by_signal is None and code is None and record is not None:
         by_signal = crash_signal(record.crash)
+    last = _last_word(record) if by_signal is None else None
+    if last is not None and code is None and _type(last) == "SystemExit":
+        code = _exit_code(str(last.get("message", "")))
+    kind = PLAIN
+    if by_signal is None and code is None and last is None:
+        kind = SILENT
+    elif by_signal in _TO_ALL and rank.world_size > 1:  # a launcher has told the rank's whole group to end
+        kind = ECHO
+    index = last.get("index") if last is not None else None
     return Death(
         process=Process(rank.rank, number, event.get("pid")),
         rank=rank,
         record=record,
         at_s=min(at_s, record.written_s) if record is not None and record.written_s else at_s,
-        kind=SILENT if by_signal is None and code is None else PLAIN,
+        kind=kind,
         signal=by_signal,
         code=code,
-        where=place_of(record),
-        index=record.index if record is not None else None,
+        error=None if last is None or _type(last) == "SystemExit" else last,
+        where=str((last or {}).get("where") or "") or place_of(record),
+        index=index if index is not None or record is None else record.index,
     )
+
+
+def _last_word(record: FlightRecord | None) -> Mapping[str, Any] | None:
+    """The exception that ended a worker's loop: one that torch does not hand over, such as of ``sys.exit()``."""
+    errors = _errors(record) if record is not None else []
+    if record is None or not errors or _type(errors[-1]) not in _NOT_HANDED_OVER:
+        return None
+    return errors[-1]
+
+
+def _exit_code(message: str) -> int:
+    """What Python makes of ``SystemExit``."""
+    text = message.strip()
+    return 0 if text in ("", "None") else int(text) if re.fullmatch(r"-?\d+", text) else 1
 
 
 def place_of(record: FlightRecord | None) -> str | None:
@@ -357,12 +412,25 @@ def _ended_rank(death: Death, at_s: float, rank: FlightRecord, error: Mapping[st
     if (named := _DIED.search(message)) and str(death.process.pid) in re.findall(r"\d+", named["pids"]):
         return True
     when_s = _time(error) or rank.written_s
-    pipe = _type(error) in _BROKEN_PIPES
+    pipe = _is_broken_pipe(error)
     if not (-2 * _WRITES_EVERY_S if pipe else 0.0) <= when_s - at_s <= _SOON_S:
         return False
     if _type(error) in _ENDS_BY_ITSELF:  # workers end with it
         return death.signal is not None and death.signal not in _TO_ALL
     return pipe or "DataLoader worker" in message or rank.progress_s <= at_s
+
+
+def _is_broken_pipe(error: Mapping[str, Any]) -> bool:
+    if _type(error) in _BROKEN_PIPES:
+        return True
+    return _type(error) == "FileNotFoundError" and _raised_in(error).rpartition("/")[2] in _PIPE_FILES
+
+
+def _raised_in(error: Mapping[str, Any]) -> str:
+    """The file of the innermost frame, as messages name it; empty where it is not known."""
+    frames = error.get("frames") or ("",)
+    found = _FILE.search(str(frames[-1]))
+    return found["file"] if found else ""
 
 
 def _to_all(death: Death, rank: FlightRecord, command: CommandEnd | None) -> Death | None:
@@ -389,11 +457,13 @@ def _to_all(death: Death, rank: FlightRecord, command: CommandEnd | None) -> Dea
     )
 
 
-def _vanished(rank: FlightRecord, command: CommandEnd | None, gone: Sequence[FlightRecord]) -> Death | None:
+def _vanished(
+    rank: FlightRecord, command: CommandEnd | None, gone: Sequence[FlightRecord], end: ProcessEnd | None
+) -> Death | None:
     """A training process that is there no more, and has said nothing."""
     number, code, kind = crash_signal(rank.crash), None, PLAIN
     if number is None:
-        number, code = _code_of(rank, command, gone)
+        number, code = _code_of(rank, command, gone) if end is None else _split(end.code)
         told = [each.get("signal") for each in rank.events if each.get("event") == "signal" and _recent(each, rank)]
         deadly = [each for each in told if each in _TO_ALL]
         if deadly and number in (None, signal.SIGKILL) and code is None:
@@ -402,7 +472,13 @@ def _vanished(rank: FlightRecord, command: CommandEnd | None, gone: Sequence[Fli
             return None
         kind = PLAIN if code is not None else ECHO if number in _TO_ALL else SILENT
     process = Process(rank.rank, None, rank.pid)
-    return Death(process, rank, rank, rank.written_s, kind, number, code, None, place_of(rank), rank.index)
+    at_s = rank.written_s if end is None else end.at_s
+    return Death(process, rank, rank, at_s, kind, number, code, None, place_of(rank), rank.index)
+
+
+def _split(code: int) -> tuple[int | None, int | None]:
+    """The signal, or the exit code."""
+    return (-code, None) if code < 0 else (None, code)
 
 
 def _recent(event: Mapping[str, Any], rank: FlightRecord) -> bool:

@@ -125,6 +125,8 @@ def describe_hang(
     uneven = uneven_of([each.record for each in ranks])
     stuck = _stuck(ranks, uneven)
     worker = _worker_of(stuck, records, stacks) if stuck.waits_for_batch and uneven is None else None
+    if worker is not None and worker.doing == WAITS and _error_of(worker) is None and _is_in_own_code(stuck):
+        worker = None  # a sampler of the user's does not come back: nobody has asked the worker
     lines = _lines(ranks, uneven, several)
     if worker is None:
         process = Process(stuck.record.rank, None, stuck.record.pid)
@@ -136,8 +138,27 @@ def describe_hang(
     frame = own_frame(frames)
     where = (frame.at(worker.place) if frame and frame.own else worker.place or (frame.at() if frame else "")) or None
     likely, advice = _why_worker(worker, frames, waits.get(worker.pid, ""))
-    lines += _at(process, worker, where, worker.index, waits, several)
-    return HangDescription("\n".join(lines), process, where, worker.index, likely, advice)
+    index = worker.index
+    if (error := _error_of(worker)) is not None:
+        where, index = str(error.get("where") or "") or where, error.get("index", index)
+        kind = error.get("type") or "an exception"
+        likely = f"the worker raised {kind}, which could not be handed over: its class cannot be pickled"
+        advice = "look at the line above; define the exception's class in a module, so that it can be pickled."
+    lines += _at(process, worker, where, index, waits, several)
+    return HangDescription("\n".join(lines), process, where, index, likely, advice)
+
+
+def _error_of(worker: FlightRecord) -> Mapping[str, Any] | None:
+    """The exception that an idle worker has raised for the batch that it is to hand over."""
+    last = worker.events[-1] if worker.events else {}
+    return last if worker.doing == WAITS and last.get("event") == "exception" else None
+
+
+def _is_in_own_code(rank: _Rank) -> bool:
+    """Whether the loader has called code of the user's in the training process, as a sampler's."""
+    frame = own_frame(rank.frames)
+    loader = next((at for at, each in enumerate(rank.frames) if "/torch/utils/data/" in each.file), None)
+    return frame is not None and frame.own and loader is not None and rank.frames.index(frame) < loader
 
 
 def _rank(record: FlightRecord, stacks: Mapping[int, str], several: bool) -> _Rank:

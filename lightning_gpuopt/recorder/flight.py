@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_gpuopt.compat.lightning import Trainer
+from lightning_gpuopt.compat.lightning import Trainer, shadow, stage_runner
 from lightning_gpuopt.compat.lightning_loops import place_in_epoch
 from lightning_gpuopt.compat.torch_internals import nccl_entries
 from lightning_gpuopt.loaders.registry import LoaderRegistry
@@ -38,6 +38,7 @@ from lightning_gpuopt.recorder.worker import BEAT_S, described, note_samples_of_
 from lightning_gpuopt.timeline.frames import innermost_frames, is_in_loader
 from lightning_gpuopt.timeline.slot_clock import SlotClock
 from lightning_gpuopt.utils.bounded import undisturbed, within
+from lightning_gpuopt.utils.replacement import Replacement
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class FlightRecorder:
             self._slots = {0: slot_line(0, _FETCHES, ""), 1: slot_line(1, stage, place)}
         now = time.monotonic_ns()
         self._ring.begin(
-            {**words, "place": place, "slots": "\n".join(self._slots.values())},
+            {**words, "slots": "\n".join(self._slots.values())},
             **ids,
             pid=pid,
             start_ticks=start_ticks(),
@@ -136,9 +137,26 @@ class FlightRecorder:
         self.memory = MemoryLog(self._board, trainer.strategy.root_device)
         self._workers = LoaderWorkers(self._board, words, ids, stacks)
         self._unsubscribe = LoaderRegistry.of(trainer).subscribe(self._workers, trainer)
+        self._leave_run = self._watch_stage(trainer)
         note_samples_of_ours(self._ring)
         self._thread = threading.Thread(target=self._run, name="gpuopt-recorder", daemon=True)
         self._thread.start()
+
+    def _watch_stage(self, trainer: Trainer) -> Callable[[], None]:
+        """See what ends it as that is raised: a callback may not be told, or may be kept from it by another one."""
+        runner = stage_runner(trainer)
+        if runner is None:
+            return lambda: None
+        name, run = runner
+
+        def run_recorded() -> Any:
+            try:
+                return run()
+            except BaseException as error:
+                self.failed(error)
+                raise
+
+        return shadow(trainer, name, Replacement(run, run_recorded))
 
     # ---- what the training thread does ----
 
@@ -324,7 +342,7 @@ class FlightRecorder:
     # ---- the end ----
 
     def failed(self, error: BaseException) -> None:
-        """``fit`` ends by an exception; called in its hook, where workers may have died without our notice.
+        """``fit`` ends by an exception; called as it is raised, when workers may have died without our notice.
 
         On a thread of its own: where a worker dies, torch's handler of SIGCHLD raises in the main one, wherever it is.
         """
@@ -337,7 +355,7 @@ class FlightRecorder:
     def _record_failure(self, error: BaseException) -> None:
         known = described(error)
         parts: tuple[Callable[[], object], ...] = (
-            lambda: self._workers.await_death(error),
+            lambda: self._workers.await_death(error, known["message"]),
             lambda: self.memory.read(self._workers.all),  # the dead ones keep what was read of them
             lambda: self._ring.log("exception", **known),
             lambda: watch_for_the_end(self._ring, known),
@@ -361,6 +379,7 @@ class FlightRecorder:
     def _stop_recording(self, ended: int) -> None:
         self._stop.set()
         self._unsubscribe()
+        self._leave_run()
         note_samples_of_ours(None)
         self._numbers[AT["ended"]] = ended
         self._numbers[AT["written_ns"]] = time.monotonic_ns()

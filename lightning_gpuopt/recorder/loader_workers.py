@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import time
 import weakref
@@ -30,6 +31,9 @@ _DEATH_POLL_S: Final = 0.025
 _BY_ITS_LOADER: Final = {"signal": int(signal.SIGTERM)}
 """How a loader ends a worker that does not end by itself."""
 
+_BY_ITSELF: Final = {"code": 0}
+_DIED: Final = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>\d+(?:, ?\d+)*)\)")
+
 
 class LoaderWorkers:
     """Subscribes to a Trainer's loaders.
@@ -54,8 +58,8 @@ class LoaderWorkers:
         self._iterators: dict[str, Callable[[], Any]] = {}
         self._workers: dict[int, tuple[str, int, Any]] = {}
         self._dead: set[int] = set()
-        self._ended_by_loaders: list[dict[str, Any]] = []
-        self._stopped = False
+        self._ended_as_usual: list[dict[str, Any]] = []
+        self._died = self._stopped = False
 
     def loader_seen(self, seen: SeenLoader) -> None:
         """Nothing is done before its workers start."""
@@ -160,30 +164,34 @@ class LoaderWorkers:
                 continue
             self._dead.add(slot)
             death = {"worker": worker, "loader": loader, "pid": process.pid, **ended}
-            if ended == _BY_ITS_LOADER:
-                self._ended_by_loaders.append(death)
-            elif ended != {"code": 0}:
+            if ended in (_BY_ITS_LOADER, _BY_ITSELF):
+                self._ended_as_usual.append(death)
+            else:
+                self._died = True
                 self._board.rank.log("worker_died", **death)
 
-    def await_death(self, error: BaseException) -> None:
+    def await_death(self, error: BaseException, message: str) -> None:
         """See which has died, where an exception says that one has.
 
         What it leaves open is closed before its parent can see its end.
 
         Args:
             error: that ends ``fit``.
+            message: its own.
         """
-        from_worker = isinstance(error, (ConnectionError, EOFError)) or "DataLoader worker (pid" in str(error)
-        for _ in range(_DEATH_POLLS if from_worker and self._workers else 1):
+        named = {int(pid) for found in _DIED.finditer(message) for pid in found["pids"].split(",")}
+        pipe = isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and "Caught" not in message
+        for _ in range(_DEATH_POLLS if named or pipe else 1):
             for slot, (_, _, process) in list(self._workers.items()):
                 with contextlib.suppress(ValueError, AssertionError):  # its loader has let go of it
                     _ = process.exitcode if slot not in self._dead else None
             self.look()
-            if self._dead:
+            dead = {self._workers[slot][2].pid for slot in self._dead if slot in self._workers}
+            if (named and named <= dead) or (pipe and self._died):
                 break
-            time.sleep(_DEATH_POLL_S if from_worker else 0.0)
-        if from_worker:
-            for death in self._ended_by_loaders:
+            time.sleep(_DEATH_POLL_S if named or pipe else 0.0)
+        for death in self._ended_as_usual:
+            if pipe or death["pid"] in named:
                 self._board.rank.log("worker_died", **death)
 
     def stop(self) -> None:

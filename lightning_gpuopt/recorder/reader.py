@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from lightning_gpuopt.recorder.ring import (
     record_of,
     wall_offset_s,
 )
-from lightning_gpuopt.recorder.stacks import ASK_SUFFIX, crash_in, is_alive
+from lightning_gpuopt.recorder.stacks import ASK_SUFFIX, crashes_in, is_alive
 
 __all__ = [
     "FOLDER",
@@ -83,20 +84,31 @@ def records_of(file: int) -> list[FlightRecord]:
                 readings.setdefault(slot, []).append(reading)
         else:
             events.append(event)
-    crash = crash_in(rank.stacks) if rank.stacks else ""
-    crashed = next((each.get("pid") for each in events if each["event"] == "worker_died" and each.get("signal")), None)
+    crashes = crashes_in(rank.stacks) if rank.stacks else []
+    died = [(each.get("pid"), each.get("signal")) for each in events if each["event"] == "worker_died"]
+    of_worker = {pid: crash for pid, number in died if (crash := _take(crashes, number))}
     rank = replace(
         rank,
         events=tuple(events),
         memory=tuple(readings.get(None, ())),
-        crash=crash if crashed is None else "",  # all write into one file, and faulthandler names no process
+        crash=crashes[0] if crashes else "",
     )
     workers = [
-        replace(worker, memory=tuple(readings.get(slot, ())), crash=crash if worker.pid == crashed else worker.crash)
+        replace(worker, memory=tuple(readings.get(slot, ())), crash=of_worker.get(worker.pid, ""))
         for slot in _used_slots(file)
         if (worker := record_of(os.pread(file, WORKER_BYTES, RANK_BYTES + slot * WORKER_BYTES), offset_s))
     ]
     return [rank, *workers]
+
+
+def _take(crashes: list[str], number: Any) -> str:
+    """Take out the first one by a signal; all processes write into one file, and faulthandler names none of them."""
+    called = (signal.strsignal(number) or "").lower() if _is_number(number) and 0 < number < signal.NSIG else ""
+    for crash in crashes:
+        if called and crash.partition(": ")[2].lower().replace("-", " ").startswith(called):
+            crashes.remove(crash)
+            return crash
+    return ""
 
 
 def headers_in(file: int) -> FlightRecord | None:

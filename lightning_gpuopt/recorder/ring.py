@@ -216,9 +216,9 @@ def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None
     words = {name: _word(data, name) for name in _WORDS}
     indices = _indices(words["indices"])
     slots, slot = _slots(words["slots"]), numbers["slot"]
-    phase, place = slots.get(slot, ("", ""))
-    if numbers["has_index"] and reading_in(slot) in slots:
-        _, place = slots[reading_in(slot)]
+    phase, place = slots.get(slot, ("", words["place"]))
+    if numbers["has_index"]:
+        _, place = slots.get(reading_in(slot), ("", words["place"]))
     indexed: dict[int, int | str] = {NUMBER: numbers["index"], KEY: words["key"]}
 
     offset_s = wall_offset_s(data) if offset_s is None else offset_s
@@ -242,7 +242,7 @@ def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None
         caught={NOT_CAUGHT: False, CAUGHT: True}.get(numbers["caught"]),
         doing=_of(DOING, numbers["doing"], STARTS if is_worker else SETS_UP),
         since_s=wall_s("since_ns"),
-        place=place or words["place"],
+        place=place,
         phase=phase,
         steps=numbers["steps"],
         epoch=numbers["epoch"],

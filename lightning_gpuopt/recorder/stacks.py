@@ -265,12 +265,11 @@ def wait_of(pid: int) -> str:
         return ""
 
 
-def crash_in(path: str) -> str:
-    """What was written of a fatal signal; empty where there was none."""
+def crashes_in(path: str) -> list[str]:
+    """What was written of fatal signals, by each process that one came to."""
     try:
         with open(path, "rb") as file:
             text = file.read(_MAX_BYTES)
     except OSError:
-        return ""
-    at = text.find(_FATAL)
-    return text[at:].decode(errors="replace") if at >= 0 else ""
+        return []
+    return [(_FATAL + each).decode(errors="replace") for each in text.split(_FATAL)[1:]]

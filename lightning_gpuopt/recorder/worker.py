@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from multiprocessing import context
+from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
 from typing import Any, Final
@@ -31,7 +32,15 @@ from lightning_gpuopt.recorder.ring import AT, DOING, NO_INDEX, NUMBER, Ring
 from lightning_gpuopt.recorder.stacks import StackWriter, start_ticks
 from lightning_gpuopt.telemetry.memory import MemoryFiles
 from lightning_gpuopt.telemetry.resources import private_and_anonymous
-from lightning_gpuopt.timeline.frames import calls_of, innermost_frames, is_own, is_pythons, name_of, raw_frames
+from lightning_gpuopt.timeline.frames import (
+    bare_name,
+    calls_of,
+    innermost_frames,
+    is_own,
+    is_pythons,
+    name_of,
+    raw_frames,
+)
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
 
 log = logging.getLogger(__name__)
@@ -54,6 +63,7 @@ _MAX_NESTED: Final = 4
 _MAX_INDICES: Final = 48
 _MAX_MESSAGE: Final = 2000
 _MAX_FRAMES: Final = 12
+_OURS: Final = str(Path(__file__).parents[1]) + os.sep
 
 _DOING: Final = AT["doing"]
 _SINCE: Final = AT["since_ns"]
@@ -244,7 +254,7 @@ def place_of(frame: FrameType | None) -> str:
         frame: the thread's innermost frame.
     """
     calls = calls_of(raw_frames(frame))
-    libraries = (each for each in calls if not is_pythons(each.file))
+    libraries = (each for each in calls if not is_pythons(each.file) and not each.file.startswith(_OURS))
     return next((each.at for each in (*(own for own in calls if own.own), *libraries)), "")
 
 
@@ -267,7 +277,7 @@ def place_of_methods(names: Sequence[str], *owners: object) -> str:
 def described(error: BaseException) -> dict[str, Any]:
     """An exception, as a ring's log has it: type, message, where, and the frames, the innermost last."""
     calls = [
-        Call(name_of(frame).rpartition("<locals>.")[2], file, line, is_own(file))
+        Call(bare_name(name_of(frame)), file, line, is_own(file))
         for frame, line in walk_tb(error.__traceback__)
         for file in (frame.f_code.co_filename,)
     ]

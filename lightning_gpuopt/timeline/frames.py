@@ -254,15 +254,20 @@ def _calls(raw: Sequence[RawFrame]) -> Iterator[Call]:
         yield Call(_readable(code, raw[number + 1 :]), file, line, is_own(file), transform)
 
 
-def _readable(code: CodeType, outer: Sequence[RawFrame]) -> str:
-    """A function's name without where it was defined; of a comprehension the function around it."""
-    name = str(getattr(code, "co_qualname", None) or _names.get((code, code.co_filename)) or code.co_name)
+def bare_name(name: str) -> str:
+    """A qualified name without where it was defined; of a comprehension the function around it."""
     parts = name.split(".<locals>.")
     while len(parts) > 1 and parts[-1] in _INNER_FUNCTIONS[:4]:
         parts.pop()
-    if parts[-1] in _INNER_FUNCTIONS[:4] and outer and outer[0][0].co_filename == code.co_filename:
+    return parts[-1]
+
+
+def _readable(code: CodeType, outer: Sequence[RawFrame]) -> str:
+    """A function's name without where it was defined; of a comprehension the function around it."""
+    name = str(getattr(code, "co_qualname", None) or _names.get((code, code.co_filename)) or code.co_name)
+    name = bare_name(name)
+    if name in _INNER_FUNCTIONS[:4] and outer and outer[0][0].co_filename == code.co_filename:
         return _readable(outer[0][0], outer[1:])
-    name = parts[-1]
     return name if "." in name or is_own(code.co_filename) else f"{_module(code.co_filename)}.{name}"
 
 

@@ -33,6 +33,7 @@ from lightning_gpuopt.recorder.reader import (
 from lightning_gpuopt.recorder.stacks import ask, wait_of
 from lightning_gpuopt.telemetry.memory import MemoryFiles
 from lightning_gpuopt.watch.child import ChildWatcher
+from lightning_gpuopt.watch.rank_ends import RankEnds
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class FlightWatch(ChildWatcher):
         self._hangs = 0
         self._stacks: dict[int, str] = {}
         self._waits: dict[int, str] = {}
+        self._ends = RankEnds()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._taker: Taker | None = None
@@ -97,11 +99,13 @@ class FlightWatch(ChildWatcher):
         self._signals.append(number)
 
     def _run(self) -> None:
-        while not self._stop.wait(_LOOK_EVERY_S):
+        while not self._stop.is_set():
             try:
+                self._ends.wait(_LOOK_EVERY_S)
                 self.look(time.time())
             except Exception:
                 log.debug("the processes could not be looked at", exc_info=True)
+                self._stop.wait(_LOOK_EVERY_S)
 
     def look(self, now_s: float) -> None:
         """Take new rings, let go of those of fits that ended well, and see whether a hang has begun.
@@ -117,6 +121,7 @@ class FlightWatch(ChildWatcher):
                 self._held.remove(file)
                 os.close(file)
         ranks = [each for each in heads.values() if each.run in going and is_alive(each)]
+        self._ends.watch(ranks)
         hang = self._hang_of(ranks, now_s)
         if hang is None and self._hang is not None and ranks:  # it was overcome
             self._hang = None
@@ -168,6 +173,7 @@ class FlightWatch(ChildWatcher):
             hang=self._hang,
             stacks=self._stacks,
             waits=self._waits,
+            ends=self._ends.ends,
         )
 
     def finish(self, code: int) -> PostMortem | None:
@@ -180,6 +186,7 @@ class FlightWatch(ChildWatcher):
             Why; None where it ended well.
         """
         self._stop.set()
+        self._ends.wake()
         if self._thread is not None:
             self._thread.join(timeout=10.0)
         self._take()
@@ -187,7 +194,7 @@ class FlightWatch(ChildWatcher):
         rose = kills - self._oom_kills if kills is not None and self._oom_kills is not None else None
         try:
             found = self._judge(now_s, CommandEnd(code, now_s, rose, tuple(self._signals), self._pid))
-            if not code and found.ended not in _TOLD_TO_END:  # an exception was the script's own affair
+            if not code and not self._matters(found):
                 self._remove_traces()
                 return None
             with contextlib.suppress(OSError):  # it is printed all the same
@@ -195,6 +202,21 @@ class FlightWatch(ChildWatcher):
             return found
         finally:
             self.close()
+
+    def _matters(self, found: PostMortem) -> bool:
+        """Whether what happened has to be told though the command's exit code is 0.
+
+        Args:
+            found: what happened. An exception that the script caught, and what the process itself does after ``fit``,
+                is its own affair; the end of another process of the run is not.
+        """
+        if found.ended in _TOLD_TO_END:
+            return True
+        process = found.process
+        if found.ended == "ok" or process is None:
+            return False
+        own = [each for each in self.records() if each.worker is None and each.rank == process.rank]
+        return all(each.pid != self._pid and not each.caught for each in own)
 
     def _remove_traces(self) -> None:
         """The command ended well: nothing is left of a hang that was overcome, and of a ``fit`` that was given up.
@@ -217,5 +239,7 @@ class FlightWatch(ChildWatcher):
         if self._taker is not None:
             self._taker.close()
             self._taker = None
+        if self._thread is None or not self._thread.is_alive():
+            self._ends.close()
         while self._held:
             os.close(self._held.pop())

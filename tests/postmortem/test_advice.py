@@ -29,7 +29,7 @@ def fails(kind, message="", **known):
 SAID = {
     "killed": (lambda: rank_dies(KILL), "somebody else ended it", "who sent SIGKILL"),
     "killed-at-the-limit": (lambda: rank_dies(KILL, memory=FULL), "it was ended for want of memory", "more memory"),
-    "vanished": (lambda: judged(rank()), "nothing but SIGKILL ends a process without a word", "who sent SIGKILL"),
+    "vanished": (lambda: judged(rank()), "only SIGKILL, or os._exit(), ends a process", "who sent SIGKILL"),
     "vanished-at-the-limit": (lambda: judged(rank(memory=FULL)), "4.0 GiB of 4.0 GiB", "more memory"),
     "worker-killed-at-the-limit": (lambda: worker_dies(KILL, memory=FULL), "for want of memory", "numpy arrays"),
     "bus-error": (lambda: worker_dies(signal.SIGBUS), "/dev/shm was full for a moment, or", "--shm-size"),

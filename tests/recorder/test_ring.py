@@ -118,7 +118,7 @@ def test_the_place_is_that_of_the_open_slot():
 
     assert [read(slot) for slot in (-1, 0, 2, 7)] == [
         ("", "last seen"),
-        ("data_wait", "last seen"),
+        ("data_wait", ""),
         ("forward", "step"),
         ("", "last seen"),
     ]

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_gpuopt.measurements.flight import FlightRecord
 from lightning_gpuopt.postmortem.stacks import main_thread
-from lightning_gpuopt.recorder.stacks import StackWriter, answers_in, ask, crash_in, is_alive, start_ticks, wait_of
+from lightning_gpuopt.recorder.stacks import StackWriter, answers_in, ask, crashes_in, is_alive, start_ticks, wait_of
 
 SCRIPT = """
 import ctypes, faulthandler, signal, sys, threading
@@ -117,12 +117,12 @@ def test_a_process_that_has_gone_is_not_alive(process):
 
 
 def test_a_crash_is_written(process):
-    assert crash_in(process.path) == ""
+    assert crashes_in(process.path) == []
     process.say("crash")
     assert process.popen.wait() == -signal.SIGSEGV
-    assert crash_in(process.path).startswith("Fatal Python error: Segmentation fault")
-    assert "in waits_here" in crash_in(process.path)
-    assert crash_in("/nowhere") == ""
+    assert crashes_in(process.path)[0].startswith("Fatal Python error: Segmentation fault")
+    assert "in waits_here" in crashes_in(process.path)[0]
+    assert crashes_in("/nowhere") == []
 
 
 def test_what_a_process_waits_in_is_empty_where_it_cannot_be_read():
