@@ -30,6 +30,9 @@ VALIDATES: Final = "validation"
 SAVES: Final = "save"
 """A rank saves a checkpoint."""
 
+OUTSIDE_OF_FIT: Final = "-outside"
+"""At the end of a run's name: it is no more than an exception that has ended a process outside of ``fit``."""
+
 Doing = Literal["starts", "waits", "reads", "collates", "set-up", "train", "validation", "save"]
 
 EVENTS: Final = {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from lightning_gpuopt.measurements.flight import FlightRecord
+from lightning_gpuopt.measurements.flight import OUTSIDE_OF_FIT, FlightRecord
 from lightning_gpuopt.postmortem.advice import advice_of, likely_of
 from lightning_gpuopt.postmortem.deaths import ECHO, CommandEnd, Death, ProcessEnd, deaths_of
 from lightning_gpuopt.postmortem.events import checked
@@ -96,8 +96,15 @@ def post_mortem_of(
 
 
 def _last_run(records: Sequence[FlightRecord]) -> list[FlightRecord]:
+    failed = [each for each in records if each.ended != "ok" and not each.caught and not _is_outside(each)]
     last = max(records, key=lambda each: each.written_s, default=None)
+    if last is not None and _is_outside(last):  # it may be what became of a failed one, as with ranks that are forked
+        last = max(failed or records, key=lambda each: each.written_s)
     return [each for each in records if last is not None and each.run == last.run]
+
+
+def _is_outside(record: FlightRecord) -> bool:
+    return record.run.endswith(OUTSIDE_OF_FIT)
 
 
 def _as_running(records: Sequence[FlightRecord]) -> list[FlightRecord]:

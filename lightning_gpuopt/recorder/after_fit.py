@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, Final
 
+from lightning_gpuopt.measurements.flight import OUTSIDE_OF_FIT
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.handover import Watcher
 from lightning_gpuopt.recorder.ring import AT, CAUGHT, ENDED, NOT_CAUGHT, Ring
@@ -94,7 +95,7 @@ def _hand_over(error: BaseException, watcher: Watcher) -> None:
     host, pid = socket.gethostname(), os.getpid()
     now = time.monotonic_ns()
     board.rank.begin(
-        {"host": host, "run": f"{host}-{pid}-end"},
+        {"host": host, "run": f"{host}-{pid}{OUTSIDE_OF_FIT}"},
         rank=_number("RANK", _number("LOCAL_RANK", 0)),
         world_size=_number("WORLD_SIZE", 1),
         pid=pid,

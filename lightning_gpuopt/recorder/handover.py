@@ -87,6 +87,11 @@ class Taker:
             self._socket.close()
             raise
 
+    @property
+    def file(self) -> int:
+        """The socket's descriptor, which can be read when there is something to take."""
+        return self._socket.fileno()
+
     def take(self) -> list[int]:
         """The descriptors that were handed over since the last call; does not wait."""
         taken: list[int] = []

@@ -38,6 +38,7 @@ from lightning_gpuopt.watch.rank_ends import RankEnds
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S: Final = 1.0
+_LOOK_AT_MOST_EVERY_S: Final = 0.01
 _TOLD_TO_END: Final = ("terminated", "interrupted")
 """Ends of a ``fit`` after which a script's exit code is 0, since Lightning handles the signal."""
 
@@ -72,12 +73,12 @@ class FlightWatch(ChildWatcher):
         self._hangs = 0
         self._stacks: dict[int, str] = {}
         self._waits: dict[int, str] = {}
-        self._ends = RankEnds()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._taker: Taker | None = None
         with contextlib.suppress(OSError):
             self._taker = Taker()
+        self._ends = RankEnds(self._taker.file if self._taker is not None else None)
 
     def environment(self, before: Mapping[str, str]) -> dict[str, str]:
         """The environment of the command.
@@ -103,6 +104,7 @@ class FlightWatch(ChildWatcher):
             try:
                 self._ends.wait(_LOOK_EVERY_S)
                 self.look(time.time())
+                self._stop.wait(_LOOK_AT_MOST_EVERY_S)
             except Exception:
                 log.debug("the processes could not be looked at", exc_info=True)
                 self._stop.wait(_LOOK_EVERY_S)

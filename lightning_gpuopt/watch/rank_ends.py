@@ -20,16 +20,21 @@ class RankEnds:
     The kernel keeps that until the parent asks, which a launcher does now and then: whoever waits is first. A parent
     that waits as well may be faster.
 
+    Args:
+        besides: a descriptor that ends the wait once it can be read; None: there is none.
+
     Attributes:
         ends: by process id.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, besides: int | None = None) -> None:
         self.ends: dict[int, ProcessEnd] = {}
         self._processes: dict[int, int] = {}
         self._poll = select.poll()
         self._woken, self._wake = self._files = list(os.pipe2(os.O_CLOEXEC))
-        self._poll.register(self._woken, select.POLLIN)
+        for file in (self._woken, besides):
+            if file is not None:
+                self._poll.register(file, select.POLLIN)
 
     def watch(self, records: Iterable[FlightRecord]) -> None:
         """Wait for the end of ranks as well; those that are waited for already are left out.
@@ -49,7 +54,7 @@ class RankEnds:
                 self._poll.register(process, select.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for so long, or until :meth:`wake`.
+        """Wait for so long, or until :meth:`wake`, or until the other descriptor can be read.
 
         Args:
             timeout_s: seconds.
@@ -57,7 +62,7 @@ class RankEnds:
         end_s = time.monotonic() + timeout_s
         while (left_s := end_s - time.monotonic()) > 0:
             for file, _ in self._poll.poll(left_s * 1000):
-                if file == self._woken:
+                if file not in self._processes:
                     return
                 self._ended(file)
 

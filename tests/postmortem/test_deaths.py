@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from lightning_gpuopt.measurements.flight import FlightRecord
 from lightning_gpuopt.postmortem.analysis import post_mortem_of
-from lightning_gpuopt.postmortem.deaths import CommandEnd
+from lightning_gpuopt.postmortem.deaths import CommandEnd, ProcessEnd
 from lightning_gpuopt.postmortem.record import PostMortem, Process
 from tests.postmortem.records import (
     GETITEM,
@@ -44,6 +44,7 @@ class Case:
     signal: int | None = None
     command: CommandEnd | None = None
     alive: tuple[int, ...] = ()
+    ends: dict[int, ProcessEnd] = field(default_factory=dict)
 
 
 def end(code: int, *, kills: int | None = 0, signals: tuple[int, ...] = (), pid: int | None = None) -> CommandEnd:
@@ -52,7 +53,11 @@ def end(code: int, *, kills: int | None = 0, signals: tuple[int, ...] = (), pid:
 
 def judged(case: Case) -> PostMortem:
     return post_mortem_of(
-        case.records, now_s=T + 2.0, is_alive=lambda each: each.pid in case.alive, command=case.command
+        case.records,
+        now_s=T + 2.0,
+        is_alive=lambda each: each.pid in case.alive,
+        command=case.command,
+        ends=case.ends,
     )
 
 
@@ -66,7 +71,9 @@ def fails(*events: dict[str, Any], number: int = 0, **known: Any) -> FlightRecor
 
 
 KILLED = error("RuntimeError", torch_says(203, "Killed"), 0.3, where="step (loop.py:1)")
+EXITED = "DataLoader worker (pid(s) 203) exited unexpectedly"
 LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
+TIMED_OUT = "[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete"
 CAUGHT = (
     "Caught ValueError in DataLoader worker process 3.\nOriginal Traceback (most recent call last):\n"
     '  File "/v/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 351, in _worker_loop\n'
@@ -239,6 +246,70 @@ ONE_RANK = {
     "a read that was tried again long ago": Case(
         [rank(events=(error("OSError", "x", -500.0, index=1),))], "killed", RANK, THERE
     ),
+    # ---- what torch does not hand over ----
+    "sys.exit in a worker": Case(
+        [
+            fails(died(3, 0.1, code=5), error("RuntimeError", EXITED, 0.2)),
+            worker(3, events=(error("SystemExit", "5", where="read (data.py:9)", index=77),)),
+        ],
+        *("exited", WORKER, "read (data.py:9)", 77),
+    ),
+    "sys.exit(0) in a worker": Case(
+        [
+            fails(died(3, 0.1, code=0), error("RuntimeError", EXITED, 0.2)),
+            worker(3, events=(error("SystemExit", "", where="read (data.py:9)", index=77),)),
+        ],
+        *("exited", WORKER, "read (data.py:9)", 77),
+    ),
+    "os._exit(0) in a worker": Case(
+        [fails(died(3, 0.1, code=0), error("RuntimeError", EXITED, 0.2)), worker(3)], "exited", WORKER, HERE, 48213
+    ),
+    "a worker that came to its end": Case(
+        [fails(died(2, 0.1, code=0), error("ValueError", "x", 0.2, where="f (a.py:1)")), worker(2)],
+        *("exception", RANK, "f (a.py:1)"),
+    ),
+    "a generator that was closed in a worker": Case(
+        [
+            fails(error("RuntimeError", EXITED, 0.2)),
+            worker(3, events=(error("GeneratorExit", where="read (data.py:9)", index=77),)),
+        ],
+        *("exception", WORKER, "read (data.py:9)", 77),
+    ),
+    "one worker was interrupted": Case(
+        [
+            fails(error("RuntimeError", EXITED, 0.2)),
+            worker(3, events=(error("KeyboardInterrupt", where="read (data.py:9)", index=77),)),
+        ],
+        *("interrupted", WORKER, "read (data.py:9)", 77, 2),
+    ),
+    "a worker's end is seen by a file that is gone": Case(
+        [
+            fails(died(3, 0.1, code=5), error("FileNotFoundError", "x", 0.2, frames=["Client (connection.py:508)"])),
+            worker(3),
+        ],
+        *("exited", WORKER, HERE, 48213),
+    ),
+    "a file of the user's is gone": Case(
+        [fails(died(3, -20.0, code=5), error("FileNotFoundError", "x", 0.2, where="f (a.py:1)")), worker(3)],
+        *("exception", RANK, "f (a.py:1)"),
+    ),
+    "a worker that took too long": Case(
+        [fails(error("RuntimeError", "DataLoader timed out after 4 seconds", where=THERE), turn=3), worker(3)],
+        *("exception", WORKER, HERE, 48213),
+    ),
+    "an exception that could not be made again": Case(
+        [
+            fails(
+                error("TypeError", "BadPhoto() missing", 0.2, frames=["ExceptionWrapper.reraise (torch/_utils.py:9)"])
+            ),
+            worker(3, events=(error("data.BadPhoto", "no", where="read (data.py:9)", index=77),)),
+        ],
+        *("exception", WORKER, "read (data.py:9)", 77),
+    ),
+    "an exception outside of the user's code": Case(
+        [fails(error("OSError", "No space left on device", frames=["save (torch/serialization.py:9)"]))],
+        *("exception", RANK, "save (torch/serialization.py:9)"),
+    ),
     # ---- no death ----
     "all ended well": Case([rank(ended="ok"), worker(3)], "ok"),
     "all ended well, and the command, too": Case([rank(ended="ok")], "ok", command=end(0)),
@@ -350,6 +421,37 @@ SEVERAL = {
     "one was killed, one waits": Case(
         ranks(2, rank(0, 30.0, progress_s=T), rank(1)), "killed", SECOND, THERE, None, None, None, (100,)
     ),
+    "a launcher told the workers of the other to end": Case(
+        [
+            *ranks(
+                2, rank(1), fails(died(3, 0.1, signal=15), error("RuntimeError", torch_says(203, "Terminated"), 0.3))
+            ),
+            worker(3),
+        ],
+        *("killed", SECOND, THERE),
+    ),
+    "one was killed, says the kernel": Case(
+        ranks(2, rank(0, 0.2), rank(1, 0.1)),
+        *("killed", SECOND, THERE, None, 9, end(1, pid=1)),
+        ends={100: ProcessEnd(-9, T + 0.9), 101: ProcessEnd(-9, T + 0.4)},
+    ),
+    "one exited, says the kernel": Case(
+        ranks(2, rank(0, 0.2), rank(1)),
+        *("exited", SECOND, THERE, None, None, end(1, pid=1)),
+        ends={100: ProcessEnd(-15, T + 0.9), 101: ProcessEnd(3, T + 0.1)},
+    ),
+    "one crashed, says the kernel": Case(
+        ranks(2, rank(0, 0.2), rank(1)), "segfault", SECOND, THERE, None, 11, ends={101: ProcessEnd(-11, T + 0.1)}
+    ),
+    "one waited for another in vain": Case(
+        ranks(2, fails(error("RuntimeError", TIMED_OUT)), rank(1, 0.3, place="Net.load (net.py:7)")),
+        *("exception", SECOND, "Net.load (net.py:7)"),
+        alive=(101,),
+    ),
+    "two waited in vain, and nobody knows for whom": Case(
+        ranks(2, fails(error("RuntimeError", TIMED_OUT)), fails(error("RuntimeError", TIMED_OUT, 0.1), number=1)),
+        *("exception", FIRST, THERE),
+    ),
     "all ended well": Case(ranks(2, rank(0, ended="ok"), rank(1, ended="ok")), "ok"),
 }
 
@@ -402,7 +504,7 @@ def test_the_number_of_an_unknown_signal_is_told() -> None:
     assert (found.ended, found.signal) == ("killed", int(signal.SIGRTMIN) + 3)
 
 
-CAUGHT = {
+AFTERWARDS = {
     # code, seconds after the exception, caught: how it ended
     "uncaught": (1, 0.5, False, "exception"),
     "uncaught, and its tear-down crashes": (-signal.SIGSEGV, 45.0, False, "exception"),
@@ -418,7 +520,7 @@ CAUGHT = {
 }
 
 
-@pytest.mark.parametrize(("code", "after_s", "caught", "ended"), CAUGHT.values(), ids=CAUGHT)
+@pytest.mark.parametrize(("code", "after_s", "caught", "ended"), AFTERWARDS.values(), ids=AFTERWARDS)
 def test_what_came_after_an_exception_of_fit(code, after_s, caught, ended):
     record = rank(ended="exception", caught=caught, events=(error("KeyError", "x", 0.0, where=THERE),))
     found = post_mortem_of(

@@ -30,6 +30,7 @@ from tests.postmortem.records import (
     worker,
 )
 
+NEXT_INDEX = ("_next_index", "/v/lib/python3.11/site-packages/torch/utils/data/dataloader.py", 700)
 BARRIER_AT = "barrier (torch/distributed/distributed_c10d.py:4700)"
 OTHER_THREAD = stack(SLEEP, ("run", "/home/me/heartbeat.py", 5))
 
@@ -91,6 +92,20 @@ STUCK = {
         {100: stack(LOADER), 203: stack(GETITEM, WORKER_LOOP)},
         {203: "rpc_wait_bit_killable"},
         *(Process(0, 3, 203), "Photos.__getitem__ (data.py:43)", 48213, "a read or a call that does not return"),
+    ),
+    "a sampler of the user's, which has asked no worker": (
+        [quiet(300.0, turn=3), worker(3, doing="waits", index=None)],
+        {100: stack(SLEEP, ("__iter__", "/home/me/sampler.py", 9), NEXT_INDEX, STEP), 203: stack(WORKER_LOOP)},
+        *({}, Process(0, None, 100), "__iter__ (sampler.py:9)", None, ""),
+    ),
+    "a worker whose exception could not be handed over": (
+        [
+            quiet(300.0, turn=3),
+            worker(3, doing="waits", index=None, events=(error("data.BadPhoto", where="f (data.py:9)", index=77),)),
+        ],
+        {100: stack(LOADER), 203: stack(WORKER_LOOP)},
+        *({}, Process(0, 3, 203), "f (data.py:9)", 77),
+        "the worker raised data.BadPhoto, which could not be handed over: its class cannot be pickled",
     ),
     "of several loaders' workers those of the validation": (
         [quiet(300.0, turn=3, doing="validation"), worker(3), worker(3, pid=300, loader="validation", index=7)],
@@ -220,6 +235,15 @@ ENDS = {
 def test_how_a_hang_ends(records, command, hang, alive, ended, number) -> None:  # type: ignore[no-untyped-def]
     found = judged(records, command, hang, alive)
     assert (found.ended, found.process, found.signal) == (ended, Process(0, None, 100), number)
+
+
+def test_a_run_that_was_killed_says_what_it_waited_for() -> None:
+    waiting = quiet(60.0, turn=3)
+    text = judged([waiting, replace(worker(3), written_s=T)], CommandEnd(-9, T, 0, (), 100), None, False).text
+    assert "Before it there was no progress for 60 s, which is no hang yet:" in text.splitlines()
+    assert (
+        "It was the turn of worker 3 (pid 203): index 48,213, at Photos.__getitem__ (data.py:41)." in text.splitlines()
+    )
 
 
 def test_a_worker_that_is_stuck_is_named_after_its_run_was_interrupted() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_gpuopt import LMDBDataModule, StallDetector, build_lmdb
 from lightning_gpuopt.recorder import flight, rank_files, worker
@@ -156,6 +156,39 @@ def test_samples_of_a_stream_are_numbered(batched, tmp_path):
     assert (error["type"], error["index"]) == ("OSError", 37)
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("not even that")
+
+
+class RaisesUnspeakably(Data):
+    def fail(self):
+        raise Unspeakable
+
+
+def test_an_exception_that_cannot_be_told_is_recorded(tmp_path):
+    with pytest.raises(Unspeakable):
+        fit(tmp_path, loader_of(RaisesUnspeakably(), workers=0))
+    rank, _ = left_by(tmp_path)
+    assert [(each["type"].rpartition(".")[2], each["message"]) for each in rank.events] == [("Unspeakable", "")] * 2
+
+
+class CatchesAtTheTop(StallDetector):
+    """As in processes that Lightning forks for its ranks: no callback is told."""
+
+    def on_exception(self, trainer, pl_module, exception):
+        pass
+
+
+def test_an_exception_is_recorded_whoever_is_told(tmp_path):
+    trainer = Trainer(max_epochs=1, callbacks=[CatchesAtTheTop(report_dir=tmp_path, print_report=False)], **QUIET)
+    with pytest.raises(KeyError):
+        trainer.fit(Model(), loader_of(Data("raise"), workers=0))
+    rank, _ = left_by(tmp_path)
+    assert (rank.ended, rank.events[-1]["type"]) == ("exception", "KeyError")
+    assert "_run_stage" not in vars(trainer)
+
+
 class Short(IterableDataset):
     def __iter__(self):
         return iter(torch.ones(10, 4))
@@ -199,6 +232,14 @@ def test_of_a_dataset_that_takes_a_batch_at_once_the_batch_is_known(tmp_path):
     _, workers = left_by(tmp_path)
     (error,) = workers[0].events
     assert (error["indices"], error["index"]) == ([36, 37, 38, 39], None)
+
+
+def test_of_a_subset_the_sample_is_known(tmp_path):
+    with pytest.raises(KeyError):
+        fit(tmp_path, loader_of(Subset(Data("raise"), range(7, 80)), workers=1))
+    _, workers = left_by(tmp_path)
+    (error,) = workers[0].events
+    assert error["index"] == 30
 
 
 def test_our_own_datasets_know_the_sample(tmp_path):

@@ -95,7 +95,7 @@ class Model(LightningModule):
             if CASE.startswith("step-"):
                 ENDS[CASE.removeprefix("step-")]()
             if CASE.startswith("rank1-") and self.global_rank == 1:
-                ENDS[CASE.removeprefix("rank1-")]()
+                ENDS[CASE.split("-")[1]]()
         return self.layer(batch).sum()
 
     def validation_step(self, batch, batch_idx):
@@ -124,7 +124,8 @@ class Hook(Callback):
 if __name__ == "__main__":
     if CASE == "data-lock":
         HELD.acquire()
-    ranks = {"devices": 2, "strategy": "ddp"} if CASE.startswith(("rank1-", "uneven")) else {}
+    strategy = "ddp_fork" if CASE.endswith("-forked") else "ddp"
+    ranks = {"devices": 2, "strategy": strategy} if CASE.startswith(("rank1-", "uneven")) else {}
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",

@@ -54,6 +54,7 @@ DEATHS = {
     "worker-crashed": ("data-crash", 2, 1, "segfault", 1, 101, "dying_script.py:"),
     "worker-aborted": ("data-abort", 2, 1, "aborted", 1, 101, "__getitem__ (dying_script.py:"),
     "worker-quit": ("data-quit", 2, 1, "exited", 1, 101, "Data.__getitem__ (dying_script.py:"),
+    "worker-exit": ("data-exit", 2, 1, "exited", 1, 101, "<lambda> (dying_script.py:"),
     "worker-raised": ("data-raise", 2, 1, "exception", 1, 101, "break_out (dying_script.py:"),
     "worker-bus": ("data-bus", 2, 1, "bus_error", 1, 101, "read_beyond_the_end (dying_script.py:"),
     "worker-terminated": ("data-terminate", 2, 1, "terminated", 1, 101, "Data.__getitem__ (dying_script.py:"),
@@ -105,6 +106,8 @@ def test_nothing_is_left_of_a_fit_that_was_given_up(workers, tmp_path):
 RANKS = {
     "raised": ("rank1-raise", 0, "exception", "break_out (dying_script.py:"),
     "killed": ("rank1-kill", 2, "killed", "Model.training_step (dying_script.py:"),
+    "quit": ("rank1-quit", 0, "exited", "Model.training_step (dying_script.py:"),
+    "raised-forked": ("rank1-raise-forked", 0, "exception", "break_out (dying_script.py:"),
     "crashed": ("rank1-crash", 0, "segfault", "dying_script.py:"),
     "uneven": ("uneven", 0, "exception", ""),
 }
