@@ -499,4 +499,4 @@ def _code_of(
         return command.code - 128, None
     if (own and (alone or command.pid is not None)) or (alone and command.code > 1):  # 1 may be a launcher's own
         return None, command.code
-    return (None, 0) if command.code == 0 else (None, None)
+    return (None, 0) if command.code == 0 and own else (None, None)

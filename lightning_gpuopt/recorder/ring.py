@@ -217,8 +217,8 @@ def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None
     indices = _indices(words["indices"])
     slots, slot = _slots(words["slots"]), numbers["slot"]
     phase, place = slots.get(slot, ("", words["place"]))
-    if numbers["has_index"]:
-        _, place = slots.get(reading_in(slot), ("", words["place"]))
+    _, read = slots.get(reading_in(slot), ("", ""))
+    place = read or words["place"] if numbers["has_index"] else place or read
     indexed: dict[int, int | str] = {NUMBER: numbers["index"], KEY: words["key"]}
 
     offset_s = wall_offset_s(data) if offset_s is None else offset_s

@@ -107,6 +107,8 @@ def test_the_place_is_that_of_the_open_slot():
         slot_line(0, "data_wait", ""),
         slot_line(2, "forward", "step"),
         slot_line(reading_in(2), "forward", "read"),
+        slot_line(5, "hook", ""),
+        slot_line(reading_in(5), "hook", "a sampler, or what else the loader has called"),
     ]
     ring.write("slots", "\n".join([*lines, '[7,"cut'])[:-1])
 
@@ -116,10 +118,11 @@ def test_the_place_is_that_of_the_open_slot():
         assert record is not None
         return record.phase, record.place
 
-    assert [read(slot) for slot in (-1, 0, 2, 7)] == [
+    assert [read(slot) for slot in (-1, 0, 2, 5, 7)] == [
         ("", "last seen"),
         ("data_wait", ""),
         ("forward", "step"),
+        ("hook", "a sampler, or what else the loader has called"),
         ("", "last seen"),
     ]
     ring.index(5)

@@ -54,6 +54,7 @@ ENDS = {
     "abort": os.abort,
     "quit": lambda: os._exit(7),
     "exit": lambda: sys.exit(4),
+    "leave": lambda: os._exit(0),
     "raise": break_out,
     "bus": read_beyond_the_end,
     "eat": keep_all,

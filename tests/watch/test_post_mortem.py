@@ -31,11 +31,11 @@ def environment():
     return {**os.environ, "PYTHONFAULTHANDLER": "", "MASTER_PORT": str(free_port())}
 
 
-def watch(tmp_path, case, workers, **options):
+def watch(tmp_path, case, workers, before=(), **options):
     process = subprocess.run(
         [
             *(sys.executable, "-m", "lightning_gpuopt", "watch", "--report-dir", str(tmp_path), "--"),
-            *(sys.executable, SCRIPT, case, str(workers)),
+            *(*before, sys.executable, SCRIPT, case, str(workers)),
         ],
         env=environment(),
         text=True,
@@ -95,12 +95,20 @@ def test_what_ended_it(death, tmp_path):
     assert main(["post-mortem", str(folder)]) == 0
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_nothing_is_left_of_a_fit_that_was_given_up(workers, tmp_path):
-    process, folder = watch(tmp_path, "data-raise-caught-well", workers)
+@pytest.mark.parametrize(("case", "workers"), [("data-raise-caught-well", 2), ("step-leave", 0)])
+def test_nothing_is_left_of_a_fit_that_was_given_up(case, workers, tmp_path):
+    process, folder = watch(tmp_path, case, workers)
     assert (process.returncode, records_in(folder)) == (0, [])
     assert "Post-mortem" not in process.stderr
     assert sorted(each.name for each in folder.rglob("*") if "ring" in each.name or "recorder" in each.name) == []
+
+
+def test_the_end_of_a_process_is_told_though_its_parent_ends_well(tmp_path):
+    process, folder = watch(tmp_path, "step-kill", 0, before=("sh", "-c", '"$@"; true', "sh"))
+    assert process.returncode == 0
+    found = json.loads((folder / "post-mortem.json").read_text())
+    assert (found["ended"], found["process"]["worker"]) == ("killed", None)
+    assert f"Post-mortem: {found['text']}" in process.stderr
 
 
 RANKS = {
