@@ -44,6 +44,9 @@ _TOLD_TO_END: Final = ("interrupted", "terminated")
 _QUIET_S: Final = 5.0
 """Without progress for so long, and for ten times the longest so far, what a run may wait for is worth saying."""
 
+_TOGETHER_S: Final = 60.0
+"""Within this time all ranks of a run begin."""
+
 _TIME_OUT: Final = re.compile(r"timed? ?-?out", re.IGNORECASE)
 
 _VERBS: Final[Mapping[str, str]] = {
@@ -100,7 +103,9 @@ def _last_run(records: Sequence[FlightRecord]) -> list[FlightRecord]:
     last = max(records, key=lambda each: each.written_s, default=None)
     if last is not None and _is_outside(last):  # it may be what became of a failed one, as with ranks that are forked
         last = max(failed or records, key=lambda each: each.written_s)
-    return [each for each in records if last is not None and each.run == last.run]
+    run = [each for each in records if last is not None and each.run == last.run]
+    begun_s = max((each.created_s for each in run if each.worker is None), default=0.0) - _TOGETHER_S
+    return [each for each in run if each.written_s >= begun_s]  # a launcher may give every run the same name
 
 
 def _is_outside(record: FlightRecord) -> bool:

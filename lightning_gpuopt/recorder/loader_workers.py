@@ -23,7 +23,7 @@ from lightning_gpuopt.recorder.worker import Reading, WorkerStart, note_fetches
 log = logging.getLogger(__name__)
 
 _RESERVED: Final = 32
-"""Rings kept for each loader: as many workers may be added to it while it runs."""
+"""Rings kept for a training loader: as many workers may be added to it while it runs."""
 
 _DEATH_POLLS: Final = 100
 _DEATH_POLL_S: Final = 0.025
@@ -89,7 +89,7 @@ class LoaderWorkers:
         if self._stopped or not loader.num_workers or isinstance(before, WorkerStart):
             return None
         name = self._name_of(seen)
-        for worker in range(max(loader.num_workers, _RESERVED)):
+        for worker in range(max(loader.num_workers, _RESERVED if seen.is_training else 0)):
             self._board.slot(name, worker)
         loader.worker_init_fn = WorkerStart(before, self._board, name, self._words, self._numbers, self._stacks)
 

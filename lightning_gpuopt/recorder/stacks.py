@@ -18,6 +18,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -30,6 +31,9 @@ _POLL_S: Final = 0.02
 _ANSWER_S: Final = 3.0
 _STOPPED_S: Final = 3.0
 """A process that runs has beaten within this time: its ring is written to its file once a second."""
+
+_AT_ONCE: Final = 16
+"""Training processes that are asked by signal at a time; each may take three seconds."""
 
 _BEGIN: Final = "Stacks of process "
 _END: Final = "End of stacks\n"
@@ -173,9 +177,20 @@ def ask(records: Sequence[FlightRecord], timeout_s: float = _ANSWER_S) -> dict[i
     now_s = time.time()
     stopped = [each for each in living if now_s - each.written_s > _STOPPED_S]
     waited_for = {each.pid for each in living} - {each.pid for each in stopped}
-    return answers_in(sizes, waited_for, timeout_s) | {
-        each.pid: answer for each in stopped if (answer := _ask_by_signal(each))
-    }
+    by_file: dict[str, list[FlightRecord]] = {}
+    for each in stopped:
+        by_file.setdefault(each.stacks, []).append(each)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        by_signal = [pool.submit(_ask_in_turn, each) for each in by_file.values()]
+        found = answers_in(sizes, waited_for, timeout_s)
+    for answers in by_signal:
+        found |= answers.result()
+    return found
+
+
+def _ask_in_turn(records: Sequence[FlightRecord]) -> dict[int, str]:
+    """Ask processes that write into the same file, one after the other."""
+    return {each.pid: answer for each in records if (answer := _ask_by_signal(each))}
 
 
 def answers_in(sizes: Mapping[str, int], pids: Collection[int], timeout_s: float = _ANSWER_S) -> dict[int, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt.measurements.flight import FlightRecord
+from lightning_gpuopt.measurements.flight import OUTSIDE_OF_FIT, FlightRecord
 from lightning_gpuopt.postmortem.analysis import post_mortem_of
 from lightning_gpuopt.postmortem.deaths import CommandEnd, ProcessEnd
 from lightning_gpuopt.postmortem.record import PostMortem, Process
@@ -70,6 +70,12 @@ def fails(*events: dict[str, Any], number: int = 0, **known: Any) -> FlightRecor
     return rank(number, ended="exception", events=events, **known)
 
 
+OUTSIDE = rank(
+    run=f"a-100{OUTSIDE_OF_FIT}",
+    ended="exception",
+    place="",
+    events=(error("ValueError", "y", where="main (train.py:3)"),),
+)
 KILLED = error("RuntimeError", torch_says(203, "Killed"), 0.3, where="step (loop.py:1)")
 EXITED = "DataLoader worker (pid(s) 203) exited unexpectedly"
 LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
@@ -323,6 +329,20 @@ ONE_RANK = {
     "no records, a bus error": Case([], "bus_error", signal=7, command=end(-7)),
     "of two runs the one that wrote last": Case(
         [rank(run="old", written=-900.0, events=(error("ValueError"),), ended="exception"), rank(ended="ok")], "ok"
+    ),
+    "an earlier run of the same name, with more ranks": Case(
+        [rank(ended="ok"), rank(3, -1100.0, created_s=T - 2000.0)], "ok", command=end(0)
+    ),
+    "an exception outside of fit": Case(
+        [rank(ended="ok", written=-9.0), OUTSIDE], "exception", Process(0, None, 100), "main (train.py:3)"
+    ),
+    "an exception that came of a failed fit": Case(
+        [rank(ended="exception", written=-9.0, events=(error("KeyError", "x", -9.0, where="f (a.py:1)"),)), OUTSIDE],
+        *("exception", RANK, "f (a.py:1)"),
+    ),
+    "an exception after one of fit that was caught": Case(
+        [rank(ended="exception", caught=True, written=-9.0, events=(error("KeyError", "x", -9.0),)), OUTSIDE],
+        *("exception", RANK, "main (train.py:3)"),
     ),
     # ---- broken data ----
     "events that say nothing": Case(
