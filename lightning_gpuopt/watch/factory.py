@@ -52,7 +52,8 @@ def watched_callbacks() -> list[Callback]:
     """
     watch = Watch.of_this_process()
     watch.note("trainer")
-    watch_this_process()
+    if not watch.ceiling:  # what ends that one is our own
+        watch_this_process()
     hide_from_log(ENTRY_POINT)
     if watch.ceiling and (trainer := trainer_being_made()) is not None and not waits_for_results(trainer):
         never_start_loggers(trainer)

@@ -223,16 +223,16 @@ class FlightWatch(ChildWatcher):
     def _remove_traces(self) -> None:
         """The command ended well: nothing is left of a hang that was overcome, and of a ``fit`` that was given up.
 
-        What tells of a process that vanished without the command's notice stays.
+        What tells of a process that vanished without the command's notice stays, and of a run that goes on.
         """
         with contextlib.suppress(OSError):
             (self._folder / FILE).unlink(missing_ok=True)
-        for path in ring_files(self._folder):
-            with contextlib.suppress(OSError):
-                record = header_in(path)
-                if record is None or record.host != socket.gethostname() or is_alive(record):
-                    continue
-                if record.ended or record.pid == self._pid:
+        records = {path: record for path in ring_files(self._folder) if (record := header_in(path)) is not None}
+        here = socket.gethostname()
+        going = {each.run for each in records.values() if each.host != here or is_alive(each)}
+        for path, record in records.items():
+            if record.run not in going and (record.ended or record.pid == self._pid):
+                with contextlib.suppress(OSError):
                     remove(path)
 
     def close(self) -> None:
