@@ -188,7 +188,20 @@ def _stuck(ranks: Sequence[_Rank], uneven: Uneven | None) -> _Rank:
     if len(known) == len(running) > 1 and min(known) < max(known):  # it has not joined the last collective
         return min(running, key=lambda each: (each.entry["collective_seq_id"], each.record.rank))
     waiting = [each for each in running if each.waits_for_batch]
+    if not waiting and len({each.collective for each in running}) > 1:  # one has taken another way through the code
+        return min(running, key=lambda each: (_like(each, running), not _in_own_call(each), _quiet_since(each)))
     return min(waiting or running, key=_quiet_since)
+
+
+def _like(rank: _Rank, others: Sequence[_Rank]) -> int:
+    """How many wait in the same collective."""
+    return sum(each.collective == rank.collective for each in others)
+
+
+def _in_own_call(rank: _Rank) -> bool:
+    """Whether code of the user's has called the collective."""
+    frame = own_frame(rank.frames)
+    return frame is not None and frame.own
 
 
 def _quiet_since(rank: _Rank) -> tuple[float, int]:

@@ -157,6 +157,16 @@ STUCK = {
         {100: stack(ALL_REDUCE), 101: stack(BARRIER)},
         *({}, Process(1, None, 101), BARRIER_AT, None, "the ranks wait in different collectives"),
     ),
+    "different collectives, one of which the user's code has called": (
+        ranks(2, quiet(300.0), quiet(301.0, 1)),
+        {100: stack(BARRIER, STEP), 101: stack(BACKWARD)},
+        *({}, Process(0, None, 100), "Net.training_step (net.py:22)", None, "the ranks wait in different collectives"),
+    ),
+    "different collectives, in one of which there is one rank only": (
+        ranks(3, quiet(302.0), quiet(301.0, 1), quiet(300.0, 2)),
+        {100: stack(BARRIER, STEP), 101: stack(BARRIER, STEP), 102: stack(ALL_REDUCE, STEP)},
+        *({}, Process(2, None, 102), "Net.training_step (net.py:22)", None, "the ranks wait in different collectives"),
+    ),
     "a rank that left its epoch": (
         ranks(2, quiet(300.0, batch=8, batches=20), quiet(290.0, 1, batch=8, batches=8, doing="set-up", place="")),
         {100: stack(BACKWARD, STEP), 101: stack(BARRIER)},
