@@ -20,6 +20,10 @@ from lightning_gpuopt.recorder.growing_containers import Growing
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S: Final = 10.0
+_AT_FIRST_S: Final = 120.0
+_LOOK_AT_FIRST_S: Final = 2.0
+"""So much more often at first: what is used up fast ends a run before long."""
+
 _GROWN: Final = 64 << 20
 """Bytes that the training process has grown by before it is looked at what grows in it."""
 
@@ -58,14 +62,19 @@ class MemoryRisks:
         """Look, where the last time is long enough ago."""
         if self._clock() < self._due_s:
             return
-        self._due_s = self._clock() + LOOK_EVERY_S
+        now_s = self._clock()
+        self._due_s = now_s + (_LOOK_AT_FIRST_S if now_s - self._began_s < _AT_FIRST_S else LOOK_EVERY_S)
         if self._growing is None:
             sizes = self._sizes()
             self._growing = Growing(self._owners(), process=sizes[-1] if sizes else 0)
-        self.look_now()
+        self._look()
 
     def look_now(self) -> None:
-        """Look."""
+        """Look for the last time: rank 0 gets to know of what was found on the others."""
+        self._look()
+        self._risks.send()
+
+    def _look(self) -> None:
         try:
             self._risks.look(self._inputs())
         except Exception:
@@ -77,6 +86,8 @@ class MemoryRisks:
         rank = tuple(memory.rank.readings)
         sizes = self._sizes()
         grown = bool(sizes) and sizes[-1] - min(sizes) >= _GROWN
+        grows = self._growing.why(sizes[-1]) if grown and self._growing is not None else ""
+        memory.note_leak(grows)
         return RiskInputs(
             workers=tuple(
                 WorkerMemory(worker, tuple(series.readings), self._recorder.leak_of(slot))
@@ -86,7 +97,7 @@ class MemoryRisks:
             num_workers=facts.num_workers,
             ranks_here=local_ranks_of(self._trainer),
             forked=any(self._recorder.is_forked(slot) for slot, _ in of_training),
-            grows=self._growing.why(sizes[-1]) if grown and self._growing is not None else "",
+            grows=grows,
             in_flight=self._in_flight(facts.prefetch_factor),
             machine_bytes=psutil.virtual_memory().total,
             **self._ahead(len(of_training)),

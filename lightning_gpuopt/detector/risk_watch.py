@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
 
 from lightning_gpuopt.compat.lightning import Trainer
 from lightning_gpuopt.detector.dataset_objects import copied_object
@@ -74,6 +75,11 @@ class RiskWatch:
         if self._gather is not None:
             self._gather.post(trainer.current_epoch, _batches_of(trainer))
 
+    def send(self) -> None:
+        """At the end: send this rank's risks on their way to rank 0, which reports those of a kind that it has not."""
+        if self._gather is not None:
+            self._gather.post(-1, [asdict(each) for each in self.risks])
+
     def close(self, timeout_s: float = 1.0) -> None:
         """Compare what has come, and no more; may be called more than once.
 
@@ -94,9 +100,12 @@ class RiskWatch:
 
     def _compare(self, gathered: Gathered) -> None:
         """Called on the gather's thread: the training thread may wait in the very collective that is warned of."""
-        gather, batches = self._gather, gathered.by_rank
-        if gather is not None and len(batches) == gather.world_size and None not in batches.values():
+        sent = {rank: each for rank, each in gathered.by_rank.items() if isinstance(each, list)}
+        batches = {rank: each for rank, each in gathered.by_rank.items() if isinstance(each, int)}
+        if self._gather is not None and len(batches) == self._gather.world_size:
             self._add(risks_of(RiskInputs(batches=batches)))
+        known = {each.risk for each in self.risks}
+        self._add([each for each in _with_ranks(sent) if each.risk not in known])
 
     def _add(self, risks: list[Risk]) -> list[Risk]:
         with self._lock:
@@ -116,6 +125,27 @@ def _have_grown(observed: RiskInputs) -> bool:
         if private and private[-1] - min(private) >= _GROWN:
             return True
     return False
+
+
+def _with_ranks(sent: Mapping[int, list[dict[str, Any]]]) -> list[Risk]:
+    """Of each kind of risk the one of the first rank that has it, with the numbers of all that have.
+
+    Args:
+        sent: risks as plain data, by rank.
+    """
+    ranks: dict[RiskName, list[int]] = {}
+    first: dict[RiskName, Risk] = {}
+    for rank in sorted(sent):
+        for each in sent[rank]:
+            risk = Risk(**each)
+            ranks.setdefault(risk.risk, []).append(rank)
+            first.setdefault(risk.risk, risk)
+    found = []
+    for kind, risk in first.items():
+        numbers = ", ".join(map(str, ranks[kind]))
+        text = f"On rank{'s' * (len(ranks[kind]) > 1)} {numbers}: {risk.text}"
+        found.append(replace(risk, text=text, evidence={**risk.evidence, "on_ranks": numbers}))
+    return found
 
 
 def _batches_of(trainer: Trainer) -> int | None:

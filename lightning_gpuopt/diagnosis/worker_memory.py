@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from lightning_gpuopt.diagnosis.memory_room import KIB, MIB, MemoryRoom, duration, room_of, size
 from lightning_gpuopt.diagnosis.record import Risk
 from lightning_gpuopt.diagnosis.steady_growth import SteadyGrowth, steady_growth
+from lightning_gpuopt.measurements.flight import MemoryReading
 from lightning_gpuopt.measurements.risks import CopiedObject, RiskInputs, WorkerMemory
 
 _SEEN: Final = 8 * MIB
@@ -25,8 +26,12 @@ _SHARE: Final = 0.05
 _EVEN: Final = 0.6
 """Growth without a known reason is reported where it is as even as this: allocators come to rest."""
 
+_SHORT_S: Final = 10.0
+_FEW: Final = 4
+"""In less time, and of fewer readings than else, a leak is reported where workers have taken as much as is left."""
+
 _EXPLAINED: Final = (0.25, 1.5)
-"""What a worker has grown by, as a share of the objects that it is put down to; their size is an estimate."""
+"""What a worker has copied, as a share of the objects that it is put down to; their size is an estimate."""
 
 _ALLOCATED: Final = 0.5
 """Where more of the growth is new memory, the worker allocates: a page that it copies it had before, shared."""
@@ -38,17 +43,23 @@ class _Growing:
 
     Attributes:
         worker: its number.
-        grown: bytes since its first reading.
+        grown: bytes since its first reading; of a forked worker that is before its first sample.
+        copied: of those, bytes that may be pages which it had before, and shared.
+        exact: whether these are known to be such pages.
         steady: how it grows by the sample; None where it does not, or no more.
         bytes_per_s: the same by the second; 0 where it does not.
+        early: whether too few readings show it, or of too short a time, to tell it from a cache that fills up.
         leak: what of its own grows, for people.
-        copies: whether most of the growth may be pages that it had before, and shared.
+        copies: whether most of what it grew by since its first samples may be such pages.
     """
 
     worker: int
     grown: int
+    copied: int
+    exact: bool
     steady: SteadyGrowth | None
     bytes_per_s: float
+    early: bool
     leak: str
     copies: bool
 
@@ -57,61 +68,90 @@ def worker_memory(seen: RiskInputs) -> Iterator[Risk]:
     """Workers whose private memory grows: for a leak, for Python objects that they copy, or for a reason unknown."""
     measured = [each for worker in seen.workers if (each := _growing(worker)) is not None]
     steady = [each for each in measured if each.steady is not None and each.steady.grown >= _SEEN]
-    leaking = [each for each in steady if each.leak]
+    named = [each for each in steady if each.leak]
     copied = seen.copied if seen.forked else None
-    if leaking:  # has been seen to grow, where objects to copy are but there
-        yield from _risk(seen, leaking, None)
+    if named:  # has been seen to grow, where objects to copy are but there
+        leaking = [each for each in named if not each.early or _is_soon(seen, each)]
+        yield from _risk(seen, leaking, None) if leaking else ()
         return
     if copied is not None:
         most = _EXPLAINED[1] * max(copied.bytes, copied.together)
-        growing = [each for each in steady if each.copies and each.grown <= most]
+        growing = [each for each in steady if each.copies and each.copied <= most]
         growing = growing or [each for each in measured if _has_copied(each, copied)]
         if growing and 2 * len(growing) >= len(measured):
             yield from _risk(seen, growing, copied)
             return
+    steady = [each for each in steady if not each.early]
     even = [each for each in steady if each.steady and each.steady.evenness >= _EVEN and each.steady.grown >= _MUCH]
     if even and 2 * len(even) >= len(measured):
         yield from _risk(seen, even, None)
 
 
 def _growing(worker: WorkerMemory) -> _Growing | None:
-    known = [(each.samples, each.private, each.at_s) for each in worker.readings if each.samples]
-    points = [(samples, private, at_s) for samples, private, at_s in known if private is not None]
-    if len(points) < 2:
+    read = [each for each in worker.readings if each.samples is not None and each.private is not None]
+    points = [(each.samples or 0, each.private or 0, each.at_s) for each in read if each.samples]
+    if len(read) < 2 or not points:
         return None
-    steady = steady_growth([(samples or 0, private) for samples, private, _ in points])
+    steady = steady_growth([(samples, private) for samples, private, _ in points])
+    early = steady is None or points[-1][2] - points[0][2] < _SHORT_S
+    if steady is None and worker.leak:
+        steady = steady_growth([(each.samples or 0, each.private or 0) for each in read], _FEW)
     half = points[len(points) // 2 :]
-    took_s, read = half[-1][2] - half[0][2], (half[-1][0] or 0) - (half[0][0] or 0)
-    rate = steady.rate * read / took_s if steady is not None and took_s > 0 else 0.0
-    grown = points[-1][1] - points[0][1]
-    return _Growing(worker.worker, grown, steady, rate, worker.leak, _copies(worker))
+    took_s, samples = half[-1][2] - half[0][2], half[-1][0] - half[0][0]
+    rate = steady.rate * samples / took_s if steady is not None and took_s > 0 else 0.0
+    grown, allocated = _growth(read)
+    since = _growth([each for each in read if each.samples])
+    return _Growing(
+        worker.worker,
+        grown,
+        grown - max(allocated or 0, 0),
+        exact=allocated is not None,
+        steady=steady,
+        bytes_per_s=rate,
+        early=early,
+        leak=worker.leak,
+        copies=(since[1] or 0) <= _ALLOCATED * since[0],
+    )
 
 
-def _copies(worker: WorkerMemory) -> bool:
-    both = [
-        (each.private, each.anonymous)
-        for each in worker.readings
-        if each.samples and each.private is not None and each.anonymous is not None
-    ]
-    if len(both) < 2:
-        return True
-    return both[-1][1] - both[0][1] <= _ALLOCATED * (both[-1][0] - both[0][0])
+def _growth(readings: Sequence[MemoryReading]) -> tuple[int, int | None]:
+    """By how much private memory has grown, and by how much anonymous memory: a page that is copied was anonymous."""
+    private = [each.private for each in readings if each.private is not None]
+    anonymous = [each.anonymous for each in readings if each.private is not None and each.anonymous is not None]
+    return private[-1] - private[0], anonymous[-1] - anonymous[0] if len(anonymous) > 1 else None
 
 
 def _has_copied(worker: _Growing, copied: CopiedObject) -> bool:
-    """Whether a worker that has come to rest has copied these objects meanwhile."""
-    least, most = _EXPLAINED[0] * copied.bytes, _EXPLAINED[1] * max(copied.bytes, copied.together)
-    return worker.copies and max(_MUCH, least) <= worker.grown <= most
+    """Whether a worker has copied these objects meanwhile; it may have come to rest.
+
+    It is known without a doubt where the pages that it has copied are, and the code that reads names the objects.
+    """
+    least = _MUCH if worker.exact and copied.certain else max(_MUCH, _EXPLAINED[0] * copied.bytes)
+    most = _EXPLAINED[1] * max(copied.bytes, copied.together)
+    return (worker.exact or worker.copies) and least <= worker.copied <= most
+
+
+def _is_soon(seen: RiskInputs, worker: _Growing) -> bool:
+    """Whether workers reach the limit when they grow by as much again as they have."""
+    room = _room(seen)
+    return room is not None and worker.grown * _processes(seen) >= room.free
+
+
+def _processes(seen: RiskInputs) -> int:
+    return max(seen.num_workers or 0, len(seen.workers)) * seen.ranks_here
+
+
+def _room(seen: RiskInputs) -> MemoryRoom | None:
+    return room_of(seen.rank, seen.machine_bytes) or room_of(seen.workers[0].readings, seen.machine_bytes)
 
 
 def _risk(seen: RiskInputs, growing: list[_Growing], copied: CopiedObject | None) -> Iterator[Risk]:
     """The risk, where what is ahead matters."""
-    processes = max(seen.num_workers or 0, len(seen.workers)) * seen.ranks_here
-    room = room_of(seen.rank, seen.machine_bytes) or room_of(seen.workers[0].readings, seen.machine_bytes)
+    processes, room = _processes(seen), _room(seen)
     rates = [each.steady.rate for each in growing if each.steady is not None]
     per_sample = statistics.median(rates) if rates else None
     per_s = statistics.median(each.bytes_per_s for each in growing)
-    grown = statistics.median(each.grown for each in growing)
+    grown = statistics.median(each.grown if copied is None else each.copied for each in growing)
     ahead = _ahead(seen, per_sample, per_s)
     if copied is not None:
         ahead = min(ahead, max(max(copied.bytes, copied.together) - grown, 0))

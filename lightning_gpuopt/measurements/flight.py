@@ -132,7 +132,7 @@ class FlightRecord:
         stack_signal: the real-time signal that makes it write its stacks; 0: none does.
         stacks: path of the file that they go to; empty: none.
         crash: what faulthandler has written of a fatal signal into it; empty: nothing.
-        leak: of a worker: the container that explains that it grows, for people; empty where none does.
+        leak: the container that explains that it grows, for people; empty where none is known to.
         memory: readings, oldest first.
         events: what happened, oldest first: see :data:`EVENTS`.
     """

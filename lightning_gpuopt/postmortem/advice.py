@@ -17,6 +17,7 @@ _COPIES: Final = (
     " A forked worker copies the Python objects that it reads, little by little: keep paths and labels in numpy arrays "
     "or pyarrow instead of lists, dicts and objects."
 )
+_LEAK: Final = "more memory, or fewer workers, only put off the end."
 _SHM: Final = (
     "give /dev/shm more room (docker run --shm-size=8g or --ipc=host; in Kubernetes an emptyDir with medium: Memory), "
     "or use less of it: fewer workers, a smaller prefetch_factor."
@@ -57,6 +58,12 @@ def advice_of(ended: Ended, death: Death, memory: Memory) -> str:
     """What to change; arguments as those of :func:`likely_of`."""
     is_worker = death.process.worker is not None
     if ended == "out_of_memory" or (ended == "killed" and memory.near):
+        if memory.leak:
+            what = memory.leak.partition(" grew from ")[0]
+            instead = (
+                "do not keep it: each worker fills a copy of its own" if is_worker else "clear it from time to time"
+            )
+            return f"bound {what}, or {instead}; {_LEAK}"
         return f"{_LESS_MEMORY}.{_COPIES if is_worker else ''}"
     if ended == "killed":
         return "ask the cluster's log who sent SIGKILL: a time limit, a limit of memory, an eviction."

@@ -51,12 +51,14 @@ class Memory:
         near: why memory was short, with figures; empty where it was not.
         shm_full: likewise for ``/dev/shm``.
         grown: how private memory of the process has grown, with figures; empty where it has not.
+        leak: the container that explains it, for people; empty where none is known to.
     """
 
     figures: dict[str, Any]
     near: str = ""
     shm_full: str = ""
     grown: str = ""
+    leak: str = ""
 
 
 def oom_kills(records: Sequence[FlightRecord], host: str, of_command: int | None) -> int | None:
@@ -104,7 +106,10 @@ def memory_of(
     if points:
         figures["curve_of"] = "cgroup" if limited else "process"
         figures["curve"] = [[round(max(0.0, at_s - when_s), 1), value] for when_s, value in _thinned(points)]
-    return Memory(figures, _near(limited, machine, at_s), _shm_full(machine), _grown(record, own))
+    grown = _grown(record, own)
+    leak = record.leak if record is not None and grown else ""
+    grown = f"{grown}: {leak}" if leak else grown
+    return Memory(figures, _near(limited, machine, at_s), _shm_full(machine), grown, leak)
 
 
 def _until(readings: Sequence[MemoryReading], at_s: float) -> list[MemoryReading]:

@@ -1,35 +1,59 @@
-"""What the processes of a rank hold of memory, read once a second into the rank's ring, and kept as series."""
+"""What the processes of a rank hold of memory, read once a second into the rank's ring, and kept as series.
+
+What a worker has of its own it reads itself, into its ring: from its first moment on, and all workers as often.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Final
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 import torch
 
 from lightning_gpuopt.measurements.flight import MemoryReading
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.ring import AT
-from lightning_gpuopt.telemetry.memory import MemoryFiles
-from lightning_gpuopt.telemetry.resources import private_and_anonymous
-
-_NEW_FAULTS: Final = 256
-"""Page faults, of 4 KiB each, after which the private memory of a process is worth a reading."""
-
-_COST: Final = 1000
-"""A reading of private memory takes one part in so many of the time: of 2 GiB it takes some 55 ms."""
-
-_COST_AT_FIRST: Final = 100
-_AT_FIRST_S: Final = 120.0
-"""So long readings are ten times as many: what a run does with memory shows at its beginning."""
-
-_OTHERS_EVERY: Final = 4
-"""Workers of a loader do alike: of so many readings one is of another worker than the first."""
+from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes
 
 _KEPT: Final = 600
 """Readings kept of each process; beyond it every second one goes, and they are taken half as often."""
+
+
+class PrivateMemory(NamedTuple):
+    """What a worker has of its own; names as in a :class:`~lightning_gpuopt.measurements.flight.MemoryReading`.
+
+    Attributes:
+        samples: that it had read.
+        private: bytes.
+        anonymous: bytes; None where it is not known.
+    """
+
+    samples: int
+    private: int
+    anonymous: int | None
+
+
+def in_ring(first: PrivateMemory, now: PrivateMemory) -> str:
+    """The word ``memory`` of a worker's ring.
+
+    Args:
+        first: at the beginning of the worker.
+        now: the newest reading.
+    """
+    return json.dumps([first, now], separators=(",", ":"))
+
+
+def out_of_ring(word: str) -> tuple[PrivateMemory, PrivateMemory] | None:
+    """The first and the newest reading; None where there is none, or where it is half there."""
+    try:
+        first, now = json.loads(word or "[]")
+        return PrivateMemory(*first), PrivateMemory(*now)
+    except (ValueError, TypeError):
+        return None
 
 
 class Series:
@@ -76,11 +100,9 @@ class MemoryLog:
         self._device = device
         self._files = files or MemoryFiles()
         self._clock = clock
-        self._faults: dict[int, int] = {}
-        self._looks = 0
-        self._began_s = clock()
+        self._newest: dict[int, PrivateMemory] = {}
+        self._leak = ""
         self._offset_s = time.time() - clock()
-        self._due_s = float("-inf")
         self.rank = Series()
         self.workers: dict[int, tuple[str, int, int, Series]] = {}
 
@@ -94,32 +116,30 @@ class MemoryLog:
         own = self._own(now_s)
         self.rank.add(own)
         rows = []
-        looked_at = self._next_to_look_at(workers)
-        began_s = self._clock()
         for slot, (pid, loader, worker) in workers.items():
-            reading = self._worker(now_s, slot, pid, look=slot == looked_at)
-            if reading is None:
+            process = self._files.process(pid)
+            if process is None or process.dead:
                 continue
             if slot not in self.workers or self.workers[slot][2] != pid:
+                self._newest.pop(slot, None)
                 self.workers[slot] = (loader, worker, pid, Series())
+            reading = self._worker(now_s, slot, pid, process)
             self.workers[slot][3].add(reading)
             rows.append([slot, reading.rss, reading.private, reading.faults, reading.samples])
         for gone in self.workers.keys() - workers.keys():
             del self.workers[gone]
-        if looked_at is not None:
-            ended_s = self._clock()
-            cost = _COST_AT_FIRST if ended_s - self._began_s < _AT_FIRST_S else _COST
-            self._due_s = ended_s + cost * (ended_s - began_s)
         known = {name: value for name, value in vars(own).items() if value is not None and name != "at_s"}
         self._board.rank.log("memory", **known, **({"workers": rows} if rows else {}))
 
-    def _next_to_look_at(self, workers: Mapping[int, object]) -> int | None:
-        """Whose private memory is read now; None: it is too early."""
-        if not workers or self._clock() < self._due_s:
-            return None
-        self._looks += 1
-        slots = sorted(workers)
-        return slots[self._looks // _OTHERS_EVERY % len(slots) if self._looks % _OTHERS_EVERY == 0 else 0]
+    def note_leak(self, leak: str) -> None:
+        """Note what grows in the training process.
+
+        Args:
+            leak: for people; empty: nothing is known to.
+        """
+        if leak != self._leak:
+            self._leak = leak
+            self._board.rank.write("leak", leak)
 
     def _own(self, now_s: float) -> MemoryReading:
         files = self._files
@@ -154,22 +174,20 @@ class MemoryLog:
         except Exception:
             return {}
 
-    def _worker(self, now_s: float, slot: int, pid: int, *, look: bool) -> MemoryReading | None:
-        process = self._files.process(pid)
-        if process is None or process.dead:
-            return None
-        ring = self._board.worker(slot)
-        if ring.numbers[AT["pid"]] == pid:
-            ring.numbers[AT["cpu_ns"]] = max(int(process.cpu_s * 1e9), 1)
-        private = anonymous = None
-        if look and process.faults - self._faults.get(pid, 0) >= _NEW_FAULTS:
-            private, anonymous = private_and_anonymous(pid)
-            self._faults[pid] = process.faults
-        return MemoryReading(
-            now_s,
-            rss=process.rss,
-            private=private,
-            anonymous=anonymous,
-            faults=process.faults,
-            samples=ring.numbers[AT["samples"]] if ring.numbers[AT["pid"]] == pid else None,
-        )
+    def _worker(self, now_s: float, slot: int, pid: int, process: ProcessTimes) -> MemoryReading:
+        reading = MemoryReading(now_s, rss=process.rss, faults=process.faults)
+        ring, series = self._board.worker(slot), self.workers[slot][3]
+        if ring.numbers[AT["pid"]] != pid:  # it has not begun it
+            return reading
+        ring.numbers[AT["cpu_ns"]] = max(int(process.cpu_s * 1e9), 1)
+        first, newest = out_of_ring(ring.read("memory")) or (None, None)
+        if newest is None or newest == self._newest.get(slot):
+            return replace(reading, samples=ring.numbers[AT["samples"]])
+        if first is not None and first != newest and slot not in self._newest:  # it has gone on since
+            series.add(_with(first, MemoryReading(ring.numbers[AT["created_ns"]] / 1e9 + self._offset_s)))
+        self._newest[slot] = newest
+        return _with(newest, reading)
+
+
+def _with(own: PrivateMemory, reading: MemoryReading) -> MemoryReading:
+    return replace(reading, samples=own.samples, private=own.private, anonymous=own.anonymous)

@@ -57,6 +57,7 @@ _WORDS: Final[dict[str, tuple[int, int]]] = {
     "stacks": (2816, 1024),
     "leak": (3840, 256),
     "slots": (4096, 4096),
+    "memory": (768, 192),
 }
 """Where a word begins, and how many bytes it may have."""
 

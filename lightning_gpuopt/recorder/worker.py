@@ -28,9 +28,10 @@ from lightning_gpuopt.measurements.flight import COLLATES, READS, STARTS, WAITS
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.containers import attributes_of
 from lightning_gpuopt.recorder.growing_containers import Growing
+from lightning_gpuopt.recorder.memory import PrivateMemory, in_ring
 from lightning_gpuopt.recorder.ring import AT, DOING, NO_INDEX, NUMBER, Ring
 from lightning_gpuopt.recorder.stacks import StackWriter, start_ticks
-from lightning_gpuopt.telemetry.memory import MemoryFiles
+from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes
 from lightning_gpuopt.telemetry.resources import private_and_anonymous
 from lightning_gpuopt.timeline.frames import (
     bare_name,
@@ -49,15 +50,22 @@ BEAT_S: Final = 0.25
 _FIRST_BEATS_S: Final = (0.01, 0.02, 0.04, 0.08)
 """What ends a worker often does so at its first sample."""
 
-_LOOK_EVERY: Final = 20
-"""Beats between two looks for what grows."""
+_LOOK_EVERY: Final = 4
+"""Beats between two looks at the memory of the process."""
 
 _GROWN: Final = 8 << 20
 _NEW_FAULTS: Final = 1024
 """Page faults, of 4 KiB or more each, after which it is looked at what grows; or so many bytes that are resident."""
 
+_AT_FIRST_S: Final = 120.0
+_LATER_S: Final = 5.0
+"""What a worker does with memory shows at its beginning: later it is looked at less often, unless it grows by much."""
+
+_MUCH: Final = 64 << 20
+
+_COST_AT_FIRST: Final = 100
 _COST: Final = 200
-"""Private memory is read for one part in so many of the time: of 2 GiB it takes some 55 ms."""
+"""A look takes one part in so many of the time: to read private memory of 2 GiB takes some 55 ms."""
 
 _MAX_NESTED: Final = 4
 _MAX_INDICES: Final = 48
@@ -181,6 +189,8 @@ class Beat(threading.Thread):
         self._stacks = stacks
         self._answered = ring.numbers[AT["asked"]]
         self._faults = self._rss = self._beats = 0
+        self._first: PrivateMemory | None = None
+        self._began_s = self._looked_s = time.monotonic()
         self._due_s = 0.0
 
     def collates(self, collate_fn: Any) -> None:
@@ -194,13 +204,19 @@ class Beat(threading.Thread):
     def run(self) -> None:
         """Beat until the process ends."""
         wait = threading.Event().wait
-        for wait_s in chain(_FIRST_BEATS_S, repeat(BEAT_S)):
-            wait(wait_s)
-            try:
+        try:
+            self.begin()
+            for wait_s in chain(_FIRST_BEATS_S, repeat(BEAT_S)):
+                wait(wait_s)
                 self.beat()
-            except Exception:
-                log.debug("a worker is recorded no more", exc_info=True)
-                return
+        except Exception:
+            log.debug("a worker is recorded no more", exc_info=True)
+
+    def begin(self) -> None:
+        """Read what this process has of its own now: a forked worker has copied nothing yet."""
+        self._read_private()
+        ended_s = time.monotonic()
+        self._due_s = ended_s + _COST_AT_FIRST * (ended_s - self._began_s)
 
     def beat(self) -> None:
         """One beat."""
@@ -215,20 +231,35 @@ class Beat(threading.Thread):
             self._ring.write("place", place)
         self._beats += 1
         if self._beats % _LOOK_EVERY == 1:
-            self._look_for_growth()
+            self._look_at_memory()
 
-    def _look_for_growth(self) -> None:
-        """See which container grows, where the process may have grown since the last look."""
-        process, now_s = self._files.process("self"), time.monotonic()
-        if process is None or now_s < self._due_s:
+    def _look_at_memory(self) -> None:
+        """Read private memory, and see which container grows, where the process may have grown since the last look."""
+        now_s = time.monotonic()
+        process = self._files.process("self") if self._growing is None or now_s >= self._due_s else None
+        if process is None:
             return
         faults, rss = process.faults - self._faults, process.rss - self._rss
-        if self._growing is not None and faults < _NEW_FAULTS and rss < _GROWN:
+        if self._growing is None:
+            self._grows(process.rss if self._first is None else self._first.private, process)
             return
+        early = now_s - self._began_s >= _AT_FIRST_S and now_s - self._looked_s < _LATER_S and rss < _MUCH
+        if early or (faults < _NEW_FAULTS and rss < _GROWN):
+            return
+        private = self._read_private()
+        self._grows(process.rss if private is None else private, process)
+        ended_s = time.monotonic()
+        cost = _COST_AT_FIRST if ended_s - self._began_s < _AT_FIRST_S else _COST
+        self._looked_s, self._due_s = now_s, ended_s + cost * (ended_s - now_s)
+
+    def _grows(self, held: int, process: ProcessTimes) -> None:
+        """See which container grows.
+
+        Args:
+            held: bytes that this process has of its own.
+            process: its page faults and resident bytes.
+        """
         self._faults, self._rss = process.faults, process.rss
-        private, _ = private_and_anonymous("self")
-        self._due_s = now_s + _COST * (time.monotonic() - now_s)
-        held = private if private is not None else process.rss
         try:
             if self._growing is None:
                 self._growing = Growing(self._owners, process=held)
@@ -236,6 +267,17 @@ class Beat(threading.Thread):
                 self._ring.write("leak", self._growing.why(held))
         except Exception:  # they are the user's; the beats go on
             log.debug("it was not seen what grows", exc_info=True)
+
+    def _read_private(self) -> int | None:
+        """Read private memory, and show it in the ring beside what it was at first; None where it cannot be read."""
+        samples = self._ring.numbers[_SAMPLES]
+        private, anonymous = private_and_anonymous("self")
+        if private is None:
+            return None
+        now = PrivateMemory(samples, private, anonymous)
+        self._first = self._first or now
+        self._ring.write("memory", in_ring(self._first, now))
+        return private
 
 
 def _nested(dataset: Any) -> Iterator[Any]:

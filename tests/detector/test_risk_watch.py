@@ -63,6 +63,18 @@ def test_a_dataset_that_cannot_be_looked_at_costs_a_risk_and_no_more() -> None:
     assert [each.risk for each in watch.look(growing(60))] == ["worker_memory"]
 
 
+def test_what_is_found_on_other_ranks_is_in_rank_0s_report_with_their_numbers() -> None:
+    first, second, third = run_ranks("tests.detector.risk_rank:risks", 3)
+    (files, text, on), (memory, of_others, on_others) = first["risks"]
+    assert (files, "1,000" in text, on) == ("open_files", True, None)
+    assert (memory, on_others) == ("process_memory", "1, 2")
+    assert of_others.startswith("On ranks 1, 2: The memory of the training process grows by 600 MiB a minute: list of")
+    assert "list of rank 1" in of_others
+    assert first["warned"] == ["open_files", "process_memory"]
+    assert [each[0] for each in second["risks"]] == ["process_memory"]
+    assert [each[0] for each in third["risks"]] == ["process_memory", "open_files"]
+
+
 @pytest.fixture(scope="module")
 def two() -> list[Any]:
     """What each of two ranks saw in its runs."""

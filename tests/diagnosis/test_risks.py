@@ -155,6 +155,58 @@ class TestWorkerMemory:
         readings = tuple(replace(one, anonymous=one.private) for one in worker.readings)
         assert risks_of(replace(observed, workers=(replace(worker, readings=readings),))) == []
 
+    @pytest.mark.parametrize(
+        ("certain", "known", "found"),
+        [(True, True, True), (False, True, False), (True, False, False)],
+        ids=["exact", "not-named-by-the-code", "pages-not-known"],
+    )
+    def test_a_worker_that_has_copied_fast_and_rests(self, certain: bool, known: bool, found: bool) -> None:
+        """Of large objects, the reading code may touch a fifth: `item.label`, not `item.path`."""
+        items = CopiedObject("items", "a list of 1,500,000 Item", 1000 * MIB, certain=certain)
+        after = [(0, 6.0), (13_824, 86.0), (60_000, 206.0), (169_000, 207.0), (180_000, 207.0)]
+        worker = WorkerMemory(
+            0,
+            tuple(
+                MemoryReading(
+                    float(second), private=int(mib * MIB), anonymous=900 * MIB if known else None, samples=read
+                )
+                for second, (read, mib) in enumerate(after)
+            ),
+        )
+        risks = risks_of(replace(seen([1.0]), workers=(worker,), copied=items))
+        assert [each.evidence["grown_mib"] for each in risks] == [201.0] * found
+
+    def test_what_it_copies_in_its_first_second_counts(self) -> None:
+        worker = WorkerMemory(
+            0,
+            (
+                MemoryReading(0.0, private=5 * MIB, anonymous=500 * MIB, samples=0),
+                MemoryReading(1.0, private=160 * MIB, anonymous=510 * MIB, samples=50_000),
+            ),
+        )
+        (risk,) = risks_of(replace(seen([1.0]), workers=(worker,), copied=PATHS))
+        assert "has grown by 145 MiB: reading touches `paths`" in risk.text  # 10 of the 155 MiB are new memory
+
+    @pytest.mark.parametrize(("limit_gib", "found"), [(1.6, True), (4, False)])
+    def test_a_fast_leak_is_seen_in_few_readings_where_the_limit_is_near(self, limit_gib: float, found: bool) -> None:
+        leak = "Photos.cache (dict) grew from 1 to 1,632 entries and holds about 408 MiB"
+        after = [(0, 7.0), (312, 91.0), (752, 202.0), (1200, 313.0), (1632, 424.0)]
+        readings = tuple(
+            MemoryReading(2.0 * number, private=int(mib * MIB), samples=read)
+            for number, (read, mib) in enumerate(after)
+        )
+        workers = tuple(WorkerMemory(number, readings, leak) for number in range(2))
+        observed = replace(seen(limit_gib=limit_gib, used_gib=1.2), workers=workers)
+        risks = risks_of(observed)
+        assert [each.evidence["grows"] for each in risks] == [f"in worker 0, {leak}"] * found
+        assert risks_of(replace(observed, workers=tuple(replace(each, leak="") for each in workers))) == []
+
+    def test_a_large_cache_that_fills_up_fast_is_no_leak_where_there_is_room(self) -> None:
+        leak = "__main__.load (lru_cache) grew from 0 to 2,000 entries and holds about 380 MiB"
+        for seconds in range(2, 11):
+            observed = seen(linear(seconds, 50.0))
+            assert risks_of(replace(observed, workers=(replace(observed.workers[0], leak=leak),))) == []
+
     def test_objects_that_reading_may_not_touch_are_probable(self) -> None:
         (risk,) = risks_of(seen(*[linear(30, 0.4)] * 8, copied=replace(PATHS, certain=False)))
         assert "reading probably touches `paths`" in risk.text

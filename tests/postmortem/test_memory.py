@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_gpuopt.measurements.flight import MemoryReading
+from dataclasses import replace
+
+import pytest
+
+from lightning_gpuopt.measurements.flight import FlightRecord, MemoryReading
 from lightning_gpuopt.postmortem.analysis import post_mortem_of
 from lightning_gpuopt.postmortem.memory import in_words, memory_of
 from lightning_gpuopt.postmortem.record import PostMortem
@@ -49,6 +53,42 @@ def test_what_grew_in_a_worker() -> None:
     found = memory_of(worker(3, memory=(before, after)), [], T)
     assert found.grown == "private memory grew from 100 MiB to 1.0 GiB in 60 s and 8,000 samples"
     assert "numpy" in killed(of_rank=readings(GIB, limit=GIB), of_worker=(before, after)).advice
+
+
+def leaking(leak: str, last: int, of_a_worker: bool) -> FlightRecord:
+    made = worker(3) if of_a_worker else rank()
+    field = "private" if of_a_worker else "rss"
+    memory = (MemoryReading(T - 9.0, samples=8, **{field: 100 * MIB}), MemoryReading(T, samples=908, **{field: last}))
+    return replace(made, memory=memory, leak=leak)
+
+
+LEAK = "Photos.cache (dict) grew from 1 to 2,087 entries and holds about 522 MiB"
+
+
+@pytest.mark.parametrize(
+    ("of_a_worker", "what"),
+    [
+        (True, "private memory grew from 100 MiB to 1.0 GiB in 9 s and 900 samples"),
+        (False, "resident memory grew from 100 MiB to 1.0 GiB in 9 s and 900 training batches"),
+    ],
+)
+def test_what_grew_is_named(of_a_worker: bool, what: str) -> None:
+    found = memory_of(leaking(LEAK, GIB, of_a_worker), [], T)
+    assert (found.grown, found.leak) == (f"{what}: {LEAK}", LEAK)
+
+
+@pytest.mark.parametrize(("leak", "last"), [(LEAK, 110 * MIB), ("", GIB)])
+def test_where_nothing_grew_or_nothing_is_known_to_nothing_is_named(leak: str, last: int) -> None:
+    found = memory_of(leaking(leak, last, True), [], T)
+    assert (found.leak, "cache" in found.grown) == ("", False)
+
+
+def test_the_advice_is_to_bound_what_grew() -> None:
+    of_rank = readings(GIB, limit=GIB)
+    records = [rank(ended="exception", events=(died(3, signal=9),), memory=of_rank), leaking(LEAK, GIB, True)]
+    found = post_mortem_of(records, now_s=T, is_alive=lambda _: False, command=None)
+    assert found.advice.startswith("bound Photos.cache (dict), or do not keep it: each worker fills a copy of its own;")
+    assert f"900 samples: {LEAK}." in found.text
 
 
 def test_dev_shm_that_is_full() -> None:

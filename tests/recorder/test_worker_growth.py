@@ -12,7 +12,8 @@ import pytest
 from torch.utils.data import Subset
 
 from lightning_gpuopt.recorder import worker
-from lightning_gpuopt.recorder.ring import WORKER_BYTES, Ring
+from lightning_gpuopt.recorder.memory import out_of_ring
+from lightning_gpuopt.recorder.ring import AT, WORKER_BYTES, Ring
 from lightning_gpuopt.recorder.worker import Beat
 from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
@@ -35,18 +36,20 @@ class Process:
     """A worker's process, as the kernel would show it; a reading of its private memory takes ``cost_s``."""
 
     def __init__(self) -> None:
-        self.private, self.faults, self.rss = 100 * MIB, 0, 300 * MIB
+        self.private: int | None = 100 * MIB
+        self.faults, self.rss = 0, 300 * MIB
         self.now_s = self.cost_s = 0.0
         self.readings = 0
 
-    def read(self, pid: object) -> tuple[int, int]:
+    def read(self, pid: object) -> tuple[int | None, int]:
         self.readings += 1
         self.now_s += self.cost_s
         return self.private, self.rss
 
-    def look(self, beat: Beat) -> str:
+    def look(self, beat: Beat, after_s: float = 1.0) -> str:
         """Beat until the next look; what is noted then."""
-        for _ in range(20):
+        self.now_s += after_s
+        for _ in range(4):
             beat.beat()
         return beat._ring.read("leak")
 
@@ -65,7 +68,9 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
 def beat_over(dataset: Any) -> Beat:
     ring = Ring(memoryview(bytearray(WORKER_BYTES)))
     ring.begin({})
-    return Beat(ring, threading.get_ident(), dataset)
+    beat = Beat(ring, threading.get_ident(), dataset)
+    beat.begin()
+    return beat
 
 
 def test_a_list_of_a_dataset_inside_is_noted(process: Process) -> None:
@@ -95,16 +100,84 @@ def test_a_process_without_new_pages_is_not_looked_at(process: Process) -> None:
     assert process.readings == 1
 
 
-def test_readings_that_take_long_are_few(process: Process) -> None:
+def test_what_it_has_of_its_own_is_known_from_its_first_moment_on(process: Process) -> None:
     beat = beat_over(Keeps())
-    process.cost_s = 0.05
-    for look in range(1, 4):
+    assert out_of_ring(beat._ring.read("memory")) == ((0, 100 * MIB, 300 * MIB), (0, 100 * MIB, 300 * MIB))
+    process.look(beat)
+    process.private, process.faults, beat._ring.numbers[AT["samples"]] = 140 * MIB, 10_000, 512
+    process.look(beat)
+    assert out_of_ring(beat._ring.read("memory")) == ((0, 100 * MIB, 300 * MIB), (512, 140 * MIB, 300 * MIB))
+
+
+def test_it_is_read_before_the_first_beat(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def ends(beat: Beat) -> None:
+        seen.append(out_of_ring(beat._ring.read("memory")))
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(Beat, "beat", ends)
+    ring = Ring(memoryview(bytearray(WORKER_BYTES)))
+    ring.begin({})
+    Beat(ring, threading.get_ident()).run()
+    assert seen == [((0, 100 * MIB, 300 * MIB), (0, 100 * MIB, 300 * MIB))]
+
+
+def test_where_private_memory_cannot_be_read_nothing_is_shown(process: Process) -> None:
+    process.private = None
+    beat = beat_over(Keeps())
+    process.look(beat)
+    process.faults = 10_000
+    process.look(beat)
+    assert out_of_ring(beat._ring.read("memory")) is None
+
+
+def test_at_first_it_is_looked_at_each_second_that_it_grows(process: Process) -> None:
+    beat = beat_over(Keeps())
+    for look in range(1, 6):
         process.faults = 10_000 * look
         process.look(beat)
+    assert process.readings == 5  # the first look takes the figure of the beginning
+
+
+@pytest.mark.parametrize(("grown", "looks"), [(63 * MIB, [0, 0, 0, 0, 1, 0]), (64 * MIB, [1] * 6)])
+def test_later_only_much_growth_is_looked_at_each_second(process: Process, grown: int, looks: list[int]) -> None:
+    beat = beat_over(Keeps())
+    process.look(beat)
+    process.faults = 10_000
+    process.look(beat, after_s=150.0)
+    found = []
+    for look in range(2, 8):
+        before = process.readings
+        process.faults += 10_000
+        process.rss += grown if look == 2 or looks[0] else 0
+        process.look(beat)
+        found.append(process.readings - before)
+    assert found == looks
+
+
+def test_readings_that_take_long_are_few(process: Process) -> None:
+    process.cost_s = 0.05
+    beat = beat_over(Keeps())  # at 0.05 s; the next one 5 s later, as one part in 100 of the time
+    process.look(beat)
+    process.faults = 10_000
+    process.look(beat, after_s=3.9)
     assert process.readings == 1
-    process.now_s = 10.1
     process.look(beat)
     assert process.readings == 2
+
+
+def test_later_on_they_are_half_as_many(process: Process) -> None:
+    beat = beat_over(Keeps())
+    process.look(beat)
+    process.now_s, process.cost_s = 150.0, 0.05
+    process.faults = 10_000
+    process.look(beat)
+    process.faults = 20_000
+    process.look(beat, after_s=9.9)
+    assert process.readings == 2
+    process.look(beat)
+    assert process.readings == 3
 
 
 def test_where_nothing_can_be_seen_the_beats_go_on(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,92 @@
+"""When risks are looked for, and what becomes of what grows in the training process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+
+from lightning_gpuopt.detector import memory_risks
+from lightning_gpuopt.detector.memory_risks import MemoryRisks
+from lightning_gpuopt.measurements.flight import MemoryReading
+from lightning_gpuopt.measurements.risks import RiskInputs
+from lightning_gpuopt.recorder.memory import Series
+
+MIB = 1 << 20
+
+
+class Run:
+    """A fit as the recorder and the watches show it; its training process keeps a list."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.rank = Series()
+        self.workers: dict[int, Any] = {}
+        self.leaks: list[str] = []
+        self.looks: list[RiskInputs] = []
+        self.sent: list[int] = []
+        self.kept: list[bytes] = []
+        self.memory = self
+        self.facts = SimpleNamespace(num_workers=0, prefetch_factor=None)
+        self.note_leak = self.leaks.append
+        self.look = self.looks.append
+        self.readings: Callable[[], dict[str, Any]] = dict
+
+    def send(self) -> None:
+        self.sent.append(len(self.looks))
+
+    def holds(self, mib: int) -> None:
+        self.rank.add(MemoryReading(self.now_s, rss=mib * MIB))
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+@pytest.fixture
+def risks(run: Run, monkeypatch: pytest.MonkeyPatch) -> MemoryRisks:
+    monkeypatch.setattr(MemoryRisks, "_ahead", lambda self, workers: {})
+    trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    seen: Any = run
+    return MemoryRisks(trainer, seen, seen, seen, lambda: {"Run": run}, lambda: run.now_s)
+
+
+def test_at_first_risks_are_looked_for_more_often(run: Run, risks: MemoryRisks) -> None:
+    found = []
+    for second in range(160):
+        run.now_s = float(second)
+        before = len(run.looks)
+        risks.look()
+        found += [second] * (len(run.looks) - before)
+    assert found == [*range(0, 122, 2), 130, 140, 150]
+
+
+def test_what_grows_in_the_training_process_is_noted_for_its_post_mortem(run: Run, risks: MemoryRisks) -> None:
+    run.holds(500)
+    risks.look()
+    run.kept += [bytes(MIB) for _ in range(70)]
+    run.holds(570)
+    run.now_s = 2.0
+    risks.look()
+    leak = "Run.kept (list) grew from 0 to 70 entries and holds about 70 MiB"
+    assert run.leaks == ["", leak]
+    assert [each.grows for each in run.looks] == ["", leak]
+
+
+def test_the_last_look_is_sent(run: Run, risks: MemoryRisks) -> None:
+    risks.look()
+    assert run.sent == []
+    risks.look_now()
+    assert run.sent == [2]
+
+
+def test_it_is_sent_though_nothing_could_be_looked_for(
+    run: Run, risks: MemoryRisks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_risks, "local_ranks_of", lambda trainer: 1 // 0)
+    risks.look_now()
+    assert (run.looks, run.sent) == ([], [0])
