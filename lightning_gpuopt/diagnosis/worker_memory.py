@@ -24,9 +24,9 @@ _SHARE: Final = 0.05
 """Of the limit, over all workers."""
 
 _EVEN: Final = 0.6
-"""Growth without a known reason is reported where it is as even as this: allocators come to rest."""
+"""Growth that is no copy is reported where it is as even as this: allocators come to rest, and caches fill up."""
 
-_SHORT_S: Final = 10.0
+_SHORT_S: Final = 20.0
 _FEW: Final = 4
 """In less time, and of fewer readings than else, a leak is reported where workers have taken as much as is left."""
 
@@ -71,7 +71,7 @@ def worker_memory(seen: RiskInputs) -> Iterator[Risk]:
     named = [each for each in steady if each.leak]
     copied = seen.copied if seen.forked else None
     if named:  # has been seen to grow, where objects to copy are but there
-        leaking = [each for each in named if not each.early or _is_soon(seen, each)]
+        leaking = [each for each in named if _is_even(each) or _is_soon(seen, each)]
         yield from _risk(seen, leaking, None) if leaking else ()
         return
     if copied is not None:
@@ -81,8 +81,7 @@ def worker_memory(seen: RiskInputs) -> Iterator[Risk]:
         if growing and 2 * len(growing) >= len(measured):
             yield from _risk(seen, growing, copied)
             return
-    steady = [each for each in steady if not each.early]
-    even = [each for each in steady if each.steady and each.steady.evenness >= _EVEN and each.steady.grown >= _MUCH]
+    even = [each for each in steady if _is_even(each) and each.steady and each.steady.grown >= _MUCH]
     if even and 2 * len(even) >= len(measured):
         yield from _risk(seen, even, None)
 
@@ -129,6 +128,11 @@ def _has_copied(worker: _Growing, copied: CopiedObject) -> bool:
     least = _MUCH if worker.exact and copied.certain else max(_MUCH, _EXPLAINED[0] * copied.bytes)
     most = _EXPLAINED[1] * max(copied.bytes, copied.together)
     return (worker.exact or worker.copies) and least <= worker.copied <= most
+
+
+def _is_even(worker: _Growing) -> bool:
+    """Whether it has grown for long enough, and as fast at the end as at the beginning: a cache fills ever slower."""
+    return not worker.early and worker.steady is not None and worker.steady.evenness >= _EVEN
 
 
 def _is_soon(seen: RiskInputs, worker: _Growing) -> bool:

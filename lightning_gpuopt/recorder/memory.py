@@ -118,7 +118,7 @@ class MemoryLog:
         rows = []
         for slot, (pid, loader, worker) in workers.items():
             process = self._files.process(pid)
-            if process is None or process.dead:
+            if process is None or process.dead or not process.rss:  # it ends, and has let go of all
                 continue
             if slot not in self.workers or self.workers[slot][2] != pid:
                 self._newest.pop(slot, None)

@@ -65,7 +65,7 @@ _MUCH: Final = 64 << 20
 
 _COST_AT_FIRST: Final = 100
 _COST: Final = 200
-"""A look takes one part in so many of the time: to read private memory of 2 GiB takes some 55 ms."""
+"""A look takes one part in so many of a core: to read private memory of 2 GiB takes some 55 ms."""
 
 _MAX_NESTED: Final = 4
 _MAX_INDICES: Final = 48
@@ -214,9 +214,9 @@ class Beat(threading.Thread):
 
     def begin(self) -> None:
         """Read what this process has of its own now: a forked worker has copied nothing yet."""
+        began_s = time.thread_time()
         self._read_private()
-        ended_s = time.monotonic()
-        self._due_s = ended_s + _COST_AT_FIRST * (ended_s - self._began_s)
+        self._due_s = time.monotonic() + _COST_AT_FIRST * (time.thread_time() - began_s)
 
     def beat(self) -> None:
         """One beat."""
@@ -246,11 +246,11 @@ class Beat(threading.Thread):
         early = now_s - self._began_s >= _AT_FIRST_S and now_s - self._looked_s < _LATER_S and rss < _MUCH
         if early or (faults < _NEW_FAULTS and rss < _GROWN):
             return
+        began_s = time.thread_time()
         private = self._read_private()
         self._grows(process.rss if private is None else private, process)
-        ended_s = time.monotonic()
-        cost = _COST_AT_FIRST if ended_s - self._began_s < _AT_FIRST_S else _COST
-        self._looked_s, self._due_s = now_s, ended_s + cost * (ended_s - now_s)
+        cost = _COST_AT_FIRST if now_s - self._began_s < _AT_FIRST_S else _COST
+        self._looked_s, self._due_s = now_s, time.monotonic() + cost * (time.thread_time() - began_s)
 
     def _grows(self, held: int, process: ProcessTimes) -> None:
         """See which container grows.

@@ -203,9 +203,17 @@ class TestWorkerMemory:
 
     def test_a_large_cache_that_fills_up_fast_is_no_leak_where_there_is_room(self) -> None:
         leak = "__main__.load (lru_cache) grew from 0 to 2,000 entries and holds about 380 MiB"
-        for seconds in range(2, 11):
+        for seconds in range(2, 21):
             observed = seen(linear(seconds, 50.0))
             assert risks_of(replace(observed, workers=(replace(observed.workers[0], leak=leak),))) == []
+
+    @pytest.mark.parametrize("time_s", [3.0, 7.5, 12.0])
+    def test_a_cache_of_all_samples_that_fills_up_at_random_is_no_leak(self, time_s: float) -> None:
+        leak = "Data.cache (dict) grew from 4 to 2,943 entries and holds about 184 MiB"
+        for seconds in range(2, 120, 2):
+            observed = seen(*[saturating(seconds, 187.0, time_s)] * 2)
+            workers = tuple(replace(each, leak=leak) for each in observed.workers)
+            assert risks_of(replace(observed, workers=workers)) == []
 
     def test_objects_that_reading_may_not_touch_are_probable(self) -> None:
         (risk,) = risks_of(seen(*[linear(30, 0.4)] * 8, copied=replace(PATHS, certain=False)))

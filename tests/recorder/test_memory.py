@@ -27,14 +27,20 @@ def board() -> Iterator[Board]:
     made.close()
 
 
+@pytest.fixture
+def rss() -> dict[int, int]:
+    """Resident bytes of processes, where they are others than usual."""
+    return {}
+
+
 @pytest.fixture(autouse=True)
-def living(monkeypatch: pytest.MonkeyPatch) -> dict[int, bool]:
+def living(monkeypatch: pytest.MonkeyPatch, rss: dict[int, int]) -> dict[int, bool]:
     """Whether each worker's process lives."""
     lives: dict[int, bool] = {}
     monkeypatch.setattr(
         MemoryFiles,
         "process",
-        lambda files, pid: ProcessTimes(0, 1.0, 7, 400 * MIB, dead=not lives.get(pid, True)),
+        lambda files, pid: ProcessTimes(0, 1.0, 7, rss.get(pid, 400 * MIB), dead=not lives.get(pid, True)),
     )
     return lives
 
@@ -93,6 +99,15 @@ def test_a_worker_that_has_ended_keeps_what_was_read(board: Board, living: dict[
     living[9] = False
     log.read({slot: (9, "train", 0)})
     assert of_worker(log, slot) == [FIRST]
+
+
+def test_a_worker_that_ends_and_has_no_memory_any_more_is_not_read(board: Board, rss: dict[int, int]) -> None:
+    slot = begin(board, 9, in_ring(FIRST, FIRST))
+    log = MemoryLog(board, torch.device("cpu"))
+    log.read({slot: (9, "train", 0)})
+    rss[9] = 0
+    log.read({slot: (9, "train", 0)})
+    assert [each.rss for each in log.workers[slot][3].readings] == [400 * MIB]
 
 
 @pytest.mark.parametrize("word", ["", "[[0,1", "[[0,1,2],[3]]", "[1,2]", "{}"])

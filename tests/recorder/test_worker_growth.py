@@ -33,17 +33,18 @@ class Keeps:
 
 
 class Process:
-    """A worker's process, as the kernel would show it; a reading of its private memory takes ``cost_s``."""
+    """A worker's process, as the kernel would show it; a reading of its private memory takes ``cost_s``, and waits."""
 
     def __init__(self) -> None:
         self.private: int | None = 100 * MIB
         self.faults, self.rss = 0, 300 * MIB
-        self.now_s = self.cost_s = 0.0
+        self.now_s = self.taken_s = self.cost_s = self.wait_s = 0.0
         self.readings = 0
 
     def read(self, pid: object) -> tuple[int | None, int]:
         self.readings += 1
-        self.now_s += self.cost_s
+        self.now_s += self.cost_s + self.wait_s
+        self.taken_s += self.cost_s
         return self.private, self.rss
 
     def look(self, beat: Beat, after_s: float = 1.0) -> str:
@@ -58,7 +59,8 @@ class Process:
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     made = Process()
     monkeypatch.setattr(worker, "private_and_anonymous", made.read)
-    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: made.now_s, monotonic_ns=time.monotonic_ns))
+    clocks = {"monotonic": lambda: made.now_s, "thread_time": lambda: made.taken_s, "monotonic_ns": time.monotonic_ns}
+    monkeypatch.setattr(worker, "time", SimpleNamespace(**clocks))
     monkeypatch.setattr(
         MemoryFiles, "process", lambda files, pid: ProcessTimes(0, 0.0, made.faults, made.rss, dead=False)
     )
@@ -163,6 +165,15 @@ def test_readings_that_take_long_are_few(process: Process) -> None:
     process.faults = 10_000
     process.look(beat, after_s=3.9)
     assert process.readings == 1
+    process.look(beat)
+    assert process.readings == 2
+
+
+def test_time_that_others_have_the_core_does_not_count(process: Process) -> None:
+    process.wait_s = 0.05
+    beat = beat_over(Keeps())
+    process.look(beat)
+    process.faults = 10_000
     process.look(beat)
     assert process.readings == 2
 
