@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -14,9 +13,6 @@ from lightning_gpuopt.cli._parser import UsageError
 if TYPE_CHECKING:
     from lightning_gpuopt.measurements.flight import FlightRecord
     from lightning_gpuopt.postmortem.record import PostMortem
-
-_ELSEWHERE_S: Final = 60.0
-"""A process of another machine counts as alive so long after it last wrote: a file server may be behind."""
 
 SUMMARY = "why a run died, or what it waits for now: which process, sample and line"
 
@@ -60,14 +56,14 @@ def _read(folder: Path) -> PostMortem | None:
     """What was written when the command ended, or else what rings say now; the later of the two."""
     from lightning_gpuopt.postmortem.analysis import post_mortem_of
     from lightning_gpuopt.postmortem.record import FILE, PostMortem
-    from lightning_gpuopt.recorder.reader import is_alive, records_in
+    from lightning_gpuopt.recorder.reader import is_alive, records_in, writes_elsewhere
     from lightning_gpuopt.recorder.stacks import ask, wait_of
 
-    records, now_s, here = records_in(folder), time.time(), socket.gethostname()
+    records, now_s = records_in(folder), time.time()
     running = [each for each in records if is_alive(each)]
 
     def is_there(record: FlightRecord) -> bool:
-        return record in running or (record.host != here and now_s - record.written_s < _ELSEWHERE_S)
+        return record in running or writes_elsewhere(record, now_s)
 
     written = max((*folder.glob(FILE), *folder.glob(f"*/{FILE}")), key=lambda each: each.stat().st_mtime, default=None)
     last_s = max((each.written_s for each in records), default=0.0)

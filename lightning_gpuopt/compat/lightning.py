@@ -54,6 +54,7 @@ __all__ = [
     "hide_from_log",
     "hold_messages",
     "is_checkpoint",
+    "is_good_end",
     "is_plain_hook",
     "leave_finished_epoch",
     "local_ranks_of",
@@ -467,6 +468,11 @@ def validation_loop(trainer: Trainer) -> Any | None:
     seen from the validation hooks alone, and the start of its workers counts as ``other``.
     """
     return getattr(trainer.fit_loop.epoch_loop, "val_loop", None)
+
+
+def is_good_end(error: BaseException) -> bool:
+    """Whether this is how a Tuner ends a stage: ``_TunerExitException`` (Lightning 2.5.0 to 2.6.6)."""
+    return type(error).__name__ == "_TunerExitException"
 
 
 def stage_runner(trainer: Trainer) -> tuple[str, Callable[[], Any]] | None:

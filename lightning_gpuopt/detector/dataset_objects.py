@@ -28,7 +28,17 @@ import torch
 from lightning_gpuopt.detector.reading_code import reading_code
 from lightning_gpuopt.measurements.code_location import INSTALLED, short
 from lightning_gpuopt.measurements.risks import CopiedObject
-from lightning_gpuopt.recorder.containers import CONTAINERS, PLAIN, SHARED, Container, Containers, attributes_of
+from lightning_gpuopt.recorder.containers import (
+    CONTAINERS,
+    PLAIN,
+    SHARED,
+    Container,
+    Containers,
+    attributes_of,
+    entries_of,
+    entry_at,
+    length_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +64,7 @@ _HEADER: Final = 128
 """Bytes of an array or tensor without its data."""
 
 
-def copied_object(datasets: Iterable[object], clock: Callable[[], float] = time.perf_counter) -> CopiedObject | None:
+def copied_object(datasets: Iterable[object], clock: Callable[[], float] = time.thread_time) -> CopiedObject | None:
     """The largest Python objects of datasets that reading touches; None where there are none of 1 MiB.
 
     These are the ones that the code names which reads samples. Where it names none, and may read what it does not name,
@@ -128,7 +138,7 @@ def _columns(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_collected(values: Collection[Any]) -> bool:
     """Whether Python's garbage collector looks at the entries, and so writes to them, whoever reads them."""
-    few = list(islice(values.values() if isinstance(values, dict) else values, _FEW))
+    few = list(islice(entries_of(values), _FEW))
     return 2 * sum(gc.is_tracked(each) for each in few) > len(few)
 
 
@@ -189,17 +199,18 @@ def _weigh(values: Collection[Any], clock: Callable[[], float], end_s: float) ->
 
 def _sample(values: Collection[Any]) -> Iterator[Any]:
     """Entries at random distances, so that what repeats is seen to; of a dict, keys with values."""
-    count = min(len(values), _MOST_WALKED)
+    number = length_of(values)
+    count = min(number, _MOST_WALKED)
     furthest = 2 * max(1, count // _SAMPLED) - 1
     steps = random.Random(0)
     if isinstance(values, (list, tuple, np.ndarray)):
         index = 0
-        while index < len(values):
-            yield values[index]
-            index += steps.randint(1, 2 * max(1, len(values) // _SAMPLED) - 1)
+        while index < number:
+            yield entry_at(values, index)
+            index += steps.randint(1, 2 * max(1, number // _SAMPLED) - 1)
         return
     left = 0
-    for entry in islice(values.items() if isinstance(values, dict) else values, count):
+    for entry in islice(dict.items(values) if isinstance(values, dict) else entries_of(values), count):
         if left == 0:
             yield entry
             left = steps.randint(1, furthest)
@@ -242,14 +253,14 @@ class _Roles:
 def _parts(each: Any, most: int) -> Iterator[tuple[object, Any, float]]:
     """Name of the role, part, and how many parts it stands for, of so many at most."""
     if isinstance(each, dict):
-        of = max(1.0, len(each) / most)
-        for key, value in islice(each.items(), most):
+        of = max(1.0, length_of(each) / most)
+        for key, value in islice(dict.items(each), most):
             yield "key", key, of
             yield key if of == 1.0 and isinstance(key, str) else "value", value, of
     elif isinstance(each, CONTAINERS):
-        ordered = isinstance(each, (list, tuple)) and len(each) <= _LIKE_A_TUPLE
-        for number, value in enumerate(islice(each, most)):
-            yield number if ordered else "item", value, max(1.0, len(each) / most)
+        ordered = isinstance(each, (list, tuple)) and length_of(each) <= _LIKE_A_TUPLE
+        for number, value in enumerate(islice(entries_of(each), most)):
+            yield number if ordered else "item", value, max(1.0, length_of(each) / most)
     else:
         named, slots = attributes_of(each)
         if named:

@@ -55,7 +55,7 @@ class ReadingCode:
 def reading_code(
     datasets: Iterable[object],
     owners: Iterable[tuple[tuple[str, ...], object]],
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = time.thread_time,
 ) -> ReadingCode:
     """The code that reads samples: of the datasets' own methods, and of all that these name, as far as can be seen.
 

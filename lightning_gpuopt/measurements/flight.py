@@ -33,6 +33,9 @@ SAVES: Final = "save"
 OUTSIDE_OF_FIT: Final = "-outside"
 """At the end of a run's name: it is no more than an exception that has ended a process outside of ``fit``."""
 
+PIPE_FILES: Final = ("connection.py", "reductions.py", "reduction.py", "resource_sharer.py")
+"""Python's and torch's, in which an exception says that another process's end of a line is gone."""
+
 Doing = Literal["starts", "waits", "reads", "collates", "set-up", "train", "validation", "save"]
 
 EVENTS: Final = {

@@ -99,10 +99,12 @@ def post_mortem_of(
 
 
 def _last_run(records: Sequence[FlightRecord]) -> list[FlightRecord]:
-    failed = [each for each in records if each.ended != "ok" and not each.caught and not _is_outside(each)]
-    last = max(records, key=lambda each: each.written_s, default=None)
-    if last is not None and _is_outside(last):  # it may be what became of a failed one, as with ranks that are forked
-        last = max(failed or records, key=lambda each: each.written_s)
+    ranks = [each for each in records if each.worker is None and not _is_outside(each)]
+    failed = [each for each in ranks if each.ended != "ok" and not each.caught]
+    outside = [each for each in records if _is_outside(each)]
+    last = max(outside or records, key=lambda each: each.written_s, default=None)
+    if outside:  # it may be what became of a failed one, as with ranks that are forked
+        last = max(failed, key=lambda each: each.written_s, default=last)
     run = [each for each in records if last is not None and each.run == last.run]
     begun_s = max((each.created_s for each in run if each.worker is None), default=0.0) - _TOGETHER_S
     return [each for each in run if each.written_s >= begun_s]  # a launcher may give every run the same name

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from lightning_gpuopt.measurements.flight import FlightRecord
+from lightning_gpuopt.measurements.flight import PIPE_FILES, FlightRecord
 from lightning_gpuopt.postmortem.record import Process
 from lightning_gpuopt.postmortem.stacks import crash_signal, crashed_thread, own_frame, traceback_frame
 
@@ -47,9 +47,6 @@ _TIMED_OUT: Final = re.compile(r"DataLoader timed out after")
 _BY_SIGNAL: Final = re.compile(r"is killed by signal: (?P<name>[\w ]+?)\s*(?:\.|$)", re.MULTILINE)
 _WITH_CODE: Final = re.compile(r"exited unexpectedly with exit code (?P<code>-?\d+)")
 _BROKEN_PIPES: Final = ("ConnectionResetError", "BrokenPipeError", "EOFError", "ConnectionRefusedError")
-_PIPE_FILES: Final = ("connection.py", "reductions.py", "reduction.py", "resource_sharer.py")
-"""Python's and torch's, in which an exception says that a worker's end of a line is gone."""
-
 _LOST: Final = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|connection lost|broken pipe|(reset|closed) by (remote )?peer|"
     r"\bnccl(Remote|System|Internal)Error|NCCL (communicator|watchdog|timeout)|gloo.*(timed? ?out|op\.preamble)|"
@@ -423,7 +420,7 @@ def _ended_rank(death: Death, at_s: float, rank: FlightRecord, error: Mapping[st
 def _is_broken_pipe(error: Mapping[str, Any]) -> bool:
     if _type(error) in _BROKEN_PIPES:
         return True
-    return _type(error) == "FileNotFoundError" and _raised_in(error).rpartition("/")[2] in _PIPE_FILES
+    return _type(error) == "FileNotFoundError" and _raised_in(error).rpartition("/")[2] in PIPE_FILES
 
 
 def _raised_in(error: Mapping[str, Any]) -> str:

@@ -55,6 +55,31 @@ _MOST_CACHED: Final = 100_000
 """Entries of a bounded cache, which shows all at once, that are asked for."""
 
 
+def length_of(values: Collection[Any]) -> int:
+    """Entries of a container; a class of the user's that is derived from Python's is not asked itself."""
+    base = _python_class(values)
+    return len(values) if base is None else int(base.__len__(values))
+
+
+def entries_of(values: Collection[Any]) -> Iterable[Any]:
+    """Entries of a container, of a dict its values, likewise: to read them may be a class's own work."""
+    base = _python_class(values)
+    if base is None:
+        return values
+    go_through: Callable[[Any], Iterable[Any]] = dict.values if base is dict else base.__iter__
+    return go_through(values)
+
+
+def entry_at(values: Any, index: int) -> Any:
+    """An entry of a list, a tuple or an array, likewise."""
+    base = _python_class(values)
+    return values[index] if base is None else base.__getitem__(values, index)
+
+
+def _python_class(values: object) -> Any:
+    return next((each for each in CONTAINERS if isinstance(values, each)), None)
+
+
 @dataclass(frozen=True)
 class Container:
     """A container.
@@ -81,7 +106,7 @@ class Container:
 
     def count(self) -> int:
         """Entries that it has now."""
-        return int(self.values.cache_info().currsize) if type(self.values) is _CACHE else len(self.values)
+        return int(self.values.cache_info().currsize) if type(self.values) is _CACHE else length_of(self.values)
 
     def entries(self) -> Collection[Any] | None:
         """The container, or what a cache holds of keys and results; None where that is not to be had.
@@ -161,7 +186,7 @@ class Containers:
         if _module_of_class(kind).partition(".")[0] == "pandas":
             return self._container(item, "table")
         if issubclass(kind, CONTAINERS):
-            opened = item.depth < _MAX_DEPTH and len(value) <= FEW and self._open_entries(item)
+            opened = item.depth < _MAX_DEPTH and length_of(value) <= FEW and self._open_entries(item)
             if kind.__module__ not in ("builtins", "collections"):  # a subclass, with attributes of its own
                 self._open(item, _attributes(value))
             return self._container(item, kind.__name__, opened)
@@ -213,7 +238,7 @@ class Containers:
     def _open_entries(self, item: _Item) -> bool:
         """Look at the entries of a container too; True if there are objects with attributes among them."""
         values = item.value
-        few = list(values.items()) if isinstance(values, dict) else list(enumerate(values))
+        few = list(dict.items(values)) if isinstance(values, dict) else list(enumerate(entries_of(values)))
         opened = False
         for number, (key, each) in enumerate(few):
             kind = type(each)

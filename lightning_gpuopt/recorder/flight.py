@@ -15,12 +15,13 @@ import socket
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_gpuopt.compat.lightning import Trainer, shadow, stage_runner
+from lightning_gpuopt.compat.lightning import Trainer, is_good_end, shadow, stage_runner
 from lightning_gpuopt.compat.lightning_loops import place_in_epoch
 from lightning_gpuopt.compat.torch_internals import nccl_entries
 from lightning_gpuopt.loaders.registry import LoaderRegistry
@@ -60,7 +61,8 @@ _PROGRESS: Final = AT["progress_ns"]
 _LONGEST: Final = AT["longest_ns"]
 _SETS_UP, _TRAINS, _VALIDATES, _SAVES = (DOING.index(each) for each in (SETS_UP, TRAINS, VALIDATES, SAVES))
 
-_fits = 0
+_recorded: Counter[tuple[str, int]] = Counter()
+"""How many of a stage have been recorded in this process, by the ranks that take part: these count alike."""
 
 
 _FETCHES: Final = "data_wait"
@@ -90,8 +92,9 @@ class FlightRecorder:
     """
 
     def __init__(self, trainer: Trainer, folder: Path | None, stage: str = "fit") -> None:
-        global _fits
-        _fits += 1
+        which = stage, trainer.world_size
+        _recorded[which] += 1
+        number = f"{stage}-{_recorded[which]}"
         self.each_second: Callable[[], None] = lambda: None
         self._trainer: Callable[[], Trainer | None] = weakref.ref(trainer)
         self._board = Board()
@@ -108,10 +111,10 @@ class FlightRecorder:
         self._signalled = False
         self._stop = threading.Event()
         host, pid, rank = socket.gethostname(), os.getpid(), trainer.global_rank
-        run = f"{_job(trainer.world_size) or f'{host}-{pid}'}-{_fits}"
+        run = f"{_job(trainer.world_size) or f'{host}-{pid}'}-{number}"
         watcher = Watcher.of_this_process()
         local = Path(watcher.folder) if watcher is not None else folder
-        name = f"rank-{rank}-{host}-{pid}-{_fits}{SUFFIX}"
+        name = f"rank-{rank}-{host}-{pid}-{number}-{trainer.world_size}{SUFFIX}"
         self._files = RankFiles.open(local / name, run, rank, self._board) if local is not None else None
         self._stacks = stacks = self._files.stacks if self._files is not None else None
         words = {"host": host, "run": run, "stacks": stacks.path if stacks is not None else ""}
@@ -140,7 +143,15 @@ class FlightRecorder:
         self._leave_run = self._watch_stage(trainer)
         note_samples_of_ours(self._ring)
         self._thread = threading.Thread(target=self._run, name="gpuopt-recorder", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # no more threads, or no memory for one
+            self._stop_recording(ENDED.index("ok"))
+            if self._files is not None:
+                self._files.close()
+                self._files.remove()
+            self._board.close()
+            raise
 
     def _watch_stage(self, trainer: Trainer) -> Callable[[], None]:
         """See what ends it as that is raised: a callback may not be told, or may be kept from it by another one."""
@@ -153,7 +164,8 @@ class FlightRecorder:
             try:
                 return run()
             except BaseException as error:
-                self.failed(error)
+                if not is_good_end(error):
+                    self.failed(error)
                 raise
 
         return shadow(trainer, name, Replacement(run, run_recorded))
@@ -355,7 +367,7 @@ class FlightRecorder:
     def _record_failure(self, error: BaseException) -> None:
         known = described(error)
         parts: tuple[Callable[[], object], ...] = (
-            lambda: self._workers.await_death(error, known["message"]),
+            lambda: self._workers.await_death(known["message"], (known["frames"] or [""])[-1]),
             lambda: self.memory.read(self._workers.all),  # the dead ones keep what was read of them
             lambda: self._ring.log("exception", **known),
             lambda: watch_for_the_end(self._ring, known),

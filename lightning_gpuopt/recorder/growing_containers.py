@@ -15,7 +15,16 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_gpuopt.recorder.containers import CONTAINERS, PLAIN, Container, Containers, attributes_of
+from lightning_gpuopt.recorder.containers import (
+    CONTAINERS,
+    PLAIN,
+    Container,
+    Containers,
+    attributes_of,
+    entries_of,
+    entry_at,
+    length_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +227,7 @@ def _with_inner(counted: Iterable[tuple[Container, int]]) -> Iterator[tuple[Cont
         try:
             if each.kind == "lru_cache" or each.inside or not count:
                 continue
-            few = list(_sample(each.values, _PARTS[0]))
+            few = list(islice(entries_of(each.values), _PARTS[0]))  # the first: to go through all would copy them
             lengths = [len(one) for one in few if type(one) in _GROW]
             if lengths:
                 inner = replace(each, name=f"{each.name}{_EACH}", kind=type(few[-1]).__name__, inside=True)
@@ -244,7 +253,7 @@ def _weigh(values: Collection[Any], clock: Callable[[], float], end_s: float) ->
         end_s: when to stop; one entry is looked at in any case.
     """
     scale = _Scale()
-    sampled, number = 0, len(values)
+    sampled, number = 0, length_of(values)
     for entry in _sample(values, _MAX_SAMPLED):
         sampled += 1
         scale.put(entry)
@@ -289,8 +298,8 @@ class _Scale:
     def _put_parts(self, each: Any, kind: type, times: float, depth: int) -> None:
         most = _PARTS[depth]
         if issubclass(kind, CONTAINERS):
-            parts = list(_sample(each, most)) + (list(islice(each, most)) if isinstance(each, dict) else [])
-            of = max(1.0, len(each) / most)
+            parts = list(_sample(each, most)) + (list(islice(dict.keys(each), most)) if isinstance(each, dict) else [])
+            of = max(1.0, length_of(each) / most)
         else:
             named, slots = attributes_of(each)
             if not named and not slots and kind is not object and not callable(each):
@@ -305,10 +314,9 @@ def _sample(values: Collection[Any], most: int) -> Iterable[Any]:
 
     Those of Python's own containers are taken at once, under the GIL: the next one added would end going through them.
     """
+    count = length_of(values)
     if isinstance(values, (list, tuple)):
-        count = len(values)
-        return (values[index] for index in range(0, count, max(1, -(-count // most))))
-    count = min(len(values), _MOST_WALKED)
-    entries = values.values() if isinstance(values, dict) else values
-    sampled = islice(entries, 0, count, max(1, -(-count // most)))
-    return list(sampled) if type(values).__module__ in ("builtins", "collections") else sampled
+        return (entry_at(values, index) for index in range(0, count, max(1, -(-count // most))))
+    count = min(count, _MOST_WALKED)
+    sampled = islice(entries_of(values), 0, count, max(1, -(-count // most)))
+    return list(sampled) if isinstance(values, CONTAINERS) else sampled

@@ -9,12 +9,14 @@ import re
 import signal
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
 from lightning_gpuopt.compat.dataloader import awaited_worker, has_queues, workers_of
 from lightning_gpuopt.compat.fetchers import fetcher_of
 from lightning_gpuopt.loaders.registry import SeenLoader
+from lightning_gpuopt.measurements.flight import PIPE_FILES
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.ring import AT, MAX_WORKERS
 from lightning_gpuopt.recorder.stacks import StackWriter
@@ -31,6 +33,7 @@ _DEATH_POLL_S: Final = 0.025
 _BY_ITS_LOADER: Final = {"signal": int(signal.SIGTERM)}
 """How a loader ends a worker that does not end by itself."""
 
+_MOST_KEPT: Final = 64
 _BY_ITSELF: Final = {"code": 0}
 _DIED: Final = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>\d+(?:, ?\d+)*)\)")
 
@@ -58,7 +61,7 @@ class LoaderWorkers:
         self._iterators: dict[str, Callable[[], Any]] = {}
         self._workers: dict[int, tuple[str, int, Any]] = {}
         self._dead: set[int] = set()
-        self._ended_as_usual: list[dict[str, Any]] = []
+        self._ended_as_usual: deque[dict[str, Any]] = deque(maxlen=_MOST_KEPT)
         self._died = self._stopped = False
 
     def loader_seen(self, seen: SeenLoader) -> None:
@@ -170,17 +173,17 @@ class LoaderWorkers:
                 self._died = True
                 self._board.rank.log("worker_died", **death)
 
-    def await_death(self, error: BaseException, message: str) -> None:
+    def await_death(self, message: str, raised_in: str) -> None:
         """See which has died, where an exception says that one has.
 
         What it leaves open is closed before its parent can see its end.
 
         Args:
-            error: that ends ``fit``.
-            message: its own.
+            message: of the exception that ends ``fit``.
+            raised_in: its innermost frame, as ``"recv (connection.py:379)"``.
         """
         named = {int(pid) for found in _DIED.finditer(message) for pid in found["pids"].split(",")}
-        pipe = isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and "Caught" not in message
+        pipe = bool(self._workers) and any(f"{each}:" in raised_in for each in PIPE_FILES)
         for _ in range(_DEATH_POLLS if named or pipe else 1):
             for slot, (_, _, process) in list(self._workers.items()):
                 with contextlib.suppress(ValueError, AssertionError):  # its loader has let go of it

@@ -46,6 +46,7 @@ class RankFiles:
             record = header_in(earlier)
             if record is not None and (record.run, record.rank) == (run, rank):
                 remove(earlier)  # of a job that has started again under the same name
+        path.parent.mkdir(parents=True, exist_ok=True)  # it goes with the last one in it
         self.stacks = StackWriter(str(path.with_suffix(STACKS_SUFFIX).absolute()))
         try:
             self._rings = RingFile(path, board)
@@ -75,7 +76,7 @@ class RankFiles:
 
         try:
             return within(MAX_WAIT_S, make, time.monotonic, clean_up_s=0.0)
-        except (OSError, NoAnswerError):
+        except (OSError, RuntimeError, NoAnswerError):  # no thread can be started
             log.debug("no rings are written to %s", path.parent, exc_info=True)
             return None
 

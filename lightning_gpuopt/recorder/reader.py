@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -31,8 +32,10 @@ __all__ = [
     "records_of",
     "remove",
     "ring_files",
+    "writes_elsewhere",
 ]
 
+_ELSEWHERE_S: Final = 60.0
 FOLDER: Final = "recorder"
 SUFFIX: Final = ".ring"
 STACKS_SUFFIX: Final = ".stacks"
@@ -123,6 +126,16 @@ def header_in(path: Path) -> FlightRecord | None:
             return headers_in(file.fileno())
     except OSError:
         return None
+
+
+def writes_elsewhere(record: FlightRecord, now_s: float) -> bool:
+    """Whether a process of another machine counts as alive: a file server may be behind.
+
+    Args:
+        record: of the process.
+        now_s: Unix time in seconds.
+    """
+    return record.host != socket.gethostname() and now_s - record.written_s < _ELSEWHERE_S
 
 
 def _used_slots(file: int) -> Iterator[int]:

@@ -64,8 +64,11 @@ _LATER_S: Final = 5.0
 _MUCH: Final = 64 << 20
 
 _COST_AT_FIRST: Final = 100
-_COST: Final = 200
+_COST: Final = 1000
 """A look takes one part in so many of a core: to read private memory of 2 GiB takes some 55 ms."""
+
+_MAX_AT_START: Final = 4 << 30
+"""Of a process that has more resident memory, private memory is not read as it starts."""
 
 _MAX_NESTED: Final = 4
 _MAX_INDICES: Final = 48
@@ -141,6 +144,8 @@ class WorkerStart:
         beat = Beat(ring, threading.get_ident(), dataset, stacks)
 
         def made(fetcher: Any) -> None:
+            if fetcher.dataset is not dataset:  # of a loader that the dataset has for itself
+                return
             note_fetches(fetcher, ring, whole=True)
             beat.collates(fetcher.collate_fn)
 
@@ -204,16 +209,19 @@ class Beat(threading.Thread):
     def run(self) -> None:
         """Beat until the process ends."""
         wait = threading.Event().wait
-        try:
-            self.begin()
-            for wait_s in chain(_FIRST_BEATS_S, repeat(BEAT_S)):
-                wait(wait_s)
-                self.beat()
-        except Exception:
-            log.debug("a worker is recorded no more", exc_info=True)
+        beats = chain([self.begin], repeat(self.beat))
+        for beat, wait_s in zip(beats, chain([0.0], _FIRST_BEATS_S, repeat(BEAT_S)), strict=False):
+            wait(wait_s)
+            try:
+                beat()
+            except Exception:
+                log.debug("a beat of a worker was left out", exc_info=True)
 
     def begin(self) -> None:
         """Read what this process has of its own now: a forked worker has copied nothing yet."""
+        process = self._files.process("self")
+        if process is None or process.rss > _MAX_AT_START:
+            return
         began_s = time.thread_time()
         self._read_private()
         self._due_s = time.monotonic() + _COST_AT_FIRST * (time.thread_time() - began_s)
@@ -230,7 +238,7 @@ class Beat(threading.Thread):
             self._place = place
             self._ring.write("place", place)
         self._beats += 1
-        if self._beats % _LOOK_EVERY == 1:
+        if self._beats > len(_FIRST_BEATS_S) and self._beats % _LOOK_EVERY == 1:
             self._look_at_memory()
 
     def _look_at_memory(self) -> None:

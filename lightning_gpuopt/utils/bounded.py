@@ -71,6 +71,16 @@ def within(
     return results[0]
 
 
+def _start(run: Callable[[], None]) -> None:
+    """Run a function on a thread; where none can be started, for want of memory or of processes, here."""
+    try:
+        threading.Thread(target=run, name="gpuopt-undisturbed", daemon=True).start()
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and "start new thread" not in str(error):
+            raise
+        run()
+
+
 def undisturbed(timeout_s: float, function: Callable[[], object], passed_over: Callable[[Exception], bool]) -> None:
     """Run a function on a thread of its own, and wait for it, though handlers of signals raise in this one meanwhile.
 
@@ -98,7 +108,7 @@ def undisturbed(timeout_s: float, function: Callable[[], object], passed_over: C
     while not ended and (left_s := end_s - time.monotonic()) > 0:
         try:
             if not begun.locked():
-                threading.Thread(target=run, name="gpuopt-undisturbed", daemon=True).start()
+                _start(run)
             done.acquire(timeout=left_s)
         except Exception as error:
             if not passed_over(error):

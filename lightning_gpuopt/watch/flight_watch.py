@@ -29,6 +29,7 @@ from lightning_gpuopt.recorder.reader import (
     records_of,
     remove,
     ring_files,
+    writes_elsewhere,
 )
 from lightning_gpuopt.recorder.stacks import ask, wait_of
 from lightning_gpuopt.telemetry.memory import MemoryFiles
@@ -170,7 +171,7 @@ class FlightWatch(ChildWatcher):
         return post_mortem_of(
             self.records(),
             now_s=now_s,
-            is_alive=is_alive,
+            is_alive=lambda record: is_alive(record) or writes_elsewhere(record, now_s),
             command=command,
             hang=self._hang,
             stacks=self._stacks,
@@ -217,7 +218,7 @@ class FlightWatch(ChildWatcher):
         process = found.process
         if found.ended == "ok" or process is None:
             return False
-        own = [each for each in self.records() if each.worker is None and each.rank == process.rank]
+        own = [each for each in self.records() if (each.worker, each.rank) == (None, process.rank)]
         return all(each.pid != self._pid and not each.caught for each in own)
 
     def _remove_traces(self) -> None:

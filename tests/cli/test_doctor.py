@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt.cli import main
-from lightning_gpuopt.doctor import bounded, data, examine
+from lightning_gpuopt.doctor import data, examine
 from lightning_gpuopt.doctor.facts import CudaFacts, HostFacts, MemoryRates, TorchFacts
 from lightning_gpuopt.storage.writer import LMDBWriter
+from lightning_gpuopt.utils import bounded
 from tests.simulators.nvml import Gpu, Simulator, error, hang
 
 WELL = HostFacts(

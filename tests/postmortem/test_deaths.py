@@ -341,7 +341,11 @@ ONE_RANK = {
         *("exception", RANK, "f (a.py:1)"),
     ),
     "an exception after one of fit that was caught": Case(
-        [rank(ended="exception", caught=True, written=-9.0, events=(error("KeyError", "x", -9.0),)), OUTSIDE],
+        [
+            rank(ended="exception", caught=True, written=-9.0, events=(error("KeyError", "x", -9.0),)),
+            worker(3),
+            OUTSIDE,
+        ],
         *("exception", RANK, "main (train.py:3)"),
     ),
     # ---- broken data ----
