@@ -68,7 +68,7 @@ def post_mortem_of(
     hang: Hang | None = None,
     stacks: Mapping[int, str] | None = None,
     waits: Mapping[int, str] | None = None,
-    ends: Mapping[int, ProcessEnd] | None = None,
+    ends: Mapping[tuple[str, int], ProcessEnd] | None = None,
 ) -> PostMortem:
     """Why a run ended, or what it waits for.
 
@@ -80,7 +80,7 @@ def post_mortem_of(
         hang: a hang that was found, and was not overcome; None: it is looked for in the records.
         stacks: what ``faulthandler`` wrote of processes then, by process id.
         waits: what they waited in, in the kernel, by process id.
-        ends: how ranks have ended, as far as that is known, by process id.
+        ends: how ranks have ended, as far as that is known, by machine and process id.
     """
     records = [checked(each) for each in _last_run(records)]
     deaths = deaths_of(records, is_alive, command, ends)

@@ -70,6 +70,7 @@ class CommandEnd:
             that could not be read.
         signals: numbers of the signals that were sent to it while it ran.
         pid: its process id: tells whether the code is a rank's own, or a launcher's; None where that is not known.
+        host: name of the machine that it ran on; None where that is not known.
     """
 
     code: int
@@ -77,6 +78,11 @@ class CommandEnd:
     oom_kills: int | None = None
     signals: tuple[int, ...] = ()
     pid: int | None = None
+    host: str | None = None
+
+    def is_of(self, rank: FlightRecord) -> bool:
+        """Whether the command is a rank's own process."""
+        return self.pid == rank.pid and self.host in (None, rank.host)
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,7 @@ def deaths_of(
     records: Sequence[FlightRecord],
     is_alive: Callable[[FlightRecord], bool],
     command: CommandEnd | None,
-    ends: Mapping[int, ProcessEnd] | None = None,
+    ends: Mapping[tuple[str, int], ProcessEnd] | None = None,
 ) -> list[Death]:
     """What ended each rank that has ended otherwise than well, the first of all at the beginning.
 
@@ -140,7 +146,7 @@ def deaths_of(
         records: of one run.
         is_alive: whether a record's process is there.
         command: how the command ended; None where nobody watched.
-        ends: of the ranks of which that is known, by process id.
+        ends: of the ranks of which that is known, by machine and process id.
     """
     ranks = [record for record in records if record.worker is None]
     gone = [rank for rank in ranks if rank.ended == "" and not is_alive(rank) and not _errors(rank)]
@@ -149,7 +155,7 @@ def deaths_of(
         workers = [each for each in records if each.worker is not None and each.rank == rank.rank]
         death = _of_rank(rank, workers, rank in gone, command)
         if death is None and rank in gone:
-            death = _vanished(rank, command, gone, (ends or {}).get(rank.pid))
+            death = _vanished(rank, command, gone, (ends or {}).get((rank.host, rank.pid)))
         if death is not None:
             deaths.append(death)
     return _in_order(deaths)
@@ -221,7 +227,7 @@ def _after_it_was_caught(rank: FlightRecord, error: Mapping[str, Any], command: 
 
     Only for a run of one rank: of several, one that catches an exception waits for the others, or ends for them.
     """
-    if command is None or command.pid != rank.pid or rank.world_size > 1 or rank.caught is False:
+    if command is None or not command.is_of(rank) or rank.world_size > 1 or rank.caught is False:
         return None
     if not rank.ended or _type(error) in _ENDS_BY_ITSELF or not command.code:
         return None
@@ -467,7 +473,8 @@ def _vanished(
             number = deadly[0]
         if code == 0:
             return None
-        kind = PLAIN if code is not None else ECHO if number in _TO_ALL else SILENT
+        known = code is not None or (end is not None and number != signal.SIGKILL)
+        kind = ECHO if number in _TO_ALL else PLAIN if known else SILENT
     process = Process(rank.rank, None, rank.pid)
     at_s = rank.written_s if end is None else end.at_s
     return Death(process, rank, rank, at_s, kind, number, code, None, place_of(rank), rank.index)
@@ -489,7 +496,7 @@ def _code_of(
     if command is None:
         return None, None
     alone = len(gone) == 1 and rank.world_size == 1
-    own = command.pid == rank.pid if command.pid is not None else alone or rank.rank == 0
+    own = command.is_of(rank) if command.pid is not None else alone or rank.rank == 0
     if command.code < 0:  # of a launcher that was ended itself, only if there is nobody else to ask
         return (-command.code, None) if own or len(gone) == 1 else (None, None)
     if command.code > 128 and (own or alone or rank.rank == 0):  # as shells and launchers tell a signal

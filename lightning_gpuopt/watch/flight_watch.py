@@ -196,7 +196,9 @@ class FlightWatch(ChildWatcher):
         now_s, kills = time.time(), self._files.oom_kills()
         rose = kills - self._oom_kills if kills is not None and self._oom_kills is not None else None
         try:
-            found = self._judge(now_s, CommandEnd(code, now_s, rose, tuple(self._signals), self._pid))
+            found = self._judge(
+                now_s, CommandEnd(code, now_s, rose, tuple(self._signals), self._pid, socket.gethostname())
+            )
             if not code and not self._matters(found):
                 self._remove_traces()
                 return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,11 +25,11 @@ class RankEnds:
         besides: a descriptor that ends the wait once it can be read; None: there is none.
 
     Attributes:
-        ends: by process id.
+        ends: by machine and process id.
     """
 
     def __init__(self, besides: int | None = None) -> None:
-        self.ends: dict[int, ProcessEnd] = {}
+        self.ends: dict[tuple[str, int], ProcessEnd] = {}
         self._processes: dict[int, int] = {}
         self._poll = select.poll()
         self._woken, self._wake = self._files = list(os.pipe2(os.O_CLOEXEC))
@@ -73,7 +74,7 @@ class RankEnds:
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             if fields[0] in "ZX":
-                self.ends[pid] = ProcessEnd(os.waitstatus_to_exitcode(int(fields[-1])), at_s)
+                self.ends[socket.gethostname(), pid] = ProcessEnd(os.waitstatus_to_exitcode(int(fields[-1])), at_s)
 
     def wake(self) -> None:
         """End the wait."""

@@ -44,7 +44,7 @@ class Case:
     signal: int | None = None
     command: CommandEnd | None = None
     alive: tuple[int, ...] = ()
-    ends: dict[int, ProcessEnd] = field(default_factory=dict)
+    ends: dict[tuple[str, int], ProcessEnd] = field(default_factory=dict)
 
 
 def end(code: int, *, kills: int | None = 0, signals: tuple[int, ...] = (), pid: int | None = None) -> CommandEnd:
@@ -457,15 +457,27 @@ SEVERAL = {
     "one was killed, says the kernel": Case(
         ranks(2, rank(0, 0.2), rank(1, 0.1)),
         *("killed", SECOND, THERE, None, 9, end(1, pid=1)),
-        ends={100: ProcessEnd(-9, T + 0.9), 101: ProcessEnd(-9, T + 0.4)},
+        ends={("a", 100): ProcessEnd(-9, T + 0.9), ("a", 101): ProcessEnd(-9, T + 0.4)},
     ),
     "one exited, says the kernel": Case(
         ranks(2, rank(0, 0.2), rank(1)),
         *("exited", SECOND, THERE, None, None, end(1, pid=1)),
-        ends={100: ProcessEnd(-15, T + 0.9), 101: ProcessEnd(3, T + 0.1)},
+        ends={("a", 100): ProcessEnd(-15, T + 0.9), ("a", 101): ProcessEnd(3, T + 0.1)},
     ),
     "one crashed, says the kernel": Case(
-        ranks(2, rank(0, 0.2), rank(1)), "segfault", SECOND, THERE, None, 11, ends={101: ProcessEnd(-11, T + 0.1)}
+        ranks(2, rank(0, 0.2), rank(1)),
+        "segfault",
+        SECOND,
+        THERE,
+        None,
+        11,
+        ends={("a", 101): ProcessEnd(-11, T + 0.1)},
+    ),
+    "another machine's process of that number has ended otherwise": Case(
+        ranks(2, rank(0, 0.2), replace(rank(1), host="b", pid=100)),
+        *("segfault", FIRST, THERE, None, 11),
+        ends={("a", 100): ProcessEnd(-11, T + 0.1)},
+        alive=(),
     ),
     "one waited for another in vain": Case(
         ranks(2, fails(error("RuntimeError", TIMED_OUT)), rank(1, 0.3, place="Net.load (net.py:7)")),

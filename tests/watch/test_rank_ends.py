@@ -49,9 +49,9 @@ def test_how_a_process_ended(how, code, start, ends):
     ends.watch([record, other])
     ends.watch([record, other])
     process.stdin.close()
-    while process.pid not in ends.ends:
+    while not ends.ends:
         ends.wait(0.05)
-    assert {pid: end.code for pid, end in ends.ends.items()} == {process.pid: code}
+    assert {of: end.code for of, end in ends.ends.items()} == {(record.host, process.pid): code}
 
 
 def test_a_process_that_has_its_parents_answer_is_not_known(start, ends):
