@@ -44,6 +44,9 @@ _TOLD_TO_END: Final = ("interrupted", "terminated")
 _QUIET_S: Final = 5.0
 """Without progress for so long, and for ten times the longest so far, what a run may wait for is worth saying."""
 
+_OF_FORKED: Final = {"ProcessRaisedException", "ProcessExitedException"}
+"""What torch raises for a process that it has started and that has failed."""
+
 _TOGETHER_S: Final = 60.0
 """Within this time all ranks of a run begin."""
 
@@ -99,15 +102,21 @@ def post_mortem_of(
 
 
 def _last_run(records: Sequence[FlightRecord]) -> list[FlightRecord]:
-    ranks = [each for each in records if each.worker is None and not _is_outside(each)]
-    failed = [each for each in ranks if each.ended != "ok" and not each.caught]
     outside = [each for each in records if _is_outside(each)]
     last = max(outside or records, key=lambda each: each.written_s, default=None)
-    if outside:  # it may be what became of a failed one, as with ranks that are forked
+    if outside and last is not None:  # it may be what became of a fit that failed
+        ranks = [each for each in records if each.worker is None and not _is_outside(each)]
+        failed = [each for each in ranks if each.ended != "ok" and not each.caught and _leads_to(each, last)]
         last = max(failed, key=lambda each: each.written_s, default=last)
     run = [each for each in records if last is not None and each.run == last.run]
     begun_s = max((each.created_s for each in run if each.worker is None), default=0.0) - _TOGETHER_S
     return [each for each in run if each.written_s >= begun_s]  # a launcher may give every run the same name
+
+
+def _leads_to(rank: FlightRecord, outside: FlightRecord) -> bool:
+    """Whether an exception outside of ``fit`` may come of what ended a rank: of its own process, or forked by it."""
+    kinds = {str(each.get("type", "")).rpartition(".")[2] for each in outside.events}
+    return (rank.host, rank.pid) == (outside.host, outside.pid) or bool(kinds & _OF_FORKED)
 
 
 def _is_outside(record: FlightRecord) -> bool:

@@ -360,9 +360,10 @@ class FlightRecorder:
         """
         if self._stop.is_set():
             return
-        undisturbed(
-            MAX_WAIT_S, lambda: self._record_failure(error), lambda raised: "DataLoader worker (pid" in str(raised)
-        )
+        with contextlib.suppress(Exception):  # whatever goes wrong, fit ends by its own exception
+            undisturbed(
+                MAX_WAIT_S, lambda: self._record_failure(error), lambda raised: "DataLoader worker (pid" in str(raised)
+            )
 
     def _record_failure(self, error: BaseException) -> None:
         known = described(error)

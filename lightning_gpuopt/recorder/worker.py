@@ -195,6 +195,7 @@ class Beat(threading.Thread):
         self._answered = ring.numbers[AT["asked"]]
         self._faults = self._rss = self._beats = 0
         self._first: PrivateMemory | None = None
+        self._too_large = False
         self._began_s = self._looked_s = time.monotonic()
         self._due_s = 0.0
 
@@ -221,6 +222,7 @@ class Beat(threading.Thread):
         """Read what this process has of its own now: a forked worker has copied nothing yet."""
         process = self._files.process("self")
         if process is None or process.rss > _MAX_AT_START:
+            self._too_large = process is not None
             return
         began_s = time.thread_time()
         self._read_private()
@@ -249,7 +251,8 @@ class Beat(threading.Thread):
             return
         faults, rss = process.faults - self._faults, process.rss - self._rss
         if self._growing is None:
-            self._grows(process.rss if self._first is None else self._first.private, process)
+            unknown = 0 if self._too_large else process.rss  # a process so large was forked, and has copied little
+            self._grows(unknown if self._first is None else self._first.private, process)
             return
         early = now_s - self._began_s >= _AT_FIRST_S and now_s - self._looked_s < _LATER_S and rss < _MUCH
         if early or (faults < _NEW_FAULTS and rss < _GROWN):

@@ -72,6 +72,7 @@ class FlightWatch(ChildWatcher):
         self._signals: list[int] = []
         self._hang: Hang | None = None
         self._hangs = 0
+        self._ended_well_s = 0.0
         self._stacks: dict[int, str] = {}
         self._waits: dict[int, str] = {}
         self._stop = threading.Event()
@@ -121,6 +122,7 @@ class FlightWatch(ChildWatcher):
         going = {record.run for record in heads.values() if record.ended != "ok"}
         for file, record in heads.items():
             if record.run not in going:  # all its ranks have ended well
+                self._ended_well_s = max(self._ended_well_s, record.written_s)
                 self._held.remove(file)
                 os.close(file)
         ranks = [each for each in heads.values() if each.run in going and is_alive(each)]
@@ -168,10 +170,17 @@ class FlightWatch(ChildWatcher):
         ]
 
     def _judge(self, now_s: float, command: CommandEnd | None) -> PostMortem:
+        records = self.records()
+        ranks = [each for each in records if each.worker is None and each.ended == "exception"]
+        failed_s = min((each.written_s for each in ranks), default=0.0)  # who still runs elsewhere has written since
+
+        def is_there(record: FlightRecord) -> bool:
+            return is_alive(record) or (writes_elsewhere(record, now_s) and record.written_s >= failed_s)
+
         return post_mortem_of(
-            self.records(),
+            records,
             now_s=now_s,
-            is_alive=lambda record: is_alive(record) or writes_elsewhere(record, now_s),
+            is_alive=is_there,
             command=command,
             hang=self._hang,
             stacks=self._stacks,
@@ -213,7 +222,7 @@ class FlightWatch(ChildWatcher):
 
         Args:
             found: what happened. An exception that the script caught, and what the process itself does after ``fit``,
-                is its own affair; the end of another process of the run is not.
+                is its own affair; the end of another process of the run is not, unless a later one has ended well.
         """
         if found.ended in _TOLD_TO_END:
             return True
@@ -221,7 +230,7 @@ class FlightWatch(ChildWatcher):
         if found.ended == "ok" or process is None:
             return False
         own = [each for each in self.records() if (each.worker, each.rank) == (None, process.rank)]
-        return all(each.pid != self._pid and not each.caught for each in own)
+        return all(each.pid != self._pid and not each.caught and each.written_s > self._ended_well_s for each in own)
 
     def _remove_traces(self) -> None:
         """The command ended well: nothing is left of a hang that was overcome, and of a ``fit`` that was given up.

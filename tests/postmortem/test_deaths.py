@@ -340,6 +340,20 @@ ONE_RANK = {
         [rank(ended="exception", written=-9.0, events=(error("KeyError", "x", -9.0, where="f (a.py:1)"),)), OUTSIDE],
         *("exception", RANK, "f (a.py:1)"),
     ),
+    "an exception in a process whose forked rank has failed": Case(
+        [
+            rank(pid=77, ended="exception", written=-9.0, events=(error("KeyError", "x", -9.0, where="f (a.py:1)"),)),
+            replace(OUTSIDE, events=(error("torch.multiprocessing.spawn.ProcessRaisedException", "y"),)),
+        ],
+        *("exception", Process(0, None, 77), "f (a.py:1)"),
+    ),
+    "an exception after another process's fit had failed": Case(
+        [
+            rank(pid=77, ended="exception", written=-9.0, events=(error("KeyError", "x", -9.0, where="f (a.py:1)"),)),
+            OUTSIDE,
+        ],
+        *("exception", RANK, "main (train.py:3)"),
+    ),
     "an exception after one of fit that was caught": Case(
         [
             rank(ended="exception", caught=True, written=-9.0, events=(error("KeyError", "x", -9.0),)),

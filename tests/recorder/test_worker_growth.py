@@ -207,6 +207,16 @@ def test_a_large_process_is_not_held_up_at_its_start(process: Process) -> None:
     assert process.readings == 1
 
 
+def test_what_grows_in_a_large_process_is_noted(process: Process) -> None:
+    process.rss = 5 << 30
+    dataset = Keeps()
+    beat = beat_over(dataset)
+    process.look(beat)
+    dataset.kept += [bytearray(MIB) for _ in range(20)]
+    process.private, process.faults = 25 * MIB, 10_000
+    assert process.look(beat) == "Keeps.kept (list) grew from 0 to 20 entries and holds about 20 MiB"
+
+
 def test_where_nothing_can_be_seen_the_beats_go_on(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*args: Any, **options: Any) -> None:
         raise RuntimeError("not now")

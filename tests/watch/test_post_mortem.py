@@ -111,6 +111,13 @@ def test_the_end_of_a_process_is_told_though_its_parent_ends_well(tmp_path):
     assert f"Post-mortem: {found['text']}" in process.stderr
 
 
+def test_a_trial_that_failed_before_one_that_ended_well_is_the_scripts_own_affair(tmp_path):
+    trials = '"$1" "$2" step-raise 0; "$1" "$2" none 0'
+    process, folder = watch(tmp_path, "", 0, before=("sh", "-c", trials, "sh"))
+    assert (process.returncode, "Post-mortem" in process.stderr) == (0, False), process.stderr
+    assert not (folder / "post-mortem.json").exists()
+
+
 RANKS = {
     "raised": ("rank1-raise", 0, "exception", "break_out (dying_script.py:"),
     "killed": ("rank1-kill", 2, "killed", "Model.training_step (dying_script.py:"),
