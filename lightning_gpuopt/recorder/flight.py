@@ -234,6 +234,7 @@ class FlightRecorder:
         """
         self._owners = owners
         self._name_slots(timeline)
+        self._write("slots", "\n".join(self._slots.values()))  # it may end before the next beat
         self._name_of = timeline.name_of
         self._timeline = timeline  # from here on the recorder's thread names them
         self._numbers[_SLOT] = timeline.shown[0]

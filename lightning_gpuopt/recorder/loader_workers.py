@@ -20,7 +20,7 @@ from lightning_gpuopt.measurements.flight import PIPE_FILES
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.ring import AT, MAX_WORKERS
 from lightning_gpuopt.recorder.stacks import StackWriter
-from lightning_gpuopt.recorder.worker import Reading, WorkerStart, note_fetches
+from lightning_gpuopt.recorder.worker import Reading, WorkerStart, note_fetches, place_of_reading
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,7 @@ class LoaderWorkers:
             fetcher = fetcher_of(iterator)
             if fetcher is not None and not self._stopped:
                 self.reading = note_fetches(fetcher, self._board.rank, whole=False)
+                self._board.rank.write("reads", place_of_reading(fetcher.dataset))
             return
         name = self._name_of(seen)
         with contextlib.suppress(TypeError):  # an iterator without a place for weak references

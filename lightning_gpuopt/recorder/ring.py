@@ -47,6 +47,8 @@ AT: Final = {name: at for at, name in enumerate(_NUMBERS)}
 """Where a number is among a ring's numbers."""
 
 _WORDS: Final[dict[str, tuple[int, int]]] = {
+    "reads": (256, 512),
+    "memory": (768, 192),
     "host": (1024, 64),
     "loader": (1088, 32),
     "run": (1120, 160),
@@ -57,7 +59,6 @@ _WORDS: Final[dict[str, tuple[int, int]]] = {
     "stacks": (2816, 1024),
     "leak": (3840, 256),
     "slots": (4096, 4096),
-    "memory": (768, 192),
 }
 """Where a word begins, and how many bytes it may have."""
 
@@ -219,7 +220,7 @@ def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None
     slots, slot = _slots(words["slots"]), numbers["slot"]
     phase, place = slots.get(slot, ("", words["place"]))
     _, read = slots.get(reading_in(slot), ("", ""))
-    place = read or words["place"] if numbers["has_index"] else place or read
+    place = read or words["reads"] or words["place"] if numbers["has_index"] else place or read
     indexed: dict[int, int | str] = {NUMBER: numbers["index"], KEY: words["key"]}
 
     offset_s = wall_offset_s(data) if offset_s is None else offset_s

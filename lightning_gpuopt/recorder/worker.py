@@ -128,9 +128,8 @@ class WorkerStart:
         ring = self.board.worker(slot)
         info = get_worker_info()
         dataset = info.dataset if info is not None else None
-        reads = (("__getitem__", "__getitems__", "__iter__"), *_nested(dataset))
         ring.begin(
-            {**self.words, "loader": self.loader, "place": place_of_methods(*reads)},
+            {**self.words, "loader": self.loader, "place": place_of_reading(dataset)},
             **self.numbers,
             worker=worker,
             pid=os.getpid(),
@@ -309,6 +308,11 @@ def place_of(frame: FrameType | None) -> str:
     calls = calls_of(raw_frames(frame))
     libraries = (each for each in calls if not is_pythons(each.file) and not each.file.startswith(_OURS))
     return next((each.at for each in (*(own for own in calls if own.own), *libraries)), "")
+
+
+def place_of_reading(dataset: object) -> str:
+    """Where the first method of the user's own begins that reads samples; empty where there is none."""
+    return place_of_methods(("__getitem__", "__getitems__", "__iter__"), *_nested(dataset))
 
 
 def place_of_methods(names: Sequence[str], *owners: object) -> str:

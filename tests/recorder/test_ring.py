@@ -128,6 +128,8 @@ def test_the_place_is_that_of_the_open_slot():
     ring.index(5)
     assert read(2) == ("forward", "read")
     assert read(0) == ("data_wait", "last seen")
+    ring.write("reads", "where samples are read")
+    assert (read(0), read(2)) == (("data_wait", "where samples are read"), ("forward", "read"))
 
 
 def test_long_words_are_cut_and_may_be_cut_inside_of_a_letter():
