@@ -119,6 +119,7 @@ class FlightRecord:
         place: line of the user's own code that its main thread was last seen at, now and then, as
             ``"Photos.__getitem__ (data.py:41)"``; of a rank, in the phase that is open. Before the first time, the
             function that it is to call; empty where that is not known.
+        reads: where the user's own code begins that reads samples, likewise.
         phase: of a rank: the phase or hook that is open, as reports name it.
         steps: training batches that have been finished.
         epoch: the epoch.
@@ -155,6 +156,7 @@ class FlightRecord:
     doing: Doing = SETS_UP
     since_s: float = 0.0
     place: str = ""
+    reads: str = ""
     phase: str = ""
     steps: int = 0
     epoch: int = 0

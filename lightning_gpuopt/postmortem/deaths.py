@@ -395,7 +395,7 @@ def place_of(record: FlightRecord | None) -> str | None:
     if record is None:
         return None
     frame = own_frame(crashed_thread(record.crash)) if record.crash else None
-    return (frame.at(record.place) if frame else record.place) or None
+    return (frame.at(record.place, record.reads) if frame else record.place) or None
 
 
 def _signal_called(name: str) -> int | None:

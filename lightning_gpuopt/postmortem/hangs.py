@@ -101,7 +101,7 @@ class _Rank:
     @property
     def where(self) -> str | None:
         frame = own_frame(self.frames)
-        return (frame.at(self.record.place) if frame else self.record.place) or None
+        return (frame.at(self.record.place, self.record.reads) if frame else self.record.place) or None
 
     @property
     def waits_for_batch(self) -> bool:
@@ -136,7 +136,9 @@ def describe_hang(
     process = Process(worker.rank, worker.worker, worker.pid)
     frames = main_thread(stacks.get(worker.pid, ""))
     frame = own_frame(frames)
-    where = (frame.at(worker.place) if frame and frame.own else worker.place or (frame.at() if frame else "")) or None
+    where = (
+        frame.at(worker.place, worker.reads) if frame and frame.own else worker.place or (frame.at() if frame else "")
+    ) or None
     likely, advice = _why_worker(worker, frames, waits.get(worker.pid, ""))
     index = worker.index
     if (error := _error_of(worker)) is not None:
@@ -314,7 +316,7 @@ UNEVEN_ADVICE: Final = (
 
 def _why_worker(worker: FlightRecord, frames: Sequence[Frame], wait: str) -> tuple[str, str]:
     if _fork_lock(worker, frames, wait.strip("0\n ")):
-        innermost = f" (innermost frame: {frames[0].at(worker.place)})" if frames else ""
+        innermost = f" (innermost frame: {frames[0].at(worker.place, worker.reads)})" if frames else ""
         if not frames and worker.place:
             innermost = f" (innermost frame: {worker.place})"
         return (

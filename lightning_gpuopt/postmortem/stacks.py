@@ -13,6 +13,7 @@ from lightning_gpuopt.measurements.code_location import short
 
 _THREAD: Final = re.compile(r"^(?P<current>Current thread|Thread) 0x[0-9a-fA-F]+.*\(most recent call first\):")
 _FRAME: Final = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
+_PLACE: Final = re.compile(r"(?P<name>\S+) \((?P<file>.*):(?P<line>\d+)\)")
 _C_FRAME: Final = re.compile(r'^\s*Binary file "(?P<file>.*?)", at (?P<symbol>\S+)')
 _FATAL: Final = re.compile(r"^Fatal Python error: (?P<what>.*)$", re.MULTILINE)
 _TRACEBACK: Final = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.*)$')
@@ -62,16 +63,18 @@ class Frame:
             return self.file.startswith(("<ipython-input", "<stdin>", "<string>"))
         return not (_INSTALLED.search(self.file) or _STANDARD_LIBRARY.search(self.file) or self.file.startswith(_OURS))
 
-    def at(self, place: str = "") -> str:
+    def at(self, *places: str) -> str:
         """In a sentence: ``"Photos.__getitem__ (data.py:41)"``.
 
         Args:
-            place: where the same process was seen before: it may know the class.
+            *places: where the same process was seen before, or begins to read: they may know the class. Of several
+                methods of that name it is the one that is next above the line.
         """
         file = short(self.file)
-        known = re.fullmatch(r"(?P<name>\S+) \((?P<file>.*):\d+\)", place)
-        same = known and known["file"] == file and known["name"].rpartition(".")[2] == self.name
-        return f"{known['name'] if known and same else self.name} ({file}:{self.line})"
+        known = [found for place in places if (found := _PLACE.fullmatch(place)) is not None and found["file"] == file]
+        names = [(int(each["line"]), each["name"]) for each in known if each["name"].rpartition(".")[2] == self.name]
+        above = [each for each in names if each[0] <= self.line] or names
+        return f"{max(above)[1] if above else self.name} ({file}:{self.line})"
 
 
 def _threads(text: str) -> list[tuple[bool, list[Frame]]]:

@@ -245,6 +245,7 @@ def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None
         doing=_of(DOING, numbers["doing"], STARTS if is_worker else SETS_UP),
         since_s=wall_s("since_ns"),
         place=place,
+        reads=words["reads"],
         phase=phase,
         steps=numbers["steps"],
         epoch=numbers["epoch"],

@@ -128,8 +128,9 @@ class WorkerStart:
         ring = self.board.worker(slot)
         info = get_worker_info()
         dataset = info.dataset if info is not None else None
+        reads = place_of_reading(dataset)
         ring.begin(
-            {**self.words, "loader": self.loader, "place": place_of_reading(dataset)},
+            {**self.words, "loader": self.loader, "place": reads, "reads": reads},
             **self.numbers,
             worker=worker,
             pid=os.getpid(),

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from lightning_gpuopt.postmortem.stacks import (
+    Frame,
     c_frames,
     collective_of,
     crash_signal,
@@ -88,3 +89,9 @@ def test_what_a_rank_waits_in() -> None:
     assert collective_of(main_thread(stack(("all_reduce", "/home/me/net.py", 3))), several=True) == ""
     assert fetches(main_thread(stack(LOADER)))
     assert not fetches(main_thread(stack(STEP)))
+
+
+@pytest.mark.parametrize(("line", "name"), [(74, "FullShm.read"), (63, "Samples.read"), (9, "FullShm.read")])
+def test_of_methods_of_one_name_it_is_the_one_above(line: int, name: str) -> None:
+    places = ("Samples.read (train.py:61)", "FullShm.read (train.py:68)", "Other.read (other.py:70)", "")
+    assert Frame("read", "/home/me/train.py", line).at(*places) == f"{name} (train.py:{line})"
