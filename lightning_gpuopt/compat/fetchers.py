@@ -64,9 +64,18 @@ def is_fetched_by_sample(fetcher: Any) -> bool | None:
     if type(fetcher) is not fetch._MapDatasetFetcher or not fetcher.auto_collation:
         return None
     dataset = fetcher.dataset
-    if type(dataset) is torch.utils.data.Subset and not callable(getattr(dataset.dataset, "__getitems__", None)):
-        return True  # it goes through the keys itself
+    if _goes_through_keys(dataset):
+        return True
     return None if getattr(dataset, "__getitems__", None) else True
+
+
+def _goes_through_keys(dataset: Any) -> bool:
+    """Whether this is torch's own ``Subset``, unchanged, which asks its dataset for one sample after the other."""
+    subset = torch.utils.data.Subset
+    if type(dataset) is not subset or "__getitems__" in vars(dataset):
+        return False
+    own = getattr(subset.__getitems__, "__module__", "") == subset.__module__
+    return own and not callable(getattr(dataset.dataset, "__getitems__", None))
 
 
 def is_stream(fetcher: Any) -> bool:

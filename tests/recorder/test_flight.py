@@ -243,6 +243,19 @@ def test_of_a_subset_the_sample_is_known(tmp_path):
     assert error["index"] == 30
 
 
+@pytest.mark.parametrize("how", ["class", "object"])
+def test_a_subset_that_somebody_has_changed_is_given_the_keys_as_they_are(how, tmp_path, monkeypatch):
+    given, data = [], Subset(Data(), range(80))
+
+    def read(*args):
+        given.append(args[-1][0])  # the keys of a batch are a list
+        return [torch.ones(4) for _ in args[-1]]
+
+    monkeypatch.setattr(Subset if how == "class" else data, "__getitems__", read, raising=False)
+    fit(tmp_path, loader_of(data, workers=0))
+    assert given == list(range(0, 80, 4))
+
+
 def test_our_own_datasets_know_the_sample(tmp_path):
     build_lmdb([torch.full((4,), float(number)) for number in range(40)], tmp_path / "data.lmdb", progress=False)
 
