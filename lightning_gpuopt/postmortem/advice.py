@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import Final
 
-from lightning_gpuopt.postmortem.deaths import ECHO, Death
+from lightning_gpuopt.postmortem.death import ECHO, Death
 from lightning_gpuopt.postmortem.memory import Memory
 from lightning_gpuopt.postmortem.record import Ended
 

@@ -10,7 +10,8 @@ from typing import Final
 
 from lightning_gpuopt.measurements.flight import OUTSIDE_OF_FIT, FlightRecord
 from lightning_gpuopt.postmortem.advice import advice_of, likely_of
-from lightning_gpuopt.postmortem.deaths import ECHO, CommandEnd, Death, ProcessEnd, deaths_of
+from lightning_gpuopt.postmortem.death import ECHO, CommandEnd, Death, ProcessEnd
+from lightning_gpuopt.postmortem.deaths import deaths_of
 from lightning_gpuopt.postmortem.events import checked
 from lightning_gpuopt.postmortem.hangs import UNEVEN_ADVICE, Hang, describe_hang, hang_of
 from lightning_gpuopt.postmortem.memory import Memory, in_words, memory_of, oom_kills

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_gpuopt.measurements.flight import FlightRecord
 from lightning_gpuopt.postmortem.analysis import post_mortem_of
-from lightning_gpuopt.postmortem.deaths import CommandEnd
+from lightning_gpuopt.postmortem.death import CommandEnd
 from lightning_gpuopt.postmortem.hangs import Hang, hang_of
 from lightning_gpuopt.postmortem.record import FILE, PostMortem
 from lightning_gpuopt.recorder.handover import Taker, Watcher
