@@ -147,8 +147,7 @@ class Ring:
             key: what the dataset is asked for.
         """
         numbers = self.numbers
-        if type(key) is not int and hasattr(key, "__index__"):
-            key = operator.index(key)
+        key = key_of(key)
         if type(key) is int and -_MAX_INDEX <= key <= _MAX_INDEX:
             numbers[_INDEX] = key
             numbers[_HAS_INDEX] = NUMBER
@@ -171,6 +170,16 @@ class Ring:
         if has == KEY:
             return self.read("key")
         return self.numbers[_INDEX] if has == NUMBER else None
+
+
+def key_of(key: object) -> int | str:
+    """A key of a dataset, as a number or a text; it is the user's, and what cannot be told of it is its class."""
+    if type(key) is int:
+        return key
+    try:
+        return operator.index(key) if hasattr(key, "__index__") else str(key)
+    except Exception:  # such as an array of several
+        return type(key).__name__
 
 
 _INDEX: Final = AT["index"]

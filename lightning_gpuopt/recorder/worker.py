@@ -19,6 +19,8 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any, Final
 
+import numpy as np
+import torch
 from torch.utils.data import get_worker_info
 
 from lightning_gpuopt.compat.fetchers import is_fetched_by_sample, is_stream, set_fatal_handlers, when_fetcher_is_made
@@ -29,7 +31,7 @@ from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.containers import attributes_of
 from lightning_gpuopt.recorder.growing_containers import Growing
 from lightning_gpuopt.recorder.memory import PrivateMemory, in_ring
-from lightning_gpuopt.recorder.ring import AT, DOING, NO_INDEX, NUMBER, Ring
+from lightning_gpuopt.recorder.ring import AT, DOING, NO_INDEX, NUMBER, Ring, key_of
 from lightning_gpuopt.recorder.stacks import StackWriter, start_ticks
 from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes
 from lightning_gpuopt.telemetry.resources import private_and_anonymous
@@ -84,6 +86,9 @@ _BATCHES: Final = AT["batches_read"]
 _INDEX: Final = AT["index"]
 _SLOW_NS: Final = 30_000
 """A sample that takes so long is worth the tenth of a microsecond that its note takes."""
+
+_PLAIN_BATCHES: Final = frozenset((list, tuple, range, np.ndarray, torch.Tensor))
+"""Keys of a batch that can be gone through as often as one likes. An iterator is used up by it."""
 
 _READS, _COLLATES, _WAITS = (DOING.index(each) for each in (READS, COLLATES, WAITS))
 
@@ -460,7 +465,8 @@ class Reading:
 def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> Reading:
     """Have a loader's fetcher note which sample it reads, and what it raises.
 
-    The dataset is asked for the very same keys. Where it takes a batch of them at once, only the batch is noted.
+    The dataset is asked for the very same keys. Where it takes a batch of them at once, only the batch is noted. Of a
+    batch that cannot be gone through twice, or whose class may do work of its own then, nothing is.
 
     Args:
         fetcher: torch's own.
@@ -479,6 +485,7 @@ def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> Reading:
 
     def fetch(keys: Any) -> Any:
         began = time.monotonic_ns()
+        plain = type(keys) in _PLAIN_BATCHES
         if whole:
             numbers[_SINCE] = began
             numbers[_DOING] = _READS
@@ -486,11 +493,11 @@ def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> Reading:
             keys = (keys,)
             numbers[_HAS_INDEX] = NO_INDEX
             ring.index(numbers[_SAMPLES] if stream else keys[0])
-        elif by_sample is None and whole:
+        elif by_sample is None and whole and plain:
             reading.note_batch(keys)
-        reading.begin(keys)
+        reading.begin(keys if plain or not batched else ())
         try:
-            given = reading if by_sample is not None else keys if batched else keys[0]
+            given = keys[0] if not batched else reading if by_sample is not None and plain else keys
             batch = original(behind(), given)
         except BaseException as error:
             if stream and isinstance(error, StopIteration):  # its end
@@ -537,9 +544,5 @@ def _shown(keys: Any) -> list[int | str]:
 
 
 def _plain(key: Any) -> int | str:
-    if type(key) is int:
-        return key
-    try:
-        return int(operator.index(key))
-    except TypeError:
-        return str(key)[:16]
+    key = key_of(key)
+    return key if type(key) is int else str(key)[:16]

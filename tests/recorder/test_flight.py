@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -254,6 +255,76 @@ def test_a_subset_that_somebody_has_changed_is_given_the_keys_as_they_are(how, t
     monkeypatch.setattr(Subset if how == "class" else data, "__getitems__", read, raising=False)
     fit(tmp_path, loader_of(data, workers=0))
     assert given == list(range(0, 80, 4))
+
+
+class Shuffles(list):
+    """Comes in another order each time that it is gone through."""
+
+    times = 0
+
+    def __iter__(self):
+        self.times += 1
+        return iter(sorted(super().__iter__(), key=lambda key: key * self.times % 5))
+
+
+class Batches:
+    """Gives the keys of its batches in something else than a list."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __iter__(self):
+        for first in range(0, 36, 4):
+            yield self.kind(list(range(first, first + 4)))
+
+    def __len__(self):
+        return 9
+
+
+class Remembers(Data):
+    """Gives its key, or the first of several."""
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(np.asarray(index).reshape(-1)[0]))
+
+
+class RemembersAtOnce(Remembers):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Collects(Model):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch[:, 0].int().tolist()
+        return super().training_step(batch, batch_idx)
+
+
+KINDS = {
+    "iterators": iter,
+    "lists of another class": Shuffles,
+    "dict keys": dict.fromkeys,
+    "arrays": np.array,
+    "tensors": torch.tensor,
+    "keys that are arrays": lambda keys: [np.array([key, 0]) for key in keys],
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("data", [Remembers, RemembersAtOnce])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_samples_are_the_same_with_and_without(kind, data, workers, tmp_path):
+    models = []
+    for recorder in (False, True):
+        loader = DataLoader(data(), batch_sampler=Batches(kind), num_workers=workers)
+        models.append(Collects())
+        detector = StallDetector(report_dir=tmp_path, print_report=False, recorder=recorder)
+        Trainer(max_epochs=1, callbacks=[detector], **QUIET).fit(models[-1], loader)
+    assert models[1].seen == models[0].seen
+    assert sorted(models[1].seen) == list(range(36))
 
 
 def test_our_own_datasets_know_the_sample(tmp_path):

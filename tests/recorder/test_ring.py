@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_gpuopt.recorder import reader, ring_file
 from lightning_gpuopt.recorder.board import Board
@@ -24,6 +25,11 @@ from lightning_gpuopt.recorder.ring import (
     slot_line,
 )
 from lightning_gpuopt.recorder.ring_file import RingFile
+
+
+class Unspeakable:
+    def __str__(self) -> str:
+        raise ValueError("not even that")
 
 
 def new_ring(size: int = RANK_BYTES) -> tuple[bytearray, Ring]:
@@ -88,7 +94,16 @@ def test_a_rank_and_its_workers_have_one_clock(board):
 
 @pytest.mark.parametrize(
     ("key", "read"),
-    [(5, 5), (-3, -3), (True, 1), (2**70, str(2**70)), ("a/b.jpg", "a/b.jpg"), (("x", 1), "('x', 1)")],
+    [
+        (torch.tensor([1, 2]), "Tensor"),
+        (Unspeakable(), "Unspeakable"),
+        (5, 5),
+        (-3, -3),
+        (True, 1),
+        (2**70, str(2**70)),
+        ("a/b.jpg", "a/b.jpg"),
+        (("x", 1), "('x', 1)"),
+    ],
 )
 def test_the_key_of_a_sample(key, read):
     memory, ring = new_ring()
