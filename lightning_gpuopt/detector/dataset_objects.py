@@ -29,16 +29,13 @@ from lightning_gpuopt.detector.reading_code import reading_code
 from lightning_gpuopt.measurements.code_location import INSTALLED, short
 from lightning_gpuopt.measurements.risks import CopiedObject
 from lightning_gpuopt.recorder.containers import (
-    CONTAINERS,
     PLAIN,
     SHARED,
     Container,
     Containers,
     attributes_of,
-    entries_of,
-    entry_at,
-    length_of,
 )
+from lightning_gpuopt.utils.plain_containers import CONTAINERS, entries_of, entry_at, length_of
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from lightning_gpuopt.timeline.frames import is_own
+from lightning_gpuopt.utils.plain_containers import CONTAINERS, entries_of, length_of
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,6 @@ _AT_ONCE: Final = 16
 _MAX_DEPTH: Final = 6
 _MAX_OBJECTS: Final = 2000
 
-CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque)
 PLAIN: Final = (str, bytes, int, float, complex, bool, type(None), np.generic)
 SHARED: Final = (np.ndarray, torch.Tensor)
 """Their data is no Python object; what they are themselves takes little."""
@@ -53,31 +53,6 @@ _OF_HOOKS: Final = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 _LONGEST_KEY: Final = 40
 _MOST_CACHED: Final = 100_000
 """Entries of a bounded cache, which shows all at once, that are asked for."""
-
-
-def length_of(values: Collection[Any]) -> int:
-    """Entries of a container; a class of the user's that is derived from Python's is not asked itself."""
-    base = _python_class(values)
-    return len(values) if base is None else int(base.__len__(values))
-
-
-def entries_of(values: Collection[Any]) -> Iterable[Any]:
-    """Entries of a container, of a dict its values, likewise: to read them may be a class's own work."""
-    base = _python_class(values)
-    if base is None:
-        return values
-    go_through: Callable[[Any], Iterable[Any]] = dict.values if base is dict else base.__iter__
-    return go_through(values)
-
-
-def entry_at(values: Any, index: int) -> Any:
-    """An entry of a list, a tuple or an array, likewise."""
-    base = _python_class(values)
-    return values[index] if base is None else base.__getitem__(values, index)
-
-
-def _python_class(values: object) -> Any:
-    return next((each for each in CONTAINERS if isinstance(values, each)), None)
 
 
 @dataclass(frozen=True)

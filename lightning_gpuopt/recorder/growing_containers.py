@@ -16,15 +16,12 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_gpuopt.recorder.containers import (
-    CONTAINERS,
     PLAIN,
     Container,
     Containers,
     attributes_of,
-    entries_of,
-    entry_at,
-    length_of,
 )
+from lightning_gpuopt.utils.plain_containers import CONTAINERS, entries_of, entry_at, length_of
 
 log = logging.getLogger(__name__)
 

@@ -227,9 +227,11 @@ def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None
     words = {name: _word(data, name) for name in _WORDS}
     indices = _indices(words["indices"])
     slots, slot = _slots(words["slots"]), numbers["slot"]
+    is_worker = numbers["worker"] >= 0
     phase, place = slots.get(slot, ("", words["place"]))
-    _, read = slots.get(reading_in(slot), ("", ""))
-    place = read or words["reads"] or words["place"] if numbers["has_index"] else place or read
+    if not is_worker:  # of which only the phase that is open counts
+        _, read = slots.get(reading_in(slot), ("", ""))
+        place = read or words["reads"] or words["place"] if numbers["has_index"] else place or read
     indexed: dict[int, int | str] = {NUMBER: numbers["index"], KEY: words["key"]}
 
     offset_s = wall_offset_s(data) if offset_s is None else offset_s
@@ -237,7 +239,6 @@ def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None
     def wall_s(name: str) -> float:
         return numbers[name] / 1e9 + offset_s if numbers[name] else 0.0
 
-    is_worker = numbers["worker"] >= 0
     return FlightRecord(
         run=words["run"],
         host=words["host"],

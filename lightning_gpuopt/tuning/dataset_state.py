@@ -41,6 +41,7 @@ from lightning_gpuopt.tuning.object_facts import (
     entries_of,
     entry_of,
     facts_of,
+    holds,
     in_cell,
     is_copyable,
     is_in,
@@ -57,6 +58,7 @@ from lightning_gpuopt.tuning.object_facts import (
     row_digest,
     some_of,
 )
+from lightning_gpuopt.utils import plain_containers
 
 _MAX_OBJECTS: Final = 20_000
 
@@ -265,7 +267,12 @@ class DatasetState:
         elif isinstance(value, (list, tuple, deque)):
             return self._of_sequence(place, value)
         elif isinstance(value, (set, frozenset)):
-            self._watch(place, lambda: set(value) if len(value) <= HUGE else len(value), "entries")
+            length = plain_containers.length_of
+            self._watch(
+                place,
+                lambda: set(plain_containers.entries_of(value)) if length(value) <= HUGE else length(value),
+                "entries",
+            )
         elif isinstance(value, FunctionType):
             return self._of_function(place, value)
         elif isinstance(value, BuiltinFunctionType):
@@ -341,22 +348,26 @@ class DatasetState:
 
     def _of_dict(self, place: _Place, value: Any) -> Iterable[tuple[_Place, Any]]:
         self._watch(place, partial(entries_of, value, self._also), "entries")
-        if len(value) == self._length and len(value) > _NEAR and place.sample is None:
-            found = [(each, value[each]) for each in range(len(value)) if each in value]
+        length = plain_containers.length_of(value)
+        if length == self._length and length > _NEAR and place.sample is None:
+            found = [(each, plain_containers.entry_at(value, each)) for each in range(length) if holds(value, each)]
             return self._entries(place, value, found)
-        inside = place._replace(near=place.near and len(value) <= _NEAR)
+        inside = place._replace(near=place.near and length <= _NEAR)
         return [(inside / f"[{key!r}]", item) for key, item in some_of(value, self._also)]
 
     def _of_sequence(self, place: _Place, value: Sequence[Any]) -> Iterable[tuple[_Place, Any]]:
         if not isinstance(value, tuple):
-            self._watch(place, lambda: len(value))
+            self._watch(place, lambda: plain_containers.length_of(value))
             self._watch(place, partial(items_of, value, self._also), "entries")
         names = getattr(type(value), "_fields", None)
-        if names is not None and len(names) == len(value):
-            return [(place / f".{name}", item) for name, item in zip(names, value, strict=True)]
-        if len(value) == self._length and len(value) > _NEAR and place.sample is None and not isinstance(value, deque):
-            return self._entries(place, value, list(enumerate(value)))
-        inside = (place / "[...]")._replace(near=place.near and len(value) <= _NEAR)
+        length = plain_containers.length_of(value)
+        if names is not None and len(names) == length:
+            return [
+                (place / f".{name}", item) for name, item in zip(names, plain_containers.entries_of(value), strict=True)
+            ]
+        if length == self._length and length > _NEAR and place.sample is None and not isinstance(value, deque):
+            return self._entries(place, value, list(enumerate(plain_containers.entries_of(value))))
+        inside = (place / "[...]")._replace(near=place.near and length <= _NEAR)
         return [(inside, item) for item in items_of(value, self._also)]
 
     def _entries(self, place: _Place, value: Any, found: Sequence[tuple[int, Any]]) -> Iterable[tuple[_Place, Any]]:

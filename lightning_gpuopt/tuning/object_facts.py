@@ -20,6 +20,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
+from lightning_gpuopt.utils import plain_containers
+
 LARGE: Final = 256
 """Of containers with more items so many are looked at, evenly spread."""
 
@@ -283,7 +285,7 @@ def row_digest(value: np.ndarray[Any, Any], row: int) -> int:
 
 def entry_of(value: Any, sample: int) -> Any:
     """One entry of a container."""
-    return value[sample]
+    return plain_containers.entry_at(value, sample)
 
 
 def drawn_to(generator: Any) -> bytes:
@@ -311,24 +313,42 @@ def restore_generator(generator: Any, state: Any) -> None:
 
 def items_of(value: Sequence[Any], also: Sequence[int]) -> list[Any]:
     """Some of the items of a sequence, and those of these samples."""
+    length = plain_containers.length_of(value)
     if isinstance(value, deque):
-        return list(value) if len(value) <= LARGE else [value[0], value[-1]]
-    return [*value[:: max(len(value) // LARGE, 1)], *(value[each] for each in also if each < len(value))]
+        return (
+            list(plain_containers.entries_of(value))
+            if length <= LARGE
+            else [plain_containers.entry_at(value, each) for each in (0, length - 1)]
+        )
+    some = plain_containers.entry_at(value, slice(None, None, max(length // LARGE, 1)))
+    return [
+        *plain_containers.entries_of(some),
+        *(plain_containers.entry_at(value, each) for each in also if each < length),
+    ]
 
 
 def some_of(value: Any, also: Sequence[int]) -> Iterator[tuple[Any, Any]]:
     """Some of the entries of a dict."""
-    if len(value) > HUGE:
-        first, last = islice(value.items(), LARGE // 2), islice(reversed(value.items()), LARGE // 2)
+    items = dict.items(value) if isinstance(value, dict) else value.items()
+    length = plain_containers.length_of(value)
+    if length > HUGE:
+        first, last = islice(items, LARGE // 2), islice(reversed(items), LARGE // 2)
         some: Iterable[tuple[Any, Any]] = chain(list(first), list(last))
     else:
-        some = islice(value.items(), 0, None, max(len(value) // LARGE, 1))
+        some = islice(items, 0, None, max(length // LARGE, 1))
     yield from some
     for each in also:
-        if each in value:
-            yield each, value[each]
+        if holds(value, each):
+            yield each, plain_containers.entry_at(value, each)
+
+
+def holds(value: Any, key: Any) -> bool:
+    """Whether a dict has a key, without asking a class of the user's."""
+    return dict.__contains__(value, key) if isinstance(value, dict) else key in value
 
 
 def entries_of(value: Any, also: Sequence[int]) -> Any:
     """The entries of a dict, or its length and some of them."""
-    return dict(value) if len(value) <= LARGE else (len(value), list(some_of(value, also)))
+    items = dict.items(value) if isinstance(value, dict) else value.items()
+    length = plain_containers.length_of(value)
+    return dict(items) if length <= LARGE else (length, list(some_of(value, also)))

@@ -115,6 +115,16 @@ def test_the_key_of_a_sample(key, read):
     assert ring.noted_index() == read
 
 
+def test_the_place_of_a_worker_is_where_it_was_seen_last():
+    memory, ring = new_ring()
+    ring.begin({"place": "its beginning", "reads": "its beginning"}, worker=0)
+    ring.index(5)
+    ring.write("place", "deep inside")
+    record = record_of(memory)
+    assert record is not None
+    assert (record.place, record.reads) == ("deep inside", "its beginning")
+
+
 def test_the_place_is_that_of_the_open_slot():
     memory, ring = new_ring()
     ring.begin({"place": "last seen"})

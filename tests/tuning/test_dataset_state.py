@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -327,6 +328,42 @@ class Loads(Mapping[str, Any]):
 
 def test_a_mapping_that_loads_is_not_read() -> None:
     assert DatasetState(dataset=Held(samples=Loads())).is_whole
+
+
+def _refuses(container: type) -> Any:
+    """A container of Python's whose own methods, a user's, are never to be called."""
+
+    def read(*_: Any) -> Any:
+        raise AssertionError("read")
+
+    names = ("__getitem__", "__iter__", "__len__", "__contains__", "__reversed__", "items", "values", "keys")
+    return type("Own", (container,), dict.fromkeys(names, read))
+
+
+@pytest.mark.parametrize("container", [list, tuple, deque, set, frozenset, dict])
+@pytest.mark.parametrize("entries", [3, 1000], ids=["few", "many"])
+def test_methods_of_a_users_container_are_not_called(container: type, entries: int) -> None:
+    given: Any = range(entries) if container is not dict else {each: [each] for each in range(entries)}
+    before = DatasetState(dataset=Held(samples=_refuses(container)(given)))
+    assert before.is_whole == DatasetState(dataset=Held(samples=container(given))).is_whole
+    assert not before.has_changed()
+
+
+@pytest.mark.parametrize(
+    ("container", "change"),
+    [
+        (list, lambda values: list.append(values, 3)),
+        (deque, lambda values: deque.append(values, 3)),
+        (set, lambda values: set.add(values, -1)),
+        (dict, lambda values: dict.update(values, a=1)),
+    ],
+    ids=["list", "deque", "set", "dict"],
+)
+def test_a_change_of_a_users_container_is_seen(container: type, change: Callable[[Any], None]) -> None:
+    held = Held(samples=_refuses(container)())
+    before = DatasetState(dataset=held)
+    change(held.samples)
+    assert before.has_changed()
 
 
 @pytest.mark.parametrize(
