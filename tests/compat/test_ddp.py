@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gpuopt.compat import ddp
@@ -26,6 +25,16 @@ def alone() -> Iterator[None]:
 
 def wrapped(**options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(torch.nn.Linear(4, 3), **options)
+
+
+def as_they_are(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, which are texts here
+    """A communication hook that leaves no call of Python's to gloo's threads.
+
+    torch waits for those threads as the process group goes, and holds the GIL meanwhile.
+    """
+    done = torch.futures.Future()  # type: ignore[no-untyped-call,var-annotated]
+    done.set_result(bucket.buffer())
+    return done
 
 
 def run(model: DistributedDataParallel, steps: int) -> None:
@@ -47,11 +56,11 @@ class TestOfARealModel:
 
     def test_the_communication_hook(self) -> None:
         model = wrapped()
-        model.register_comm_hook(None, allreduce_hook)
+        model.register_comm_hook(None, as_they_are)
         reducer = Reducer(model, timed=True)
         run(model, 2)
         reducer.read()
-        assert "allreduce_hook" in reducer.facts.hook
+        assert "as_they_are" in reducer.facts.hook
 
     def test_as_many_passes_were_timed_as_is_reckoned(self) -> None:
         model = wrapped()
