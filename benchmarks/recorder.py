@@ -30,7 +30,8 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.flight import FlightRecorder
-from lightning_gpuopt.recorder.worker import BEAT_S, note_fetches
+from lightning_gpuopt.recorder.reading import note_fetches
+from lightning_gpuopt.recorder.worker import BEAT_S
 from lightning_gpuopt.timeline.phases import Timeline
 
 STEP_TARGET_US = 3.0

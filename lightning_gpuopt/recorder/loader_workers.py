@@ -18,9 +18,11 @@ from lightning_gpuopt.compat.fetchers import fetcher_of
 from lightning_gpuopt.loaders.registry import SeenLoader
 from lightning_gpuopt.measurements.flight import PIPE_FILES
 from lightning_gpuopt.recorder.board import Board
+from lightning_gpuopt.recorder.places import place_of_reading
+from lightning_gpuopt.recorder.reading import Reading, note_fetches
 from lightning_gpuopt.recorder.ring import AT, MAX_WORKERS
 from lightning_gpuopt.recorder.stacks import StackWriter
-from lightning_gpuopt.recorder.worker import Reading, WorkerStart, note_fetches, place_of_reading
+from lightning_gpuopt.recorder.worker import WorkerStart
 
 log = logging.getLogger(__name__)
 

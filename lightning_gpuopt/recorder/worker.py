@@ -1,49 +1,31 @@
-"""What a loader's worker notes of itself: which sample it reads, since when, where, and how it failed."""
+"""A loader's worker under record: what begins its ring as it starts, and what beats beside its main thread."""
 
 from __future__ import annotations
 
-import inspect
-import json
 import logging
-import operator
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from multiprocessing import context
-from pathlib import Path
-from traceback import walk_tb
-from types import FrameType
 from typing import Any, Final
 
-import numpy as np
-import torch
 from torch.utils.data import get_worker_info
 
-from lightning_gpuopt.compat.fetchers import is_fetched_by_sample, is_stream, set_fatal_handlers, when_fetcher_is_made
-from lightning_gpuopt.loaders import sample_keys
-from lightning_gpuopt.measurements.code_location import Call
-from lightning_gpuopt.measurements.flight import COLLATES, READS, STARTS, WAITS
+from lightning_gpuopt.compat.fetchers import set_fatal_handlers, when_fetcher_is_made
+from lightning_gpuopt.measurements.flight import STARTS
 from lightning_gpuopt.recorder.board import Board
-from lightning_gpuopt.recorder.containers import attributes_of
 from lightning_gpuopt.recorder.growing_containers import Growing
 from lightning_gpuopt.recorder.memory import PrivateMemory, in_ring
-from lightning_gpuopt.recorder.ring import AT, DOING, NO_INDEX, NUMBER, Ring, key_of
+from lightning_gpuopt.recorder.places import nested, place_of, place_of_reading
+from lightning_gpuopt.recorder.reading import note_fetches, note_samples_of_ours
+from lightning_gpuopt.recorder.ring import AT, DOING, Ring
 from lightning_gpuopt.recorder.stacks import StackWriter, start_ticks
 from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes
 from lightning_gpuopt.telemetry.resources import private_and_anonymous
-from lightning_gpuopt.timeline.frames import (
-    bare_name,
-    calls_of,
-    innermost_frames,
-    is_own,
-    is_pythons,
-    name_of,
-    raw_frames,
-)
+from lightning_gpuopt.timeline.frames import innermost_frames
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
 
 log = logging.getLogger(__name__)
@@ -71,26 +53,6 @@ _COST: Final = 1000
 
 _MAX_AT_START: Final = 4 << 30
 """Of a process that has more resident memory, private memory is not read as it starts."""
-
-_MAX_NESTED: Final = 4
-_MAX_INDICES: Final = 48
-_MAX_MESSAGE: Final = 2000
-_MAX_FRAMES: Final = 12
-_OURS: Final = str(Path(__file__).parents[1]) + os.sep
-
-_DOING: Final = AT["doing"]
-_SINCE: Final = AT["since_ns"]
-_HAS_INDEX: Final = AT["has_index"]
-_SAMPLES: Final = AT["samples"]
-_BATCHES: Final = AT["batches_read"]
-_INDEX: Final = AT["index"]
-_SLOW_NS: Final = 30_000
-"""A sample that takes so long is worth the tenth of a microsecond that its note takes."""
-
-_PLAIN_BATCHES: Final = frozenset((list, tuple, range, np.ndarray, torch.Tensor))
-"""Keys of a batch that can be gone through as often as one likes. An iterator is used up by it."""
-
-_READS, _COLLATES, _WAITS = (DOING.index(each) for each in (READS, COLLATES, WAITS))
 
 
 @dataclass
@@ -193,7 +155,7 @@ class Beat(threading.Thread):
         self._ring = ring
         self._main = thread
         self._place = ""
-        self._owners: dict[str, object] = {type(each).__name__: each for each in _nested(dataset)}
+        self._owners: dict[str, object] = {type(each).__name__: each for each in nested(dataset)}
         self._growing: Growing | None = None
         self._files = MemoryFiles()
         self._stacks = stacks
@@ -286,7 +248,7 @@ class Beat(threading.Thread):
 
     def _read_private(self) -> int | None:
         """Read private memory, and show it in the ring beside what it was at first; None where it cannot be read."""
-        samples = self._ring.numbers[_SAMPLES]
+        samples = self._ring.numbers[AT["samples"]]
         private, anonymous = private_and_anonymous("self")
         if private is None:
             return None
@@ -294,255 +256,3 @@ class Beat(threading.Thread):
         self._first = self._first or now
         self._ring.write("memory", in_ring(self._first, now))
         return private
-
-
-def _nested(dataset: Any) -> Iterator[Any]:
-    """A dataset, and those inside of it."""
-    for _ in range(_MAX_NESTED):
-        if dataset is None:
-            return
-        yield dataset
-        dataset = attributes_of(dataset)[0].get("dataset")
-
-
-def place_of(frame: FrameType | None) -> str:
-    """Where a thread is: the innermost frame of the user's own, else of a library; empty where only loops are.
-
-    Args:
-        frame: the thread's innermost frame.
-    """
-    calls = calls_of(raw_frames(frame))
-    libraries = (each for each in calls if not is_pythons(each.file) and not each.file.startswith(_OURS))
-    return next((each.at for each in (*(own for own in calls if own.own), *libraries)), "")
-
-
-def place_of_reading(dataset: object) -> str:
-    """Where the first method of the user's own begins that reads samples; empty where there is none."""
-    return place_of_methods(("__getitem__", "__getitems__", "__iter__"), *_nested(dataset))
-
-
-def place_of_methods(names: Sequence[str], *owners: object) -> str:
-    """Where the first of some methods is that is the user's own; empty where none is.
-
-    Args:
-        names: of the methods.
-        owners: objects that may have them.
-    """
-    for owner in owners:
-        for name in names:
-            function: Any = getattr(type(owner), name, None)
-            code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-            if code is not None and is_own(code.co_filename):
-                return Call(function.__qualname__, code.co_filename, code.co_firstlineno).at
-    return ""
-
-
-def described(error: BaseException) -> dict[str, Any]:
-    """An exception, as a ring's log has it: type, message, where, and the frames, the innermost last."""
-    calls = [
-        Call(bare_name(name_of(frame)), file, line, is_own(file))
-        for frame, line in walk_tb(error.__traceback__)
-        for file in (frame.f_code.co_filename,)
-    ]
-    own = [each for each in calls if each.own]
-    kind = type(error)
-    place = own[-1].at if own else ""
-    return {
-        "type": kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
-        "message": _message(error)[:_MAX_MESSAGE],
-        "where": place,
-        "frames": [each.at for each in calls[-_MAX_FRAMES:]],
-    }
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # one of the user's own, which fails at that
-        return ""
-
-
-class Reading:
-    """What a process reads of a dataset, batch by batch; it stands in for a batch's keys while they are gone through.
-
-    Args:
-        ring: where it is noted.
-        whole: whether the ring is a worker's, which does nothing else. In a training process each sample is noted where
-            samples are slow; of fast ones, whoever looks from beside (:meth:`show`) sees how far the batch has come.
-        numbered: whether samples have no keys, and are numbered.
-
-    Attributes:
-        keys: of the batch that is read; None where none is.
-    """
-
-    __slots__ = ("_each", "_first", "_iterator", "_numbered", "_ring", "_whole", "keys")
-
-    def __init__(self, ring: Ring, *, whole: bool, numbered: bool = False) -> None:
-        self._ring = ring
-        self._whole = whole
-        self._numbered = numbered
-        self._each = True
-        self._first = 0
-        self._iterator: Any = None
-        self.keys: Any = None
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._each:
-            return self._note_each()
-        self._iterator = iter(self.keys)
-        return self._iterator  # type: ignore[no-any-return]
-
-    def begin(self, keys: Any) -> None:
-        """A batch is to be read.
-
-        Args:
-            keys: of its samples.
-        """
-        self.keys = keys
-        self._first = self._ring.numbers[_SAMPLES]
-
-    def end(self, took_ns: int) -> None:
-        """It is read.
-
-        Args:
-            took_ns: nanoseconds that it took.
-        """
-        count = len(self.keys)
-        self._each = self._whole or took_ns >= _SLOW_NS * count
-        self.keys = self._iterator = None
-        numbers = self._ring.numbers
-        numbers[_SAMPLES] += count
-        numbers[_HAS_INDEX] = NO_INDEX
-
-    def _note_each(self) -> Iterator[Any]:
-        ring = self._ring
-        numbers = ring.numbers
-        given = self.keys
-        numbers[_HAS_INDEX] = NUMBER
-        for index, key in enumerate(given, self._first) if self._numbered else zip(given, given, strict=True):
-            try:
-                numbers[_INDEX] = index
-            except (TypeError, ValueError):  # no number, or none that fits
-                ring.index(index)
-                yield key
-                numbers[_HAS_INDEX] = NUMBER
-                continue
-            yield key
-        numbers[_HAS_INDEX] = NO_INDEX
-        if self._whole:
-            numbers[_DOING] = _COLLATES
-
-    def show(self) -> None:
-        """Note from beside which sample is read; exact where it is called in the reading thread."""
-        keys, iterator = self.keys, self._iterator
-        if keys is None or self._each:
-            return
-        if iterator is None:  # all at once
-            self.note_batch(keys)
-            return
-        at = len(keys) - operator.length_hint(iterator) - 1
-        if 0 <= at < len(keys):
-            self._ring.index(self._first + at if self._numbered else keys[at])
-
-    def note_batch(self, keys: Any) -> None:
-        """Note the keys of a batch that the dataset is asked for at once."""
-        self._ring.write("indices", json.dumps(_shown(keys)))
-
-    def failed(self, error: BaseException) -> None:
-        """Note an exception of the dataset's."""
-        try:
-            self.show()
-            index = self._ring.noted_index()
-            keys = {} if index is not None or self.keys is None else {"indices": _shown(self.keys)}
-            self._ring.log("exception", **described(error), index=index, **keys)
-        except Exception:
-            log.debug("an exception was not recorded", exc_info=True)
-
-
-def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> Reading:
-    """Have a loader's fetcher note which sample it reads, and what it raises.
-
-    The dataset is asked for the very same keys. Where it takes a batch of them at once, only the batch is noted. Of a
-    batch that cannot be gone through twice, or whose class may do work of its own then, nothing is.
-
-    Args:
-        fetcher: torch's own.
-        ring: where.
-        whole: whether the ring is a worker's, which does nothing else.
-
-    Returns:
-        What is read.
-    """
-    original = type(fetcher).fetch
-    behind = weakref.ref(fetcher)  # or the fetcher would hold itself
-    by_sample = is_fetched_by_sample(fetcher)
-    reading = Reading(ring, whole=whole, numbered=by_sample is False)
-    batched, stream = bool(fetcher.auto_collation), is_stream(fetcher)
-    numbers = ring.numbers
-
-    def fetch(keys: Any) -> Any:
-        began = time.monotonic_ns()
-        plain = type(keys) in _PLAIN_BATCHES
-        if whole:
-            numbers[_SINCE] = began
-            numbers[_DOING] = _READS
-        if not batched:
-            keys = (keys,)
-            numbers[_HAS_INDEX] = NO_INDEX
-            ring.index(numbers[_SAMPLES] if stream else keys[0])
-        elif by_sample is None and whole and plain:
-            reading.note_batch(keys)
-        reading.begin(keys if plain or not batched else ())
-        try:
-            given = keys[0] if not batched else reading if by_sample is not None and plain else keys
-            batch = original(behind(), given)
-        except BaseException as error:
-            if stream and isinstance(error, StopIteration):  # its end
-                numbers[_HAS_INDEX] = NO_INDEX
-            else:
-                reading.failed(error)
-            reading.keys = None
-            if whole:
-                numbers[_DOING] = _WAITS
-            raise
-        now = time.monotonic_ns()
-        reading.end(now - began)
-        if whole:
-            numbers[_SINCE] = now
-            numbers[_DOING] = _WAITS
-            numbers[_BATCHES] += 1
-        return batch
-
-    fetcher.fetch = fetch
-    return reading
-
-
-class _KeysOfOurs:
-    """Notes samples of a dataset of ours, which takes the keys of a batch at once, and goes through them."""
-
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
-
-    def __call__(self, keys: Any) -> Iterator[Any]:
-        ring = self._ring
-        for key in keys:
-            ring.index(key)
-            yield key
-        ring.numbers[_HAS_INDEX] = NO_INDEX
-
-
-def note_samples_of_ours(ring: Ring | None) -> None:
-    """Have the samples of our own datasets noted in this process; None: no more."""
-    sample_keys.noted = _KeysOfOurs(ring) if ring is not None else None
-
-
-def _shown(keys: Any) -> list[int | str]:
-    return [_plain(key) for key in islice(keys, _MAX_INDICES)]
-
-
-def _plain(key: Any) -> int | str:
-    key = key_of(key)
-    return key if type(key) is int else str(key)[:16]

@@ -139,7 +139,7 @@ def test_a_worker_that_raises(tmp_path):
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_rank_that_loads_itself_and_raises(slow, tmp_path, monkeypatch):
     if slow:
-        monkeypatch.setattr("lightning_gpuopt.recorder.worker._SLOW_NS", 0)
+        monkeypatch.setattr("lightning_gpuopt.recorder.reading._SLOW_NS", 0)
     with pytest.raises(KeyError):
         fit(tmp_path, loader_of(Data("raise"), workers=0))
     rank, workers = left_by(tmp_path)
