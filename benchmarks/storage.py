@@ -5,14 +5,16 @@ Sections (``--sections``, all by default):
 - ``raw``: random single records of 47 KB, one process: ours, open() + read() of files, py-lmdb's own loops, h5py.
   With ``--cold`` (as root) also with an empty page cache.
 - ``small``: 50,000 arrays of 3x32x32 uint8 end to end, shuffled, in batches of 128: samples per second.
-- ``large``: equal records of 150 KB in shuffled batches of 256, gathered into memory that is kept, beside ``preadv``
-  into one buffer, ``pread`` into new memory each time, and rows of a memory map copied into new memory.
+- ``large``: equal records of 150 KB in shuffled batches of 256, by loader processes, and gathered in the training
+  process, beside ``preadv`` into one buffer that is kept, ``pread`` into new memory each time, and rows of a memory map
+  copied into new memory.
 - ``busy``: what a batch of these takes to gather while another process keeps a core busy, in milliseconds, beside the
   same with torch's index_select, which shares the copy among its threads.
 - ``jpeg``: JPEG of 500x375 to random-resized crops of 224, shuffled, batches of 128, 2 workers: images per second.
 - ``recipe``: the same with horizontal flips, normalised to float32 on the CPU.
 - ``build``: a folder of 5,000 JPEG files into each format, until it is on disk (fsync).
 - ``memory``: peak memory of a build's processes, and what a million reads add to a reader.
+- ``take``, ``slow``, ``wait``, ``ring``: our loader processes; see ``storage_engine.py``.
 
 All contestants of a section take turns; the median of the rounds counts, the first being left out. Peers that are not
 installed are left out: ``pip install --no-deps -r benchmarks/storage_peers.txt`` has them.
@@ -50,6 +52,7 @@ import xxhash
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parent))
+import storage_engine
 import storage_peers as peers
 from storage_peers import BATCH, CROP, WORKERS, Peer
 
@@ -62,7 +65,7 @@ from lightning_gpuopt.storage.writer import LMDBWriter
 
 OURS = "lightning-gpuopt"
 RECORD = 47_000
-SECTIONS = ("raw", "small", "large", "busy", "jpeg", "recipe", "build", "memory")
+SECTIONS = ("raw", "small", "large", "busy", "jpeg", "recipe", "build", "memory", *storage_engine.SECTIONS)
 
 
 def rounds(contestants: dict[str, Callable[[], float]], count: int, before: Callable[[], None] | None = None) -> Any:
@@ -307,6 +310,9 @@ def large(work: Path, scale: float, count: int) -> dict[str, Any]:
     fd = os.open(records, os.O_RDONLY)
     mapped = np.memmap(records, np.uint8, "r", shape=(num_samples, size))
     rows = [row.data for row in np.empty((batch, size), np.uint8)]
+    datamodule = LMDBDataModule(work / "ours", batch_size=batch)
+    datamodule.setup("fit")
+    loader = datamodule.train_dataloader()
 
     def kept() -> int:
         for wanted in batches:
@@ -330,7 +336,8 @@ def large(work: Path, scale: float, count: int) -> dict[str, Any]:
         return len(batches) * batch
 
     contestants = {
-        OURS: timed(gathered),
+        OURS: timed(lambda: sum(map(len, loader))),
+        f"{OURS}, gathered in the training process": timed(gathered),
         "preadv into one buffer": timed(kept),
         "pread into new memory": timed(new),
         "rows of a map into new memory": timed(copied),
@@ -615,9 +622,15 @@ def main() -> None:
             elif section == "memory":
                 result = memory(work, options.scale)
             else:
-                result = {"small": small, "large": large, "busy": busy, "jpeg": jpeg, "recipe": recipe, "build": build}[
-                    section
-                ](work, options.scale, options.rounds)
+                measured = {
+                    "small": small,
+                    "large": large,
+                    "busy": busy,
+                    "jpeg": jpeg,
+                    "recipe": recipe,
+                    "build": build,
+                }
+                result = {**measured, **storage_engine.SECTIONS}[section](work, options.scale, options.rounds)
         results[section] = result
         table = io.StringIO()
         show(section, result, table)

@@ -20,6 +20,8 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lightning_gpuopt.loading.engine.iterator import EngineIterator
+
 FEATURES = 4
 BROADCASTS = hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
 """Whether this Lightning's ranks wait for one another before each step."""
@@ -146,6 +148,9 @@ def _terminate(workers: list[Any]) -> None:
     event's lock, and then the iterator, once it is collected, waits for ever.
     """
     iterators = [each for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]
+    for iterator in iterators:
+        if issubclass(type(iterator), EngineIterator) and set(iterator._workers) & set(workers):
+            iterator._shutdown_workers()
     with ExitStack() as held:
         for iterator in iterators:
             event = getattr(iterator, "_workers_done_event", None)

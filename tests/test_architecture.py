@@ -127,7 +127,8 @@ DOORS = {"compat", "dali", "telemetry"}
 def test_what_is_private_of_others_is_touched_behind_the_doors_only() -> None:
     outside = [path for path in sources() if path.relative_to(PACKAGE).parts[0] not in DOORS]
     found = {path.relative_to(PACKAGE).as_posix(): private_names_of_others(path) for path in outside}
-    assert {name for name, names in found.items() if names} == {"tuning/added_workers.py", "tuning/resize.py"}, found
+    derived = {"loading/engine/iterator.py", "tuning/added_workers.py", "tuning/resize.py"}  # from torch's iterators
+    assert {name for name, names in found.items() if names} == derived, found
 
 
 # ---- layers ----

@@ -1,7 +1,7 @@
 """The door to torch's DataLoader: what is private of its iterators is read and checked here.
 
 ``tuning/resize.py`` and ``added_workers.py`` alone go behind it, with a subclass of torch's iterator, for what
-``why_not_as_expected`` checks.
+``why_not_as_expected`` checks; and ``loading/engine/iterator.py``, with one of its base, which is as old as DataLoader.
 
 Read in torch 2.4 to 2.13 (``_MultiProcessingDataLoaderIter``) and torchdata 0.11 (``StatefulDataLoader``'s own). What
 is looked at, where it was read, and what happens when it is gone or other than expected:
@@ -51,12 +51,14 @@ try:
     from torch._C import _remove_worker_pids, _set_worker_pids
     from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
     from torch.utils.data._utils.worker import _worker_loop
-    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+    from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 except ImportError as error:
     _missing = str(error)
     _MultiProcessingDataLoaderIter = object  # type: ignore[assignment,misc]
+    _BaseDataLoaderIter = object  # type: ignore[assignment,misc]
     MP_STATUS_CHECK_INTERVAL = 5.0
 
+BaseIterator: Any = _BaseDataLoaderIter
 WorkersIterator = _MultiProcessingDataLoaderIter
 CHECK_EVERY_S: Final = float(MP_STATUS_CHECK_INTERVAL)
 
@@ -338,6 +340,13 @@ def may_pin(loader: Any) -> bool:
         return False
 
 
+def pin_batch(batch: Any, device: str | None) -> Any:
+    """A batch in page-locked memory, as a loader's own pin-memory thread makes it."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(batch, device)  # type: ignore[no-untyped-call]
+
+
 # -- other workers for an iterator that runs
 
 
@@ -509,9 +518,7 @@ def fetcher_here(iterator: Any) -> Callable[[Any], Any]:
         batch = fetcher.fetch(index)
         if not pins:
             return batch
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        return pin_memory(batch, device)  # type: ignore[no-untyped-call]
+        return pin_batch(batch, device)
 
     return fetch
 

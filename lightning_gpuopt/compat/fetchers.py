@@ -9,17 +9,24 @@ the local ``self`` of a fetcher's ``fetch``      2.4 - 2.13   what a worker does
 ``_IterableDatasetFetcher``
 ``_dataset_fetcher``                             2.4 - 2.13   the same without workers
 ``_set_worker_signal_handlers``                  2.4 - 2.13   a fatal signal's stack in a worker is not recorded
+``worker.WorkerInfo``, ``_worker_info``,         2.4 - 2.13   DataLoader workers load for our own DataModules
+``_generate_state``
+``torch._utils.ExceptionWrapper``                2.4 - 2.13   ``import`` fails: nothing else brings an exception over
 ===============================================  ===========  ==========================================================
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils import worker as torch_worker
 
 
 def calling_fetcher(collate_fn: Any, frame: FrameType) -> Any:
@@ -90,3 +97,57 @@ def set_fatal_handlers() -> None:
     from torch._C import _set_worker_signal_handlers
 
     _set_worker_signal_handlers()
+
+
+# -- a process of our own that loads as torch's workers do
+
+
+def fetcher_for(dataset: Any, collate_fn: Callable[[Any], Any]) -> Any:
+    """What torch's workers have to take a batch's samples from a map-style dataset."""
+    kinds = torch.utils.data._DatasetKind
+    return kinds.create_fetcher(kinds.Map, dataset, True, collate_fn, False)  # type: ignore[no-untyped-call]
+
+
+def be_a_worker(worker: int, num_workers: int, base_seed: int, dataset: Any) -> None:
+    """Have this process be, for whoever asks, one of torch's workers: signals, threads, seeds, ``get_worker_info``.
+
+    Args:
+        worker: its number, from 0.
+        num_workers: how many there are.
+        base_seed: of their random numbers.
+        dataset: what they read.
+    """
+    set_fatal_handlers()
+    torch.set_num_threads(1)
+    seed = base_seed + worker
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(torch_worker._generate_state(base_seed, worker))  # type: ignore[no-untyped-call]
+    torch_worker._worker_info = torch_worker.WorkerInfo(id=worker, num_workers=num_workers, seed=seed, dataset=dataset)
+
+
+def wrap_exception(worker: int) -> Any:
+    """The exception that is being handled, as torch's workers send it: its type, and its traceback as text."""
+    return ExceptionWrapper(where=f"in DataLoader worker process {worker}")  # type: ignore[no-untyped-call]
+
+
+def is_wrapped(what: Any) -> bool:
+    """Whether something is an exception that a worker has sent."""
+    return isinstance(what, ExceptionWrapper)
+
+
+def raise_here(error: Any) -> NoReturn:
+    """Raise an exception, one that a worker has sent as its own type.
+
+    Raises:
+        Exception: that one.
+    """
+    if isinstance(error, ExceptionWrapper):
+        error.reraise()  # type: ignore[no-untyped-call]
+    raise error
+
+
+def can_be_a_worker() -> bool:
+    """Whether :func:`be_a_worker` finds what it sets."""
+    names = ("WorkerInfo", "_generate_state", "_worker_info")
+    return all(hasattr(torch_worker, name) for name in names)

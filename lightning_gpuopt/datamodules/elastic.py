@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import re
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -21,6 +24,8 @@ from lightning_gpuopt.images.crop import RATIO, SCALE, CenterCrops, RandomCrops
 from lightning_gpuopt.images.normalize import Normalize
 from lightning_gpuopt.loading.collate import make_of
 from lightning_gpuopt.loading.datasets import as_written, balanced_weights, mean_bytes, targets_of
+from lightning_gpuopt.loading.engine.iterator import can_serve
+from lightning_gpuopt.loading.engine.memory import can_share
 from lightning_gpuopt.loading.loader import ElasticLoader, make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
@@ -269,7 +274,8 @@ class ElasticDataModule(ResumableDataModule):
                 f"{type(dataset).__name__}: crop in its transform"
             ) from None
         if self.num_workers == "auto":
-            if (fitting := self._workers_that_fit(loader)) < loader.num_workers:
+            fitting = self._workers_that_fit(loader) if starts_unasked() else 0
+            if fitting < loader.num_workers:
                 loader = make(num_workers=fitting)
             if loader.num_workers == 0:
                 lightning.silence_worker_hint()
@@ -281,7 +287,7 @@ class ElasticDataModule(ResumableDataModule):
         The node's ranks share it, and so do a stage's loaders: while one validates, batches for training lie there.
         """
         wanted, free = loader.num_workers, free_shared_memory()
-        if not wanted or free is None:
+        if not wanted or free is None or (can_serve(loader) and can_share()):
             return wanted
         stage = "fit" if self.trainer is None else self.trainer.state.fn
         sharing = self._local_ranks * sum(self._sources[name] is not None for name in self._names(stage))
@@ -367,14 +373,29 @@ class ElasticDataModule(ResumableDataModule):
             refuse("weights", "numbers, the path of a .npy file, or 'balanced'", self.weights)
 
 
+def starts_unasked() -> bool:
+    """Whether processes may be started in a program that has not said so.
+
+    One that is not forked runs the script's file once more: without a guard, that would train once more.
+    """
+    if torch.multiprocessing.get_context().get_start_method() == "fork":
+        return True
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if file is None:  # a notebook, or a prompt: nothing is run again
+        return True
+    try:
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return re.search(r"""__name__\s*==\s*['"]__main__['"]""", text) is not None
+
+
 def _sample_bytes(loader: ElasticLoader) -> int | None:
-    """Bytes of a sample in a batch: of a gathered record, or of the first sample; None where that cannot be read.
+    """Bytes of a sample in a batch, by the first one; None where that cannot be read.
 
     It is read in a worker process: this process's random numbers, and the files that a dataset opens, stay as they are.
     """
     dataset: Any = loader.dataset
-    if getattr(dataset, "gathers_batches", False):
-        return int(dataset.record_bytes)
     once = DataLoader(
         dataset,
         batch_sampler=[[0]],

@@ -5,9 +5,11 @@ The class of a dataset may offer any of these; none has to:
 - ``with_decoder(decoder)``: a copy of it that makes ``decoder(data)`` of each image file, and ``decoder(data, mode)``
   of each image that was stored in a mode of its own, in the thread that reads the sample. Crops work with such
   datasets.
-- ``gather(datasets, indices, pin_memory)``: what takes whole batches from it and others of its type (a dataset whose
+- ``gather(datasets, indices)``: what takes whole batches from it and others of its type (a dataset whose
   ``__getitems__`` gives a batch), or None. Batches of equal records are copied in one call so.
 - ``for_loader()``: a copy of it that a loader reads, sample by sample.
+- ``is_pure``: whether reading a sample runs code of the class alone, no transform's and no subclass's, and that draws
+  no random numbers and is safe between threads: then threads read the samples.
 - ``read_ahead(indices)``: begin to read these samples, without waiting for them.
 - ``targets``: the label of each sample, without reading the samples.
 - ``as_written``: where in a sample arrays, tensors and masks lie that come as they were written: these are never
@@ -48,6 +50,13 @@ def for_loader(dataset: Any) -> Any:
     if not all(offers(leaf, "for_loader") and not _has_batches_of_its_own(leaf) for leaf in leaves(dataset)):
         return None
     return _mapped(dataset, lambda leaf: leaf.for_loader())
+
+
+def is_read_by_sample(dataset: Any) -> bool:
+    """Whether a dataset has no way of its own to give a batch's samples, or one that may be left aside."""
+    if for_loader(dataset) is not None:
+        return True
+    return _is_plain(dataset) and not any(hasattr(leaf, "__getitems__") for leaf in leaves(dataset))
 
 
 def _has_batches_of_its_own(dataset: Any) -> bool:
@@ -91,20 +100,19 @@ def duplicate(dataset: Any) -> Any:
     return copied
 
 
-def gathered(dataset: Any, pin_memory: bool) -> Any:
+def gathered(dataset: Any) -> Any:
     """What takes whole batches from a dataset, or None.
 
     Args:
         dataset: One with a method ``gather``, or Subsets and ConcatDatasets of such; subclasses that change what a
             sample is are not gathered.
-        pin_memory: Batches in page-locked memory.
     """
     if not _is_plain(dataset) or not all(offers(leaf, "gather") for leaf in leaves(dataset)):
         return None
     datasets, indices = _flat(dataset)
     if not datasets or any(type(each) is not type(datasets[0]) for each in datasets):
         return None
-    return datasets[0].gather(datasets, indices, pin_memory)
+    return datasets[0].gather(datasets, indices)
 
 
 def _is_plain(dataset: Any) -> bool:
@@ -136,6 +144,11 @@ def _flat(dataset: Any) -> tuple[list[Any], Indices | None]:
         start += size
     whole = all(indices is None for _, indices in parts)
     return [each for datasets, _ in parts for each in datasets], None if whole else np.concatenate(chosen)
+
+
+def runs_our_code_only(dataset: Any) -> bool:
+    """Whether reading a sample runs no code of the user's: it draws no random numbers, and threads may do it."""
+    return _is_plain(dataset) and all(getattr(leaf, "is_pure", False) is True for leaf in leaves(dataset))
 
 
 def positions(subset: Subset[Any]) -> Indices:

@@ -85,6 +85,11 @@ class ImageFolder(Dataset[Any]):
             name_sample(error, self.sample_name(at))
             raise
 
+    @property
+    def is_pure(self) -> bool:
+        """Whether a sample is what the file has: no subclass, and no transform, makes something else of it."""
+        return type(self) is ImageFolder and self.transform is None and self.target_transform is None
+
     def _read(self, index: int) -> Any:
         data = self.files.read(index)
         try:

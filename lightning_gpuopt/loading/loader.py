@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_gpuopt.compat.dataloader import pin_batch
+from lightning_gpuopt.compat.lightning import rank_zero_info
 from lightning_gpuopt.loading.collate import Collate, MemoryFormat, as_it_is
-from lightning_gpuopt.loading.datasets import for_loader, gathered
+from lightning_gpuopt.loading.datasets import for_loader, gathered, is_read_by_sample
+from lightning_gpuopt.loading.engine.engine import CannotServe
+from lightning_gpuopt.loading.engine.iterator import EngineIterator, can_serve
+from lightning_gpuopt.loading.engine.memory import can_share
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler, ResumableLoader
-from lightning_gpuopt.loading.samples import EpochSamples, SkippedSamples
+from lightning_gpuopt.loading.samples import EpochSamples, SeededCollate, SkippedSamples
 
 if TYPE_CHECKING:
     from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 
-GATHER_BYTES: Final = 8 << 20
-"""Up to this size a batch is copied in the training process (about a millisecond): less than what it costs to take
-one from a worker process."""
+log = logging.getLogger(__name__)
+
+
+GATHER_BYTES: Final = 1 << 20
+"""Up to this size a batch is gathered in the training process (0.2 ms): in less time than another could say it is
+done."""
 
 
 class ElasticLoader(ResumableLoader, DataLoader[Any]):
@@ -28,9 +38,18 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
 
     Attributes:
         draws_random_state: Whether the training process's random state may change when it takes a batch.
+        cpus: CPUs that loader processes may share; they are as many as is found to be best, with threads. 0: there are
+            `num_workers` of them.
     """
 
     draws_random_state = True
+    iterates_as_torch = True
+    cpus = 0
+
+    @property
+    def shares_cpus(self) -> bool:
+        """Whether `num_workers` is how many CPUs there are, and nobody has asked for as many processes."""
+        return self.num_workers == self.cpus
 
     @property
     def sampler(self) -> Any:
@@ -41,10 +60,33 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
     def sampler(self, value: Any) -> None:
         """Nothing: torch's __init__ assigns one."""
 
+    def _get_iterator(self) -> Any:
+        """Loader processes that fill batches sample by sample, where that can be; else torch's iterator."""
+        if not self.num_workers or not can_serve(self):
+            return super()._get_iterator()
+        if not can_share():
+            _say_that_nothing_is_shared()
+            return super()._get_iterator()
+        state = torch.get_rng_state() if self.generator is None else self.generator.get_state()
+        try:
+            return EngineIterator(self)
+        except CannotServe as reason:
+            log.debug("DataLoader workers load: %s", reason)
+        (torch.default_generator if self.generator is None else self.generator).set_state(state)
+        return super()._get_iterator()
+
     def __iter__(self) -> Any:
         if self.num_workers == 0 and getattr(self.dataset, "gathers_batches", False):
             return _GatheredBatches(self)
         return super().__iter__()
+
+
+@cache
+def _say_that_nothing_is_shared() -> None:
+    rank_zero_info(
+        "DataLoader workers load: this system has no memory files (memfd_create, in Linux since 3.17), in which loader "
+        "processes could fill batches"
+    )
 
 
 class _Fetcher:
@@ -66,12 +108,14 @@ class _GatheredBatches:
         assert loader.batch_sampler is not None
         self._indices: Iterator[list[int]] = iter(loader.batch_sampler)
         self._fetcher = _Fetcher(loader.dataset, loader.collate_fn)
+        self._pins = loader.pin_memory and torch.cuda.is_available()
 
     def __iter__(self) -> _GatheredBatches:
         return self
 
     def __next__(self) -> Any:
-        return self._fetcher.fetch(next(self._indices))
+        batch = self._fetcher.fetch(next(self._indices))
+        return pin_batch(batch, None) if self._pins else batch
 
 
 def make_loader(
@@ -97,7 +141,8 @@ def make_loader(
         skipped: Notes the samples that cannot be read and are left out; None: they are errors.
         collate_fn: Makes a batch of samples; None: torch's way.
         memory_format: Of images that this package decodes; others are collated as they come.
-        num_workers: Worker processes; None: none where batches are gathered faster without, else `workers_if_needed`.
+        num_workers: Loader processes, or worker processes where samples have no fixed places in a batch. None: none
+            where batches are gathered faster without, else as are best for `workers_if_needed` CPUs.
         workers_if_needed: See `num_workers`.
         pin_memory: Batches in page-locked memory.
         persistent_workers: Keep the workers between epochs; None: where there are workers.
@@ -109,18 +154,20 @@ def make_loader(
     batch_sampler = ElasticBatchSampler(sampler, sampler.batch_size, sampler.drop_last)
     source: Any = None
     if crops is None and skipped is None and collate_fn is None:
-        source = gathered(dataset, pin_memory and torch.cuda.is_available())
+        source = gathered(dataset)
     if source is not None:
         if num_workers is None and source.record_bytes * sampler.batch_size <= GATHER_BYTES:
             num_workers = 0
-        if num_workers != 0:
-            source.pin_memory = False  # a worker's batch is page-locked by the loader's own thread
-        elif hasattr(source, "announce"):
+        if num_workers == 0:
             batch_sampler.announce = source.announce
         collate_fn = as_it_is
-    elif crops is not None or skipped is not None or for_loader(dataset) is not None:
+    elif crops is not None or skipped is not None or is_read_by_sample(dataset):
         source = EpochSamples(dataset, crops, seed=sampler.seed, skipped=skipped)
-        collate_fn = collate_fn or Collate(memory_format, source.name)
+        if collate_fn is None:
+            ours = for_loader(dataset) is not None
+            collate_fn = Collate(memory_format if ours else "contiguous", source.name)
+        else:
+            collate_fn = SeededCollate(collate_fn, source)
     else:
         source = dataset  # it may have a way of its own to give a batch's samples
         collate_fn = collate_fn or Collate("contiguous")
@@ -132,8 +179,9 @@ def make_loader(
         collate_fn=collate_fn,
         num_workers=workers,
         pin_memory=pin_memory,
-        persistent_workers=bool(workers) if persistent_workers is None else persistent_workers and bool(workers),
+        persistent_workers=bool(workers) and persistent_workers is not False,
         prefetch_factor=prefetch_factor if workers else None,
     )
+    loader.cpus = workers if num_workers is None else 0
     loader.draws_random_state = not gathers
     return loader

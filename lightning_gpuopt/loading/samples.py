@@ -5,16 +5,28 @@ from __future__ import annotations
 import csv
 import io
 import os
+import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch.utils.data import Dataset
 
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
 from lightning_gpuopt.loaders.sample_keys import each_of
-from lightning_gpuopt.loading.datasets import for_loader, locate, offers, read_ahead, sample_name, with_decoder
+from lightning_gpuopt.loading.datasets import (
+    for_loader,
+    locate,
+    offers,
+    read_ahead,
+    runs_our_code_only,
+    sample_name,
+    with_decoder,
+)
 from lightning_gpuopt.loading.order import mix
 from lightning_gpuopt.loading.sampler import BatchIndices
 
@@ -26,7 +38,9 @@ class EpochSamples(Dataset[Any]):
     """A dataset as a loader reads it.
 
     A random crop depends on the seed, the epoch and the position in it only: the same on any number of workers and
-    ranks, after a resume, and another one each time that a sample is drawn.
+    ranks, after a resume, and another one each time that a sample is drawn. So do the random numbers that a transform,
+    or a dataset of the user's, draws from the global states of torch, numpy and Python; generators of their own are
+    theirs.
 
     Args:
         dataset: Where the samples come from.
@@ -53,7 +67,12 @@ class EpochSamples(Dataset[Any]):
         self.crops = crops
         self.seed = seed
         self.skipped = skipped
-        self._given: list[int] = []
+        self.seeds = not runs_our_code_only(self.dataset)
+        """Whether random numbers may be drawn as a sample is read."""
+        self.given: list[int] = []
+        """The indices of the last batch's samples, in their order."""
+        self.collation_key = 0
+        """What the random numbers are seeded with that a ``collate_fn`` may draw for the last batch."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -68,25 +87,46 @@ class EpochSamples(Dataset[Any]):
             CorruptSampleError: A sample cannot be read; where such are skipped, none of the batch can.
         """
         epoch, first = (indices.epoch, indices.first) if isinstance(indices, BatchIndices) else (0, 0)
-        read_ahead(self.dataset, indices)
+        self.read_ahead(indices)
         samples = []
-        self._given = []
-        for position, index in enumerate(each_of(indices), first):
-            if self.crops is not None:
-                self.crops.begin(mix(self.seed, epoch, position))
-            try:
-                samples.append(self.dataset[index])
-                self._given.append(index)
-            except Exception as error:
-                if self.skipped is None or not self._is_corrupt(error, index):
-                    raise
-                self.skipped.add(sample_name(self.dataset, index), error)
-                if not samples and position == first + len(indices) - 1:
-                    raise CorruptSampleError(
-                        f"none of the {len(indices)} samples of a batch can be read, and a batch cannot be empty; the "
-                        f"last: {error}"
-                    ) from error
+        self.given = []
+        with given_back() if self.seeds else nullcontext():
+            for position, index in enumerate(each_of(indices), first):
+                sample = self.read(index, epoch, position)
+                if not isinstance(sample, Skipped):
+                    samples.append(sample)
+                    self.given.append(index)
+        if not samples:
+            raise none_of(len(indices), sample)
+        self.collation_key = mix(self.seed, epoch, first, _COLLATION)
         return samples
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Begin to read the samples of a batch, where that helps."""
+        read_ahead(self.dataset, indices)
+
+    def read(self, index: int, epoch: int, position: int) -> Any:
+        """A sample, or `Skipped`.
+
+        Args:
+            index: Which.
+            epoch: The epoch in which it is drawn.
+            position: Its place in the epoch.
+
+        Raises:
+            CorruptSampleError: It cannot be read, and such are not skipped.
+        """
+        if self.crops is not None:
+            self.crops.begin(mix(self.seed, epoch, position))
+        if self.seeds:
+            seed_all(mix(self.seed, epoch, position, _SAMPLE))
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            if self.skipped is None or not self._is_corrupt(error, index):
+                raise
+            self.skipped.add(sample_name(self.dataset, index), error)
+            return Skipped(error)
 
     def _is_corrupt(self, error: Exception, index: int) -> bool:
         """Whether the sample cannot be read; datasets of this package say so, of others PIL's errors do."""
@@ -96,7 +136,72 @@ class EpochSamples(Dataset[Any]):
 
     def name(self, at: int) -> str:
         """What users call the sample at a position of the last batch that this process read."""
-        return sample_name(self.dataset, self._given[at])
+        return sample_name(self.dataset, self.given[at])
+
+
+class Skipped:
+    """A sample that cannot be read and is left out.
+
+    Args:
+        error: What reading it raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def none_of(count: int, last: Skipped) -> CorruptSampleError:
+    """What a batch raises all of whose samples are left out."""
+    error = CorruptSampleError(
+        f"none of the {count} samples of a batch can be read, and a batch cannot be empty; the last: {last.error}"
+    )
+    error.__cause__ = last.error
+    return error
+
+
+_SAMPLE, _COLLATION = 1, 2
+
+
+def seed_all(key: int) -> None:
+    """Seed the random numbers of torch, numpy and Python that have no generator of their own.
+
+    Args:
+        key: 64 bits.
+    """
+    torch.default_generator.manual_seed(key)  # torch.manual_seed, which sees to every device, takes 90 times as long
+    np.random.seed(key & 0xFFFFFFFF)
+    random.seed(key)
+
+
+@contextmanager
+def given_back() -> Iterator[None]:
+    """Have these random numbers go on afterwards as if none had been drawn."""
+    of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+
+class SeededCollate:
+    """A user's ``collate_fn``, whose random numbers depend on the seed, the epoch and the batch's place in it.
+
+    Args:
+        collate_fn: The user's.
+        samples: Where its samples come from.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], samples: EpochSamples) -> None:
+        self.collate_fn = collate_fn
+        self._samples = samples
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """A batch of samples."""
+        with given_back():
+            seed_all(self._samples.collation_key)
+            return self.collate_fn(samples)
 
 
 class SkippedSamples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple
@@ -62,6 +63,10 @@ class Streams:
         return False
 
 
+copy_streams: Final[weakref.WeakSet[torch.cuda.Stream]] = weakref.WeakSet()
+"""Streams on which batches are copied to a device: whoever uses a batch's memory again waits for them, too."""
+
+
 class CudaStreams(Streams):
     """One side stream for the whole run; the compute stream is whichever is current.
 
@@ -72,6 +77,7 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        copy_streams.add(self._side)
 
     @override
     def on_side(self) -> AbstractContextManager[Any]:

@@ -111,7 +111,8 @@ class WorkerStart:
         beat = Beat(ring, threading.get_ident(), dataset, stacks)
 
         def made(fetcher: Any) -> None:
-            if fetcher.dataset is not dataset:  # of a loader that the dataset has for itself
+            reads = getattr(fetcher.dataset, "reads_for", fetcher.dataset)
+            if reads is not dataset:  # of a loader that the dataset has for itself
                 return
             note_fetches(fetcher, ring, whole=True)
             beat.collates(fetcher.collate_fn)

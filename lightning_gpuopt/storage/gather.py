@@ -1,8 +1,7 @@
-"""Batches of equal records, gathered without worker processes, from the page cache into the batch itself.
+"""Batches of equal records, gathered from the page cache into the batch itself.
 
-Small records are copied out of memory maps in one call. A large one is one `preadv`, which puts its
-large parts where the batch has them, and all else aside; the memory of such a batch is used again when nobody holds any
-of it. Page-locked memory is torch's to use again, which knows what is being copied.
+Small records are copied out of memory maps in one call. A large one is one `preadv`, which puts its large parts where
+the batch has them, and all else aside.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 import errno
 import math
 import os
-import sys
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -22,6 +20,7 @@ import numpy as np
 import torch
 
 from lightning_gpuopt.loading.datasets import Indices
+from lightning_gpuopt.loading.engine.layout import Array, Column, Layout
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError, DamagedFileError
 from lightning_gpuopt.storage.format import Manifest
@@ -31,9 +30,6 @@ from lightning_gpuopt.storage.value import buffers, parse, sample_number
 
 Columns = Sequence[torch.Tensor]
 Words = np.ndarray[Any, np.dtype[np.uint64]]
-
-_KEPT: Final = 4
-"""Batches whose memory is kept: the one in use, and those that are fetched ahead of it."""
 
 _PLACES: Final = 1 << 20
 """The places of so many records are kept, 16 bytes each: looking them up takes a tenth of a small batch's time."""
@@ -155,12 +151,10 @@ def _column(kind: str, rest: list[Any]) -> tuple[torch.dtype, tuple[int, ...]]:
     raise TypeError(kind)
 
 
-def gather(
-    datasets: Sequence[StoredRecords], indices: Indices | None = None, pin_memory: bool = False
-) -> Gather | None:
+def gather(datasets: Sequence[StoredRecords], indices: Indices | None = None) -> Gather | None:
     """A `Gather` over datasets; None where their records are not equal arrays and numbers."""
     try:
-        return Gather(datasets, indices, pin_memory)
+        return Gather(datasets, indices)
     except TypeError:
         return None
 
@@ -187,14 +181,11 @@ class Gather:
     Args:
         datasets: Where the samples come from, counted through; `plan` must have one for each, and they must fit.
         indices: Those of their samples that count, in this order; None: all.
-        pin_memory: Put batches into page-locked memory (torch's allocator keeps and reuses it).
     """
 
     gathers_batches = True
 
-    def __init__(
-        self, datasets: Sequence[StoredRecords], indices: Indices | None = None, pin_memory: bool = False
-    ) -> None:
+    def __init__(self, datasets: Sequence[StoredRecords], indices: Indices | None = None) -> None:
         plans = [plan(dataset) for dataset in datasets]
         first = plans[0]
         for dataset, found in zip(datasets, plans, strict=True):
@@ -203,15 +194,14 @@ class Gather:
         assert first is not None
         self.datasets = list(datasets)
         self.indices = indices
-        self.pin_memory = pin_memory
         self._starts = [0, *accumulate(len(dataset) for dataset in datasets)]
         self._plan = first
         self._files: _RecordFiles | None = None
-        self._kept: deque[_BatchMemory] = deque()
+        self._memories: dict[int, _BatchMemory] = {}
         self._from_disk = self._asked = False  # whether batches come from the disk; the reading ahead asked it for some
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": None, "_kept": deque()}
+        return {**self.__dict__, "_files": None, "_memories": {}}
 
     def __len__(self) -> int:
         return self._starts[-1] if self.indices is None else len(self.indices)
@@ -235,28 +225,56 @@ class Gather:
             DamagedError: A record is not what was written.
             IndexError: An index is out of range.
         """
-        wanted = self._stored(indices)
-        before = blocks_read()
-        columns = self._columns(wanted)
-        self._from_disk = self._asked or blocks_read() != before
-        return self._plan.assemble(columns)
+        memory = _BatchMemory(self._plan, max(len(indices), 1))
+        return self._plan.assemble(self._columns(self._stored(indices), memory, 0))
 
-    def _columns(self, wanted: Indices) -> list[torch.Tensor]:
+    @property
+    def layout(self) -> Layout:
+        """How a batch lies in memory that `read_into` is given."""
+        return Layout([Column(dtype, shape) for _, dtype, shape in self._plan.columns], None, self._plan.assemble)
+
+    def read_into(self, indices: Sequence[int], arrays: list[Array], row: int, block: int) -> None:
+        """Read samples to their places in a batch.
+
+        Args:
+            indices: Of the samples.
+            arrays: The batch's columns, ``[B, *shape]``, as `layout` has them.
+            row: Of the first sample in them.
+            block: A number that stands for these arrays.
+
+        Raises:
+            DamagedError: A record is not what was written.
+        """
+        memory = self._memories.get(block)
+        if memory is None:
+            memory = self._memories[block] = _BatchMemory(self._plan, len(arrays[0]), arrays)
+        for array, column in zip(arrays, self._columns(self._stored(indices), memory, row), strict=True):
+            here = array[row : row + len(indices)]
+            if here.size and not memory.has(column):
+                here.reshape(len(indices), -1).view(np.uint8)[...] = as_bytes(column)
+
+    def _columns(self, wanted: Indices, memory: _BatchMemory, row: int) -> list[torch.Tensor]:
         """The parts of these records, ``[B, *shape]`` each; each record is looked at as a single read would.
+
+        Args:
+            wanted: Which.
+            memory: Where large records are read to.
+            row: Of the first there.
 
         Raises:
             DamagedError: One of them is not what was written.
             OSError: One cannot be read.
         """
-        files, plan = self._opened, self._plan
+        before, files, plan = blocks_read(), self._opened, self._plan
         starts, numbers, good = files.places(wanted, plan.record_bytes)
         if good is None or good.all():
             if files.region is None or self._from_disk or len(wanted) * plan.record_bytes > _COPIED:
                 shards = files.shards(wanted)
-                heads, columns = self._read(shards, files.in_files(shards, starts))
+                heads, columns = self._read(shards, files.in_files(shards, starts), memory, row)
             else:
                 files.check(wanted)
                 heads, columns = self._copied(files.region, starts)
+            self._from_disk = self._asked or blocks_read() != before
             # The checksums are not compared here, as they are not where samples are read one by one.
             right, alike = heads[:, 1].view(">i8") == numbers, heads & plan.mask == plan.prefix
             if right.all() and alike.all():
@@ -272,44 +290,25 @@ class Gather:
 
     def _copied(self, region: Region, starts: Indices) -> tuple[Words, list[torch.Tensor]]:
         """What records begin with, and their parts, copied out of maps."""
-        plan, size, pin = self._plan, len(starts), self.pin_memory
+        plan, size = self._plan, len(starts)
         # First a little of each record: the page that it begins in is known by the time all of it is copied.
         heads = region.rows(starts + plan.skipped, 8 * plan.head_words).view(np.uint64)
         columns = []
         for start, dtype, shape in plan.columns:
-            if not pin and 0 not in shape:
+            if 0 in shape:
+                columns.append(torch.empty((size, *shape), dtype=dtype))
+            else:
                 part = torch.from_numpy(region.rows(starts + start, _num_bytes(dtype, shape)))
                 columns.append(part.view(dtype).view(size, *shape))
-                continue
-            columns.append(torch.empty((size, *shape), dtype=dtype, pin_memory=pin))
-            if 0 not in shape:
-                flat = columns[-1].view(size, -1).view(torch.uint8).numpy()
-                flat[...] = region.rows(starts + start, flat.shape[1])
         return heads, columns
 
-    def _read(self, shards: Indices, offsets: Indices) -> tuple[Words, list[torch.Tensor]]:
+    def _read(
+        self, shards: Indices, offsets: Indices, memory: _BatchMemory, row: int
+    ) -> tuple[Words, list[torch.Tensor]]:
         """The same, read."""
-        size, plan = len(shards), self._plan
-        memory = self._memory(size)
-        self._opened.read(shards, offsets, memory.vectors, plan.record_bytes)
-        columns = [memory.column(at, size) for at in range(len(plan.columns))]
-        if not self.pin_memory:
-            self._kept.appendleft(memory)
-        return memory.heads[:size].copy(), columns
-
-    def _memory(self, size: int) -> _BatchMemory:
-        """Memory that nobody holds; it is nobody else's until it is put back."""
-        for _ in range(len(self._kept)):
-            try:
-                memory = self._kept.popleft()
-            except IndexError:  # another thread's
-                break
-            if memory.size >= size and not memory.is_held:
-                return memory
-            self._kept.append(memory)
-        while len(self._kept) >= _KEPT:
-            self._kept.pop()  # it is its holder's
-        return _BatchMemory(self._plan, max(size, 1), self.pin_memory)
+        rows, plan = slice(row, row + len(shards)), self._plan
+        self._opened.read(shards, offsets, memory.vectors[rows], plan.record_bytes)
+        return memory.heads[rows].copy(), [memory.column(at, rows) for at in range(len(plan.columns))]
 
     def announce(self, indices: Sequence[int]) -> None:
         """Have the kernel begin to read a batch that is gathered soon, where the last one came from the disk.
@@ -343,60 +342,70 @@ class _BatchMemory:
     Args:
         plan: What they are.
         size: How many there are at most.
-        pin_memory: Page-locked memory.
+        arrays: The columns of the batch; None: they are made.
     """
 
-    def __init__(self, plan: GatherPlan, size: int, pin_memory: bool) -> None:
-        self.size = size
+    def __init__(self, plan: GatherPlan, size: int, arrays: list[Array] | None = None) -> None:
         self._plan = plan
-        self._pin_memory = pin_memory
-        self._aside = np.zeros((size, plan.row_bytes), np.uint8)
+        self._size = size
+        self._arrays = arrays
         self._places: list[int] = []  # of the parts in a row of what is read aside
-        self._large: dict[int, np.ndarray[Any, Any]] = {}
-        self._pinned: dict[int, torch.Tensor] = {}
-        self.vectors = list(zip(*self._lay_out(), strict=True))
-        begin = plan.pad + plan.skipped
-        self.heads = self._aside[:, begin : begin + 8 * plan.head_words].view(np.uint64)
-        self._alone = self._holders()  # here no local variable is one
+        self._large: dict[int, Array] = {}
 
-    def _lay_out(self) -> list[list[memoryview]]:
-        """The pieces of a record, in order, each for all rows."""
-        plan, size, rows = self._plan, self.size, self._aside.data
+    @cached_property
+    def _aside(self) -> Array:
+        return np.zeros((self._size, self._plan.row_bytes), np.uint8)
+
+    @cached_property
+    def vectors(self) -> list[tuple[memoryview, ...]]:
+        """The pieces of each record, in order."""
+        plan, size, rows = self._plan, self._size, self._aside.data
         pieces: list[list[memoryview]] = []
         at, place = 0, plan.pad
         for number, (start, dtype, shape) in enumerate(plan.columns):
             self._places.append(place + start - at)
             if number in plan.large:
                 num_bytes = _num_bytes(dtype, shape)
-                self._large[number] = part = np.empty((0 if self._pin_memory else size, num_bytes), np.uint8)
-                if self._pin_memory:
-                    self._pinned[number] = torch.empty((size, num_bytes), dtype=torch.uint8, pin_memory=True)
-                    part = self._pinned[number].numpy()
+                if self._arrays is None:
+                    part = np.empty((size, num_bytes), np.uint8)
+                else:
+                    part = self._arrays[number].reshape(size, -1).view(np.uint8)
+                self._large[number] = part
                 pieces += [_pieces(rows, place, place + start - at), _pieces(part.data, 0, num_bytes)]
                 at, place = start + num_bytes, place + start - at
         pieces.append(_pieces(rows, place, place + plan.record_bytes - at))
-        return pieces
-
-    def _holders(self) -> list[int]:
-        return [sys.getrefcount(part) for part in self._large.values()]
+        return list(zip(*pieces, strict=True))
 
     @property
-    def is_held(self) -> bool:
-        """Whether somebody has a tensor, an array or a view of a batch that was read to here."""
-        return self._holders() != self._alone
+    def heads(self) -> Words:
+        """What each record begins with."""
+        begin = self._plan.pad + self._plan.skipped
+        return self._aside[:, begin : begin + 8 * self._plan.head_words].view(np.uint64)
 
-    def column(self, number: int, size: int) -> torch.Tensor:
-        """A part of the first `size` records, ``[size, *shape]``."""
+    def column(self, number: int, rows: slice) -> torch.Tensor:
+        """A part of some records, ``[B, *shape]``."""
         _, dtype, shape = self._plan.columns[number]
+        count = rows.stop - rows.start
         if number in self._large:
-            part = self._pinned[number][:size] if self._pin_memory else torch.from_numpy(self._large[number][:size])
-            return part.view(dtype).view(size, *shape)
-        column = torch.empty((size, *shape), dtype=dtype, pin_memory=self._pin_memory)
+            return torch.from_numpy(self._large[number][rows]).view(dtype).view(count, *shape)
+        column = torch.empty((count, *shape), dtype=dtype)
         if column.numel():
-            flat = column.view(size, -1).view(torch.uint8).numpy()
+            flat = as_bytes(column)
             place = self._places[number]
-            flat[...] = self._aside[:size, place : place + flat.shape[1]]
+            flat[...] = self._aside[rows, place : place + flat.shape[1]]
         return column
+
+    def has(self, column: torch.Tensor) -> bool:
+        """Whether a column lies in the memory that was given."""
+        return self._arrays is not None and any(
+            np.may_share_memory(part, as_bytes(column)) for part in self._large.values()
+        )
+
+
+def as_bytes(column: torch.Tensor) -> Array:
+    """The rows of a column as bytes, uint8 ``[B, row bytes]``."""
+    flat: Array = column.view(len(column), -1).view(torch.uint8).numpy()
+    return flat
 
 
 def _pieces(table: memoryview, start: int, stop: int) -> list[memoryview]:

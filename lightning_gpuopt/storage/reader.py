@@ -230,7 +230,7 @@ class LMDBDataset(Dataset[Any]):
         """
         image, read = self._decoder, self.read
         self.read_ahead(indices)
-        if self._plain:
+        if self.is_pure:
             return [read(index, image) for index in indices]
         return [self[index] for index in indices]
 
@@ -247,11 +247,11 @@ class LMDBDataset(Dataset[Any]):
         copied.verify_checksum = True
         return copied
 
-    def gather(self, datasets: Sequence[LMDBDataset], indices: Any, pin_memory: bool) -> Gather | None:
+    def gather(self, datasets: Sequence[LMDBDataset], indices: Any) -> Gather | None:
         """What takes whole batches from datasets of this kind, where their records are equal arrays and numbers."""
         if not self._own or type(self).__len__ is not LMDBDataset.__len__:
             return None
-        return gather(datasets, indices, pin_memory)
+        return gather(datasets, indices)
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Have the kernel begin to read a batch's samples, where the last batch was not in memory.
@@ -369,10 +369,9 @@ class LMDBDataset(Dataset[Any]):
         return all(getattr(type(self), name) is getattr(LMDBDataset, name) for name in own)
 
     @property
-    def _plain(self) -> bool:
-        """Whether a sample is what was stored, as far as a subclass and the transforms go."""
-        own = type(self).__getitem__ is LMDBDataset.__getitem__
-        return own and self.transform is None and self.target_transform is None
+    def is_pure(self) -> bool:
+        """Whether a sample is what was stored: no subclass, and no transform, makes something else of it."""
+        return self._own and self.transform is None and self.target_transform is None
 
     @cached_property
     def _rich(self) -> bool:

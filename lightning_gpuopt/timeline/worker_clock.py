@@ -53,7 +53,7 @@ _IDLE, _FETCHING, _COLLATING = 0.0, 1.0, 2.0
 _DOING_NAMES: Final = {_IDLE: "waits for work", _FETCHING: "reads samples", _COLLATING: "collates"}
 
 
-_OWN: Final = frozenset({"collate_fn", "gpuopt_stacks", "_rows", "_meter"})
+_OWN: Final = frozenset({"collate_fn", "gpuopt_stacks", "_rows", "_meter", "_number"})
 
 
 class _Meter:
@@ -93,6 +93,13 @@ class _Meter:
         self._measured = [0, 0, 0, 0]
         self._random = random.Random(0)  # the global one is the program's
 
+    def add_batch(self, took_ns: int) -> None:
+        """A batch was made in so many nanoseconds."""
+        row = self.row
+        row[_SQUARES] += took_ns**2
+        row[_BINS + _bin_of(took_ns if 0 < took_ns < _MAX_NS else _MAX_NS)] += 1
+        row[_BATCHES] += 1
+
     def add_cpu(self, data_wall: int, data_cpu: int, collate_wall: int, collate_cpu: int) -> None:
         """A batch was measured in full: nanoseconds."""
         row, measured = self.row, self._measured
@@ -131,6 +138,7 @@ class TimedCollate:
 
     def _begin(self) -> None:
         self._meter: _Meter | None = None
+        self._number: int | None = None
 
     def __call__(self, *samples: Any, **options: Any) -> Any:
         """Collate, and note how long that and the access to the samples took."""
@@ -156,23 +164,35 @@ class TimedCollate:
             return batch
         rows[_DATA_WALL] += wall - data_began
         rows[_COLLATE_WALL] += after - wall
-        took = after - data_began
-        rows[_SQUARES] += took**2
-        rows[_BINS + _bin_of(took if 0 < took < _MAX_NS else _MAX_NS)] += 1
         if data_cpu:
             meter.add_cpu(wall - data_began, cpu - data_cpu, after - wall, time.thread_time_ns() - cpu)
-            if rows[_BATCHES] % _BYTES_EVERY == 0:
+            if self._number is None and rows[_BATCHES] % _BYTES_EVERY == 0:
                 rows[_BYTES] += nbytes_of(batch)
                 rows[_SIZED] += 1
         else:
             rows[_DATA_CPU] += meter.data_share * (wall - data_began)
             rows[_COLLATE_CPU] += meter.collate_share * (after - wall)
-        rows[_BATCHES] += 1
+        if self._number is None:
+            meter.add_batch(after - data_began)
         return batch
+
+    def batch_done(self, took_ns: int, num_bytes: int) -> None:
+        """A batch is whole to which this thread has read the last sample.
+
+        Args:
+            took_ns: nanoseconds that all its samples have taken.
+            num_bytes: of the batch.
+        """
+        if self._meter is not None:
+            self._meter.add_batch(took_ns)
+            self._meter.row[_BYTES] += num_bytes
+            self._meter.row[_SIZED] += 1
 
     def _find_row(self) -> int:
         worker = get_worker_info()
-        number = worker.id if worker is not None else 0
+        number = self._number
+        if number is None:
+            number = worker.id if worker is not None else 0
         return number * _FIELDS if number < _MAX_WORKERS else -1
 
     def _watch_fetcher(self, meter: _Meter) -> None:
@@ -215,7 +235,9 @@ class TimedCollate:
         worker, rows = get_worker_info(), meter.row
         if worker is None or self.gpuopt_stacks is None:
             return None
-        return WorkerLook(self.gpuopt_stacks, worker.id, lambda: rows[_DOING] != _IDLE, lambda: rows[_BATCHES])
+        return WorkerLook(
+            self.gpuopt_stacks, meter.number // _FIELDS, lambda: rows[_DOING] != _IDLE, lambda: rows[_BATCHES]
+        )
 
     def times(self, workers: int = _MAX_WORKERS) -> WorkerTimes:
         """What the workers have noted so far; called in the training process.
@@ -279,6 +301,25 @@ class TimedCollate:
         twin = TimedCollate.__new__(TimedCollate)
         twin.__setstate__({"collate_fn": copy.deepcopy(self.collate_fn, memo), "gpuopt_stacks": None, "_rows": None})
         return twin
+
+
+def clock_of(collate_fn: Any, number: int) -> TimedCollate | None:
+    """The clock of a thread that reads samples of many batches, in a loader's process; None where nothing is timed.
+
+    Args:
+        collate_fn: the loader's.
+        number: of the thread, among those of all processes.
+    """
+    if not isinstance(collate_fn, TimedCollate):
+        return None
+    clock = TimedCollate.__new__(TimedCollate)
+    clock.__setstate__({**vars(collate_fn), "collate_fn": _no_batch})
+    clock._number = number
+    return clock
+
+
+def _no_batch(samples: Any) -> None:
+    """Samples are in their places already."""
 
 
 def watch_workers(loader: Any) -> tuple[TimedCollate, Callable[[], None]] | None:

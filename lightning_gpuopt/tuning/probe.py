@@ -160,7 +160,8 @@ def _start(
     with warnings.catch_warnings():
         # of more workers than CPUs, which a trial starts on purpose
         warnings.filterwarnings("ignore", message="This DataLoader will create|Got pickle error")
-        twin = DataLoader(
+        kind = type(loader) if getattr(type(loader), "iterates_as_torch", False) else DataLoader
+        twin = kind(
             loader.dataset,
             num_workers=num_workers,
             collate_fn=collate,

@@ -84,6 +84,8 @@ class Rule:
 def _own_iterators(asked: AskedChange) -> str | None:
     if is_plain(asked.loader) or kind_of(asked.loader) == "stateful":
         return None
+    if getattr(type(asked.loader), "iterates_as_torch", False):  # with iterators of our own
+        return None
     if isinstance(asked.loader.dataset, IterableDataset) and kind_of(asked.loader) == "torch":
         return None
     return f"a {type(asked.loader).__name__} makes its iterators itself"

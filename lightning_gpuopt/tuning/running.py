@@ -53,6 +53,11 @@ _FITS_FOR_S: Final = 5.0
 """Seconds between two checks of the memory left for the workers."""
 
 
+def _resizes(iterator: Any) -> bool:
+    """Whether an iterator of our own changes the number of its workers itself."""
+    return bool(getattr(type(iterator), "resizes", False))
+
+
 class RunningLoader:
     """A DataLoader whose number of workers follows what its consumer needs.
 
@@ -246,7 +251,7 @@ class RunningLoader:
         try:
             if (reason := self._why_not_live() or why_not_tried()) is not None:
                 raise ResizeUnsupported(reason)
-            adopted = adopt(iterator, self.loader, self._depth)
+            adopted = iterator if _resizes(iterator) else adopt(iterator, self.loader, self._depth)
             if adopted._num_workers != self.loader.num_workers:  # a choice was restored since it was made
                 adopted.resize(self.loader.num_workers)
         except ResizeUnsupported as unsupported:
@@ -379,8 +384,9 @@ class RunningLoader:
         if num_workers > self.loader.num_workers and not self._may_grow(num_workers):
             num_workers = self.loader.num_workers
             self.policy.set(num_workers, settle=True)
-        if isinstance(iterator, ResizableIterator) and (fewer or self.problem is None):
+        if (isinstance(iterator, ResizableIterator) or _resizes(iterator)) and (fewer or self.problem is None):
             num_workers = iterator.resize(num_workers)
+            assign(self.loader, num_workers)
             self._waits_for_next = running_workers(self.loader, iterator) != num_workers
         elif num_workers != self.loader.num_workers:
             assign(self.loader, num_workers)

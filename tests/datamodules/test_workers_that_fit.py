@@ -10,13 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
-from lightning_gpuopt.datamodules import elastic, resumable
+from lightning_gpuopt.datamodules import resumable
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.writer import LMDBWriter
 from lightning_gpuopt.telemetry import resources
@@ -51,8 +50,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def crops(train: Any, **kwargs: Any) -> LMDBDataModule:
-    """Crops of 150,528 bytes, with labels of 8."""
-    return LMDBDataModule(train, decode="tensor", crop_size=224, pin_memory=False, **kwargs)
+    """Crops of 150,528 bytes, with labels of 8, whose batches a function of the user's makes."""
+    options = {"decode": "tensor", "crop_size": 224, "pin_memory": False, "collate_fn": default_collate}
+    return LMDBDataModule(train, **{**options, **kwargs})
 
 
 class Reads(Dataset[Any]):
@@ -139,20 +139,20 @@ def test_a_number_is_taken_as_it_is(images: Path) -> None:
     assert lines == []
 
 
-def test_batches_of_records_need_no_look_at_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "DataLoader", None)
-    with LMDBWriter(tmp_path / "d") as writer:
-        for index in range(4):
-            writer.write(np.full(100_000, index, np.uint8))
-    with pytest.warns(UserWarning, match=r"is 2 here, not 64: .* a batch is 9\.5 MiB"):
-        assert LMDBDataModule(tmp_path / "d", batch_size=100).train_dataloader().num_workers == 2
+def test_batches_that_are_filled_in_place_need_no_room_there(images: Path, tmp_path: Path, machine: Any) -> None:
+    machine(0)
+    dataset = Reads(tmp_path / "reads")
+    with said() as lines:
+        assert crops(images, batch_size=32, collate_fn=None).train_dataloader().num_workers == 64
+        assert LMDBDataModule(dataset, batch_size=10).train_dataloader().num_workers == 64
+    assert (lines, dataset.reads()) == ([], [])
 
 
 def test_the_first_sample_is_read_in_another_process(tmp_path: Path) -> None:
     dataset = Reads(tmp_path / "reads")
     state = torch.get_rng_state()
     with pytest.warns(UserWarning, match="is 2 here"):
-        assert LMDBDataModule(dataset, batch_size=10).train_dataloader().num_workers == 2
+        assert LMDBDataModule(dataset, batch_size=10, collate_fn=default_collate).train_dataloader().num_workers == 2
     ((pid, index),) = dataset.reads()
     assert (pid != os.getpid(), index) == (True, 0)
     assert torch.equal(torch.get_rng_state(), state)
@@ -161,13 +161,13 @@ def test_the_first_sample_is_read_in_another_process(tmp_path: Path) -> None:
 def test_no_sample_is_read_where_batches_of_any_size_have_room(tmp_path: Path, machine: Any) -> None:
     machine(83_000 * MIB)
     dataset = Reads(tmp_path / "reads")
-    assert LMDBDataModule(dataset, batch_size=10).train_dataloader().num_workers == 64
+    assert LMDBDataModule(dataset, batch_size=10, collate_fn=default_collate).train_dataloader().num_workers == 64
     assert dataset.reads() == []
 
 
 def test_where_the_first_sample_cannot_be_read_training_says_so(tmp_path: Path) -> None:
     dataset = Reads(tmp_path / "reads", fails=True)
-    assert LMDBDataModule(dataset, batch_size=10).train_dataloader().num_workers == 64
+    assert LMDBDataModule(dataset, batch_size=10, collate_fn=default_collate).train_dataloader().num_workers == 64
     assert len(dataset.reads()) == 1
 
 

@@ -135,8 +135,8 @@ def test_a_subsets_indices_count_from_the_end_too_and_must_be_there(tmp_path: Pa
 
 def test_small_records_need_no_workers_and_large_ones_do(tmp_path: Path) -> None:
     dataset = stored(tmp_path / "data", lambda i: np.zeros(70_000, np.uint8), num_samples=3)
-    small = make_loader(dataset, ElasticSampler(Order(3), 100), workers_if_needed=2)
-    large = make_loader(dataset, ElasticSampler(Order(3), 200), workers_if_needed=2)
+    small = make_loader(dataset, ElasticSampler(Order(3), 14), workers_if_needed=2)
+    large = make_loader(dataset, ElasticSampler(Order(3), 15), workers_if_needed=2)
     assert (small.num_workers, large.num_workers) == (0, 2)
     told = make_loader(dataset, ElasticSampler(Order(3), 2), num_workers=1)
     assert told.num_workers == 1

@@ -1,0 +1,279 @@
+"""Memory that the loader processes and the training process share, in files that have no name.
+
+It does not come from ``/dev/shm``, whose size does not matter, and nothing of it is left when the last process that has
+it ends, however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from multiprocessing import reduction
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from lightning_gpuopt.loading.engine.layout import Array
+from lightning_gpuopt.prefetch.stream import copy_streams
+
+TO_DO, PLACED, SKIPPED, ASIDE, LOST = range(5)
+"""The states of a batch's rows: nobody has read the sample; it is in its place; it is left out; it was sent, since it
+is not like the others, or what it raised was; whoever read it has died."""
+
+_SEQUENCE, _COUNT, _EPOCH, _FIRST, _BLOCK, _WORK = range(6)
+
+
+def can_share() -> bool:
+    """Whether this machine has memory of that kind."""
+    needed = (os, "memfd_create"), (os, "eventfd"), (fcntl, "F_GETPIPE_SZ"), (mmap, "MADV_REMOVE")
+    return all(hasattr(module, name) for module, name in needed) and os.path.exists("/proc/self/fd")
+
+
+class SharedFile:
+    """A descriptor that processes inherit, or are given as they are started.
+
+    Args:
+        fd: of an open file; it is closed with this object.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.close: Callable[[], Any] = weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def in_memory(cls, name: str, size: int = 0) -> SharedFile:
+        """A new file that lies in memory."""
+        file = cls(os.memfd_create(f"gpuopt-{name}", os.MFD_CLOEXEC))
+        os.ftruncate(file.fd, size)
+        return file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self.fd),)
+
+
+def _received(fd: Any) -> SharedFile:
+    return SharedFile(fd.detach())
+
+
+class Control:
+    """What is to be read, by whom it is read, and what is done.
+
+    Args:
+        slots: batches that are on their way at once.
+        batch_size: samples of a batch at most.
+        readers: threads of all loader processes.
+        file: of the object in the process that made it; None: this is that one.
+
+    Attributes:
+        slots: int64 ``[slots, 6]``: sequence, samples, epoch, position of the first in it, block, ns of work.
+        indices: int64 ``[slots, batch_size]``: of the samples.
+        readers: int64 ``[readers, 4]``: the sequence of the batch that a thread reads for, from 1 on (0: none), its
+            first row, how many rows, and since when, in nanoseconds.
+    """
+
+    def __init__(self, slots: int, batch_size: int, readers: int, file: SharedFile | None = None) -> None:
+        self._shape = slots, batch_size, readers
+        sizes = [8 * 6 * slots, 8 * slots * batch_size, 8 * 4 * readers, slots * batch_size]
+        self._file = SharedFile.in_memory("batches", sum(sizes)) if file is None else file
+        self.bytes = mmap.mmap(self._file.fd, sum(sizes))
+        self.slots: Array = np.ndarray((slots, 6), np.int64, self.bytes)
+        self.indices: Array = np.ndarray((slots, batch_size), np.int64, self.bytes, sizes[0])
+        self.readers: Array = np.ndarray((readers, 4), np.int64, self.bytes, sum(sizes[:2]))
+        self._states = sum(sizes[:3])
+        self._batch_size = batch_size
+        self._thread_lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Control, (*self._shape, self._file)
+
+    def open(self, slot: int, sequence: int, indices: list[int], epoch: int, first: int, block: int) -> None:
+        """Say what a slot's next batch is made of."""
+        count = len(indices)
+        self.indices[slot, :count] = indices
+        start = self._states + slot * self._batch_size
+        self.bytes[start : start + count] = bytes(count)
+        self.slots[slot] = sequence, count, epoch, first, block, 0
+
+    def set_state(self, slot: int, row: int, count: int, state: int) -> None:
+        """Set the state of rows."""
+        start = self._states + slot * self._batch_size + row
+        self.bytes[start : start + count] = bytes((state,)) * count
+
+    def states(self, slot: int, count: int) -> bytes:
+        """The states of a slot's first rows."""
+        start = self._states + slot * self._batch_size
+        return self.bytes[start : start + count]
+
+    def is_done(self, slot: int, work_ns: int = 0) -> bool:
+        """Whether no row of a slot is left to do; of two that finish its last rows, at least one is told so.
+
+        Args:
+            slot: whose rows.
+            work_ns: nanoseconds to add to the slot's work.
+        """
+        start = self._states + slot * self._batch_size
+        # A lock that goes with the process that holds it. It does not know threads.
+        with self._thread_lock:
+            fcntl.lockf(self._file.fd, fcntl.LOCK_EX)
+            try:
+                here = self.slots[slot]
+                here[_WORK] += work_ns
+                return self.bytes.find(b"\0", start, start + int(here[_COUNT])) < 0
+            finally:
+                fcntl.lockf(self._file.fd, fcntl.LOCK_UN)
+
+
+class Blocks:
+    """Memory of batches, by number, in one file that grows.
+
+    Args:
+        file: where they lie.
+        num_bytes: of a block.
+    """
+
+    def __init__(self, file: SharedFile, num_bytes: int) -> None:
+        self.file = file
+        self.num_bytes = max(1, -(-num_bytes // mmap.ALLOCATIONGRANULARITY)) * mmap.ALLOCATIONGRANULARITY
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def map(self, number: int) -> mmap.mmap:
+        """A block, as this process sees it."""
+        if number not in self._maps:
+            self._maps[number] = mmap.mmap(self.file.fd, self.num_bytes, offset=number * self.num_bytes)
+        return self._maps[number]
+
+
+class _Lent:
+    """A block that was handed over.
+
+    Attributes:
+        number: of the block.
+        holder: what each tensor of the batch, and each view of one, holds; dead once nobody has any.
+        copied: what has to be over on the device before the block may be written to; None: not yet known.
+    """
+
+    __slots__ = ("copied", "holder", "number")
+
+    def __init__(self, number: int, memory: memoryview) -> None:
+        self.number = number
+        self.holder = weakref.ref(memory)
+        self.copied: list[torch.cuda.Event] | None = None
+
+
+class Ring(Blocks):
+    """The blocks in the training process: handed over with their batches, and used again when nobody has these.
+
+    Args:
+        file: as of `Blocks`.
+        num_bytes: as of `Blocks`.
+
+    Attributes:
+        streams: to which the training thread gives work.
+        most: of blocks beyond so many it is said that batches are held.
+    """
+
+    def __init__(self, file: SharedFile, num_bytes: int) -> None:
+        super().__init__(file, num_bytes)
+        self.streams: tuple[Any, ...] = ()
+        self.most = 0
+        self._number = 0
+        self._free: list[int] = []
+        self._lent: list[_Lent] = []
+        self._kept: list[_Lent] = []
+        self._lock = threading.Lock()
+        _rings.add(self)
+
+    def take(self) -> int:
+        """A block that nobody reads."""
+        with self._lock:
+            if not self._free:
+                self._take_back()
+            if self._free:
+                return self._free.pop()
+        number, self._number = self._number, self._number + 1
+        if self._number == self.most + 1:
+            warnings.warn(
+                f"{self._number} batches of {self.num_bytes / 2**20:.1f} MiB are held by the program, or on their way "
+                "to it, and memory grows by each that is held: keep what is needed of a batch as a copy (.clone())",
+                stacklevel=2,
+            )
+        os.ftruncate(self.file.fd, self._number * self.num_bytes)
+        return number
+
+    def lend(self, number: int) -> memoryview:
+        """A block for a batch; it is lent until the last object that holds the view goes."""
+        memory = memoryview(self.map(number))
+        with self._lock:
+            self._lent.append(_Lent(number, memory))
+        return memory
+
+    def give_back(self, number: int) -> None:
+        """A block that was not lent is free."""
+        self._free.append(number)
+
+    def _take_back(self) -> None:
+        still = []
+        for lent in self._lent:
+            if lent.holder() is None and lent.copied is None:
+                lent.copied = self._record()  # after whatever was done with the batch
+            if lent.copied is not None and all(event.query() for event in lent.copied):  # type: ignore[no-untyped-call]
+                self._free.append(lent.number)
+            else:
+                still.append(lent)
+        self._lent = still
+
+    def _record(self) -> list[torch.cuda.Event]:
+        """Events on each stream that may be copying a batch. torch records none for memory that is not its own."""
+        if not (streams := {*self.streams, *streams_here(), *copy_streams}):
+            return []
+        events = [torch.cuda.Event() for _ in streams]  # type: ignore[no-untyped-call]
+        for event, stream in zip(events, streams, strict=True):
+            event.record(stream)
+        return events
+
+    def forked(self) -> None:
+        """This process is forked: what it holds now, the other process has too, and is never written to again."""
+        self._kept += [lent for lent in self._lent if lent.holder() is not None]
+        self._lent = [lent for lent in self._lent if lent.holder() is None]
+
+    def end(self) -> None:
+        """Free what nobody holds; what batches hold lives on with them."""
+        held = {lent.number for lent in (*self._lent, *self._kept) if lent.holder() is not None}
+        for number in range(self._number):
+            if number not in held:
+                self.map(number).madvise(mmap.MADV_REMOVE)
+        self._maps.clear()
+        _rings.discard(self)
+
+
+def streams_here() -> tuple[Any, ...]:
+    """The streams to which this thread gives work to a device; none where CUDA is not in use."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ()
+    return torch.cuda.current_stream(), torch.cuda.default_stream()
+
+
+_rings: Final[weakref.WeakSet[Ring]] = weakref.WeakSet()
+
+
+_LOADERS: Final = frozenset({"torch.utils.data.dataloader", "lightning_gpuopt.loading.engine.iterator"})
+
+
+def _before_fork() -> None:
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_globals.get("__name__") in _LOADERS:  # a process that loads does nothing with others' batches
+            return
+    for ring in list(_rings):
+        ring.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)

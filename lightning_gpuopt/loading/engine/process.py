@@ -1,0 +1,284 @@
+"""A loader process: its threads take samples in their order, and put each to its place in its batch."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from lightning_gpuopt.compat.fetchers import be_a_worker, fetcher_for, wrap_exception
+from lightning_gpuopt.loaders.sample_keys import each_of
+from lightning_gpuopt.loading.collate import as_it_is
+from lightning_gpuopt.loading.engine.costs import Costs
+from lightning_gpuopt.loading.engine.layout import Array, Layout, Placer
+from lightning_gpuopt.loading.engine.memory import ASIDE, LOST, PLACED, SKIPPED, Blocks, Control, SharedFile
+from lightning_gpuopt.loading.samples import Skipped
+from lightning_gpuopt.timeline.worker_clock import clock_of
+
+TICKET: Final = struct.Struct("<HHI")
+"""What a thread takes out of the pipe: a slot, how many rows (0: there is nothing more), and the first."""
+
+DONE: Final = struct.Struct("<q")
+"""What a thread says of a batch whose last sample is in: its sequence."""
+
+
+_FIRST_S: Final = 0.05
+"""So many seconds of samples, but no more than a batch, show what they cost."""
+
+READ_FIRST: Final = "read the first sample"
+"""What one of the processes gets in place of the layout, which it is then to find."""
+
+
+@dataclass
+class LoaderProcess:
+    """What a loader process gets.
+
+    Attributes:
+        samples: the dataset.
+        collate_fn: the loader's; it makes the first sample's batch, and is what others wrap to time workers.
+        control: what is to be read.
+        blocks: where batches lie.
+        tickets: the pipe with the samples to be read.
+        done: the pipe with the batches that are done.
+        worker_init_fn: the loader's.
+        base_seed: of torch's random numbers in workers.
+        num_workers: loader processes.
+        most_threads: of each.
+    """
+
+    samples: Any
+    collate_fn: Callable[[Any], Any]
+    control: Control
+    blocks: SharedFile
+    tickets: SharedFile
+    done: SharedFile
+    worker_init_fn: Callable[[int], object] | None
+    base_seed: int
+    num_workers: int
+    most_threads: int
+
+    def run(self, worker: int, connection: Connection) -> None:
+        """The process's own ``main``.
+
+        Args:
+            worker: its number, from 0.
+            connection: to the training process; the layout comes out of it, and what has no place goes into it.
+        """
+        self._worker, self._connection, self._sending = worker, connection, threading.Lock()
+        self._failed: Any = None
+        try:
+            be_a_worker(worker, self.num_workers, self.base_seed, self.samples)
+            try:
+                if self.worker_init_fn is not None:
+                    self.worker_init_fn(worker)
+            except Exception:
+                self._failed = wrap_exception(worker)
+            order = connection.recv()
+            read: list[Any] = []
+            if order == READ_FIRST:
+                read = self._first_samples()
+                order = connection.recv()
+            if order is None:
+                return
+            layout, threads = order
+            self._layout: Layout = layout
+            self._threads: int = threads
+            self._batch_size = self.control.indices.shape[1]
+            self._memory = Blocks(self.blocks, layout.starts(self._batch_size)[1])
+            self._places: dict[int, tuple[list[Array], Placer]] = {}
+            if read:
+                self._finish_first(read)
+            others = [
+                threading.Thread(target=self._take_samples, args=(number,), name="gpuopt-reader", daemon=True)
+                for number in range(1, threads)
+            ]
+            for thread in others:
+                thread.start()
+            self._take_samples(0)
+            for thread in others:
+                thread.join()
+        except (KeyboardInterrupt, EOFError, BrokenPipeError):
+            pass  # the training process raises it, or is gone
+
+    # -- the first samples, which say how all of them lie, and what reading them takes
+
+    def _first_samples(self) -> list[Any]:
+        """Read some samples of the first batch, and send their layout and their costs.
+
+        Returns:
+            What became of each that was read.
+        """
+        layout: Layout | None = None
+        read: list[Any] = []
+        count = int(self.control.slots[0, 1])
+        status = self.control.readers[self._worker]  # as of a process with one thread
+        costs, until = Costs(), 0.0
+        rows = _FirstRows(self)
+        fetcher = fetcher_for(rows, as_it_is)
+        for row, index in enumerate(self.control.indices[0, :count].tolist()):
+            status[1:] = row, 1, time.monotonic_ns()
+            status[0] = 1
+            try:
+                if self._failed is not None:
+                    break
+                rows.first = row
+                read += fetcher.fetch([index])
+            except Exception:  # it is read once more, and then training is told
+                break
+            if isinstance(read[-1], Skipped):
+                continue
+            if layout is None:
+                layout = Layout.of(read[-1], self.collate_fn)
+                if layout is None or self.most_threads == 1:
+                    break
+                costs.begin()  # the first one opens files, and imports modules
+                until = time.monotonic() + _FIRST_S
+            if time.monotonic() > until:
+                break
+        costs.end()
+        status[0] = 0
+        self._connection.send((layout, len(read), costs))
+        return read
+
+    def _finish_first(self, read: list[Any]) -> None:
+        for row, sample in enumerate(read):
+            self.put(0, row, sample)
+        if self.control.is_done(0):
+            self._say_done(0)
+
+    # -- samples
+
+    def _take_samples(self, thread: int) -> None:
+        control, tickets = self.control, self.tickets.fd
+        status = control.readers[self._worker * self._threads + thread]
+        rows = (_Records if getattr(self.samples, "gathers_batches", False) else _Rows)(self)
+        clock = clock_of(self.collate_fn, self._worker * self._threads + thread)
+        fetcher = fetcher_for(rows, as_it_is if clock is None else clock)
+        while True:
+            ticket = os.read(tickets, TICKET.size)
+            if len(ticket) < TICKET.size:  # the training process is gone
+                return
+            slot, count, row = TICKET.unpack(ticket)
+            if not count:
+                return
+            began = time.monotonic_ns()
+            status[1:] = row, count, began
+            status[0] = int(control.slots[slot, 0]) + 1
+            indices = control.indices[slot, row : row + count].tolist()
+            rows.slot, rows.first = slot, row
+            try:
+                if self._failed is not None:
+                    raise _InitFailed
+                fetcher.fetch(indices)
+            except Exception as error:
+                self._refuse(slot, row, count, error)
+            if control.is_done(slot, time.monotonic_ns() - began):
+                self._say_done(slot)
+                if clock is not None:
+                    clock.batch_done(int(control.slots[slot, 5]), self._layout.row_bytes * int(control.slots[slot, 1]))
+            status[0] = 0
+
+    def _say_done(self, slot: int) -> None:
+        os.write(self.done.fd, DONE.pack(int(self.control.slots[slot, 0])))
+
+    def put(self, slot: int, row: int, sample: Any) -> None:
+        """Put a sample to its place."""
+        if isinstance(sample, Skipped):
+            self._send(slot, row, sample)
+            self.control.set_state(slot, row, 1, SKIPPED)
+            return
+        _, place = self.places(int(self.control.slots[slot, 4]))
+        if place(sample, row):
+            self.control.set_state(slot, row, 1, PLACED)
+        else:
+            self._send(slot, row, sample)
+            self.control.set_state(slot, row, 1, ASIDE)
+
+    def places(self, block: int) -> tuple[list[Array], Placer]:
+        """The columns of a block, and what puts a sample there."""
+        found = self._places.get(block)
+        if found is None:
+            arrays = self._layout.arrays(self._memory.map(block), self._batch_size)
+            found = self._places[block] = arrays, self._layout.placer(arrays)
+        return found
+
+    def _refuse(self, slot: int, row: int, count: int, error: Exception) -> None:
+        """Send what reading a sample raised; the batch raises it when its turn comes."""
+        states = self.control.states(slot, row + count)[row:]
+        at = row + max(0, states.find(b"\0"))
+        wrapped = self._failed if isinstance(error, _InitFailed) else None
+        if wrapped is None:
+            wrapped = wrap_exception(self._worker)
+        self._send(slot, at, wrapped)
+        self.control.set_state(slot, at, 1, ASIDE)
+        self.control.set_state(slot, at + 1, row + count - at - 1, LOST)
+
+    def _send(self, slot: int, row: int, what: Any) -> None:
+        with self._sending:
+            self._connection.send((int(self.control.slots[slot, 0]), row, what))
+
+
+class _InitFailed(Exception):
+    """The ``worker_init_fn`` raised."""
+
+
+class _Rows:
+    """A dataset for torch's fetcher, whose samples go to their places as they are read.
+
+    Attributes:
+        reads_for: the dataset.
+        slot: the batch that they are of.
+        first: the row of the first.
+    """
+
+    def __init__(self, process: LoaderProcess) -> None:
+        self._process = process
+        self.reads_for = process.samples
+        self.slot = self.first = 0
+
+    def __len__(self) -> int:
+        return len(self._process.samples)
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """Read samples."""
+        process, slot, row = self._process, self.slot, self.first
+        _, count, epoch, first, _, _ = process.control.slots[slot].tolist()
+        if row == 0:
+            process.samples.read_ahead(process.control.indices[slot, :count].tolist())
+        for index in each_of(indices):
+            process.put(slot, row, process.samples.read(index, epoch, first + row))
+            row += 1
+
+
+class _FirstRows(_Rows):
+    """The same where it is not known yet what their places are."""
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """Read samples."""
+        process = self._process
+        _, _, epoch, first, _, _ = process.control.slots[0].tolist()
+        return [process.samples.read(index, epoch, first + self.first) for index in each_of(indices)]
+
+
+class _Records(_Rows):
+    """The same of equal records, many of which are copied at once."""
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """Read records."""
+        control, slot = self._process.control, self.slot
+        _, count, _, _, block, _ = control.slots[slot].tolist()
+        if self.first == 0:
+            self._process.samples.announce(control.indices[slot, :count].tolist())
+        arrays, _ = self._process.places(block)
+        self._process.samples.read_into(indices, arrays, self.first, block)
+        control.set_state(slot, self.first, len(indices), PLACED)
+
+
+def run(work: LoaderProcess, worker: int, connection: Connection) -> None:
+    """A loader process's ``main``; see `LoaderProcess.run`."""
+    work.run(worker, connection)

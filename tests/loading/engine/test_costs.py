@@ -1,0 +1,67 @@
+"""What reading costs: the interpreter's lock, and waiting."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+
+import pytest
+
+from lightning_gpuopt.loading.engine.costs import MOST_THREADS, Costs
+
+
+def costs_of(work: Callable[[], object]) -> Costs:
+    costs = Costs()
+    costs.begin()
+    until = time.monotonic() + 0.1
+    while time.monotonic() < until:
+        work()
+    costs.end()
+    return costs
+
+
+def test_python_holds_the_lock_and_waits_for_nothing() -> None:
+    costs = costs_of(lambda: sum(range(20_000)))
+    assert costs.held > 0.8
+    assert costs.blocked < 0.2
+    assert (costs.threads(), costs.share(64)) == (1, (64, 1))
+
+
+def test_waiting_holds_no_lock() -> None:
+    costs = costs_of(lambda: time.sleep(0.02))
+    assert costs.blocked > 0.9
+    assert costs.held < 0.5
+
+
+@pytest.mark.parametrize(
+    ("held", "blocked", "cpus", "threads", "share"),
+    [
+        (0.0, 0.0, 2, 1, (2, 1)),  # few CPUs: a process for each
+        (0.15, 0.0, 2, 1, (2, 1)),
+        (0.15, 0.0, 8, 1, (4, 2)),  # JPEG: at most five threads in a process
+        (0.15, 0.0, 64, 1, (13, 5)),
+        (0.9, 0.0, 64, 1, (64, 1)),
+        (0.0, 0.5, 4, 2, (4, 2)),  # half of the time nobody uses a CPU
+        (0.0, 0.99, 1, MOST_THREADS, (1, MOST_THREADS)),
+        (0.0, 1.0, 2, MOST_THREADS, (2, MOST_THREADS)),
+        (0.4, 0.9, 2, 2, (2, 2)),  # the lock allows no more
+    ],
+)
+def test_threads_and_processes(held: float, blocked: float, cpus: int, threads: int, share: tuple[int, int]) -> None:
+    costs = Costs()
+    costs.held, costs.blocked = held, blocked
+    assert (costs.threads(), costs.share(cpus)) == (threads, share)
+
+
+def test_what_was_found_travels() -> None:
+    costs = costs_of(lambda: None)
+    costs.held, costs.blocked = 0.25, 0.5
+    there = pickle.loads(pickle.dumps(costs))
+    assert (there.held, there.blocked, there.threads()) == (0.25, 0.5, 2)
+
+
+def test_nothing_measured_is_nothing_found() -> None:
+    costs = Costs()
+    costs.end()
+    assert (costs.held, costs.blocked) == (0.0, 0.0)

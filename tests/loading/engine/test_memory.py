@@ -1,0 +1,161 @@
+"""Memory of batches is written again when nobody has it, and no copy of it is on its way."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_gpuopt.loading.engine.memory import PLACED, SKIPPED, TO_DO, Control, Ring, SharedFile, streams_here
+from lightning_gpuopt.prefetch.stream import CudaStreams
+from tests.simulators.gpu import ManualClock, SimulatedGpu, simulated_gpu
+
+SIZE = 1 << 16
+
+
+@pytest.fixture
+def ring() -> Ring:
+    ring = Ring(SharedFile.in_memory("test"), SIZE)
+    ring.most = 1000
+    return ring
+
+
+def lent(ring: Ring) -> tuple[int, torch.Tensor]:
+    number = ring.take()
+    return number, torch.frombuffer(ring.lend(number), dtype=torch.uint8)
+
+
+def test_a_block_is_given_out_again_once_nothing_of_it_is_held(ring: Ring) -> None:
+    number, batch = lent(ring)
+    view, array = batch[3:].view(-1, 1), batch.numpy()
+    del batch
+    assert ring.take() == 1
+    del view
+    assert ring.take() == 2
+    del array
+    assert ring.take() == number
+
+
+def test_a_block_that_was_not_lent_is_free(ring: Ring) -> None:
+    ring.give_back(ring.take())
+    assert ring.take() == 0
+
+
+def test_that_many_batches_are_held_is_said_once(ring: Ring) -> None:
+    ring.most = 3
+    held = [lent(ring) for _ in range(3)]
+    with pytest.warns(UserWarning, match=r"4 batches of 0\.1 MiB are held by the program.*\.clone\(\)") as said:
+        held += [lent(ring) for _ in range(5)]
+    assert len(said) == 1
+
+
+def test_what_is_held_at_a_fork_is_not_written_again(ring: Ring) -> None:
+    number, batch = lent(ring)
+    other, not_held = lent(ring)
+    del not_held
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.read(read, 1)
+            os._exit(int(batch[0]))
+        finally:
+            os._exit(99)
+    batch.fill_(7)
+    del batch
+    again, new = lent(ring)
+    assert again == other != number
+    new.fill_(8)
+    third, newer = lent(ring)
+    newer.fill_(8)
+    assert third != number
+    os.write(write, b"1")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_what_is_held_outlives_the_ring_and_all_else_is_freed(ring: Ring) -> None:
+    batches = [lent(ring)[1].fill_(number) for number in range(4)]
+    kept = batches[2]
+    del batches
+    file = ring.file
+    assert os.stat(file.fd).st_blocks * 512 == 4 * SIZE
+    ring.end()
+    assert os.stat(file.fd).st_blocks * 512 == SIZE
+    del ring
+    gc.collect()
+    assert kept.unique().tolist() == [2]
+
+
+# -- copies to a device
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def gpu(clock: ManualClock) -> Iterator[SimulatedGpu]:
+    with simulated_gpu(clock) as gpu:
+        yield gpu
+
+
+@pytest.mark.parametrize("where", ["compute stream", "our side stream", "the training thread's stream"])
+def test_a_block_is_not_written_while_it_is_copied_to_a_device(
+    ring: Ring, gpu: SimulatedGpu, clock: ManualClock, where: str
+) -> None:
+    number, batch = lent(ring)
+    if where == "compute stream":
+        gpu.copy(0.1)
+    elif where == "our side stream":
+        streams = CudaStreams(torch.device("cuda", 0))
+        with streams.on_side():
+            gpu.copy(0.1)
+    else:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            ring.streams = streams_here()
+            gpu.copy(0.1)
+    del batch
+    assert ring.take() != number
+    clock.advance(0.05)
+    assert ring.take() != number
+    clock.advance(0.06)
+    assert ring.take() == number
+
+
+def test_what_is_copied_later_does_not_count(ring: Ring, gpu: SimulatedGpu, clock: ManualClock) -> None:
+    batches = [lent(ring)[1] for _ in range(2)]
+    del batches
+    given = ring.take()
+    gpu.copy(0.1)  # of another batch
+    assert {given, ring.take()} == {0, 1}
+
+
+# -- what is to be read
+
+
+def test_rows_are_done_when_none_is_left() -> None:
+    control = Control(2, 5, 1)
+    control.open(1, 7, [3, 1, 4], 2, 30, 0)
+    assert control.slots[1].tolist() == [7, 3, 2, 30, 0, 0]
+    assert control.states(1, 3) == bytes([TO_DO] * 3)
+    control.set_state(1, 0, 2, PLACED)
+    assert not control.is_done(1, 40)
+    control.set_state(1, 2, 1, SKIPPED)
+    assert control.is_done(1, 2)
+    assert control.slots[1, 5] == 42
+    control.open(1, 9, [8, 9], 2, 30, 0)
+    assert control.states(1, 2) == bytes([TO_DO] * 2)
+
+
+def test_descriptors_are_closed_with_their_owner() -> None:
+    file: Any = SharedFile.in_memory("test", 10)
+    fd = file.fd
+    os.fstat(fd)
+    del file
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
