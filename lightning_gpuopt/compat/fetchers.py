@@ -142,9 +142,12 @@ def raise_here(error: Any) -> NoReturn:
     Raises:
         Exception: that one.
     """
-    if isinstance(error, ExceptionWrapper):
-        error.reraise()  # type: ignore[no-untyped-call]
-    raise error
+    try:
+        if isinstance(error, ExceptionWrapper):
+            error.reraise()  # type: ignore[no-untyped-call]
+        raise error
+    finally:
+        del error  # its traceback has this frame
 
 
 def can_be_a_worker() -> bool:

@@ -149,6 +149,9 @@ class Skipped:
     def __init__(self, error: Exception) -> None:
         self.error = error
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Skipped, (CorruptSampleError(str(self.error)),)  # others may not travel
+
 
 def none_of(count: int, last: Skipped) -> CorruptSampleError:
     """What a batch raises all of whose samples are left out."""

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import pickle
 import queue
 import select
 import signal
@@ -28,8 +29,8 @@ from lightning_gpuopt.compat.fetchers import is_wrapped
 from lightning_gpuopt.loading.datasets import sample_name
 from lightning_gpuopt.loading.engine.costs import MOST_THREADS, Costs
 from lightning_gpuopt.loading.engine.layout import Layout
-from lightning_gpuopt.loading.engine.memory import LOST, PLACED, SKIPPED, Control, Ring, SharedFile, streams_here
-from lightning_gpuopt.loading.engine.process import DONE, READ_FIRST, TICKET, LoaderProcess, run
+from lightning_gpuopt.loading.engine.memory import ASIDE, LOST, PLACED, SKIPPED, Control, Ring, SharedFile, streams_here
+from lightning_gpuopt.loading.engine.process import DONE, READ_FIRST, SENT, TICKET, LoaderProcess, run
 from lightning_gpuopt.loading.samples import Skipped, none_of
 from lightning_gpuopt.telemetry.resources import available_memory
 
@@ -43,6 +44,9 @@ END: Final = StopIteration()
 _TICKET_NS: Final = 200_000
 """A ticket is for so much work: what taking one costs is little against it."""
 
+_ALIVE_MS: Final = 5_000
+"""Milliseconds between two looks whether processes live, where nothing comes."""
+
 _LOOK_MS: Final = 1_000
 """Milliseconds between two looks for samples that nobody reads, once a process has died."""
 
@@ -54,6 +58,10 @@ _PART_OF_MEMORY: Final = 1 / 8
 
 _COPYING: Final = 4
 """Processes that copy records, where nobody says how many: memory gives no more to others."""
+
+_MOST_SLOTS: Final = 1 << 16
+_MOST_ROWS: Final = (1 << 16) - 1
+"""Of a ticket, whose slot and rows have two bytes each."""
 
 _HELD: Final = 4
 """Batches of so many times as many as are made ahead are worth a word."""
@@ -104,7 +112,7 @@ class Engine:
         self._threads = 1
         self._prefetch_factor = loader.prefetch_factor
         # Places for what comes of processes that are added later.
-        self._slots = max(2, self._prefetch_factor * (loader.num_workers + _ADDED))
+        self._slots = min(_MOST_SLOTS, max(2, self._prefetch_factor * (loader.num_workers + _ADDED)))
         self.ahead = self._slots
         # The last batch of a rank may be larger by one.
         self._size = max(loader.batch_sampler.batch_size + 1, len(first))
@@ -117,6 +125,8 @@ class Engine:
         self._behind: dict[int, Callable[[], object]] = {}
         self._poll = select.poll()
         self._dead: Any = None  # the last process that has died
+        self._failure: Exception | None = None  # of the feeding thread
+        self._is_ending = False
         self._leaving = 0  # processes that were told to end
         self._commands: queue.SimpleQueue[tuple[Iterator[Any], Batches] | None] = queue.SimpleQueue()
         self._wake = SharedFile(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
@@ -139,6 +149,7 @@ class Engine:
         take, put = os.pipe()
         self._done, self._say_done = SharedFile(take), SharedFile(put)
         os.set_blocking(take, False)
+        os.set_blocking(self._tickets.fd, False)
 
     def _set_ahead(self, processes: int) -> None:
         self.ahead = min(self._slots, max(2, self._prefetch_factor * processes), self._fitting)
@@ -147,7 +158,8 @@ class Engine:
         self._least_rows = max(1, -(-self.ahead * self._size // capacity))
         self._readers = processes * self._threads
         if self._ring is not None:
-            self._ring.most = max(self._ring.most, _HELD * (self.ahead + 2))
+            self._ring.spare = self.ahead + 2
+            self._ring.most = max(self._ring.most, _HELD * self._ring.spare)
 
     def _start(self, loader: Any, first: Any, base_seed: int) -> None:
         self._context = loader.multiprocessing_context or torch.multiprocessing.get_context()
@@ -178,6 +190,7 @@ class Engine:
             self._add_processes(processes - 1)
         self._threads = min(self._threads, self._most_threads)
         self._ring = Ring(blocks, self._layout.starts(self._size)[1])
+        self._ring.is_copied_here = self._pins
         self._fitting = max(2, int(_PART_OF_MEMORY * available_memory() // self._ring.num_bytes))
         self._set_ahead(processes)
         self._rows = self._least_rows
@@ -235,7 +248,8 @@ class Engine:
         if wanted > here:
             self._add_processes(wanted - here)
             for connection in self._connections[here - wanted :]:
-                connection.send((self._layout, self._threads))
+                with contextlib.suppress(OSError):
+                    connection.send((self._layout, self._threads))
         else:
             self._leaving += here - wanted
             os.write(self._tickets.fd, TICKET.pack(0, 0, 0) * (here - wanted))
@@ -257,6 +271,8 @@ class Engine:
         Returns:
             Its batches.
         """
+        if self._failure is not None:
+            raise self._failure
         batches: Batches = queue.SimpleQueue()
         assert self._ring is not None
         self._ring.streams = streams_here()
@@ -282,11 +298,11 @@ class Engine:
         """End the processes; what they have made and nobody has taken is gone."""
         if self._pid != os.getpid():
             return
-        self._pid = 0
+        self._pid, self._is_ending = 0, True
+        self._commands.put(None)
+        self.wake()
         if self._feeder.is_alive() and self._feeder is not threading.current_thread():
-            self._commands.put(None)
-            self.wake()
-            self._feeder.join()
+            self._feeder.join(_JOIN_S)
         self._left_tickets()
         with contextlib.suppress(OSError):
             os.write(self._tickets.fd, TICKET.pack(0, 0, 0) * (len(self.running) * self._threads))
@@ -301,6 +317,7 @@ class Engine:
                 process.join()
         if self._ring is not None:
             self._ring.end()
+        self._behind.clear()  # which hold this object
         _engines.discard(self)
 
     def forked(self) -> None:
@@ -309,7 +326,8 @@ class Engine:
         # So that whoever reads sees the end of the pipe when the training process is gone.
         self._tickets.close()
         for connection in self._connections:
-            connection.close()
+            with contextlib.suppress(OSError):  # it is closed already
+                connection.close()
 
     # -- the feeding thread
 
@@ -326,8 +344,10 @@ class Engine:
                 self._feed_epoch(indices, batches)
         except Exception as error:  # of this thread's own; training is told, and goes no further
             log.debug("the feeding thread has failed", exc_info=True)
+            self._failure = error
             if batches is not None:
                 batches.put((None, error))
+                batches.put((None, END))
 
     def _feed_epoch(self, indices: Iterator[Any], batches: Batches) -> None:
         """Make an epoch's batches, until another command comes."""
@@ -346,7 +366,9 @@ class Engine:
                 batches.put(self._hand_over(self._given))
                 self._given += 1
             elif end is not None and self._given == self.asked:
-                batches.put((None, end if type(end) is not StopIteration else END))
+                if type(end) is not StopIteration:
+                    batches.put((None, end))
+                batches.put((None, END))
                 return
             else:
                 self._wait()
@@ -360,20 +382,34 @@ class Engine:
         self.control.open(sequence % self._slots, sequence, indices, epoch, first, block)
 
     def _ask(self, sequence: int, row: int) -> None:
-        slot, rows = sequence % self._slots, self._rows
+        slot, rows = sequence % self._slots, max(self._rows, self._least_rows)
         count = int(self.control.slots[slot, 1])
         self.asked = sequence + 1
+        if not self.running:
+            self._lose(sequence, 0, None, self._dead)
+            return
         tickets = b"".join(TICKET.pack(slot, min(rows, count - at), at) for at in range(row, count, rows))
-        if os.write(self._tickets.fd, tickets) != len(tickets):
+        self._put_tickets(tickets)
+
+    def _put_tickets(self, tickets: bytes) -> None:
+        written = 0
+        with contextlib.suppress(BlockingIOError):
+            written = os.write(self._tickets.fd, tickets)
+        if written != len(tickets):
             raise RuntimeError("the pipe with what is to be read is full")
 
     def _wait(self) -> None:
-        limit_ms = None if self._dead is None else _LOOK_MS if self.running else 0
+        limit_ms = _ALIVE_MS if self._dead is None else _LOOK_MS if self.running else 0
         events = self._poll.poll(limit_ms)
         for fd, _ in events:
             if fd in self._behind:  # a process has two, of which one may end both
                 self._behind[fd]()
-        if not events and self._dead is not None and self._given < self.asked:
+        if events:
+            return
+        for worker, process in enumerate(self.processes):  # what it has started may keep its sentinel from saying so
+            if process.sentinel in self._behind and not process.is_alive():
+                self._died(worker)
+        if self._dead is not None and self._given < self.asked:
             self._lose_unread(self._given, self._dead)
 
     def _woken(self) -> None:
@@ -382,14 +418,22 @@ class Engine:
 
     def _settle(self) -> None:
         """Have nothing on its way: what nobody has begun to read is not read, and what is being read is waited for."""
-        for slot, count, row in self._left_tickets():
-            self.control.set_state(slot, row, count, LOST)
-            if self.control.is_done(slot):
-                self._ready.add(int(self.control.slots[slot, 0]))
         assert self._ring is not None
+        ends = 0
+        for slot, count, row in self._left_tickets():
+            if not count:  # a process that is to end
+                ends += 1
+                continue
+            self.control.set_state(slot, row, count, LOST)
+            sequence = int(self.control.slots[slot, 0])
+            if self.control.is_done(slot, sequence):
+                self._ready.add(sequence)
+        self._put_tickets(TICKET.pack(0, 0, 0) * ends)
         while self._given < self.asked:
             while self._given not in self._ready:
                 self._wait()
+                if self._is_ending:
+                    return
             self._ring.give_back(int(self.control.slots[self._given % self._slots, 4]))
             self._given += 1
         self.taken = self.asked
@@ -413,7 +457,7 @@ class Engine:
         assert ring is not None
         _, count, _, _, block, work_ns = control.slots[slot].tolist()
         at_once = -(-count // (2 * self._readers))
-        self._rows = max(self._least_rows, min(_TICKET_NS * count // (work_ns + 1), at_once))
+        self._rows = max(self._least_rows, min(_TICKET_NS * count // (work_ns + 1), at_once, _MOST_ROWS))
         states = control.states(slot, count)
         sent: dict[int, Any] = {}
         if states.count(PLACED) != count:
@@ -447,14 +491,13 @@ class Engine:
 
     def _sent_for(self, sequence: int, states: bytes) -> dict[int, Any]:
         """What was sent of a batch whose rows are all done."""
-        wanted = sum(state not in (PLACED, LOST) for state in states)
-        while len(self._sent.get(sequence, ())) < wanted:
-            before = len(self._sent.get(sequence, ()))
-            for worker in range(len(self.processes)):
-                self._receive_from(worker)
-            if len(self._sent.get(sequence, ())) == before and sequence in self._errors:
-                break
-        return self._sent.pop(sequence, {})
+        for worker in range(len(self.processes)):  # it was sent before the row was done
+            self._receive_from(worker)
+        sent = self._sent.pop(sequence, {})
+        for row, state in enumerate(states):
+            if state in (ASIDE, SKIPPED) and row not in sent:
+                sent[row] = RuntimeError("what was sent of a sample is lost with the process that has read it")
+        return sent
 
     # -- what comes from the processes
 
@@ -470,10 +513,12 @@ class Engine:
         connection = self._connections[worker]
         try:
             while connection.poll():
-                sequence, row, what = connection.recv()
-                self._sent.setdefault(sequence, {})[row] = what
+                data = connection.recv_bytes()
+                sequence, row = SENT.unpack_from(data)
+                self._sent.setdefault(sequence, {})[row] = _unpickled(data[SENT.size :])
         except (EOFError, OSError):  # its death is seen by its sentinel
-            self._unwatch(connection.fileno())
+            with contextlib.suppress(OSError):
+                self._unwatch(connection.fileno())
 
     def _unwatch(self, fd: int) -> bool:
         if self._behind.pop(fd, None) is None:
@@ -506,7 +551,9 @@ class Engine:
             return
         states = self.control.states(slot, of_batch if count is None else row + count)
         lost = [at for at in range(row, len(states)) if not states[at]]
-        if not lost:
+        if not lost:  # it has died before it could say that the batch is done
+            if self.control.is_done(slot, sequence):
+                self._ready.add(sequence)
             return
         for at in lost:
             self.control.set_state(slot, at, 1, LOST)
@@ -514,7 +561,7 @@ class Engine:
         when = "It had not yet read" if count is None else "It was reading"
         text = f"DataLoader worker (pid {process.pid}) {_end_of(process)}. {when} {self._name(index)}."
         self._errors.setdefault(sequence, RuntimeError(text))
-        if self.control.is_done(slot):
+        if self.control.is_done(slot, sequence):
             self._ready.add(sequence)
 
     def _lose_unread(self, sequence: int, dead: Any) -> None:
@@ -535,12 +582,23 @@ class Engine:
 
 
 def _first_error(sent: dict[int, Any]) -> Any:
-    return next((sent[row] for row in sorted(sent) if is_wrapped(sent[row])), None)
+    raised = (sent[row] for row in sorted(sent) if is_wrapped(sent[row]) or isinstance(sent[row], Exception))
+    return next(raised, None)
+
+
+def _unpickled(data: bytes) -> Any:
+    """What was sent, or the exception with which that cannot be read."""
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        return error
 
 
 def _end_of(process: Any) -> str:
     """How a process has ended, in torch's words."""
     code = process.exitcode
+    if code is None:  # another has waited for it
+        return "has ended"
     if code >= 0:
         return f"exited unexpectedly with exit code {code}"
     return f"is killed by signal: {signal.strsignal(-code) or -code}"

@@ -123,7 +123,10 @@ class EngineIterator(BaseIterator):  # type: ignore[misc]
         engine.taken += 1
         self._try_put_index()
         engine.wake()
-        raise_here(error)
+        try:
+            raise_here(error)
+        finally:
+            del error  # which would hold this frame, and with it the processes
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
@@ -158,7 +161,10 @@ class EngineIterator(BaseIterator):  # type: ignore[misc]
     def resize(self, num_workers: int) -> int:
         """Have so many processes from now on, as far as that can be; how many there are then."""
         if self._engine is not None:
+            before = self._engine.ahead
             self._num_workers = self._engine.resize(num_workers)
+            for _ in range(self._engine.ahead - before):
+                self._try_put_index()
         return self._num_workers
 
     # -- what others ask of torch's iterator

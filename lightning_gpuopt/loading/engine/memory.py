@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import select
 import sys
 import threading
 import warnings
@@ -93,6 +94,10 @@ class Control:
     def __reduce__(self) -> tuple[Any, ...]:
         return Control, (*self._shape, self._file)
 
+    def begin(self) -> None:
+        """In a process that was started: a lock that a thread of the other held is not held here."""
+        self._thread_lock = threading.Lock()
+
     def open(self, slot: int, sequence: int, indices: list[int], epoch: int, first: int, block: int) -> None:
         """Say what a slot's next batch is made of."""
         count = len(indices)
@@ -111,12 +116,13 @@ class Control:
         start = self._states + slot * self._batch_size
         return self.bytes[start : start + count]
 
-    def is_done(self, slot: int, work_ns: int = 0) -> bool:
-        """Whether no row of a slot is left to do; of two that finish its last rows, at least one is told so.
+    def is_done(self, slot: int, sequence: int, work_ns: int = 0) -> bool:
+        """Whether no row of a batch is left to do; of two that finish its last rows, at least one is told so.
 
         Args:
-            slot: whose rows.
-            work_ns: nanoseconds to add to the slot's work.
+            slot: where it is.
+            sequence: of the batch; of one that has been taken meanwhile it is False.
+            work_ns: nanoseconds to add to its work.
         """
         start = self._states + slot * self._batch_size
         # A lock that goes with the process that holds it. It does not know threads.
@@ -124,6 +130,8 @@ class Control:
             fcntl.lockf(self._file.fd, fcntl.LOCK_EX)
             try:
                 here = self.slots[slot]
+                if here[_SEQUENCE] != sequence:
+                    return False
                 here[_WORK] += work_ns
                 return self.bytes.find(b"\0", start, start + int(here[_COUNT])) < 0
             finally:
@@ -177,26 +185,32 @@ class Ring(Blocks):
     Attributes:
         streams: to which the training thread gives work.
         most: of blocks beyond so many it is said that batches are held.
+        spare: free blocks beyond so many give their memory back.
+        is_copied_here: whether batches are copied in this process before they are handed over, so that no device reads
+            the blocks.
     """
 
     def __init__(self, file: SharedFile, num_bytes: int) -> None:
         super().__init__(file, num_bytes)
         self.streams: tuple[Any, ...] = ()
-        self.most = 0
+        self.most = self.spare = 0
+        self.is_copied_here = False
         self._number = 0
         self._free: list[int] = []
         self._lent: list[_Lent] = []
-        self._kept: list[_Lent] = []
+        self._kept: list[tuple[SharedFile, list[_Lent]]] = []
+        self._empty: set[int] = set()
         self._lock = threading.Lock()
         _rings.add(self)
 
     def take(self) -> int:
         """A block that nobody reads."""
         with self._lock:
-            if not self._free:
-                self._take_back()
-            if self._free:
-                return self._free.pop()
+            self._take_back()
+            if self._free:  # the one that was freed last: it is in the caches
+                number = self._free.pop()
+                self._empty.discard(number)
+                return number
         number, self._number = self._number, self._number + 1
         if self._number == self.most + 1:
             warnings.warn(
@@ -219,15 +233,29 @@ class Ring(Blocks):
         self._free.append(number)
 
     def _take_back(self) -> None:
-        still = []
-        for lent in self._lent:
-            if lent.holder() is None and lent.copied is None:
-                lent.copied = self._record()  # after whatever was done with the batch
-            if lent.copied is not None and all(event.query() for event in lent.copied):  # type: ignore[no-untyped-call]
+        here, kept = [], []
+        for file, held in self._kept:  # the end of the pipe: the process that had them, too, is gone
+            gone = bool(select.select([file.fd], [], [], 0)[0])
+            here += held if gone else []
+            kept += [] if gone else [(file, held)]
+        self._kept, here = kept, [*here, *self._lent]
+        self._lent = []
+        for lent in here:
+            if self._is_free(lent):
                 self._free.append(lent.number)
             else:
-                still.append(lent)
-        self._lent = still
+                self._lent.append(lent)
+        for number in self._free[: max(0, len(self._free) - self.spare)]:
+            if number not in self._empty:
+                self._empty.add(number)
+                self.map(number).madvise(mmap.MADV_REMOVE)
+
+    def _is_free(self, lent: _Lent) -> bool:
+        if lent.holder() is not None:
+            return False
+        if lent.copied is None:
+            lent.copied = [] if self.is_copied_here else self._record()  # after whatever was done with the batch
+        return all(event.query() for event in lent.copied)  # type: ignore[no-untyped-call]
 
     def _record(self) -> list[torch.cuda.Event]:
         """Events on each stream that may be copying a batch. torch records none for memory that is not its own."""
@@ -238,18 +266,30 @@ class Ring(Blocks):
             event.record(stream)
         return events
 
-    def forked(self) -> None:
-        """This process is forked: what it holds now, the other process has too, and is never written to again."""
-        self._kept += [lent for lent in self._lent if lent.holder() is not None]
-        self._lent = [lent for lent in self._lent if lent.holder() is None]
+    def forking(self) -> SharedFile | None:
+        """This process is about to be forked: what it holds is not written to while the other process lives.
+
+        Returns:
+            The end of a pipe that the other process is to keep; None: it gets nothing that is held.
+        """
+        with self._lock:
+            held = [lent for lent in self._lent if lent.holder() is not None]
+            if not held:
+                return None
+            take, put = map(SharedFile, os.pipe())
+            self._kept.append((take, held))
+            self._lent = [lent for lent in self._lent if lent not in held]
+        return put
 
     def end(self) -> None:
         """Free what nobody holds; what batches hold lives on with them."""
-        held = {lent.number for lent in (*self._lent, *self._kept) if lent.holder() is not None}
-        for number in range(self._number):
-            if number not in held:
-                self.map(number).madvise(mmap.MADV_REMOVE)
-        self._maps.clear()
+        with self._lock:
+            kept = [lent for _, held in self._kept for lent in held]
+            used = {lent.number for lent in (*kept, *self._lent) if lent in kept or not self._is_free(lent)}
+            for number in range(self._number):
+                if number not in used | self._empty:
+                    self.map(number).madvise(mmap.MADV_REMOVE)
+            self._maps.clear()
         _rings.discard(self)
 
 
@@ -271,9 +311,15 @@ def _before_fork() -> None:
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         if frame.f_globals.get("__name__") in _LOADERS:  # a process that loads does nothing with others' batches
             return
-    for ring in list(_rings):
-        ring.forked()
+    _ends.extend(end for ring in list(_rings) if (end := ring.forking()) is not None)
 
+
+def _after_fork_here() -> None:
+    _ends.clear()
+
+
+_ends: Final[list[SharedFile]] = []
+"""Kept in a process that was forked, for as long as it lives."""
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_here)

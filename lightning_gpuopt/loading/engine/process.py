@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import struct
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -29,6 +31,9 @@ DONE: Final = struct.Struct("<q")
 
 _FIRST_S: Final = 0.05
 """So many seconds of samples, but no more than a batch, show what they cost."""
+
+SENT: Final = struct.Struct("<qq")
+"""What stands before something that is sent: the batch's sequence, and the row."""
 
 READ_FIRST: Final = "read the first sample"
 """What one of the processes gets in place of the layout, which it is then to find."""
@@ -70,6 +75,7 @@ class LoaderProcess:
             connection: to the training process; the layout comes out of it, and what has no place goes into it.
         """
         self._worker, self._connection, self._sending = worker, connection, threading.Lock()
+        self.control.begin()
         self._failed: Any = None
         try:
             be_a_worker(worker, self.num_workers, self.base_seed, self.samples)
@@ -83,8 +89,6 @@ class LoaderProcess:
             if order == READ_FIRST:
                 read = self._first_samples()
                 order = connection.recv()
-            if order is None:
-                return
             layout, threads = order
             self._layout: Layout = layout
             self._threads: int = threads
@@ -94,7 +98,7 @@ class LoaderProcess:
             if read:
                 self._finish_first(read)
             others = [
-                threading.Thread(target=self._take_samples, args=(number,), name="gpuopt-reader", daemon=True)
+                threading.Thread(target=self._take_or_end, args=(number,), name="gpuopt-reader", daemon=True)
                 for number in range(1, threads)
             ]
             for thread in others:
@@ -147,11 +151,22 @@ class LoaderProcess:
 
     def _finish_first(self, read: list[Any]) -> None:
         for row, sample in enumerate(read):
-            self.put(0, row, sample)
-        if self.control.is_done(0):
+            try:
+                self.put(0, row, sample)
+            except Exception as error:
+                self._refuse(0, row, 1, error)
+        if self.control.is_done(0, 0):
             self._say_done(0)
 
     # -- samples
+
+    def _take_or_end(self, thread: int) -> None:
+        """As a thread beside the main one: it does not end alone, with samples that nobody would miss."""
+        try:
+            self._take_samples(thread)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
 
     def _take_samples(self, thread: int) -> None:
         control, tickets = self.control, self.tickets.fd
@@ -166,9 +181,9 @@ class LoaderProcess:
             slot, count, row = TICKET.unpack(ticket)
             if not count:
                 return
-            began = time.monotonic_ns()
+            began, sequence = time.monotonic_ns(), int(control.slots[slot, 0])
             status[1:] = row, count, began
-            status[0] = int(control.slots[slot, 0]) + 1
+            status[0] = sequence + 1
             indices = control.indices[slot, row : row + count].tolist()
             rows.slot, rows.first = slot, row
             try:
@@ -177,14 +192,15 @@ class LoaderProcess:
                 fetcher.fetch(indices)
             except Exception as error:
                 self._refuse(slot, row, count, error)
-            if control.is_done(slot, time.monotonic_ns() - began):
-                self._say_done(slot)
+            _, size, _, _, _, work_ns = control.slots[slot].tolist()
+            if control.is_done(slot, sequence, took_ns := time.monotonic_ns() - began):
+                self._say_done(sequence)
                 if clock is not None:
-                    clock.batch_done(int(control.slots[slot, 5]), self._layout.row_bytes * int(control.slots[slot, 1]))
+                    clock.batch_done(work_ns + took_ns, self._layout.row_bytes * size)
             status[0] = 0
 
-    def _say_done(self, slot: int) -> None:
-        os.write(self.done.fd, DONE.pack(int(self.control.slots[slot, 0])))
+    def _say_done(self, sequence: int) -> None:
+        os.write(self.done.fd, DONE.pack(sequence))
 
     def put(self, slot: int, row: int, sample: Any) -> None:
         """Put a sample to its place."""
@@ -211,16 +227,20 @@ class LoaderProcess:
         """Send what reading a sample raised; the batch raises it when its turn comes."""
         states = self.control.states(slot, row + count)[row:]
         at = row + max(0, states.find(b"\0"))
-        wrapped = self._failed if isinstance(error, _InitFailed) else None
-        if wrapped is None:
-            wrapped = wrap_exception(self._worker)
-        self._send(slot, at, wrapped)
+        wrapped = self._failed if isinstance(error, _InitFailed) else wrap_exception(self._worker)
+        try:
+            self._send(slot, at, wrapped)
+        except Exception:  # its class cannot be sent
+            text = f"Caught {wrapped.exc_type.__name__} {wrapped.where}.\nOriginal {wrapped.exc_msg}"
+            self._send(slot, at, RuntimeError(text))
         self.control.set_state(slot, at, 1, ASIDE)
         self.control.set_state(slot, at + 1, row + count - at - 1, LOST)
 
     def _send(self, slot: int, row: int, what: Any) -> None:
+        # Bytes that do not need this process any more: torch's own way to send tensors does.
+        data = SENT.pack(int(self.control.slots[slot, 0]), row) + pickle.dumps(what)
         with self._sending:
-            self._connection.send((int(self.control.slots[slot, 0]), row, what))
+            self._connection.send_bytes(data)
 
 
 class _InitFailed(Exception):

@@ -21,6 +21,7 @@ def costs_of(work: Callable[[], object]) -> Costs:
     return costs
 
 
+@pytest.mark.timed
 def test_python_holds_the_lock_and_waits_for_nothing() -> None:
     costs = costs_of(lambda: sum(range(20_000)))
     assert costs.held > 0.8
@@ -28,6 +29,7 @@ def test_python_holds_the_lock_and_waits_for_nothing() -> None:
     assert (costs.threads(), costs.share(64)) == (1, (64, 1))
 
 
+@pytest.mark.timed
 def test_waiting_holds_no_lock() -> None:
     costs = costs_of(lambda: time.sleep(0.02))
     assert costs.blocked > 0.9

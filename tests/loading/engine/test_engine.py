@@ -25,6 +25,7 @@ from lightning_gpuopt.images.errors import CorruptSampleError
 from lightning_gpuopt.loading import loader as loader_module
 from lightning_gpuopt.loading.collate import Collate
 from lightning_gpuopt.loading.engine.iterator import EngineIterator
+from lightning_gpuopt.loading.engine.process import LoaderProcess
 from lightning_gpuopt.loading.loader import ElasticLoader, make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
@@ -283,6 +284,20 @@ def test_an_exception_keeps_its_type_and_line_and_comes_in_its_turn(number: int)
     with pytest.raises(Broken, match=r'(?s)Caught Broken in DataLoader worker process \d.*raise Broken\("of no use"\)'):
         next(iterator)
     assert len(list(iterator)) == 8 - number // 5 - 1
+
+
+def test_an_exception_whose_class_cannot_be_sent_comes_as_a_text() -> None:
+    def raise_local() -> None:
+        class Local(Exception):
+            pass
+
+        raise Local("of no use")
+
+    iterator, _ = engine_of(loader_of(Made(breaks_at(7, raise_local)), shuffle=False))
+    next(iterator)
+    with pytest.raises(RuntimeError, match=r"Caught Local in DataLoader worker process \d"):
+        next(iterator)
+    assert len(list(iterator)) == 6
 
 
 def test_an_exception_of_the_worker_init_fn_comes_through() -> None:
@@ -574,6 +589,8 @@ def test_an_error_of_the_sampler_comes_after_the_batches_before_it() -> None:
     assert [next(iterator)[1].tolist() for _ in range(2)] == [[1, 2, 3], [4, 5]]
     with pytest.raises(Broken, match="of the sampler"):
         next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
 
 
 def test_without_memory_files_torchs_workers_load_and_it_is_said_once(
@@ -609,3 +626,73 @@ def _waits(data: Any, mode: str | None = None) -> torch.Tensor:
 
 def _size(image: torch.Tensor) -> int:
     return image.shape[1]
+
+
+def test_a_process_that_dies_before_it_says_that_a_batch_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    say_done = LoaderProcess._say_done
+
+    def dies(self: LoaderProcess, sequence: int) -> None:
+        if sequence == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        say_done(self, sequence)
+
+    monkeypatch.setattr(LoaderProcess, "_say_done", dies)
+    iterator, _ = engine_of(loader_of(Made(pair), 2, shuffle=False))
+    assert [batch[1].tolist()[0] for batch in iterator] == list(range(0, 40, 5))
+
+
+def test_what_a_process_has_sent_outlives_it() -> None:
+    def make(index: int) -> Any:
+        if index == 25:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(3 if 10 <= index < 25 else 2)
+
+    iterator, _ = engine_of(loader_of(Made(make), 1, shuffle=False))
+    assert [next(iterator).shape[1] for _ in range(5)] == [2, 2, 3, 3, 3]
+    with pytest.raises(RuntimeError, match=r"It was reading sample 25 \(Made\[25\]\)"):
+        next(iterator)
+
+
+class Unreadable:
+    """It can be sent, and not be read."""
+
+    def __reduce__(self) -> Any:
+        return _refuses, ()
+
+
+def _refuses() -> None:
+    raise OSError("unreadable")
+
+
+def test_a_sample_that_cannot_be_read_here_is_an_error_of_its_batch() -> None:
+    iterator, _ = engine_of(loader_of(Made(lambda i: Unreadable() if i == 7 else i), shuffle=False))
+    next(iterator)
+    with pytest.raises(OSError, match="unreadable"):
+        next(iterator)
+    assert len(list(iterator)) == 6
+
+
+def test_processes_that_are_to_end_do_so_though_the_epoch_is_left_before(tmp_path: Path) -> None:
+    loader = loader_of(Made(pair, 4000), 3)
+    iterator, engine = engine_of(loader)
+    next(iterator)
+    iterator.resize(1)
+    for _ in loader:
+        break
+    wait_for(lambda: len(engine.running) == 1)
+    assert iterator.resize(3) == 3
+    assert len(engine.running) == 3
+    assert sum(len(batch[1]) for batch in loader) == 4000
+
+
+def test_when_nobody_is_left_to_read_any_number_of_batches_say_so() -> None:
+    iterator, _ = engine_of(loader_of(Made(breaks_at(1, lambda: os._exit(3)), 40_000), 1, shuffle=False, batch_size=4))
+    errors = 0
+    while True:
+        try:
+            next(iterator)
+        except StopIteration:
+            break
+        except RuntimeError:
+            errors += 1
+    assert errors == 10_000

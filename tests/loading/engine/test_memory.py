@@ -20,7 +20,7 @@ SIZE = 1 << 16
 @pytest.fixture
 def ring() -> Ring:
     ring = Ring(SharedFile.in_memory("test"), SIZE)
-    ring.most = 1000
+    ring.most = ring.spare = 1000
     return ring
 
 
@@ -53,6 +53,16 @@ def test_that_many_batches_are_held_is_said_once(ring: Ring) -> None:
     assert len(said) == 1
 
 
+def test_what_was_held_once_gives_its_memory_back(ring: Ring) -> None:
+    ring.spare = 2
+    batches = [lent(ring)[1].fill_(1) for _ in range(6)]
+    assert os.stat(ring.file.fd).st_blocks * 512 == 6 * SIZE
+    del batches
+    for _ in range(10):
+        lent(ring)[1].fill_(2)
+        assert os.stat(ring.file.fd).st_blocks * 512 <= 3 * SIZE
+
+
 def test_what_is_held_at_a_fork_is_not_written_again(ring: Ring) -> None:
     number, batch = lent(ring)
     other, not_held = lent(ring)
@@ -73,8 +83,21 @@ def test_what_is_held_at_a_fork_is_not_written_again(ring: Ring) -> None:
     third, newer = lent(ring)
     newer.fill_(8)
     assert third != number
+    ring.end()
     os.write(write, b"1")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_what_was_held_at_a_fork_is_used_again_when_the_other_process_is_gone(ring: Ring) -> None:
+    for _ in range(5):
+        number, batch = lent(ring)
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        del batch
+        os.waitpid(child, 0)
+        assert ring.take() == number == 0
+        ring.give_back(number)
 
 
 def test_what_is_held_outlives_the_ring_and_all_else_is_freed(ring: Ring) -> None:
@@ -144,10 +167,11 @@ def test_rows_are_done_when_none_is_left() -> None:
     assert control.slots[1].tolist() == [7, 3, 2, 30, 0, 0]
     assert control.states(1, 3) == bytes([TO_DO] * 3)
     control.set_state(1, 0, 2, PLACED)
-    assert not control.is_done(1, 40)
+    assert not control.is_done(1, 7, 40)
     control.set_state(1, 2, 1, SKIPPED)
-    assert control.is_done(1, 2)
+    assert control.is_done(1, 7, 2)
     assert control.slots[1, 5] == 42
+    assert not control.is_done(1, 6, 1)  # of a batch that has been taken meanwhile
     control.open(1, 9, [8, 9], 2, 30, 0)
     assert control.states(1, 2) == bytes([TO_DO] * 2)
 
