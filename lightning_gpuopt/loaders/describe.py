@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 from lightning_gpuopt.compat.dataloader import running_workers
 from lightning_gpuopt.loaders.inner import dataloader_in
@@ -116,7 +116,22 @@ def _of_dataloader(loader: DataLoader[Any], iterator: Any) -> Facts:
         "is_iterable": streams,
         "duplicates": duplicates,
         "sharding": "sampler" if not streams else None if duplicates else "dataset",
+        "datamodule": None if streams else _datamodule_for(loader),
     }
+
+
+def _datamodule_for(loader: DataLoader[Any]) -> str | None:
+    """Which of our DataModules would read a map-style dataset sample by sample; None where none would, or one does."""
+    collate_fn = getattr(loader.collate_fn, "collate_fn", loader.collate_fn)  # behind what times it
+    if type(loader) is not DataLoader or collate_fn is not default_collate or loader.batch_size is None:
+        return None
+    dataset: Any = loader.dataset
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    if hasattr(dataset, "__getitems__"):  # batches are its own to make
+        return None
+    folder = type(dataset).__name__ == "ImageFolder" and _comes_from(dataset, "torchvision")
+    return "ImageFolderDataModule" if folder else "LMDBDataModule"
 
 
 def _count_idle(found: Facts, notes: list[str]) -> None:

@@ -51,6 +51,8 @@ class LoaderDescription:
         duplicates: whether more workers would bring samples twice: its stream is not divided among them.
         caches: folders in which a stream keeps what it has downloaded.
         unshared: why more workers would read other samples: an open file that they would share, a generator.
+        datamodule: which of our DataModules would read its dataset sample by sample, so that a slow sample delays its
+            own batch only; None where none would, or one does.
         changes: for each setting ``"now"``, ``"with the next iterator"``, or ``"refused because ..."``.
         notes: what is worth a line in the report, such as an unknown version.
     """
@@ -73,5 +75,6 @@ class LoaderDescription:
     duplicates: bool | None = None
     caches: tuple[str, ...] = ()
     unshared: str | None = None
+    datamodule: str | None = None
     changes: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

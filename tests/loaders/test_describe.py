@@ -9,11 +9,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_gpuopt.loaders import describe as module
 from lightning_gpuopt.loaders.describe import describe
+from lightning_gpuopt.loading.loader import make_loader
+from lightning_gpuopt.loading.order import Order
+from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.measurements.loader_description import LoaderDescription
+from lightning_gpuopt.timeline.worker_clock import watch_workers
 from tests.loaders.kinds import BATCH, CORE, LIBRARIES, SAMPLES, Around, Kind, Mapped, Own, Prepare, Stream
 
 
@@ -43,6 +47,7 @@ def test_a_dataloader_and_one_inside_of_a_class_of_the_users_own() -> None:
         batch_size=BATCH,
         length=SAMPLES // BATCH,
         sharding="sampler",
+        datamodule="LMDBDataModule",
     )
     around = describe(Around(loader))
     assert (around.name, around.key) == ("Around", "")
@@ -192,3 +197,43 @@ def test_the_caches_of_libraries(tmp_path: Path) -> None:
 
 def test_versions_are_those_of_known_libraries() -> None:
     assert set(module._DATASETS) <= set(module._READ_IN)
+
+
+class Numbered(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index
+
+
+class AtOnce(Numbered):
+    def __getitems__(self, indices):
+        return indices
+
+
+class ImageFolder(Numbered):
+    """As torchvision's."""
+
+
+ImageFolder.__module__ = "torchvision.datasets.folder"
+
+
+@pytest.mark.parametrize(
+    ("loader", "datamodule"),
+    [
+        (lambda: DataLoader(Numbered(), batch_size=2), "LMDBDataModule"),
+        (lambda: DataLoader(Subset(Numbered(), [1, 2]), batch_size=2, num_workers=1), "LMDBDataModule"),
+        (lambda: DataLoader(Subset(ImageFolder(), [1, 2]), batch_size=2), "ImageFolderDataModule"),
+        (lambda: DataLoader(AtOnce(), batch_size=2), None),
+        (lambda: DataLoader(Numbered(), batch_size=2, collate_fn=list), None),
+        (lambda: DataLoader(Numbered(), batch_size=None), None),
+        (lambda: make_loader(Numbered(), ElasticSampler(Order(4), 2)), None),
+    ],
+)
+def test_which_datamodule_would_read_sample_by_sample(loader, datamodule):
+    made = loader()
+    assert describe(made).datamodule == datamodule
+    watched = watch_workers(made)
+    assert watched is not None
+    assert describe(made).datamodule == datamodule

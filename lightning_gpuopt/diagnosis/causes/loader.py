@@ -337,6 +337,8 @@ def _prediction(cause: str, measurement: Measurement, settings: dict[str, Any]) 
 
 def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], storage: str) -> str:
     parts = [*_threads(cause, measurement, settings), _remedy(cause, measurement, settings)]
+    if cause == "head_of_line" and measurement.source is not None and measurement.source.datamodule:
+        parts.append(CAUSES[cause].cases["datamodule"].format(datamodule=measurement.source.datamodule))
     if settings.get("num_workers"):
         parts.append("NumWorkersFinder() finds the number while training runs, and sets it.")
     if storage and not (cause == "slow_storage" and memory_is_short(measurement)):

@@ -185,6 +185,10 @@ _ALL: Final = (
         decided_by="ms_per_step step_ms late_batch_wait_percent workers_busy_percent",
         group="loader",
         in_user_code=True,
+        cases={
+            "datamodule": "{datamodule} reads this dataset sample by sample: there a slow sample delays its own batch "
+            "only, and the order stays.",
+        },
     ),
     Cause(
         "worker_transfer",

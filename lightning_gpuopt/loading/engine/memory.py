@@ -259,8 +259,9 @@ class Ring(Blocks):
 
     def _record(self) -> list[torch.cuda.Event]:
         """Events on each stream that may be copying a batch. torch records none for memory that is not its own."""
-        if not (streams := {*self.streams, *streams_here(), *copy_streams}):
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return []
+        streams = {*self.streams, *streams_here(), *copy_streams}
         events = [torch.cuda.Event() for _ in streams]  # type: ignore[no-untyped-call]
         for event, stream in zip(events, streams, strict=True):
             event.record(stream)

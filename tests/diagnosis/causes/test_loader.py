@@ -11,6 +11,7 @@ from lightning_gpuopt.diagnosis.causes.loader import data_finding
 from lightning_gpuopt.diagnosis.diagnose import diagnose, remarks
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.host import HostActivity
+from lightning_gpuopt.measurements.loader_description import LoaderDescription
 from lightning_gpuopt.measurements.loading import LoaderFacts, QueueTimes, WorkerTimes
 from lightning_gpuopt.measurements.phases import PhaseTimes
 from tests.diagnosis.numbers import IN_PROCESS, TWO_WORKERS, host, measurement, times, workers
@@ -67,6 +68,16 @@ UNPINNED = QueueTimes(fetches=100, ready=0, empty=99, waits=99, wait_s=5.0, unpi
 )
 def test_the_bottleneck_is_named(timed: WorkerTimes, queues: Any, activity: Any, cause: str) -> None:
     assert find(timed, queues=queues, host=activity).cause == cause
+
+
+@pytest.mark.parametrize("datamodule", ["ImageFolderDataModule", "LMDBDataModule", None])
+def test_a_late_batch_is_told_who_would_read_sample_by_sample(datamodule: str | None) -> None:
+    source = LoaderDescription("torch", datamodule=datamodule)
+    late = workers(data_s=0.04, cpu=0.5, unevenness=4.0)
+    finding = find(late, queues=LATE, host=host(0.1), source=source)
+    assert finding.cause == "head_of_line"
+    text = f"{datamodule} reads this dataset sample by sample: there a slow sample delays its own batch only"
+    assert (text in finding.advice) == (datamodule is not None)
 
 
 @pytest.mark.parametrize(("worker_cpu", "others"), [(0.1, "7.3"), (0.5, "6.5"), (1.0, "5.5")])

@@ -150,6 +150,15 @@ def test_a_block_is_not_written_while_it_is_copied_to_a_device(
     assert ring.take() == number
 
 
+def test_streams_of_a_device_that_is_gone_are_not_asked(ring: Ring) -> None:
+    with simulated_gpu(ManualClock()):
+        streams = CudaStreams(torch.device("cuda", 0))
+    number, batch = lent(ring)
+    del batch
+    assert ring.take() == number
+    assert streams is not None
+
+
 def test_what_is_copied_later_does_not_count(ring: Ring, gpu: SimulatedGpu, clock: ManualClock) -> None:
     batches = [lent(ring)[1] for _ in range(2)]
     del batches
