@@ -32,6 +32,7 @@ from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.telemetry.resources import free_shared_memory
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.caps import PART_OF_SHARED_MEMORY, workers_in
+from lightning_gpuopt.tuning.sharing import held_by
 from lightning_gpuopt.utils.arguments import (
     choice,
     flag,
@@ -273,10 +274,20 @@ class ElasticDataModule(ResumableDataModule):
                 f"(LMDBDatasets, Subsets and ConcatDatasets of them, a dataset with a method with_decoder); got a "
                 f"{type(dataset).__name__}: crop in its transform"
             ) from None
+        held = held_by(loader) if loader.num_workers and getattr(loader.dataset, "seeds", True) else []
+        loader.keeps_readers = any(each.kind == "generator" for each in held)
         if self.num_workers == "auto":
             fitting = self._workers_that_fit(loader) if starts_unasked() else 0
+            shared = next((each for each in held if each.kind in ("file", "device")), None)
+            if shared is not None:
+                fitting = 0
+                rank_zero_warn(
+                    f"{type(self).__name__}: num_workers='auto' is 0 here: its dataset holds {shared}, which processes "
+                    "cannot share. Open it when the first sample is read, and num_workers='auto' uses all CPUs"
+                )
             if fitting < loader.num_workers:
-                loader = make(num_workers=fitting)
+                keeps_readers, loader = loader.keeps_readers, make(num_workers=fitting)
+                loader.keeps_readers = keeps_readers
             if loader.num_workers == 0:
                 lightning.silence_worker_hint()
         return loader

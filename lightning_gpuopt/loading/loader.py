@@ -38,12 +38,15 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
 
     Attributes:
         draws_random_state: Whether the training process's random state may change when it takes a batch.
+        keeps_readers: Whether each sample must be read by the same worker in every run, since workers hold random
+            generators of their own: then torch's workers load, which have fixed batches.
         cpus: CPUs that loader processes may share; they are as many as is found to be best, with threads. 0: there are
             `num_workers` of them.
     """
 
     draws_random_state = True
     iterates_as_torch = True
+    keeps_readers = False
     cpus = 0
 
     @property
@@ -141,7 +144,7 @@ def make_loader(
         skipped: Notes the samples that cannot be read and are left out; None: they are errors.
         collate_fn: Makes a batch of samples; None: torch's way.
         memory_format: Of images that this package decodes; others are collated as they come.
-        num_workers: Loader processes, or worker processes where samples have no fixed places in a batch. None: none
+        num_workers: Loader processes, or worker processes where samples have no fixed layout in a batch. None: none
             where batches are gathered faster without, else as are best for `workers_if_needed` CPUs.
         workers_if_needed: See `num_workers`.
         pin_memory: Batches in page-locked memory.

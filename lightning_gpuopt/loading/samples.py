@@ -29,6 +29,7 @@ from lightning_gpuopt.loading.datasets import (
 )
 from lightning_gpuopt.loading.order import mix
 from lightning_gpuopt.loading.sampler import BatchIndices
+from lightning_gpuopt.prefetch.randomness import RandomStates
 
 if TYPE_CHECKING:
     from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
@@ -179,13 +180,11 @@ def seed_all(key: int) -> None:
 @contextmanager
 def given_back() -> Iterator[None]:
     """Have these random numbers go on afterwards as if none had been drawn."""
-    of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    states = RandomStates()
     try:
         yield
     finally:
-        torch.set_rng_state(of_torch)
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
+        states.restore()
 
 
 class SeededCollate:

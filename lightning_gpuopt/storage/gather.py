@@ -234,7 +234,7 @@ class Gather:
         return Layout([Column(dtype, shape) for _, dtype, shape in self._plan.columns], None, self._plan.assemble)
 
     def read_into(self, indices: Sequence[int], arrays: list[Array], row: int, block: int) -> None:
-        """Read samples to their places in a batch.
+        """Read samples into rows of a batch.
 
         Args:
             indices: Of the samples.

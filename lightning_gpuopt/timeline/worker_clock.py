@@ -319,7 +319,7 @@ def clock_of(collate_fn: Any, number: int) -> TimedCollate | None:
 
 
 def _no_batch(samples: Any) -> None:
-    """Samples are in their places already."""
+    """Samples are in their rows already."""
 
 
 def watch_workers(loader: Any) -> tuple[TimedCollate, Callable[[], None]] | None:

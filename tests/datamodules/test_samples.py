@@ -10,9 +10,11 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from PIL import Image
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from lightning_gpuopt.datamodules import resumable
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
+from lightning_gpuopt.loading.engine.iterator import EngineIterator
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.writer import LMDBWriter
 from tests.helpers import tiny_trainer
@@ -423,3 +425,57 @@ def test_16_bit_images_of_any_byte_order_keep_their_values(tmp_path: Path, mode:
     image = Image.frombytes(mode, (4, 3), values.astype(">u2" if mode == "I;16B" else "<u2").tobytes())
     path = write(tmp_path / "data", (1, image))
     assert np.array_equal(LMDBDataset(path, decode="tensor")[0][1][0].numpy(), values)
+
+
+class HoldsFile(Dataset[Any]):
+    """Reads numbers at the position of a file that it has open."""
+
+    def __init__(self, path: Path) -> None:
+        np.arange(200, dtype=np.int64).tofile(path)
+        self.file = path.open("rb", buffering=0)
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> Any:
+        self.file.seek(8 * index)
+        return int.from_bytes(self.file.read(8), "little"), index
+
+
+def test_a_file_that_processes_would_share_is_read_in_the_training_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumable, "usable_cpus", lambda: 2.0)
+    datamodule = LMDBDataModule(HoldsFile(tmp_path / "numbers"), batch_size=8)
+    with pytest.warns(UserWarning, match="num_workers='auto' is 0 here: its dataset holds .*cannot share"):
+        loader = datamodule.train_dataloader()
+    assert loader.num_workers == 0
+    assert all(torch.equal(values, indices) for values, indices in loader)
+    assert LMDBDataModule(HoldsFile(tmp_path / "others"), num_workers=2).train_dataloader().num_workers == 2
+
+
+class HoldsGenerator(Dataset[Any]):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> Any:
+        return self.generator.random(), index
+
+
+@pytest.mark.parametrize(("num_workers", "ours"), [("auto", False), (2, False), (1, True), (0, False)])
+def test_what_a_generator_of_the_datasets_draws_is_the_same_in_every_run(
+    num_workers: Any, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumable, "usable_cpus", lambda: 2.0)
+    runs = []
+    for _ in range(3):
+        loader = LMDBDataModule(HoldsGenerator(), batch_size=8, num_workers=num_workers).train_dataloader()
+        iterator = iter(loader)
+        assert (type(iterator) is EngineIterator) == ours
+        runs.append([(values.tolist(), indices.tolist()) for values, indices in iterator])
+    assert runs[0] == runs[1] == runs[2]

@@ -71,7 +71,7 @@ _JOIN_S: Final = 5.0
 
 
 class CannotServe(Exception):
-    """The samples of a dataset cannot be put to their places; DataLoader workers load it."""
+    """The samples of a dataset cannot be put into rows; DataLoader workers load it."""
 
 
 class NotYet(Exception):
@@ -96,7 +96,7 @@ class Engine:
         taken: batches that the training thread has taken so far; it sets this, and calls `wake`.
 
     Raises:
-        CannotServe: Samples have no fixed places in a batch.
+        CannotServe: Samples have no fixed layout in a batch.
         RuntimeError: A process has died before it had read a sample.
     """
 
@@ -230,7 +230,7 @@ class Engine:
             text = f"DataLoader worker (pid {self.processes[0].pid}) ended before it read a sample"
             raise self._errors.pop(0, RuntimeError(text)) from None
         if layout is None:
-            raise CannotServe("a sample has parts that have no fixed place in a batch")
+            raise CannotServe("a sample has parts that have no fixed layout")
         return layout, read, costs
 
     # -- what the training thread calls

@@ -19,13 +19,15 @@ _UNKNOWN: Final = -1
 
 
 def can_serve(loader: Any) -> bool:
-    """Whether a loader's samples may be put to their places in shared memory, as far as is known before one is read."""
+    """Whether a loader's samples may be put into rows in shared memory, as far as is known before one is read."""
     collate_fn = loader.collate_fn
     while isinstance(collate_fn, TimedCollate):
         collate_fn = collate_fn.collate_fn
     gathers = getattr(loader.dataset, "gathers_batches", False)
     known = gathers if collate_fn is as_it_is else type(collate_fn) is Collate and type(loader.dataset) is EpochSamples
-    return bool(known and can_be_a_worker())
+    # One process reads the samples in a fixed order; of several, whichever is free takes the next.
+    fixed = getattr(loader, "keeps_readers", False) and loader.num_workers > 1
+    return bool(known and not fixed and can_be_a_worker())
 
 
 class _Drawn:
@@ -74,7 +76,7 @@ class EngineIterator(BaseIterator):  # type: ignore[misc]
         loader: the loader.
 
     Raises:
-        CannotServe: its samples have no fixed places in a batch.
+        CannotServe: its samples have no fixed layout in a batch.
         RuntimeError: a process has died before it had read a sample.
     """
 

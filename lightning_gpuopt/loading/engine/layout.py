@@ -1,4 +1,4 @@
-"""How the samples of a dataset lie in a batch: what ``default_collate`` would make of them, each part at its place."""
+"""How the samples of a dataset lie in a batch: what ``default_collate`` would make of them, each part at its offset."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Column(NamedTuple):
 
 
 class _Other(Exception):
-    """A sample that cannot be put to its place."""
+    """A sample that cannot be put into a row."""
 
 
 class Layout:
@@ -49,7 +49,7 @@ class Layout:
 
     Args:
         columns: the parts.
-        tree: how they make up a sample; None: nobody puts samples to their places one by one.
+        tree: how they make up a sample; None: nobody puts samples into rows one by one.
         assemble: makes the batch of its columns, in the process that it is given in.
     """
 
@@ -60,7 +60,7 @@ class Layout:
 
     @classmethod
     def of(cls, sample: Any, collate: Callable[[list[Any]], Any]) -> Layout | None:
-        """The layout of a dataset's samples, by one of them; None where it has parts that have no fixed place.
+        """The layout of a dataset's samples, by one of them; None where it has parts that have no fixed layout.
 
         Args:
             sample: of the dataset.

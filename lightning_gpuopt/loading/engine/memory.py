@@ -25,7 +25,7 @@ from lightning_gpuopt.loading.engine.layout import Array
 from lightning_gpuopt.prefetch.stream import copy_streams
 
 TO_DO, PLACED, SKIPPED, ASIDE, LOST = range(5)
-"""The states of a batch's rows: nobody has read the sample; it is in its place; it is left out; it was sent, since it
+"""The states of a batch's rows: nobody has read the sample; it is in its row; it is left out; it was sent, since it
 is not like the others, or what it raised was; whoever read it has died."""
 
 _SEQUENCE, _COUNT, _EPOCH, _FIRST, _BLOCK, _WORK = range(6)

@@ -1,4 +1,4 @@
-"""A loader process: its threads take samples in their order, and put each to its place in its batch."""
+"""A loader process: its threads take samples in their order, and put each into its row of its batch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class LoaderProcess:
 
         Args:
             worker: its number, from 0.
-            connection: to the training process; the layout comes out of it, and what has no place goes into it.
+            connection: to the training process; the layout comes out of it, and what fits no row goes into it.
         """
         self._worker, self._connection, self._sending = worker, connection, threading.Lock()
         self.control.begin()
@@ -203,7 +203,7 @@ class LoaderProcess:
         os.write(self.done.fd, DONE.pack(sequence))
 
     def put(self, slot: int, row: int, sample: Any) -> None:
-        """Put a sample to its place."""
+        """Put a sample into its row."""
         if isinstance(sample, Skipped):
             self._send(slot, row, sample)
             self.control.set_state(slot, row, 1, SKIPPED)
@@ -248,7 +248,7 @@ class _InitFailed(Exception):
 
 
 class _Rows:
-    """A dataset for torch's fetcher, whose samples go to their places as they are read.
+    """A dataset for torch's fetcher, whose samples go into their rows as they are read.
 
     Attributes:
         reads_for: the dataset.
@@ -276,7 +276,7 @@ class _Rows:
 
 
 class _FirstRows(_Rows):
-    """The same where it is not known yet what their places are."""
+    """The same where it is not known yet what their layout is."""
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Read samples."""

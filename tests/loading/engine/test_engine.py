@@ -240,7 +240,7 @@ def test_samples_that_do_not_go_together_are_named() -> None:
     assert len(list(iterator)) == 6
 
 
-def test_samples_without_a_place_are_loaded_by_torchs_workers() -> None:
+def test_samples_without_a_layout_are_loaded_by_torchs_workers() -> None:
     loader = loader_of(Made(lambda i: [i] * (i % 3)), collate_fn=lambda samples: samples)
     assert type(iter(loader)) is not EngineIterator
     state = torch.get_rng_state()

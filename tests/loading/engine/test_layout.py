@@ -1,4 +1,4 @@
-"""Samples in their places are what torch's ``default_collate`` makes of them."""
+"""Samples in their rows are what torch's ``default_collate`` makes of them."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Odd(dict[str, int]):
         {1, 2},
     ],
 )
-def test_samples_without_a_fixed_place_have_no_layout(sample: Any) -> None:
+def test_samples_without_a_layout_have_no_layout(sample: Any) -> None:
     assert Layout.of(sample, Collate()) is None
 
 
