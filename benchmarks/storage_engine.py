@@ -158,7 +158,7 @@ def wait(work: Path, scale: float, count: int) -> dict[str, Any]:
     shares, threads = [], 0
     for number in range(count + 1):
         iterator = iter(loader)
-        threads = iterator._engine._readers
+        threads = iterator._engine.readers
         samples = len(next(iterator)[1])
         began, samples = time.perf_counter(), 0
         for _, labels in iterator:
@@ -176,7 +176,7 @@ def ring(work: Path, scale: float, count: int) -> dict[str, Any]:
         for batch in loader:
             del batch
         engine = loader._iterator._engine
-        processes.append(max(_private_mib(process.pid) for process in engine.running))
+        processes.append(max(_private_mib(process.pid) for process in engine.pool.running))
         batches.append(os.stat(engine._ring.file.fd).st_blocks * 512 / 2**20)
     return {
         "batch_mib": engine._ring.num_bytes / 2**20,

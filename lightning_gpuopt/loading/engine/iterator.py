@@ -173,7 +173,7 @@ class EngineIterator(BaseIterator):  # type: ignore[misc]
 
     @property
     def _workers(self) -> list[Any]:
-        return [] if self._engine is None else self._engine.running
+        return [] if self._engine is None else self._engine.pool.running
 
     @property
     def _rcvd_idx(self) -> int:
@@ -181,7 +181,7 @@ class EngineIterator(BaseIterator):  # type: ignore[misc]
 
     @property
     def _send_idx(self) -> int:
-        return 0 if self._engine is None else self._engine.asked
+        return 0 if self._engine is None else self._engine.pool.asked
 
     @property
     def _task_info(self) -> dict[int, tuple[Any, ...]]:
@@ -192,12 +192,12 @@ class EngineIterator(BaseIterator):  # type: ignore[misc]
         awaited, ready = engine.taken, self._batches.qsize()
         found: dict[int, tuple[Any, ...]] = {
             sequence: (_UNKNOWN, None) if sequence < awaited + ready else (_UNKNOWN,)
-            for sequence in range(awaited, engine.asked)
+            for sequence in range(awaited, engine.pool.asked)
         }
-        if not ready and found and (reader := engine.reader_of(awaited)) is not None:
+        if not ready and found and (reader := engine.pool.reader_of(awaited)) is not None:
             found[awaited] = (reader,)
             for sequence in found.keys() - {awaited}:
-                if engine.is_ready(sequence):
+                if sequence in engine.pool.ready:
                     found[sequence] = (_UNKNOWN, None)
         return found
 

@@ -163,7 +163,7 @@ def test_the_memory_is_bounded_and_a_full_ring_waits(tmp_path: Path) -> None:
     iterator, engine = engine_of(loader_of(Waits(tmp_path, 1), batch_size=4, shuffle=False))
     while len(list(tmp_path.iterdir())) < 15:
         time.sleep(0.001)
-    assert engine.asked == 4
+    assert engine.pool.asked == 4
     assert not (tmp_path / "16").exists()
     (tmp_path / "1").touch()
     assert sum(len(batch) for batch in iterator) == 24
@@ -317,7 +317,7 @@ def test_a_process_that_dies_is_named_with_its_sample_and_the_others_go_on(how: 
     assert [next(iterator)[1].tolist() for _ in range(2)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     with pytest.raises(RuntimeError) as caught:
         next(iterator)
-    dead = [each for each in engine.processes if not each.is_alive()]
+    dead = [each for each in engine.pool.processes if not each.is_alive()]
     assert str(caught.value) == (
         f"DataLoader worker (pid {dead[0].pid}) is killed by signal: {signal.strsignal(how)}. It was reading sample 12 "
         "(Made[12])."
@@ -350,11 +350,11 @@ def test_samples_that_a_dying_process_has_taken_along_do_not_hang_the_epoch(tmp_
     iterator, engine = engine_of(loader_of(Waits(tmp_path, 1), batch_size=4, shuffle=False))
     while len(list(tmp_path.iterdir())) < 15:
         time.sleep(0.001)
-    reader = engine.reader_of(0)
+    reader = engine.pool.reader_of(0)
     assert reader is not None
-    engine.control.readers[reader, 0] = 0
-    engine.processes[reader].kill()
-    engine.processes[reader].join()
+    engine._control.readers[reader, 0] = 0
+    engine.pool.processes[reader].kill()
+    engine.pool.processes[reader].join()
     with pytest.raises(RuntimeError, match=r"is killed by signal: Killed\. It had not yet read sample 1 "):
         next(iterator)
     assert [len(batch) for batch in iterator] == [4, 4, 4, 4, 4]
@@ -399,7 +399,7 @@ def test_processes_live_on_from_epoch_to_epoch() -> None:
     for epoch in range(3):
         loader.sampler.set_epoch(epoch)
         iterator, engine = engine_of(loader)
-        pids.add(tuple(process.pid for process in engine.processes))
+        pids.add(tuple(process.pid for process in engine.pool.processes))
         expected = loader_of(Made(pair), 0)
         expected.sampler.set_epoch(epoch)
         for one, other in zip(iterator, expected, strict=True):
@@ -424,7 +424,7 @@ def test_an_epoch_that_is_left_early_does_not_reach_into_the_next(taken: int) ->
 def test_processes_end_with_the_iterator() -> None:
     iterator, engine = engine_of(loader_of(Made(pair), 2, persistent_workers=False))
     next(iterator)
-    processes = engine.processes
+    processes = engine.pool.processes
     del iterator, engine
     gc.collect()
     assert [process.exitcode for process in processes] == [0, 0]
@@ -482,7 +482,7 @@ def test_a_timeout_is_torchs() -> None:
     next(iterator)
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.2 seconds"):
         next(iterator)
-    for process in engine.processes:
+    for process in engine.pool.processes:
         process.kill()
 
 
@@ -492,7 +492,7 @@ from tests.loading.engine.test_engine import Made, loader_of, pair
 
 iterator = iter(loader_of(Made(pair, 4000), 2))
 next(iterator)
-print(*(process.pid for process in iterator._engine.processes), flush=True)
+print(*(process.pid for process in iterator._engine.pool.processes), flush=True)
 sys.stdin.read()
 """
 
@@ -530,7 +530,7 @@ def test_the_number_of_processes_may_change_while_they_run() -> None:
     for number in (4, 1, 3):
         assert iterator.resize(number) == number
         batches += [next(iterator)[1] for _ in range(20)]
-        wait_for(lambda wanted=number: len(engine.running) == wanted)
+        wait_for(lambda wanted=number: len(engine.pool.running) == wanted)
     batches += [labels for _, labels in iterator]
     assert torch.cat(batches).tolist() == list(range(400))
 
@@ -679,9 +679,9 @@ def test_processes_that_are_to_end_do_so_though_the_epoch_is_left_before(tmp_pat
     iterator.resize(1)
     for _ in loader:
         break
-    wait_for(lambda: len(engine.running) == 1)
+    wait_for(lambda: len(engine.pool.running) == 1)
     assert iterator.resize(3) == 3
-    assert len(engine.running) == 3
+    assert len(engine.pool.running) == 3
     assert sum(len(batch[1]) for batch in loader) == 4000
 
 

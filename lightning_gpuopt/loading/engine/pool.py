@@ -1,0 +1,377 @@
+"""The loader processes, as the training process has them: what they are to read, what is done, and who has died."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import select
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from lightning_gpuopt.compat.fetchers import is_wrapped
+from lightning_gpuopt.loading.datasets import sample_name
+from lightning_gpuopt.loading.engine.costs import Costs
+from lightning_gpuopt.loading.engine.layout import Layout
+from lightning_gpuopt.loading.engine.memory import ASIDE, LOST, SKIPPED, Control, SharedFile
+from lightning_gpuopt.loading.engine.process import DONE, READ_FIRST, SENT, TICKET, LoaderProcess, run
+
+_ALIVE_MS: Final = 5_000
+"""Milliseconds between two looks whether processes live, where nothing comes."""
+
+_LOOK_MS: Final = 1_000
+"""Milliseconds between two looks for samples that nobody reads, once a process has died."""
+
+
+class LoaderPool:
+    """Loader processes: they take samples, one by one, out of a pipe, and say which batches are done in another.
+
+    All but the constructor, `resize` and `end` is for one thread, which calls `wait` again and again.
+
+    Args:
+        loader: the DataLoader.
+        control: what is read, and by whom.
+        blocks: where batches lie.
+        base_seed: of torch's random numbers in workers.
+        most_threads: of a process.
+
+    Attributes:
+        processes: the loader processes, with those that have ended.
+        asked: batches that the processes were asked for so far.
+        given: batches of these that were handed over, or dropped.
+        threads: of each process.
+        ready: the batches whose samples are all in, by sequence.
+        dead: the process that has died last.
+    """
+
+    def __init__(self, loader: Any, control: Control, blocks: SharedFile, base_seed: int, most_threads: int) -> None:
+        self.asked = self.given = 0
+        self.threads = 1
+        self.processes: list[Any] = []
+        self.ready: set[int] = set()
+        self.dead: Any = None
+        self._control, self._dataset, self._slots = control, loader.dataset, len(control.slots)
+        self._connections: list[Connection] = []
+        self._sent: dict[int, dict[int, Any]] = {}
+        self._errors: dict[int, Exception] = {}
+        self._behind: dict[int, Callable[[], object]] = {}
+        self._poll = select.poll()
+        self._leaving = 0  # processes that were told to end
+        take, put = os.pipe()
+        tickets, self._tickets = SharedFile(take), SharedFile(put)
+        # A description of its own, which does not block, to take out what nobody is to read any more.
+        self._left = SharedFile(os.open(f"/proc/self/fd/{take}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        take, put = os.pipe()
+        self._done = SharedFile(take)
+        os.set_blocking(take, False)
+        os.set_blocking(self._tickets.fd, False)
+        self._context = loader.multiprocessing_context or torch.multiprocessing.get_context()
+        self._work = LoaderProcess(
+            loader.dataset,
+            loader.collate_fn,
+            control,
+            blocks,
+            tickets,
+            SharedFile(put),
+            loader.worker_init_fn,
+            base_seed,
+            loader.num_workers,
+            most_threads,
+        )
+        self.watch(take, self._receive)
+
+    @property
+    def running(self) -> list[Any]:
+        """The processes that have not ended."""
+        return [process for process in self.processes if process.sentinel in self._behind]
+
+    @property
+    def capacity(self) -> int:
+        """Tickets for which the pipe has room, even where every write begins a page of it."""
+        return int(fcntl.fcntl(self._tickets.fd, fcntl.F_GETPIPE_SZ)) // 2 // TICKET.size
+
+    def watch(self, fd: int, act: Callable[[], object]) -> None:
+        """Have `wait` call a function when there is something to read."""
+        self._behind[fd] = act
+        self._poll.register(fd, select.POLLIN)
+
+    def _unwatch(self, fd: int) -> bool:
+        if self._behind.pop(fd, None) is None:
+            return False
+        self._poll.unregister(fd)
+        return True
+
+    # -- processes
+
+    def add(self, count: int) -> None:
+        """Start processes. They wait for what `send` is given."""
+        for worker in range(len(self.processes), len(self.processes) + count):
+            here, there = self._context.Pipe()
+            self._connections.append(here)
+            process = self._context.Process(target=run, args=(self._work, worker, there), daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self.watch(here.fileno(), partial(self._receive_from, worker))
+            self.watch(process.sentinel, partial(self._died, worker))
+
+    def find_layout(self, timeout_s: float) -> tuple[Layout | None, int, Costs]:
+        """Have the first process read the first batch's first samples, whose indices are in slot 0.
+
+        Returns:
+            Their layout in a batch (None: they have none); how many were read; what that took.
+
+        Raises:
+            RuntimeError: The process has died before it had read a sample, or takes longer than `timeout_s` seconds.
+        """
+        try:
+            self._connections[0].send(READ_FIRST)
+            if timeout_s and not self._connections[0].poll(timeout_s):
+                raise RuntimeError(f"DataLoader timed out after {timeout_s} seconds")
+            return self._connections[0].recv()  # type: ignore[no-any-return]
+        except (EOFError, OSError):
+            self._died(0)
+            text = f"DataLoader worker (pid {self.processes[0].pid}) ended before it read a sample"
+            raise self._errors.pop(0, RuntimeError(text)) from None
+
+    def send(self, layout: Layout, first: int = 0) -> None:
+        """Have processes, from the `first` one on, begin to take samples.
+
+        Args:
+            layout: of the samples in a batch.
+            first: the number of a process.
+        """
+        for connection in self._connections[first:]:
+            with contextlib.suppress(OSError):  # of one that has died
+                connection.send((layout, self.threads))
+
+    def resize(self, processes: int, layout: Layout) -> int:
+        """Have so many processes from now on; how many there are then.
+
+        Those that are too many end when what they were asked for is done.
+        """
+        here = len(self.running) - self._leaving
+        room = len(self._control.readers) // self.threads - len(self.processes)
+        wanted = min(processes, here + room)
+        if self.threads > 1 or wanted < 1:
+            return here
+        if wanted > here:
+            self.add(wanted - here)
+            self.send(layout, here - wanted)
+        else:
+            self._leaving += here - wanted
+            self._put(TICKET.pack(0, 0, 0) * (here - wanted))
+        return wanted
+
+    def end(self, deadline_s: float) -> None:
+        """End the processes; from `deadline_s` on, of ``time.monotonic()``, those that do not end are killed."""
+        self._take_out()
+        with contextlib.suppress(OSError):
+            os.write(self._tickets.fd, TICKET.pack(0, 0, 0) * (len(self.running) * self.threads))
+        for connection in self._connections:
+            connection.close()
+        for process in self.processes:
+            process.join(max(0.0, deadline_s - time.monotonic()))
+        for process in self.processes:
+            if process.is_alive():
+                process.terminate()
+                process.join()
+        self._behind.clear()  # which hold this object
+
+    def forked(self) -> None:
+        """In a process that was forked, these are nobody's."""
+        # So that whoever reads sees the end of the pipe when the training process is gone.
+        self._tickets.close()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # it is closed already
+                connection.close()
+
+    # -- what is to be read
+
+    def ask(self, sequence: int, row: int, rows: int) -> None:
+        """Have a batch read whose indices are in its slot.
+
+        Args:
+            sequence: of the batch.
+            row: from which on.
+            rows: of a ticket.
+        """
+        slot = sequence % self._slots
+        count = int(self._control.slots[slot, 1])
+        self.asked = sequence + 1
+        if not self.running:
+            self._lose(sequence, 0, None, self.dead)
+            return
+        self._put(b"".join(TICKET.pack(slot, min(rows, count - at), at) for at in range(row, count, rows)))
+
+    def _put(self, tickets: bytes) -> None:
+        written = 0
+        with contextlib.suppress(BlockingIOError):
+            written = os.write(self._tickets.fd, tickets)
+        if written != len(tickets):
+            raise RuntimeError("the pipe with what is to be read is full")
+
+    def _take_out(self) -> list[tuple[int, int, int]]:
+        """The tickets that nobody has taken."""
+        found = []
+        with contextlib.suppress(BlockingIOError):
+            while ticket := os.read(self._left.fd, TICKET.size):
+                found.append(TICKET.unpack(ticket))
+        return found
+
+    def withdraw(self) -> None:
+        """Have nothing read any more that nobody has begun to read."""
+        ends = 0
+        for slot, count, row in self._take_out():
+            if not count:  # a process that is to end
+                ends += 1
+                continue
+            self._control.set_state(slot, row, count, LOST)
+            self._see(slot, int(self._control.slots[slot, 0]))
+        self._put(TICKET.pack(0, 0, 0) * ends)
+
+    def forget(self) -> None:
+        """All that was asked for has been handed over, or dropped."""
+        self.ready.clear()
+        self._sent.clear()
+        self._errors.clear()
+
+    # -- what has been read
+
+    def wait(self) -> None:
+        """Wait until something has come, and see to it."""
+        limit_ms = _ALIVE_MS if self.dead is None else _LOOK_MS if self.running else 0
+        events = self._poll.poll(limit_ms)
+        for fd, _ in events:
+            if fd in self._behind:  # a process has two, of which one may end both
+                self._behind[fd]()
+        if events:
+            return
+        for worker, process in enumerate(self.processes):  # what it has started may keep its sentinel from saying so
+            if process.sentinel in self._behind and not process.is_alive():
+                self._died(worker)
+        if self.dead is not None and self.given < self.asked:
+            self._lose_unread(self.given)
+
+    def reader_of(self, sequence: int) -> int | None:
+        """Who has been reading for a batch for longest: the thread's number among those of all processes."""
+        readers = self._control.readers
+        here = np.flatnonzero(readers[:, 0] == sequence + 1)
+        return int(here[int(readers[here, 3].argmin())]) if here.size else None
+
+    def sent(self, sequence: int, states: bytes) -> tuple[dict[int, Any], Any]:
+        """What was sent of a batch's samples, by row, and what reading one of them raised (None: nothing).
+
+        Args:
+            sequence: of the batch, whose rows are all done.
+            states: of its rows.
+        """
+        for worker in range(len(self.processes)):  # it was sent before the row was done
+            self._receive_from(worker)
+        sent = self._sent.pop(sequence, {})
+        for row, state in enumerate(states):
+            if state in (ASIDE, SKIPPED) and row not in sent:
+                sent[row] = RuntimeError("what was sent of a sample is lost with the process that has read it")
+        raised = (sent[row] for row in sorted(sent) if is_wrapped(sent[row]) or isinstance(sent[row], Exception))
+        return sent, self._errors.pop(sequence, None) or next(raised, None)
+
+    def _receive(self) -> None:
+        """Take in which batches are done."""
+        with contextlib.suppress(BlockingIOError):
+            for (sequence,) in DONE.iter_unpack(os.read(self._done.fd, 512 * DONE.size)):
+                if sequence >= self.given:  # two may have finished it
+                    self.ready.add(sequence)
+
+    def _receive_from(self, worker: int) -> None:
+        """Take in what a process has sent of single samples."""
+        connection = self._connections[worker]
+        try:
+            while connection.poll():
+                data = connection.recv_bytes()
+                sequence, row = SENT.unpack_from(data)
+                self._sent.setdefault(sequence, {})[row] = _unpickled(data[SENT.size :])
+        except (EOFError, OSError):  # its death is seen by its sentinel
+            with contextlib.suppress(OSError):
+                self._unwatch(connection.fileno())
+
+    # -- deaths
+
+    def _died(self, worker: int) -> None:
+        """A process has ended: what it was reading is lost."""
+        process = self.processes[worker]
+        self._receive_from(worker)
+        process.join()
+        if not self._unwatch(process.sentinel):
+            return
+        if process.exitcode == 0 and self._leaving:
+            self._leaving -= 1
+            return
+        self.dead = process
+        readers = self._control.readers[worker * self.threads : (worker + 1) * self.threads]
+        for sequence, row, count, _ in readers.tolist():
+            if sequence > 0:
+                self._lose(sequence - 1, row, count, process)
+        readers[:, 0] = 0
+
+    def _lose(self, sequence: int, row: int, count: int | None, process: Any) -> None:
+        """Rows of a batch (None: all) that nobody has done will never be."""
+        slot = sequence % self._slots
+        current, of_batch = self._control.slots[slot, :2].tolist()
+        if current != sequence:  # it was done, and is taken
+            return
+        states = self._control.states(slot, of_batch if count is None else row + count)
+        lost = [at for at in range(row, len(states)) if not states[at]]
+        for at in lost:
+            self._control.set_state(slot, at, 1, LOST)
+        if lost:  # else it has died before it could say that the batch is done
+            index = int(self._control.indices[slot, lost[0]])
+            when = "It had not yet read" if count is None else "It was reading"
+            text = f"DataLoader worker (pid {process.pid}) {_end_of(process)}. {when} {self._name(index)}."
+            self._errors.setdefault(sequence, RuntimeError(text))
+        self._see(slot, sequence)
+
+    def _see(self, slot: int, sequence: int) -> None:
+        if sequence >= self.given and self._control.is_done(slot, sequence):
+            self.ready.add(sequence)
+
+    def _lose_unread(self, sequence: int) -> None:
+        """Nothing has come for a while, and a process has died: see whether it took samples along, or left none alive.
+
+        Nobody reads them where no ticket is left, and no thread that is alive reads for the batch.
+        """
+        left = select.select([self._left.fd], [], [], 0)[0]
+        if not self.running or (not left and self.reader_of(sequence) is None):
+            self._lose(sequence, 0, None, self.dead)
+
+    def _name(self, index: int) -> str:
+        dataset = getattr(self._dataset, "dataset", None)
+        try:
+            return f"sample {index}" if dataset is None else f"sample {index} ({sample_name(dataset, index)})"
+        except Exception:
+            return f"sample {index}"
+
+
+def _unpickled(data: bytes) -> Any:
+    """What was sent, or the exception with which that cannot be read."""
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        return error
+
+
+def _end_of(process: Any) -> str:
+    """How a process has ended, in torch's words."""
+    code = process.exitcode
+    if code is None:  # another has waited for it
+        return "has ended"
+    if code >= 0:
+        return f"exited unexpectedly with exit code {code}"
+    return f"is killed by signal: {signal.strsignal(-code) or -code}"
