@@ -14,7 +14,7 @@ Sections (``--sections``, all by default):
 - ``recipe``: the same with horizontal flips, normalised to float32 on the CPU.
 - ``build``: a folder of 5,000 JPEG files into each format, until it is on disk (fsync).
 - ``memory``: peak memory of a build's processes, and what a million reads add to a reader.
-- ``take``, ``slow``, ``wait``, ``ring``: our loader processes; see ``storage_engine.py``.
+- ``take``, ``slow``, ``wait``, ``ring``, ``pinning``: our loader processes; see ``storage_engine.py``.
 
 All contestants of a section take turns; the median of the rounds counts, the first being left out. Peers that are not
 installed are left out: ``pip install --no-deps -r benchmarks/storage_peers.txt`` has them.
@@ -417,6 +417,8 @@ def jpeg(work: Path, scale: float, count: int) -> dict[str, Any]:
     ):
         path = work / ("images" if kind is ImageFolderDataModule else "ours")
         loaders[name], _ = _training(kind, path, **options)
+    loaders["bare threads, decoded in full"] = peers.BareThreads(files, peers.decoded_in_full)
+    loaders["bare threads, our decoder"] = peers.BareThreads(files, peers.decoded_as_ours)
     return {
         "images": len(files),
         "mean_bytes": round(statistics.mean(file.stat().st_size for file in files)),

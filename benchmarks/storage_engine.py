@@ -8,6 +8,8 @@ Sections of ``benchmarks/storage.py``:
   in torch's order, out of it (``in_order=False``), and ours, which keeps it.
 - ``wait``: samples that wait for 20 ms without the interpreter's lock: one CPU, threads as are found to be best.
 - ``ring``: memory of the processes over 20 epochs, and of the batches.
+- ``pinning``: batches of 38 MB on their way to a GPU, by each of `ElasticLoader`'s ways to page-lock them: samples per
+  second, and milliseconds of CPU that a batch takes the training process. Only where there is a GPU.
 """
 
 from __future__ import annotations
@@ -186,8 +188,35 @@ def ring(work: Path, scale: float, count: int) -> dict[str, Any]:
     }
 
 
+def pinning(work: Path, scale: float, count: int) -> dict[str, Any]:
+    """Samples per second, and the training process's CPU."""
+    if not torch.cuda.is_available():
+        return {"missing": "no CUDA GPU"}
+    loaders = {}
+    for way in ("copy", "in place", "in place, drained"):
+        loaders[way] = _loader(Images(int(10_240 * scale)), batch_size=256, num_workers=4, pin_memory=True)
+        loaders[way].pinning = way
+    rates: dict[str, list[float]] = {way: [] for way in loaders}
+    spent_ms: dict[str, list[float]] = {way: [] for way in loaders}
+    for number in range(count + 1):
+        for way, loader in loaders.items():
+            torch.cuda.synchronize()
+            began, cpu_s, samples = time.perf_counter(), time.process_time(), 0
+            for images, _ in loader:
+                samples += len(images.to("cuda", non_blocking=True))
+            torch.cuda.synchronize()
+            if number:
+                rates[way].append(samples / (time.perf_counter() - began))
+                spent_ms[way].append((time.process_time() - cpu_s) * 1e3 / len(loader))
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "warm": {way: {"median": statistics.median(r), "rounds": r} for way, r in rates.items()},
+        "cpu_ms_per_batch": {way: statistics.median(ms) for way, ms in spent_ms.items()},
+    }
+
+
 def _private_mib(pid: int) -> float:
     return float(psutil.Process(pid).memory_full_info().uss) / 2**20
 
 
-SECTIONS = {"take": take, "slow": slow, "wait": wait, "ring": ring}
+SECTIONS = {"take": take, "slow": slow, "wait": wait, "ring": ring, "pinning": pinning}

@@ -16,6 +16,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -23,9 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import simplejpeg
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lightning_gpuopt.images.crop import RandomCrops, cut, draw_area, keyed_generator
 
 BATCH = 128
 WORKERS = 2
@@ -348,6 +352,50 @@ def store_list(files: list[Path], folder: Path) -> None:
 
 def load_folder(folder: Path, decode: Callable[[bytes], Any] = crop_bytes) -> Loader:
     return loader(Folder([Path(f) for f in (folder / "files.txt").read_text().split("\n")], decode), shuffle=True)
+
+
+class BareThreads:
+    """As many threads as others have workers, which do nothing but decode, crop and keep the pixels.
+
+    Args:
+        files: JPEG files.
+        decode: a function of a file's bytes and of a position, which gives uint8 ``[3, CROP, CROP]``.
+    """
+
+    def __init__(self, files: list[Path], decode: Callable[[bytes, int], torch.Tensor]) -> None:
+        self.files, self.decode = list(map(str, files)), decode
+        self.kept = np.zeros((WORKERS, BATCH, CROP, CROP, 3), np.uint8)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One batch of nothing but labels, when all is done."""
+        others = torch.get_num_threads()
+        torch.set_num_threads(1)  # of each, as in a worker
+        with ThreadPoolExecutor(WORKERS) as threads:
+            list(threads.map(self._read, range(WORKERS)))
+        torch.set_num_threads(others)
+        yield None, range(len(self.files))
+
+    def _read(self, thread: int) -> None:
+        for at, position in enumerate(range(thread, len(self.files), WORKERS)):
+            with open(self.files[position], "rb") as stream:
+                crop = self.decode(stream.read(), position)
+            self.kept[thread, at % BATCH] = crop.permute(1, 2, 0).numpy()
+
+
+def decoded_in_full(data: bytes, position: int) -> torch.Tensor:
+    """A random crop of a photograph that is decoded as a whole."""
+    height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+    area = draw_area(height, width, keyed_generator(position))
+    return cut(simplejpeg.decode_jpeg(data), area, CROP, "bilinear")
+
+
+def decoded_as_ours(data: bytes, position: int) -> torch.Tensor:
+    """As this package decodes: at half the size where the crop allows it, and no rows below the crop."""
+    _OURS.begin(position)
+    return _OURS(data)
+
+
+_OURS = RandomCrops(CROP)
 
 
 def _bytes_of(value: bytes) -> bytes:

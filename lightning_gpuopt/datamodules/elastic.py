@@ -47,6 +47,9 @@ from lightning_gpuopt.utils.arguments import (
 RUN_BYTES: Final = 1 << 20
 """With `shuffle_window`, so much of a dataset is read in one go: enough for a disk to be near its best."""
 
+_PINNING: Final = ("auto", "in_place")
+"""What `pin_memory` may be besides a bool."""
+
 _READ_BY: Final = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
 
 
@@ -79,7 +82,9 @@ class ElasticDataModule(ResumableDataModule):
             reads become sequential. For datasets larger than RAM. Not together with `weights`.
         seed: Seed of the orders and crops.
         drop_last: Leave out what does not make a full batch on every rank, in training.
-        pin_memory: Batches in page-locked memory. ``"auto"``: where the Trainer's device is CUDA.
+        pin_memory: Batches in page-locked memory. ``"auto"``: where the Trainer's device is CUDA. ``"in_place"``: there
+            too, and without a copy: the memory that loader processes fill is page-locked itself. Not together with a
+            ``transfer_batch_to_device`` of your own. Not measured on a GPU yet.
         persistent_workers: Keep workers between epochs. ``"auto"``: where there are workers, but for several
             evaluation loaders of one stage, whose workers would all stay.
         prefetch_factor: Batches that each worker makes ahead.
@@ -135,7 +140,7 @@ class ElasticDataModule(ResumableDataModule):
         shuffle_window: int | None = None,
         seed: int = 0,
         drop_last: bool = False,
-        pin_memory: bool | Literal["auto"] = "auto",
+        pin_memory: bool | Literal["auto", "in_place"] = "auto",
         persistent_workers: bool | Literal["auto"] = "auto",
         prefetch_factor: int = 2,
         normalize: tuple[Sequence[float], Sequence[float]] | None = None,
@@ -159,7 +164,8 @@ class ElasticDataModule(ResumableDataModule):
         self.decode = choice("decode", decode, ("pil", "tensor", "raw"))
         self.shuffle_window = or_none(whole_number, "shuffle_window", shuffle_window, "samples", least=1)
         self.drop_last = flag("drop_last", drop_last)
-        self.pin_memory = or_auto(flag, "pin_memory", pin_memory)
+        named = isinstance(pin_memory, str)
+        self.pin_memory = choice("pin_memory", pin_memory, _PINNING) if named else flag("pin_memory", pin_memory)
         self.persistent_workers = or_auto(flag, "persistent_workers", persistent_workers)
         self.prefetch_factor = whole_number("prefetch_factor", prefetch_factor, "batches", least=1)
         self.normalize = None if normalize is None else Normalize.of(normalize)
@@ -260,7 +266,7 @@ class ElasticDataModule(ResumableDataModule):
             collate_fn=self.collate_fn,
             memory_format=self.memory_format,
             workers_if_needed=self._local_cpus,
-            pin_memory=self._on_cuda if self.pin_memory == "auto" else self.pin_memory,
+            pin_memory=self.pin_memory if isinstance(self.pin_memory, bool) else self._on_cuda,
             persistent_workers=persistent,
             prefetch_factor=self.prefetch_factor,
         )
@@ -290,7 +296,28 @@ class ElasticDataModule(ResumableDataModule):
                 loader.keeps_readers = keeps_readers
             if loader.num_workers == 0:
                 lightning.silence_worker_hint()
+        if self.pin_memory == "in_place":
+            loader.pinning = self._pinning_in_place()
         return loader
+
+    def _pinning_in_place(self) -> Literal["in place", "in place, drained"]:
+        """How batches are page-locked in place: whether it is known which streams copy them.
+
+        Raises:
+            MisconfigurationException: A ``transfer_batch_to_device`` of the user's copies them.
+        """
+        owners = [self, None if self.trainer is None else self.trainer.lightning_module]
+        for owner in owners:
+            if owner is not None and not lightning.is_plain_hook(owner, "transfer_batch_to_device"):
+                raise MisconfigurationException(
+                    f"pin_memory='in_place' fills the memory of a batch again once its copy to the device is over, and "
+                    f"{type(owner).__name__}.transfer_batch_to_device may copy on streams that nobody else sees: "
+                    "expected Lightning's own. Give pin_memory=True, or leave that hook out"
+                )
+        known = all(
+            owner is not None and lightning.is_plain_hook(owner, "on_before_batch_transfer") for owner in owners
+        )
+        return "in place" if known else "in place, drained"
 
     def _workers_that_fit(self, loader: ElasticLoader) -> int:
         """As many of a loader's workers as have room for their batches in ``/dev/shm``.

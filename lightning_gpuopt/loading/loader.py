@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -40,6 +40,9 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
         draws_random_state: Whether the training process's random state may change when it takes a batch.
         keeps_readers: Whether each sample must be read by the same worker in every run, since workers hold random
             generators of their own: then torch's workers load, which have fixed batches.
+        pinning: How batches that loader processes fill come into page-locked memory, where `pin_memory` asks for it:
+            they are copied there, or their own memory is locked. It is then filled again when the streams by which
+            Lightning and this package copy have got so far, or when all that the device was given to do is over.
         cpus: CPUs that loader processes may share; they are as many as is found to be best, with threads. 0: there are
             `num_workers` of them.
     """
@@ -47,6 +50,7 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
     draws_random_state = True
     iterates_as_torch = True
     keeps_readers = False
+    pinning: Literal["copy", "in place", "in place, drained"] = "copy"
     cpus = 0
 
     @property

@@ -70,7 +70,7 @@ class Engine:
         loader: the DataLoader; its dataset reads single samples, or copies records.
         first: the indices of the first batch.
         base_seed: of torch's random numbers in workers.
-        pins: whether batches are copied to page-locked memory.
+        pins: whether batches are in page-locked memory.
         device: what they are copied to later.
 
     Attributes:
@@ -134,6 +134,8 @@ class Engine:
         pool.threads = min(pool.threads, self._most_threads)
         self._ring = Ring(blocks, layout.starts(self._size)[1])
         self._ring.is_copied_here = self._pins
+        self._ring.registers = self._pins and loader.pinning != "copy"
+        self._ring.drains = self._pins and loader.pinning == "in place, drained"
         self._fitting = max(2, int(_PART_OF_MEMORY * available_memory() // self._ring.num_bytes))
         self._set_ahead(processes)
         self._rows = self._least_rows

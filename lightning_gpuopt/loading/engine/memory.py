@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from lightning_gpuopt.loading.engine.layout import Array
+from lightning_gpuopt.loading.engine.page_locked import Mapping
 from lightning_gpuopt.prefetch.stream import copy_streams
 
 TO_DO, PLACED, SKIPPED, ASIDE, LOST = range(5)
@@ -149,12 +150,12 @@ class Blocks:
     def __init__(self, file: SharedFile, num_bytes: int) -> None:
         self.file = file
         self.num_bytes = max(1, -(-num_bytes // mmap.ALLOCATIONGRANULARITY)) * mmap.ALLOCATIONGRANULARITY
-        self._maps: dict[int, mmap.mmap] = {}
+        self._maps: dict[int, Mapping] = {}
 
-    def map(self, number: int) -> mmap.mmap:
+    def map(self, number: int) -> Mapping:
         """A block, as this process sees it."""
         if number not in self._maps:
-            self._maps[number] = mmap.mmap(self.file.fd, self.num_bytes, offset=number * self.num_bytes)
+            self._maps[number] = Mapping(self.file.fd, self.num_bytes, offset=number * self.num_bytes)
         return self._maps[number]
 
 
@@ -169,10 +170,15 @@ class _Lent:
 
     __slots__ = ("copied", "holder", "number")
 
-    def __init__(self, number: int, memory: memoryview) -> None:
+    def __init__(self, number: int, memory: memoryview, is_read: bool) -> None:
         self.number = number
         self.holder = weakref.ref(memory)
-        self.copied: list[torch.cuda.Event] | None = None
+        self.copied: list[torch.cuda.Event] | None = None if is_read else []
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether nobody has the batch any more, and it is not known what may be copying it."""
+        return self.copied is None and self.holder() is None
 
 
 class Ring(Blocks):
@@ -187,14 +193,17 @@ class Ring(Blocks):
         most: of blocks beyond so many it is said that batches are held.
         spare: free blocks beyond so many give their memory back.
         is_copied_here: whether batches are copied in this process before they are handed over, so that no device reads
-            the blocks.
+            the blocks; but for those that are registered.
+        registers: whether blocks are registered with CUDA as they are lent.
+        drains: whether blocks are used again after all that the device was given to do, whatever streams that is on;
+            else after what it was given on the streams that are known to copy batches.
     """
 
     def __init__(self, file: SharedFile, num_bytes: int) -> None:
         super().__init__(file, num_bytes)
         self.streams: tuple[Any, ...] = ()
         self.most = self.spare = 0
-        self.is_copied_here = False
+        self.is_copied_here = self.registers = self.drains = False
         self._number = 0
         self._free: list[int] = []
         self._lent: list[_Lent] = []
@@ -205,12 +214,11 @@ class Ring(Blocks):
 
     def take(self) -> int:
         """A block that nobody reads."""
-        with self._lock:
-            self._take_back()
-            if self._free:  # the one that was freed last: it is in the caches
-                number = self._free.pop()
-                self._empty.discard(number)
-                return number
+        number = self._free_block()
+        if number is None and self.drains and self._drain():
+            number = self._free_block()
+        if number is not None:
+            return number
         number, self._number = self._number, self._number + 1
         if self._number == self.most + 1:
             warnings.warn(
@@ -221,16 +229,45 @@ class Ring(Blocks):
         os.ftruncate(self.file.fd, self._number * self.num_bytes)
         return number
 
+    def _free_block(self) -> int | None:
+        with self._lock:
+            self._take_back()
+            if not self._free:
+                return None
+            number = self._free.pop()  # the one that was freed last: it is in the caches
+            self._empty.discard(number)
+            return number
+
     def lend(self, number: int) -> memoryview:
         """A block for a batch; it is lent until the last object that holds the view goes."""
-        memory = memoryview(self.map(number))
+        block = self.map(number)
+        if self.registers:
+            try:
+                block.register()
+            except Exception as error:
+                self.registers = False
+                warnings.warn(
+                    f"batches are not page-locked in place, but copied, since CUDA says: {error}", stacklevel=2
+                )
+        memory = memoryview(block)
         with self._lock:
-            self._lent.append(_Lent(number, memory))
+            self._lent.append(_Lent(number, memory, not self.is_copied_here or block.is_registered))
         return memory
 
     def give_back(self, number: int) -> None:
         """A block that was not lent is free."""
         self._free.append(number)
+
+    def _drain(self) -> bool:
+        """Wait for all that the device was given to do; whether blocks are free by that."""
+        with self._lock:
+            lent = [*self._lent, *(each for _, held in self._kept for each in held)]
+        dropped = [each for each in lent if each.is_dropped]
+        if dropped:
+            torch.cuda.synchronize()
+        for each in dropped:
+            each.copied = []
+        return bool(dropped)
 
     def _take_back(self) -> None:
         here, kept = [], []
@@ -247,14 +284,15 @@ class Ring(Blocks):
                 self._lent.append(lent)
         for number in self._free[: max(0, len(self._free) - self.spare)]:
             if number not in self._empty:
-                self._empty.add(number)
-                self.map(number).madvise(mmap.MADV_REMOVE)
+                self._give_back_memory(number)
 
     def _is_free(self, lent: _Lent) -> bool:
         if lent.holder() is not None:
             return False
         if lent.copied is None:
-            lent.copied = [] if self.is_copied_here else self._record()  # after whatever was done with the batch
+            if self.drains:
+                return False
+            lent.copied = self._record()  # after whatever was done with the batch
         return all(event.query() for event in lent.copied)  # type: ignore[no-untyped-call]
 
     def _record(self) -> list[torch.cuda.Event]:
@@ -266,6 +304,12 @@ class Ring(Blocks):
         for event, stream in zip(events, streams, strict=True):
             event.record(stream)
         return events
+
+    def _give_back_memory(self, number: int) -> None:
+        self._empty.add(number)
+        block = self.map(number)
+        block.unregister()  # or a device would go on to read the pages that it had
+        block.madvise(mmap.MADV_REMOVE)
 
     def forking(self) -> SharedFile | None:
         """This process is about to be forked: what it holds is not written to while the other process lives.
@@ -284,12 +328,14 @@ class Ring(Blocks):
 
     def end(self) -> None:
         """Free what nobody holds; what batches hold lives on with them."""
+        if self.drains:
+            self._drain()
         with self._lock:
             kept = [lent for _, held in self._kept for lent in held]
             used = {lent.number for lent in (*kept, *self._lent) if lent in kept or not self._is_free(lent)}
             for number in range(self._number):
                 if number not in used | self._empty:
-                    self.map(number).madvise(mmap.MADV_REMOVE)
+                    self._give_back_memory(number)
             self._maps.clear()
         _rings.discard(self)
 

@@ -167,6 +167,93 @@ def test_what_is_copied_later_does_not_count(ring: Ring, gpu: SimulatedGpu, cloc
     assert {given, ring.take()} == {0, 1}
 
 
+# -- page-locked in place
+
+
+@pytest.fixture
+def registered(ring: Ring) -> Ring:
+    ring.is_copied_here = ring.registers = True
+    return ring
+
+
+def test_blocks_are_registered_as_they_are_lent_and_torch_sees_it(registered: Ring, gpu: SimulatedGpu) -> None:
+    _, batch = lent(registered)
+    assert gpu.host_memory == {batch.data_ptr(): SIZE}
+    assert batch.is_pinned()
+    assert batch[100:].pin_memory().data_ptr() == batch[100:].data_ptr()
+
+
+def test_a_registered_block_is_not_written_while_it_is_copied(
+    registered: Ring, gpu: SimulatedGpu, clock: ManualClock
+) -> None:
+    number, batch = lent(registered)
+    gpu.copy(0.1)
+    del batch
+    assert registered.take() != number
+    clock.advance(0.11)
+    assert registered.take() == number
+
+
+def test_a_block_is_used_again_after_all_that_the_device_has_to_do(
+    registered: Ring, gpu: SimulatedGpu, clock: ManualClock
+) -> None:
+    """Whatever stream of the user's it is copied on."""
+    registered.drains = True
+    batches = dict([lent(registered) for _ in range(3)])
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gpu.copy(0.1)
+    del batches[0], batches[2]
+    began = clock()
+    assert {registered.take(), registered.take()} == {0, 2}
+    assert clock() == pytest.approx(began + 0.1, abs=1e-3)
+    assert registered.take() == 3
+
+
+def test_no_pages_are_given_back_that_a_device_has(registered: Ring, gpu: SimulatedGpu) -> None:
+    registered.spare = 1
+    batches = [lent(registered)[1].fill_(1) for _ in range(3)]
+    addresses = {batch.data_ptr() for batch in batches}
+    assert set(gpu.host_memory) == addresses
+    batches.clear()
+    registered.take()
+    assert len(gpu.host_memory) == 1
+    assert os.stat(registered.file.fd).st_blocks * 512 == SIZE
+    held = [lent(registered)[1] for _ in range(2)]
+    assert {batch.data_ptr() for batch in held} < addresses
+    assert all(batch.is_pinned() for batch in held)
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_nothing_stays_registered(registered: Ring, gpu: SimulatedGpu, drains: bool, clock: ManualClock) -> None:
+    registered.drains = drains
+    kept, dropped = lent(registered)[1], lent(registered)[1]
+    gpu.copy(0.1)
+    began = clock()
+    del dropped
+    registered.end()
+    assert set(gpu.host_memory) == {kept.data_ptr()}
+    assert clock() == pytest.approx(began + 0.1, abs=1e-3)
+    gpu.copy(0.1)
+    began = clock()
+    del kept
+    gc.collect()
+    assert gpu.host_memory == {}
+    assert clock() == pytest.approx(began + 0.1, abs=1e-3)
+
+
+def test_what_cannot_be_registered_is_copied_and_that_is_said_once(registered: Ring, gpu: SimulatedGpu) -> None:
+    registered.drains = gpu.refuses_host_memory = True
+    with pytest.warns(
+        UserWarning, match=r"not page-locked in place, but copied, since CUDA says: CUDA error 2"
+    ) as said:
+        batches = dict([lent(registered) for _ in range(3)])
+    assert len(said) == 1
+    assert not batches[0].is_pinned()
+    gpu.copy(0.1)
+    batches.clear()
+    assert {registered.take() for _ in range(3)} == {0, 1, 2}
+
+
 # -- what is to be read
 
 

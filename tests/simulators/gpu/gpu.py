@@ -38,6 +38,8 @@ class SimulatedGpu(Device):
         profiling: how ``torch.profiler`` behaves.
         index: this rank's device.
         recorded_streams: streams for which ``record_stream`` was called on a tensor.
+        host_memory: what is registered by ``cudaHostRegister``, bytes by address.
+        refuses_host_memory: whether that fails.
     """
 
     def __init__(self, clock: Clock | None = None, joins: exchange.Exchange | None = None, **kwargs: Any) -> None:
@@ -63,6 +65,8 @@ class SimulatedGpu(Device):
         self.device_count = max(self.exchange.world_size, self.index + 1)
         self.unfinished: list[Any] = []
         self.recorded_streams: list[int] = []
+        self.host_memory: dict[int, int] = {}
+        self.refuses_host_memory = False
         self._batch = threading.local()
         self._undo = ExitStack()
         before_s, now_ns, after_s = self.clock(), time.time_ns(), self.clock()

@@ -169,8 +169,10 @@ def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
 
 
 def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
-    """Whether ``pin_memory`` made this tensor."""
-    return bool(getattr(tensor, _PINNED, False))
+    """Whether ``pin_memory`` made this tensor, or its memory is registered."""
+    here = {} if _installed is None or isinstance(tensor, DeviceTensor) else _installed.host_memory
+    registered = bool(here) and any(at <= tensor.data_ptr() < at + size for at, size in here.items())
+    return registered or bool(getattr(tensor, _PINNED, False))
 
 
 def _factory(make: Any) -> Any:

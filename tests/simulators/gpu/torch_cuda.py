@@ -57,6 +57,32 @@ def _index(device: Any, default: int) -> int:
     return default if number is None else number
 
 
+class Runtime:
+    """``torch.cuda.cudart()``: host memory that is not torch's own is page-locked through it."""
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self._gpu = gpu
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        """As CUDA's; 0, or the error's code."""
+        if self._gpu.refuses_host_memory:
+            return 2  # cudaErrorMemoryAllocation
+        if any(address < at + there and at < address + size for at, there in self._gpu.host_memory.items()):
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        self._gpu.host_memory[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        """As CUDA's."""
+        return 0 if self._gpu.host_memory.pop(address, 0) else 713  # cudaErrorHostMemoryNotRegistered
+
+
+def check_error(code: int) -> None:
+    """As torch's."""
+    if code:
+        raise RuntimeError(f"CUDA error {code}")
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """For what the simulated device has no use for."""
 
@@ -138,6 +164,8 @@ def install(gpu: SimulatedGpu, patches: Patches) -> None:
         reset_peak_memory_stats=reset_peak,
         mem_get_info=mem_get_info,
         empty_cache=_nothing,
+        cudart=lambda: Runtime(gpu),
+        check_error=check_error,
         ipc_collect=_nothing,
         manual_seed=_nothing,
         manual_seed_all=_nothing,
