@@ -25,6 +25,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import CudaPrefetcher
+from lightning_gpuopt.loading.engine.memory import Ring, SharedFile
 from tests.simulators.nvml import Gpu
 
 HERE = Path(__file__).parent
@@ -201,6 +202,34 @@ def side_stream(device: Device, form: Form) -> Found:
         wrong[waits] = module.wrong(size)
     measured = {"batches": steps, "wrong": wrong[True], "wrong_without_waiting": wrong[False]}
     return measured, {"a batch is whole while the step waits for the stream that reads it": wrong[True] == 0}
+
+
+def registered_memory(device: Device, form: Form) -> Found:
+    """A batch in a file in memory that was registered with CUDA, copied behind 100 ms of work."""
+    ring = Ring(SharedFile.in_memory("assumed"), 64 << 20)
+    ring.is_copied_here = ring.registers = True
+    number = ring.take()
+    batch = torch.frombuffer(ring.lend(number), dtype=torch.uint8).fill_(1)
+    is_pinned = batch.is_pinned()
+    torch.cuda.synchronize()
+    device.work(100.0)
+    begin_s = time.perf_counter()
+    copied = batch.to("cuda", non_blocking=True)
+    issued_ms = (time.perf_counter() - begin_s) * 1e3
+    del batch
+    others = [ring.take() for _ in range(2)]
+    torch.cuda.synchronize()
+    free = ring.take()
+    whole = int(copied.sum()) == copied.numel()
+    ring.end()
+    measured = {"issued_ms": issued_ms}
+    return measured, {
+        "torch takes it for page-locked": is_pinned,
+        "the copy does not hold up the host": device.simulated or issued_ms < 50,
+        "it is not free before its copy is over": number not in others,
+        "it is free then": free == number,
+        "the copy is whole": whole,
+    }
 
 
 # ---- NVML ----

@@ -89,6 +89,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     "side_stream": Experiment(
         runs.side_stream, "A prefetched batch stays whole until the compute stream has waited for its readers.", 15.0
     ),
+    "registered_memory": Experiment(
+        runs.registered_memory, "Batches in registered files in memory are page-locked, and free after their copies."
+    ),
     "neighbours": Experiment(
         runs.neighbours, "nvmlDeviceGetComputeRunningProcesses lists other processes, by their numbers here.", 15.0
     ),

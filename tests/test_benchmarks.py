@@ -61,6 +61,7 @@ class TestGpuOnTheSimulators:
             "look_ahead",
             "killed_in_look",
             "side_stream",
+            "registered_memory",
         }
         assert found["sections"]["fsdp_step"]["skipped"] == "not here: FSDP needs two GPUs"
         assert {each["section"] for each in found["claims"]} == ran

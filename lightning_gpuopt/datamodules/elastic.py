@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
-import re
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.lightning import MisconfigurationException, rank_zero_warn
+from lightning_gpuopt.datamodules.auto_workers import auto_workers
 from lightning_gpuopt.datamodules.resumable import Data, ResumableDataModule, is_path
 from lightning_gpuopt.images.crop import RATIO, SCALE, CenterCrops, RandomCrops
 from lightning_gpuopt.images.normalize import Normalize
 from lightning_gpuopt.loading.collate import make_of
 from lightning_gpuopt.loading.datasets import as_written, balanced_weights, mean_bytes, targets_of
-from lightning_gpuopt.loading.engine.iterator import can_serve
-from lightning_gpuopt.loading.engine.memory import can_share
 from lightning_gpuopt.loading.loader import ElasticLoader, make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
-from lightning_gpuopt.telemetry.resources import free_shared_memory
-from lightning_gpuopt.timeline.worker_clock import nbytes_of
-from lightning_gpuopt.tuning.caps import PART_OF_SHARED_MEMORY, workers_in
 from lightning_gpuopt.tuning.sharing import held_by
 from lightning_gpuopt.utils.arguments import (
     choice,
@@ -51,10 +42,6 @@ _PINNING: Final = ("auto", "in_place")
 """What `pin_memory` may be besides a bool."""
 
 _READ_BY: Final = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
-
-
-_LARGE_BATCH: Final = 256 << 20
-"""Where batches of so many bytes have room in ``/dev/shm``, nobody looks how large they are."""
 
 
 class ElasticDataModule(ResumableDataModule):
@@ -179,7 +166,7 @@ class ElasticDataModule(ResumableDataModule):
         self.on_corrupt = choice("on_corrupt", on_corrupt, ("raise", "skip"))
         self._check_together()
         self._dtype: tuple[Any, torch.dtype] | None = None
-        self._said_what_fits = False
+        self._said: set[str] = set()
 
     def _check_together(self) -> None:
         if self.crop_size is not None and self.decode != "tensor":
@@ -283,18 +270,15 @@ class ElasticDataModule(ResumableDataModule):
         held = held_by(loader) if loader.num_workers and getattr(loader.dataset, "seeds", True) else []
         loader.keeps_readers = any(each.kind == "generator" for each in held)
         if self.num_workers == "auto":
-            fitting = self._workers_that_fit(loader) if starts_unasked() else 0
-            shared = next((each for each in held if each.kind in ("file", "device")), None)
-            if shared is not None:
-                fitting = 0
-                rank_zero_warn(
-                    f"{type(self).__name__}: num_workers='auto' is 0 here: its dataset holds {shared}, which processes "
-                    "cannot share. Open it when the first sample is read, and num_workers='auto' uses all CPUs"
-                )
-            if fitting < loader.num_workers:
-                keeps_readers, loader = loader.keeps_readers, make(num_workers=fitting)
+            number, why = auto_workers(loader, held, self._loaders_on_this_node)
+            if why is not None and why not in self._said:
+                self._said.add(why)
+                text = f"num_workers='auto' is {number} here, not {loader.num_workers}: {why}"
+                rank_zero_warn(f"{type(self).__name__}: {text}")
+            if number < loader.num_workers:
+                keeps_readers, loader = loader.keeps_readers, make(num_workers=number)
                 loader.keeps_readers = keeps_readers
-            if loader.num_workers == 0:
+            if number == 0:
                 lightning.silence_worker_hint()
         if self.pin_memory == "in_place":
             loader.pinning = self._pinning_in_place()
@@ -319,32 +303,11 @@ class ElasticDataModule(ResumableDataModule):
         )
         return "in place" if known else "in place, drained"
 
-    def _workers_that_fit(self, loader: ElasticLoader) -> int:
-        """As many of a loader's workers as have room for their batches in ``/dev/shm``.
-
-        The node's ranks share it, and so do a stage's loaders: while one validates, batches for training lie there.
-        """
-        wanted, free = loader.num_workers, free_shared_memory()
-        if not wanted or free is None or (can_serve(loader) and can_share()):
-            return wanted
+    @property
+    def _loaders_on_this_node(self) -> int:
+        """Loaders of a stage: while one validates, batches for training lie there. Of all ranks."""
         stage = "fit" if self.trainer is None else self.trainer.state.fn
-        sharing = self._local_ranks * sum(self._sources[name] is not None for name in self._names(stage))
-        share = PART_OF_SHARED_MEMORY * free / max(1, sharing)
-        if workers_in(share, _LARGE_BATCH, self.prefetch_factor) >= wanted:
-            return wanted
-        batch_bytes = self.batch_size * (_sample_bytes(loader) or 0)
-        if not batch_bytes or (fitting := workers_in(share, batch_bytes, self.prefetch_factor)) >= wanted:
-            return wanted
-        if not self._said_what_fits:
-            self._said_what_fits = True
-            needed = batch_bytes * (wanted * self.prefetch_factor + 1) * sharing / PART_OF_SHARED_MEMORY
-            rank_zero_warn(
-                f"{type(self).__name__}: num_workers='auto' is {fitting} here, not {wanted}: /dev/shm has "
-                f"{free / 2**20:.0f} MiB free, and a batch is {batch_bytes / 2**20:.1f} MiB. All fit after `docker run "
-                f"--shm-size={math.ceil(needed / 2**20)}m` (or --ipc=host); a smaller batch_size or prefetch_factor "
-                "lets more fit, and num_workers=<number> is taken as it is"
-            )
-        return fitting
+        return self._local_ranks * sum(self._sources[name] is not None for name in self._names(stage))
 
     def _crops(self, name: str) -> RandomCrops | CenterCrops | None:
         if self.crop_size is None:
@@ -409,44 +372,3 @@ class ElasticDataModule(ResumableDataModule):
             return np.load(self.weights, allow_pickle=False)
         except FileNotFoundError:
             refuse("weights", "numbers, the path of a .npy file, or 'balanced'", self.weights)
-
-
-def starts_unasked() -> bool:
-    """Whether processes may be started in a program that has not said so.
-
-    One that is not forked runs the script's file once more: without a guard, that would train once more.
-    """
-    if torch.multiprocessing.get_context().get_start_method() == "fork":
-        return True
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    if file is None:  # a notebook, or a prompt: nothing is run again
-        return True
-    try:
-        text = Path(file).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return re.search(r"""__name__\s*==\s*['"]__main__['"]""", text) is not None
-
-
-def _sample_bytes(loader: ElasticLoader) -> int | None:
-    """Bytes of a sample in a batch, by the first one; None where that cannot be read.
-
-    It is read in a worker process: this process's random numbers, and the files that a dataset opens, stay as they are.
-    """
-    dataset: Any = loader.dataset
-    once = DataLoader(
-        dataset,
-        batch_sampler=[[0]],
-        collate_fn=partial(_num_bytes, loader.collate_fn),
-        num_workers=1,
-        generator=torch.Generator(),
-    )
-    try:
-        return int(next(iter(once)))
-    except Exception:  # whoever trains with it is told
-        return None
-
-
-def _num_bytes(collate_fn: Callable[[Any], Any], samples: Any) -> int:
-    """Of a batch, which itself stays in its worker: there may be no room for it."""
-    return nbytes_of(collate_fn(samples))

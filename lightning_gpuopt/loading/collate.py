@@ -107,7 +107,7 @@ def _stacked(tensors: list[Any]) -> torch.Tensor:
     if small or get_worker_info() is not None or not all(_like(t, first) for t in tensors):
         stacked: torch.Tensor = default_collate_fn_map[torch.Tensor](tensors)
         return stacked
-    words = _WORDS[first.itemsize]  # numpy does not know all of torch's dtypes
+    words = WORDS[first.itemsize]  # numpy does not know all of torch's dtypes
     out = torch.empty((len(tensors), *first.shape), dtype=first.dtype)
     np.stack([t.view(words).numpy() for t in tensors], out=out.view(words).numpy())
     return out
@@ -116,15 +116,20 @@ def _stacked(tensors: list[Any]) -> torch.Tensor:
 _PARALLEL_FROM: Final = 1 << 15
 """Elements from which on torch copies in several threads (its ``at::internal::GRAIN_SIZE``)."""
 
-_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""By their bytes, dtypes that numpy knows: it does not know all of torch's."""
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether a tensor is values in this machine's memory, and nothing else."""
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    return plain and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
 
 def _like(tensor: Any, other: torch.Tensor) -> bool:
     """Whether a tensor is plain values in memory, of the same shape and dtype as another."""
-    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    if not plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
-        return False
-    return bool(tensor.dtype == other.dtype and tensor.shape == other.shape)
+    return is_plain(tensor) and bool(tensor.dtype == other.dtype and tensor.shape == other.shape)
 
 
 _CHANNELS_LAST: dict[Any, Any] = {**default_collate_fn_map, torch.Tensor: partial(_stack, channels_last=True)}

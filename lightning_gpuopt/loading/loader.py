@@ -67,6 +67,21 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
     def sampler(self, value: Any) -> None:
         """Nothing: torch's __init__ assigns one."""
 
+    @property
+    def _iterator(self) -> Any:
+        """The iterator that persists between epochs."""
+        return vars(self).get("_iterator")
+
+    @_iterator.setter
+    def _iterator(self, value: Any) -> None:
+        """Keep it, or end what was kept: Lightning has torch's workers end, and knows no others.
+
+        A traceback may hold the iterator for long.
+        """
+        before, vars(self)["_iterator"] = self._iterator, value
+        if value is None and isinstance(before, EngineIterator):
+            before._shutdown_workers()
+
     def _get_iterator(self) -> Any:
         """Loader processes that fill batches sample by sample, where that can be; else torch's iterator."""
         if not self.num_workers or not can_serve(self):

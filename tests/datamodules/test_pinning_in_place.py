@@ -119,7 +119,8 @@ def test_without_a_trainer_nobody_knows_who_copies(gpu: SimulatedGpu) -> None:
         assert rows.is_pinned()
         assert rest["index"].is_pinned()
         assert rows.data_ptr() in gpu.host_memory
-    del rows, rest, iterator, loader._iterator
+    del rows, rest, iterator
+    loader._iterator = None  # as Lightning does at a run's end
     assert gpu.host_memory == {}
 
 

@@ -1,6 +1,7 @@
 """What people train on every day, through a real Trainer: masks, depth, boxes, text, vectors."""
 
 import collections
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from PIL import Image
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lightning_gpuopt.datamodules import resumable
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
@@ -447,7 +448,7 @@ def test_a_file_that_processes_would_share_is_read_in_the_training_process(
 ) -> None:
     monkeypatch.setattr(resumable, "usable_cpus", lambda: 2.0)
     datamodule = LMDBDataModule(HoldsFile(tmp_path / "numbers"), batch_size=8)
-    with pytest.warns(UserWarning, match="num_workers='auto' is 0 here: its dataset holds .*cannot share"):
+    with pytest.warns(UserWarning, match="num_workers='auto' is 0 here, not [0-9]+: its dataset holds .*cannot share"):
         loader = datamodule.train_dataloader()
     assert loader.num_workers == 0
     assert all(torch.equal(values, indices) for values, indices in loader)
@@ -479,3 +480,18 @@ def test_what_a_generator_of_the_datasets_draws_is_the_same_in_every_run(
         assert (type(iterator) is EngineIterator) == ours
         runs.append([(values.tolist(), indices.tolist()) for values, indices in iterator])
     assert runs[0] == runs[1] == runs[2]
+
+
+def test_no_process_is_left_while_an_exception_is_held(tmp_path: Path) -> None:
+    """A notebook holds the last one, with all that its traceback has."""
+
+    class Fails(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return 1 // (20 - index), super().__getitem__(index)
+
+    before = multiprocessing.active_children()
+    datamodule = LMDBDataModule(Fails(torch.ones(50, 2)), batch_size=2, num_workers=2)
+    with pytest.raises(ZeroDivisionError) as held:
+        tiny_trainer(tmp_path, max_steps=-1).fit(Keeps(), datamodule)
+    assert multiprocessing.active_children() == before
+    assert held.value.__traceback__ is not None

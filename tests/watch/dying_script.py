@@ -15,6 +15,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_gpuopt import LMDBDataModule
+
 CASE, WORKERS = sys.argv[1], int(sys.argv[2])
 HELD = threading.Lock()
 
@@ -138,6 +140,8 @@ if __name__ == "__main__":
         **ranks,
     )
     loader = DataLoader(Stream() if CASE == "uneven" else Data(), 4, num_workers=WORKERS)
+    if CASE.endswith("-ours"):
+        loader = LMDBDataModule(Data(), batch_size=4, num_workers=WORKERS)
     if CASE == "before-raise":
         break_out()
     if CASE.startswith("test-") or CASE.endswith("-test"):

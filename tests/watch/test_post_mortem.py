@@ -95,6 +95,29 @@ def test_what_ended_it(death, tmp_path):
     assert main(["post-mortem", str(folder)]) == 0
 
 
+LOADER_DEATHS = {
+    "killed": ("kill", "killed", "Data.__getitem__ (dying_script.py:"),
+    "crashed": ("crash", "segfault", "dying_script.py:"),
+    "aborted": ("abort", "aborted", "__getitem__ (dying_script.py:"),
+    "quit": ("quit", "exited", "Data.__getitem__ (dying_script.py:"),
+    "exit": ("exit", "exited", "<lambda> (dying_script.py:"),
+    "raised": ("raise", "exception", "break_out (dying_script.py:"),
+    "bus": ("bus", "bus_error", "read_beyond_the_end (dying_script.py:"),
+}
+
+
+@pytest.mark.parametrize("death", LOADER_DEATHS.values(), ids=LOADER_DEATHS)
+def test_what_ended_a_loader_process_of_a_data_module(death, tmp_path):
+    case, ended, where = death
+    process, folder = watch(tmp_path, f"data-{case}-ours", 2)
+    assert process.returncode == 1, process.stderr
+    found = json.loads((folder / "post-mortem.json").read_text())
+    assert (found["ended"], found["process"]["rank"], found["index"]) == (ended, 0, 101), found
+    assert found["process"]["worker"] in (0, 1)  # whichever was free took the sample
+    assert where in (found["where"] or "")
+    assert f"Post-mortem: {found['text']}" in process.stderr
+
+
 @pytest.mark.parametrize(("case", "workers"), [("data-raise-caught-well", 2), ("step-leave", 0)])
 def test_nothing_is_left_of_a_fit_that_was_given_up(case, workers, tmp_path):
     process, folder = watch(tmp_path, case, workers)

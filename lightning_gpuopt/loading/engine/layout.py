@@ -9,6 +9,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from lightning_gpuopt.loading.collate import WORDS, is_plain
+
 Array: TypeAlias = np.ndarray[Any, Any]
 Placer: TypeAlias = Callable[[Any, int], bool]
 """Puts a sample into a row; whether it is like the first one, and could be put there."""
@@ -17,7 +19,6 @@ _ALIGNED: Final = 64
 _TEXT_BYTES: Final = 254
 """A text of up to so many bytes lies in the batch's memory, after two bytes with its length."""
 
-_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _NUMBERS: Final[dict[type, Any]] = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 
@@ -129,7 +130,7 @@ def _numpy(dtype: torch.dtype) -> Any:
     try:
         return torch.empty(0, dtype=dtype).numpy().dtype
     except TypeError:  # such as bfloat16
-        return torch.empty(0, dtype=_WORDS[dtype.itemsize]).numpy().dtype
+        return torch.empty(0, dtype=WORDS[dtype.itemsize]).numpy().dtype
 
 
 # -- what a sample is made of: (kind, ...), whose first part says what is done with it
@@ -169,12 +170,6 @@ def _column(batch: torch.Tensor) -> Column:
     if len(shape) == 3 and not batch.is_contiguous() and batch.permute(0, 2, 3, 1).is_contiguous():
         return Column(batch.dtype, (*shape[1:], shape[0]), True)
     return Column(batch.dtype, shape)
-
-
-def is_plain(tensor: Any) -> bool:
-    """Whether a tensor is values in this machine's memory, and nothing else."""
-    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    return plain and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
 
 def _placer(tree: tuple[Any, ...], columns: list[Column], arrays: list[Array]) -> Placer:
@@ -229,7 +224,7 @@ def _placer(tree: tuple[Any, ...], columns: list[Column], arrays: list[Array]) -
 
 def _tensor_placer(column: Column, array: Array) -> Placer:
     shape, dtype = torch.Size(column.shape), column.dtype
-    words = None if _numpy_knows(dtype) else _WORDS[dtype.itemsize]
+    words = None if _numpy_knows(dtype) else WORDS[dtype.itemsize]
 
     def place_tensor(sample: Any, row: int) -> bool:
         if type(sample) is not torch.Tensor or sample.dtype != dtype or not is_plain(sample):

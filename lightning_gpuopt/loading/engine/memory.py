@@ -264,7 +264,10 @@ class Ring(Blocks):
             lent = [*self._lent, *(each for _, held in self._kept for each in held)]
         dropped = [each for each in lent if each.is_dropped]
         if dropped:
-            torch.cuda.synchronize()
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:  # as of events
+                return False
         for each in dropped:
             each.copied = []
         return bool(dropped)
@@ -289,11 +292,14 @@ class Ring(Blocks):
     def _is_free(self, lent: _Lent) -> bool:
         if lent.holder() is not None:
             return False
-        if lent.copied is None:
-            if self.drains:
-                return False
-            lent.copied = self._record()  # after whatever was done with the batch
-        return all(event.query() for event in lent.copied)  # type: ignore[no-untyped-call]
+        if lent.copied is None and self.drains:
+            return False
+        try:
+            if lent.copied is None:
+                lent.copied = self._record()  # after whatever was done with the batch
+            return all(event.query() for event in lent.copied)  # type: ignore[no-untyped-call]
+        except RuntimeError:  # while a CUDA graph is captured, or after an error, which training is told of
+            return False
 
     def _record(self) -> list[torch.cuda.Event]:
         """Events on each stream that may be copying a batch. torch records none for memory that is not its own."""

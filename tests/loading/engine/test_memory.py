@@ -159,6 +159,15 @@ def test_streams_of_a_device_that_is_gone_are_not_asked(ring: Ring) -> None:
     assert streams is not None
 
 
+def test_while_a_graph_is_captured_nothing_is_used_again(ring: Ring, gpu: SimulatedGpu) -> None:
+    number, batch = lent(ring)
+    del batch
+    gpu.refusal.left = 0
+    assert ring.take() != number
+    gpu.refusal.left = None
+    assert ring.take() == number
+
+
 def test_what_is_copied_later_does_not_count(ring: Ring, gpu: SimulatedGpu, clock: ManualClock) -> None:
     batches = [lent(ring)[1] for _ in range(2)]
     del batches

@@ -1,0 +1,110 @@
+"""``num_workers="auto"`` of the DataModules: the CPUs of a rank, unless something speaks against processes."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_gpuopt.loading.engine.iterator import can_serve
+from lightning_gpuopt.loading.engine.memory import can_share
+from lightning_gpuopt.loading.loader import ElasticLoader
+from lightning_gpuopt.telemetry.resources import free_shared_memory
+from lightning_gpuopt.timeline.worker_clock import nbytes_of
+from lightning_gpuopt.tuning.caps import PART_OF_SHARED_MEMORY, workers_in
+from lightning_gpuopt.tuning.dataset_state import Held
+
+_LARGE_BATCH: Final = 256 << 20
+"""Where batches of so many bytes have room in ``/dev/shm``, nobody looks how large they are."""
+
+
+def auto_workers(loader: ElasticLoader, held: Sequence[Held], loaders_on_node: int) -> tuple[int, str | None]:
+    """How many processes a loader starts unasked.
+
+    Args:
+        loader: With as many as there are CPUs for it; 0: it needs none.
+        held: What its dataset holds that processes cannot share.
+        loaders_on_node: Those whose batches lie in ``/dev/shm`` at the same time, of all ranks.
+
+    Returns:
+        Their number, and why it is smaller than the loader's, where that is worth a word.
+    """
+    if not loader.num_workers or not starts_unasked():
+        return 0, None
+    shared = next((each for each in held if each.kind in ("file", "device")), None)
+    if shared is not None:
+        return 0, (
+            f"its dataset holds {shared}, which processes cannot share. Open it when the first sample is read, and "
+            "num_workers='auto' uses all CPUs"
+        )
+    if can_serve(loader) and can_share():
+        return loader.num_workers, None
+    return _workers_that_fit(loader, loaders_on_node)
+
+
+def starts_unasked() -> bool:
+    """Whether processes may be started in a program that has not said so.
+
+    One that is not forked runs the script's file once more: without a guard, that would train once more.
+    """
+    if torch.multiprocessing.get_context().get_start_method() == "fork":
+        return True
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if file is None:  # a notebook, or a prompt: nothing is run again
+        return True
+    try:
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return re.search(r"""__name__\s*==\s*['"]__main__['"]""", text) is not None
+
+
+def _workers_that_fit(loader: ElasticLoader, loaders_on_node: int) -> tuple[int, str | None]:
+    """As many of torch's workers as have room for their batches in ``/dev/shm``, which the loaders share."""
+    wanted, free, ahead = loader.num_workers, free_shared_memory(), loader.prefetch_factor or 1
+    if free is None:
+        return wanted, None
+    share = PART_OF_SHARED_MEMORY * free / max(1, loaders_on_node)
+    if workers_in(share, _LARGE_BATCH, ahead) >= wanted:
+        return wanted, None
+    batch_sampler: Any = loader.batch_sampler
+    batch_bytes = batch_sampler.batch_size * (_sample_bytes(loader) or 0)
+    if not batch_bytes or (fitting := workers_in(share, batch_bytes, ahead)) >= wanted:
+        return wanted, None
+    needed = batch_bytes * (wanted * ahead + 1) * loaders_on_node / PART_OF_SHARED_MEMORY
+    return fitting, (
+        f"/dev/shm has {free / 2**20:.0f} MiB free, and a batch is {batch_bytes / 2**20:.1f} MiB. All fit after "
+        f"`docker run --shm-size={math.ceil(needed / 2**20)}m` (or --ipc=host); a smaller batch_size or "
+        "prefetch_factor lets more fit, and num_workers=<number> is taken as it is"
+    )
+
+
+def _sample_bytes(loader: ElasticLoader) -> int | None:
+    """Bytes of a sample in a batch, by the first one; None where that cannot be read.
+
+    It is read in a worker process: this process's random numbers, and the files that a dataset opens, stay as they are.
+    """
+    dataset: Any = loader.dataset
+    once = DataLoader(
+        dataset,
+        batch_sampler=[[0]],
+        collate_fn=partial(_num_bytes, loader.collate_fn),
+        num_workers=1,
+        generator=torch.Generator(),
+    )
+    try:
+        return int(next(iter(once)))
+    except Exception:  # whoever trains with it is told
+        return None
+
+
+def _num_bytes(collate_fn: Callable[[Any], Any], samples: Any) -> int:
+    """Of a batch, which itself stays in its worker: there may be no room for it."""
+    return nbytes_of(collate_fn(samples))
