@@ -6,9 +6,12 @@ import contextlib
 import mmap
 import os
 import sys
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+_PORTABLE: Final = 1
+"""``cudaHostRegisterPortable``: for all devices of this process."""
 
 
 class Mapping(mmap.mmap):
@@ -19,6 +22,7 @@ class Mapping(mmap.mmap):
     """
 
     _registered_by = 0
+    _device = 0
 
     @property
     def is_registered(self) -> bool:
@@ -26,7 +30,7 @@ class Mapping(mmap.mmap):
         return self._registered_by == os.getpid()
 
     def register(self) -> None:
-        """Lock its pages, for the process's current device.
+        """Lock its pages, for copies to this thread's device.
 
         A call that fails leaves its error to the thread's next one that asks CUDA for the last error, as launches of
         kernels do: call it where none are launched.
@@ -35,16 +39,20 @@ class Mapping(mmap.mmap):
             RuntimeError: CUDA cannot.
         """
         if not self.is_registered:
+            self._device = torch.cuda.current_device()
             cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(cuda.cudaHostRegister(self._address(), len(self), 0))
+            torch.cuda.check_error(cuda.cudaHostRegister(self._address(), len(self), _PORTABLE))
             self._registered_by = os.getpid()
 
     def unregister(self) -> None:
         """Unlock its pages; no device may be reading them."""
         if self.is_registered:
             self._registered_by = 0
-            cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            cuda.cudaHostUnregister(self._address())
+            with torch.cuda.device(
+                self._device
+            ):  # or a thread that has given no device work would begin with the first
+                cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                cuda.cudaHostUnregister(self._address())
 
     def _address(self) -> int:
         return torch.frombuffer(self, dtype=torch.uint8).data_ptr()
@@ -53,5 +61,5 @@ class Mapping(mmap.mmap):
         """Before it is unmapped: another mapping at its address could not be registered."""
         if self.is_registered and not sys.is_finalizing():
             with contextlib.suppress(Exception):
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(self._device)
                 self.unregister()
