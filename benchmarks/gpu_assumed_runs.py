@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import CudaPrefetcher
-from lightning_gpuopt.loading.engine.memory import Ring, SharedFile
+from lightning_gpuopt.loading.engine.memory import Blocks, Ring, SharedFile
 from tests.simulators.nvml import Gpu
 
 HERE = Path(__file__).parent
@@ -208,6 +208,7 @@ def registered_memory(device: Device, form: Form) -> Found:
     """A batch in a file in memory that was registered with CUDA, copied behind 100 ms of work."""
     ring = Ring(SharedFile.in_memory("assumed"), 64 << 20)
     ring.is_copied_here = ring.registers = True
+    ring.most = ring.spare = 10
     number = ring.take()
     batch = torch.frombuffer(ring.lend(number), dtype=torch.uint8).fill_(1)
     is_pinned = batch.is_pinned()
@@ -221,6 +222,15 @@ def registered_memory(device: Device, form: Form) -> Found:
     torch.cuda.synchronize()
     free = ring.take()
     whole = int(copied.sum()) == copied.numel()
+    # Its memory is given back, and comes anew: another mapping of the file stands for a loader process.
+    ring.spare = 0
+    ring.give_back(free)
+    ring.take()
+    Blocks(ring.file, ring.num_bytes).map(number)[:] = b"\2" * ring.num_bytes
+    again = torch.frombuffer(ring.lend(number), dtype=torch.uint8)
+    copied_again = again.to("cuda", non_blocking=True)
+    anew = int(copied_again.sum()) == 2 * copied_again.numel()
+    del again
     ring.end()
     measured = {"issued_ms": issued_ms}
     return measured, {
@@ -229,6 +239,7 @@ def registered_memory(device: Device, form: Form) -> Found:
         "it is not free before its copy is over": number not in others,
         "it is free then": free == number,
         "the copy is whole": whole,
+        "pages that have come anew are copied": anew,
     }
 
 

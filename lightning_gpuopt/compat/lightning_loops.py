@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any, Final
 
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer, is_plain_hook
@@ -341,6 +342,14 @@ def why_batches_move_otherwise(trainer: Trainer, pl_module: LightningModule) -> 
     ):
         return f"{owner.__name__} moves batches to the device in its own way"
     return None
+
+
+def why_copied_elsewhere(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    """Why batches may be copied to a device by others than Lightning and this package; None where they are not."""
+    steps = (getattr(pl_module, name) for name in ("training_step", "validation_step", "test_step", "predict_step"))
+    if any("dataloader_iter" in signature(step).parameters for step in steps):
+        return f"a step of {type(pl_module).__name__} takes batches from dataloader_iter itself"
+    return why_batches_move_otherwise(trainer, pl_module)
 
 
 def own_transfer(trainer: Trainer, pl_module: LightningModule) -> Callable[[Any, Any, int], Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Literal
@@ -14,6 +15,7 @@ from typing_extensions import override
 
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.lightning import MisconfigurationException, rank_zero_warn
+from lightning_gpuopt.compat.lightning_loops import why_copied_elsewhere
 from lightning_gpuopt.datamodules.auto_workers import auto_workers
 from lightning_gpuopt.datamodules.resumable import Data, ResumableDataModule, is_path
 from lightning_gpuopt.images.crop import RATIO, SCALE, CenterCrops, RandomCrops
@@ -37,9 +39,6 @@ from lightning_gpuopt.utils.arguments import (
 
 RUN_BYTES: Final = 1 << 20
 """With `shuffle_window`, so much of a dataset is read in one go: enough for a disk to be near its best."""
-
-_PINNING: Final = ("auto", "in_place")
-"""What `pin_memory` may be besides a bool."""
 
 _READ_BY: Final = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
 
@@ -70,8 +69,9 @@ class ElasticDataModule(ResumableDataModule):
         seed: Seed of the orders and crops.
         drop_last: Leave out what does not make a full batch on every rank, in training.
         pin_memory: Batches in page-locked memory. ``"auto"``: where the Trainer's device is CUDA. ``"in_place"``: there
-            too, and without a copy: the memory that loader processes fill is page-locked itself. Not together with a
-            ``transfer_batch_to_device`` of your own. Not measured on a GPU yet.
+            too, and without a copy: the memory that loader processes fill is page-locked itself. Where a hook or the
+            step may copy batches by itself, as True; not together with a ``transfer_batch_to_device`` of your own. Not
+            measured on a GPU yet.
         persistent_workers: Keep workers between epochs. ``"auto"``: where there are workers, but for several
             evaluation loaders of one stage, whose workers would all stay.
         prefetch_factor: Batches that each worker makes ahead.
@@ -151,8 +151,9 @@ class ElasticDataModule(ResumableDataModule):
         self.decode = choice("decode", decode, ("pil", "tensor", "raw"))
         self.shuffle_window = or_none(whole_number, "shuffle_window", shuffle_window, "samples", least=1)
         self.drop_last = flag("drop_last", drop_last)
-        named = isinstance(pin_memory, str)
-        self.pin_memory = choice("pin_memory", pin_memory, _PINNING) if named else flag("pin_memory", pin_memory)
+        if not isinstance(pin_memory, (bool, np.bool_)) and pin_memory not in ("auto", "in_place"):
+            refuse("pin_memory", "True, False, 'auto' or 'in_place'", pin_memory)
+        self.pin_memory = pin_memory
         self.persistent_workers = or_auto(flag, "persistent_workers", persistent_workers)
         self.prefetch_factor = whole_number("prefetch_factor", prefetch_factor, "batches", least=1)
         self.normalize = None if normalize is None else Normalize.of(normalize)
@@ -253,7 +254,7 @@ class ElasticDataModule(ResumableDataModule):
             collate_fn=self.collate_fn,
             memory_format=self.memory_format,
             workers_if_needed=self._local_cpus,
-            pin_memory=self.pin_memory if isinstance(self.pin_memory, bool) else self._on_cuda,
+            pin_memory=self._on_cuda if isinstance(self.pin_memory, str) else bool(self.pin_memory),
             persistent_workers=persistent,
             prefetch_factor=self.prefetch_factor,
         )
@@ -271,8 +272,8 @@ class ElasticDataModule(ResumableDataModule):
         loader.keeps_readers = any(each.kind == "generator" for each in held)
         if self.num_workers == "auto":
             number, why = auto_workers(loader, held, self._loaders_on_this_node)
-            if why is not None and why not in self._said:
-                self._said.add(why)
+            if why is not None and (cause := re.sub("[0-9.]+", "", why)) not in self._said:  # free memory varies
+                self._said.add(cause)
                 text = f"num_workers='auto' is {number} here, not {loader.num_workers}: {why}"
                 rank_zero_warn(f"{type(self).__name__}: {text}")
             if number < loader.num_workers:
@@ -280,28 +281,30 @@ class ElasticDataModule(ResumableDataModule):
                 loader.keeps_readers = keeps_readers
             if number == 0:
                 lightning.silence_worker_hint()
-        if self.pin_memory == "in_place":
-            loader.pinning = self._pinning_in_place()
+        loader.pins_in_place = self.pin_memory == "in_place" and self._copies_are_known()
         return loader
 
-    def _pinning_in_place(self) -> Literal["in place", "in place, drained"]:
-        """How batches are page-locked in place: whether it is known which streams copy them.
+    def _copies_are_known(self) -> bool:
+        """Whether nobody but Lightning and this package copies batches to the device, as far as can be seen.
 
         Raises:
-            MisconfigurationException: A ``transfer_batch_to_device`` of the user's copies them.
+            MisconfigurationException: A ``transfer_batch_to_device`` of the user's does.
         """
-        owners = [self, None if self.trainer is None else self.trainer.lightning_module]
-        for owner in owners:
+        trainer = self.trainer
+        module = None if trainer is None else trainer.lightning_module
+        for owner in (self, module):
             if owner is not None and not lightning.is_plain_hook(owner, "transfer_batch_to_device"):
                 raise MisconfigurationException(
-                    f"pin_memory='in_place' fills the memory of a batch again once its copy to the device is over, and "
+                    "pin_memory='in_place' fills the memory of a batch again once its copy to the device is over, and "
                     f"{type(owner).__name__}.transfer_batch_to_device may copy on streams that nobody else sees: "
                     "expected Lightning's own. Give pin_memory=True, or leave that hook out"
                 )
-        known = all(
-            owner is not None and lightning.is_plain_hook(owner, "on_before_batch_transfer") for owner in owners
-        )
-        return "in place" if known else "in place, drained"
+        if trainer is None or module is None:
+            return False
+        why = why_copied_elsewhere(trainer, module)
+        if why is not None:
+            lightning.say_once(trainer, "not-in-place", f"pin_memory='in_place' is as True here: {why}")
+        return why is None
 
     @property
     def _loaders_on_this_node(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -40,9 +40,8 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
         draws_random_state: Whether the training process's random state may change when it takes a batch.
         keeps_readers: Whether each sample must be read by the same worker in every run, since workers hold random
             generators of their own: then torch's workers load, which have fixed batches.
-        pinning: How batches that loader processes fill come into page-locked memory, where `pin_memory` asks for it:
-            they are copied there, or their own memory is locked. It is then filled again when the streams by which
-            Lightning and this package copy have got so far, or when all that the device was given to do is over.
+        pins_in_place: Whether, where `pin_memory` is set, the memory that loader processes fill is page-locked itself,
+            and not copied: nothing else than Lightning and this package may copy batches to a device.
         cpus: CPUs that loader processes may share; they are as many as is found to be best, with threads. 0: there are
             `num_workers` of them.
     """
@@ -50,7 +49,7 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
     draws_random_state = True
     iterates_as_torch = True
     keeps_readers = False
-    pinning: Literal["copy", "in place", "in place, drained"] = "copy"
+    pins_in_place = False
     cpus = 0
 
     @property
@@ -80,7 +79,14 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
         """
         before, vars(self)["_iterator"] = self._iterator, value
         if value is None and isinstance(before, EngineIterator):
-            before._shutdown_workers()
+            try:
+                before._shutdown_workers()
+            except Exception:  # Lightning is on its way to raise the user's own, perhaps
+                log.warning("ending loader processes failed", exc_info=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has processes of its own."""
+        return {**vars(self), "_iterator": None}
 
     def _get_iterator(self) -> Any:
         """Loader processes that fill batches sample by sample, where that can be; else torch's iterator."""

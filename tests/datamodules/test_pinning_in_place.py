@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from lightning_gpuopt import CudaPrefetcher
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
+from lightning_gpuopt.loading.engine.memory import Ring
 from tests.helpers import tiny_trainer
 from tests.simulators.gpu import ManualClock, SimulatedGpu, simulated_gpu
 
@@ -56,11 +57,6 @@ class Moves(Sees):
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
 
-class Prepares(Sees):
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch
-
-
 class MovingData(LMDBDataModule):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
@@ -99,21 +95,90 @@ def test_the_batches_are_those_of_other_ways(tmp_path: Path, gpu: SimulatedGpu) 
     assert registered[2:] == [0, 0]
 
 
-@pytest.mark.parametrize(("module", "pinning"), [(Sees, "in place"), (Prepares, "in place, drained")])
-def test_the_device_is_drained_where_others_may_copy(
-    tmp_path: Path, gpu: SimulatedGpu, module: Any, pinning: str
+@pytest.fixture
+def early(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The blocks that were taken while a copy out of them was on its way."""
+    copies: list[tuple[int, Any]] = []
+    found: list[int] = []
+    copy_in, take = gpu.copy_in, Ring.take
+
+    def copy_and_note(source: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        copy_in(source, *args, **kwargs)
+        event = torch.cuda.Event()
+        event.record()
+        copies.append((source.data_ptr(), event))
+
+    def take_and_look(ring: Ring) -> int:
+        number = take(ring)
+        begin = torch.frombuffer(ring.map(number), dtype=torch.uint8).data_ptr() if number in ring._maps else 0
+        found.extend(number for at, event in copies if begin <= at < begin + ring.num_bytes and not event.query())
+        return number
+
+    monkeypatch.setattr(gpu, "copy_in", copy_and_note)
+    monkeypatch.setattr(Ring, "take", take_and_look)
+    gpu.copy_s = 0.1
+    return found
+
+
+@pytest.mark.parametrize("callbacks", [[], [CudaPrefetcher()]], ids=["", "prefetched"])
+@pytest.mark.parametrize("begins", [None, "on_train_start", "on_train_epoch_start"])
+def test_no_batch_is_written_while_it_is_copied(
+    tmp_path: Path, gpu: SimulatedGpu, early: list[int], begins: str | None, callbacks: list[Any]
+) -> None:
+    """Also where the training thread has a stream of its own, from some moment on."""
+    module = Sees(gpu)
+    if begins is not None:
+        other = torch.cuda.Stream()
+        setattr(module, begins, lambda: torch.cuda.set_stream(other))
+    loader = fit(tmp_path, gpu, module, data(), callbacks=callbacks)
+    assert loader.pins_in_place
+    assert len(module.seen) == 32
+    assert max(module.registered) > 0
+    assert early == []
+
+
+class Prepares(Sees):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+class Takes(Sees):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        (rows, _), _, _ = next(dataloader_iter)
+        self.seen.append(rows[:, 0].tolist())
+        return self.layer.weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (Prepares, "Prepares.on_before_batch_transfer works on each batch before its copy"),
+        (Takes, "a step of Takes takes batches from dataloader_iter itself"),
+    ],
+)
+def test_where_others_may_copy_batches_are_copied_before(
+    tmp_path: Path, gpu: SimulatedGpu, module: Any, why: str
 ) -> None:
     model = module(gpu)
-    assert fit(tmp_path, gpu, model, data()).pinning == pinning
+    with pytest.warns(UserWarning, match=f"pin_memory='in_place' is as True here: {why}"):
+        loader = fit(tmp_path, gpu, model, data())
+    assert (loader.pin_memory, loader.pins_in_place) == (True, False)
     assert len(model.seen) == 32
-    assert gpu.host_memory == {}
+    assert model.registered == [] or max(model.registered) == 0
 
 
 def test_without_a_trainer_nobody_knows_who_copies(gpu: SimulatedGpu) -> None:
     datamodule = data()
     datamodule.setup("fit")
     loader = datamodule.train_dataloader()
-    assert loader.pinning == "in place, drained"
+    assert (loader.pin_memory, loader.pins_in_place) == (True, False)
+
+
+def test_batches_lie_in_memory_that_is_registered(gpu: SimulatedGpu) -> None:
+    datamodule = data()
+    datamodule.setup("fit")
+    loader = datamodule.train_dataloader()
+    loader.pins_in_place = True
     iterator = iter(loader)
     for rows, rest in iterator:
         assert rows.is_pinned()
@@ -151,8 +216,7 @@ def test_on_a_cpu_nothing_is_pinned(tmp_path: Path) -> None:
     assert datamodule.train_dataloader().pin_memory is False
 
 
-def test_what_it_may_be() -> None:
-    with pytest.raises(ValueError, match=r"pin_memory: expected one of 'auto', 'in_place'.*'inplace'"):
-        data(pin_memory="inplace")
-    with pytest.raises(ValueError, match="pin_memory: expected True or False"):
-        data(pin_memory=3)
+@pytest.mark.parametrize("given", ["inplace", 3, None])
+def test_what_it_may_be(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"pin_memory: expected True, False, 'auto' or 'in_place', got"):
+        data(pin_memory=given)

@@ -20,7 +20,7 @@ import torch
 from lightning_gpuopt.compat.dataloader import pin_batch
 from lightning_gpuopt.loading.engine.costs import MOST_THREADS, Costs
 from lightning_gpuopt.loading.engine.layout import Layout
-from lightning_gpuopt.loading.engine.memory import PLACED, SKIPPED, Control, Ring, SharedFile, streams_here
+from lightning_gpuopt.loading.engine.memory import PLACED, SKIPPED, Control, Ring, SharedFile
 from lightning_gpuopt.loading.engine.pool import LoaderPool
 from lightning_gpuopt.loading.samples import Skipped, none_of
 from lightning_gpuopt.telemetry.resources import available_memory
@@ -77,7 +77,7 @@ class Engine:
         pool: the loader processes.
         readers: threads of all of them.
         ahead: batches that are made ahead.
-        taken: batches that the training thread has taken so far; it sets this, and calls `wake`.
+        taken: batches that the training thread has taken so far.
 
     Raises:
         CannotServe: Samples have no fixed layout in a batch.
@@ -134,8 +134,7 @@ class Engine:
         pool.threads = min(pool.threads, self._most_threads)
         self._ring = Ring(blocks, layout.starts(self._size)[1])
         self._ring.is_copied_here = self._pins
-        self._ring.registers = self._pins and loader.pinning != "copy"
-        self._ring.drains = self._pins and loader.pinning == "in place, drained"
+        self._ring.registers = self._pins and loader.pins_in_place
         self._fitting = max(2, int(_PART_OF_MEMORY * available_memory() // self._ring.num_bytes))
         self._set_ahead(processes)
         self._rows = self._least_rows
@@ -157,7 +156,8 @@ class Engine:
     def resize(self, processes: int) -> int:
         """Have so many processes from now on, as far as that can be; how many there are then."""
         number = self.pool.resize(processes, self._layout)
-        self._set_ahead(number)
+        if number:
+            self._set_ahead(number)
         self.wake()
         return number
 
@@ -174,10 +174,15 @@ class Engine:
             raise self._failure
         batches: Batches = queue.SimpleQueue()
         assert self._ring is not None
-        self._ring.streams = streams_here()
         self._commands.put((indices, batches))
         self.wake()
         return batches
+
+    def take(self) -> None:
+        """Note that the training thread, which calls this, takes a batch."""
+        self.taken += 1
+        if self._ring is not None:
+            self._ring.note_streams()
 
     def wake(self) -> None:
         """Have the feeding thread look what is to be done."""

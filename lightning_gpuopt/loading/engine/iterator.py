@@ -111,7 +111,7 @@ class EngineIterator(BaseIterator):  # type: ignore[misc]
         except queue.Empty:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
         if error is None:
-            engine.taken += 1
+            engine.take()
             if self._drawn is None:
                 engine.wake()
             else:
@@ -122,7 +122,7 @@ class EngineIterator(BaseIterator):  # type: ignore[misc]
             if not self._persistent_workers:
                 self._shutdown_workers()
             raise StopIteration
-        engine.taken += 1
+        engine.take()
         self._try_put_index()
         engine.wake()
         try:

@@ -6,7 +6,9 @@ it ends, however that ends.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import select
@@ -22,8 +24,10 @@ import numpy as np
 import torch
 
 from lightning_gpuopt.loading.engine.layout import Array
-from lightning_gpuopt.loading.engine.page_locked import Mapping
+from lightning_gpuopt.loading.engine.page_locked import PinnableMapping
 from lightning_gpuopt.prefetch.stream import copy_streams
+
+log = logging.getLogger(__name__)
 
 TO_DO, PLACED, SKIPPED, ASIDE, LOST = range(5)
 """The states of a batch's rows: nobody has read the sample; it is in its row; it is left out; it was sent, since it
@@ -150,12 +154,12 @@ class Blocks:
     def __init__(self, file: SharedFile, num_bytes: int) -> None:
         self.file = file
         self.num_bytes = max(1, -(-num_bytes // mmap.ALLOCATIONGRANULARITY)) * mmap.ALLOCATIONGRANULARITY
-        self._maps: dict[int, Mapping] = {}
+        self._maps: dict[int, PinnableMapping] = {}
 
-    def map(self, number: int) -> Mapping:
+    def map(self, number: int) -> PinnableMapping:
         """A block, as this process sees it."""
         if number not in self._maps:
-            self._maps[number] = Mapping(self.file.fd, self.num_bytes, offset=number * self.num_bytes)
+            self._maps[number] = PinnableMapping(self.file.fd, self.num_bytes, offset=number * self.num_bytes)
         return self._maps[number]
 
 
@@ -170,15 +174,10 @@ class _Lent:
 
     __slots__ = ("copied", "holder", "number")
 
-    def __init__(self, number: int, memory: memoryview, is_read: bool) -> None:
+    def __init__(self, number: int, memory: memoryview, may_be_read: bool) -> None:
         self.number = number
         self.holder = weakref.ref(memory)
-        self.copied: list[torch.cuda.Event] | None = None if is_read else []
-
-    @property
-    def is_dropped(self) -> bool:
-        """Whether nobody has the batch any more, and it is not known what may be copying it."""
-        return self.copied is None and self.holder() is None
+        self.copied: list[torch.cuda.Event] | None = None if may_be_read else []
 
 
 class Ring(Blocks):
@@ -189,21 +188,19 @@ class Ring(Blocks):
         num_bytes: as of `Blocks`.
 
     Attributes:
-        streams: to which the training thread gives work.
-        most: of blocks beyond so many it is said that batches are held.
+        streams: to which the training thread gives work, and on which it may copy batches.
+        most: beyond so many blocks copies are waited for, and it is said that batches are held.
         spare: free blocks beyond so many give their memory back.
         is_copied_here: whether batches are copied in this process before they are handed over, so that no device reads
             the blocks; but for those that are registered.
         registers: whether blocks are registered with CUDA as they are lent.
-        drains: whether blocks are used again after all that the device was given to do, whatever streams that is on;
-            else after what it was given on the streams that are known to copy batches.
     """
 
     def __init__(self, file: SharedFile, num_bytes: int) -> None:
         super().__init__(file, num_bytes)
-        self.streams: tuple[Any, ...] = ()
+        self.streams: frozenset[Any] = frozenset()
         self.most = self.spare = 0
-        self.is_copied_here = self.registers = self.drains = False
+        self.is_copied_here = self.registers = False
         self._number = 0
         self._free: list[int] = []
         self._lent: list[_Lent] = []
@@ -215,7 +212,7 @@ class Ring(Blocks):
     def take(self) -> int:
         """A block that nobody reads."""
         number = self._free_block()
-        if number is None and self.drains and self._drain():
+        if number is None and self._number >= self.most and self._wait_for_copies():
             number = self._free_block()
         if number is not None:
             return number
@@ -250,27 +247,31 @@ class Ring(Blocks):
                     f"batches are not page-locked in place, but copied, since CUDA says: {error}", stacklevel=2
                 )
         memory = memoryview(block)
+        may_be_read = block.is_registered or not self.is_copied_here
         with self._lock:
-            self._lent.append(_Lent(number, memory, not self.is_copied_here or block.is_registered))
+            self._lent.append(_Lent(number, memory, may_be_read))
         return memory
+
+    def note_streams(self) -> None:
+        """Of the training thread, which has a stream of its own, as it takes a batch."""
+        if self.registers or not self.is_copied_here:
+            here = streams_here()
+            if not self.streams.issuperset(here):
+                self.streams = self.streams.union(here)
 
     def give_back(self, number: int) -> None:
         """A block that was not lent is free."""
         self._free.append(number)
 
-    def _drain(self) -> bool:
-        """Wait for all that the device was given to do; whether blocks are free by that."""
+    def _wait_for_copies(self) -> bool:
+        """Wait for copies of the batch that was dropped first; whether there was one."""
         with self._lock:
-            lent = [*self._lent, *(each for _, held in self._kept for each in held)]
-        dropped = [each for each in lent if each.is_dropped]
-        if dropped:
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError:  # as of events
-                return False
-        for each in dropped:
-            each.copied = []
-        return bool(dropped)
+            copied = next((lent.copied for lent in self._lent if lent.copied and lent.holder() is None), None)
+        with contextlib.suppress(RuntimeError):  # as in _is_free
+            for event in copied or ():
+                event.synchronize()
+            return copied is not None
+        return False
 
     def _take_back(self) -> None:
         here, kept = [], []
@@ -292,13 +293,13 @@ class Ring(Blocks):
     def _is_free(self, lent: _Lent) -> bool:
         if lent.holder() is not None:
             return False
-        if lent.copied is None and self.drains:
-            return False
         try:
             if lent.copied is None:
                 lent.copied = self._record()  # after whatever was done with the batch
             return all(event.query() for event in lent.copied)  # type: ignore[no-untyped-call]
         except RuntimeError:  # while a CUDA graph is captured, or after an error, which training is told of
+            log.debug("events of a batch's copies cannot be asked for now", exc_info=True)
+            lent.copied = None
             return False
 
     def _record(self) -> list[torch.cuda.Event]:
@@ -306,16 +307,17 @@ class Ring(Blocks):
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return []
         streams = {*self.streams, *streams_here(), *copy_streams}
-        events = [torch.cuda.Event() for _ in streams]  # type: ignore[no-untyped-call]
+        events = [torch.cuda.Event(blocking=True) for _ in streams]  # type: ignore[no-untyped-call]
         for event, stream in zip(events, streams, strict=True):
             event.record(stream)
         return events
 
     def _give_back_memory(self, number: int) -> None:
-        self._empty.add(number)
         block = self.map(number)
-        block.unregister()  # or a device would go on to read the pages that it had
-        block.madvise(mmap.MADV_REMOVE)
+        with contextlib.suppress(RuntimeError):  # it keeps its memory
+            block.unregister()  # or a device would go on to read the pages that it had
+            block.madvise(mmap.MADV_REMOVE)
+            self._empty.add(number)
 
     def forking(self) -> SharedFile | None:
         """This process is about to be forked: what it holds is not written to while the other process lives.
@@ -334,8 +336,9 @@ class Ring(Blocks):
 
     def end(self) -> None:
         """Free what nobody holds; what batches hold lives on with them."""
-        if self.drains:
-            self._drain()
+        if any(block.is_registered for block in self._maps.values()):
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize()  # not all that copies may be there any more to record events
         with self._lock:
             kept = [lent for _, held in self._kept for lent in held]
             used = {lent.number for lent in (*kept, *self._lent) if lent in kept or not self._is_free(lent)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import sys
@@ -14,11 +13,14 @@ _PORTABLE: Final = 1
 """``cudaHostRegisterPortable``: for all devices of this process."""
 
 
-class Mapping(mmap.mmap):
+class PinnableMapping(mmap.mmap):
     """A part of a file in memory, which may be registered with CUDA for as long as somebody has it.
 
     `register` and `unregister` are CUDA's ``cudaHostRegister`` and ``cudaHostUnregister``. torch's allocator of host
     memory knows nothing of it: it records no events for copies out of it.
+
+    A call that fails leaves its error to the thread's next one that asks CUDA for the last error, as launches of
+    kernels do: register where none are launched.
     """
 
     _registered_by = 0
@@ -32,34 +34,38 @@ class Mapping(mmap.mmap):
     def register(self) -> None:
         """Lock its pages, for copies to this thread's device.
 
-        A call that fails leaves its error to the thread's next one that asks CUDA for the last error, as launches of
-        kernels do: call it where none are launched.
-
         Raises:
             RuntimeError: CUDA cannot.
         """
         if not self.is_registered:
             self._device = torch.cuda.current_device()
-            cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(cuda.cudaHostRegister(self._address(), len(self), _PORTABLE))
+            self._call("cudaHostRegister", len(self), _PORTABLE)
             self._registered_by = os.getpid()
 
     def unregister(self) -> None:
-        """Unlock its pages; no device may be reading them."""
-        if self.is_registered:
-            self._registered_by = 0
-            with torch.cuda.device(
-                self._device
-            ):  # or a thread that has given no device work would begin with the first
-                cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-                cuda.cudaHostUnregister(self._address())
+        """Unlock its pages; no device may be reading them.
 
-    def _address(self) -> int:
-        return torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        Raises:
+            RuntimeError: CUDA cannot now, as while another thread captures a CUDA graph. It stays registered.
+        """
+        if self.is_registered:
+            with torch.cuda.device(self._device):  # another thread may never have used a device
+                self._call("cudaHostUnregister")
+            self._registered_by = 0
+
+    def _call(self, name: str, *arguments: int) -> None:
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(getattr(cuda, name)(address, *arguments))
 
     def __del__(self) -> None:
-        """Before it is unmapped: another mapping at its address could not be registered."""
+        """Before it is unmapped: CUDA would take what lies at its address then for these pages."""
         if self.is_registered and not sys.is_finalizing():
-            with contextlib.suppress(Exception):
+            try:
                 torch.cuda.synchronize(self._device)
                 self.unregister()
+            except Exception:
+                _stuck.append(self)  # it stays mapped
+
+
+_stuck: Final[list[PinnableMapping]] = []

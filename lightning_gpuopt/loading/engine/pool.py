@@ -34,7 +34,8 @@ _LOOK_MS: Final = 1_000
 class LoaderPool:
     """Loader processes: they take samples, one by one, out of a pipe, and say which batches are done in another.
 
-    All but the constructor, `resize` and `end` is for one thread, which calls `wait` again and again.
+    Once they have been given something to read, all but `resize` and `end` is for one thread, which calls `wait` again
+    and again.
 
     Args:
         loader: the DataLoader.
@@ -64,7 +65,7 @@ class LoaderPool:
         self._errors: dict[int, Exception] = {}
         self._behind: dict[int, Callable[[], object]] = {}
         self._poll = select.poll()
-        self._leaving = 0  # processes that were told to end
+        self._told = self._gone = 0  # processes that were told to end, and that have: each is set by one thread
         take, put = os.pipe()
         tickets, self._tickets = SharedFile(take), SharedFile(put)
         # A description of its own, which does not block, to take out what nobody is to read any more.
@@ -158,7 +159,7 @@ class LoaderPool:
 
         Those that are too many end when what they were asked for is done.
         """
-        here = len(self.running) - self._leaving
+        here = len(self.running) - (self._told - self._gone)
         room = len(self._control.readers) // self.threads - len(self.processes)
         wanted = min(processes, here + room)
         if self.threads > 1 or wanted < 1:
@@ -167,7 +168,7 @@ class LoaderPool:
             self.add(wanted - here)
             self.send(layout, here - wanted)
         else:
-            self._leaving += here - wanted
+            self._told += here - wanted
             self._put(TICKET.pack(0, 0, 0) * (here - wanted))
         return wanted
 
@@ -311,8 +312,8 @@ class LoaderPool:
         process.join()
         if not self._unwatch(process.sentinel):
             return
-        if process.exitcode == 0 and self._leaving:
-            self._leaving -= 1
+        if process.exitcode == 0 and self._gone < self._told:
+            self._gone += 1
             return
         self.dead = process
         readers = self._control.readers[worker * self.threads : (worker + 1) * self.threads]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -19,7 +21,7 @@ import psutil
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import ConcatDataset, Dataset, Sampler, Subset
+from torch.utils.data import ConcatDataset, Dataset, Sampler, Subset, TensorDataset
 
 from lightning_gpuopt.images.errors import CorruptSampleError
 from lightning_gpuopt.loading import loader as loader_module
@@ -696,3 +698,34 @@ def test_when_nobody_is_left_to_read_any_number_of_batches_say_so() -> None:
         except RuntimeError:
             errors += 1
     assert errors == 10_000
+
+
+def test_a_change_of_their_number_after_all_have_died_hides_nothing() -> None:
+    iterator, engine = engine_of(loader_of(Made(pair, 200), batch_size=4))
+    for process in engine.pool.processes:
+        process.kill()
+    wait_for(lambda: not engine.pool.running)
+    engine.pool.threads = 2  # processes with several threads keep their number
+    assert iterator.resize(3) == 0
+    raised = []
+    while True:
+        try:
+            next(iterator)
+        except RuntimeError as error:
+            raised.append(str(error))
+        except StopIteration:
+            break
+    assert raised
+    assert all("is killed by signal: Killed." in text for text in raised)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_of_a_loader_has_processes_of_its_own(duplicate: Callable[[Any], Any]) -> None:
+    loader = loader_of(TensorDataset(torch.arange(40)))
+    first = [batch[0].tolist() for batch in loader]
+    other = duplicate(loader)
+    assert other._iterator is None
+    other._iterator = None
+    assert len(loader._iterator._workers) == 2
+    assert [batch[0].tolist() for batch in other] == first
+    assert {each.pid for each in other._iterator._workers}.isdisjoint(each.pid for each in loader._iterator._workers)

@@ -21,12 +21,14 @@ class Refusal:
 
     Attributes:
         left: calls that still succeed; None: all of them.
+        captures: what is recorded now becomes part of a graph, and has no time of its own, ever.
     """
 
-    __slots__ = ("left",)
+    __slots__ = ("captures", "left")
 
     def __init__(self) -> None:
         self.left: int | None = None
+        self.captures = False
 
     def check(self) -> None:
         """One more call; raises RuntimeError when it is refused."""
@@ -39,22 +41,26 @@ class Refusal:
 class Event:
     """An event; the messages of its errors are those of c10/cuda/CUDAEvent.h in torch 2.13."""
 
-    __slots__ = ("_device", "_mark", "_refusal", "_timing")
+    __slots__ = ("_captured", "_device", "_mark", "_refusal", "_timing")
 
     def __init__(self, device: Device, refusal: Refusal, enable_timing: bool = False) -> None:
         self._device = device
         self._refusal = refusal
         self._timing = enable_timing
         self._mark: Mark | None = None
+        self._captured = False
 
     def record(self, stream: Stream | None = None) -> None:
         """Put the event after all that the stream was given; stamped when the stream gets there."""
         if self._refusal.left is not None:
             self._refusal.check()
+        self._captured = self._refusal.captures
         self._mark = self._device.record(None if stream is None else stream.queue)
 
     def query(self) -> bool:
         """Whether the device has passed it; an event never recorded counts as passed."""
+        if self._captured:
+            raise RuntimeError(CAPTURING)
         return self._mark is None or self._device.passed(self._mark)
 
     def wait(self, stream: Stream | None = None) -> None:

@@ -40,6 +40,7 @@ class SimulatedGpu(Device):
         recorded_streams: streams for which ``record_stream`` was called on a tensor.
         host_memory: what is registered by ``cudaHostRegister``, bytes by address.
         refuses_host_memory: whether that fails.
+        keeps_host_memory: whether ``cudaHostUnregister`` fails.
     """
 
     def __init__(self, clock: Clock | None = None, joins: exchange.Exchange | None = None, **kwargs: Any) -> None:
@@ -66,7 +67,7 @@ class SimulatedGpu(Device):
         self.unfinished: list[Any] = []
         self.recorded_streams: list[int] = []
         self.host_memory: dict[int, int] = {}
-        self.refuses_host_memory = False
+        self.refuses_host_memory = self.keeps_host_memory = False
         self._batch = threading.local()
         self._undo = ExitStack()
         before_s, now_ns, after_s = self.clock(), time.time_ns(), self.clock()

@@ -74,6 +74,8 @@ class Runtime:
 
     def cudaHostUnregister(self, address: int) -> int:
         """As CUDA's."""
+        if self._gpu.keeps_host_memory:
+            return 900  # cudaErrorStreamCaptureUnsupported
         return 0 if self._gpu.host_memory.pop(address, 0) else 713  # cudaErrorHostMemoryNotRegistered
 
 
