@@ -8,8 +8,8 @@ Sections of ``benchmarks/storage.py``:
   in torch's order, out of it (``in_order=False``), and ours, which keeps it.
 - ``wait``: samples that wait for 20 ms without the interpreter's lock: one CPU, threads as are found to be best.
 - ``ring``: memory of the processes over 20 epochs, and of the batches.
-- ``pinning``: batches of 38 MB on their way to a GPU, by each of `ElasticLoader`'s ways to page-lock them: samples per
-  second, and milliseconds of CPU that a batch takes the training process. Only where there is a GPU.
+- ``pinning``: batches of 38 MB on their way to a GPU, copied to page-locked memory, and page-locked in place: samples
+  per second, and milliseconds of CPU that a batch takes the training process. Only where there is a GPU.
 """
 
 from __future__ import annotations
@@ -193,9 +193,9 @@ def pinning(work: Path, scale: float, count: int) -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"missing": "no CUDA GPU"}
     loaders = {}
-    for way in ("copy", "in place", "in place, drained"):
+    for way, in_place in (("copied", False), ("in place", True)):
         loaders[way] = _loader(Images(int(10_240 * scale)), batch_size=256, num_workers=4, pin_memory=True)
-        loaders[way].pinning = way
+        loaders[way].pins_in_place = in_place
     rates: dict[str, list[float]] = {way: [] for way in loaders}
     spent_ms: dict[str, list[float]] = {way: [] for way in loaders}
     for number in range(count + 1):
