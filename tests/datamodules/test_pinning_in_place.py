@@ -80,10 +80,11 @@ def fit(tmp_path: Path, gpu: SimulatedGpu, module: Sees, datamodule: Any, **opti
 
 def test_the_batches_are_those_of_other_ways(tmp_path: Path, gpu: SimulatedGpu) -> None:
     seen, registered = [], []
-    for number, (pin_memory, callbacks) in enumerate(
-        (("in_place", []), ("in_place", [CudaPrefetcher()]), ("auto", []), (False, []))
+    for number, (pin_memory, prefetch) in enumerate(
+        (("in_place", False), ("in_place", True), ("auto", False), (False, False))
     ):
         module = Sees(gpu)
+        callbacks = [CudaPrefetcher()] if prefetch else []
         loader = fit(tmp_path / str(number), gpu, module, data(pin_memory=pin_memory), callbacks=callbacks)
         assert loader.pin_memory is (pin_memory is not False)
         assert gpu.host_memory == {}  # after the run
@@ -120,17 +121,17 @@ def early(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("callbacks", [[], [CudaPrefetcher()]], ids=["", "prefetched"])
+@pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("begins", [None, "on_train_start", "on_train_epoch_start"])
 def test_no_batch_is_written_while_it_is_copied(
-    tmp_path: Path, gpu: SimulatedGpu, early: list[int], begins: str | None, callbacks: list[Any]
+    tmp_path: Path, gpu: SimulatedGpu, early: list[int], begins: str | None, prefetch: bool
 ) -> None:
     """Also where the training thread has a stream of its own, from some moment on."""
     module = Sees(gpu)
     if begins is not None:
         other = torch.cuda.Stream()
         setattr(module, begins, lambda: torch.cuda.set_stream(other))
-    loader = fit(tmp_path, gpu, module, data(), callbacks=callbacks)
+    loader = fit(tmp_path, gpu, module, data(), callbacks=[CudaPrefetcher()] if prefetch else [])
     assert loader.pins_in_place
     assert len(module.seen) == 32
     assert max(module.registered) > 0
