@@ -42,6 +42,7 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
             generators of their own: then torch's workers load, which have fixed batches.
         pins_in_place: Whether, where `pin_memory` is set, the memory that loader processes fill is page-locked itself,
             and not copied: nothing else than Lightning and this package may copy batches to a device.
+        is_outpaced: Whether loader processes were found to be slower than torch's workers.
         cpus: CPUs that loader processes may share; they are as many as is found to be best, with threads. 0: there are
             `num_workers` of them.
     """
@@ -50,6 +51,7 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
     iterates_as_torch = True
     keeps_readers = False
     pins_in_place = False
+    is_outpaced = False
     cpus = 0
 
     @property
@@ -106,6 +108,8 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
     def __iter__(self) -> Any:
         if self.num_workers == 0 and getattr(self.dataset, "gathers_batches", False):
             return _GatheredBatches(self)
+        if isinstance(self._iterator, EngineIterator) and self._iterator.is_outpaced:
+            self.is_outpaced, self._iterator = True, None
         return super().__iter__()
 
 

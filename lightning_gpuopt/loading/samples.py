@@ -112,7 +112,7 @@ class EpochSamples(Dataset[Any]):
         Args:
             index: Which.
             epoch: The epoch in which it is drawn.
-            position: Its place in the epoch.
+            position: How many are drawn before it in the epoch.
 
         Raises:
             CorruptSampleError: It cannot be read, and such are not skipped.
@@ -188,7 +188,7 @@ def given_back() -> Iterator[None]:
 
 
 class SeededCollate:
-    """A user's ``collate_fn``, whose random numbers depend on the seed, the epoch and the batch's place in it.
+    """A user's ``collate_fn``, whose random numbers depend on the seed, the epoch and the batch's first position.
 
     Args:
         collate_fn: The user's.

@@ -78,6 +78,7 @@ class Engine:
         readers: threads of all of them.
         ahead: batches that are made ahead.
         taken: batches that the training thread has taken so far.
+        collated: batches that were collated here, since they have samples that are not like the first one.
 
     Raises:
         CannotServe: Samples have no fixed layout in a batch.
@@ -85,7 +86,7 @@ class Engine:
     """
 
     def __init__(self, loader: Any, first: Any, base_seed: int, pins: bool, device: str | None) -> None:
-        self.taken = 0
+        self.taken = self.collated = 0
         self._pins, self._device = pins, device
         uses_cuda = pins or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._device_index = torch.cuda.current_device() if uses_cuda and torch.cuda.is_available() else None
@@ -310,6 +311,7 @@ class Engine:
         if not all(isinstance(what, Skipped) for what in sent.values()):
             # Samples that are not like the first one.
             samples = [sent[row] if row in sent else self._layout.sample(arrays, row) for row in kept]
+            self.collated += 1
             self._dataset.given = self._control.indices[slot, kept].tolist()
             return self._collate_fn(samples)
         for array in arrays:

@@ -17,6 +17,9 @@ from lightning_gpuopt.timeline.worker_clock import TimedCollate
 
 _UNKNOWN: Final = -1
 
+_FEW: Final = 1 / 32
+"""Share of batches whose samples may be of several kinds: putting one together takes ten times as long, or so."""
+
 
 def can_serve(loader: Any) -> bool:
     """Whether a loader's samples may be put into rows in shared memory, as far as is known before one is read."""
@@ -27,7 +30,7 @@ def can_serve(loader: Any) -> bool:
     known = gathers if collate_fn is as_it_is else type(collate_fn) is Collate and type(loader.dataset) is EpochSamples
     # One process reads the samples in a fixed order; of several, whichever is free takes the next.
     fixed = getattr(loader, "keeps_readers", False) and loader.num_workers > 1
-    return bool(known and not fixed and can_be_a_worker())
+    return bool(known and not fixed and not getattr(loader, "is_outpaced", False) and can_be_a_worker())
 
 
 class _Drawn:
@@ -159,6 +162,11 @@ class EngineIterator(BaseIterator):  # type: ignore[misc]
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self._shutdown_workers()
+
+    @property
+    def is_outpaced(self) -> bool:
+        """Whether torch's workers would be faster: many batches have samples that are put together in this process."""
+        return self._engine is not None and self._engine.collated > _FEW * self._engine.taken
 
     def resize(self, num_workers: int) -> int:
         """Have so many processes from now on, as far as that can be; how many there are then."""

@@ -200,7 +200,7 @@ class Ring(Blocks):
         super().__init__(file, num_bytes)
         self.streams: frozenset[Any] = frozenset()
         self.most = self.spare = 0
-        self.is_copied_here = self.registers = False
+        self.is_copied_here = self.registers = self._may_be_read = False
         self._number = 0
         self._free: list[int] = []
         self._lent: list[_Lent] = []
@@ -248,13 +248,14 @@ class Ring(Blocks):
                 )
         memory = memoryview(block)
         may_be_read = block.is_registered or not self.is_copied_here
+        self._may_be_read |= may_be_read
         with self._lock:
             self._lent.append(_Lent(number, memory, may_be_read))
         return memory
 
     def note_streams(self) -> None:
         """Of the training thread, which has a stream of its own, as it takes a batch."""
-        if self.registers or not self.is_copied_here:
+        if self._may_be_read:
             here = streams_here()
             if not self.streams.issuperset(here):
                 self.streams = self.streams.union(here)

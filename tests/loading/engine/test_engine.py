@@ -727,3 +727,24 @@ def test_a_copy_of_a_loader_has_processes_of_its_own() -> None:
     assert len(loader._iterator._workers) == 2
     assert [batch[0].tolist() for batch in other] == first
     assert {each.pid for each in other._iterator._workers}.isdisjoint(each.pid for each in loader._iterator._workers)
+
+
+def mixed(index: int) -> Any:
+    return torch.full((2,), index), index / 2 if index % 2 else index // 2
+
+
+def test_samples_of_several_kinds_are_left_to_torchs_workers_from_the_next_epoch_on() -> None:
+    loader = loader_of(Made(mixed), shuffle=False)
+    engine_of(loader)
+    epochs = [[batch[1].tolist() for batch in loader] for _ in range(3)]
+    assert epochs[0] == epochs[1] == epochs[2]
+    assert [label for batch in epochs[0] for label in batch] == [index / 2 for index in range(40)]
+    assert loader.is_outpaced
+    assert not isinstance(loader._iterator, EngineIterator)
+
+
+@pytest.mark.parametrize("length", [254, 255, 4094])
+def test_texts_of_many_lengths_lie_in_the_batch(length: int) -> None:
+    loader = loader_of(Made(lambda index: "x" * (length if index % 2 else 3)), shuffle=False, batch_size=2)
+    assert [list(batch) for batch in loader] == [["xxx", "x" * length]] * 20
+    assert loader._iterator._engine.collated == 0
