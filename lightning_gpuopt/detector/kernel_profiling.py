@@ -32,6 +32,12 @@ _PATIENCE_STEPS: Final = 10
 """Steps after which a recording is read although the GPU has not passed its end."""
 
 
+_NO_MOMENTS: Final = (
+    "The program has a profile function of its own (sys.setprofile), so it is not known when waits for the GPU began: a "
+    "hook that waits for work that it has queued itself may count as the reason why the GPU was idle for as long."
+)
+
+
 Profile = Literal["auto", "on", "off"]
 
 
@@ -156,6 +162,8 @@ class KernelProfiling:
         if self._sync_look is not None:
             if self._sync_look.step_done():
                 self.syncs = self._sync_look.sighting()
+                if not self._sync_look.sees_calls:
+                    self._notes.append(_NO_MOMENTS)
                 self._sync_look = None
         elif self._profiler_look is not None:
             self._advance_profiler()
@@ -238,7 +246,7 @@ class KernelProfiling:
 
     def _begin_sync_look(self) -> None:
         clock = self._device.clock
-        look = SyncLook(inside=lambda: clock.in_step, outside=clock.host_waits)
+        look = SyncLook(inside=lambda: clock.in_step, outside=clock.host_waits, clock_ns=clock.clock_ns)
         try:
             if look.is_taken:
                 self._notes.append("Synchronizing calls were not looked for: the program uses torch's debug mode.")

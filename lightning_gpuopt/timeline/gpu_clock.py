@@ -79,8 +79,12 @@ class HostWork(Protocol):
     def take_host_work(self) -> list[int]:
         """What the host has done since the last call: slot, when it ended, slot, when it ended ..."""
 
-    def cut(self) -> None:
-        """Let what the host does right now end here, and go on."""
+    @property
+    def clock_ns(self) -> Callable[[], int]:
+        """Its clock, in nanoseconds."""
+
+    def cut(self, at_ns: int) -> None:
+        """Let what the host does right now end at this moment, and go on."""
 
     def name_of(self, slot: int) -> str:
         """What a slot stands for."""
@@ -204,11 +208,16 @@ class GpuClock(StepObserver):
             if self._validating:  # a long one must not fill the memory
                 self.read()
 
-    def host_waits(self) -> None:
-        """The host is about to wait for the GPU, outside of a step's own work: what it has queued before ends then."""
+    def host_waits(self, began_ns: int) -> None:
+        """The host waits for the GPU, or has waited, outside of a step's own work: what it queued before ends with that.
+
+        Args:
+            began_ns: when the wait began, by the host's clock. An event that is recorded after it is stamped a moment
+                later than one that was recorded then.
+        """
         if self._doing == _HOST and not self._validating and self._cuts_left:
             self._cuts_left -= 1
-            self._host.cut()
+            self._host.cut(began_ns)
             self._turn(_CUT)
             self._doing = _HOST
 
@@ -385,6 +394,11 @@ class GpuClock(StepObserver):
                 return slot if at_once and waited_ns >= _WAITED_NS and "." in self._host.name_of(slot) else None
             began_ns = ended_ns
         return None
+
+    @property
+    def clock_ns(self) -> Callable[[], int]:
+        """The host's clock, in nanoseconds."""
+        return self._host.clock_ns
 
     @property
     def in_step(self) -> bool:

@@ -122,7 +122,7 @@ class Timeline(SlotClock):
 
     def start(self) -> None:
         """Begin to measure this thread's time. What is open around this call is not seen."""
-        self._started_ns = self.last_ns = self._clock_ns()
+        self._started_ns = self.last_ns = self.clock_ns()
         self.thread = get_ident()
 
     def stop(self) -> None:
@@ -131,7 +131,7 @@ class Timeline(SlotClock):
             if self._ranges is not None and self.thread == get_ident():  # whose they are
                 for _ in self._open:
                     self._ranges.pop()
-            self._stopped_ns = self._clock_ns()
+            self._stopped_ns = self.clock_ns()
             self._ns[self._current] += self._stopped_ns - self.last_ns
             self.thread = 0
             self._open.clear()
@@ -247,7 +247,7 @@ class Timeline(SlotClock):
         ns = self.snapshot()
         end = self._stopped_ns
         if end is None:
-            end = self._clock_ns() if self.thread else self._started_ns
+            end = self.clock_ns() if self.thread else self._started_ns
             ns[self._current] += end - self.last_ns
         phases = self.phases_between([], ns)
         pauses = self.pauses.seconds_by_stopped(ns)

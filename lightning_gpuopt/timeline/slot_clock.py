@@ -51,7 +51,6 @@ class SlotClock:
         "_batch_hook_ran",
         "_batch_hooks",
         "_broadcast_slot",
-        "_clock_ns",
         "_copied_by_hook",
         "_copy_ahead_spans",
         "_current",
@@ -71,6 +70,7 @@ class SlotClock:
         "_validation_spans",
         "_validations",
         "_watched",
+        "clock_ns",
         "epochs",
         "fetches_watched",
         "last_ns",
@@ -84,7 +84,7 @@ class SlotClock:
     def __init__(
         self, observer: StepObserver, ranges: Ranges | None, clock_ns: Callable[[], int], *, detailed: bool
     ) -> None:
-        self._clock_ns = clock_ns
+        self.clock_ns = clock_ns
         self._observer = observer
         self._host_work: list[int] | None = [] if detailed else None
         self._ranges = ranges
@@ -137,10 +137,10 @@ class SlotClock:
             return "other"
         return self._hooks.get(slot) or self._batch_hooks.get(slot) or SIGNAL_BROADCAST
 
-    def cut(self) -> None:
-        """Keep the order of what the host does to this very moment, in the middle of a span."""
+    def cut(self, at_ns: int) -> None:
+        """Keep the order of what the host does to this moment, in the middle of the open span."""
         if self._host_work is not None:
-            now = self._clock_ns()
+            now = max(at_ns, self.last_ns)
             self._ns[self._current] += now - self.last_ns
             self._host_work += (self._current, now)
             self.last_ns = now

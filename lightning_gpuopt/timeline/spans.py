@@ -29,7 +29,7 @@ class Span:
     # slow before Python 3.12. Between any two instructions the slots are as PauseSlots wants them.
     def __enter__(self) -> None:
         timeline = self.timeline
-        now = timeline._clock_ns()
+        now = timeline.clock_ns()
         current = timeline._current
         timeline._ns[current] += now - timeline.last_ns
         timeline._open.append(current)
@@ -42,7 +42,7 @@ class Span:
         timeline = self.timeline
         if not timeline._open:  # opened before start(), or closed after stop()
             return
-        now = timeline._clock_ns()
+        now = timeline.clock_ns()
         current = timeline._current
         timeline._ns[current] += now - timeline.last_ns
         timeline._current = timeline.shown[0] = timeline._open.pop()

@@ -3,31 +3,33 @@
 CUDA builds of torch can warn at each such call (``torch.cuda.set_sync_debug_mode``). The mode is on for a few steps,
 once, and then as it was; the warnings are counted and not shown. A call counts as the user's when it was made by the
 user's code inside the step, directly or through torch; what Lightning or torch do by themselves is counted apart.
-The mode does not know ``torch.cuda.synchronize()`` and its like: those are replaced for as long. torch's bindings may
-hand its warnings on only when a call returns (torch/csrc/Exceptions.h). Reads of values are not intercepted: under a
-TorchFunctionMode torch takes its attention modules off their fast path, and results differ.
+
+torch's bindings hand a warning on when they return (torch/csrc/Exceptions.h), after the wait: the wait began when Python
+last called something, or something returned (:mod:`~lightning_gpuopt.timeline.calls`). The mode does not know
+``torch.cuda.synchronize()`` and its like: their calls are seen in the same way. Nothing of torch is replaced: under a
+TorchFunctionMode it takes its attention modules off their fast path, and results differ.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
 import sysconfig
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import wraps
 from types import FrameType
 from typing import Any, Final
 
 import torch
 
-from lightning_gpuopt.compat.dynamo import has_compiled
 from lightning_gpuopt.measurements.code_location import Call
 from lightning_gpuopt.measurements.gpu import SyncSighting
+from lightning_gpuopt.timeline.calls import LastCall
 from lightning_gpuopt.timeline.frames import library_folders, name_of
 
 log = logging.getLogger(__name__)
@@ -45,10 +47,6 @@ _Warning = tuple[Warning | str, type[Warning], str, int]
 """Message, category, file and line."""
 
 
-_SYNCHRONIZES: Final = ((lambda: torch.cuda, "synchronize"), (lambda: torch.cuda.Event, "synchronize"))
-"""Functions that wait, of which the debug mode does not warn (c10/cuda/CUDAFunctions.cpp)."""
-
-
 class SyncLook:
     """Counts synchronizing calls inside a few steps.
 
@@ -57,7 +55,12 @@ class SyncLook:
         inside: whether the step's own work is being issued right now.
         get_mode: reads the debug mode; torch's by default.
         set_mode: sets it.
-        outside: called before a synchronizing call elsewhere on the thread that began the look.
+        outside: called at a synchronizing call elsewhere on the thread that began the look, with the moment at which it
+            began, by ``clock_ns``; not where that moment is not known.
+        clock_ns: a monotonic clock, in nanoseconds.
+
+    Attributes:
+        sees_calls: whether such moments are known: not while the program has a profile function of its own.
     """
 
     def __init__(
@@ -66,13 +69,14 @@ class SyncLook:
         inside: Callable[[], bool] = lambda: True,
         get_mode: Callable[[], int] | None = None,
         set_mode: Callable[[int | str], None] | None = None,
-        outside: Callable[[], object] = lambda: None,
+        outside: Callable[[int], object] = lambda began_ns: None,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self.steps = steps
+        self.sees_calls = False
         self._left = steps
         self._inside = inside
         self._outside = outside
-        self._replaced = ExitStack()
         self._get_mode = get_mode or torch.cuda.get_sync_debug_mode
         self._set_mode = set_mode or torch.cuda.set_sync_debug_mode
         self._mode_before: int | None = None
@@ -81,6 +85,11 @@ class SyncLook:
         self._show: Any = None
         self._places: Counter[Call] = Counter()
         self._others: dict[tuple[str, type[Warning], str, int], _Warning] = {}
+        # functions that wait, of which the debug mode does not warn (c10/cuda/CUDAFunctions.cpp)
+        of_device = getattr(getattr(torch, "accelerator", None), "synchronize", None)  # since torch 2.6
+        waits = (torch.cuda.synchronize, torch.cuda.Event.synchronize, of_device)
+        codes = (each.__code__ for each in map(_innermost, waits) if inspect.isfunction(each))
+        self._last_call = LastCall(clock_ns, codes, self._count, (__file__,))
 
     @property
     def is_taken(self) -> bool:
@@ -97,10 +106,7 @@ class SyncLook:
         warnings.simplefilter("always")
         warnings.showwarning = self._seen
         self._set_mode("warn")
-        if not has_compiled():  # else compiled code may be compiled anew
-            for owner, name in _SYNCHRONIZES:
-                self._replace(owner(), name, self._count)
-            self._replace(torch.cuda.Stream, "synchronize", self._outside_of_a_step)
+        self.sees_calls = self._last_call.begin()
 
     def step_done(self) -> bool:
         """Count a step; True when the look is over."""
@@ -118,7 +124,7 @@ class SyncLook:
         if catcher is None:
             return
         try:
-            self._replaced.close()
+            self._last_call.end()
             if self._mode_before is not None:
                 self._set_mode(self._mode_before)
         finally:
@@ -154,50 +160,23 @@ class SyncLook:
             filename: where a warning was attributed to; by default that frame.
             lineno: its line.
         """
-        if not self._is_here():
+        began_ns = self._last_call.at_ns
+        if self._catcher is None or threading.get_ident() != self._thread or os.getpid() != self._process:
             return
-        if not self._inside():
-            self._tell()
-            return
-        place = place_of(frame, filename or frame.f_code.co_filename, lineno or frame.f_lineno)
-        if place is not None:
-            self._places[place] += 1
+        if self._inside():
+            place = place_of(frame, filename or frame.f_code.co_filename, lineno or frame.f_lineno)
+            if place is not None:
+                self._places[place] += 1
+        elif began_ns is not None:
+            try:
+                self._outside(began_ns)
+            except Exception:  # the program's own call must go on
+                log.debug("a wait outside of a step was not seen", exc_info=True)
 
-    def _outside_of_a_step(self, *of_call: Any) -> None:
-        """A stream is about to be waited for; inside a step the debug mode counts it."""
-        if self._is_here() and not self._inside():
-            self._tell()
 
-    def _tell(self) -> None:
-        try:
-            self._outside()
-        except Exception:  # the program's own call must go on
-            log.debug("a wait outside of a step was not seen", exc_info=True)
-
-    def _is_here(self) -> bool:
-        return self._catcher is not None and threading.get_ident() == self._thread and os.getpid() == self._process
-
-    def _replace(self, owner: Any, name: str, seen: Callable[..., None]) -> None:
-        """Have ``seen`` called, with the caller's frame, before each call of a function."""
-        own, function = name in owner.__dict__, getattr(owner, name, None)
-        if not callable(function):
-            return
-
-        @wraps(function)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            seen(sys._getframe(1))
-            return function(*args, **kwargs)
-
-        def put_back() -> None:
-            if owner.__dict__.get(name) is not replaced:
-                return
-            if own:
-                setattr(owner, name, function)
-            else:
-                delattr(owner, name)
-
-        setattr(owner, name, replaced)
-        self._replaced.callback(put_back)
+def _innermost(function: Any) -> Any:
+    """What a decorated function decorates."""
+    return inspect.unwrap(function) if callable(function) else None
 
 
 def place_of(frame: FrameType | None, filename: str, lineno: int) -> Call | None:

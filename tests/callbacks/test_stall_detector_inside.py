@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning_gpuopt import StallDetector, StallReport
 from lightning_gpuopt.detector import looks
 from lightning_gpuopt.detector.kernel_profiling import Profile
-from lightning_gpuopt.timeline import syncs
 from tests.callbacks.gpu_fit import MANY_KERNELS, STEP, WARMUP_STEPS, At, Stretch, causes, fit, follow, module
 from tests.simulators.gpu import SimulatedGpu, SimulatedModule, Step, Work
 from tests.simulators.nvml import Gpu, Simulator
@@ -79,9 +78,8 @@ class TestWaits:
         ("how", "line"), [("cpu", "loss.detach().cpu()"), ("synchronize", "torch.cuda.synchronize()"), ("stream", "")]
     )
     def test_each_kind_of_wait_is_a_sync_with_its_line(
-        self, watched: SimulatedGpu, tmp_path: Path, how: str, line: str, monkeypatch: pytest.MonkeyPatch
+        self, watched: SimulatedGpu, tmp_path: Path, how: str, line: str
     ) -> None:
-        monkeypatch.setattr(syncs, "has_compiled", lambda: False)  # other tests of this process may have
         report = fit(watched, tmp_path, waits(watched, how), steps=120)
         assert causes(report) == ["gpu_sync"]
         (finding,) = report.findings
@@ -95,11 +93,6 @@ class TestWaits:
     def test_without_a_wait_the_host_is_ahead(self, watched: SimulatedGpu, tmp_path: Path) -> None:
         report = fit(watched, tmp_path, module(watched, FORWARD_AND_SLOW_BACKWARD), steps=120)
         assert (report.verdict, report.findings) == ("compute_bound", [])
-
-    def test_functions_that_wait_are_put_back(self, watched: SimulatedGpu, tmp_path: Path) -> None:
-        before = torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize
-        fit(watched, tmp_path, waits(watched, "synchronize"), steps=40)
-        assert (torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize) == before
 
 
 class TestCopies:
@@ -128,7 +121,45 @@ class TestCopies:
         assert (report.verdict, report.findings) == ("compute_bound", [])
 
 
+READS: dict[str, Callable[[SimulatedGpu, torch.Tensor], object]] = {
+    "item": lambda gpu, value: value.item(),
+    "float": lambda gpu, value: float(value),
+    "bool": lambda gpu, value: bool(value),
+    "tolist": lambda gpu, value: value.tolist(),
+    "cpu": lambda gpu, value: value.cpu(),
+    "nonzero": lambda gpu, value: value.nonzero(),
+    "format": lambda gpu, value: f"{value:.2f}",
+    "stream": lambda gpu, value: torch.cuda.current_stream().synchronize(),
+    "event": lambda gpu, value: torch.cuda.current_stream().record_event().synchronize(),
+    "device": lambda gpu, value: torch.cuda.synchronize(),
+}
+"""Ways of waiting for the GPU."""
+
+
 class TestHooks:
+    @pytest.mark.parametrize("warns_first", [False, in_matrix(True)], ids=["warns on return", "warns first"])
+    @pytest.mark.parametrize("kernels", [0, 4], ids=["none of its own", "kernels of its own"])
+    @pytest.mark.parametrize("how", [*READS])
+    def test_however_a_hook_waits_what_is_queued_is_no_idle_time(
+        self, gpu: SimulatedGpu, tmp_path: Path, how: str, kernels: int, warns_first: bool
+    ) -> None:
+        gpu.sync_debug.warns_first = warns_first
+        value = gpu.tensor(1.0)
+
+        def metric() -> None:
+            if kernels:
+                gpu.issue(kernels, 0.00001, 0.005, name="metric")
+            READS[how](gpu, value)
+            gpu.clock.sleep_until(gpu.clock() + 0.002)
+
+        ends = Stretch()
+        model = module(gpu, Step(Work(0.02, 4, 0.0), Work(0.02, 4, 0.0)))
+        report = fit(gpu, tmp_path, model, At("on_train_batch_end", metric), ends, steps=60, profile="off")
+        assert report.findings == []
+        assert report.gpu_idle_s is not None
+        true_s = gpu.ledger.idle_s(ends.ends[WARMUP_STEPS - 1], ends.ends[-1])
+        assert abs(report.gpu_idle_s - true_s) / (60 - WARMUP_STEPS) < 0.0003
+
     @pytest.mark.parametrize("profile", ["on", in_matrix("auto"), in_matrix("off")])
     def test_kernels_that_a_hook_waits_for_are_work(self, gpu: SimulatedGpu, tmp_path: Path, profile: Profile) -> None:
         def metric() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -31,8 +32,11 @@ class FakeSyncLook:
     events: ClassVar[list[str]] = []
     is_taken = False
     error: Exception | None = None
+    sees_calls = True
 
-    def __init__(self, inside: Callable[[], bool], outside: Callable[[], None]) -> None:
+    def __init__(
+        self, inside: Callable[[], bool], outside: Callable[[int], None], clock_ns: Callable[[], int]
+    ) -> None:
         self.left = SYNC_STEPS
         self.inside, self.outside = inside, outside
 
@@ -88,10 +92,11 @@ class Clock:
         self.in_step = True
         self.spans: list[Any] | None = None
         self.read_to_s = 0.0
-        self.waits = 0
+        self.clock_ns = time.perf_counter_ns
+        self.waits: list[int] = []
 
-    def host_waits(self) -> None:
-        self.waits += 1
+    def host_waits(self, began_ns: int) -> None:
+        self.waits.append(began_ns)
 
 
 class Device:
@@ -236,8 +241,15 @@ class TestSynchronizingCalls:
         assert look.inside() is True
         run.device.clock.in_step = False
         assert look.inside() is False
-        look.outside()
-        assert run.device.clock.waits == 1
+        look.outside(17)
+        assert run.device.clock.waits == [17]
+
+    def test_where_the_program_has_a_profile_function_a_note_says_what_is_not_known(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(FakeSyncLook, "sees_calls", False)
+        run = Run(profile="off")
+        assert any("sys.setprofile" in note for note in run.step(SETTLED + SYNC_STEPS).looks.notes)
 
     def test_the_programs_own_debug_mode_is_left(self) -> None:
         FakeSyncLook.is_taken = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 import warnings
@@ -187,6 +188,37 @@ def test_each_synchronizing_call_warns_at_the_users_line(gpu):
     with pytest.raises(RuntimeError, match=r"^called a synchronizing CUDA operation$"):
         value.item()
     torch.cuda.set_sync_debug_mode(0)
+
+
+@pytest.mark.parametrize(("warns_first", "at_s"), [(False, 0.1), (True, 0.0)])
+def test_a_synchronizing_call_warns_when_it_returns_as_torchs_bindings_do(gpu, clock, warns_first, at_s):
+    value = gpu.tensor(1.0)
+    gpu.item_s = 0.0
+    gpu.sync_debug.warns_first = warns_first
+    torch.cuda.set_sync_debug_mode("warn")
+    warned = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda *of_warning: warned.append(clock() - BEGIN_S)
+        gpu.launch(0.1)
+        value.item()
+    torch.cuda.set_sync_debug_mode(0)
+    assert warned == [pytest.approx(at_s)]
+
+
+def test_of_a_synchronizing_call_a_profile_function_sees_the_beginning_only(gpu):
+    value, seen = gpu.tensor(1.0), []
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda *of_warning: seen.append("warned")
+        sys.setprofile(lambda frame, event, argument: seen.append(Path(frame.f_code.co_filename).name))
+        value.item()
+        sys.setprofile(None)
+    torch.cuda.set_sync_debug_mode(0)
+    before = [each for each in seen[: seen.index("warned")] if each != "warnings.py"]
+    assert set(before) <= {"tensors.py", "gpu.py", "syncs.py", "contextlib.py", "test_gpu.py"}
+    assert "device.py" not in seen
 
 
 # ---- torch.cuda, the allocator, NVML ----

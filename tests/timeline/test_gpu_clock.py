@@ -374,7 +374,7 @@ def test_a_hook_that_waits_for_its_own_kernels_is_work_where_its_wait_was_seen(r
         rig.kernel(8)
         rig.host(0.1)
         if seen:
-            rig.clock.host_waits()
+            rig.clock.host_waits(rig.clock.clock_ns())
         rig.sync()
         rig.host(2)
 
@@ -389,10 +389,28 @@ def test_a_hook_that_waits_for_its_own_kernels_is_work_where_its_wait_was_seen(r
     assert times.idle[name] == pytest.approx(18 * 0.010 + 2 * 0.002, rel=0.01)
 
 
+@pytest.mark.parametrize("kernels", [0, 8], ids=["of the step", "of its own"])
+def test_a_wait_that_is_heard_of_when_it_is_over_counts_from_its_beginning(rig: Rig, kernels: float) -> None:
+    def metric() -> None:
+        if kernels:
+            rig.kernel(kernels)
+        rig.host(0.1)
+        began_ns = rig.clock.clock_ns()
+        rig.sync()
+        rig.clock.host_waits(began_ns)
+        rig.host(2)
+
+    for _ in range(20):
+        rig.step(compute=10, issue=1, hook=metric)
+        rig.sync()
+    times = rig.finish()
+    assert times.idle["Bar.on_train_batch_end"] == pytest.approx(20 * 0.002, rel=0.01)
+
+
 def test_what_follows_a_hook_that_waits_is_exposed_by_it(rig: Rig) -> None:
     def metric() -> None:
         rig.kernel(1)
-        rig.clock.host_waits()
+        rig.clock.host_waits(rig.clock.clock_ns())
         rig.sync()
 
     for _ in range(10):
@@ -403,7 +421,7 @@ def test_what_follows_a_hook_that_waits_is_exposed_by_it(rig: Rig) -> None:
 def test_a_wait_inside_a_step_is_no_part_of_a_hook(rig: Rig) -> None:
     with rig.timeline.span("run_training_batch"):
         rig.kernel(5)
-        rig.clock.host_waits()
+        rig.clock.host_waits(rig.clock.clock_ns())
         rig.sync()
     assert rig.finish().looked_at == {}
 
@@ -420,7 +438,7 @@ def test_work_that_a_rare_hook_queues_is_its_own_however_short_it_is(rig: Rig) -
 def test_a_hook_that_waits_a_thousand_times_does_not_fill_the_memory(rig: Rig) -> None:
     def reads() -> None:
         for _ in range(1000):
-            rig.clock.host_waits()
+            rig.clock.host_waits(rig.clock.clock_ns())
 
     rig.step(compute=10, issue=1, hook=reads)
     assert rig.clock.unread < 40

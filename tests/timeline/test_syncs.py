@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import lightning
 import pytest
 import torch
 
 from lightning_gpuopt.measurements.gpu import SyncSighting
-from lightning_gpuopt.timeline import syncs
+from lightning_gpuopt.timeline import calls
+from lightning_gpuopt.timeline.calls import LastCall
 from lightning_gpuopt.timeline.syncs import SyncLook
 
 
@@ -239,49 +243,147 @@ def test_the_most_frequent_place_is_named(mode: Mode) -> None:
     assert [(place.partition(" ")[0], count) for place, count in seen.places] == [("often", 3), ("rare", 1)]
 
 
-def test_a_look_does_not_change_what_a_step_computes(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(syncs, "has_compiled", lambda: False)
+def test_a_look_does_not_change_what_a_step_computes(mode: Mode) -> None:
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     values = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    of_torch = torch.cuda.synchronize, dict(vars(torch.cuda.Stream)), dict(vars(torch.cuda.Event))
     with torch.no_grad():
         before, methods = layer(values), dict(vars(torch.Tensor))
         look = SyncLook(1, lambda: True, mode.get, mode.set)
         look.begin()
         during = layer(values)
         assert dict(vars(torch.Tensor)) == methods
+        assert (torch.cuda.synchronize, dict(vars(torch.cuda.Stream)), dict(vars(torch.cuda.Event))) == of_torch
         look.end()
     assert torch.equal(during, before)
 
 
-def test_what_is_kept_of_a_look_is_silent_after_it(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(syncs, "has_compiled", lambda: False)
-    told: list[str] = []
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
-    look = SyncLook(1, lambda: False, mode.get, mode.set, lambda: told.append("wait"))
-    look.begin()
-    kept = torch.cuda.synchronize
-    kept()
-    look.end()
-    kept()
-    assert (told, calls) == (["wait"], ["synchronize", "synchronize"])
-
-
-def test_an_event_that_cuda_refuses_does_not_come_out_of_the_users_call(
+def test_a_synchronize_that_the_mode_does_not_know_is_counted_at_its_line(
     mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(syncs, "has_compiled", lambda: False)
+    @functools.wraps(print)
+    def decorated() -> None:
+        synchronize()
 
-    def refuses() -> None:
+    def synchronize() -> None:
+        pass
+
+    decorated.__wrapped__ = synchronize
+    monkeypatch.setattr(torch.cuda, "synchronize", decorated)
+    seen = look_at(mode, torch.cuda.synchronize).sighting()
+    assert seen.count == 1
+
+
+class Outside:
+    """A look at what is no part of a step, by a clock that counts its readings."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.moments: list[int] = []
+        self.ticks = itertools.count(1)
+        self.look = SyncLook(1, lambda: False, mode.get, mode.set, self.moments.append, lambda: next(self.ticks))
+
+
+def test_a_wait_outside_of_a_step_began_when_it_was_called(mode: Mode) -> None:
+    """The last that a profile function hears of before a binding's warning is the binding's call."""
+    outside = Outside(mode)
+    outside.look.begin()
+    len(())
+    before = next(outside.ticks)
+    warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, "binding.cpp", 1)
+    outside.look.end()
+    assert outside.moments == [before + 2]  # next() has returned, warn_explicit() was called
+    assert sys.getprofile() is None
+
+
+def test_a_binding_of_torchs_warns_when_it_returns() -> None:
+    """What the moments rest on: torch keeps a warning until the end of the call in which it came up."""
+    matrix, threads = torch.eye(1500) * 2, torch.get_num_threads()
+    clock_ns = time.thread_time_ns  # of this thread only, however busy the machine is
+    seen: list[tuple[int | None, int]] = []
+    last_call = LastCall(clock_ns, (), lambda frame: None, (__file__,))
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = lambda *of_warning: seen.append((last_call.at_ns, clock_ns()))
+            assert last_call.begin()
+            begun_ns = clock_ns()
+            torch.cholesky(matrix)
+            ended_ns = clock_ns()
+            last_call.end()
+    finally:
+        torch.set_num_threads(threads)
+    ((called_ns, warned_ns),) = seen
+    assert called_ns is not None
+    tenth_ns = (ended_ns - begun_ns) / 10
+    assert called_ns < begun_ns + tenth_ns
+    assert warned_ns > ended_ns - tenth_ns
+
+
+def test_a_profile_function_of_the_programs_stays_and_no_moment_is_told(mode: Mode) -> None:
+    outside = Outside(mode)
+
+    def own(frame: FrameType, event: str, argument: object) -> None: ...
+
+    sys.setprofile(own)
+    try:
+        outside.look.begin()
+        mode.item()
+        outside.look.end()
+        assert sys.getprofile() is own
+    finally:
+        sys.setprofile(None)
+    assert (outside.look.sees_calls, outside.moments) == (False, [])
+
+
+def test_a_profile_function_that_comes_later_stays_and_no_moment_is_told_from_then_on(mode: Mode) -> None:
+    outside = Outside(mode)
+
+    def own(frame: FrameType, event: str, argument: object) -> None: ...
+
+    outside.look.begin()
+    mode.item()
+    sys.setprofile(own)
+    try:
+        mode.item()
+        outside.look.end()
+        assert sys.getprofile() is own
+    finally:
+        sys.setprofile(None)
+    assert len(outside.moments) == 1
+
+
+def test_a_look_that_another_thread_ends_leaves_no_profile_function(mode: Mode) -> None:
+    outside = Outside(mode)
+    outside.look.begin()
+    thread = threading.Thread(target=outside.look.end)
+    thread.start()
+    thread.join()
+    len(())
+    assert sys.getprofile() is None
+
+
+def test_calls_beyond_the_budget_are_not_seen(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_EVENTS", 100)
+    outside = Outside(mode)
+    outside.look.begin()
+    for _ in range(100):
+        len(())
+    assert sys.getprofile() is None
+    mode.item()
+    outside.look.end()
+    assert outside.moments == []
+
+
+def test_an_event_that_cuda_refuses_does_not_come_out_of_the_users_call(mode: Mode) -> None:
+    def refuses(began_ns: int) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     look = SyncLook(1, lambda: False, mode.get, mode.set, refuses)
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
     look.begin()
-    torch.cuda.synchronize()
+    mode.item()
     look.end()
-    assert calls == ["synchronize"]
+    assert mode.value == 0
 
 
 def test_a_process_that_is_forked_meanwhile_shows_its_warnings(mode: Mode) -> None:
@@ -294,12 +396,3 @@ def test_a_process_that_is_forked_meanwhile_shows_its_warnings(mode: Mode) -> No
         warnings.warn("of the child", UserWarning, stacklevel=1)
         assert shown == ["of the child"]
         look.end()
-
-
-def test_nothing_is_replaced_once_anything_was_compiled(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(syncs, "has_compiled", lambda: True)
-    before = torch.cuda.synchronize, torch.cuda.Stream.synchronize
-    look = SyncLook(1, lambda: True, mode.get, mode.set)
-    look.begin()
-    assert (torch.cuda.synchronize, torch.cuda.Stream.synchronize) == before
-    look.end()

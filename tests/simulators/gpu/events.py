@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -128,8 +129,8 @@ class Stream:
 
     def synchronize(self) -> None:
         """Block the host until all that the stream was given is done."""
-        synchronizing(self._device)
-        self._device.wait_for(self._device.record(self.queue), "stream")
+        with synchronizing(self._device):
+            self._device.wait_for(self._device.record(self.queue), "stream")
 
     def __enter__(self) -> Stream:
         self._context = torch.cuda.stream(self)  # type: ignore[arg-type]
@@ -149,8 +150,8 @@ class Stream:
         return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x}>"
 
 
-def synchronizing(device: Device) -> None:
-    """Torch's check at each synchronizing operation; the installed GPU places its own."""
-    check = getattr(device, "synchronizing_call", None)
-    if check is not None:
-        check()
+def synchronizing(device: Device) -> AbstractContextManager[None]:
+    """Torch's check around each synchronizing operation; the installed GPU places its own."""
+    check = getattr(device, "synchronizing_call", nullcontext)
+    guard: AbstractContextManager[None] = check()
+    return guard

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -91,15 +91,14 @@ class SimulatedGpu(Device):
 
     def read_value(self) -> None:
         """What a synchronizing read does to the host."""
-        self.synchronizing_call()
-        self.finish_host_work()
-        self.copy(self.item_s, "d2h")  # torch reads a number through pinned memory
-        self.wait_for(self.record(), "item")
+        with self.synchronizing_call():
+            self.finish_host_work()
+            self.copy(self.item_s, "d2h")  # torch reads a number through pinned memory
+            self.wait_for(self.record(), "item")
 
-    def synchronizing_call(self) -> None:
-        """Torch's check at a synchronizing operation."""
-        if self.sync_debug.mode:
-            self.sync_debug.call()
+    def synchronizing_call(self) -> AbstractContextManager[None]:
+        """Torch's check at a synchronizing operation, around that."""
+        return self.sync_debug.call() if self.sync_debug.mode else nullcontext()
 
     def finish_host_work(self) -> None:
         """Wait for what gloo still does for device tensors."""
@@ -111,24 +110,23 @@ class SimulatedGpu(Device):
     def copy_in(self, source: torch.Tensor, non_blocking: bool, address: int = 0) -> None:
         """Copy a host tensor to the device; ``address``: into memory that was there before."""
         pinned = tensors.is_pinned(source) if self.pinned is None else self.pinned
-        if not non_blocking:
-            self.synchronizing_call()
         seconds = self._batch_share()
         nbytes = source.numel() * source.element_size()
         if seconds is None:
             seconds = nbytes / (self.bandwidth if pinned else self.pageable_bandwidth)
-        if seconds > 0:
-            self.copy(seconds, "h2d", pinned=pinned, address=address, nbytes=nbytes)
-        if pinned and not non_blocking:
-            self.wait_for(self.record(), "copy")
+        with nullcontext() if non_blocking else self.synchronizing_call():
+            if seconds > 0:
+                self.copy(seconds, "h2d", pinned=pinned, address=address, nbytes=nbytes)
+            if pinned and not non_blocking:
+                self.wait_for(self.record(), "copy")
 
     def copy_out(self, target: torch.Tensor, non_blocking: bool) -> None:
         """Copy a device tensor to the host; torch allocates pinned memory for one that does not block."""
-        if not non_blocking:
-            self.synchronizing_call()
-            self.finish_host_work()
         seconds = self.item_s + target.nbytes / self.bandwidth
-        self.copy(seconds, "d2h", pinned=non_blocking, nbytes=target.nbytes)
+        with nullcontext() if non_blocking else self.synchronizing_call():
+            if not non_blocking:
+                self.finish_host_work()
+            self.copy(seconds, "d2h", pinned=non_blocking, nbytes=target.nbytes)
 
     def _batch_share(self) -> float | None:
         """The first tensor of a batch takes the time of all of them."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 
@@ -14,14 +19,20 @@ _PROTOTYPE = (
     "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations "
     "(Triggered internally at /pytorch/torch/csrc/cuda/Module.cpp:1053.)"
 )
-_HERE = str(Path(__file__).parent)
+_NOT_THE_CALLERS = (str(Path(__file__).parent), str(contextlib.__file__))
 
 
 class SyncDebug:
-    """The mode, 0 to 2, and what it does."""
+    """The mode, 0 to 2, and what it does.
+
+    Attributes:
+        mode: 0 does nothing, 1 warns, 2 raises.
+        warns_first: warn before the wait and not after it, as a torch may that does so one day.
+    """
 
     def __init__(self) -> None:
         self.mode = 0
+        self.warns_first = False
         self._said = False
 
     def get(self) -> int:
@@ -37,12 +48,41 @@ class SyncDebug:
             warnings.warn_explicit(_PROTOTYPE, UserWarning, str(torch.cuda.__file__), 1333, "torch.cuda")
         self.mode = mode
 
-    def call(self) -> None:
-        """A synchronizing call."""
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A synchronizing call, and what it does in the meantime.
+
+        As in torch, where the binding hands the warning on when it returns, and nothing of what it did is Python's.
+        """
         if self.mode == 2:
             raise RuntimeError(MESSAGE)
-        if self.mode == 1:
-            level, frame = 1, sys._getframe()
-            while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
-                level, frame = level + 1, frame.f_back
-            warnings.warn(f"{MESSAGE} {_PLACE}", UserWarning, stacklevel=level)
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLERS):
+            frame = frame.f_back
+        warns = self.mode == 1 and frame is not None
+        if warns and self.warns_first:
+            _warn(frame)
+        profile = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            yield
+        finally:
+            _return(profile, frame if warns and not self.warns_first else None)
+
+
+_WARNS = f"""
+def _warn(frame):
+    registry = frame.f_globals.setdefault("__warningregistry__", {{}})
+    where = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"))
+    warnings.warn_explicit({f"{MESSAGE} {_PLACE}"!r}, UserWarning, *where, registry)
+
+def _return(profile, frame):
+    sys.setprofile(profile)
+    if frame is not None:
+        _warn(frame)
+"""
+_of_torch: dict[str, Any] = {"sys": sys, "warnings": warnings}
+exec(compile(_WARNS, warnings.WarningMessage.__init__.__code__.co_filename, "exec"), _of_torch)
+_warn, _return = _of_torch["_warn"], _of_torch["_return"]
+"""The warning alone, or after giving the profile function back: that sees them as Python's own module of warnings, which
+is all that it sees of a binding's end."""
