@@ -275,7 +275,7 @@ class TestAssumptionsOfGpu:
             ),
             (
                 "debug_mode",
-                lambda simulated: {"synchronizing_call": lambda: None},
+                lambda simulated: {"synchronizing_call": nullcontext},
                 ["one warning for .item()"],
             ),
         ],

@@ -34,9 +34,7 @@ class FakeSyncLook:
     error: Exception | None = None
     sees_calls = True
 
-    def __init__(
-        self, inside: Callable[[], bool], outside: Callable[[int], None], clock_ns: Callable[[], int]
-    ) -> None:
+    def __init__(self, inside: Callable[[], bool], outside: Callable[[int], None], clock_ns: Callable[[], int]) -> None:
         self.left = SYNC_STEPS
         self.inside, self.outside = inside, outside
 
