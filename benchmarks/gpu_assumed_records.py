@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from gpu_devices import KERNEL, Device
-from gpu_parts import Form, Skip, new_event
+from gpu_parts import Form, Skip, new_event, timed
 from torch.profiler import ProfilerActivity
 
 from lightning_gpuopt.telemetry.cuda import choose_current
@@ -208,13 +208,6 @@ def before_cupti(device: Device, form: Form) -> Found:
     return measured, {"what was launched before the recording has no record": len(kernels) == 1}
 
 
-def _timed(call: Callable[[], object]) -> tuple[int, int]:
-    """When a call began and ended; in a frame of its own, as from Python 3.12 on one that runs already has no events."""
-    begun_ns = time.perf_counter_ns()
-    call()
-    return begun_ns, time.perf_counter_ns()
-
-
 def debug_mode(device: Device, form: Form) -> Found:
     """``.item()`` behind 50 ms of work in torch's debug mode; and ``torch.cuda.synchronize()``, which it ignores."""
     value = (torch.ones(1, device="cuda") * 2).sum()
@@ -237,7 +230,7 @@ def debug_mode(device: Device, form: Form) -> Found:
             device.work(50.0)
             before.record()
             last_call.begin()
-            begun_ns, ended_ns = _timed(value.item)
+            begun_ns, ended_ns = timed(value.item)
             last_call.end()
             of_item = len(warned)
             torch.cuda.synchronize()

@@ -7,7 +7,7 @@ import inspect
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +50,13 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def timed(call: Callable[[], object]) -> tuple[int, int]:
+    """When a call began and ended, in nanoseconds of ``perf_counter_ns``."""
+    begun_ns = time.perf_counter_ns()
+    call()
+    return begun_ns, time.perf_counter_ns()
 
 
 def new_event() -> torch.cuda.Event:
