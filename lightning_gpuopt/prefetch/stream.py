@@ -48,11 +48,21 @@ class Streams:
     def record(self, event: Any) -> None:
         """Put an event after all that the current stream was given."""
 
+    def record_on_side(self, event: Any) -> None:
+        """The same while :meth:`on_side` is open: no need to ask which stream is the current one."""
+        self.record(event)
+
     def side_waits(self, event: Any) -> None:
         """What the side stream is given from now on begins after the event."""
 
     def compute_waits(self, event: Any) -> None:
         """What the compute stream is given from now on begins after the event."""
+
+    def compute_waits_timed(self, events: CopyEvents) -> None:
+        """The same for the end of a copy, between two events on the compute stream."""
+        self.record(events.wait_begins)
+        self.compute_waits(events.ends)
+        self.record(events.wait_ends)
 
     def keep_for_compute(self, tensor: torch.Tensor) -> None:
         """Memory allocated on the side stream is not to be used again before the compute stream is done with it."""
@@ -92,12 +102,23 @@ class CudaStreams(Streams):
         event.record(torch.cuda.current_stream(self._device))
 
     @override
+    def record_on_side(self, event: Any) -> None:
+        event.record(self._side)
+
+    @override
     def side_waits(self, event: Any) -> None:
         self._side.wait_event(event)
 
     @override
     def compute_waits(self, event: Any) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)
+
+    @override
+    def compute_waits_timed(self, events: CopyEvents) -> None:
+        compute = torch.cuda.current_stream(self._device)  # asked once: it costs as much as recording an event
+        events.wait_begins.record(compute)
+        compute.wait_event(events.ends)
+        events.wait_ends.record(compute)
 
     @override
     def keep_for_compute(self, tensor: torch.Tensor) -> None:

@@ -175,7 +175,7 @@ class TransferPipeline:
                 self._stage_leaves(batch, staged)
         except BaseException:
             with self.streams.on_side():
-                self.streams.record(staged.events.ends)
+                self.streams.record_on_side(staged.events.ends)
             self.drop(staged)
             raise
         staged.host_s += time.perf_counter() - began_s
@@ -215,9 +215,7 @@ class TransferPipeline:
         """
         self.advance(staged, wait=True)
         events = staged.events
-        self.streams.record(events.wait_begins)
-        self.streams.compute_waits(events.ends)
-        self.streams.record(events.wait_ends)
+        self.streams.compute_waits_timed(events)
         self.times.used(events, training=training)
         self.times.read()
         if staged.way is not None:
@@ -267,12 +265,12 @@ class TransferPipeline:
         """Call the user's own transfer, as it is, on the side stream."""
         assert self._own_transfer is not None
         with self.streams.on_side():
-            self.streams.record(staged.events.begins)
+            self.streams.record_on_side(staged.events.begins)
             try:
                 staged.moved = self._own_transfer(batch, self._device, dataloader_idx)
             except Exception as error:
                 raise UserCodeError(error) from error
-            self.streams.record(staged.events.ends)
+            self.streams.record_on_side(staged.events.ends)
         self._opaque = False
         self._protect([staged.moved], staged)
 
@@ -326,7 +324,7 @@ class TransferPipeline:
                 return others[-1]
 
             with self.streams.on_side():
-                self.streams.record(staged.events.begins)
+                self.streams.record_on_side(staged.events.begins)
                 staged.has_begun = True
                 staged.moved = apply_to_collection(batch, MOVABLE, place)
             self._opaque, self._has_moved_others = False, True
@@ -346,12 +344,12 @@ class TransferPipeline:
         """Copy what is to be copied."""
         with self.streams.on_side():
             if not staged.has_begun:
-                self.streams.record(staged.events.begins)
+                self.streams.record_on_side(staged.events.begins)
             for target, source in zip(staged.targets, staged.sources, strict=True):
                 target.copy_(source, non_blocking=True)
-            self.streams.record(staged.events.ends)
+            self.streams.record_on_side(staged.events.ends)
             if staged.slab_copied is not None:
-                self.streams.record(staged.slab_copied)
+                self.streams.record_on_side(staged.slab_copied)
 
     def _destinations(self, sources: list[torch.Tensor], staged: Staged, at: DestinationSet) -> list[torch.Tensor]:
         """The batch's tensors on the device; ``staged`` then has what is to be copied where."""
