@@ -15,7 +15,6 @@ import pytest
 
 from tests import one_thread  # noqa: F401 (before what imports torch)
 from tests.lanes import LANES
-from tests.scheduling import Files
 from tests.simulators.nvml import Simulator, build
 from tests.simulators.simulated_time import SimulatedTime
 
@@ -37,8 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Files | None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Who gives out the tests, unless another way was asked for than that of ``-n``."""
+    from tests.scheduling import Files  # where there is a GPU there may be no xdist
+
     return Files(config, log) if config.getvalue("dist") == "load" else None
 
 
