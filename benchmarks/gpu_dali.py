@@ -29,7 +29,7 @@ from typing import Any
 import dali_peers as peers
 import numpy as np
 import torch
-from dali_parts import FULL, QUICK, TRIAL, USUAL_THREADS, Place, Watch, make_data
+from dali_parts import FULL, QUICK, TRIAL, USUAL_THREADS, DecodeWorkload, Watch, make_data
 from dali_peers import Loaded
 from dali_training import FOLDER, LMDB, training
 from gpu_parts import Skip
@@ -47,21 +47,21 @@ def endless(loaded: Loaded) -> Iterator[Any]:
         yield from loaded.epoch()
 
 
-def read(place: Place, loaded: Loaded) -> dict[str, float]:
+def read(workload: DecodeWorkload, loaded: Loaded) -> dict[str, float]:
     """Read a loader as fast as it goes, and wait for each batch.
 
     Returns:
         Images per second; median and 99th percentile of the milliseconds between batches; CPU and GPU figures.
     """
-    watch, gaps, images = Watch(place), [], 0
+    watch, gaps, images = Watch(workload), [], 0
     with closing(endless(loaded)) as batches:
-        for _ in range(place.size.warmup):
+        for _ in range(workload.size.warmup):
             next(batches)
         watch.begin()
         before = perf_counter()
-        for _ in range(place.size.batches):
+        for _ in range(workload.size.batches):
             _, labels = next(batches)
-            place.wait()
+            workload.wait()
             now = perf_counter()
             gaps.append(1e3 * (now - before))
             before, images = now, images + len(labels)
@@ -70,15 +70,17 @@ def read(place: Place, loaded: Loaded) -> dict[str, float]:
     return {**found, "p50_ms": p50, "p99_ms": p99}
 
 
-def sweep(place: Place) -> dict[str, Any]:
+def sweep(workload: DecodeWorkload) -> dict[str, Any]:
     """Every share of the hardware decoder with every number of threads, and the peers."""
-    size, device_id = place.size, 0 if place.device == "cuda" else None
+    size, device_id = workload.size, 0 if workload.device == "cuda" else None
     common = {"batch_size": size.batch_size}
 
     def ours(load: float, threads: int) -> dict[str, float]:
-        loaded = peers.ours(place.folder, device=place.dali_device, num_threads=threads, hw_decoder_load=load, **common)
+        loaded = peers.ours(
+            workload.folder, device=workload.dali_device, num_threads=threads, hw_decoder_load=load, **common
+        )
         try:
-            return read(place, loaded)
+            return read(workload, loaded)
         finally:
             loaded.loader.close()
 
@@ -92,7 +94,7 @@ def sweep(place: Place) -> dict[str, Any]:
     # ours and NVIDIA's in turn, the median of the rounds' ratios
     pairs = []
     for _ in range(size.rounds):
-        theirs = read(place, peers.nvidia(place.folder, num_threads=usual, device_id=device_id, **common))
+        theirs = read(workload, peers.nvidia(workload.folder, num_threads=usual, device_id=device_id, **common))
         pairs.append((ours(peers.HW_DECODER_LOAD, usual), theirs))
     mine, theirs = (
         {name: statistics.median(pair[at][name] for pair in pairs) for name in pairs[0][at]} for at in (0, 1)
@@ -101,8 +103,8 @@ def sweep(place: Place) -> dict[str, Any]:
     result["of_nvidia"] = statistics.median(pair[0]["images_s"] / pair[1]["images_s"] for pair in pairs)
     try:
         name, decode = peers.cuda_decoder()
-        batches = peers.DecodedByTorch(place.folder, size.batch_size, decode, place.device)
-        result["peers"][f"{name} decode_jpeg"] = read(place, Loaded(batches, peers.as_it_is, len(batches)))
+        batches = peers.DecodedByTorch(workload.folder, size.batch_size, decode, workload.device)
+        result["peers"][f"{name} decode_jpeg"] = read(workload, Loaded(batches, peers.as_it_is, len(batches)))
     except Skip as reason:
         result["left_out"] = {"torchcodec or torchvision": str(reason)}
     except (RuntimeError, TypeError, ValueError) as error:  # their decoders are young
@@ -128,8 +130,8 @@ def dali(*, quick: bool = False, device: str = "cuda", trial: bool = False) -> d
     if device == "cuda" and not torch.cuda.is_available():
         raise Skip("there is no CUDA GPU, or torch is built without CUDA")
     with tempfile.TemporaryDirectory() as work, quiet():
-        place = make_data(Path(work), device, TRIAL if trial else QUICK if quick else FULL)
-        result: dict[str, Any] = {"dali": load_dali().version, "sweep": sweep(place), "training": training(place)}
+        workload = make_data(Path(work), device, TRIAL if trial else QUICK if quick else FULL)
+        result: dict[str, Any] = {"dali": load_dali().version, "sweep": sweep(workload), "training": training(workload)}
     rows = result["training"]["rows"]
     of_nvidia = result["sweep"]["of_nvidia"]
     result["checks"] = {

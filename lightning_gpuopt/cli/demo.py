@@ -33,7 +33,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--images", type=EnoughImages, default=4000, help="number of JPEGs")
     add("--epochs", type=PositiveInt, default=3, help="passes over the training images")
     add("--max-steps", type=NonNegativeInt, default=0, help="stop after so many steps; 0: at the end of the epochs")
-    add("--batch-size", type=PositiveInt, default=32, help="images a step")
+    add("--batch-size", type=PositiveInt, default=None, help="images a step (default: 32; on CUDA as the GPU needs)")
     add("--num-workers", type=NonNegativeInt, default=0, help="worker processes of each DataLoader")
     add("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="what to train on")
     add("--no-fix", action="store_true", help="only the diagnosis: do not apply the advice and train again")
@@ -62,6 +62,9 @@ def run(options: Namespace) -> int:
             folder.mkdir(parents=True, exist_ok=True)
     _prepare_images(data_dir, data.Recipe(options.images, options.seed))
 
+    import torch
+
+    from lightning_gpuopt.demo import sizes
     from lightning_gpuopt.demo.demonstration import demonstrate
     from lightning_gpuopt.demo.training import DemoSettings
 
@@ -72,12 +75,21 @@ def run(options: Namespace) -> int:
         output_dir=output_dir,
         epochs=options.epochs,
         max_steps=options.max_steps or None,
-        batch_size=options.batch_size,
+        batch_size=options.batch_size or 32,
         num_workers=options.num_workers,
         accelerator=options.accelerator,
         seed=options.seed,
         progress_bar=sys.stdout.isatty(),
     )
+    if options.accelerator != "cpu" and torch.cuda.is_available():
+        found = sizes.sized(settings, options.batch_size, sizes.loader_at_its_best, sizes.image_on_cuda)
+        if found is not None:
+            settings, of = found
+            print(
+                f"For this GPU: {of.width} times the channels, batches of {of.batch_size}: a step of "
+                f"{of.step_s * 1e3:.0f} ms;\nthe loader needs {of.loader_s * 1e3:.0f} ms at its best",
+                flush=True,
+            )
     demonstrate(settings, fix=not options.no_fix, started=started)
     return 0
 

@@ -113,7 +113,12 @@ def _print_end(runs: list[Run], seconds: float) -> None:
     folder = from_here(first.settings.output_dir)
     before, after = first.outcome.samples_per_s, last.outcome.samples_per_s
     if last is not first and before and after:
-        print(f"{after / before:.1f}x samples per second; same network, seed, and number of samples")
+        same = (
+            "network, seed, and number of samples"
+            if len({run.outcome.samples for run in runs}) == 1
+            else "network, seed"
+        )
+        print(f"{after / before:.1f}x samples per second; same {same}")
     if runs[1:]:
         print(f"Before and after in one report: {folder / 'report.html'}, report.json")
         print(f"Reports and metrics of each run: {folder}/{{{','.join(run.name for run in runs)}}}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ from lightning_gpuopt.demo.data import IMAGE_SIZE, PHOTOGRAPHS
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.images.cost import resize_for
 from lightning_gpuopt.images.normalize import IMAGENET_MEAN, IMAGENET_STD
+
+_NEVER: Final = 10**9
 
 CROP_SIZE = 128
 """Height and width of what the network sees, in pixels."""
@@ -85,6 +88,8 @@ class DemoSettings:
         persistent_workers: keep the worker processes between epochs, as the DataModules do anyway.
         worker_search: have NumWorkersFinder change ``num_workers`` while training runs.
         prefetch: have CudaPrefetcher copy batches to the GPU ahead.
+        width: the network's channels, in multiples of those on the CPU.
+        min_s: seconds that training takes at least, by more epochs; it is validated at its end alone then.
     """
 
     data_dir: Path
@@ -100,6 +105,8 @@ class DemoSettings:
     persistent_workers: bool = False
     worker_search: bool = False
     prefetch: bool = False
+    width: int = 1
+    min_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -203,19 +210,20 @@ class PhotographNet(LightningModule):
     Args:
         num_classes: number of photographs.
         learning_rate: of AdamW.
+        width: multiplies the channels.
     """
 
-    def __init__(self, num_classes: int, learning_rate: float = 1e-3) -> None:
+    def __init__(self, num_classes: int, learning_rate: float = 1e-3, width: int = 1) -> None:
         super().__init__()
         self.learning_rate = learning_rate
         self.network = nn.Sequential(
-            _block(3, 16, kernel_size=5, stride=4),
-            _block(16, 32),
-            _block(32, 64),
-            _block(64, 128),
+            _block(3, 16 * width, kernel_size=5, stride=4),
+            _block(16 * width, 32 * width),
+            _block(32 * width, 64 * width),
+            _block(64 * width, 128 * width),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
-            nn.Linear(128, num_classes),
+            nn.Linear(128 * width, num_classes),
         )
         self.accuracy = MulticlassAccuracy(num_classes, average="micro")
 
@@ -261,6 +269,7 @@ def train(settings: DemoSettings) -> Outcome:
             finder,
             CudaPrefetcher() if settings.prefetch else None,
             None if settings.progress_bar else ValidationLines(),
+            AtLeast(settings.min_s) if settings.min_s else None,
         ]
         trainer = Trainer(
             accelerator=settings.accelerator,
@@ -273,11 +282,12 @@ def train(settings: DemoSettings) -> Outcome:
             enable_model_summary=False,
             enable_checkpointing=False,
             num_sanity_val_steps=0,
+            check_val_every_n_epoch=_NEVER if settings.min_s else 1,
         )
-        model = PhotographNet(len(PHOTOGRAPHS))
+        model = PhotographNet(len(PHOTOGRAPHS), width=settings.width)
         _fit(trainer, model, data)
         steps_of_an_epoch, images = int(trainer.num_training_batches), _images_in(trainer.train_dataloader)
-        if trainer.global_step % steps_of_an_epoch:  # max_steps ended the last epoch before its validation
+        if settings.min_s or trainer.global_step % steps_of_an_epoch:  # max_steps ended an epoch before its validation
             trainer.validate(model, datamodule=data, verbose=False)
     epochs, rest = divmod(trainer.global_step, steps_of_an_epoch)
     return Outcome(
@@ -332,6 +342,29 @@ def _stored(folder: Path, part: str) -> Path:
 def _images_in(loader: Any) -> int:
     """Images of an epoch; a loader of DALI has no dataset that could be asked."""
     return len(loader.dataset) if hasattr(loader, "dataset") else int(loader.sampler.order.num_samples)
+
+
+class AtLeast(Callback):
+    """Adds epochs until training has taken so many seconds.
+
+    Args:
+        seconds: from its start on.
+        clock: seconds.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self._clock = seconds, clock
+        self._began_s = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """It begins."""
+        self._began_s = self._clock()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Add an epoch where this would be the last one too early."""
+        is_last = trainer.current_epoch + 1 == trainer.max_epochs
+        if is_last and self._clock() - self._began_s < self.seconds:
+            trainer.fit_loop.max_epochs = trainer.current_epoch + 2
 
 
 class ValidationLines(Callback):

@@ -7,12 +7,13 @@ Everything here blocks as long as the driver likes, so it belongs on a thread of
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pynvml
 
@@ -29,6 +30,10 @@ __all__ = [
     "Value",
     "nothing",
 ]
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 _UNDECIDED_S = 3.0
 """How long the list of a device's absent metrics waits for the slower ones to show what they can do."""
@@ -162,13 +167,13 @@ class NvmlSession:
 
     def _list_gpu(self, index: NvmlIndex, ask: Callable[..., Any]) -> list[NvmlDevice]:
         gpu = ask(pynvml.nvmlDeviceGetHandleByIndex, index)
-        name = ask(pynvml.nvmlDeviceGetName, gpu)
+        name = _or("unknown GPU", lambda: ask(pynvml.nvmlDeviceGetName, gpu))
         bus_id = ask(pynvml.nvmlDeviceGetPciInfo, gpu).busId
         bus_id = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
-        architecture = _or_zero(lambda: ask(pynvml.nvmlDeviceGetArchitecture, gpu))
+        architecture = _or(0, lambda: ask(pynvml.nvmlDeviceGetArchitecture, gpu))
         listed = [NvmlDevice(ask(pynvml.nvmlDeviceGetUUID, gpu), index, name, bus_id)]
         self._handles[listed[0].uuid] = Handles(gpu, gpu, None, architecture)
-        for slot in range(_or_zero(lambda: ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu))):
+        for slot in range(_or(0, lambda: ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu))):
             try:
                 instance = ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu, slot)
                 uuid = ask(pynvml.nvmlDeviceGetUUID, instance)
@@ -252,6 +257,11 @@ class DeviceReader:
                     values.append(item)
         except pynvml.NVMLError as error:
             self._on_error(name, sorted(source.readings), error.value)
+        except (StopReading, DeviceLostError):
+            raise
+        except Exception as error:  # no answer that NVML's documentation has; what others are asked may be well
+            log.debug("an odd answer of NVML", exc_info=True)
+            self._notify_left_out(f"nvml-odd-answer-{name}", sorted(source.readings), f"an unexpected {error!r}")
         else:
             source.due_s = now_s + source.pause_after(self._interval_s)
         source.values = values
@@ -290,13 +300,16 @@ class DeviceReader:
             self._sources[name] = make_source(name, self._handles, self._clock, self._between_calls)
         self._sources[name].readings.add(reading)
 
+    def _notify_left_out(self, cause: str, readings: list[str], reason: str) -> None:
+        text = f"{self._name}: NVML could not read {', '.join(readings)} ({reason}); such readings are left out."
+        self.notices.append(Notice("warning", cause, text))
+
     def _on_error(self, name: str, readings: list[str], code: int, reason: str = "") -> None:
         reason = reason or str(pynvml.NVMLError(code))
         if code in _LOST:
             raise DeviceLostError(f"{self._name} is lost ({reason})")
         if code not in _NEVER:
-            text = f"{self._name}: NVML could not read {', '.join(readings)} ({reason}); such readings are left out."
-            self.notices.append(Notice("warning", f"nvml-error-{code}", text))
+            self._notify_left_out(f"nvml-error-{code}", readings, reason)
             return
         source = self._sources[name]
         for reading in readings:
@@ -307,8 +320,8 @@ class DeviceReader:
             del self._sources[name]
 
 
-def _or_zero(ask: Callable[[], int]) -> int:
+def _or(otherwise: T, ask: Callable[[], T]) -> T:
     try:
         return ask()
-    except pynvml.NVMLError:
-        return 0
+    except (pynvml.NVMLError, ValueError):  # ValueError: bytes that are no text
+        return otherwise

@@ -269,22 +269,24 @@ class _Buffer(MetricSource):
                 self._handles.own, pynvml.NVML_GPU_UTILIZATION_SAMPLES, self._last_us
             )
         except pynvml.NVMLError_NotFound:
-            if not self._last_us:
-                yield self._point()
-            if self._clock() - self._heard_s > _SILENT_BUFFER_S:
-                yield Failed("utilization", pynvml.NVML_ERROR_NOT_SUPPORTED)
-            return
+            kind, entries = 0, []
         except pynvml.NVMLError_InsufficientSize:  # an entry came between pynvml's two calls: the next drain has it
             return
         except pynvml.NVMLError as error:
             if error.value in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
                 yield self._point()
             raise
+        values = [value for entry in entries if math.isfinite(value := _of_union(entry.sampleValue, kind))]
+        if not values:
+            if not self._last_us:
+                yield self._point()
+            if self._clock() - self._heard_s > _SILENT_BUFFER_S:
+                yield Failed("utilization", pynvml.NVML_ERROR_NOT_SUPPORTED)
+            return
         self._heard_s = self._clock()
         first, self._last_us = not self._last_us, max(entry.timeStamp for entry in entries)
         if not first:  # the first drain brings what was before us
-            for entry in entries:
-                yield Value("utilization", _of_union(entry.sampleValue, kind))
+            yield from (Value("utilization", value) for value in values)
 
 
 class _Ecc(MetricSource):
@@ -313,7 +315,7 @@ class _NvLink(MetricSource):
     def __init__(self, handles: Handles, clock: Callable[[], float], between_calls: Callable[[], None]) -> None:
         super().__init__(handles, clock, between_calls)
         self._links: int | None = None
-        self._before: dict[str, tuple[float, int]] = {}
+        self._before: dict[str, tuple[float, dict[int, float]]] = {}
 
     def read(self) -> Iterator[Value | Failed]:
         if self._links is None:
@@ -329,15 +331,20 @@ class _NvLink(MetricSource):
             self._handles.own, [(self._FIELDS[reading], link) for link in range(links)]
         )
         now_s = self._clock()
-        good = [_of_union(answer.value, answer.valueType) for answer in answers if not answer.nvmlReturn]
-        if not good:
-            yield Failed(reading, answers[0].nvmlReturn if links else pynvml.NVML_ERROR_NOT_SUPPORTED)
+        kib = {
+            link: value
+            for link, answer in enumerate(answers)
+            if not answer.nvmlReturn and math.isfinite(value := _of_union(answer.value, answer.valueType))
+        }
+        if not kib:
+            code = answers[0].nvmlReturn if links else pynvml.NVML_ERROR_NOT_SUPPORTED
+            yield Failed(reading, code or pynvml.NVML_ERROR_UNKNOWN)
             return
-        kib = int(sum(good))
         then_s, kib_then = self._before.get(reading, (now_s, kib))
         self._before[reading] = (now_s, kib)
-        if now_s > then_s and kib >= kib_then:  # else the counters were reset
-            yield Value(reading, (kib - kib_then) / 1024 / (now_s - then_s), now_s - then_s)
+        gained_kib = sum(kib.values()) - sum(kib_then.values())
+        if now_s > then_s and kib.keys() == kib_then.keys() and gained_kib >= 0:  # else the counters were reset
+            yield Value(reading, gained_kib / 1024 / (now_s - then_s), now_s - then_s)
 
 
 class _ActiveNvLinks(MetricSource):
@@ -499,5 +506,6 @@ def make_source(
 
 
 def _of_union(value: Any, kind: int) -> float:
-    """The member of an ``nvmlValue_t`` that its type names."""
-    return float(getattr(value, ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")[kind]))
+    """The member of an ``nvmlValue_t`` that its type names; nan for a type that is not known here."""
+    members = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+    return float(getattr(value, members[kind])) if 0 <= kind < len(members) else math.nan

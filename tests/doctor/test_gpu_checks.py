@@ -44,11 +44,16 @@ CUDA = CudaFacts(True, ("sm_80", "sm_90", "compute_90"), (CudaDeviceFacts("NVIDI
 
 
 def found(
-    name: str, loaded: int | None = None, lanes: int | None = None, instances: bool = False, **values: float | None
+    name: str,
+    loaded: int | None = None,
+    lanes: int | None = None,
+    instances: bool = False,
+    pinned: float = 0.0,
+    **values: float | None,
 ) -> Check:
     """The check of that name of a GPU that is well but for ``values``; None: not told."""
     told = {key: value for key, value in {**WELL, **values}.items() if value is not None}
-    copies = CopyRates(20.0, 6.0, loaded, lanes) if loaded or lanes else None
+    copies = CopyRates(pinned or 20.0, 6.0, loaded, lanes) if loaded or lanes or pinned else None
     checks = gpu_checks(GpuHealth(DEVICE, told), has_instances=instances, copies=copies)
     return {check.name: check for check in checks}[f"gpu0.{name}"]
 
@@ -156,6 +161,26 @@ class TestLink:
         assert brief(check) == ("problem", "PCIe 1 x8 of PCIe 5 x16")
         assert check.why.startswith("The link carries 32 GB/s of 63 GB/s.")  # an idle GPU lowers its generation
 
+    @pytest.mark.parametrize(("lanes", "generation"), [(8, 5), (16, 4), (1, 1)])
+    def test_copies_as_fast_as_the_full_link_refute_a_smaller_one(self, lanes: int, generation: int):
+        check = found("pcie", loaded=generation, lanes=lanes, pinned=40.0)
+        assert brief(check) == (
+            "ok",
+            f"PCIe {generation} x{lanes} of PCIe 5 x16 is reported, but copies reach 40 of the full link's 63 GB/s",
+        )
+        assert check.measured["pinned_gb_s"] == 40.0
+
+    def test_idle_lanes_are_refuted_too_and_an_idle_generation_needs_no_refuting(self):
+        copies = {"pinned": 40.0, "pcie_generation": 1.0}
+        assert "but copies reach 40" in found("pcie", **copies, pcie_lanes=8.0).found
+        assert found("pcie", **copies).found == (
+            "PCIe 1 x16 of PCIe 5 x16; an idle GPU lowers its generation: not a fault by itself"
+        )
+
+    def test_copies_that_half_the_lanes_carry_refute_nothing(self):
+        assert found("pcie", loaded=5, lanes=8, pinned=31.0).status == "problem"
+        assert found("pcie", loaded=9, lanes=8, pinned=500.0, pcie_generation_max=9.0).status == "problem"
+
     def test_the_lanes_under_load_count(self):
         check = found("pcie", loaded=5, lanes=16, pcie_lanes=8.0, pcie_generation=1.0)
         assert brief(check) == ("ok", "PCIe 5 x16 of PCIe 5 x16")
@@ -198,6 +223,10 @@ class TestCopies:
 
     def test_the_link_under_load_counts(self):
         assert copies_check(0, CopyRates(13.0, 9.0, 3), WELL).status == "ok"
+
+    def test_a_link_that_is_slower_than_its_copies_is_none(self):
+        check = copies_check(0, CopyRates(40.0, 9.0, 5, 8), WELL)
+        assert (check.status, check.measured) == ("ok", {"pinned_gb_s": 40.0, "pageable_gb_s": 9.0})
 
     def test_without_the_link_s_rate_nothing_is_judged(self):
         assert copies_check(0, CopyRates(3.0, 2.0), {}).measured == {"pinned_gb_s": 3.0, "pageable_gb_s": 2.0}

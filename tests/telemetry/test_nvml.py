@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pynvml
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from lightning_gpuopt.telemetry.keys import METRICS, readings_of, select_metrics
 from lightning_gpuopt.telemetry.nvml import DeviceLostError, DeviceReader, NvmlSession, NvmlUnavailableError, Value
 from tests.helpers import Clock
-from tests.simulators.nvml import AMPERE, MIB, Gpu, Simulator, error, mig_instance
+from tests.simulators.nvml import AMPERE, MIB, Gpu, Simulator, error, mig_instance, odd
 
 ALL = readings_of(METRICS)
 DEFAULT = readings_of(select_metrics("default"))
@@ -102,6 +103,12 @@ def test_a_gpu_that_may_not_be_touched_is_left_out(simulator):
     session = NvmlSession()
     assert [device.index for device in session.devices()] == [1]
     session.close()
+
+
+def test_a_name_that_is_no_text_costs_the_name_only(simulator):
+    simulator.machine(Gpu(name="é" * 60), Gpu(name="H100"))  # cut off at 95 bytes, within a letter
+    with closing(NvmlSession()) as session:
+        assert [(device.index, device.name) for device in session.devices()] == [(0, "unknown GPU"), (1, "H100")]
 
 
 def test_two_sessions_do_not_end_each_other(simulator):
@@ -297,6 +304,33 @@ def test_a_buffer_that_stays_silent_gives_way_to_point_readings(open_reader, clo
     assert not reader.notices
 
 
+def test_a_buffer_that_gives_no_entry_without_an_error_is_as_silent(open_reader, clock):
+    samples = [[(1, 99)], [(2, 10)], [], [(3, 30)], []]
+    reader = open_reader({"utilization"}, Gpu(utilization=42, samples=samples), odd("samples.empty"))
+    assert [[value.value for value in reader.read()] for _ in range(5)] == [[], [10], [], [30], []]
+    clock.now_s += 2.5
+    assert [plain(reader.read()) for _ in range(2)] == [{}, {"utilization": 42}]
+    assert not reader.notices
+
+
+def test_a_buffer_that_never_has_an_entry_gives_way_to_point_readings(open_reader, clock, simulator):
+    reader = open_reader({"utilization"}, Gpu(utilization=42, samples=[[]] * 3 + [[(1, 1)]]), odd("samples.empty"))
+    for seconds in (0.0, 2.5, 0.1):
+        clock.now_s += seconds
+        assert plain(reader.read()) == {"utilization": 42}
+    drains = simulator.calls("nvmlDeviceGetSamples")
+    reader.read()
+    assert simulator.calls("nvmlDeviceGetSamples") == drains
+    assert not reader.notices
+
+
+def test_entries_of_a_type_that_nobody_knows_are_none(open_reader, clock):
+    reader = open_reader({"utilization"}, Gpu(utilization=42, samples=[[(1, 1)], [(2, 2)]]), odd("values.type", 99))
+    for seconds in (0.0, 2.5, 0.1):
+        clock.now_s += seconds
+        assert plain(reader.read()) == {"utilization": 42}
+
+
 def test_a_driver_without_the_buffer_gives_point_readings(open_reader):
     reader = open_reader({"utilization"}, Gpu(architecture=AMPERE, utilization=[41, 42], samples=[]))
     assert [plain(reader.read()) for _ in range(2)] == [{"utilization": 41}, {"utilization": 42}]
@@ -469,6 +503,44 @@ def test_an_error_in_mid_run_costs_that_reading_only(open_reader):
         "GPU 0 (GPU-00000000-aaaa-bbbb-cccc-dddddddddddd): NVML could not read power_w (Unknown Error); "
         "such readings are left out."
     )
+
+
+def test_an_odd_answer_costs_that_reading_only(open_reader, monkeypatch):
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetDecoderUtilization", lambda handle: [])
+    reader = open_reader({"nvdec_utilization", "power_w"}, Gpu(architecture=AMPERE, gpm={}))
+    assert [plain(reader.read()) for _ in range(3)] == [{"power_w": 200.0}] * 3
+    assert {notice.cause for notice in reader.notices} == {"nvml-odd-answer-nvdec_utilization"}
+    assert texts(reader, "warning")[0] == (
+        "GPU 0 (GPU-00000000-aaaa-bbbb-cccc-dddddddddddd): NVML could not read nvdec_utilization (an unexpected "
+        "IndexError('list index out of range')); such readings are left out."
+    )
+
+
+def test_traffic_of_a_type_that_nobody_knows_costs_that_direction_only(open_reader, clock):
+    # type 0 is asked for the count of links, 1 and 2 for rx, 3 and 4 for tx
+    links = {(91, 0): 2.0, **{(field, link): [0, 1024, 2048] for field in (138, 139) for link in (0, 1)}}
+    trouble = odd("values.type", 99, from_call=1, times=2)
+    reader = open_reader(
+        {"nvlink_rx_mib_s", "nvlink_tx_mib_s"}, Gpu(architecture=AMPERE, gpm={}, fields=links), trouble
+    )
+    got = []
+    for _ in range(4):  # the first one finds out that there is no GPM
+        got.append(plain(reader.read()))
+        clock.now_s += 1.0
+    assert got == [{}, {}, {"nvlink_tx_mib_s": 2.0}, {"nvlink_rx_mib_s": 2.0, "nvlink_tx_mib_s": 2.0}]
+    assert [notice.cause for notice in reader.notices] == ["nvml-error-999"]
+
+
+def test_a_link_that_does_not_answer_once_makes_no_traffic(open_reader, clock):
+    links = {(91, 0): 2.0, (138, 0): [4096, 5120, 6144, 7168], (138, 1): [0, 1024, 2048, 3072]}
+    trouble = odd("values.type", 99, from_call=3, times=1)
+    reader = open_reader({"nvlink_tx_mib_s"}, Gpu(architecture=AMPERE, gpm={}, fields=links), trouble)
+    got = []
+    for _ in range(5):
+        got.append(plain(reader.read()))
+        clock.now_s += 1.0
+    assert got == [{}, {}, {}, {}, {"nvlink_tx_mib_s": 2.0}]
+    assert not texts(reader, "warning")
 
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED])

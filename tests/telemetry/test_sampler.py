@@ -14,7 +14,7 @@ from lightning_gpuopt.telemetry.sampler import GpuSampler
 from lightning_gpuopt.telemetry.visible import Chosen, CudaOrdinal, DeviceNotFoundError, NvmlDevice
 from lightning_gpuopt.telemetry.window import Accumulator, Stat
 from tests.helpers import Clock, wait_for
-from tests.simulators.nvml import AMPERE, Gpu, Simulator, error, hang, slow
+from tests.simulators.nvml import AMPERE, Gpu, Simulator, error, hang, odd, slow
 
 LAST_CALL = "nvmlDeviceGetUtilizationRates"
 
@@ -135,6 +135,18 @@ def test_an_error_that_repeats_is_told_once(simulator, by_hand):
     for _ in range(100):
         sampler.read_once()
     assert [notice.cause for notice in sampler.notices] == ["nvml-error-999"]
+
+
+def test_an_odd_answer_of_one_gpu_ends_no_reading(simulator, by_hand, clock):
+    buffers = [Gpu(samples=[[(1, 50)], [(2, 60)]]), Gpu(samples=[[(1, 50)], [(2, 60)], [(3, 70)]])]
+    simulator.machine(*buffers, odd("samples.empty", device=0))
+    sampler = by_hand("utilization", "power_w")
+    for _ in range(3):
+        sampler.read_once()
+        clock.now_s += 0.5
+    means = [{name: stat.mean for name, stat in window.stats.items()} for window in sampler.cut()]
+    assert means == [{"utilization": 60.0, "power_w": 200.0}, {"utilization": 65.0, "power_w": 200.0}]
+    assert not sampler.notices
 
 
 def test_absent_metrics_are_told_at_the_end_if_the_run_was_too_short_to_be_sure(simulator, by_hand):

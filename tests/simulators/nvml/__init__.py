@@ -137,6 +137,15 @@ def error(function: str, code: int, *, device: int = -1, from_call: int = 0, tim
     return f"error {device} {function} {from_call} {times} {code}"
 
 
+def odd(answer: str, value: int = 1, *, device: int = -1, from_call: int = 0, times: int = -1) -> str:
+    """An answer that NVML's documentation does not have.
+
+    ``"samples.empty"``: a drain that finds nothing is a success; ``"values.type"``: samples and fields are of type
+    ``value``.
+    """
+    return error(answer, value, device=device, from_call=from_call, times=times)
+
+
 def slow(function: str, milliseconds: int, *, device: int = -1, from_call: int = 0, times: int = -1) -> str:
     """``function`` takes so long before it answers."""
     return f"slow {device} {function} {from_call} {times} {milliseconds}"

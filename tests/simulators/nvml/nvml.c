@@ -160,6 +160,11 @@ int nvmlDeviceGetUtilizationRates(Device *device, Utilization *out) {
 typedef union { double real; unsigned whole; unsigned long long large; } Value;
 typedef struct { unsigned long long time_us; Value value; } BufferEntry;
 
+static int type_or(int device, int usual) {
+    int odd = follow_rules(device, "values.type", 0);
+    return odd ? odd : usual;
+}
+
 int nvmlDeviceGetSamples(Device *device, int kind, unsigned long long after_us, int *type, unsigned *count,
                          BufferEntry *out) {
     int result = enter(device, "nvmlDeviceGetSamples"), index = (int)(device - devices);
@@ -173,10 +178,11 @@ int nvmlDeviceGetSamples(Device *device, int kind, unsigned long long after_us, 
         if (out && found < *count) out[found] = (BufferEntry){samples[i].time_us, {.whole = samples[i].value}};
         found++;
     }
-    *type = 1;
+    *type = type_or(index, 1);
     if (out && found > *count) return leave(INSUFFICIENT_SIZE);
     *count = found;
-    return leave(!known ? NOT_SUPPORTED : found ? SUCCESS : NOT_FOUND);
+    int odd = !found && follow_rules(index, "samples.empty", 0);
+    return leave(!known ? NOT_SUPPORTED : found || odd ? SUCCESS : NOT_FOUND);
 }
 
 typedef struct { unsigned long long total, free, used; } MemoryV1;
@@ -322,7 +328,7 @@ int nvmlDeviceGetFieldValues(Device *device, int count, FieldValue *values) {
         double value = 0;
         snprintf(signal, sizeof signal, "field.%u.%u", values[i].field, values[i].scope);
         values[i].result = reading(device, signal, &value);
-        values[i].type = 3;
+        values[i].type = type_or((int)(device - devices), 3);
         values[i].value.large = (unsigned long long)value;
     }
     return leave(result);
