@@ -73,7 +73,7 @@ class StepsAhead(Callback):
 def look_ahead(device: Device, form: Form) -> Found:
     """A look at a run whose host is five steps ahead of the GPU."""
     ahead, detector, steps = StepsAhead(5), new_detector(warmup_steps=5, window_size=10), 40
-    model = Model(device, Setup(work_ms=5.0 if form == "trial" else 20.0))
+    model = Model(device, Setup(work_ms=20.0))
     fitted(device, model, Numbered(steps, FEATURES), [ahead, detector])
     notes = detector.report.notes
     usual = statistics.median(ahead.seen)  # to begin, and when the look has ended, there are fewer
@@ -246,32 +246,39 @@ def registered_memory(device: Device, form: Form) -> Found:
 
 # ---- NVML ----
 
-_COMPUTE = "import torch; torch.zeros(1, device='cuda'); print('ready', flush=True); input()"
-_WAIT = "print('ready', flush=True); input()"
+_ORPHAN = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
+"""Starts a process and ends: what this one has started itself would count as its own."""
+
+_TELL = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
+_COMPUTE = "import torch; torch.zeros(1, device='cuda'); "
 
 
 def neighbours(device: Device, form: Form) -> Found:
     """Another process that computes on the GPU, as NVML lists it."""
-    code = _WAIT if device.simulated else _COMPUTE
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        assert child.stdout is not None
-        child.stdout.readline()
+    code = _TELL if device.simulated else _COMPUTE + _TELL
+    starts = [sys.executable, "-c", _ORPHAN, code]
+    with subprocess.Popen(starts, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as starter:
+        assert starter.stdin is not None
+        assert starter.stdout is not None
+        pid = int(starter.stdout.readline())
+        starter.wait()
 
         def listed() -> dict[str, float]:
             return sampled(("neighbours",), lambda: time.sleep(1.0))
 
-        if device.simulated:
-            with simulated_nvml(Gpu(processes=(os.getpid(), child.pid))):
+        try:
+            if device.simulated:
+                with simulated_nvml(Gpu(processes=(os.getpid(), pid))):
+                    found = listed()
+            else:
                 found = listed()
-        else:
-            found = listed()
-    finally:
-        child.communicate(b"\n")
-    measured = {"pid": child.pid, "listed": sorted(found), "in_a_container": Path("/.dockerenv").exists()}
+        finally:
+            starter.stdin.close()
+            starter.stdout.read()  # it has ended
+    measured = {"pid": pid, "listed": sorted(found), "in_a_container": Path("/.dockerenv").exists()}
     return measured, {
         "there is another process": found.get("neighbours", 0.0) >= 1,
-        "it has the number that it has here": f"process {child.pid}" in found,
+        "it has the number that it has here": f"process {pid}" in found,
     }
 
 

@@ -63,7 +63,8 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "debug_mode": Experiment(
         records.debug_mode,
-        "torch's debug mode warns once of .item(), as it returns, and not of torch.cuda.synchronize(); the last call was its own.",
+        "torch's debug mode warns once of .item(), as that returns, and not of torch.cuda.synchronize(); the last call "
+        "that a profile function heard of before the warning was .item()'s.",
     ),
     "wait_names": Experiment(
         records.wait_names, "Calls in which the host waits are named cuda*Synchronize, or are copies that block."

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from gpu_devices import Device
-from gpu_parts import Busy, Form, Samples, new_detector, quiet_trainer
+from gpu_parts import Busy, Form, Samples, keep, new_detector, quiet_trainer
 from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, Dataset
 
@@ -170,6 +170,7 @@ def overhead(device: Device, form: Form) -> dict[str, Any]:
         if {"empty", "both"} <= medians.keys() and bound == "GPU-bound":
             slower = medians["both"] / medians["empty"] - 1
             result["checks"][f"both callbacks cost less than 1 % of a step of {ms:.0f} ms"] = slower < 0.01
+        keep(result)
     return result
 
 
@@ -195,6 +196,7 @@ def detector_idle(device: Device, form: Form) -> dict[str, Any]:
         stalls = sleep_ms > compute_ms
         expected = "main_process_loading" if stalls else "compute_bound"
         result["checks"][f"{name}: {expected}"] = report.verdict == expected
+        keep(result)
     return result
 
 
@@ -240,6 +242,7 @@ def causes(device: Device, form: Form) -> dict[str, Any]:
             "step_ms": (report.step_s or 0.0) * 1e3,
         }
         result["checks"][f"verdict {expected}"] = report.verdict == expected
+        keep(result)
     return result
 
 

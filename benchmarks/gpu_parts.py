@@ -36,6 +36,16 @@ class OutOfTime(BaseException):
     """A section has taken all the time that there was; no Exception, so that nothing on the way catches it."""
 
 
+keepers: list[Callable[[dict[str, Any]], object]] = []
+"""Called with what a section has so far."""
+
+
+def keep(result: dict[str, Any]) -> None:
+    """Hand over what a section has so far, which stays whatever becomes of the rest, or of its process."""
+    for each in keepers:
+        each(result)
+
+
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise OutOfTime in the main thread when so many seconds are over."""

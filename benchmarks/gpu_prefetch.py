@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_parts import Form
+from gpu_parts import Form, keep
 from prefetch import a_workload, all_targets, claim, copies_section, host_sections, quiet
 
 
@@ -19,6 +19,7 @@ def prefetch(*, simulated: bool = False, form: Form = "full") -> dict[str, Any]:
     with quiet():
         with a_workload(simulated=simulated) as workload:
             copies = copies_section(workload, 1 if quick else 2, quick=quick, steps=8 if trial else None)
+        keep({"copies": copies, "checks": {claim(each): each["passed"] for each in copies["targets"]}})
         rounds, steps = {"full": (9, 250), "quick": (3, 250), "trial": (1, 40)}[form]
         host = host_sections(rounds, simulated=simulated, quick=quick, steps=steps)
     result: dict[str, Any] = {"copies": copies, **host}

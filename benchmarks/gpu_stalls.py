@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from gpu_devices import Device, a_device
-from gpu_parts import Form, OutOfTime, Skip
+from gpu_parts import Form, Skip, keep
 from gpu_stall_runs import CONDITIONS, FAULTS, Outcome, Setup, line_of_the_wait, profiled, run
 
 IDLE_SHARE, IDLE_MS = 0.05, 1.0
@@ -44,18 +44,14 @@ _LOOK_NOTE = re.compile(
 
 
 def stalls(*, simulated: bool = False, form: Form = "full") -> dict[str, Any]:
-    """All set-ups; those that were done when the time is over.
+    """All set-ups.
 
     Args:
         simulated: on the tests' simulated GPU: tries the benchmark out, and says nothing of a GPU.
         form: ``"quick"``: two conditions, fewer steps, shorter runs; ``"trial"``: one condition, two faults.
     """
     with a_device(simulated=simulated) as device:
-        section = Section(device, form)
-        try:
-            return section.run()
-        except OutOfTime as reason:
-            return {**section.result, "stopped": str(reason)}
+        return Section(device, form).run()
 
 
 def close(seen_ms: float, true_ms: float) -> bool:
@@ -105,6 +101,7 @@ class Section:
             self.result["checks"][f"{name}: ran ({type(error).__name__}: {error})"] = False
         else:
             print(f"  {name}: {time.perf_counter() - begin_s:.0f} s", flush=True)
+        keep(self.result)
 
     def _check(self, claim: str, held: bool) -> None:
         self.result["checks"][claim] = held
@@ -163,6 +160,7 @@ class Section:
             "notes": report.notes,
         }
         self.result["runs"][name] = entry
+        keep(self.result)
         self._check(f"{name}: idle {seen_ms:.2f} ms a step, {true_ms:.2f} in truth", close(seen_ms, true_ms))
         return entry
 

@@ -33,8 +33,8 @@ _PATIENCE_STEPS: Final = 10
 
 
 _NO_MOMENTS: Final = (
-    "The program has a profile function of its own (sys.setprofile), so it is not known when waits for the GPU began: a "
-    "hook that waits for work that it has queued itself may count as the reason why the GPU was idle for as long."
+    "The program has a profile function of its own (sys.setprofile), so it is not known when waits for the GPU began: "
+    "a hook that waits for work that it has queued itself may count as the reason why the GPU was idle for as long."
 )
 
 

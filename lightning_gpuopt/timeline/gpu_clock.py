@@ -209,7 +209,7 @@ class GpuClock(StepObserver):
                 self.read()
 
     def host_waits(self, began_ns: int) -> None:
-        """The host waits for the GPU, or has waited, outside of a step's own work: what it queued before ends with that.
+        """The host waits for the GPU, or has, outside of a step's own work: what it queued before ends with that.
 
         Args:
             began_ns: when the wait began, by the host's clock. An event that is recorded after it is stamped a moment

@@ -4,7 +4,7 @@ CUDA builds of torch can warn at each such call (``torch.cuda.set_sync_debug_mod
 once, and then as it was; the warnings are counted and not shown. A call counts as the user's when it was made by the
 user's code inside the step, directly or through torch; what Lightning or torch do by themselves is counted apart.
 
-torch's bindings hand a warning on when they return (torch/csrc/Exceptions.h), after the wait: the wait began when Python
+torch's bindings hand a warning on when they return (torch/csrc/Exceptions.h), after the wait: that began when Python
 last called something, or something returned (:mod:`~lightning_gpuopt.timeline.calls`). The mode does not know
 ``torch.cuda.synchronize()`` and its like: their calls are seen in the same way. Nothing of torch is replaced: under a
 TorchFunctionMode it takes its attention modules off their fast path, and results differ.

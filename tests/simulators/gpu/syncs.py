@@ -84,5 +84,5 @@ def _return(profile, frame):
 _of_torch: dict[str, Any] = {"sys": sys, "warnings": warnings}
 exec(compile(_WARNS, warnings.WarningMessage.__init__.__code__.co_filename, "exec"), _of_torch)
 _warn, _return = _of_torch["_warn"], _of_torch["_return"]
-"""The warning alone, or after giving the profile function back: that sees them as Python's own module of warnings, which
-is all that it sees of a binding's end."""
+"""The warning alone, or after giving the profile function back, which sees them as Python's own module of warnings: all
+that it sees of a binding's end."""
