@@ -142,6 +142,7 @@ def dali(simulated: bool, form: Form) -> Outcome:
 
 
 _TEST = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)")
+_REASON = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?) - (.+)$")
 
 
 def gpu_tests(simulated: bool, form: Form) -> Outcome:
@@ -151,7 +152,7 @@ def gpu_tests(simulated: bool, form: Form) -> Outcome:
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]
     if form != "full":
         command += ["-k", "not sanitizer and not reduce_overhead and not ddp"]
-    outcome: Outcome = {"passed": 0, "skipped_tests": 0, "failed": [], "summary": "", "checks": {}}
+    outcome: Outcome = {"passed": 0, "skipped_tests": 0, "failed": {}, "summary": "", "checks": {}}
     claim = "the tests that need a GPU are collected" if simulated else "the tests that need a GPU pass"
     with subprocess.Popen(
         [*command, *(["--collect-only", "-q"] if simulated else [])], stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -165,9 +166,12 @@ def gpu_tests(simulated: bool, form: Form) -> Outcome:
                 outcome["passed"] += word == "PASSED"
                 outcome["skipped_tests"] += word == "SKIPPED"
                 if word in ("FAILED", "ERROR"):
-                    outcome["failed"].append(name)
+                    outcome["failed"][name] = ""
                     outcome["checks"][claim] = False
                 keep(outcome)
+            reason = _REASON.match(line)
+            if reason is not None:
+                outcome["failed"][reason[1]] = reason[2]
     outcome["exit_code"] = tests.returncode
     outcome["checks"][claim] = tests.returncode == 0
     return outcome

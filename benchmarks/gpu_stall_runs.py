@@ -279,12 +279,9 @@ class Outcome:
 
 
 def run(device: Device, setup: Setup) -> Outcome:
-    """Train under the detector; it looks only inside the steps that are made for that.
-
-    Its diagnosis at a window's end, and a look, take host time that would count in runs as short as the others.
-    """
-    arguments = {"window_size": 20} if setup.inside else {"window_size": 10 * setup.steps, "profile": "off"}
-    wall, detector = WallClock(setup), new_detector(warmup_steps=setup.warmup, **arguments)
+    """Train under the detector, whose diagnosis at a window's end would count in runs as short as the most."""
+    window_size = 20 if setup.inside else 10 * setup.steps
+    wall, detector = WallClock(setup), new_detector(warmup_steps=setup.warmup, window_size=window_size)
     _fit(device, setup, [], [wall, detector])
     left_on = bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
     some = setup.steps // 5

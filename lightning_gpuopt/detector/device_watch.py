@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +17,7 @@ from lightning_gpuopt.telemetry.nvml_sources import NEIGHBOUR
 from lightning_gpuopt.telemetry.sampler import GpuSampler
 from lightning_gpuopt.telemetry.window import Stat
 from lightning_gpuopt.timeline.gpu_clock import Event, GpuClock, HostWork
+from lightning_gpuopt.utils.cuda_events import new_event
 
 _READ_EVERY_S: Final = 0.25
 _CLOSE_S: Final = 1.0
@@ -52,7 +54,7 @@ class DeviceWatch:
         links: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.clock = GpuClock(lambda: torch.cuda.Event(enable_timing=True), host, forward=forward)  # type: ignore[no-untyped-call]
+        self.clock = GpuClock(partial(new_event, enable_timing=True), host, forward=forward)
         self.device = device
         self.notes: list[str] = []
         self._reads = True
@@ -90,7 +92,7 @@ class DeviceWatch:
     def drained(self) -> bool:
         """Whether the GPU has done all that it was given; waits for that for a few seconds at most."""
         try:
-            event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event: Event = new_event()
             event.record()
             deadline_s = self._seconds_now() + _CATCH_UP_S
             while not event.query() and self._seconds_now() < deadline_s:

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from lightning_gpuopt.measurements.gpu import AheadCopies
+from lightning_gpuopt.utils.cuda_events import new_event
 
 _MAX_UNREAD: Final = 256
 """Copies whose times were not read yet; beyond that the oldest are forgotten."""
@@ -95,7 +96,7 @@ class CudaStreams(Streams):
 
     @override
     def new_event(self, *, timing: bool = False) -> Any:
-        return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+        return new_event(enable_timing=timing)
 
     @override
     def record(self, event: Any) -> None:

@@ -72,7 +72,7 @@ class ManyTinyKernels(Model):
 
 
 class ReadsItsLoss(ManyTinyKernels):
-    """Waits for a kernel of 5 ms, and then has ``ms`` to issue."""
+    """Waits for a kernel of 15 ms, and then has ``ms`` to issue, which that would hide."""
 
     def __init__(self, kernel: Callable[[float], None], ms: float) -> None:
         super().__init__(ms)
@@ -80,7 +80,7 @@ class ReadsItsLoss(ManyTinyKernels):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss: torch.Tensor = self.layer(batch).square().mean()
-        self.kernel(5)
+        self.kernel(15)
         loss.item()  # the injected wait
         self.work(loss)
         return loss
@@ -176,8 +176,8 @@ def test_a_progress_bar_alone_is_no_finding(kernel: Callable[[float], None], tmp
 
 
 def test_a_line_that_waits_for_the_gpu_is_named(kernel: Callable[[float], None], tmp_path: Path) -> None:
-    # 5 ms on the GPU, 8 ms of launches: long enough for NVML's readings, of which a look needs 5 s
-    report = fit(tmp_path, ReadsItsLoss(kernel, 8.0), steps=700)
+    # 15 ms on the GPU, 5 ms of launches: long enough for NVML's readings, of which a look needs 5 s
+    report = fit(tmp_path, ReadsItsLoss(kernel, 5.0), steps=450)
     assert report.verdict == "gpu_sync"
     lines, first = inspect.getsourcelines(ReadsItsLoss.training_step)
     line = first + next(number for number, text in enumerate(lines) if "the injected wait" in text)

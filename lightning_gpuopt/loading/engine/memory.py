@@ -26,6 +26,7 @@ import torch
 from lightning_gpuopt.loading.engine.layout import Array
 from lightning_gpuopt.loading.engine.page_locked import PinnableMapping
 from lightning_gpuopt.prefetch.stream import copy_streams
+from lightning_gpuopt.utils.cuda_events import new_event
 
 log = logging.getLogger(__name__)
 
@@ -308,7 +309,7 @@ class Ring(Blocks):
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return []
         streams = {*self.streams, *streams_here(), *copy_streams}
-        events = [torch.cuda.Event(blocking=True) for _ in streams]  # type: ignore[no-untyped-call]
+        events = [new_event(blocking=True) for _ in streams]
         for event, stream in zip(events, streams, strict=True):
             event.record(stream)
         return events

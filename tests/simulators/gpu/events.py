@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -42,7 +43,7 @@ class Refusal:
 class Event:
     """An event; the messages of its errors are those of c10/cuda/CUDAEvent.h in torch 2.13."""
 
-    __slots__ = ("_captured", "_device", "_mark", "_refusal", "_timing")
+    __slots__ = ("__weakref__", "_captured", "_device", "_mark", "_process", "_refusal", "_timing")
 
     def __init__(self, device: Device, refusal: Refusal, enable_timing: bool = False) -> None:
         self._device = device
@@ -50,6 +51,12 @@ class Event:
         self._timing = enable_timing
         self._mark: Mark | None = None
         self._captured = False
+        self._process = os.getpid()
+
+    def __del__(self) -> None:
+        """As torch's destructor: it asks CUDA, which a forked process has not, and cannot raise (seen on an H100)."""
+        if os.getpid() != self._process:
+            os.abort()
 
     def record(self, stream: Stream | None = None) -> None:
         """Put the event after all that the stream was given; stamped when the stream gets there."""

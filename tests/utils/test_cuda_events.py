@@ -1,0 +1,78 @@
+"""Events that a forked process has inherited: torch's destructor would end it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_gpuopt import CudaPrefetcher, StallDetector
+from lightning_gpuopt.utils.cuda_events import new_event
+from tests.helpers import tiny_trainer
+from tests.simulators.gpu import SimulatedGpu, SimulatedModule, Step, Work, simulated_gpu
+
+
+@pytest.fixture
+def gpu() -> Iterator[SimulatedGpu]:
+    with simulated_gpu() as gpu:
+        yield gpu
+
+
+@pytest.fixture(autouse=True)
+def _no_collection() -> Iterator[None]:
+    """None comes before the one in the forked process."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def collected_in_a_fork() -> int:
+    """Collect garbage in a forked process, as a DataLoader's worker does sooner or later; returns how it ended."""
+    pid = os.fork()
+    if pid == 0:
+        gc.collect()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def in_a_cycle(event: Any) -> None:
+    cycle: list[Any] = [event]
+    cycle.append(cycle)
+
+
+@pytest.mark.parametrize(("make", "code"), [(lambda: torch.cuda.Event(), -signal.SIGABRT), (new_event, 0)])  # type: ignore[no-untyped-call]
+def test_garbage_with_an_event_ends_a_forked_process_unless_the_event_is_ours(
+    gpu: SimulatedGpu, make: Callable[[], Any], code: int
+) -> None:
+    in_a_cycle(make())
+    assert collected_in_a_fork() == code
+
+
+def test_here_an_event_is_destroyed_with_its_cycle(gpu: SimulatedGpu) -> None:
+    from lightning_gpuopt.utils import cuda_events
+
+    before = len(cuda_events._alive)
+    in_a_cycle(new_event())
+    assert len(cuda_events._alive) == before + 1
+    gc.collect()
+    assert len(cuda_events._alive) == before
+
+
+@pytest.mark.parametrize("callback", [StallDetector, CudaPrefetcher])
+def test_workers_of_the_next_run_outlive_what_a_run_has_left(
+    gpu: SimulatedGpu, tmp_path: Path, callback: Callable[[], Callback]
+) -> None:
+    def fit() -> None:
+        model = SimulatedModule(gpu, Step(Work(0.001, 2, 0.001)), batches=20)
+        tiny_trainer(tmp_path, callbacks=[callback()], max_steps=20, **gpu.trainer_arguments()).fit(model)
+
+    fit()
+    assert collected_in_a_fork() == 0
