@@ -230,7 +230,7 @@ def debug_mode(device: Device, form: Form) -> Found:
             device.work(50.0)
             before.record()
             last_call.begin()
-            begun_ns, ended_ns = timed(value.item)
+            begun_ns, ended_ns = timed(value.item, clock_ns)
             last_call.end()
             of_item = len(warned)
             torch.cuda.synchronize()

@@ -55,9 +55,12 @@ def run_group(
         os.close(writer)
         try:
             within, kept, ending = _follow(reader, left, add, start_s)
+            if not ending:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE_S)
         finally:
             with contextlib.suppress(ProcessLookupError):  # it, and what it has started
-                os.killpg(process.pid, signal.SIGKILL if process.poll() is None else signal.SIGTERM)
+                os.killpg(process.pid, signal.SIGKILL)
             os.close(reader)
             code = process.wait()
         if left:

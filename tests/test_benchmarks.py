@@ -21,10 +21,10 @@ from tests.simulators.gpu import ManualClock, SimulatedGpu, simulated_gpu
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 ASSUMPTIONS = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/limits.md").read_text(), re.MULTILINE)
-SECTIONS = [
+SECTIONS = {
     *("demo", "event_clock", "detector_idle", "causes", "overhead", "telemetry", "gpm_without_root", "stalls"),
-    *("prefetch", "workers", "dali", "gpu_tests", *ASSUMPTIONS),
-]
+    *("prefetch", "workers", "dali", "gpu_tests", "probe", *ASSUMPTIONS),
+}
 
 
 def run(script: str, *arguments: str, codes: tuple[int, ...] = (0,)) -> str:
@@ -48,7 +48,8 @@ class TestGpuOnTheSimulators:
         assert file.name == "simulated.json"
         found: dict[str, Any] = json.loads(file.read_text())
         assert (found["gpu"], found["simulated"]) == ("simulated", True)
-        assert list(found["sections"]) == SECTIONS
+        assert found["sections"].keys() == SECTIONS
+        assert found["no_time"] == {}
         for name, outcome in found["sections"].items():
             assert outcome["form"] == "trial"
             assert ("skipped" in outcome) != bool(outcome.get("checks") or outcome.get("answers")), name
@@ -71,15 +72,6 @@ class TestGpuOnTheSimulators:
         assert all(outcome["holds"] for outcome in found["claims"] if outcome["section"] == "telemetry")
         runs = found["sections"]["demo"]["runs"]
         assert (runs[0]["steps"], runs[0]["gpu_utilization_percent"]) == (60, 50.0)
-
-    def test_what_no_longer_fits_is_skipped_with_a_word(self, tmp_path: Path) -> None:
-        run("gpu.py", "--simulated", "--minutes", "0", "--sections", "demo", "stalls", "--output", str(tmp_path))
-        found = json.loads((tmp_path / "simulated.json").read_text())
-        assert found["skipped"] == {
-            "demo": "needs about 90 s, 0 s are left (--minutes, --full)",
-            "stalls": "needs about 75 s, 0 s are left (--minutes, --full)",
-        }
-        assert found["claims"] == []
 
 
 @pytest.mark.matrix
@@ -168,29 +160,172 @@ class TestResultsOfGpu:
         after = gpu.Results(target, {**self.HERE, "driver": "590"}, simulated=False)
         assert after.sections == {}
 
-    def test_a_section_is_stopped_when_the_time_is_over(self, gpu: Any) -> None:
-        section = gpu.Section(lambda simulated, form: signal.pause(), 0.0)
-        stopped = gpu.measured(section, simulated=True, form="trial", limit_s=0.01)
-        assert stopped["skipped"] == "stopped after 0 s: the time was over"
+    def test_no_time_is_told_apart_from_what_is_not_for_this_machine(self, gpu: Any, tmp_path: Path) -> None:
+        results = gpu.Results(tmp_path / "nvidia-h200.json", self.HERE, simulated=False)
+        results.add("stalls", outcome(no_time="needs about 75 s, 0 s are left"))
+        results.add("dali", outcome(skipped="missing: nvidia"))
+        found = json.loads(results.target.read_text())
+        assert (found["no_time"], found["skipped"]) == (
+            {"stalls": "needs about 75 s, 0 s are left"},
+            {"dali": "missing: nvidia"},
+        )
+
+
+class TestSectionsOfGpu:
+    def measured(self, gpu: Any, run: Callable[[bool, str], dict[str, Any]], limit_s: float = 9.0) -> dict[str, Any]:
+        found: dict[str, Any] = gpu.measured(gpu.Section(run, 0.0), simulated=True, form="trial", limit_s=limit_s)
+        assert gpu.keepers == []
+        del found["seconds"]
+        return found
+
+    def test_one_that_is_stopped_keeps_what_it_has(self, gpu: Any) -> None:
+        def pauses(simulated: bool, form: str) -> dict[str, Any]:
+            gpu.keep({"checks": {"a": True}})
+            signal.pause()
+            raise AssertionError
+
+        assert self.measured(gpu, pauses, 0.01) == {"checks": {"a": True}, "stopped": "stopped after 0 s"}
         assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
 
-    def test_what_is_missing_is_a_word_and_what_fails_is_an_error(self, gpu: Any) -> None:
-        def missing(simulated: bool, form: str) -> dict[str, Any]:
-            raise ModuleNotFoundError("No module named 'nvidia'", name="nvidia")
-
-        def broken(simulated: bool, form: str) -> dict[str, Any]:
+    def test_one_that_fails_keeps_what_it_has(self, gpu: Any) -> None:
+        def fails(simulated: bool, form: str) -> dict[str, Any]:
+            gpu.keep({"checks": {"a": True}})
             raise ZeroDivisionError("by zero")
 
-        def gave_up(simulated: bool, form: str) -> dict[str, Any]:
-            sys.exit("nothing was staged")
+        found = self.measured(gpu, fails)
+        assert (found["error"], found["checks"]) == ("ZeroDivisionError: by zero", {"a": True, "ran": False})
 
-        first, second, third = (
-            gpu.measured(gpu.Section(each, 0.0), simulated=True, form="trial", limit_s=9)
-            for each in (missing, broken, gave_up)
-        )
-        assert first["skipped"] == "missing: nvidia"
-        assert (third["error"], third["checks"]) == ("SystemExit: nothing was staged", {"ran": False})
-        assert (second["error"], second["checks"]) == ("ZeroDivisionError: by zero", {"ran": False})
+    @pytest.mark.parametrize(
+        ("error", "word"),
+        [
+            (ModuleNotFoundError("No module named 'nvidia.dali'", name="nvidia.dali"), {"skipped": "missing: nvidia"}),
+            (PermissionError(13, "denied"), {"skipped": "not allowed: [Errno 13] denied"}),
+        ],
+    )
+    def test_what_is_not_for_this_machine_is_skipped(self, gpu: Any, error: Exception, word: dict[str, str]) -> None:
+        def raises(simulated: bool, form: str) -> dict[str, Any]:
+            raise error
+
+        assert self.measured(gpu, raises) == word
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            ModuleNotFoundError("No module named 'gpu_dal'", name="gpu_dal"),
+            ImportError("cannot import name 'Place' from 'dali_parts'", name="dali_parts"),
+            SystemExit("nothing was staged"),
+        ],
+    )
+    def test_what_is_missing_of_our_own_is_an_error(self, gpu: Any, error: BaseException) -> None:
+        def raises(simulated: bool, form: str) -> dict[str, Any]:
+            raise error
+
+        found = self.measured(gpu, raises)
+        assert (found["error"], found["checks"]) == (f"{type(error).__name__}: {error}", {"ran": False})
+
+    def test_each_is_in_one_group_and_the_parts_are_in_order(self, gpu: Any) -> None:
+        grouped = [name for _, group in gpu.GROUPS.values() for name in group]
+        assert sorted(grouped) == sorted(gpu.SECTIONS)
+        asked = gpu.parser().parse_args(["--part", "1", "--sections", "telemetry", "stalls", "debug_mode", "probe"])
+        assert gpu.chosen_sections(asked) == ["probe", "debug_mode", "telemetry"]
+
+    def test_what_no_longer_fits_is_not_begun(self, gpu: Any) -> None:
+        told: list[Any] = []
+        reporter = SimpleNamespace(tell=lambda *line: told.append(line))
+        gpu.run_sections(["stalls"], reporter, simulated=True, form="trial", left_s=0.0)
+        assert told == [("ends", "stalls", {"no_time": "needs about 75 s, 0 s are left (--minutes, --full)"})]
+
+
+GROUP = """
+import os, signal, subprocess, sys
+sys.path.insert(0, sys.argv[1])
+from gpu_groups import Reporter
+fd, *names = sys.argv[2:]
+reporter = Reporter(int(fd))
+if "never" in names:
+    raise SystemExit(3)
+for name in names:
+    reporter.tell("begins", name, 0.0 if name == "hangs" else 60.0)
+    reporter.tell("keeps", name, {"pid": os.getpid(), "checks": {"a": True}})
+    if name == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if name == "hangs":
+        child = subprocess.Popen(["sleep", "1000"])
+        reporter.tell("keeps", name, {"pid": os.getpid(), "child": child.pid, "checks": {}})
+        signal.pause()
+    reporter.tell("ends", name, {"pid": os.getpid()})
+"""
+
+
+class TestGroupsOfGpu:
+    @pytest.fixture
+    def run_group(self, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, dict[str, Any]]]:
+        import gpu_groups
+
+        monkeypatch.setattr(gpu_groups, "GRACE_S", 0.2)
+
+        def run_group(*names: str) -> dict[str, dict[str, Any]]:
+            outcomes: dict[str, dict[str, Any]] = {}
+            command = [sys.executable, "-c", GROUP, str(BENCHMARKS)]
+            gpu_groups.run_group(command, names, outcomes.__setitem__)
+            assert list(outcomes) == list(names)
+            return outcomes
+
+        return run_group
+
+    def test_sections_share_a_process(self, run_group: Callable[..., dict[str, dict[str, Any]]]) -> None:
+        outcomes = run_group("one", "two")
+        assert outcomes["one"] == outcomes["two"] != {"pid": 0}
+
+    def test_a_crash_costs_its_own_section_only(self, run_group: Callable[..., dict[str, dict[str, Any]]]) -> None:
+        outcomes = run_group("one", "crashes", "two")
+        crashed = outcomes["crashes"]
+        assert crashed.pop("pid") == outcomes["one"]["pid"] != outcomes["two"]["pid"]
+        assert crashed == {"error": "its process ended with SIGSEGV", "checks": {"a": True, "ran": False}}
+
+    def test_one_that_does_not_stop_is_killed_with_what_it_started(
+        self, run_group: Callable[..., dict[str, dict[str, Any]]]
+    ) -> None:
+        outcomes = run_group("hangs", "two")
+        hung = outcomes["hangs"]
+        assert hung["error"] == "killed: it took longer than it may, and did not stop"
+        assert hung["checks"] == {"ran": False}
+        assert outcomes["two"]["pid"] != hung["pid"]
+        for pid in (hung["pid"], hung["child"]):
+            assert not is_running(pid)
+
+    def test_a_process_that_begins_nothing_is_an_error_of_each(
+        self, run_group: Callable[..., dict[str, dict[str, Any]]]
+    ) -> None:
+        failed = {"error": "its process ended with exit code 3, before it began", "checks": {"ran": False}}
+        outcomes = run_group("one", "never")
+        assert outcomes["one"] == failed
+        assert outcomes["never"] == failed
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+class TestProbeOfGpu:
+    def test_an_error_costs_its_own_probe(self, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        import gpu_probe
+
+        def fails(card: object) -> dict[str, Any]:
+            raise RuntimeError("no such device")
+
+        def finds(card: object) -> dict[str, Any]:
+            return {"ms": 1.0}
+
+        monkeypatch.setattr(gpu_probe, "Card", object)
+        result = gpu_probe.probe(probes=(fails, finds))
+        assert result["probes"] == {"fails": {"error": "RuntimeError: no such device"}, "finds": {"ms": 1.0}}
+        assert result["errors"] == {"fails": "RuntimeError: no such device"}
+        assert result["checks"] == {"fails: ran": False, "finds: ran": True}
 
 
 NOT_OF_TRAINING = (
@@ -218,7 +353,12 @@ class TestAssumptionsOfGpu:
             def time_ns() -> int:
                 return begin_ns + round(clock() * 1e9)
 
-            of_host = {"perf_counter": clock, "sleep": clock.advance, "time_ns": time_ns}
+            of_host = {
+                "perf_counter": clock,
+                "perf_counter_ns": lambda: round(clock() * 1e9),
+                "sleep": clock.advance,
+                "time_ns": time_ns,
+            }
             of_host["time"] = lambda: time_ns() / 1e9
             monkeypatch.setattr(gpu_assumed_records, "time", SimpleNamespace(**of_host))
             yield simulated
