@@ -23,12 +23,12 @@ Part 2, the claims:
 - ``dali``: DALIDataModule over shares of the hardware JPEG decoder, beside NVIDIA's own iterator and torchcodec; and
   a network fed by it, by PIL, by LMDBDataModule and by a batch on the GPU; what is assumed of DALI and of two GPUs.
 
-Each group has a process of its own (``benchmarks/gpu_groups.py``): an error of CUDA's that stays, a crash or a hang
-costs no other group. The result is ``benchmarks/results/<gpu-name>.json``, written anew as each section ends: GPU,
-driver and versions, date, the verdict on each claim, and each section's figures; a later run on the same machine and
-versions adds to it. A section that is not for this machine (an optional package, a permission, a second GPU) is under
-``skipped``, one for which too little of ``--minutes`` is left under ``no_time``. One that is stopped, or fails, keeps
-the figures that it had. ``--full`` runs every section at full length, about 45 minutes, without a limit.
+Each group has a process of its own (``benchmarks/gpu_groups.py``; simulated, all share one): an error of CUDA's that
+stays, a crash or a hang costs no other group. The result is ``benchmarks/results/<gpu-name>.json``, written anew as
+each section ends: GPU, driver and versions, date, the verdict on each claim, and each section's figures; a later run on
+the same machine and versions adds to it. A section that is not for this machine (an optional package, a permission, a
+second GPU) is under ``skipped``, one for which too little of ``--minutes`` is left under ``no_time``. One that is
+stopped, or fails, keeps the figures that it had. ``--full`` runs every section at full length, about 45 minutes, without a limit.
 
 ``--simulated`` tries the benchmark itself out where there is no GPU: every section in its shortest form, on the tests'
 simulated GPU or their NVML simulator (``dali``: on the CPU; ``gpu_tests``: collected only). Its result is marked as
@@ -385,7 +385,8 @@ def run_all(names: list[str], results: Results, arguments: argparse.Namespace, f
         results.add(name, outcome)
         print_outcome(f"{name} (simulated)" if results.simulated else name, outcome)
 
-    for _, group in GROUPS.values():
+    groups = [names] if results.simulated else [group for _, group in GROUPS.values()]
+    for group in groups:
         chosen = [each for each in group if each in names]
         if chosen:
             command = [sys.executable, "-W", "ignore", str(Path(__file__)), "--form", form]

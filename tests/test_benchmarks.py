@@ -70,6 +70,7 @@ class TestGpuOnTheSimulators:
         assert found["claims_held"] + found["claims_failed"] == len(found["claims"])
         assert found["environment"]["lightning-gpuopt"] != "missing"
         assert all(outcome["holds"] for outcome in found["claims"] if outcome["section"] == "telemetry")
+        assert found["sections"]["overhead"]["extra_us"].keys() == {"GPU-bound, 5 ms", "launch-bound, 5 ms"}
         runs = found["sections"]["demo"]["runs"]
         assert (runs[0]["steps"], runs[0]["gpu_utilization_percent"]) == (60, 50.0)
 
@@ -433,6 +434,34 @@ class TestAssumptionsOfGpu:
             monkeypatch.setattr(simulated, attribute, value)
         checks = self.outcome(name, simulated)["checks"]
         assert [claim for claim, held in checks.items() if not held] == claims
+
+    def test_a_recording_whose_beginning_waits_for_the_queue_is_a_verdict(self, simulated: SimulatedGpu) -> None:
+        found = self.outcome("before_cupti", simulated)
+        assert found["measured"]["waited_for_the_queue"] is True
+        assert list(found["checks"].values()) == [True]
+
+    def test_nvmls_mean_is_of_the_load_alone(self, simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+        import gpu_assumed_records
+
+        told: list[str] = []
+
+        class Sampler:
+            def __init__(self, *arguments: Any, **options: Any) -> None: ...
+
+            def start(self) -> None: ...
+
+            def wait_until_open(self, timeout_s: float) -> bool:
+                return True
+
+            def cut(self) -> list[Any]:
+                told.append("read")
+                return []
+
+            def stop(self, timeout_s: float) -> None: ...
+
+        monkeypatch.setattr(gpu_assumed_records, "GpuSampler", Sampler)
+        gpu_assumed_records.sampled((), lambda: told.append("load"), first=lambda: told.append("load before"))
+        assert told == ["load before", "read", "load", "read"]
 
     def test_a_profiler_that_sees_nothing_is_no_verdict(self, simulated: SimulatedGpu) -> None:
         from gpu_parts import Skip

@@ -40,6 +40,7 @@ class Profiling:
         start_s: what its start (with the warm-up, where there is one) costs the host.
         launch_cost_s: what each launch costs the host more from then on, until it stops.
         slowdown_after: by which share kernels and the host's issuing are slower after its first use.
+        is_attached: whether CUPTI is; that it is attached waits for all queued work (seen on an H100).
     """
 
     refuses: bool = False
@@ -47,6 +48,7 @@ class Profiling:
     start_s: float = 0.0
     launch_cost_s: float = 0.0
     slowdown_after: float = 0.0
+    is_attached: bool = False
 
 
 @dataclass(frozen=True)
@@ -332,6 +334,9 @@ class Profile:
         if self._tracer is None:
             if profiling.refuses or self._gpu.tracer is not None:
                 raise RuntimeError("Profiler is already enabled on this thread.")
+            if not profiling.is_attached:
+                profiling.is_attached = True
+                self._gpu.synchronize()
             self._gpu.clock.sleep_until(self._gpu.clock() + profiling.start_s)
             self._tracer = self._gpu.tracer = Tracer(profiling.launch_cost_s, self._blind or profiling.blind)
         if action in _RECORDING and self._tracer.start_s is None:
