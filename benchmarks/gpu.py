@@ -28,7 +28,7 @@ stays, a crash or a hang costs no other group. The result is ``benchmarks/result
 each section ends: GPU, driver and versions, date, the verdict on each claim, and each section's figures; a later run on
 the same machine and versions adds to it. A section that is not for this machine (an optional package, a permission, a
 second GPU) is under ``skipped``, one for which too little of ``--minutes`` is left under ``no_time``. One that is
-stopped, or fails, keeps the figures that it had. ``--full`` runs every section at full length, about 45 minutes, without a limit.
+stopped, or fails, keeps the figures that it had. ``--full`` runs every section at full length, in about 45 minutes.
 
 ``--simulated`` tries the benchmark itself out where there is no GPU: every section in its shortest form, on the tests'
 simulated GPU or their NVML simulator (``dali``: on the CPU; ``gpu_tests``: collected only). Its result is marked as
