@@ -269,7 +269,7 @@ def train(settings: DemoSettings) -> Outcome:
             finder,
             CudaPrefetcher() if settings.prefetch else None,
             None if settings.progress_bar else ValidationLines(),
-            AtLeast(settings.min_s) if settings.min_s else None,
+            LongEnough(settings.min_s) if settings.min_s else None,
         ]
         trainer = Trainer(
             accelerator=settings.accelerator,
@@ -344,7 +344,7 @@ def _images_in(loader: Any) -> int:
     return len(loader.dataset) if hasattr(loader, "dataset") else int(loader.sampler.order.num_samples)
 
 
-class AtLeast(Callback):
+class LongEnough(Callback):
     """Adds epochs until training has taken so many seconds.
 
     Args:

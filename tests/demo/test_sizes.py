@@ -12,7 +12,7 @@ from lightning_gpuopt.cli import main
 from lightning_gpuopt.demo import demonstration, sizes
 from lightning_gpuopt.demo.data import Recipe, make
 from lightning_gpuopt.demo.sizes import Sizes, sized, sizes_for
-from lightning_gpuopt.demo.training import AtLeast, DemoSettings, PhotographNet
+from lightning_gpuopt.demo.training import LongEnough, DemoSettings, PhotographNet
 from tests.demo.test_demo import demo, train
 from tests.demo.test_steps import settings
 from tests.simulators.gpu import simulated_gpu
@@ -91,10 +91,10 @@ def test_the_channels_are_multiplied() -> None:
 def test_epochs_are_added_until_the_run_is_long_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.0, 4.0, 8.0, 12.0])
 
-    def of_the_clock(least_s: float) -> AtLeast:
-        return AtLeast(least_s, lambda: next(seconds))
+    def of_the_clock(least_s: float) -> LongEnough:
+        return LongEnough(least_s, lambda: next(seconds))
 
-    monkeypatch.setattr("lightning_gpuopt.demo.training.AtLeast", of_the_clock)
+    monkeypatch.setattr("lightning_gpuopt.demo.training.LongEnough", of_the_clock)
     outcome = train(tmp_path, images=128, batch_size=60, min_s=10.0)
     assert (outcome.steps, outcome.samples) == (3 * 2, 3 * 120)
     assert outcome.accuracy_percent >= 0.0
