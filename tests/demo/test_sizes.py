@@ -12,7 +12,7 @@ from lightning_gpuopt.cli import main
 from lightning_gpuopt.demo import demonstration, sizes
 from lightning_gpuopt.demo.data import Recipe, make
 from lightning_gpuopt.demo.sizes import Sizes, sized, sizes_for
-from lightning_gpuopt.demo.training import LongEnough, DemoSettings, PhotographNet
+from lightning_gpuopt.demo.training import DemoSettings, LongEnough, PhotographNet
 from tests.demo.test_demo import demo, train
 from tests.demo.test_steps import settings
 from tests.simulators.gpu import simulated_gpu
