@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
+from torch.utils.data import Dataset
 
-from lightning_gpuopt import CudaPrefetcher, StallDetector
+from lightning_gpuopt import CudaPrefetcher, LMDBDataModule, StallDetector
 from lightning_gpuopt.utils.cuda_events import new_event
 from tests.helpers import tiny_trainer
 from tests.simulators.gpu import SimulatedGpu, SimulatedModule, Step, Work, simulated_gpu
@@ -75,4 +77,40 @@ def test_workers_of_the_next_run_outlive_what_a_run_has_left(
         tiny_trainer(tmp_path, callbacks=[callback()], max_steps=20, **gpu.trainer_arguments()).fit(model)
 
     fit()
+    assert collected_in_a_fork() == 0
+
+
+class Rows(Dataset[Any]):
+    """Samples that loader processes fill into memory that is page-locked in place."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(1 << 12, index), index
+
+
+class Ignores(LightningModule):
+    """Does nothing with a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer.weight.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_loader_processes_of_the_next_run_outlive_what_a_run_has_left(
+    gpu: SimulatedGpu, tmp_path: Path, prefetch: bool
+) -> None:
+    datamodule = LMDBDataModule(Rows(), batch_size=8, num_workers=2, pin_memory="in_place")
+    callbacks: list[Callback] = [CudaPrefetcher(enabled=True)] if prefetch else []
+    trainer = tiny_trainer(tmp_path, callbacks=callbacks, max_steps=32, **gpu.trainer_arguments())
+    trainer.fit(Ignores(), datamodule=datamodule)
+    del trainer, datamodule, callbacks
     assert collected_in_a_fork() == 0
