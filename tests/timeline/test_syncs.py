@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
 import sys
 import threading
 import time
@@ -361,6 +362,33 @@ def test_a_look_that_another_thread_ends_leaves_no_profile_function(mode: Mode) 
     thread.join()
     len(())
     assert sys.getprofile() is None
+
+
+def test_a_forked_process_notes_nothing_for_long(mode: Mode) -> None:
+    outside = Outside(mode)
+    outside.look.begin()
+    pid = os.fork()
+    if pid == 0:
+        for _ in range(2 * calls._LOOK):
+            len(())
+        os._exit(sys.getprofile() is not None)
+    outside.look.end()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_what_fails_in_noting_a_call_does_not_come_out_of_it() -> None:
+    def called() -> str:
+        return "done"
+
+    def fails(frame: FrameType) -> None:
+        raise RuntimeError("no frame")
+
+    last_call = LastCall(time.perf_counter_ns, (called.__code__,), fails, ())
+    assert last_call.begin()
+    result = called()
+    is_on = sys.getprofile() is not None
+    last_call.end()
+    assert (result, is_on) == ("done", True)
 
 
 def test_calls_beyond_the_budget_are_not_seen(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
