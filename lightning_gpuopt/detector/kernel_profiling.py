@@ -33,8 +33,9 @@ _PATIENCE_STEPS: Final = 10
 
 
 _NO_MOMENTS: Final = (
-    "The program has a profile function of its own (sys.setprofile), so it is not known when waits for the GPU began: "
-    "a hook that waits for work that it has queued itself may count as the reason why the GPU was idle for as long."
+    "The program has a profile function of its own (sys.setprofile): torch.cuda.synchronize() was not looked for in "
+    "the steps, nor is it known when waits for the GPU began. A hook that waits for work that it has queued itself may "
+    "count as the reason why the GPU was idle for as long."
 )
 
 
@@ -246,8 +247,9 @@ class KernelProfiling:
 
     def _begin_sync_look(self) -> None:
         clock = self._device.clock
-        look = SyncLook(inside=lambda: clock.in_step, outside=clock.host_waits, clock_ns=clock.clock_ns)
+        look = None
         try:
+            look = SyncLook(inside=lambda: clock.in_step, outside=clock.host_waits, clock_ns=clock.clock_ns)
             if look.is_taken:
                 self._notes.append("Synchronizing calls were not looked for: the program uses torch's debug mode.")
                 self.syncs = SyncSighting(0, 0)
@@ -257,7 +259,8 @@ class KernelProfiling:
             log.debug("no look for synchronizing calls", exc_info=True)
             self._notes.append(f"Synchronizing calls could not be looked for: {error}")
             self.syncs = SyncSighting(0, 0)
-            look.end()
+            if look is not None:
+                look.end()
             return
         self._sync_look = look
 

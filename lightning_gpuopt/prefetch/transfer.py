@@ -270,7 +270,7 @@ class TransferPipeline:
                 staged.moved = self._own_transfer(batch, self._device, dataloader_idx)
             except Exception as error:
                 raise UserCodeError(error) from error
-            self.streams.record_on_side(staged.events.ends)
+            self.streams.record(staged.events.ends)  # it may have chosen another
         self._opaque = False
         self._protect([staged.moved], staged)
 

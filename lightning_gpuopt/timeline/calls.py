@@ -71,7 +71,8 @@ class LastCall:
     def _seen(self, frame: FrameType, event: str, argument: Any) -> None:
         self._left -= 1
         if self._left < 0 or (not self._left % _LOOK and os.getpid() != self._process):
-            sys.setprofile(None)
+            if sys.getprofile() == self._seen:  # else another's, which calls this one
+                sys.setprofile(None)
             return
         code = frame.f_code
         if code.co_filename in self._passed_over:

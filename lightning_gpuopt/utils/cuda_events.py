@@ -7,6 +7,7 @@ collection in the worker finds of what it has inherited, the events stay.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from typing import Final
@@ -25,8 +26,15 @@ def new_event(*, enable_timing: bool = False, blocking: bool = False) -> torch.c
 
 
 def _keep() -> None:
+    """Before the fork: a collection may come in whatever else runs first in the child."""
     _inherited.extend(_alive)
 
 
+def _keep_for_ever() -> None:
+    """In the child, also where it ends as a program does, which destroys what its modules hold."""
+    for event in _inherited:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(event))
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep)
+    os.register_at_fork(before=_keep, after_in_parent=_inherited.clear, after_in_child=_keep_for_ever)

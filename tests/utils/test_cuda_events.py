@@ -58,6 +58,22 @@ def test_garbage_with_an_event_ends_a_forked_process_unless_the_event_is_ours(
     assert collected_in_a_fork() == code
 
 
+def test_a_collection_that_comes_right_after_the_fork_destroys_none(gpu: SimulatedGpu) -> None:
+    for least in range(0, 700, 50):
+        gc.enable()
+        gc.collect()
+        gc.disable()
+        in_a_cycle(new_event())
+        held = [[] for _ in range(least)]  # the collector's counter
+        gc.enable()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        gc.disable()
+        del held
+
+
 def test_here_an_event_is_destroyed_with_its_cycle(gpu: SimulatedGpu) -> None:
     from lightning_gpuopt.utils import cuda_events
 
