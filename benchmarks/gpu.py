@@ -154,10 +154,13 @@ def gpu_tests(simulated: bool, form: Form) -> Outcome:
         command += ["-k", "not sanitizer and not reduce_overhead and not ddp"]
     outcome: Outcome = {"passed": 0, "skipped_tests": 0, "failed": {}, "summary": "", "checks": {}}
     claim = "the tests that need a GPU are collected" if simulated else "the tests that need a GPU pass"
-    with subprocess.Popen(
-        [*command, *(["--collect-only", "-q"] if simulated else [])], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as tests:
+    command += ["--collect-only", "-q"] if simulated else []
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as tests,
+        contextlib.ExitStack() as ended,
+    ):
         assert tests.stdout is not None
+        ended.callback(tests.kill)  # else leaving waits for it
         for line in tests.stdout:
             found = _TEST.match(line)
             outcome["summary"] = line.strip() or outcome["summary"]
@@ -172,6 +175,7 @@ def gpu_tests(simulated: bool, form: Form) -> Outcome:
             reason = _REASON.match(line)
             if reason is not None:
                 outcome["failed"][reason[1]] = reason[2]
+        ended.pop_all()
     outcome["exit_code"] = tests.returncode
     outcome["checks"][claim] = tests.returncode == 0
     return outcome
@@ -294,6 +298,11 @@ def print_outcome(name: str, outcome: Outcome) -> None:
         print(f"  {'PASS' if held else 'FAIL'} {claim}", flush=True)
 
 
+def _is_whole(outcome: Outcome) -> bool:
+    """Whether a section ran, and to its end."""
+    return bool(outcome.get("checks")) and not {"error", "errors", "stopped"} & outcome.keys()
+
+
 class Results:
     """The file: what has been found so far, with what other runs on the same machine and versions have found.
 
@@ -324,6 +333,9 @@ class Results:
                 self.sections.setdefault(name, outcome)
                 break
         else:
+            before = self.sections.get(name, {})
+            if _is_whole(before) and not _is_whole(outcome):
+                outcome["earlier"] = before
             self.sections[name] = outcome
         self.write()
 

@@ -19,6 +19,9 @@ from typing import Any
 GRACE_S = 10.0
 """A section stops itself when its time is over; what does not come back from C code is killed so much later."""
 
+_LOOK_S = 0.1
+"""Seconds between two looks whether a silent process lives."""
+
 Outcome = dict[str, Any]
 
 
@@ -54,7 +57,7 @@ def run_group(
         process = subprocess.Popen([*command, str(writer), *left], pass_fds=[writer], start_new_session=True)
         os.close(writer)
         try:
-            within, kept, ending = _follow(reader, left, add, start_s)
+            within, kept, ending = _follow(reader, process, left, add, start_s)
             if not ending:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE_S)
@@ -69,7 +72,11 @@ def run_group(
 
 
 def _follow(
-    reader: int, left: list[str], add: Callable[[str, Outcome], object], start_s: float
+    reader: int,
+    process: subprocess.Popen[bytes],
+    left: list[str],
+    add: Callable[[str, Outcome], object],
+    start_s: float,
 ) -> tuple[bool, Outcome, str]:
     """Read a process's lines until it ends, or takes too long.
 
@@ -80,8 +87,12 @@ def _follow(
     with selectors.DefaultSelector() as selector:
         selector.register(reader, selectors.EVENT_READ)
         while left:
-            if not selector.select(None if until_s is None else max(until_s - time.monotonic(), 0.0)):
-                return within, kept, "killed: it took longer than it may, and did not stop"
+            if not selector.select(_LOOK_S):
+                if process.poll() is not None:  # a process that it has forked may hold the pipe
+                    return within, kept, ""
+                if until_s is not None and time.monotonic() > until_s:
+                    return within, kept, "killed: it took longer than it may, and did not stop"
+                continue
             data = os.read(reader, 1 << 16)
             if not data:
                 return within, kept, ""

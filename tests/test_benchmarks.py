@@ -155,6 +155,13 @@ class TestResultsOfGpu:
         assert (found["claims_held"], found["claims_failed"]) == (1, 1)
         assert [path.name for path in tmp_path.iterdir()] == ["nvidia-h200.json"]
 
+    def test_a_section_that_fails_keeps_an_earlier_whole_outcome(self, gpu: Any, tmp_path: Path) -> None:
+        results = gpu.Results(tmp_path / "nvidia-h200.json", self.HERE, simulated=False)
+        whole = outcome(checks={"a": True})
+        results.add("stalls", whole)
+        results.add("stalls", outcome(checks={"ran": False}, error="RuntimeError: out of memory"))
+        assert json.loads(results.target.read_text())["sections"]["stalls"]["earlier"] == whole
+
     def test_another_driver_begins_anew(self, gpu: Any, tmp_path: Path) -> None:
         target = tmp_path / "nvidia-h200.json"
         gpu.Results(target, self.HERE, simulated=False).add("stalls", outcome(checks={"a": True}))
@@ -248,6 +255,9 @@ if "never" in names:
 for name in names:
     reporter.tell("begins", name, 0.0 if name == "hangs" else 60.0)
     reporter.tell("keeps", name, {"pid": os.getpid(), "checks": {"a": True}})
+    if name == "leaves a child":
+        os.fork() or signal.pause()  # the child keeps the pipe
+        os.kill(os.getpid(), signal.SIGSEGV)
     if name == "crashes":
         os.kill(os.getpid(), signal.SIGSEGV)
     if name == "hangs":
@@ -283,6 +293,11 @@ class TestGroupsOfGpu:
         crashed = outcomes["crashes"]
         assert crashed.pop("pid") == outcomes["one"]["pid"] != outcomes["two"]["pid"]
         assert crashed == {"error": "its process ended with SIGSEGV", "checks": {"a": True, "ran": False}}
+
+    def test_a_crash_is_seen_though_a_forked_process_holds_the_pipe(
+        self, run_group: Callable[..., dict[str, dict[str, Any]]]
+    ) -> None:
+        assert run_group("leaves a child")["leaves a child"]["error"] == "its process ended with SIGSEGV"
 
     def test_one_that_does_not_stop_is_killed_with_what_it_started(
         self, run_group: Callable[..., dict[str, dict[str, Any]]]

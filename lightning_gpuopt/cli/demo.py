@@ -31,7 +31,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--data-dir", type=str, default="./demo-data", help="where the images are made, once")
     add("--output-dir", type=str, default="./demo-run", help="where the reports and the metrics go")
     add("--images", type=EnoughImages, default=4000, help="number of JPEGs")
-    add("--epochs", type=PositiveInt, default=3, help="passes over the training images")
+    add(
+        "--epochs",
+        type=PositiveInt,
+        default=3,
+        help="passes over the training images; on CUDA as many more as make 10 s",
+    )
     add("--max-steps", type=NonNegativeInt, default=0, help="stop after so many steps; 0: at the end of the epochs")
     add("--batch-size", type=PositiveInt, default=None, help="images a step (default: 32; on CUDA as the GPU needs)")
     add("--num-workers", type=NonNegativeInt, default=0, help="worker processes of each DataLoader")

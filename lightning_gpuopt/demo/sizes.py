@@ -73,7 +73,7 @@ def sized(
     loader_s: Callable[[DemoSettings], float | None],
     image_s: Callable[[int], float],
 ) -> tuple[DemoSettings, Sizes] | None:
-    """Settings of a run whose step is long enough on this machine; None where the loader could not be measured.
+    """Settings of a run whose step is long enough on this machine; None where the loader or the GPU could not be measured.
 
     Args:
         settings: of the run on the CPU.
@@ -87,12 +87,18 @@ def sized(
 
     def measured() -> Iterator[tuple[int, float]]:
         for width in WIDTHS:
-            found_s = image_s(width)
+            try:
+                found_s = image_s(width)
+            except torch.cuda.OutOfMemoryError:  # others may use the GPU: what fits is taken
+                return
             yield width, found_s
             if found_s >= least_image_s(best_s, batch_size):
                 return
 
-    sizes = sizes_for(best_s, dict(measured()), batch_size)
+    by_width = dict(measured())
+    if not by_width:
+        return None
+    sizes = sizes_for(best_s, by_width, batch_size)
     return replace(settings, width=sizes.width, batch_size=sizes.batch_size, min_s=MIN_RUN_S), sizes
 
 

@@ -5,9 +5,10 @@ once, and then as it was; the warnings are counted and not shown. A call counts 
 user's code inside the step, directly or through torch; what Lightning or torch do by themselves is counted apart.
 
 torch's bindings hand a warning on when they return (torch/csrc/Exceptions.h), after the wait: that began when Python
-last called something, or something returned (:mod:`~lightning_gpuopt.timeline.calls`). The mode does not know
-``torch.cuda.synchronize()`` and its like: their calls are seen in the same way. Nothing of torch is replaced: under a
-TorchFunctionMode it takes its attention modules off their fast path, and results differ.
+last called something, or something returned (:mod:`~lightning_gpuopt.timeline.calls`). Calls of which it is known that
+they wait are seen as they begin; so are ``torch.cuda.synchronize()`` and its like, which the mode does not know.
+Nothing of torch is replaced: under a TorchFunctionMode it takes its attention modules off their fast path, and results
+differ.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ _Warning = tuple[Warning | str, type[Warning], str, int]
 """Message, category, file and line."""
 
 
+_WAITS: Final = ("item", "tolist", "cpu", "nonzero")
+"""Methods of a tensor that wait for its device. What they do after that is host work, as making a list is."""
+
+
 class SyncLook:
     """Counts synchronizing calls inside a few steps.
 
@@ -60,7 +65,8 @@ class SyncLook:
         clock_ns: a monotonic clock, in nanoseconds.
 
     Attributes:
-        sees_calls: whether such moments are known: not while the program has a profile function of its own.
+        sees_calls: whether such moments are known, and all that the mode does not know was seen: not while the program
+            has a profile function of its own.
     """
 
     def __init__(
@@ -89,7 +95,8 @@ class SyncLook:
         of_device = getattr(getattr(torch, "accelerator", None), "synchronize", None)  # since torch 2.6
         waits = (torch.cuda.synchronize, torch.cuda.Event.synchronize, of_device)
         codes = (each.__code__ for each in map(_innermost, waits) if inspect.isfunction(each))
-        self._last_call = LastCall(clock_ns, codes, self._count, (__file__,))
+        self._last_call = LastCall(clock_ns, codes, self._count, (__file__,), _WAITS, self._begins)
+        self._begun_ns: int | None = None
 
     @property
     def is_taken(self) -> bool:
@@ -124,7 +131,7 @@ class SyncLook:
         if catcher is None:
             return
         try:
-            self._last_call.end()
+            self.sees_calls = self._last_call.end() and self.sees_calls
             if self._mode_before is not None:
                 self._set_mode(self._mode_before)
         finally:
@@ -161,17 +168,29 @@ class SyncLook:
             lineno: its line.
         """
         began_ns = self._last_call.at_ns
-        if self._catcher is None or threading.get_ident() != self._thread or os.getpid() != self._process:
+        if not self._is_here():
             return
         if self._inside():
             place = place_of(frame, filename or frame.f_code.co_filename, lineno or frame.f_lineno)
             if place is not None:
                 self._places[place] += 1
-        elif began_ns is not None:
-            try:
-                self._outside(began_ns)
-            except Exception:  # the program's own call must go on
-                log.debug("a wait outside of a step was not seen", exc_info=True)
+        elif began_ns is not None and began_ns != self._begun_ns:
+            self._waits(began_ns)
+
+    def _begins(self, owner: Any, at_ns: int) -> None:
+        """A method that waits for its tensor's device is about to be called; its warning will come at its end."""
+        if isinstance(owner, torch.Tensor) and owner.is_cuda and self._is_here() and not self._inside():
+            self._begun_ns = at_ns
+            self._waits(at_ns)
+
+    def _waits(self, began_ns: int) -> None:
+        try:
+            self._outside(began_ns)
+        except Exception:  # the program's own call must go on
+            log.debug("a wait outside of a step was not seen", exc_info=True)
+
+    def _is_here(self) -> bool:
+        return self._catcher is not None and threading.get_ident() == self._thread and os.getpid() == self._process
 
 
 def _innermost(function: Any) -> Any:

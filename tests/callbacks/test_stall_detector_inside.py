@@ -174,6 +174,25 @@ class TestHooks:
         true_s = gpu.ledger.idle_s(ends.ends[WARMUP_STEPS - 1], ends.ends[-1])
         assert abs(report.gpu_idle_s - true_s) / (80 - WARMUP_STEPS) < 0.0002
 
+    @pytest.mark.parametrize("warns_first", [False, True], ids=["warns on return", "warns first"])
+    def test_what_a_call_does_after_its_wait_is_idle_time(
+        self, gpu: SimulatedGpu, tmp_path: Path, warns_first: bool
+    ) -> None:
+        gpu.sync_debug.warns_first = warns_first
+        gpu.list_s = 0.03
+        values, ends = gpu.tensor([1.0, 2.0]), Stretch()
+
+        def lists() -> None:
+            gpu.launch(0.005, name="metric")
+            values.tolist()
+
+        model = module(gpu, Step(Work(0.02, 4, 0.0), Work(0.02, 4, 0.0)))
+        report = fit(gpu, tmp_path, model, At("on_train_batch_end", lists), ends, steps=60, profile="off")
+        assert causes(report) == ["callback"]
+        assert report.gpu_idle_s is not None
+        true_s = gpu.ledger.idle_s(ends.ends[WARMUP_STEPS - 1], ends.ends[-1])
+        assert report.gpu_idle_s == pytest.approx(true_s, rel=0.05)
+
     def test_what_a_hook_does_after_its_wait_is_idle_time_as_before(
         self, watched: SimulatedGpu, tmp_path: Path
     ) -> None:

@@ -62,6 +62,17 @@ def test_no_wider_network_is_measured_than_is_needed() -> None:
     assert sized(settings(), None, lambda now: None, image_s) is None
 
 
+@pytest.mark.parametrize(("fits", "width"), [(2, 2), (0, None)])
+def test_where_memory_ends_the_widest_that_fits_is_taken(fits: int, width: int | None) -> None:
+    def image_s(width: int) -> float:
+        if width > fits:
+            raise torch.cuda.OutOfMemoryError
+        return 1e-9
+
+    found = sized(settings(), None, lambda now: 20e-6, image_s)
+    assert (found and found[1].width) == width
+
+
 def test_the_loader_is_measured_on_all_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, Recipe(128))
     seconds = iter(range(10**6))

@@ -13,13 +13,14 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType
+from typing import Any
 
 import lightning
 import pytest
 import torch
 
 from lightning_gpuopt.measurements.gpu import SyncSighting
-from lightning_gpuopt.timeline import calls
+from lightning_gpuopt.timeline import calls, syncs
 from lightning_gpuopt.timeline.calls import LastCall
 from lightning_gpuopt.timeline.syncs import SyncLook
 
@@ -303,6 +304,7 @@ def test_a_binding_of_torchs_warns_when_it_returns() -> None:
     seen: list[tuple[int | None, int]] = []
     last_call = LastCall(clock_ns, (), lambda frame: None, (__file__,))
     torch.set_num_threads(1)
+    torch.set_warn_always(True)  # else once in a process
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
@@ -313,12 +315,35 @@ def test_a_binding_of_torchs_warns_when_it_returns() -> None:
             ended_ns = clock_ns()
             last_call.end()
     finally:
+        torch.set_warn_always(False)
         torch.set_num_threads(threads)
     ((called_ns, warned_ns),) = seen
     assert called_ns is not None
     tenth_ns = (ended_ns - begun_ns) / 10
     assert called_ns < begun_ns + tenth_ns
     assert warned_ns > ended_ns - tenth_ns
+
+
+def test_a_read_of_torchs_is_seen_as_it_begins() -> None:
+    begun: list[Any] = []
+    last_call = LastCall(
+        time.perf_counter_ns, (), lambda frame: None, (), syncs._WAITS, lambda owner, at_ns: begun.append(owner)
+    )
+    values = torch.ones(2)
+
+    def read() -> None:
+        assert begun == []
+        values.tolist()
+        assert begun[0] is values
+        values[0].item()
+        values.cpu()
+        values.nonzero()
+        torch.nn.Parameter(values).tolist()
+
+    assert last_call.begin()
+    read()
+    last_call.end()
+    assert [type(owner) for owner in begun] == [*[torch.Tensor] * 4, torch.nn.Parameter]
 
 
 def test_a_profile_function_of_the_programs_stays_and_no_moment_is_told(mode: Mode) -> None:

@@ -33,6 +33,7 @@ class SimulatedGpu(Device):
         pageable_bandwidth: bytes a second of a copy of pageable memory.
         pinned: whether batches count as pinned; None: what ``tensor.is_pinned()`` says.
         item_s: seconds of the copy of one value to the host.
+        list_s: seconds in which ``tolist()`` makes a list of what it has waited for.
         collective_s: seconds of a small collective (the signal broadcast, a logged value).
         memory: what ``torch.cuda.memory_stats()`` says.
         profiling: how ``torch.profiler`` behaves.
@@ -50,6 +51,7 @@ class SimulatedGpu(Device):
         self.pageable_bandwidth = 6e9
         self.pinned: bool | None = None
         self.item_s = 2e-6
+        self.list_s = 0.0
         self.collective_s = 2e-5
         self.memory: dict[str, int] = {
             "num_alloc_retries": 0,
@@ -120,13 +122,19 @@ class SimulatedGpu(Device):
             if pinned and not non_blocking:
                 self.wait_for(self.record(), "copy")
 
-    def copy_out(self, target: torch.Tensor, non_blocking: bool) -> None:
-        """Copy a device tensor to the host; torch allocates pinned memory for one that does not block."""
+    def copy_out(self, target: torch.Tensor, non_blocking: bool, then_s: float = 0.0) -> None:
+        """Copy a device tensor to the host; torch allocates pinned memory for one that does not block.
+
+        Args:
+            then_s: for so long the host works on in the same call.
+        """
         seconds = self.item_s + target.nbytes / self.bandwidth
         with nullcontext() if non_blocking else self.synchronizing_call():
             if not non_blocking:
                 self.finish_host_work()
             self.copy(seconds, "d2h", pinned=non_blocking, nbytes=target.nbytes)
+            if then_s:
+                self.clock.sleep_until(self.clock() + then_s)
 
     def _batch_share(self) -> float | None:
         """The first tensor of a batch takes the time of all of them."""

@@ -27,12 +27,14 @@ class SyncDebug:
 
     Attributes:
         mode: 0 does nothing, 1 warns, 2 raises.
+        binding: what stands for the binding that is about to be called, for a profile function.
         warns_first: warn before the wait and not after it, as a torch may that does so one day.
     """
 
     def __init__(self) -> None:
         self.mode = 0
         self.warns_first = False
+        self.binding: Any = None
         self._said = False
 
     def get(self) -> int:
@@ -63,7 +65,8 @@ class SyncDebug:
         if warns and self.warns_first:
             _warn(frame)
         profile = sys.getprofile()
-        sys.setprofile(None)
+        binding, self.binding = self.binding, None
+        _enter(profile, frame, binding)
         try:
             yield
         finally:
@@ -76,6 +79,11 @@ def _warn(frame):
     where = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"))
     warnings.warn_explicit({f"{MESSAGE} {_PLACE}"!r}, UserWarning, *where, registry)
 
+def _enter(profile, frame, binding):
+    if profile is not None and binding is not None:
+        profile(frame, "c_call", binding)
+    sys.setprofile(None)
+
 def _return(profile, frame):
     sys.setprofile(profile)
     if frame is not None:
@@ -83,6 +91,6 @@ def _return(profile, frame):
 """
 _of_torch: dict[str, Any] = {"sys": sys, "warnings": warnings}
 exec(compile(_WARNS, warnings.WarningMessage.__init__.__code__.co_filename, "exec"), _of_torch)
-_warn, _return = _of_torch["_warn"], _of_torch["_return"]
-"""The warning alone, or after giving the profile function back, which sees them as Python's own module of warnings: all
-that it sees of a binding's end."""
+_warn, _enter, _return = _of_torch["_warn"], _of_torch["_enter"], _of_torch["_return"]
+"""The warning alone; telling a profile function of a binding's call, and taking it away; giving it back with a warning.
+It sees them as Python's own module of warnings: nothing of what a binding does is Python's."""

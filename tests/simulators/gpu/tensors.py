@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,11 +44,17 @@ def _read() -> None:
         _installed.read_value()
 
 
-def _copy_out(tensor: DeviceTensor) -> torch.Tensor:
+def _copy_out(tensor: DeviceTensor, then_s: float = 0.0) -> torch.Tensor:
     plain = tensor.plain()
     if _installed is not None:
-        _installed.copy_out(plain, non_blocking=False)
+        _installed.copy_out(plain, non_blocking=False, then_s=then_s)
     return plain
+
+
+def _is_called(tensor: DeviceTensor, name: str) -> None:
+    """A method of Python's stands for a binding: a profile function is told of that as its wait begins."""
+    if _installed is not None and _installed.sync_debug.mode:
+        _installed.sync_debug.binding = SimpleNamespace(__name__=name, __self__=tensor)
 
 
 class DeviceTensor(torch.Tensor):
@@ -66,13 +73,16 @@ class DeviceTensor(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
     def item(self) -> Any:
+        _is_called(self, "item")
         _read()
         return self.plain().item()
 
     def tolist(self) -> Any:
-        return _copy_out(self).tolist()
+        _is_called(self, "tolist")
+        return _copy_out(self, 0.0 if _installed is None else _installed.list_s).tolist()
 
     def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        _is_called(self, "cpu")
         return _copy_out(self)
 
     def numpy(self, **kwargs: Any) -> Any:
@@ -82,6 +92,7 @@ class DeviceTensor(torch.Tensor):
         )
 
     def nonzero(self, **kwargs: Any) -> Any:
+        _is_called(self, "nonzero")
         _read()
         return super().nonzero(**kwargs)
 
