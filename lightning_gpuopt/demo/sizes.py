@@ -73,7 +73,7 @@ def sized(
     loader_s: Callable[[DemoSettings], float | None],
     image_s: Callable[[int], float],
 ) -> tuple[DemoSettings, Sizes] | None:
-    """Settings of a run whose step is long enough on this machine; None where the loader or the GPU could not be measured.
+    """Settings of a run whose step is long enough on this machine; None where a measurement failed.
 
     Args:
         settings: of the run on the CPU.
