@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from lightning_gpuopt import CudaPrefetcher, LMDBDataModule, StallDetector
 from lightning_gpuopt.utils.cuda_events import new_event
 from tests.helpers import tiny_trainer
 from tests.simulators.gpu import SimulatedGpu, SimulatedModule, Step, Work, simulated_gpu
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -72,6 +76,26 @@ def test_a_collection_that_comes_right_after_the_fork_destroys_none(gpu: Simulat
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         gc.disable()
         del held
+
+
+_ENDS_AS_A_PROGRAM = """
+import os, sys
+from lightning_gpuopt.utils.cuda_events import new_event
+from tests.simulators.gpu import simulated_gpu
+with simulated_gpu():
+    event = new_event()
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_forked_process_that_ends_as_a_program_destroys_none() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _ENDS_AS_A_PROGRAM], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "0"
 
 
 def test_here_an_event_is_destroyed_with_its_cycle(gpu: SimulatedGpu) -> None:

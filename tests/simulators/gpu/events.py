@@ -53,10 +53,10 @@ class Event:
         self._captured = False
         self._process = os.getpid()
 
-    def __del__(self) -> None:
+    def __del__(self, getpid: Any = os.getpid, abort: Any = os.abort) -> None:  # modules may be gone when it comes
         """As torch's destructor: it asks CUDA, which a forked process has not, and cannot raise (seen on an H100)."""
-        if os.getpid() != self._process:
-            os.abort()
+        if getpid() != self._process:
+            abort()
 
     def record(self, stream: Stream | None = None) -> None:
         """Put the event after all that the stream was given; stamped when the stream gets there."""
