@@ -73,6 +73,21 @@ def waits(gpu: SimulatedGpu, how: str) -> Waits:
     return model
 
 
+READS: dict[str, Callable[[SimulatedGpu, torch.Tensor], object]] = {
+    "item": lambda gpu, value: value.item(),
+    "float": lambda gpu, value: float(value),
+    "bool": lambda gpu, value: bool(value),
+    "tolist": lambda gpu, value: value.tolist(),
+    "cpu": lambda gpu, value: value.cpu(),
+    "nonzero": lambda gpu, value: value.nonzero(),
+    "format": lambda gpu, value: f"{value:.2f}",
+    "stream": lambda gpu, value: torch.cuda.current_stream().synchronize(),
+    "event": lambda gpu, value: torch.cuda.current_stream().record_event().synchronize(),
+    "device": lambda gpu, value: torch.cuda.synchronize(),
+}
+"""Ways of waiting for the GPU."""
+
+
 class TestWaits:
     @pytest.mark.parametrize(
         ("how", "line"), [("cpu", "loss.detach().cpu()"), ("synchronize", "torch.cuda.synchronize()"), ("stream", "")]
@@ -89,6 +104,24 @@ class TestWaits:
         number = next(index for index, text in enumerate(source, 1) if f"{wanted}  # the wait" in text)
         assert f"test_stall_detector_inside.py:{number}" in str(finding.evidence["where"])
         assert finding.evidence["syncs_per_step"] == 1.0
+
+    @pytest.mark.parametrize("warns_first", [False, in_matrix(True)], ids=["warns on return", "warns first"])
+    @pytest.mark.parametrize("how", [*READS])
+    def test_however_a_step_waits_it_is_counted_once(
+        self, watched: SimulatedGpu, tmp_path: Path, how: str, warns_first: bool
+    ) -> None:
+        watched.sync_debug.warns_first = warns_first
+        value = watched.tensor(1.0)
+
+        class Reads(SimulatedModule):
+            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+                loss = super().training_step(batch, batch_idx)
+                READS[how](watched, value)
+                return loss
+
+        report = fit(watched, tmp_path, Reads(watched, FORWARD_AND_SLOW_BACKWARD, batches=10_000), steps=80)
+        assert causes(report) == ["gpu_sync"]
+        assert report.findings[0].evidence["syncs_per_step"] == 1.0
 
     def test_without_a_wait_the_host_is_ahead(self, watched: SimulatedGpu, tmp_path: Path) -> None:
         report = fit(watched, tmp_path, module(watched, FORWARD_AND_SLOW_BACKWARD), steps=120)
@@ -119,21 +152,6 @@ class TestCopies:
 
         report = fit(watched, tmp_path, Copies(watched, FORWARD_AND_SLOW_BACKWARD, batches=10_000), steps=120)
         assert (report.verdict, report.findings) == ("compute_bound", [])
-
-
-READS: dict[str, Callable[[SimulatedGpu, torch.Tensor], object]] = {
-    "item": lambda gpu, value: value.item(),
-    "float": lambda gpu, value: float(value),
-    "bool": lambda gpu, value: bool(value),
-    "tolist": lambda gpu, value: value.tolist(),
-    "cpu": lambda gpu, value: value.cpu(),
-    "nonzero": lambda gpu, value: value.nonzero(),
-    "format": lambda gpu, value: f"{value:.2f}",
-    "stream": lambda gpu, value: torch.cuda.current_stream().synchronize(),
-    "event": lambda gpu, value: torch.cuda.current_stream().record_event().synchronize(),
-    "device": lambda gpu, value: torch.cuda.synchronize(),
-}
-"""Ways of waiting for the GPU."""
 
 
 class TestHooks:
