@@ -82,7 +82,7 @@ class AdjustableLoader:
         return create() if managed is None else managed.make_as_given(create)
 
     def _managed_of(self, loader: Any) -> ManagedLoader | None:
-        return next((each for each in self._managed if each.loader is loader), None)
+        return next((each for each in self._managed if each.running.is_of(loader)), None)
 
     def aim(self, key: str) -> bool:
         """Have the loader with this key changed from now on; the first call decides, and gives True."""
@@ -116,7 +116,8 @@ class AdjustableLoader:
     def epoch_begins(self) -> None:
         """An epoch begins."""
         self._registry.forget_dropped()
-        self._managed = [each for each in self._managed if self._registry.find(each.loader) is not None]
+        there = [each for each in self._managed if not each.running.is_of(None)]
+        self._managed = [each for each in there if self._registry.find(each.loader) is not None]
         for managed in self._managed:
             managed.epoch_begins()
 

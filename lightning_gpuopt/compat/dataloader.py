@@ -356,10 +356,9 @@ def is_plain(loader: DataLoader[Any]) -> bool:
     return ours and getattr(loader, "_dataset_kind", None) == _MAP and not isinstance(loader.dataset, _MAP_PIPES)
 
 
-def iterator_maker(loader: Any) -> tuple[str, Callable[[], Any]] | None:
-    """The method with which a loader makes its iterators: its name, and the bound method; None where it has none."""
-    make = getattr(loader, "_get_iterator", None)
-    return ("_get_iterator", make) if callable(make) else None
+def iterator_maker(loader: Any) -> str | None:
+    """The name of the method with which a loader makes its iterators; None where it has none."""
+    return "_get_iterator" if callable(getattr(loader, "_get_iterator", None)) else None
 
 
 def persistent_iterator(loader: DataLoader[Any]) -> Any:

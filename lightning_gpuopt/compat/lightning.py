@@ -494,15 +494,17 @@ def shadow(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
     """
     before = vars(owner).get(name, _ABSENT)
     setattr(owner, name, replacement)
+    behind = weakref.ref(owner)  # whoever keeps the undo does not keep a loader
     done = False
 
     def undo() -> None:
         nonlocal done
-        if done:
+        owner = behind()
+        if done or owner is None:
             return
         done = True
         if vars(owner).get(name) is not replacement:
-            _buried.append((owner, name, replacement, before))
+            _buried[:] = [each for each in _buried if each[0]() is not None] + [(behind, name, replacement, before)]
             return
         below = before
         while (gone := next((each for each in _buried if _is_shadow(each, owner, name, below)), None)) is not None:
@@ -517,9 +519,9 @@ def shadow(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
 
 
 _ABSENT = object()
-_buried: list[tuple[Any, str, Any, Any]] = []
+_buried: list[tuple[Callable[[], Any], str, Any, Any]] = []
 """Shadows that were undone while another lay on top: owner, name, replacement, and what was there before."""
 
 
-def _is_shadow(buried: tuple[Any, str, Any, Any], owner: Any, name: str, replacement: Any) -> bool:
-    return buried[0] is owner and buried[1] == name and buried[2] is replacement
+def _is_shadow(buried: tuple[Callable[[], Any], str, Any, Any], owner: Any, name: str, replacement: Any) -> bool:
+    return buried[0]() is owner and buried[1] == name and buried[2] is replacement

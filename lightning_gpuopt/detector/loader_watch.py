@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_gpuopt.compat.dataloader import running_workers, time_fetches, worker_pids
 from lightning_gpuopt.compat.lightning import (
@@ -20,7 +20,6 @@ from lightning_gpuopt.compat.lightning import (
 from lightning_gpuopt.detector.downloads import DownloadWatch
 from lightning_gpuopt.loaders.describe import describe
 from lightning_gpuopt.loaders.helpers import helpers_of
-from lightning_gpuopt.loaders.inner import dataloader_in
 from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
 from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.measurements.loader_description import LoaderDescription
@@ -29,9 +28,10 @@ from lightning_gpuopt.telemetry.host import HostWatch
 from lightning_gpuopt.telemetry.process import ProcessReading
 from lightning_gpuopt.timeline.loader import facts_of, pipeline_of
 from lightning_gpuopt.timeline.queues import QueueProbe
-from lightning_gpuopt.timeline.worker_clock import TimedCollate, watch_workers
+from lightning_gpuopt.timeline.worker_clock import WorkerClock, watch_workers
 from lightning_gpuopt.timeline.worker_stacks import WorkerStacks
 from lightning_gpuopt.tuning.managed import changes_of
+from lightning_gpuopt.utils.weakly import weakly
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class _Watched:
 
     seen: SeenLoader
     number: int
-    clock: TimedCollate | None = None
+    clock: WorkerClock | None = None
     loader: LoaderDescription = field(default_factory=LoaderDescription)
     waited_ns: list[int] = field(default_factory=lambda: [0])
     inner_ns: list[int] = field(default_factory=lambda: [0])
@@ -84,26 +84,15 @@ class _Running(NamedTuple):
 
     Attributes:
         watched: the loader.
-        outer: what the loop asks.
-        inner: what makes the batches; None where that is not known.
+        outer: what the loop asks, held weakly.
+        inner: what makes the batches, held weakly; None where that is not known.
         workers: workers behind ``inner``.
-        dataloader: the DataLoader; None where there is none.
     """
 
     watched: _Watched
-    outer: Any
-    inner: Any
+    outer: Callable[[], Any]
+    inner: Callable[[], Any]
     workers: int
-    dataloader: Any
-
-
-class _Nobody:
-    """In place of an iterator that is not known."""
-
-    _num_workers = 0
-
-
-_NOBODY: Final = _Nobody()
 
 
 class _TimedIterator:
@@ -148,8 +137,6 @@ class LoaderWatch:
         self._seen = 0
         self._unwatched = False
         self._running: list[_Running] = []
-        self._probed: list[tuple[int, Any, Any, Any, int]] = []
-        self._wrapping: list[tuple[SeenLoader, Any]] = []
         self._host = HostWatch(local_ranks=trainer.num_devices)
         self.queues = QueueProbe()
         self._downloads = DownloadWatch()
@@ -164,14 +151,12 @@ class LoaderWatch:
         self._undo.append(self._host.stop)
 
     def release(self) -> None:
-        """Drop our references to the ended epoch's iterators, so that their workers can end."""
+        """The epoch has ended, and with it what its iterators are asked for."""
         self.queues.watch([])
         for index, each in enumerate(train_iterators(self._trainer)):
             if isinstance(each, _TimedIterator):
                 replace_train_iterator(self._trainer, index, each.iterator)
         self._running.clear()
-        self._probed.clear()
-        self._wrapping.clear()
 
     def epoch_begins(self) -> None:
         """Find the new epoch's iterators, and perhaps new loaders and workers."""
@@ -187,25 +172,20 @@ class LoaderWatch:
         for index, (watched, iterator) in enumerate(zip(self._current, train_iterators(self._trainer), strict=False)):
             running = self._follow(index, watched, iterator, several=len(loaders) > 1)
             self._running.append(running)
-            pids += worker_pids([running.inner])
-        inner = {id(each.watched): each.inner for each in self._running}
+            pids += worker_pids([running.inner()])
+        inner = {id(each.watched): each.inner() for each in self._running}
         for watched, key in zip(self._current, keys, strict=True):
             watched.loader = describe(watched.seen.loader, inner.get(id(watched)), key=key)
             self._downloads.begin(watched.loader.caches)
         for running in self._running:
             if running.watched.loader.kind in ("nodes", "iterable"):
-                own = helpers_of(running.watched.seen.loader, running.outer)
+                own = helpers_of(running.watched.seen.loader, running.outer())
                 threads += own[0]
                 pids += [each.pid for each in own[1]]
                 running.watched.loader = _with_helpers(running.watched.loader, *own)
         self.facts = facts_of([each.loader for each in self._current])
         self.threads = tuple(each.ident for each in threads)
-        self._probed = [
-            (index, each.dataloader, each.outer, _NOBODY if each.inner is None else each.inner, each.workers)
-            for index, each in enumerate(self._running)
-        ]
-        self._wrapping = [(each.watched.seen, each.inner) for each in self._running if each.inner is not each.outer]
-        self.queues.watch([each.inner for each in self._running])
+        self.queues.watch([each.inner() for each in self._running])
         self._host.workers(pids, [each.native_id for each in threads])
 
     def _find(self, loader: Any) -> _Watched:
@@ -213,7 +193,7 @@ class LoaderWatch:
         if known:
             return known[0]
         self._seen += 1
-        return _Watched(SeenLoader(loader, dataloader_in(loader), is_training=True), self._seen)
+        return _Watched(SeenLoader(loader, is_training=True), self._seen)
 
     def _follow(self, index: int, watched: _Watched, outer: Any, *, several: bool) -> _Running:
         is_torchs = hasattr(outer, "_num_workers")
@@ -224,16 +204,20 @@ class LoaderWatch:
         if not is_timed and not (is_torchs and time_fetches(outer, watched.waited_ns)):
             outer = _TimedIterator(outer, watched.waited_ns)
             replace_train_iterator(self._trainer, index, outer)
-        loader = watched.seen.inner
-        workers = running_workers(loader, inner) if inner is not None else 0
-        return _Running(watched, outer, inner, workers, loader)
+        workers = running_workers(watched.seen.inner, inner) if inner is not None else 0
+        return _Running(watched, weakly(outer), weakly(inner), workers)
 
     def resized(self) -> bool:
         """Whether other workers run, or another iterator, than at the last :meth:`epoch_begins`; costs about 1 µs."""
-        for index, loader, outer, inner, workers in self._probed:
-            if not train_iterator_is(self._trainer, index, outer) or running_workers(loader, inner) != workers:
+        for index, (watched, outer, behind, workers) in enumerate(self._running):
+            asked, inner = outer(), behind()
+            if not train_iterator_is(self._trainer, index, asked):
                 return True
-        return bool(self._wrapping) and any(seen.iterator not in (inner, None) for seen, inner in self._wrapping)
+            if inner is not None and running_workers(watched.seen.inner, inner) != workers:
+                return True
+            if inner is not asked and watched.seen.iterator not in (inner, None):
+                return True
+        return False
 
     def reset_host(self) -> None:
         """Reset the host's figures."""
@@ -292,7 +276,7 @@ class LoaderWatch:
             number: of :meth:`readings`.
         """
         clocks = (each.clock for each in self._watched if each.number == number)
-        return next((clock.gpuopt_stacks for clock in clocks if clock is not None), None)
+        return next((clock.stacks for clock in clocks if clock is not None), None)
 
     def pipelines(self) -> dict[int, Pipelines]:
         """What each loader that decodes in a pipeline of its own has done so far, by the order in which it was seen."""
@@ -313,7 +297,7 @@ class LoaderWatch:
         described: list[tuple[int, str]] = []
         for each in self._running:
             clock = each.watched.clock
-            for number, pid in enumerate(worker_pids([each.inner])):
+            for number, pid in enumerate(worker_pids([each.inner()])):
                 described.append((pid, clock.doing(number) if clock is not None else "is not watched"))
         return described
 
@@ -352,7 +336,7 @@ class LoaderWatch:
             return
         watched.clock, watched.undo = found
 
-    def _clock_of(self, loader: Any) -> tuple[TimedCollate, Callable[[], None]] | None:
+    def _clock_of(self, loader: Any) -> tuple[WorkerClock, Callable[[], None]] | None:
         """The clock in a loader's workers: a new one, or the one of the validation that reads the same loader."""
         validation = self._validation
         if validation is not None and validation.clock is not None and validation.seen.inner is loader:

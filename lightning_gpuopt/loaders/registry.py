@@ -1,7 +1,8 @@
 """The one registry of a Trainer's loaders: who wants to know of them, or to make their iterators, subscribes.
 
 ``strategy.process_dataloader`` is shadowed once for as long as somebody subscribes, and so is ``_get_iterator`` of each
-training loader: Lightning passes every loader there, with its sampler, before it is iterated.
+training loader: Lightning passes every loader there, with its sampler, before it is iterated. No loader is kept alive
+by that, and none becomes part of a reference cycle.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader
 
@@ -20,29 +20,35 @@ from lightning_gpuopt.compat.dataloader import iterator_maker
 from lightning_gpuopt.compat.lightning import Trainer, shadow, train_loaders
 from lightning_gpuopt.compat.lightning_loops import is_begun_by_fetcher
 from lightning_gpuopt.loaders.inner import dataloader_in
-from lightning_gpuopt.utils.replacement import Replacement
+from lightning_gpuopt.utils.replacement import Replacement, identity
+from lightning_gpuopt.utils.weakly import weakly
 
 log = logging.getLogger(__name__)
 
-_MAX_OTHERS: Final = 8
-"""Loaders of validation that are held at most: a program may make new ones in each epoch."""
 
-
-@dataclass(eq=False)
 class SeenLoader:
-    """A loader that a strategy has made ready.
+    """A loader that a strategy has made ready; held weakly.
 
-    Attributes:
+    Args:
         loader: what the Trainer iterates.
-        inner: the DataLoader that makes its batches: itself, or one inside it; None where there is none.
         is_training: whether it was made for training; else for validation, or another loop.
     """
 
-    loader: Any
-    inner: DataLoader[Any] | None
-    is_training: bool
-    _iterator: Callable[[], Any] = field(default=lambda: None, repr=False)
-    _undo: Callable[[], None] = field(default=lambda: None, repr=False)
+    def __init__(self, loader: Any, *, is_training: bool) -> None:
+        self.is_training = is_training
+        self._loader, self._inner = weakly(loader), weakly(dataloader_in(loader))
+        self._iterator: Callable[[], Any] = lambda: None
+        self._undo: Callable[[], None] = lambda: None
+
+    @property
+    def loader(self) -> Any:
+        """What the Trainer iterates; None once nobody holds it any more."""
+        return self._loader()
+
+    @property
+    def inner(self) -> DataLoader[Any] | None:
+        """The DataLoader that makes its batches: itself, or one inside it; None where there is none, or no more."""
+        return self._inner()
 
     @property
     def iterator(self) -> Any:
@@ -165,14 +171,13 @@ class LoaderRegistry:
         return processed
 
     def _add(self, loader: Any, *, is_training: bool) -> None:
-        seen = SeenLoader(loader, dataloader_in(loader), is_training)
+        seen = SeenLoader(loader, is_training=is_training)
         if is_training:
             self._seen.append(seen)
         elif any(isinstance(each, StartWatcher) for each in self._subscribers):
             self._watch_other(seen)
-        if is_training and (maker := iterator_maker(seen.inner)) is not None:
-            name, create = maker
-            seen._undo = shadow(seen.inner, name, Replacement(create, lambda: self._iterate(seen, create)))
+        if is_training and (name := iterator_maker(seen.inner)) is not None:
+            seen._undo = shadow(seen.inner, name, _Maker(seen.inner, name, partial(self._iterate, seen)))
         for subscriber in self._subscribers:
             try:
                 subscriber.loader_seen(seen)
@@ -181,14 +186,11 @@ class LoaderRegistry:
 
     def _watch_other(self, seen: SeenLoader) -> None:
         """A loader of validation: nobody makes its iterators but itself."""
-        if (maker := iterator_maker(seen.inner)) is None or any(each.inner is seen.inner for each in self._others):
+        name = iterator_maker(seen.inner)
+        if name is None or any(each.inner is seen.inner for each in self._others):
             return
-        name, create = maker
-        seen._undo = shadow(seen.inner, name, Replacement(create, lambda: self._start(seen, create)))
-        self._others.append(seen)
-        for dropped in self._others[:-_MAX_OTHERS]:
-            dropped._undo()
-            self._others.remove(dropped)
+        seen._undo = shadow(seen.inner, name, _Maker(seen.inner, name, partial(self._start, seen)))
+        self._others = [each for each in self._others if each.inner is not None] + [seen]
 
     def _start(self, seen: SeenLoader, create: Callable[[], Any]) -> Any:
         for subscriber in self._subscribers:
@@ -208,12 +210,8 @@ class LoaderRegistry:
             if isinstance(subscriber, IteratorMaker):
                 create = partial(subscriber.make_iterator if trains else subscriber.make_as_given, seen.inner, create)
         iterator = create()
-        if not trains:
-            return iterator
-        try:
-            seen._iterator = weakref.ref(iterator)
-        except TypeError:  # such as an iterator without a place for weak references
-            seen._iterator = lambda: None
+        if trains:
+            seen._iterator = weakly(iterator)
         return iterator
 
     def _end(self) -> None:
@@ -223,6 +221,30 @@ class LoaderRegistry:
         for loaders in (self._seen, self._others):
             while loaders:
                 loaders.pop()._undo()
+
+
+class _Maker:
+    """In front of a loader's own way to make an iterator; pickled and copied as that.
+
+    The loader holds this, which therefore holds the loader weakly.
+
+    Args:
+        loader: the loader.
+        name: of its method.
+        make: called with the method.
+    """
+
+    def __init__(self, loader: Any, name: str, make: Callable[[Callable[[], Any]], Any]) -> None:
+        create = getattr(loader, name)
+        is_its_own = getattr(create, "__self__", None) is loader
+        self._create: Callable[[], Any] = weakref.WeakMethod(create) if is_its_own else lambda: create
+        self._make = make
+
+    def __call__(self) -> Any:
+        return self._make(self._create())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return identity, (self._create(),)
 
 
 _registries: weakref.WeakKeyDictionary[Trainer, LoaderRegistry] = weakref.WeakKeyDictionary()

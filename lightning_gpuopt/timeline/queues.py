@@ -6,11 +6,12 @@ An iterator that is not as expected is left out.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from lightning_gpuopt.compat.dataloader import awaited_worker, has_queues, shares_of_others, waiting
 from lightning_gpuopt.measurements.loading import QueueTimes
+from lightning_gpuopt.utils.weakly import weakly
 
 _A_WAIT_S: Final = 0.001
 """A fetch that takes longer than this had to wait; only then is the cost of a closer look worth it."""
@@ -35,7 +36,7 @@ class QueueProbe:
     """Looks at the queues before and after fetches: at each, or at some where hardly any has to wait."""
 
     def __init__(self) -> None:
-        self._iterators: list[Any] = []
+        self._iterators: list[Callable[[], Any]] = []
         self._awaited: list[int | None] = []
         self._fetches = self._ready = self._empty = self._waits = 0
         self._wait_s = self._late_wait_s = self._unpinned_wait_s = 0.0
@@ -54,26 +55,32 @@ class QueueProbe:
         Returns:
             Those that can be watched.
         """
-        self._iterators = [each for each in iterators if has_queues(each)]
-        self._awaited = [None] * len(self._iterators)
-        return list(self._iterators)
+        watched = [each for each in iterators if has_queues(each)]
+        self._iterators = [weakly(each) for each in watched]
+        self._awaited = [None] * len(watched)
+        return watched
+
+    def _alive(self) -> list[Any]:
+        """The iterators, as long as all of them are there."""
+        alive = [each() for each in self._iterators]
+        return [] if None in alive else alive
 
     def before_fetch(self) -> None:
         """The loop is about to ask for a batch."""
-        if not self._iterators:
+        if not (iterators := self._alive()):
             return
-        for number, iterator in enumerate(self._iterators):
+        for number, iterator in enumerate(iterators):
             self._awaited[number] = awaited_worker(iterator)
         self._passed += 1
         self._unpinned = False  # of the look before, if this fetch gets none
         if self._skip:
             self._skip -= 1
             return
-        self._look()
+        self._look(iterators)
 
-    def _look(self) -> None:
+    def _look(self, iterators: list[Any]) -> None:
         stands_for = self._skipped + 1
-        looks = [waiting(iterator) for iterator in self._iterators]
+        looks = [waiting(iterator) for iterator in iterators]
         self._unpinned |= any(unpinned for _, unpinned in looks)
         ready = min(here for here, _ in looks)  # of several loaders a step takes one batch each
         self._fetches += stands_for
@@ -89,13 +96,13 @@ class QueueProbe:
         Args:
             wait_s: seconds that the fetch took.
         """
-        if wait_s < _A_WAIT_S or not self._iterators:
+        if wait_s < _A_WAIT_S or not (iterators := self._alive()):
             return
         self._waits += 1
         self._wait_s += wait_s
         if self._unpinned:
             self._unpinned_wait_s += wait_s
-        elif all(map(_held_up, self._iterators, self._awaited)):  # of several loaders one that is fast has all ready
+        elif all(map(_held_up, iterators, self._awaited)):  # of several loaders one that is fast has all ready
             self._late_wait_s += wait_s
 
     def times(self) -> QueueTimes:

@@ -53,7 +53,7 @@ _IDLE, _FETCHING, _COLLATING = 0.0, 1.0, 2.0
 _DOING_NAMES: Final = {_IDLE: "waits for work", _FETCHING: "reads samples", _COLLATING: "collates"}
 
 
-_OWN: Final = frozenset({"collate_fn", "gpuopt_stacks", "_rows", "_meter", "_number"})
+_OWN: Final = frozenset({"collate_fn", "gpuopt_clock", "_meter", "_number"})
 
 
 class _Meter:
@@ -116,6 +116,60 @@ class _Meter:
             self.collate_share = min(measured[3] / max(measured[2], 1), 1.0)
 
 
+class WorkerClock:
+    """What a loader's workers have noted of their time, in shared memory; nothing of the loader.
+
+    Attributes:
+        stacks: asks a worker for the stacks of its next batches.
+    """
+
+    def __init__(self) -> None:
+        self.stacks = WorkerStacks()
+        self._rows: Any = sharedctypes.RawArray("d", _MAX_WORKERS * _FIELDS)
+
+    def meter(self, number: int) -> _Meter:
+        """What notes a worker's batches; called in the worker.
+
+        Args:
+            number: of its first field.
+        """
+        return _Meter(number, self._rows)
+
+    def times(self, workers: int = _MAX_WORKERS) -> WorkerTimes:
+        """What the workers have noted so far; called in the training process.
+
+        Args:
+            workers: how many workers there have been at most.
+        """
+        rows = self._rows[: max(min(workers, _MAX_WORKERS), 1) * _FIELDS]
+        total = rows if len(rows) == _FIELDS else [sum(rows[field::_FIELDS]) for field in range(_FIELDS)]
+        return WorkerTimes(
+            int(total[_BATCHES]),
+            total[_DATA_WALL] / 1e9,
+            total[_DATA_CPU] / 1e9,
+            total[_COLLATE_WALL] / 1e9,
+            total[_COLLATE_CPU] / 1e9,
+            int(total[_BYTES]),
+            int(total[_SIZED]),
+            total[_SQUARES] / 1e18,
+            {number: int(count) for number, count in enumerate(total[_BINS:]) if count},
+        )
+
+    def doing(self, worker: int) -> str:
+        """What a worker does now and since when, in words; called in the training process.
+
+        Args:
+            worker: the worker's number, from 0.
+        """
+        if not 0 <= worker < _MAX_WORKERS:
+            return "is not watched"
+        row = worker * _FIELDS
+        if not self._rows[row + _SINCE]:
+            return "has made no batch yet"
+        seconds = (time.perf_counter_ns() - self._rows[row + _SINCE]) / 1e9
+        return f"{_DOING_NAMES.get(self._rows[row + _DOING], 'works')} for {seconds:.1f} s"
+
+
 class TimedCollate:
     """Stands in for a loader's ``collate_fn``: calls it, hands back what it returns, and notes how long things took.
 
@@ -127,13 +181,12 @@ class TimedCollate:
         collate_fn: the loader's own.
 
     Attributes:
-        gpuopt_stacks: asks a worker for the stacks of its next batches; None in a copy that notes nothing.
+        gpuopt_clock: where it is noted; None in a copy that notes nothing.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
-        self.gpuopt_stacks: WorkerStacks | None = WorkerStacks()
-        self._rows: Any = sharedctypes.RawArray("d", _MAX_WORKERS * _FIELDS)
+        self.gpuopt_clock: WorkerClock | None = WorkerClock()
         self._begin()
 
     def _begin(self) -> None:
@@ -144,9 +197,9 @@ class TimedCollate:
         """Collate, and note how long that and the access to the samples took."""
         meter = self._meter
         if meter is None:
-            if self._rows is None or (number := self._find_row()) < 0:
+            if self.gpuopt_clock is None or (number := self._find_row()) < 0:
                 return self.collate_fn(*samples, **options)
-            meter = self._meter = _Meter(number, self._rows)
+            meter = self._meter = self.gpuopt_clock.meter(number)
         rows = meter.row
         data_began, data_cpu = meter.fetch_began, meter.fetch_cpu
         meter.fetch_began = 0
@@ -159,7 +212,7 @@ class TimedCollate:
         rows[_SINCE] = after
         if not data_began:  # the fetcher is new: from its next batch on it tells us when it begins
             if -1 < (number := self._find_row()) != meter.number:  # forked from a process that loaded itself
-                meter = self._meter = _Meter(number, self._rows)
+                meter = self._meter = self.gpuopt_clock.meter(number)  # type: ignore[union-attr]
             self._watch_fetcher(meter)
             return batch
         rows[_DATA_WALL] += wall - data_began
@@ -233,45 +286,11 @@ class TimedCollate:
     def _look(self, meter: _Meter) -> WorkerLook | None:
         """What samples this process's stacks when it is asked to; None in the training process."""
         worker, rows = get_worker_info(), meter.row
-        if worker is None or self.gpuopt_stacks is None:
+        if worker is None or self.gpuopt_clock is None:
             return None
         return WorkerLook(
-            self.gpuopt_stacks, meter.number // _FIELDS, lambda: rows[_DOING] != _IDLE, lambda: rows[_BATCHES]
+            self.gpuopt_clock.stacks, meter.number // _FIELDS, lambda: rows[_DOING] != _IDLE, lambda: rows[_BATCHES]
         )
-
-    def times(self, workers: int = _MAX_WORKERS) -> WorkerTimes:
-        """What the workers have noted so far; called in the training process.
-
-        Args:
-            workers: how many workers there have been at most.
-        """
-        rows = self._rows[: max(min(workers, _MAX_WORKERS), 1) * _FIELDS]
-        total = rows if len(rows) == _FIELDS else [sum(rows[field::_FIELDS]) for field in range(_FIELDS)]
-        return WorkerTimes(
-            int(total[_BATCHES]),
-            total[_DATA_WALL] / 1e9,
-            total[_DATA_CPU] / 1e9,
-            total[_COLLATE_WALL] / 1e9,
-            total[_COLLATE_CPU] / 1e9,
-            int(total[_BYTES]),
-            int(total[_SIZED]),
-            total[_SQUARES] / 1e18,
-            {number: int(count) for number, count in enumerate(total[_BINS:]) if count},
-        )
-
-    def doing(self, worker: int) -> str:
-        """What a worker does now and since when, in words; called in the training process.
-
-        Args:
-            worker: the worker's number, from 0.
-        """
-        if not 0 <= worker < _MAX_WORKERS:
-            return "is not watched"
-        row = worker * _FIELDS
-        if not self._rows[row + _SINCE]:
-            return "has made no batch yet"
-        seconds = (time.perf_counter_ns() - self._rows[row + _SINCE]) / 1e9
-        return f"{_DOING_NAMES.get(self._rows[row + _DOING], 'works')} for {seconds:.1f} s"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in _OWN:
@@ -290,8 +309,8 @@ class TimedCollate:
     def __getstate__(self) -> dict[str, Any]:
         # Shared memory can be handed to a process that is being started, and to nobody else.
         if context.get_spawning_popen() is None:
-            return {"collate_fn": self.collate_fn, "gpuopt_stacks": None, "_rows": None}
-        return {"collate_fn": self.collate_fn, "gpuopt_stacks": self.gpuopt_stacks, "_rows": self._rows}
+            return {"collate_fn": self.collate_fn, "gpuopt_clock": None}
+        return {"collate_fn": self.collate_fn, "gpuopt_clock": self.gpuopt_clock}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -299,7 +318,7 @@ class TimedCollate:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TimedCollate:
         twin = TimedCollate.__new__(TimedCollate)
-        twin.__setstate__({"collate_fn": copy.deepcopy(self.collate_fn, memo), "gpuopt_stacks": None, "_rows": None})
+        twin.__setstate__({"collate_fn": copy.deepcopy(self.collate_fn, memo), "gpuopt_clock": None})
         return twin
 
 
@@ -322,8 +341,8 @@ def _no_batch(samples: Any) -> None:
     """Samples are in their rows already."""
 
 
-def watch_workers(loader: Any) -> tuple[TimedCollate, Callable[[], None]] | None:
-    """Wrap the ``collate_fn`` of a loader, before its workers start.
+def watch_workers(loader: Any) -> tuple[WorkerClock, Callable[[], None]] | None:
+    """Wrap the ``collate_fn`` of a loader, before its workers start; the loader is not kept alive.
 
     Args:
         loader: any loader; one that is no ``torch.utils.data.DataLoader`` is left alone.
@@ -337,15 +356,19 @@ def watch_workers(loader: Any) -> tuple[TimedCollate, Callable[[], None]] | None
     iterator = getattr(loader, "_iterator", None)
     if iterator is not None:  # persistent workers of an earlier fit still run, and still have its wrapper
         known = getattr(iterator, "_collate_fn", None)
-        return (known, lambda: None) if isinstance(known, TimedCollate) else None
-    clock = TimedCollate(original)
-    loader.collate_fn = clock
+        clock = known.gpuopt_clock if isinstance(known, TimedCollate) else None
+        return None if clock is None else (clock, lambda: None)
+    timed = TimedCollate(original)
+    loader.collate_fn = timed
+    behind, placed = weakref.ref(loader), weakref.ref(timed)
 
     def undo() -> None:
-        if loader.collate_fn is clock:
-            loader.collate_fn = original
+        loader, timed = behind(), placed()
+        if loader is not None and timed is not None and loader.collate_fn is timed:
+            loader.collate_fn = timed.collate_fn
 
-    return clock, undo
+    assert timed.gpuopt_clock is not None
+    return timed.gpuopt_clock, undo
 
 
 def _bin_of(took_ns: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -52,7 +53,7 @@ class TunedFit:
         self._choices: dict[int, WorkersChoice] = {}
         self._left: set[int] = set()
         self._registry = LoaderRegistry.of(trainer)
-        self._watched: list[DataLoader[Any]] = []
+        self._watched: list[weakref.ref[DataLoader[Any]]] = []
         self._undo.callback(self._registry.subscribe(self, trainer))
 
     @property
@@ -80,7 +81,7 @@ class TunedFit:
         """The loaders are about to be iterated."""
         loaders = train_loaders(self.trainer)
         self._let_go(loaders)
-        for loader in self._watched:
+        for loader in [each for each in loaders if self._watches(each)]:
             if self._tuned_of(loader) is None and persistent_iterator(loader) is not None:
                 self._take_in(loader, loaders)  # its workers run since an earlier fit
         for tuned in self._tuned.values():
@@ -130,14 +131,14 @@ class TunedFit:
             if (reason := why_left(seen.loader, self._options)) is not None:
                 self._say(reason)
                 return
-            self._watched.append(seen.loader)
+            self._watched.append(weakref.ref(seen.loader))
             self._undo.callback(silence_worker_hint("train_dataloader"))
         except Exception as error:
             self._fail(error)
 
     def make_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
         """Make an iterator of a loader under tuning; the registry calls it."""
-        if not any(each is loader for each in self._watched):
+        if not self._watches(loader):
             return create()
         tuned = self._tuned_of(loader) or self._take_in(loader, train_loaders(self.trainer))
         return create() if tuned is None else tuned.new_iterator(create)
@@ -147,8 +148,11 @@ class TunedFit:
         tuned = self._tuned_of(loader)
         return create() if tuned is None else tuned.managed.make_as_given(create)
 
+    def _watches(self, loader: Any) -> bool:
+        return any(each() is loader for each in self._watched)
+
     def _tuned_of(self, loader: DataLoader[Any]) -> TunedLoader | None:
-        return next((tuned for tuned in self._tuned.values() if tuned.running.loader is loader), None)
+        return next((tuned for tuned in self._tuned.values() if tuned.running.is_of(loader)), None)
 
     def _take_in(self, loader: DataLoader[Any], loaders: list[Any]) -> TunedLoader | None:
         """Begin to tune a loader, or go on from the one that it replaces; None where it is left alone."""
@@ -176,8 +180,8 @@ class TunedFit:
     def _let_go(self, loaders: list[Any]) -> None:
         """Forget the loaders that the training loop has dropped."""
         self._registry.forget_dropped()
-        self._watched = kept = [each for each in self._watched if any(each is loader for loader in loaders)]
-        left = [index for index, loader in enumerate(loaders) if any(loader is each for each in kept)]
+        self._watched = [each for each in self._watched if any(each() is loader for loader in loaders)]
+        left = [index for index, loader in enumerate(loaders) if self._watches(loader)]
         for index in [index for index in self._tuned if index not in left]:
             del self._tuned[index]
 

@@ -22,6 +22,7 @@ from lightning_gpuopt.tuning.running import RunningLoader, depth_of
 from lightning_gpuopt.tuning.sharing import own_workers
 from lightning_gpuopt.tuning.without_workers import check_workers, why_not_other_workers
 from lightning_gpuopt.tuning.workers import NumWorkersResult, WorkersChoice
+from lightning_gpuopt.utils.weakly import weakly
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class TunedLoader:
         self._ranks = NodeRanks(f"num-workers-{first}-{index}", trainer.global_rank, peers)
 
     def _manage(self, loader: DataLoader[Any], depth: int | None = None, **more: Any) -> ManagedLoader:
+        self._dataset = weakly(loader.dataset)
         return ManagedLoader(
             loader,
             local_ranks=self._local_ranks,
@@ -205,7 +207,7 @@ class TunedLoader:
     @property
     def choice(self) -> WorkersChoice:
         """The choice so far."""
-        policy, number = self.running.policy, self.running.loader.num_workers
+        policy, number = self.running.policy, self.running.num_workers
         settled, trials, limited_by = self.running.frozen or policy.settled, tuple(policy.trials), policy.limited_by
         if self._result is not None:
             settled, trials, limited_by = True, self._result.trials, self._result.limited_by
@@ -228,7 +230,7 @@ class TunedLoader:
             CannotChange: it cannot have other workers.
         """
         old = self.running
-        self._check(loader, old.loader.dataset)
+        self._check(loader, self._dataset())
         self.managed = self._manage(loader, policy=old.policy)
         self.running.take_over(old)
         self._raise_prefetch(self._prefetch_factor)

@@ -75,7 +75,6 @@ class ManagedLoader:
         wrapped: the program iterates it inside a loader of its own, maybe on a thread: nothing is changed *now*.
 
     Attributes:
-        loader: as given.
         running: its iterator and its workers.
         refused: reasons, by setting, why a change that waited for an iterator could not be made.
         looked_s: seconds spent on trials in workers, to check whether they can make the batches.
@@ -96,7 +95,6 @@ class ManagedLoader:
         measures: bool = False,
         wrapped: bool = False,
     ) -> None:
-        self.loader = loader
         self._wrapped = wrapped
         self.own_workers = own_workers(loader) if own is None else own
         self._exact = exact
@@ -124,6 +122,11 @@ class ManagedLoader:
             prefetch_factor=loader.prefetch_factor or 2,
         )
         self.running = RunningLoader(loader, policy, max_num_workers, local_ranks, depth, own_workers=self.own_workers)
+
+    @property
+    def loader(self) -> DataLoader[Any]:
+        """As given; it is held weakly, and there for whoever asks."""
+        return self.running.loader
 
     # -- what may be changed, and when
 
@@ -418,11 +421,13 @@ class ManagedLoader:
         Args:
             back: settings to restore, by name.
         """
-        loader = self.loader
         self.running.done()
         kept, self._kept = self._kept, None
         if kept is not None:
             shut_down(kept)
+        if self.running.is_of(None):
+            return
+        loader = self.loader
         back = {**{setting: self._next[setting] for setting in self._returns if setting in self._next}, **(back or {})}
         self._next, self._returns = {}, set()
         if "num_workers" in back:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_gpuopt.compat.dataloader import lies_ready, shut_down, wait_at_most, worker_pids, workers_of
 from lightning_gpuopt.measurements.loader_model import receive_cost, taking
 from lightning_gpuopt.telemetry.resources import worker_memory
-from lightning_gpuopt.timeline.worker_clock import TimedCollate
+from lightning_gpuopt.timeline.worker_clock import TimedCollate, WorkerClock
 from lightning_gpuopt.tuning.caps import files_of
 from lightning_gpuopt.tuning.workers import Measured, Trial
 from lightning_gpuopt.utils.interrupts import interrupt_held
@@ -97,7 +97,7 @@ def run_trial(
     try:
         with interrupt_held():
             iterator = _start(loader, sampling, num_workers, prefetch_factor, timed, deadline - began)
-        return _TrialReading(iterator, timed, num_workers, step_time_s, deadline, clocks).run(began)
+        return _TrialReading(iterator, timed.gpuopt_clock, num_workers, step_time_s, deadline, clocks).run(began)
     finally:
         _stop(iterator, max(min(deadline - clocks.now(), _GRACE_S), _MIN_GRACE_S))
 
@@ -218,7 +218,7 @@ class _TrialReading:
     """The consumer of one trial."""
 
     iterator: Any
-    timed: TimedCollate
+    clock: WorkerClock
     workers: int
     step_s: float
     deadline: float
@@ -238,12 +238,12 @@ class _TrialReading:
         if not self._ends:
             raise OutOfTime
         startup_s = clocks.now() - began
-        times_before, cpu_before, own_before = self.timed.times(self.workers), self._cpu_s(), clocks.cpu()
+        times_before, cpu_before, own_before = self.clock.times(self.workers), self._cpu_s(), clocks.cpu()
         start = clocks.now()
         while len(self._ends) >= self.workers and self._round() and not self._enough(clocks.now() - start):
             pass
         own_cpu_s, worker_cpu_s = clocks.cpu() - own_before, self._cpu_s() - cpu_before
-        times = self.timed.times(self.workers) - times_before
+        times = self.clock.times(self.workers) - times_before
         waits_s, ends = self._waits_s[self.workers :], self._ends[self.workers :]
         if waits_s:
             # Workers that were started together deliver in bursts: only whole rounds, if any, say how fast they are.
@@ -262,7 +262,7 @@ class _TrialReading:
             consumer_s=max(1 / rate - wait_s, 0.0) + self._receive_s(service_s),
             consumer_cpu_s=own_cpu_s / seen,
             unevenness=times.unevenness or 0.0,
-            batch_bytes=self.timed.times(self.workers).batch_bytes,
+            batch_bytes=self.clock.times(self.workers).batch_bytes,
             batch_tensors=self._files,
             worker_bytes=max(memory, default=None),
             startup_s=startup_s,
@@ -314,7 +314,7 @@ class _TrialReading:
         return total
 
     def _enough(self, elapsed_s: float) -> bool:
-        times = self.timed.times(self.workers)
+        times = self.clock.times(self.workers)
         if elapsed_s >= _MAX_S:
             return True
         batches = len(self._waits_s) - self.workers
@@ -331,7 +331,7 @@ class _TrialReading:
         pause_s = 2.5 * service_s
         if pause_s > _MAX_PAUSE_S or self.deadline - self.clocks.now() < 2 * pause_s:
             # not worth the time: beside a batch that takes this long, it is little
-            return min(quickest_s, receive_cost(self.timed.times(self.workers).batch_bytes or 0.0)[1])
+            return min(quickest_s, receive_cost(self.clock.times(self.workers).batch_bytes or 0.0)[1])
         self.clocks.sleep(pause_s)
         before = len(self._waits_s)
         if not (self._fetch() and self._fetch()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 import warnings
@@ -71,7 +70,6 @@ class RunningLoader:
         own_workers: the number that the user has given it; None: what it has now.
 
     Attributes:
-        start: what the running workers got a copy of; None before they were started.
         no_more: why no worker may be added; None if one may.
         dataset_changes: whether the dataset was another one when the last two iterators were made.
         frozen: whether measuring has ended.
@@ -89,9 +87,11 @@ class RunningLoader:
         clock: Callable[[], float] = time.monotonic,
         own_workers: int | None = None,
     ) -> None:
-        self.loader = loader
+        # Only the Trainer holds a loader, and only the consumer an iterator: their workers end when these drop them.
+        self._loader = weakref.ref(loader)
+        self._current: weakref.ref[Any] | None = None
+        self._has_started = False
         self.policy = policy
-        self.start: WorkersStart | None = None
         self.no_more: str | None = None
         self.dataset_changes = False
         self._own_workers = loader.num_workers if own_workers is None else own_workers
@@ -103,8 +103,6 @@ class RunningLoader:
         self.frozen = False
         self._max_num_workers = max_num_workers
         self._local_world_size = local_world_size
-        # Only the consumer holds an iterator, so that its workers end when the consumer drops it.
-        self._current: weakref.ref[Any] | None = None
         self._waits_for_next = False
         self._base_seed: int | None = None
         self._depth = depth_of(loader) if depth is None else depth
@@ -115,6 +113,35 @@ class RunningLoader:
         self._wait_s: float | None = None  # never measured under AutoFix, which judges by the epochs' set-ups
         self._grow_at_epochs: str | None = None
         self._draws = DrawWatch()
+
+    def is_of(self, loader: Any) -> bool:
+        """Whether this is its loader; None: that is gone."""
+        return self._loader() is loader
+
+    @property
+    def loader(self) -> DataLoader[Any]:
+        """The loader, which is there: whoever asks has seen it in the Trainer."""
+        loader = self._loader()
+        assert loader is not None
+        return loader
+
+    @property
+    def num_workers(self) -> int:
+        """The loader's number of workers, also once it is gone."""
+        loader = self._loader()
+        return self.policy.num_workers if loader is None else loader.num_workers
+
+    @property
+    def start(self) -> WorkersStart | None:
+        """What the running workers got a copy of; None before they were started."""
+        start = WorkersStart.of(self.loader)
+        is_of_now = self._has_started or persistent_iterator(self.loader) is not None
+        return start if is_of_now else None
+
+    @start.setter
+    def start(self, start: WorkersStart) -> None:
+        start.note(self.loader)
+        self._has_started = True
 
     @property
     def _iterator(self) -> Any:
@@ -127,8 +154,8 @@ class RunningLoader:
 
     def note_start(self) -> WorkersStart:
         """Remember what the workers that are about to begin an epoch get a copy of."""
-        self.start = WorkersStart(self.loader, self._own_workers)
-        return self.start
+        self.start = start = WorkersStart(self.loader, self._own_workers)
+        return start
 
     def new_iterator(self, create: Callable[[], Any]) -> Any:
         """Make an iterator; replaces the loader's ``_get_iterator``.
@@ -152,8 +179,6 @@ class RunningLoader:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="This DataLoader will create")
                 iterator = self._create(create)
-        with contextlib.suppress(AttributeError):
-            iterator._gpuopt_start = self.start  # for a later fit, where its workers persist
         return iterator
 
     def _create(self, create: Callable[[], Any]) -> Any:
@@ -243,8 +268,6 @@ class RunningLoader:
             return
         self._current = weakref.ref(iterator)
         self.problem = None
-        if self.start is None:
-            self.start = getattr(iterator, "_gpuopt_start", None)
         if self._began is not None:
             self._set_up, self._began = (self._clock() - self._began, self.loader.num_workers), None
         self._look_at_memory()
@@ -278,7 +301,7 @@ class RunningLoader:
 
     def take_over(self, old: RunningLoader) -> None:
         """Continue with the number and policy of the loader that this one replaces."""
-        assign(self.loader, old.loader.num_workers)
+        assign(self.loader, old.num_workers)
         self._own_workers = old._own_workers
         self.meter, self.frozen, self._depth = old.meter, old.frozen, old._depth
         self._waits_for_next, self._batch = old._waits_for_next, old._batch
@@ -452,7 +475,8 @@ class RunningLoader:
 
     def done(self) -> None:
         """End with the fit: the loader keeps its number, and the user's own number is remembered."""
-        note_own_workers(self.loader, self._own_workers)
+        if not self.is_of(None):
+            note_own_workers(self.loader, self._own_workers)
 
     def end(self, running: Sequence[Any] = ()) -> None:
         """End the workers at once: training has failed, and what it failed with may keep the iterator alive.
@@ -460,7 +484,7 @@ class RunningLoader:
         Args:
             running: what the consumer fetches from now.
         """
-        for iterator in (self._iterator, persistent_iterator(self.loader), *running):
+        for iterator in (self._iterator, persistent_iterator(self._loader()), *running):
             shut_down(iterator)
 
 

@@ -11,9 +11,13 @@ from torch.utils.data import DataLoader
 
 from lightning_gpuopt.tuning.dataset_state import DatasetState, Held
 from lightning_gpuopt.tuning.probe import own_collate
+from lightning_gpuopt.utils.replacement import identity
 
 _own: weakref.WeakKeyDictionary[DataLoader[Any], tuple[int, int]] = weakref.WeakKeyDictionary()
 """For each changed loader: the user's number of workers, and the number set here."""
+
+
+_START = "_gpuopt_start"
 
 
 def own_workers(loader: DataLoader[Any]) -> int:
@@ -90,17 +94,30 @@ def _seeds_workers(loader: DataLoader[Any]) -> bool:
 class WorkersStart:
     """What a loader's workers got a copy of when they were started.
 
+    The loader holds it, so that the dataset lives as long as the loader, and not as whoever has changed its workers.
+
     Args:
         loader: the loader, about to start workers.
         own_workers: the number that the user has given it.
     """
 
     def __init__(self, loader: DataLoader[Any], own_workers: int) -> None:
-        # An iterator with persistent workers holds this, and its loader holds the iterator: no cycle, in which torch
-        # would end the workers late, and wait five seconds for each.
         self._loader_ref = weakref.ref(loader)
         self._own_workers = own_workers
         self.state = state_of(loader, by_sample=not own_workers and loader.num_workers > 0)
+
+    @staticmethod
+    def of(loader: DataLoader[Any]) -> WorkersStart | None:
+        """Of the workers that the loader has started last, where it was noted."""
+        start: WorkersStart | None = vars(loader).get(_START)
+        return start
+
+    def note(self, loader: DataLoader[Any]) -> None:
+        """Have the loader hold it, until it starts others."""
+        vars(loader)[_START] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return identity, (None,)  # a copy of the loader has started no workers
 
     @property
     def _loader(self) -> DataLoader[Any]:

@@ -91,7 +91,7 @@ class Fetcher:
         return iter([each._get_iterator() for each in self.loaders])
 
 
-class PlainTrainer(SimpleNamespace):
+class Plain(SimpleNamespace):
     """Has the attributes that it is given; can be held weakly, and be a key."""
 
     __hash__ = object.__hash__
@@ -106,8 +106,8 @@ class Rig:
             _combined_loader=SimpleNamespace(flattened=self.loaders, _iterator=SimpleNamespace(iterators=[])),
             _data_fetcher=Fetcher(self.loaders),
         )
-        self.trainer: Any = PlainTrainer(
-            strategy=SimpleNamespace(process_dataloader=lambda loader: loader),
+        self.trainer: Any = Plain(
+            strategy=Plain(process_dataloader=lambda loader: loader),
             fit_loop=self.loops,
             **{
                 "training": True,

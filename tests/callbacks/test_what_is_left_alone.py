@@ -671,7 +671,8 @@ class TestSpawnedWorkers:
     )
     def test_what_pays(self, monkeypatch, set_up_s, wait_s, pays):
         monkeypatch.setattr(running, "usable_cpus", lambda: 2.0)
-        one = RunningLoader(loader(Numbers(200), multiprocessing_context="spawn"), LivePolicy(1, cpus=2.0))
+        source = loader(Numbers(200), multiprocessing_context="spawn")
+        one = RunningLoader(source, LivePolicy(1, cpus=2.0))
         one._set_up, one._wait_s = None if set_up_s is None else (set_up_s, 1), wait_s
         # four workers take twice as long to start as one; they save three quarters of 100 waits
         assert one._pays(4) is pays

@@ -133,7 +133,8 @@ def test_results_that_wait_to_be_pinned_are_known_as_such() -> None:
         _rcvd_idx = 1
 
     probe = QueueProbe()
-    probe.watch([Pinning()])
+    iterator = Pinning()
+    probe.watch([iterator])
     probe.before_fetch()
     probe.after_fetch(0.02)
     assert probe.times() == QueueTimes(fetches=1, empty=1, waits=1, wait_s=0.02, unpinned_wait_s=0.02)
@@ -199,7 +200,8 @@ def test_a_wait_without_a_look_is_not_said_to_be_for_pinning() -> None:
         _rcvd_idx = 0
 
     probe = QueueProbe()
-    probe.watch([Pinning()])
+    iterator = Pinning()
+    probe.watch([iterator])
     for _ in range(200):
         asked = Queue.asked
         probe.before_fetch()

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lightning_gpuopt.measurements.loading import WorkerTimes
-from lightning_gpuopt.timeline.worker_clock import TimedCollate, _bin_of, nbytes_of, watch_workers
+from lightning_gpuopt.timeline.worker_clock import TimedCollate, WorkerClock, _bin_of, nbytes_of, watch_workers
 
 BATCHES = 20
 SLEEP_S = 0.004
@@ -169,10 +169,11 @@ def test_random_numbers_in_workers_are_as_without_it() -> None:
 
 
 def test_a_copy_for_anything_but_a_worker_notes_nothing() -> None:
-    clock = TimedCollate(default_collate)
-    for twin in (pickle.loads(pickle.dumps(clock)), copy.deepcopy(clock)):
+    timed = TimedCollate(default_collate)
+    for twin in (pickle.loads(pickle.dumps(timed)), copy.deepcopy(timed)):
         assert torch.equal(twin([torch.ones(1)]), torch.ones(1, 1))
-    assert clock.times() == WorkerTimes()
+    assert timed.gpuopt_clock is not None
+    assert timed.gpuopt_clock.times() == WorkerTimes()
 
 
 def test_attributes_of_the_own_collate_function_show_through() -> None:
@@ -253,7 +254,7 @@ def test_a_generator_behind_the_data_is_closed_with_its_last_use() -> None:
 
 
 def test_a_worker_says_what_it_does() -> None:
-    clock = TimedCollate(default_collate)
+    clock = WorkerClock()
     assert clock.doing(0) == "has made no batch yet"
     assert clock.doing(10_000) == "is not watched"
     loader = DataLoader(Data(), batch_size=4, num_workers=1)

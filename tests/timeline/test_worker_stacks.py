@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt.measurements.code_location import Call, Stack
-from lightning_gpuopt.timeline.worker_clock import TimedCollate, watch_workers
+from lightning_gpuopt.timeline.worker_clock import WorkerClock, watch_workers
 from lightning_gpuopt.timeline.worker_stacks import WorkerStacks
 from tests.helpers import error_of_a_killed_worker
 from tests.lanes import combinations
@@ -41,13 +41,12 @@ class Counts(Dataset[Any]):
         return torch.tensor([samplers, os.getpid()])
 
 
-def watched(**options: Any) -> tuple[Any, TimedCollate, WorkerStacks]:
+def watched(**options: Any) -> tuple[Any, WorkerClock, WorkerStacks]:
     loader = DataLoader(Counts(), batch_size=1, **options)
     watch = watch_workers(loader)
     assert watch is not None
     clock = watch[0]
-    assert clock.gpuopt_stacks is not None
-    return iter(loader), clock, clock.gpuopt_stacks
+    return iter(loader), clock, clock.stacks
 
 
 def until(batches: Any, condition: Any, most: int = 12_000) -> None:

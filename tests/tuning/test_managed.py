@@ -96,7 +96,10 @@ def loader(dataset: Any = None, kind: Any = DataLoader, **kwargs: Any) -> DataLo
 
 
 def managed(source: DataLoader[Any] | None = None, **kwargs: Any) -> ManagedLoader:
-    return ManagedLoader(loader() if source is None else source, local_ranks=1, **kwargs)
+    source = loader() if source is None else source
+    made = ManagedLoader(source, local_ranks=1, **kwargs)
+    vars(made)["source"] = source  # which is held by whoever uses it, as by a Trainer
+    return made
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,10 @@ def follower(
     workers: int = 1, *, clock: Clock | None = None, most: int | None = None, ranks: int = 1, **kwargs: Any
 ) -> RunningLoader:
     policy = LivePolicy(workers, cpus=8.0)
-    return RunningLoader(loader(workers, **kwargs), policy, most, ranks, clock=clock or Clock())
+    source = loader(workers, **kwargs)
+    made = RunningLoader(source, policy, most, ranks, clock=clock or Clock())
+    vars(made)["source"] = source  # which is held by whoever uses it, as by a Trainer
+    return made
 
 
 def decided(policy: LivePolicy, number: int) -> LivePolicy:

@@ -1,0 +1,47 @@
+"""A loader that Lightning has let go of is gone, and its workers with it, whatever watches or changes the loaders."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_gpuopt import AutoFix, CudaPrefetcher, GpuUtilMonitor, NumWorkersFinder, StallDetector
+from tests.loaders.let_go import PROGRAMS, Event, events_of
+
+MONITORS: dict[str, Callable[[], list[Any]]] = {
+    "monitors": lambda: [GpuUtilMonitor(), StallDetector(), CudaPrefetcher()],
+    "finder": lambda: [NumWorkersFinder(max_num_workers=1)],
+    "autofix": lambda: [AutoFix()],
+}
+
+
+@cache
+def plain_events(program: str) -> list[Event]:
+    return events_of(program)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("monitors", MONITORS)
+def test_iterators_and_workers_end_as_without(
+    program: str, monitors: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert events_of(program, *MONITORS[monitors]()) == plain_events(program)
+
+
+@pytest.mark.parametrize("fix", [[], ["--fix"]], ids=["watch", "fix"])
+@pytest.mark.parametrize("program", ["reloads_several", pytest.param("tuned", marks=pytest.mark.matrix)])
+def test_under_watch_too(program: str, fix: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_gpuopt", "watch", *fix, "--report-dir", str(tmp_path), "--"]
+    script = [sys.executable, "-m", "tests.loaders.let_go", program]
+    run = subprocess.run([*command, *script], capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    events = next(line for line in run.stdout.splitlines() if line.startswith("[["))
+    assert [tuple(each) for each in json.loads(events)] == plain_events(program)
