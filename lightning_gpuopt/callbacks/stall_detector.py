@@ -39,6 +39,7 @@ from lightning_gpuopt.utils.arguments import choice, flag, or_none, real_number,
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 from lightning_gpuopt.utils.progress_bar import BarItem, print_once_fit_has_ended
 from lightning_gpuopt.utils.rank_stop import RankStop
+from lightning_gpuopt.utils.replacement import hide_us
 
 log = logging.getLogger(__name__)
 
@@ -317,6 +318,7 @@ class StallDetector(CallbackBase):
         """Freeze and write the report of a run that ends early; Lightning calls no ``teardown`` then."""
         if self._recorder is not None:
             self._recorder.failed(exception)
+        hide_us(exception)
         self._finish(trainer, ended=False)
         if isinstance(exception, KeyboardInterrupt):
             self._print(trainer, interrupted=True)

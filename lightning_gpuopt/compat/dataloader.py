@@ -361,7 +361,7 @@ def iterator_maker(loader: Any) -> str | None:
     return "_get_iterator" if callable(getattr(loader, "_get_iterator", None)) else None
 
 
-def persistent_iterator(loader: DataLoader[Any]) -> Any:
+def persistent_iterator(loader: Any) -> Any:
     """The iterator of a loader whose workers persist; None before its first epoch, and where they do not persist."""
     return getattr(loader, "_iterator", None)
 

@@ -9,6 +9,7 @@ feature disables itself and says so, training goes on.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import warnings
 import weakref
@@ -50,6 +51,7 @@ __all__ = [
     "PassThroughProfiler",
     "Profiler",
     "Trainer",
+    "async_saves_copy",
     "finished_optimizer_step",
     "hide_from_log",
     "hold_messages",
@@ -155,6 +157,14 @@ def _name_of(cls: type) -> str | None:
 def version() -> str:
     """The version of Lightning under the name that we speak."""
     return str(sys.modules[Trainer.__module__.partition(".")[0]].__version__)
+
+
+def async_saves_copy() -> bool:
+    """Whether ``AsyncCheckpointIO`` copies the tensors that it writes: from 2.5.4 on.
+
+    Before, training changes them meanwhile: https://github.com/Lightning-AI/pytorch-lightning/issues/20953
+    """
+    return [int(number) for number in re.findall(r"\d+", version())[:3]] >= [2, 5, 4]
 
 
 def is_checkpoint(callback: object) -> bool:

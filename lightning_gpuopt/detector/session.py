@@ -462,7 +462,12 @@ class DetectorSession:
         self._looks.found(part.findings)
 
     def _with_stacks(self, measured: Measurement) -> Measurement:
-        return replace(measured, sampled=self._looks.sampled, hyperparameters=self._hyperparameters)
+        return replace(
+            measured,
+            sampled=self._looks.sampled,
+            hyperparameters=self._hyperparameters,
+            async_saves_copy=lightning.async_saves_copy(),
+        )
 
     def _measured(self, times: PhaseTimes | None = None) -> Measurement | None:
         """What was measured since the last change; None while warm-up goes on."""

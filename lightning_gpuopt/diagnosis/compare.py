@@ -61,24 +61,22 @@ def proofs_of(
         step_s_after: mean steady step afterwards, in seconds.
 
     Returns:
-        One proof for each finding whose settings are now in force; a number of workers counts as followed when it was
-        changed at least that far.
+        One proof for each finding whose settings are now in force, with these alone; a number of workers counts as
+        followed when it was changed at least that far. Without ``persistent_workers`` the others are still proved: it
+        does not change the steps.
     """
     if not step_s_before or not step_s_after:
         return []
-    return [
-        Proof(finding.cause, finding.settings, finding.predicted_speedup, step_s_before / step_s_after)
-        for finding in findings
-        if finding.settings
-        and finding.evidence.get("loader") != "validation"
-        and all(_followed(name, value, loader_after) for name, value in finding.settings.items())
-    ]
+    proofs = []
+    for finding in findings:
+        in_force = {name: value for name, value in finding.settings.items() if _followed(value, loader_after.get(name))}
+        missing = finding.settings.keys() - in_force.keys() - {"persistent_workers"}
+        if in_force and not missing and finding.evidence.get("loader") != "validation":
+            proofs.append(Proof(finding.cause, in_force, finding.predicted_speedup, step_s_before / step_s_after))
+    return proofs
 
 
-def _followed(name: str, advised: Any, loader: Mapping[str, Any]) -> bool:
-    now = loader.get(name)
-    if name == "persistent_workers":  # does not change the steps
-        return True
+def _followed(advised: Any, now: Any) -> bool:
     if now is None:
         return False
     if isinstance(advised, bool):

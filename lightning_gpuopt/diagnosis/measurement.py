@@ -57,6 +57,7 @@ class Measurement:
         ahead: the copies that CudaPrefetcher made ahead; None without it.
         images: the image files behind the training loader; None where none are known.
         pipelines: the loaders that decode in pipelines of their own; None where there are none.
+        async_saves_copy: whether checkpoints can be saved in the background as they are: Lightning 2.5.4 and later.
         hyperparameters: data that ``save_hyperparameters`` has taken in, each as ``"dataset (Photos)"``.
         sampled: what sampling threads have seen of the workers and of the training thread.
         collections: what Python's garbage collector did; None where not watched.
@@ -89,6 +90,7 @@ class Measurement:
     ahead: AheadCopies | None = None
     images: ImageSamples | None = None
     pipelines: Pipelines | None = None
+    async_saves_copy: bool = True
     hyperparameters: tuple[str, ...] = ()
     sampled: tuple[Sampled, ...] = ()
     collections: Collections | None = None

@@ -19,6 +19,7 @@ from lightning_gpuopt.loaders import sample_keys
 from lightning_gpuopt.measurements.flight import COLLATES, READS, WAITS
 from lightning_gpuopt.recorder.places import described
 from lightning_gpuopt.recorder.ring import AT, DOING, NO_INDEX, NUMBER, Ring, key_of
+from lightning_gpuopt.utils.replacement import hide_us
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +185,7 @@ def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> Reading:
             reading.keys = None
             if whole:
                 numbers[_DOING] = _WAITS
+            hide_us(error)
             raise
         now = time.monotonic_ns()
         reading.end(now - began)

@@ -27,6 +27,7 @@ from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes
 from lightning_gpuopt.telemetry.resources import private_and_anonymous
 from lightning_gpuopt.timeline.frames import innermost_frames
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
+from lightning_gpuopt.utils.replacement import hide_us
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,11 @@ class WorkerStart:
             self._begin(worker)
         except Exception:  # without a ring, then
             log.debug("a worker is not recorded", exc_info=True)
-        return None if self.before is None else self.before(worker)
+        try:
+            return None if self.before is None else self.before(worker)
+        except BaseException as error:
+            hide_us(error)
+            raise
 
     def _begin(self, worker: int) -> None:
         slot = self.board.slot(self.loader, worker) if self.board is not None else None

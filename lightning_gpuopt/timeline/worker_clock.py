@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from lightning_gpuopt.compat.fetchers import calling_fetcher
 from lightning_gpuopt.measurements.loading import WorkerTimes
 from lightning_gpuopt.timeline.worker_stacks import WorkerLook, WorkerStacks
+from lightning_gpuopt.utils.replacement import hide_us
 
 _MAX_WORKERS: Final = 256
 _BYTES_EVERY: Final = 8
@@ -179,14 +180,15 @@ class TimedCollate:
 
     Args:
         collate_fn: the loader's own.
+        clock: where it is noted; None: a new one.
 
     Attributes:
         gpuopt_clock: where it is noted; None in a copy that notes nothing.
     """
 
-    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+    def __init__(self, collate_fn: Callable[[Any], Any], clock: WorkerClock | None = None) -> None:
         self.collate_fn = collate_fn
-        self.gpuopt_clock: WorkerClock | None = WorkerClock()
+        self.gpuopt_clock: WorkerClock | None = clock or WorkerClock()
         self._begin()
 
     def _begin(self) -> None:
@@ -206,7 +208,11 @@ class TimedCollate:
         cpu = time.thread_time_ns() if data_cpu else 0
         wall = time.perf_counter_ns()
         rows[_DOING] = _COLLATING
-        batch = self.collate_fn(*samples, **options)
+        try:
+            batch = self.collate_fn(*samples, **options)
+        except BaseException as error:
+            hide_us(error)
+            raise
         after = time.perf_counter_ns()
         rows[_DOING] = _IDLE
         rows[_SINCE] = after
@@ -276,9 +282,10 @@ class TimedCollate:
             rows[_SINCE] = began
             try:
                 return original(behind(), index) if placed is None else placed(index)
-            except BaseException:  # the end of the data, or an error in it: no batch came of this
+            except BaseException as error:  # the end of the data, or an error in it: no batch came of this
                 meter.fetch_began = 0
                 rows[_DOING] = _IDLE
+                hide_us(error)
                 raise
 
         fetcher.fetch = timed_fetch
@@ -356,9 +363,10 @@ def watch_workers(loader: Any) -> tuple[WorkerClock, Callable[[], None]] | None:
     iterator = getattr(loader, "_iterator", None)
     if iterator is not None:  # persistent workers of an earlier fit still run, and still have its wrapper
         known = getattr(iterator, "_collate_fn", None)
-        clock = known.gpuopt_clock if isinstance(known, TimedCollate) else None
-        return None if clock is None else (clock, lambda: None)
-    timed = TimedCollate(original)
+        before = known.gpuopt_clock if isinstance(known, TimedCollate) else None
+        return None if before is None else (before, lambda: None)
+    clock = WorkerClock()
+    timed = TimedCollate(original, clock)
     loader.collate_fn = timed
     behind, placed = weakref.ref(loader), weakref.ref(timed)
 
@@ -367,8 +375,7 @@ def watch_workers(loader: Any) -> tuple[WorkerClock, Callable[[], None]] | None:
         if loader is not None and timed is not None and loader.collate_fn is timed:
             loader.collate_fn = timed.collate_fn
 
-    assert timed.gpuopt_clock is not None
-    return timed.gpuopt_clock, undo
+    return clock, undo
 
 
 def _bin_of(took_ns: int) -> int:

@@ -91,13 +91,14 @@ def run_trial(
         Exception: whatever the dataset raises, as it would come out in training.
     """
     clocks = clocks or Clocks()
-    timed = TimedCollate(own_collate(loader))
+    clock = WorkerClock()
+    timed = TimedCollate(own_collate(loader), clock)
     began = clocks.now()
     iterator = None
     try:
         with interrupt_held():
             iterator = _start(loader, sampling, num_workers, prefetch_factor, timed, deadline - began)
-        return _TrialReading(iterator, timed.gpuopt_clock, num_workers, step_time_s, deadline, clocks).run(began)
+        return _TrialReading(iterator, clock, num_workers, step_time_s, deadline, clocks).run(began)
     finally:
         _stop(iterator, max(min(deadline - clocks.now(), _GRACE_S), _MIN_GRACE_S))
 

@@ -12,8 +12,8 @@ T = TypeVar("T")
 def weakly(value: T) -> Callable[[], T | None]:
     """What gives a value for as long as somebody else holds it, then None; a list and the like, for ever.
 
-    The workers of an iterator that dies in a reference cycle end late: torch waits five seconds for each. So loaders and
-    iterators are held by the program alone.
+    The workers of an iterator that dies in a reference cycle end late: torch waits five seconds for each. So loaders
+    and iterators are held by the program alone.
     """
     try:
         return weakref.ref(value)

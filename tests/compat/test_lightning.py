@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt.compat import lightning
@@ -237,3 +239,35 @@ def test_the_keys_of_training_loaders(tmp_path: Path) -> None:
     assert keys(DataLoader(one)) == [""]  # type: ignore[arg-type]
     assert keys({"a": DataLoader(one), "b": DataLoader(two)}) == ["a", "b"]  # type: ignore[arg-type]
     assert keys([DataLoader(one), {"x": DataLoader(two)}]) == ["0", "1.x"]  # type: ignore[arg-type]
+
+
+class Holds(TorchCheckpointIO):
+    """Writes when it is let."""
+
+    def __init__(self) -> None:
+        self.go_on, self.written = threading.Event(), dict[str, Any]()
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.go_on.wait(60)
+        self.written.update({name: value.clone() for name, value in checkpoint.items()})
+
+
+def test_whether_saves_in_the_background_copy_is_as_this_lightning_does_it() -> None:
+    weights, disk = torch.zeros(2), Holds()
+    background = AsyncCheckpointIO(disk)
+    background.save_checkpoint({"weights": weights}, "here")
+    weights += 1
+    disk.go_on.set()
+    background.teardown()
+    assert torch.equal(disk.written["weights"], torch.zeros(2)) is lightning.async_saves_copy()
+
+
+@pytest.mark.parametrize(
+    ("version", "copies"),
+    [("2.5.0", False), ("2.5.3.post0", False), ("2.5.4", True), ("2.5.10", True), ("2.6.0rc1", True), ("3.0", True)],
+)
+def test_saves_in_the_background_copy_from_2_5_4_on(
+    version: str, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lightning, "version", lambda: version)
+    assert lightning.async_saves_copy() is copies

@@ -24,8 +24,28 @@ NO_SETTING = Finding("callback", 0.3, {}, "", {}, (1.2, 1.4, 1.5))
 def test_followed_advice_is_held_against_its_prediction() -> None:
     comparison = compare(report(0.1, findings=[SIX, PIN, NO_SETTING]), report(0.05, num_workers=6, pin_memory=False))
     assert comparison.speedup == 2.0
-    assert comparison.proofs == [Proof("slow_storage", SIX.settings, (1.8, 2.0, 2.2), 2.0)]
+    assert comparison.proofs == [Proof("slow_storage", {"num_workers": 6}, (1.8, 2.0, 2.2), 2.0)]
     assert comparison.proofs[0].kept is True
+
+
+ADVISED = {"num_workers": 4, "prefetch_factor": 4, "persistent_workers": True, "pin_memory": True}
+
+
+@pytest.mark.parametrize("others", [{}, {"num_workers": 4}, {"num_workers": 4, "pin_memory": True}])
+@pytest.mark.parametrize("kept", [{}, {"persistent_workers": None}, {"persistent_workers": False}])
+def test_a_proof_names_only_what_is_in_force(others: dict[str, Any], kept: dict[str, Any]) -> None:
+    advice = Finding("slow_storage", 0.5, {}, "", {**others, "persistent_workers": True}, (1.8, 2.0, 2.2))
+    without = compare(report(0.1, findings=[advice]), report(0.05, **{**ADVISED, "persistent_workers": False, **kept}))
+    assert [each.settings for each in without.proofs] == ([others] if others else [])
+    follows = compare(report(0.1, findings=[advice]), report(0.05, **ADVISED))
+    assert [each.settings for each in follows.proofs] == [advice.settings]
+
+
+@pytest.mark.parametrize("missing", ["num_workers", "prefetch_factor", "pin_memory"])
+def test_of_what_changes_the_steps_all_has_to_be_in_force(missing: str) -> None:
+    advice = Finding("slow_storage", 0.5, {}, "", ADVISED, (1.8, 2.0, 2.2))
+    after = {name: value for name, value in ADVISED.items() if name != missing}
+    assert compare(report(0.1, findings=[advice]), report(0.05, **after)).proofs == []
 
 
 @pytest.mark.parametrize(("workers", "followed"), [(5, False), (6, True), (8, True)])

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_gpuopt.utils.replacement import Replacement, identity
+import pytest
+
+from lightning_gpuopt.utils.replacement import Replacement, hide_us, identity
 
 
 def original(first: int, *, second: int = 0) -> int:
@@ -40,3 +44,36 @@ def test_a_replacement_of_a_replacement_is_still_the_original() -> None:
 
 def test_identity_gives_what_it_was_given() -> None:
     assert identity(original) is original
+
+
+def fails() -> None:
+    raise ValueError("here")
+
+
+def functions_in(error: BaseException) -> list[str]:
+    return [each.name for each in traceback.extract_tb(error.__traceback__)]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="an exception is raised again with all that was caught")
+def test_it_is_in_no_traceback() -> None:
+    with pytest.raises(ValueError, match="here") as raised:
+        Replacement(Replacement(Replacement(fails)))()
+    assert functions_in(raised.value)[1:] == ["fails"]
+
+
+def test_of_what_has_passed_us_before_our_frames_are_taken_out_on_every_python() -> None:
+    def caught() -> BaseException:
+        try:
+            Replacement(Replacement(fails))()
+        except ValueError as error:
+            hide_us(error)
+            return error
+        raise AssertionError
+
+    assert functions_in(caught()) == ["caught", "fails"]
+
+
+def test_an_error_of_our_own_keeps_its_frames() -> None:
+    with pytest.raises(TypeError) as raised:
+        Replacement(Replacement(len))()
+    assert functions_in(raised.value)[1:] == ["__call__", "__call__"]

@@ -162,7 +162,8 @@ def _validation(measurement: Measurement, share: float, *, restarted: bool) -> F
 
 def _checkpoint(measurement: Measurement, seconds: float) -> Finding:
     evidence: dict[str, float | str] = {"checkpoint_s": round(seconds, 3)}
-    advice = CAUSES["checkpoint"].advice
+    row = CAUSES["checkpoint"]
+    advice = row.advice + row.cases["background" if measurement.async_saves_copy else "upgrade"]
     if measurement.hyperparameters:
         evidence["hyperparameters"] = ", ".join(measurement.hyperparameters)
         advice = f"{hyperparameters_note(measurement.hyperparameters)} {advice}"

@@ -312,9 +312,14 @@ _ALL: Final = (
         "checkpoint",
         "Saving checkpoints takes much of the run.",
         "Saving checkpoints takes this share of the run: save less often (ModelCheckpoint(every_n_train_steps=...)), "
-        "only the weights (save_weights_only=True), to a faster disk, or in the background (AsyncCheckpointIO).",
+        "only the weights (save_weights_only=True), or to a faster disk.",
         decided_by="checkpoint_s hyperparameters",
         group="epoch",
+        cases={
+            "background": " Or save in the background (AsyncCheckpointIO).",
+            "upgrade": " To save in the background, upgrade Lightning first: before 2.5.4 AsyncCheckpointIO does not "
+            "copy the tensors, and a checkpoint may mix those of several steps.",
+        },
     ),
     Cause(
         "validation",

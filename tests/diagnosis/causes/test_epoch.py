@@ -106,6 +106,14 @@ def test_a_short_pause_has_no_note() -> None:
     assert pause_note(measured(RESTARTED, 4.0, 3.0, 0.1), 0.1) is None
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_saving_in_the_background_is_advised_where_lightning_copies_the_tensors(copies: bool) -> None:
+    run = replace(measured(KEPT, 0.0, 0.0, 0.01, checkpoint=3.0), async_saves_copy=copies)
+    (finding,) = diagnose(run, 0.1)
+    assert ("Or save in the background (AsyncCheckpointIO)." in finding.advice) is copies
+    assert ("upgrade Lightning first" in finding.advice) is not copies
+
+
 def test_data_in_the_hyperparameters_is_named_where_checkpoints_are() -> None:
     run = replace(measured(KEPT, 0.0, 0.0, 0.01, checkpoint=3.0), hyperparameters=("dataset (Photos)",))
     (finding,) = diagnose(run, 0.1)
