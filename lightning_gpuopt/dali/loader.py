@@ -121,7 +121,7 @@ class DALILoader(ResumableLoader):
         Raises:
             RuntimeError: another one has begun since.
         """
-        epoch = self.sampler.epoch
+        epoch = self.sampler.begin()
         batches = self._begin(epoch)
         done = self.sampler.steps_done()
         self._states = {done: self.engine.state}
@@ -154,7 +154,6 @@ class DALILoader(ResumableLoader):
         self._last = epoch
         self._exhausted = self._failed_ahead = False
         if ahead is not None and ahead[0] == epoch and not self._own and self._resume_state is None:
-            self.sampler.iterated_epoch = epoch
             self._own = len(self.engine.flight)
             return ahead[1]
         if ahead is not None:
@@ -162,7 +161,7 @@ class DALILoader(ResumableLoader):
         self.engine.drain()
         self.engine.start(self._resume_state)
         self._resume_state, self._failure, self._own = None, None, 0
-        return self.source.batches(self.sampler.batches())
+        return self.source.batches(self.sampler.batches_of(epoch))
 
     def _fill(self, batches: Batches, epoch: int) -> None:
         """Put batches in as far as there is room; an error waits until the batches before it have come out."""

@@ -144,7 +144,8 @@ class ResumableDataModule(LightningDataModule):
         """The training sampler, which goes on where a checkpoint left off."""
         sampler = self._make_sampler(order, drop_last)
         trainer, before = self.trainer, self._sampler
-        self._continue(sampler)
+        if trainer is not None or before is None or not sampler.follow(before):
+            self._continue(sampler)
         if trainer is not None:
             if trainer.current_epoch > sampler.epoch:
                 sampler.set_epoch(trainer.current_epoch)
@@ -239,6 +240,8 @@ class ResumableDataModule(LightningDataModule):
         if self.trainer is not None and self.trainer.state.fn != "fit":
             return  # test, validate and predict read checkpoints, too
         self._resume, self._resume_of = dict(state_dict), self.trainer
+        if self.trainer is None:
+            self._sampler = None
 
     @override
     def teardown(self, stage: str | None = None) -> None:

@@ -102,6 +102,8 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
             return EngineIterator(self)
         except CannotServe as reason:
             log.debug("DataLoader workers load: %s", reason)
+            if isinstance(self.sampler, ElasticSampler):
+                self.sampler.begin_again()
         (torch.default_generator if self.generator is None else self.generator).set_state(state)
         return super()._get_iterator()
 

@@ -63,7 +63,8 @@ class ElasticSampler(DistributedSampler[int]):
     smaller, and all ranks still have the same number of them. Only where that cannot be had (fewer samples than ranks,
     or batches of one) do samples go to more than one rank; `padding` tells how many.
 
-    It is a `DistributedSampler` so that Lightning leaves it in place.
+    It is a `DistributedSampler` so that Lightning leaves it in place. Where nobody ever calls `set_epoch`, as in a plain
+    loop, each iteration is the next epoch, as with a `RandomSampler`.
 
     Args:
         order: The order of the samples.
@@ -101,11 +102,14 @@ class ElasticSampler(DistributedSampler[int]):
         self.on_epoch: Callable[[int], None] | None = None
         """Called with the epoch's number of batches when an epoch is set."""
         self._start = (0, 0, 0)  # epoch, samples consumed in it, steps that took them
+        self._is_set = False  # whether somebody says which epoch it is
+        self._has_begun = False  # whether an iteration of the epoch has begun
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration gives."""
         # Lightning counts an epoch that max_steps cut short as done, and yet goes on in it after a resume.
         self.epoch = epoch if self.epoch_now is None else self.epoch_now()
+        self._is_set = True
         if self.on_epoch is not None:
             self.on_epoch(self.num_batches())
 
@@ -121,6 +125,26 @@ class ElasticSampler(DistributedSampler[int]):
         self.iterated_epoch = epoch
         left = self._num_steps(self.order.num_samples - consumed)
         self.epoch = epoch if left else epoch + 1
+        self._has_begun = False
+
+    def begin(self) -> int:
+        """An iteration begins; returns its epoch."""
+        if self._has_begun and not self._is_set:
+            self.epoch += 1
+        self._has_begun = True
+        self.iterated_epoch = self.epoch
+        return self.epoch
+
+    def begin_again(self) -> None:
+        """The iteration that has begun last gives nothing: another is begun in its place."""
+        self._has_begun = False
+
+    def follow(self, before: ElasticSampler) -> bool:
+        """Go on after the sampler of an earlier loader; False where epochs are set, or it was never iterated."""
+        if before._is_set or not before._has_begun:
+            return False
+        self._start, self.epoch, self._has_begun = before._start, before.epoch, True
+        return True
 
     def _step_size(self, left: int) -> int:
         return step_size(left, self.num_replicas, self.batch_size, self.drop_last, self.larger_last)
@@ -171,8 +195,7 @@ class ElasticSampler(DistributedSampler[int]):
 
     def batches(self) -> Iterator[BatchIndices]:
         """This rank's batches, from where the epoch begins to its end."""
-        self.iterated_epoch = self.epoch
-        return self.batches_of(self.epoch)
+        return self.batches_of(self.begin())
 
     def batches_of(self, epoch: int) -> Iterator[BatchIndices]:
         """The same of any epoch, which does not become the one that is iterated."""

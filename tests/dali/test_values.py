@@ -104,10 +104,11 @@ def test_training_crops_what_the_other_datamodules_crop(tmp_path: Path, folder: 
 def test_epochs_are_cropped_anew(folder: Path) -> None:
     datamodule = DALIDataModule(folder, batch_size=BATCH, shuffle=False, device="cpu", crop_size=32)
     loader = datamodule.train_dataloader()
-    first, again = batches(loader)[0], batches(loader)[0]
-    loader.sampler.set_epoch(1)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, batches(loader)[0])
+    first, second = batches(loader)[0], batches(loader)[0]
+    assert not torch.equal(first, second)
+    for epoch, expected in ((0, first), (1, second)):
+        loader.sampler.set_epoch(epoch)
+        assert torch.equal(batches(loader)[0], expected)
 
 
 @pytest.mark.parametrize(("layout", "shape"), [("CHW", (3, 32, 32)), ("HWC", (32, 32, 3))])

@@ -724,6 +724,7 @@ def test_a_change_of_their_number_after_all_have_died_hides_nothing() -> None:
 
 def test_a_copy_of_a_loader_has_processes_of_its_own() -> None:
     loader = loader_of(TensorDataset(torch.arange(40)))
+    loader.sampler.set_epoch(0)
     first = [batch[0].tolist() for batch in loader]
     other = copy.copy(loader)
     assert other._iterator is None
