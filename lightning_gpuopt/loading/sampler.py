@@ -63,8 +63,8 @@ class ElasticSampler(DistributedSampler[int]):
     smaller, and all ranks still have the same number of them. Only where that cannot be had (fewer samples than ranks,
     or batches of one) do samples go to more than one rank; `padding` tells how many.
 
-    It is a `DistributedSampler` so that Lightning leaves it in place. Where nobody ever calls `set_epoch`, as in a plain
-    loop, each iteration is the next epoch, as with a `RandomSampler`.
+    It is a `DistributedSampler` so that Lightning leaves it in place. Where nobody ever calls `set_epoch`, as in a
+    plain loop, each iteration is the next epoch, as with a `RandomSampler`.
 
     Args:
         order: The order of the samples.
