@@ -1,8 +1,10 @@
 """Records what workers get a copy of, to see whether it has changed since, and what of it cannot be copied.
 
 A worker has the dataset as it was when the worker was started. A :class:`DatasetState` records that, and compares
-it quickly later. Meanwhile it notes what behaves differently once several processes have it: an
-open file, whose position they would share; a generator, of which each would draw the same numbers.
+it quickly later: attributes, and what the program's own functions reach, as closures, defaults, globals, attributes of
+classes and of modules, and the environment. Meanwhile it notes what behaves differently once several processes have it:
+an open file, whose position they would share; a generator, of which each would draw the same numbers; a module that is
+trained.
 """
 
 from __future__ import annotations
@@ -40,21 +42,26 @@ from lightning_gpuopt.tuning.object_facts import (
     drawn_to,
     entries_of,
     entry_of,
+    environment,
     facts_of,
+    functions_of,
+    globals_named_by,
     holds,
     in_cell,
+    is_a,
     is_copyable,
     is_in,
     is_mapped,
     is_of,
     is_open,
+    is_trained,
     is_users_own,
     items_of,
     length_of,
     module_of,
-    named_by,
     names_in,
     number_of,
+    passes_itself_on,
     row_digest,
     some_of,
 )
@@ -86,7 +93,7 @@ _FILES: Final = (socket.socket, connection._ConnectionBase, GeneratorType)
 _FILE_MODULES: Final = ("h5py.", "sqlite3.", "lmdb.", "netCDF4.", "tables.", "rasterio.", "pysam.", "zipfile.")
 
 
-HeldKind = Literal["file", "generator", "device", "shared"]
+HeldKind = Literal["file", "generator", "device", "shared", "trained"]
 
 _LIGHTNING: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
 _FRAMEWORK_NAMES: Final = frozenset({"trainer", "fabric", "log", "log_dict", "training", "prepare_data_per_node"})
@@ -98,7 +105,8 @@ class Held:
 
     Attributes:
         kind: ``"file"``: an open file, a connection, or what says that it cannot be copied; ``"generator"``: of random
-            numbers; ``"device"``: a tensor on a GPU; ``"shared"``: memory that all processes change for one another.
+            numbers; ``"device"``: a tensor on a GPU; ``"shared"``: memory that all processes change for one another;
+            ``"trained"``: a Trainer, a module, an optimizer or the like, which training changes in each step.
         name: its type.
         path: where it is, as code has it: ``dataset.transform.rng``.
         value: the object.
@@ -166,21 +174,22 @@ class DatasetState:
         has_epochs: whether something in it has a ``set_epoch`` method.
         is_whole: whether all of it was looked at, but for the content of large containers and arrays.
         has_failed: whether an object could not be looked into.
+        is_comparable: whether a change of it would be seen: nothing in it is what training changes.
     """
 
     def __init__(self, *, also: Sequence[int] = (), by_sample: bool = False, **roots: Any) -> None:
         self.held: list[Held] = []
         self.shared: list[Held] = []
         self.has_epochs = self.has_failed = False
-        self.is_whole = True
+        self.is_whole = self.is_comparable = True
         self._also = tuple(also)
         self._length = length_of(next(iter(roots.values()), None)) if by_sample else None
         self._near: list[_Part] = []
         self._far: list[_Part] = []
         self._of_samples: dict[int, list[_Part]] = {}
         self._turn = 0
-        self._followed: set[FunctionType] = set()
         self._met: dict[int, Any] = {}  # and keeps them alive: an id is of one object only as long as that lives
+        self._watch(_Place("os.environ"), environment)
         near: deque[tuple[_Place, Any]] = deque((_Place(name), value) for name, value in roots.items())
         far: deque[tuple[_Place, Any]] = deque()
         while near or far:
@@ -193,14 +202,14 @@ class DatasetState:
             if isinstance(value, (*_PLAIN, *_WHOLE)) or id(value) in self._met:
                 return ()
             if len(self._met) >= _MAX_OBJECTS:
-                self.is_whole = False
+                self.is_whole = self.is_comparable = False
                 return ()
             self._met[id(value)] = value
             return list(self._look_into(place, value))
         except ReferenceError:  # what it stands for is gone
             return ()
         except Exception:
-            self.has_failed, self.is_whole = True, False
+            self.has_failed, self.is_whole, self.is_comparable = True, False, False
             return ()
 
     def has_changed(self, *, but_on_demand: bool = False) -> bool:
@@ -278,7 +287,7 @@ class DatasetState:
         elif isinstance(value, BuiltinFunctionType):
             return [(place, value.__self__)]
         elif isinstance(value, MethodType):
-            if is_of(value.__self__, _LIGHTNING):
+            if is_of(value.__self__, _LIGHTNING) and not passes_itself_on(value.__func__):
                 return self._of_lightning_method(place, value)
             return [(place, value.__func__), (place, value.__self__)]
         elif isinstance(value, partial):
@@ -296,6 +305,8 @@ class DatasetState:
             self._watch(place, lambda: bytes(value.get_obj()))
         elif is_of(value, _LIGHTNING):
             return self._of_lightning(place, value)
+        elif is_trained(value):
+            self._of_trained(place, value)
         elif isinstance(value, (ctypes.Array, mmap.mmap)) or is_of(value, ("multiprocessing",)):
             self._note("shared", place, value)
         elif not module_of(kind).startswith((*SHARED_ON_PURPOSE, "pyarrow.", "re.")):
@@ -303,12 +314,13 @@ class DatasetState:
         return ()
 
     def _of_class(self, place: _Place, value: type) -> Iterable[tuple[_Place, Any]]:
-        """The attributes of a user's class, and what its functions draw and read from; other classes do not change."""
+        """The attributes and functions of a user's class, and of those it derives from; other classes do not change."""
         own = [base for base in value.__mro__[:-1] if is_users_own(base.__module__)]
-        found = [each for base in own for item in vars(base).values() for each in self._resources_named_by(item)]
-        if own[:1] == [value] and (data := data_of(value)):
-            self._watch(place, lambda: data_of(value))
-            found += [(place / f".{name}", item) for name, item in data.items()]
+        found: list[tuple[_Place, Any]] = [(place, each) for base in own for each in functions_of(base)]
+        for base in own:
+            if data := data_of(base):
+                self._watch(place, partial(data_of, base))
+                found += [(place / f".{name}", item) for name, item in data.items()]
         return found
 
     def _of_tensor(self, place: _Place, value: torch.Tensor) -> None:
@@ -358,7 +370,7 @@ class DatasetState:
     def _of_sequence(self, place: _Place, value: Sequence[Any]) -> Iterable[tuple[_Place, Any]]:
         if not isinstance(value, tuple):
             self._watch(place, lambda: plain_containers.length_of(value))
-            self._watch(place, partial(items_of, value, self._also), "entries")
+            self._watch(place, partial(items_of, value, self._also, HUGE), "entries")
         names = getattr(type(value), "_fields", None)
         length = plain_containers.length_of(value)
         if names is not None and len(names) == length:
@@ -381,35 +393,53 @@ class DatasetState:
         return [((place / "[...]")._replace(near=False, sample=sample), item) for sample, item in found]
 
     def _of_function(self, place: _Place, value: FunctionType) -> Iterable[tuple[_Place, Any]]:
-        cells = value.__closure__ or ()
-        self._watch(place, lambda: ([in_cell(each) for each in cells], value.__defaults__, dict(vars(value))))
+        cells, defaults = value.__closure__ or (), (value.__defaults__ or (), value.__kwdefaults__ or {})
+        named = dict(globals_named_by(value)) if is_users_own(value.__module__) else {}
+        if cells or any(defaults) or vars(value) or named:
+            self._watch(
+                place,
+                lambda: (
+                    [in_cell(each) for each in cells],
+                    (value.__defaults__, dict(value.__kwdefaults__ or {}), dict(vars(value))),
+                    [value.__globals__.get(name) for name in named],
+                ),
+            )
         held = [*zip(value.__code__.co_freevars, (in_cell(each) for each in cells), strict=False)]
-        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values())
+        own = (*defaults[0], *defaults[1].values(), *vars(value).values())
         return [
             *((_Place(name, place.near, place.sample), item) for name, item in held),
-            *((place, item) for item in defaults),
-            *(self._resources_named_by(value) if is_users_own(value.__module__) else ()),
+            *((_Place(f"{value.__name__}(...)", place.near, place.sample), item) for item in own),
+            *(each for name, item in named.items() for each in self._of_global(name, item, value)),
         ]
 
-    def _resources_named_by(self, function: Any) -> Iterable[tuple[_Place, Any]]:
-        """Generators, files and connections among the defaults and globals of a function and of those it calls."""
-        for name, item in named_by(function):
-            if isinstance(item, (*_GENERATORS, *_FILES, io.IOBase)) or module_of(type(item)).startswith(_FILE_MODULES):
-                yield _Place(name), item
-            elif isinstance(item, FunctionType) and is_users_own(item.__module__) and item not in self._followed:
-                self._followed.add(item)
-                yield from self._resources_named_by(item)
+    def _of_global(self, name: str, item: Any, function: FunctionType) -> Iterable[tuple[_Place, Any]]:
+        """A global variable that a function of the user's reads; of an installed package nothing is looked into."""
+        place = _Place(name, is_packed=True)
+        if isinstance(item, ModuleType):
+            if not is_users_own(item.__name__):
+                return ()
+            read = sorted({*names_in(function.__code__)} & vars(item).keys())
+            self._watch(place, lambda: [vars(item).get(each) for each in read])
+            return [each for key in read for each in self._of_global(f"{name}.{key}", vars(item)[key], function)]
+        if isinstance(item, (type, FunctionType)) and not is_users_own(item.__module__):
+            return ()
+        return [(place, item)]
 
     def _of_lightning_method(self, place: _Place, value: MethodType) -> Iterable[tuple[_Place, Any]]:
         """For a ``collate_fn`` that is a module's method: the attributes that it, and what it calls, reads."""
-        owner, todo, names = value.__self__, [value.__func__], set[str]()
+        owner, todo, names, functions = value.__self__, [value.__func__], set[str](), list[Any]()
         while todo:
-            for name in set(names_in(getattr(todo.pop(), "__code__", None))) - names:
+            functions.append(todo.pop())
+            for name in set(names_in(getattr(functions[-1], "__code__", None))) - names:
                 names.add(name)
                 method = getattr(type(owner), name, None)
                 method = method.fget if isinstance(method, property) else method
                 if isinstance(method, FunctionType) and not is_in(method.__module__, _LIGHTNING):
                     todo.append(method)
+        if "trainer" in names or any(passes_itself_on(each) for each in functions):
+            return [*((place, each) for each in functions), (place, owner)]
+        if is_a(owner, ("LightningModule",)):
+            self._note("trained", place, owner)
         if "hparams" in names:
             names.add("_hparams")
         held = vars(owner)
@@ -418,10 +448,14 @@ class DatasetState:
         self._watch(place, lambda: [held.get(name) for name in read] + [number_of(owner, name) for name in steps])
         modules = held.get("_modules", {})
         inside = {**{name: modules[name] for name in names & {*modules}}, **{name: held[name] for name in read}}
-        return [(place / f".{name}", item) for name, item in inside.items()]
+        return [*((place, each) for each in functions), *((place / f".{name}", item) for name, item in inside.items())]
+
+    def _of_trained(self, place: _Place, value: Any) -> None:
+        self._note("trained", place, value)
+        self.is_comparable = False
 
     def _of_lightning(self, place: _Place, value: Any) -> Iterable[tuple[_Place, Any]]:
-        """The user's attributes of a module or data module that the dataset refers to, without parameters."""
+        """A Trainer, a module, or what has attributes of the user's: a data module, a callback."""
 
         def own() -> dict[str, Any]:
             return {
@@ -430,7 +464,11 @@ class DatasetState:
                 if (name == "_hparams" or not name.startswith("_")) and name not in _FRAMEWORK_NAMES
             }
 
-        if not any(base.__name__ in ("LightningModule", "LightningDataModule") for base in type(value).__mro__):
+        if is_a(value, ("Trainer", "Fabric", "LightningModule")) or (
+            is_a(value, ("LightningDataModule", "Callback")) and own()
+        ):
+            self._of_trained(place, value)
+        if not is_a(value, ("LightningModule", "LightningDataModule")):
             return ()  # a Trainer, a logger: they hold the whole run
         self._watch(place, own)
         return [(place / f".{name}", item) for name, item in own().items() if not isinstance(item, torch.nn.Module)]

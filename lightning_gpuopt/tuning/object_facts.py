@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from types import CodeType, FunctionType
 from typing import Any, Final, NamedTuple
 
@@ -26,7 +26,8 @@ LARGE: Final = 256
 """Of containers with more items so many are looked at, evenly spread."""
 
 HUGE: Final = 4096
-"""Dicts with more items are looked at at their beginning and their end: to walk through them takes too long."""
+"""Lists and dicts up to this size are compared whole. To walk through larger dicts takes too long: of these the
+beginning and the end are looked at."""
 
 WHOLE_BYTES: Final = 1 << 17
 """Arrays up to this size are compared whole."""
@@ -174,18 +175,65 @@ def _functions_of(kind: type) -> Iterator[Any]:
             continue
         for each in vars(base).values():
             yield each
-            yield from (item for _, item in named_by(each))
+        for each in functions_of(base):
+            yield from (item for _, item in globals_named_by(each))
 
 
-def named_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """The global variables that a function reads, and its arguments' defaults, by name; nothing of another object."""
-    function = getattr(function, "__func__", None) or getattr(function, "fget", None) or function
+def functions_of(kind: type) -> Iterator[Any]:
+    """The functions that a class itself has, also those behind properties and the like."""
+    for each in vars(kind).values():
+        for name in ("__func__", "func", "fget", "fset"):
+            if isinstance(inner := getattr(each, name, None), FunctionType):
+                yield inner
+        if isinstance(each, FunctionType):
+            yield each
+
+
+def globals_named_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """The global variables that a function reads, by name; nothing of another object."""
     code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    if code is None:
-        return
-    yield from ((name, known[name]) for name in _globals_of(code) if name in known)
-    yield from ((f"{function.__name__}(...)", each) for each in getattr(function, "__defaults__", None) or ())
-    yield from (getattr(function, "__kwdefaults__", None) or {}).items()
+    if code is not None:
+        yield from ((name, known[name]) for name in _globals_of(code) if name in known)
+
+
+def passes_itself_on(method: Any) -> bool:
+    """Whether a method uses its first argument for anything but to read or set attributes that it names."""
+    code = getattr(method, "__code__", None)
+    return code is None or not code.co_argcount or _is_passed_on(code, code.co_varnames[0])
+
+
+@cache
+def _is_passed_on(code: CodeType, name: str) -> bool:
+    steps = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "EXTENDED_ARG")]
+    for step, following in pairwise(steps):
+        loads = step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and not step.opname.endswith("CLOSURE")
+        its = name in (step.argval if isinstance(step.argval, tuple) else (step.argval,))
+        makes_cell = following.opname in ("LOAD_CLOSURE", "BUILD_TUPLE", "LOAD_CONST") and name in code.co_cellvars
+        if loads and its and not makes_cell and not following.opname.endswith(_OF_ATTRIBUTES):
+            return True
+    inner = (each for each in code.co_consts if isinstance(each, CodeType) and name in each.co_freevars)
+    return any(_is_passed_on(each, name) for each in inner)
+
+
+_OF_ATTRIBUTES: Final = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "SUPER_ATTR", "SUPER_METHOD")
+
+
+def is_a(value: Any, names: Sequence[str]) -> bool:
+    """Whether an object's class, or one that it derives from, has one of these names."""
+    return any(base.__name__ in names for base in type(value).__mro__)
+
+
+def is_trained(value: Any) -> bool:
+    """Whether training changes an object in each step: parameters, an optimizer, a metric."""
+    if isinstance(value, torch.nn.Module):
+        trained = any(each.requires_grad for each in torch.nn.Module.parameters(value))
+        return trained or is_of(value, ("torchmetrics",))
+    return isinstance(value, torch.optim.Optimizer)
+
+
+def environment() -> dict[Any, Any]:
+    """The environment variables, as their bytes where these can be had: they are compared for each batch."""
+    return dict(getattr(os.environ, "_data", os.environ))
 
 
 @cache
@@ -311,8 +359,8 @@ def restore_generator(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def items_of(value: Sequence[Any], also: Sequence[int]) -> list[Any]:
-    """Some of the items of a sequence, and those of these samples."""
+def items_of(value: Sequence[Any], also: Sequence[int], whole: int = LARGE) -> list[Any]:
+    """The items of a sequence of up to so many; of a longer one some, and those of these samples."""
     length = plain_containers.length_of(value)
     if isinstance(value, deque):
         return (
@@ -320,7 +368,7 @@ def items_of(value: Sequence[Any], also: Sequence[int]) -> list[Any]:
             if length <= LARGE
             else [plain_containers.entry_at(value, each) for each in (0, length - 1)]
         )
-    some = plain_containers.entry_at(value, slice(None, None, max(length // LARGE, 1)))
+    some = plain_containers.entry_at(value, slice(None, None, max(length // LARGE, 1) if length > whole else 1))
     return [
         *plain_containers.entries_of(some),
         *(plain_containers.entry_at(value, each) for each in also if each < length),
@@ -351,4 +399,4 @@ def entries_of(value: Any, also: Sequence[int]) -> Any:
     """The entries of a dict, or its length and some of them."""
     items = dict.items(value) if isinstance(value, dict) else value.items()
     length = plain_containers.length_of(value)
-    return dict(items) if length <= LARGE else (length, list(some_of(value, also)))
+    return dict(items) if length <= HUGE else (length, list(some_of(value, also)))

@@ -148,6 +148,11 @@ class ResizableIterator(AddedWorkers):
         """Whether this epoch has batches that no worker was asked for yet."""
         return bool(self._gpuopt_drawn) or self._gpuopt_length is None or self._gpuopt_length > self._send_idx
 
+    @property
+    def batches_left(self) -> int | None:
+        """Batches of this epoch that no worker was asked for yet; None where the sampler does not know its length."""
+        return None if self._gpuopt_length is None else self._gpuopt_length - self._send_idx
+
     def _set_active(self, count: int) -> None:
         self._num_workers = count
         self._worker_queue_idx_cycle = itertools.cycle(range(count))

@@ -136,8 +136,9 @@ def _held(asked: AskedChange) -> str | None:
 def _changed(asked: AskedChange) -> str | None:
     if asked.adds_first and asked.dataset_changes:
         return "the dataset changes while training runs, and workers would keep the old one"
-    if asked.adds and asked.own_workers and asked.start is not None and asked.start.has_changed:
-        return "the dataset has changed since its workers were started: new ones would see another"
+    persist = persistent_iterator(asked.loader) is not None
+    if persist and asked.adds and asked.own_workers and asked.start is not None and asked.start.has_changed:
+        return "the dataset may have changed since its workers were started, which persist: others would see another"
     return None
 
 
@@ -155,8 +156,9 @@ def _keeping(asked: AskedChange) -> str | None:
     state = state_of(asked.loader)
     if state.has_epochs:
         return f"{asked.dataset} has set_epoch(), which workers that live on would not hear of"
-    if not state.is_whole:
-        return f"{asked.dataset} holds too much to see whether it changes between epochs"
+    if not state.is_comparable:
+        trained = [f"can depend on {each}, which training changes" for each in state.held if each.kind == "trained"]
+        return f"{asked.dataset} {[*trained, 'holds too much to see whether it changes between epochs'][0]}"
     if asked.dataset_changes:
         return f"{asked.dataset} changes between epochs, and workers that live on would keep the old one"
     return None

@@ -433,10 +433,21 @@ class RunningLoader:
                 "persistent_workers=True"
             )
         if self.no_more is None and self.start.has_changed:
-            self.problem = "its dataset has changed since they were started, and others would see it as it is now"
+            self.problem = "its dataset may have changed since they were started, and others would see it as it is now"
             if self.loader.persistent_workers:
-                self.no_more = "its dataset has changed since its workers were started, which persist"
+                self.no_more = "its dataset may have changed since its workers were started, which persist"
+        elif self.no_more is None and self.problem is None and not self._pays_now(num_workers):
+            self.problem = "the rest of the epoch is shorter than what starting them takes"
         return self.no_more is None
+
+    def _pays_now(self, num_workers: int) -> bool:
+        """Whether what is left of the epoch is long enough for workers that are started in it to pay."""
+        iterator = self._iterator
+        if self._set_up is None or self._wait_s is None or not isinstance(iterator, ResizableIterator):
+            return True
+        set_up_s, before = self._set_up
+        left = iterator.batches_left
+        return left is None or not before or left * self._wait_s > set_up_s * (num_workers - before) / before
 
     def _pays(self, num_workers: int) -> bool:
         """Whether workers that are not forked, and started anew for each epoch, save more than their start takes."""
@@ -461,7 +472,7 @@ class RunningLoader:
             set_prefetch(iterator, self.loader.prefetch_factor)
         if is_like(iterator, self.loader) and not (resizable and iterator.has_failed):
             return
-        if self.start is not None and self.start.has_changed:  # those that persist go on with what they were given
+        if self.start is None or self.start.has_changed:  # those that persist go on with what they were given
             assign(self.loader, running_workers(self.loader, iterator))
             self.policy.set(self.loader.num_workers, settle=True)
             return
@@ -475,8 +486,11 @@ class RunningLoader:
 
     def done(self) -> None:
         """End with the fit: the loader keeps its number, and the user's own number is remembered."""
-        if not self.is_of(None):
-            note_own_workers(self.loader, self._own_workers)
+        if self.is_of(None):
+            return
+        note_own_workers(self.loader, self._own_workers)
+        if persistent_iterator(self.loader) is None:
+            WorkersStart.forget(self.loader)
 
     def end(self, running: Sequence[Any] = ()) -> None:
         """End the workers at once: training has failed, and what it failed with may keep the iterator alive.

@@ -69,6 +69,11 @@ def why_not_shared(loader: DataLoader[Any], held: Sequence[Held], *, workers: in
         workers: how many the user has given it: what two of them share, more may.
     """
     for each in held:
+        if each.kind == "trained" and not workers:
+            return (
+                f"its samples can depend on {each}, which training changes: with num_workers=0 each is read as that is "
+                "at the moment, and workers would have a copy"
+            )
         if each.kind == "device" and not workers:
             return f"its dataset holds a tensor on a GPU, {each}: other processes cannot have it"
         if each.kind == "file" and workers < 2 and forks(loader) is None:
@@ -112,6 +117,11 @@ class WorkersStart:
         start: WorkersStart | None = vars(loader).get(_START)
         return start
 
+    @staticmethod
+    def forget(loader: DataLoader[Any]) -> None:
+        """Its workers have ended."""
+        vars(loader).pop(_START, None)
+
     def note(self, loader: DataLoader[Any]) -> None:
         """Have the loader hold it, until it starts others."""
         vars(loader)[_START] = self
@@ -127,8 +137,8 @@ class WorkersStart:
 
     @property
     def has_changed(self) -> bool:
-        """Whether workers started now would get another dataset than the running ones."""
-        return self.state.has_changed()
+        """Whether workers started now might get another dataset than the running ones."""
+        return bool(self._own_workers and not self.state.is_comparable) or self.state.has_changed()
 
     def why_no_more(self) -> str | None:
         """Why no worker may be added, now or later, by what the loader holds now; None if one may."""

@@ -132,6 +132,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> dict[Any, int]:
 
     monkeypatch.setattr(LivePolicy, "decide", decide)
     monkeypatch.setattr(LivePolicy, "__init__", init)
+    monkeypatch.setattr(RunningLoader, "_pays_now", lambda self, num_workers: True)
     return decisions
 
 

@@ -221,7 +221,7 @@ def test_what_processes_can_have_is_let_through(tmp_path: Path) -> None:
         logging.getLogger(__name__),
         random.random,
         np.random.random,
-        torch.nn.Sequential(torch.nn.Linear(1, 1)),
+        torch.nn.Sequential(torch.nn.Linear(1, 1)).requires_grad_(False),
         Image.new("RGB", (2, 2)),
         lambda x: x,
         range(3),

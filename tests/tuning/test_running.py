@@ -249,9 +249,8 @@ class TestAnotherNumber:
             made.follow(iterator)
             made.loader.dataset.extra = 5  # type: ignore[attr-defined]
             assert made.apply(3) == number
-            assert (
-                made.problem == "its dataset has changed since they were started, and others would see it as it is now"
-            )
+            assert made.problem is not None
+            assert made.problem.startswith("its dataset may have changed since they were started, and others would see")
             assert (made.no_more is not None) is persist
 
     def test_what_an_iterator_without_a_class_of_its_own_gives_cannot_be_timed(self) -> None:
@@ -303,6 +302,20 @@ class TestWhetherAStartPays:
         assert made.no_more == (
             "starting 4 for every epoch would take longer than they save; give the DataLoader persistent_workers=True"
         )
+
+
+@pytest.mark.parametrize(("set_up_s", "pays"), [(1.0, True), (9.4, True), (9.5, False), (30.0, False)])
+def test_in_an_epoch_workers_start_where_its_rest_is_long_enough(set_up_s: float, pays: bool) -> None:
+    made = follower(1, batch_size=4)
+    iterator = made.new_iterator(made.loader._get_iterator)
+    for _ in range(19):
+        next(iterator)
+    made.follow(iterator)
+    assert iterator.batches_left == 19  # of 40: two are under way
+    made._set_up, made._wait_s = (set_up_s, 1), 1.0  # three take twice as long to start as one more than there are
+    assert made.apply(3) == 3
+    assert (iterator._num_workers, made.loader.num_workers) == (3 if pays else 1, 3)
+    iterator._shutdown_workers()
 
 
 class Growing(running.ResizableIterator):
