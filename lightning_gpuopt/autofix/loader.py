@@ -8,7 +8,14 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt.compat.lightning import Trainer, local_ranks_of, train_iterators, train_loader_keys, train_loaders
+from lightning_gpuopt.compat.lightning import (
+    Trainer,
+    local_ranks_of,
+    say_once,
+    train_iterators,
+    train_loader_keys,
+    train_loaders,
+)
 from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
 from lightning_gpuopt.tuning.managed import ManagedLoader
 from lightning_gpuopt.tuning.rules import CannotChange, why_left_alone
@@ -209,6 +216,9 @@ class AdjustableLoader:
         """
         managed = self._only
         lost = None if managed is None else managed.step_done(self._iterator)
+        if lost is not None and lost.kind == "order":
+            text = f"AutoFix: {lost.why}. From the next epoch on it is asked as you have set it."
+            say_once(self._trainer, "autofix-order", text)
         return None if lost is None else lost.why
 
     # -- the end

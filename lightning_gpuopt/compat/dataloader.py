@@ -472,6 +472,18 @@ def _parameters_of_a_worker() -> list[str]:
     return [name.replace("dataset_holder", "dataset") for name in signature(_worker_loop).parameters]
 
 
+def watch_sampler(iterator: Any, around: Callable[[Any], Any]) -> None:
+    """Put something around what an iterator draws its indices from, in this epoch and in those of its workers to come.
+
+    Args:
+        iterator: torch's own.
+        around: makes a sampler of the loader's; it has a method ``rest``, which goes on with an iterator.
+    """
+    if hasattr(iterator, "_index_sampler") and hasattr(iterator, "_sampler_iter"):
+        watched = around(iterator._index_sampler)
+        iterator._index_sampler, iterator._sampler_iter = watched, watched.rest(iterator._sampler_iter)
+
+
 def worker_process(
     iterator: Any, context: Any, index_queue: Any, worker_id: int, num_workers: int, base_seed: int
 ) -> Any:

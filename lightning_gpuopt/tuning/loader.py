@@ -259,6 +259,9 @@ class TunedLoader:
             )
         if lost is not None and lost.kind == "dataset":
             raise CannotChange(f"a loader with num_workers=0 alone: {lost.why}")
+        if lost is not None and lost.kind == "order":
+            self._say(f"order-{self._index}", f"{lost.why}. From the next epoch on it is asked as you have set it.")
+            raise CannotChange(f"a loader alone: {lost.why}")
         if lost is not None and lost.kind == "draws":
             raise CannotChange(f"a loader alone: {lost.why}")
         if lost is not None and lost.kind == "growth":

@@ -28,7 +28,7 @@ from lightning_gpuopt.compat.dataloader import (
 from lightning_gpuopt.measurements.loader_description import NEXT, NOW
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.live import LivePolicy
-from lightning_gpuopt.tuning.rules import BY_TRIAL, AskedChange, CannotChange, why_not
+from lightning_gpuopt.tuning.rules import AHEAD, BY_TRIAL, AskedChange, CannotChange, why_not
 from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
 from lightning_gpuopt.tuning.sharing import forks, held_by, own_workers, why_not_shared
 from lightning_gpuopt.tuning.without_workers import check_workers, why_not_other_workers
@@ -50,11 +50,11 @@ class LostWorkers:
 
     Attributes:
         kind: the dataset was changed; a worker that was started in mid-epoch failed; workers draw random numbers;
-            there is no room any longer.
+            there is no room any longer; what decides on the order was changed.
         why: the reason.
     """
 
-    kind: Literal["dataset", "growth", "draws", "room"]
+    kind: Literal["dataset", "growth", "draws", "room", "order"]
     why: str
 
 
@@ -169,6 +169,8 @@ class ManagedLoader:
             return self._left
         if setting in BY_TRIAL["random numbers"] and self._drawn is not None:
             return self._drawn
+        if setting in AHEAD and self.running.order.changes:
+            return self.running.order.why_not_ahead(self.loader)
         if self._wrapped and setting == "persistent_workers":
             return "the program iterates it inside a loader of its own, which may do so twice at a time"
         if self._is_by_trial(setting):
@@ -298,6 +300,8 @@ class ManagedLoader:
         Returns:
             Why there are fewer workers than were asked for; None if there are as many.
         """
+        if self.running.order.changes and self._left is None and (lost := self._ask_as_given()) is not None:
+            return lost
         if not self._follows:
             return None
         running = self.running
@@ -309,15 +313,34 @@ class ManagedLoader:
             return LostWorkers("growth", running.failure or "a worker that was started in mid-epoch never gave a batch")
         if self._exact and running.draws and self._drawn is None and self.loader.num_workers > self.own_workers:
             self._drawn = "its workers draw random numbers after all (exact=True)"
-            running.apply(max(self.own_workers, 1))
-            if not self.own_workers:
-                self.take_back("num_workers", 0)  # its workers go on to the end of the epoch
+            self._to_fewer()
             return LostWorkers("draws", self._drawn)
         if (cap := running.no_longer_fits()) is None:
             return None
         running.policy.limited_by = cap.limited_by
         running.apply(cap.num_workers)
         return LostWorkers("room", f"for more workers there is no room any longer, {cap}")
+
+    def _ask_as_given(self) -> LostWorkers | None:
+        """Ask the sampler no further ahead than the user has set it, as it reads what training changes."""
+        loader, running = self.loader, self.running
+        given = self._given["prefetch_factor"] or 0
+        waits = any(setting in self._next for setting in AHEAD)
+        if not waits and loader.num_workers <= self.own_workers and (loader.prefetch_factor or 0) <= given:
+            return None
+        why = running.order.why_not_ahead(loader) or ""
+        self.leave(why)
+        if loader.num_workers > self.own_workers:
+            self._to_fewer()
+        if self.own_workers:
+            loader.prefetch_factor = given
+        return LostWorkers("order", why)
+
+    def _to_fewer(self) -> None:
+        """Go back to the user's own number of workers; first workers go on to the end of the epoch."""
+        self.running.apply(max(self.own_workers, 1))
+        if not self.own_workers:
+            self.take_back("num_workers", 0)
 
     # -- iterators
 
@@ -371,6 +394,9 @@ class ManagedLoader:
     def _set(self, setting: str, value: Any) -> None:
         """Change a setting right before an iterator is made."""
         loader = self.loader
+        grows = setting in AHEAD and setting not in self._returns and bool(value)
+        if grows and (reason := self.running.order.why_not_ahead(loader)) is not None:
+            raise CannotChange(reason)
         if setting == "num_workers" and value and self.own_workers:
             assign(loader, min(value, self.running.cap().num_workers))
         elif setting == "num_workers" and value:

@@ -19,7 +19,8 @@ from lightning_gpuopt.tuning.sharing import WorkersStart, forks, held_by, state_
 
 _WORKERS: Final = ("num_workers",)
 _KEPT: Final = ("persistent_workers",)
-_AHEAD: Final = ("num_workers", "prefetch_factor", "persistent_workers")
+AHEAD: Final = ("num_workers", "prefetch_factor", "persistent_workers")
+"""Settings with which a sampler is asked at other moments."""
 
 
 class CannotChange(Exception):
@@ -166,11 +167,11 @@ def _keeping(asked: AskedChange) -> str | None:
 
 RULES: Final = (
     Rule("iterators of its own", (*_WORKERS, *_KEPT), _own_iterators),
-    Rule("state of its own", (*_AHEAD, "pin_memory"), _own_state),
+    Rule("state of its own", (*AHEAD, "pin_memory"), _own_state),
     Rule("to no workers", _WORKERS, _to_none),
     Rule("no workers", ("prefetch_factor", *_KEPT), _no_workers),
     Rule("start method", _WORKERS, _start_method),
-    Rule("sampler", _AHEAD, _sampler),
+    Rule("sampler", AHEAD, _sampler),
     Rule("held by the dataset", _WORKERS, _held),
     Rule("changes while training runs", _WORKERS, _changed),
     Rule("pinning", ("pin_memory",), _pinning),

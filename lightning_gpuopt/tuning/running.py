@@ -42,6 +42,7 @@ from lightning_gpuopt.tuning.draws import DrawWatch
 from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.meter import FetchMeter, place
 from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt, first_workers
+from lightning_gpuopt.tuning.sampler_draws import Order
 from lightning_gpuopt.tuning.self_test import why_not_tried
 from lightning_gpuopt.tuning.sharing import WorkersStart, forks, note_own_workers, why_not_shared
 from lightning_gpuopt.tuning.stand_ins import Same
@@ -71,6 +72,7 @@ class RunningLoader:
 
     Attributes:
         no_more: why no worker may be added; None if one may.
+        order: what was seen of its sampler.
         dataset_changes: whether the dataset was another one when the last two iterators were made.
         frozen: whether measuring has ended.
         problem: why the running iterator cannot be changed; None where it can.
@@ -112,6 +114,8 @@ class RunningLoader:
         self._batch: tuple[float, int] = (0.0, 0)
         self._wait_s: float | None = None  # never measured under AutoFix, which judges by the epochs' set-ups
         self._grow_at_epochs: str | None = None
+        self._later = 0
+        self.order = Order()
         self._draws = DrawWatch()
 
     def is_of(self, loader: Any) -> bool:
@@ -166,11 +170,20 @@ class RunningLoader:
         start = self.note_start()
         self._began = self._clock()
         note_own_workers(self.loader, self._own_workers)
+        if self._later and self.order.why_not_ahead(self.loader) is None:
+            assign(self.loader, self._later)
+            self.policy.set(self._later)
+            self.frozen, self._later = False, 0
+            self.look()
         reason = why_not_shared(self.loader, start.state.held, workers=self._own_workers)
+        if reason is None and (reason := self.order.why_not_ahead(self.loader)) is not None and not self.order.changes:
+            self._later = self.loader.num_workers if self.loader.num_workers > self._own_workers else 0
         if self.loader.num_workers > self._own_workers and reason is not None:
             self.no_more = reason
             assign(self.loader, self._own_workers)
             self.policy.set(self.loader.num_workers, settle=True)
+            if not self._own_workers:
+                self.freeze()
         if self.loader.num_workers <= usable_cpus() or self.loader.num_workers == self._own_workers:
             iterator = self._create(create)
         else:
@@ -179,6 +192,8 @@ class RunningLoader:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="This DataLoader will create")
                 iterator = self._create(create)
+        if is_plain(self.loader):
+            self.order.watch(self.loader, iterator)
         return iterator
 
     def _create(self, create: Callable[[], Any]) -> Any:
@@ -306,6 +321,7 @@ class RunningLoader:
         self.meter, self.frozen, self._depth = old.meter, old.frozen, old._depth
         self._waits_for_next, self._batch = old._waits_for_next, old._batch
         self._grow_at_epochs = old._grow_at_epochs
+        self.order.changes = old.order.changes
         if self.meter.seen is not None:  # and not acted on: it was not in training that the old one was iterated last
             self.look()
 
@@ -427,6 +443,8 @@ class RunningLoader:
             self.no_more = "its workers run since an earlier fit, and their dataset may be another by now"
             return False
         self.no_more = self.start.why_no_more()
+        if self.no_more is None and self.order.changes:
+            self.no_more = self.order.why_not_ahead(self.loader)
         if self.no_more is None and not self._pays(num_workers):
             self.no_more = (
                 f"starting {num_workers} for every epoch would take longer than they save; give the DataLoader "
@@ -436,6 +454,10 @@ class RunningLoader:
             self.problem = "its dataset may have changed since they were started, and others would see it as it is now"
             if self.loader.persistent_workers:
                 self.no_more = "its dataset may have changed since its workers were started, which persist"
+        elif self.no_more is None and not self.order.is_known(self.loader):
+            self.problem = (
+                "its sampler may read what training writes, and is asked further ahead from an epoch's beginning"
+            )
         elif self.no_more is None and self.problem is None and not self._pays_now(num_workers):
             self.problem = "the rest of the epoch is shorter than what starting them takes"
         return self.no_more is None

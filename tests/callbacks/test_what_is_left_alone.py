@@ -215,9 +215,7 @@ class TestChangedDatasets:
     def test_workers_that_persist_keep_what_they_have(self, tmp_path, caplog):
         kwargs = {"workers": 2, "persistent_workers": True}
         expected = plain(tmp_path, loader(**kwargs), Changes("epoch"))
-        with pytest.warns(
-            UserWarning, match="num_workers stays 2: its dataset may have changed since its"
-        ):
+        with pytest.warns(UserWarning, match="num_workers stays 2: its dataset may have changed since its"):
             fit = Fit(tmp_path, caplog, loader(**kwargs), Changes("epoch"))
         assert fit.model.seen == expected
         assert fit.num_workers == 2
