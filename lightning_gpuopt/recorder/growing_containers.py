@@ -22,6 +22,7 @@ from lightning_gpuopt.recorder.containers import (
     attributes_of,
 )
 from lightning_gpuopt.utils.plain_containers import CONTAINERS, entries_of, entry_at, length_of
+from lightning_gpuopt.utils.weakly import weakly
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Growing:
     left out.
 
     Args:
-        owners: whose attributes to look at, by a name for people; what they hold, and the globals of the user's modules
+        owners: whose attributes to look at, by a name for people, held weakly; what they hold, and the globals of the user's modules
             that their classes are defined in, are looked at as well.
         clock: seconds, for the limit on what a look takes; of this thread, as the GIL may be another's meanwhile.
         process: bytes of this process, where its memory is what is to be explained.
@@ -115,7 +116,8 @@ class Growing:
     def __init__(
         self, owners: Mapping[str, object], clock: Callable[[], float] = time.thread_time, *, process: int = 0
     ) -> None:
-        self._owners = dict(owners)
+        # A dataset ends with its loader, and not with whoever looks at it.
+        self._behind = {name: weakly(owner) for name, owner in owners.items()}
         self._clock = clock
         walk = Containers(self._owners.items(), clock)
         self._first = {each.name: count for each, count in _with_inner(_counted(walk))}
@@ -124,6 +126,11 @@ class Growing:
         self._looks = 0
         self._looked_at = process
         self._why = ""
+
+    @property
+    def _owners(self) -> dict[str, object]:
+        """Those that are still there."""
+        return {name: owner for name, behind in self._behind.items() if (owner := behind()) is not None}
 
     def look(self, suspect: str = "") -> str:
         """What has grown most, for people; empty where nothing has. Takes a few milliseconds.

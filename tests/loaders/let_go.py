@@ -1,7 +1,7 @@
 """Programs whose loaders are dropped while they run, and what is left of their iterators and workers then.
 
-``python -m tests.loaders.let_go PROGRAM`` prints, for each event of the run, how many iterators with workers
-and how many worker processes there are, with the garbage collector off: a reference cycle keeps them for ever.
+``python -m tests.loaders.let_go PROGRAM`` prints, for each event of the run, how many iterators with workers,
+worker processes and datasets there are, with the garbage collector off: a reference cycle keeps them for ever.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-Event = tuple[str, int, int]
+Event = tuple[str, int, int, int]
+"""What happens; iterators, worker processes and datasets that there are."""
+
+_datasets: weakref.WeakSet[TensorDataset] = weakref.WeakSet()
 
 
 class Census:
@@ -32,6 +35,8 @@ class Census:
         self.events: list[Event] = []
         self._iterators: list[weakref.ref[Any]] = []
         self._before = {each.pid for each in multiprocessing.active_children()}
+        gc.collect()
+        _datasets.clear()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -53,7 +58,7 @@ class Census:
     def note(self, event: str) -> None:
         alive = [each() for each in self._iterators if each() is not None]
         workers = sum(1 for each in multiprocessing.active_children() if each.pid not in self._before)
-        self.events.append((event, len(alive), workers))
+        self.events.append((event, len(alive), workers, len(_datasets)))
 
 
 class Module(lightning.LightningModule):
@@ -79,6 +84,7 @@ class Module(lightning.LightningModule):
 
 def loader_of(batch_size: int = 4, **options: Any) -> DataLoader[Any]:
     samples = TensorDataset(torch.zeros(40, 2))
+    _datasets.add(samples)
     return DataLoader(samples, batch_size, num_workers=1, persistent_workers=True, **options)
 
 
@@ -189,6 +195,8 @@ def deleted(census: Census, monitors: list[Any]) -> None:
         trainer = trainer_of(census, monitors, max_epochs=2)
         trainer.fit(Module(), loader_of(), loader_of())
         del trainer
+        for each in monitors:  # Lightning gives each callback methods of the module, which holds its Trainer
+            del each.log, each.log_dict
         gc.collect()
         census.note("deleted")
 

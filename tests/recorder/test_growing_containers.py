@@ -266,7 +266,8 @@ class TestWhyAProcessGrows:
 
     def test_a_global_of_the_module_is_named(self) -> None:
         SHARED.clear()
-        growing = Growing({"Keeps": Keeps()})
+        model = Keeps()
+        growing = Growing({"Keeps": model})
         SHARED.extend(bytes(MIB) for _ in range(20))
         assert growing.why(20 * MIB) == f"{__name__}.SHARED (list) grew from 0 to 20 entries and holds about 20 MiB"
         SHARED.clear()
