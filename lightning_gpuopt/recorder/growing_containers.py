@@ -107,8 +107,8 @@ class Growing:
     left out.
 
     Args:
-        owners: whose attributes to look at, by a name for people, held weakly; what they hold, and the globals of the user's modules
-            that their classes are defined in, are looked at as well.
+        owners: whose attributes to look at, by a name for people, held weakly; what they hold, and the globals of the
+            user's modules that their classes are defined in, are looked at as well.
         clock: seconds, for the limit on what a look takes; of this thread, as the GIL may be another's meanwhile.
         process: bytes of this process, where its memory is what is to be explained.
     """

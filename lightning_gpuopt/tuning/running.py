@@ -99,6 +99,7 @@ class RunningLoader:
         self._own_workers = loader.num_workers if own_workers is None else own_workers
         self._began: float | None = None
         self._set_up: tuple[float, int] | None = None
+        self._started: tuple[float, int] | None = None
         self.meter = FetchMeter(policy.skip, policy.window)
         self.problem: str | None = None
         self.unknown: str | None = None
@@ -192,6 +193,7 @@ class RunningLoader:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="This DataLoader will create")
                 iterator = self._create(create)
+        self._started = self._clock() - self._began, self.loader.num_workers
         if is_plain(self.loader):
             self.order.watch(self.loader, iterator)
         return iterator
@@ -465,11 +467,11 @@ class RunningLoader:
     def _pays_now(self, num_workers: int) -> bool:
         """Whether what is left of the epoch is long enough for workers that are started in it to pay."""
         iterator = self._iterator
-        if self._set_up is None or self._wait_s is None or not isinstance(iterator, ResizableIterator):
+        if self._started is None or self._wait_s is None or not isinstance(iterator, ResizableIterator):
             return True
-        set_up_s, before = self._set_up
+        start_s, before = self._started
         left = iterator.batches_left
-        return left is None or not before or left * self._wait_s > set_up_s * (num_workers - before) / before
+        return left is None or not before or left * self._wait_s > start_s * (num_workers - before) / before
 
     def _pays(self, num_workers: int) -> bool:
         """Whether workers that are not forked, and started anew for each epoch, save more than their start takes."""

@@ -304,15 +304,15 @@ class TestWhetherAStartPays:
         )
 
 
-@pytest.mark.parametrize(("set_up_s", "pays"), [(1.0, True), (9.4, True), (9.5, False), (30.0, False)])
-def test_in_an_epoch_workers_start_where_its_rest_is_long_enough(set_up_s: float, pays: bool) -> None:
+@pytest.mark.parametrize(("start_s", "pays"), [(1.0, True), (9.4, True), (9.5, False), (30.0, False)])
+def test_in_an_epoch_workers_start_where_its_rest_is_long_enough(start_s: float, pays: bool) -> None:
     made = follower(1, batch_size=4)
     iterator = made.new_iterator(made.loader._get_iterator)
     for _ in range(19):
         next(iterator)
     made.follow(iterator)
     assert iterator.batches_left == 19  # of 40: two are under way
-    made._set_up, made._wait_s = (set_up_s, 1), 1.0  # three take twice as long to start as one more than there are
+    made._started, made._wait_s = (start_s, 1), 1.0  # three take twice as long to start as one more than there are
     assert made.apply(3) == 3
     assert (iterator._num_workers, made.loader.num_workers) == (3 if pays else 1, 3)
     iterator._shutdown_workers()
