@@ -132,7 +132,7 @@ WORKER_LOOP: Final = [
 def running_workers(loader: Any, iterator: Any) -> int:
     """The workers behind an iterator; what its loader has, where it is not torch's own."""
     workers = getattr(iterator, "_num_workers", None)
-    return int(loader.num_workers if workers is None else workers)
+    return int(getattr(loader, "num_workers", 0) if workers is None else workers)
 
 
 def workers_of(iterator: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import inspect
 import io
 import mmap
 import random
@@ -44,6 +45,7 @@ from lightning_gpuopt.tuning.object_facts import (
     entry_of,
     environment,
     facts_of,
+    function_in,
     functions_of,
     globals_named_by,
     holds,
@@ -68,6 +70,8 @@ from lightning_gpuopt.tuning.object_facts import (
 from lightning_gpuopt.utils import plain_containers
 
 _MAX_OBJECTS: Final = 20_000
+_MAX_OF_GLOBALS: Final = 1_000
+"""Objects looked at behind global variables: they are no data of a sample's, and compared for each batch."""
 
 
 _NEAR: Final = 32
@@ -95,6 +99,7 @@ _FILE_MODULES: Final = ("h5py.", "sqlite3.", "lmdb.", "netCDF4.", "tables.", "ra
 
 HeldKind = Literal["file", "generator", "device", "shared", "trained"]
 
+_ENVIRONMENT: Final = frozenset({"environ", "environb", "getenv"})
 _LIGHTNING: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
 _FRAMEWORK_NAMES: Final = frozenset({"trainer", "fabric", "log", "log_dict", "training", "prepare_data_per_node"})
 
@@ -109,7 +114,7 @@ class Held:
             ``"trained"``: a Trainer, a module, an optimizer or the like, which training changes in each step.
         name: its type.
         path: where it is, as code has it: ``dataset.transform.rng``.
-        value: the object.
+        value: the object; of what is trained its class.
     """
 
     kind: HeldKind
@@ -145,12 +150,14 @@ class _Place(NamedTuple):
         near: whether it lies outside long containers.
         sample: number of the sample whose entry it belongs to; None where it belongs to none.
         is_packed: whether an object above it has its own ``__getstate__`` or ``__reduce__``.
+        is_global: whether it was reached through a global variable.
     """
 
     path: str
     near: bool = True
     sample: int | None = None
     is_packed: bool = False
+    is_global: bool = False
 
     def __truediv__(self, name: str) -> _Place:
         return self._replace(path=f"{self.path}{name}"[:200])
@@ -189,17 +196,25 @@ class DatasetState:
         self._of_samples: dict[int, list[_Part]] = {}
         self._turn = 0
         self._met: dict[int, Any] = {}  # and keeps them alive: an id is of one object only as long as that lives
-        self._watch(_Place("os.environ"), environment)
+        self._named: set[str] = set()  # names that functions of the user's read, so far
+        self._unnamed: dict[str, list[tuple[_Place, Any]]] = {}  # functions of classes that nothing has named so far
+        self._of_globals = 0
+        others: deque[tuple[_Place, Any]] = deque()
         near: deque[tuple[_Place, Any]] = deque((_Place(name), value) for name, value in roots.items())
         far: deque[tuple[_Place, Any]] = deque()
-        while near or far:
-            place, value = (near or far).popleft()
+        while near or far or others:
+            place, value = (near or far or others).popleft()
             for found in self._meet(place, value):
-                (near if found[0].near else far).append(found)
+                (others if found[0].is_global else near if found[0].near else far).append(found)
+        self._met.clear()
 
     def _meet(self, place: _Place, value: Any) -> Iterable[tuple[_Place, Any]]:
         try:
             if isinstance(value, (*_PLAIN, *_WHOLE)) or id(value) in self._met:
+                return ()
+            self._of_globals += place.is_global
+            if self._of_globals > _MAX_OF_GLOBALS and place.is_global:
+                self.is_comparable = False
                 return ()
             if len(self._met) >= _MAX_OBJECTS:
                 self.is_whole = self.is_comparable = False
@@ -316,8 +331,12 @@ class DatasetState:
     def _of_class(self, place: _Place, value: type) -> Iterable[tuple[_Place, Any]]:
         """The attributes and functions of a user's class, and of those it derives from; other classes do not change."""
         own = [base for base in value.__mro__[:-1] if is_users_own(base.__module__)]
-        found: list[tuple[_Place, Any]] = [(place, each) for base in own for each in functions_of(base)]
+        installed = {name for base in value.__mro__ if base not in own for name in vars(base)}
+        found: list[tuple[_Place, Any]] = []
         for base in own:
+            for name, each in functions_of(base):  # those that are called: by Python, by what it derives from, by name
+                is_called = name.startswith("__") or name in installed or name in self._named
+                (found if is_called else self._unnamed.setdefault(name, [])).append((place, each))
             if data := data_of(base):
                 self._watch(place, partial(data_of, base))
                 found += [(place / f".{name}", item) for name, item in data.items()]
@@ -394,14 +413,23 @@ class DatasetState:
 
     def _of_function(self, place: _Place, value: FunctionType) -> Iterable[tuple[_Place, Any]]:
         cells, defaults = value.__closure__ or (), (value.__defaults__ or (), value.__kwdefaults__ or {})
-        named = dict(globals_named_by(value)) if is_users_own(value.__module__) else {}
-        if cells or any(defaults) or vars(value) or named:
+        named: dict[str, Any] = {}
+        called: list[tuple[_Place, Any]] = []
+        if is_users_own(value.__module__):
+            named = dict(globals_named_by(value))
+            names = {*names_in(value.__code__)} - self._named
+            self._named |= names
+            called = [each for name in names for each in self._unnamed.pop(name, ())]
+            if names & _ENVIRONMENT:
+                self._watch(_Place("os.environ"), environment)
+        compared = [name for name, item in named.items() if not (is_trained(item) or is_of(item, _LIGHTNING))]
+        if cells or any(defaults) or vars(value) or compared:
             self._watch(
                 place,
                 lambda: (
                     [in_cell(each) for each in cells],
                     (value.__defaults__, dict(value.__kwdefaults__ or {}), dict(vars(value))),
-                    [value.__globals__.get(name) for name in named],
+                    [value.__globals__.get(name) for name in compared],
                 ),
             )
         held = [*zip(value.__code__.co_freevars, (in_cell(each) for each in cells), strict=False)]
@@ -410,11 +438,12 @@ class DatasetState:
             *((_Place(name, place.near, place.sample), item) for name, item in held),
             *((_Place(f"{value.__name__}(...)", place.near, place.sample), item) for item in own),
             *(each for name, item in named.items() for each in self._of_global(name, item, value)),
+            *called,
         ]
 
     def _of_global(self, name: str, item: Any, function: FunctionType) -> Iterable[tuple[_Place, Any]]:
         """A global variable that a function of the user's reads; of an installed package nothing is looked into."""
-        place = _Place(name, is_packed=True)
+        place = _Place(name, is_packed=True, is_global=True)
         if isinstance(item, ModuleType):
             if not is_users_own(item.__name__):
                 return ()
@@ -428,15 +457,20 @@ class DatasetState:
     def _of_lightning_method(self, place: _Place, value: MethodType) -> Iterable[tuple[_Place, Any]]:
         """For a ``collate_fn`` that is a module's method: the attributes that it, and what it calls, reads."""
         owner, todo, names, functions = value.__self__, [value.__func__], set[str](), list[Any]()
+        of_class: dict[str, Any] = {}
         while todo:
             functions.append(todo.pop())
             for name in set(names_in(getattr(functions[-1], "__code__", None))) - names:
                 names.add(name)
-                method = getattr(type(owner), name, None)
-                method = method.fget if isinstance(method, property) else method
-                if isinstance(method, FunctionType) and not is_in(method.__module__, _LIGHTNING):
-                    todo.append(method)
-        if "trainer" in names or any(passes_itself_on(each) for each in functions):
+                method = inspect.getattr_static(type(owner), name, None)
+                inner = function_in(method)
+                if inner is not None and not is_in(inner.__module__, _LIGHTNING):
+                    todo.append(inner)
+                elif inner is None and method is not None and not hasattr(type(method), "__get__"):
+                    of_class[name] = method
+        if of_class:
+            self._watch(place, lambda: [inspect.getattr_static(type(owner), name, None) for name in of_class])
+        if names & {"trainer", "__dict__"} or any(passes_itself_on(each) for each in functions):
             return [*((place, each) for each in functions), (place, owner)]
         if is_a(owner, ("LightningModule",)):
             self._note("trained", place, owner)
@@ -448,7 +482,8 @@ class DatasetState:
         self._watch(place, lambda: [held.get(name) for name in read] + [number_of(owner, name) for name in steps])
         modules = held.get("_modules", {})
         inside = {**{name: modules[name] for name in names & {*modules}}, **{name: held[name] for name in read}}
-        return [*((place, each) for each in functions), *((place / f".{name}", item) for name, item in inside.items())]
+        found = {**of_class, **inside}
+        return [*((place, each) for each in functions), *((place / f".{name}", item) for name, item in found.items())]
 
     def _of_trained(self, place: _Place, value: Any) -> None:
         self._note("trained", place, value)
@@ -468,8 +503,8 @@ class DatasetState:
             is_a(value, ("LightningDataModule", "Callback")) and own()
         ):
             self._of_trained(place, value)
-        if not is_a(value, ("LightningModule", "LightningDataModule")):
-            return ()  # a Trainer, a logger: they hold the whole run
+        if not is_a(value, ("LightningDataModule",)):
+            return ()  # they hold the whole run
         self._watch(place, own)
         return [(place / f".{name}", item) for name, item in own().items() if not isinstance(item, torch.nn.Module)]
 
@@ -505,7 +540,8 @@ class DatasetState:
     def _note(self, kind: HeldKind, place: _Place, value: Any) -> None:
         name = type(value).__name__
         shown = getattr(value, "name", None) if isinstance(value, io.IOBase) else None
-        found = Held(kind, f"{name} {shown}" if isinstance(shown, str) else name, place.path, value)
+        held = type(value) if kind == "trained" else value  # a loader must not hold the Trainer by this
+        found = Held(kind, f"{name} {shown}" if isinstance(shown, str) else name, place.path, held)
         (self.shared if kind == "shared" else self.held).append(found)
 
 

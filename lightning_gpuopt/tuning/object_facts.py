@@ -96,6 +96,8 @@ def facts_of(kind: Any) -> Facts:
 @cache
 def is_users_own(module: str | None) -> bool:
     """Whether a module, by its name, is neither installed nor Python's."""
+    if (module or "").partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+        return False
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     return not any(each in file for each in ("site-packages", "dist-packages", os.path.dirname(os.__file__)))
 
@@ -175,18 +177,26 @@ def _functions_of(kind: type) -> Iterator[Any]:
             continue
         for each in vars(base).values():
             yield each
-        for each in functions_of(base):
+        for _, each in functions_of(base):
             yield from (item for _, item in globals_named_by(each))
 
 
-def functions_of(kind: type) -> Iterator[Any]:
-    """The functions that a class itself has, also those behind properties and the like."""
-    for each in vars(kind).values():
-        for name in ("__func__", "func", "fget", "fset"):
-            if isinstance(inner := getattr(each, name, None), FunctionType):
-                yield inner
-        if isinstance(each, FunctionType):
-            yield each
+def function_in(value: Any) -> FunctionType | None:
+    """The function behind an attribute of a class: a method, a property or the like; None for other attributes."""
+    if isinstance(value, (classmethod, staticmethod)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, (cached_property, functools.partialmethod)):
+        value = value.func
+    return value if isinstance(value, FunctionType) else None
+
+
+def functions_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
+    """The functions that a class itself has, by name, also those behind properties and the like."""
+    for name, each in vars(kind).items():
+        if (function := function_in(each)) is not None:
+            yield name, function
 
 
 def globals_named_by(function: Any) -> Iterator[tuple[str, Any]]:
@@ -204,15 +214,25 @@ def passes_itself_on(method: Any) -> bool:
 
 @cache
 def _is_passed_on(code: CodeType, name: str) -> bool:
-    steps = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "EXTENDED_ARG")]
-    for step, following in pairwise(steps):
-        loads = step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and not step.opname.endswith("CLOSURE")
-        its = name in (step.argval if isinstance(step.argval, tuple) else (step.argval,))
-        makes_cell = following.opname in ("LOAD_CLOSURE", "BUILD_TUPLE", "LOAD_CONST") and name in code.co_cellvars
-        if loads and its and not makes_cell and not following.opname.endswith(_OF_ATTRIBUTES):
+    of_cells = {*code.co_cellvars, *code.co_freevars}
+    for (step, variable), (following, _) in pairwise(_steps(code)):
+        # a cell is loaded as a whole only to make a closure, whose own code is looked at below
+        reads = step == "LOAD_DEREF" or (step.startswith("LOAD_FAST") and variable not in of_cells)
+        if reads and variable == name and not following.endswith(_OF_ATTRIBUTES):
             return True
     inner = (each for each in code.co_consts if isinstance(each, CodeType) and name in each.co_freevars)
     return any(_is_passed_on(each, name) for each in inner)
+
+
+def _steps(code: CodeType) -> Iterator[tuple[str, Any]]:
+    """Instructions and their arguments; those that Python 3.13 has made of two, as two."""
+    for each in dis.get_instructions(code):
+        if isinstance(each.argval, tuple) and each.opname.count("_FAST") == 2:
+            first, second = each.opname.split("_FAST_", 1)
+            yield f"{first}_FAST", each.argval[0]
+            yield second, each.argval[1]
+        elif each.opname not in ("CACHE", "EXTENDED_ARG"):
+            yield each.opname, each.argval
 
 
 _OF_ATTRIBUTES: Final = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "SUPER_ATTR", "SUPER_METHOD")

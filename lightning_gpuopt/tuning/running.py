@@ -132,9 +132,9 @@ class RunningLoader:
 
     @property
     def num_workers(self) -> int:
-        """The loader's number of workers, also once it is gone."""
+        """The loader's number of workers, also once it is gone; where more wait for an epoch to end, as many."""
         loader = self._loader()
-        return self.policy.num_workers if loader is None else loader.num_workers
+        return self._later or (self.policy.num_workers if loader is None else loader.num_workers)
 
     @property
     def start(self) -> WorkersStart | None:
@@ -168,23 +168,15 @@ class RunningLoader:
         Args:
             create: the loader's own ``_get_iterator``.
         """
+        self._go_further()
         start = self.note_start()
         self._began = self._clock()
         note_own_workers(self.loader, self._own_workers)
-        if self._later and self.order.why_not_ahead(self.loader) is None:
-            assign(self.loader, self._later)
-            self.policy.set(self._later)
-            self.frozen, self._later = False, 0
-            self.look()
         reason = why_not_shared(self.loader, start.state.held, workers=self._own_workers)
-        if reason is None and (reason := self.order.why_not_ahead(self.loader)) is not None and not self.order.changes:
-            self._later = self.loader.num_workers if self.loader.num_workers > self._own_workers else 0
         if self.loader.num_workers > self._own_workers and reason is not None:
             self.no_more = reason
             assign(self.loader, self._own_workers)
             self.policy.set(self.loader.num_workers, settle=True)
-            if not self._own_workers:
-                self.freeze()
         if self.loader.num_workers <= usable_cpus() or self.loader.num_workers == self._own_workers:
             iterator = self._create(create)
         else:
@@ -197,6 +189,22 @@ class RunningLoader:
         if is_plain(self.loader):
             self.order.watch(self.loader, iterator)
         return iterator
+
+    def _go_further(self) -> None:
+        """The user's own workers until an epoch has shown what the sampler reads; then those that are wanted."""
+        loader, reason = self.loader, self.order.why_not_ahead(self.loader)
+        if reason is None and self._later:
+            assign(loader, min(self._later, self.cap().num_workers))
+            self._later = 0
+            self.look()
+        elif reason is not None and loader.num_workers > self._own_workers:
+            self.no_more = reason
+            self._later = 0 if self.order.changes or self.order.is_unseen else loader.num_workers
+            assign(loader, self._own_workers)
+            if self._later:
+                self.meter.sleep()
+            else:
+                self.policy.set(loader.num_workers, settle=True)
 
     def _create(self, create: Callable[[], Any]) -> Any:
         if self._base_seed is not None:
@@ -318,12 +326,12 @@ class RunningLoader:
 
     def take_over(self, old: RunningLoader) -> None:
         """Continue with the number and policy of the loader that this one replaces."""
-        assign(self.loader, old.num_workers)
+        assign(self.loader, old.num_workers if not old._later else self.loader.num_workers)
         self._own_workers = old._own_workers
         self.meter, self.frozen, self._depth = old.meter, old.frozen, old._depth
         self._waits_for_next, self._batch = old._waits_for_next, old._batch
         self._grow_at_epochs = old._grow_at_epochs
-        self.order.changes = old.order.changes
+        self.order, self._later = old.order, old._later
         if self.meter.seen is not None:  # and not acted on: it was not in training that the old one was iterated last
             self.look()
 
@@ -355,7 +363,7 @@ class RunningLoader:
 
     def look(self) -> None:
         """Measure the policy's next window; nothing while a change waits for the next epoch."""
-        if self._waits_for_next:
+        if self._waits_for_next or self._later:
             self.meter.sleep()
         elif not self.frozen:
             self.meter.begin(self.policy.skip, self.policy.window)

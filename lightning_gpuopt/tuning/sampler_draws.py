@@ -14,6 +14,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import Any, Final
 
 import numpy as np
@@ -35,6 +36,7 @@ from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.tuning.dataset_state import DatasetState
 from lightning_gpuopt.tuning.object_facts import length_of
+from lightning_gpuopt.utils.replacement import hide_us
 
 _DRAW_AT_ONCE: Final = (
     SequentialSampler,
@@ -68,10 +70,10 @@ _answers: weakref.WeakKeyDictionary[Any, tuple[str | None, bool]] = weakref.Weak
 _LISTS: Final = tuple(map(type, (iter([]), iter(()), iter(range(1)), iter(range(1 << 65)), iter(array("l")))))
 """Iterators of what is there as a whole when the iteration begins."""
 
-_MAX_WALK_S: Final = 0.002
-"""Seconds for which the state of a sampler may be gone through for each batch, in the mean."""
+_MAX_WATCH_S: Final = 0.002
+"""Seconds that may go to the state of a sampler for each batch, in the mean, and beside that :data:`_FIRST_S`."""
 
-_FIRST_WALKS: Final = 10
+_FIRST_S: Final = 0.5
 
 
 def why_not_earlier(loader: DataLoader[Any], *, look: bool = True) -> str | None:
@@ -121,16 +123,19 @@ class Order:
     Attributes:
         has_begun: an epoch was iterated under observation.
         changes: what decides on it has changed in mid-epoch, by something else than the sampler's own iteration.
+        is_unseen: the sampler holds too much to compare it for each batch.
     """
 
     def __init__(self) -> None:
-        self.has_begun = self.changes = False
+        self.has_begun = self.changes = self.is_unseen = False
 
     def why_not_ahead(self, loader: DataLoader[Any]) -> str | None:
         """Why the next iterator must not ask further ahead than the user has set it; None where it may."""
         name = type(_inner_sampler(loader)).__name__
         if self.changes:
             return f"its sampler ({name}) reads what changes while training runs: earlier, it would give other batches"
+        if self.is_unseen:
+            return f"its sampler ({name}) holds too much to see for each batch whether it reads what training writes"
         if self.has_begun or self.is_known(loader):
             return None
         return f"its sampler ({name}) may read what training writes, which an epoch has to show first"
@@ -160,47 +165,54 @@ class _Watched:
 
     def __init__(self, sampler: Any, order: Order, *, is_known: bool) -> None:
         self._sampler, self._order, self._is_known = sampler, order, is_known
-        self._walks, self._walked_s = 0, 0.0
+        self._state: DatasetState | None = None
+        self._batch_size: Any = None
+        self._spent_s = 0.0
 
     def __len__(self) -> int:
         return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
 
     def __iter__(self) -> Iterator[Any]:
         return self.rest(iter(self._sampler))
 
     def rest(self, numbers: Iterator[Any]) -> Iterator[Any]:
         """Its iterator, from where that is."""
-        order, state = self._order, None
-        while not order.changes:
-            if state is not None and self._has_changed(state):
-                order.changes = True
+        order = self._order
+        for drawn in count():
+            if drawn and not order.changes and not order.is_unseen:
+                order.changes = self._has_changed(drawn)
             try:
                 number = next(numbers)
             except StopIteration:
                 return
+            except BaseException as error:
+                hide_us(error)
+                raise
             order.has_begun = True
-            state = self._state()
+            if not order.changes and not order.is_unseen:
+                self._take_down()
             yield number
-        yield from numbers
 
-    def _state(self) -> Any:
+    def _take_down(self) -> None:
+        """What its own iteration has changed is no change."""
         if self._is_known:
-            return getattr(self._sampler, "batch_size", None)
+            self._batch_size = getattr(self._sampler, "batch_size", None)
+            return
         began = time.perf_counter()
-        state = DatasetState(sampler=self._sampler)
-        self._walks, self._walked_s = self._walks + 1, self._walked_s + time.perf_counter() - began
-        too_slow = self._walks > _FIRST_WALKS and self._walked_s > _MAX_WALK_S * self._walks
-        if not state.is_comparable or too_slow:
-            self._order.changes = True  # or may, unseen
-        return state
+        if self._state is None or self._state.has_changed():
+            self._state = DatasetState(sampler=self._sampler)
+            self._order.changes = any(each.kind == "trained" for each in self._state.held)
+            self._order.is_unseen = not self._state.is_comparable
+        self._spent_s += time.perf_counter() - began
 
-    def _has_changed(self, state: Any) -> bool:
+    def _has_changed(self, drawn: int) -> bool:
         if self._is_known:
-            return bool(getattr(self._sampler, "batch_size", None) != state)
-        return bool(state.has_changed())
+            return bool(getattr(self._sampler, "batch_size", None) != self._batch_size)
+        began = time.perf_counter()
+        changed = self._state is not None and self._state.has_changed()
+        self._spent_s += time.perf_counter() - began
+        self._order.is_unseen = not changed and self._spent_s > _FIRST_S + _MAX_WATCH_S * drawn
+        return changed
 
 
 def _iterates_as(sampler: Any, kinds: tuple[type, ...]) -> bool:

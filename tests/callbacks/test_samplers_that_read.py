@@ -210,6 +210,43 @@ def test_and_from_none(tmp_path: Path, kind: str, monitor: str) -> None:
         assert (most[0], most[-1] > 0) == (0 if kind in LATER else most[0], True)
 
 
+class Heavy(OneByOne):
+    """Holds more than can be compared for each batch."""
+
+    def __init__(self, program: Program) -> None:
+        self.by_class = [[[index] for index in range(100)] for _ in range(400)]
+        self.turn = 0
+
+    def pick(self, index: int) -> int:
+        self.turn += 1
+        return self.by_class[0][index % 40][0]
+
+
+def test_a_sampler_that_holds_too_much_to_be_watched_is_left_alone(tmp_path: Path) -> None:
+    SAMPLERS["Heavy"] = Heavy
+    try:
+        expected, _ = run(tmp_path, "Heavy", 1)
+        seen, trains = run(tmp_path, "Heavy", 1, NumWorkersFinder())
+    finally:
+        del SAMPLERS["Heavy"]
+    assert seen == expected
+    assert [max(each) for each in trains.workers] == [1] * EPOCHS
+
+
+def test_a_choice_that_waits_for_an_epoch_is_the_choice(tmp_path: Path) -> None:
+    finder = NumWorkersFinder()
+    choices: list[int | None] = []
+
+    class Asks(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 5:
+                choices.append(finder.optimal_num_workers)
+
+    run(tmp_path, "Buckets", 0, finder, Asks())
+    assert choices[0] == 1  # though none runs before an epoch was seen
+    assert not finder.choices[0].settled or choices[-1] > 1
+
+
 class RaisesLate(Callback):
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if trainer.global_step == 100:

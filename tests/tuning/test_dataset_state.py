@@ -30,6 +30,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image
 
 from lightning_gpuopt.tuning.dataset_state import DatasetState
+from lightning_gpuopt.tuning.object_facts import passes_itself_on
 
 
 class Held:
@@ -294,6 +295,7 @@ def test_the_pages_of_a_memory_map_are_not_read(tmp_path: Path) -> None:
 import mmap, os, sys
 import numpy as np
 from lightning_gpuopt.tuning.dataset_state import DatasetState
+from lightning_gpuopt.tuning.object_facts import passes_itself_on
 np.save(sys.argv[1], np.zeros(1 << 20))
 mapped = np.load(sys.argv[1], mmap_mode="r")
 with open(sys.argv[1], "r+b") as file:
@@ -497,6 +499,9 @@ class DrawsFromADefault:
 
 
 class ReadsAGlobalFile:
+    def __getitem__(self, index: int) -> bytes:
+        return self.read()
+
     @staticmethod
     def read() -> bytes:
         return bytes(FILE.read(1))
@@ -508,8 +513,8 @@ class OfTheSameName:
 
 
 class DerivesFromOne(ReadsAGlobalFile):
-    def __getitem__(self, index: int) -> float:
-        return random.random() + np.random.random()  # which workers seed
+    def __getitem__(self, index: int) -> Any:
+        return random.random() + np.random.random(), self.read()  # which workers seed
 
 
 @pytest.mark.parametrize(
@@ -535,3 +540,183 @@ def test_what_its_functions_draw_or_read_from_is_held_as_well(
 
 def test_a_function_may_draw_or_read_so_too() -> None:
     assert [str(each) for each in DatasetState(collate_fn=draw).held] == ["RNG (Generator)"]
+
+
+COUNTED = 0
+SCALE = 1.0
+TRIE: dict[str, Any] = {}
+
+
+class Scaled:
+    """Reads one global, and has a method for people that reads another."""
+
+    def __getitem__(self, index: int) -> float:
+        return index * self.factor()
+
+    def factor(self) -> float:
+        return SCALE
+
+    def statistics(self) -> int:
+        return COUNTED
+
+
+class OfTheTrie:
+    def __init__(self) -> None:
+        self.targets = [0.0] * 300
+
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, index: int) -> Any:
+        return TRIE, self.targets[index]
+
+
+def test_of_a_class_what_is_called_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = DatasetState(dataset=Scaled())
+    monkeypatch.setitem(globals(), "COUNTED", 1)
+    assert not before.has_changed()
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    assert before.has_changed()
+
+
+def test_the_environment_counts_where_code_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = DatasetState(dataset=Scaled())
+    reads = DatasetState(dataset=lambda: os.environ.get("X"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
+    assert (plain.has_changed(), reads.has_changed()) == (False, True)
+
+
+def test_a_large_graph_behind_a_global_keeps_nothing_else_from_being_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for first in range(100):
+        TRIE[str(first)] = {str(second): {"of": [second]} for second in range(100)}
+    dataset = OfTheTrie()
+    before = DatasetState(dataset=dataset, by_sample=True)
+    TRIE.clear()
+    assert (before.is_whole, before.is_comparable) == (True, False)
+    dataset.targets[21] = 1.0
+    assert before.has_changed_for([21])
+
+
+MODULE: Any = None
+
+
+def test_what_is_trained_is_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "MODULE", torch.nn.Linear(1, 1))
+    gone = weakref.ref(MODULE)
+    state = DatasetState(collate_fn=lambda samples: MODULE(samples))  # noqa: PLW0108
+    assert [(each.kind, each.value) for each in state.held] == [("trained", torch.nn.Linear)]
+    monkeypatch.undo()
+    assert gone() is None
+    assert not state.is_comparable
+
+
+class WithAClassAttribute(LightningDataModule):
+    factor, table = 1.0, {"a": 1.0}
+
+    @classmethod
+    def of_class(cls) -> float:
+        return cls.factor
+
+    def by_attribute(self, samples: Any) -> Any:
+        return samples * self.factor
+
+    def by_table(self, samples: Any) -> Any:
+        return samples * self.table["a"]
+
+    def by_classmethod(self, samples: Any) -> Any:
+        return samples * self.of_class()
+
+    def by_dict(self, samples: Any) -> Any:
+        return samples * self.__dict__["size"]
+
+
+@pytest.mark.parametrize("collate", ["by_attribute", "by_table", "by_classmethod"])
+def test_class_attributes_that_a_module_s_method_reads_count(collate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = DatasetState(collate_fn=getattr(WithAClassAttribute(), collate))
+    assert (before.has_changed(), before.is_comparable) == (False, True)
+    monkeypatch.setattr(WithAClassAttribute, "factor", 2.0)
+    monkeypatch.setitem(WithAClassAttribute.table, "a", 2.0)
+    assert before.has_changed()
+
+
+def test_a_method_that_reads_by_a_computed_name_is_that_of_the_whole_object() -> None:
+    datamodule = WithAClassAttribute()
+    datamodule.size = 3  # type: ignore[attr-defined]
+    assert not DatasetState(collate_fn=datamodule.by_dict).is_comparable
+
+
+def use(value: Any, *more: Any) -> Any:
+    return value
+
+
+class Uses:
+    """Methods whose name says whether they use ``self`` for anything but its attributes."""
+
+    def own_in_a_comprehension(self, b: Any) -> Any:
+        return [self.x[i] for i in b]
+
+    def own_in_a_generator(self, b: Any) -> Any:
+        return list(self.x[i] for i in b)  # noqa: C400
+
+    def own_in_a_lambda(self, b: Any) -> Any:
+        return sorted(b, key=lambda i: self.k[i])
+
+    def own_in_a_function_of_a_function(self) -> Any:
+        def inner() -> Any:
+            def innermost() -> Any:
+                return self.x
+
+            return innermost
+
+        return inner
+
+    def own_behind_super(self) -> Any:
+        return super().__init__()
+
+    def own_of_an_attribute(self) -> Any:
+        return self.a.b(), f"{self.c}"
+
+    def own_that_is_set(self) -> Any:
+        self.n = self.m
+        del self.k
+
+    def given_away(self) -> Any:
+        return use(self)
+
+    def given_away_by_name(self, n: str) -> Any:
+        return getattr(self, n)
+
+    def given_away_in_a_comprehension(self, b: Any) -> Any:
+        return [use(self) for _ in b]
+
+    def given_away_beside_a_lambda(self) -> Any:
+        use(self, 1)
+        return lambda: self.x
+
+    def given_away_in_a_list_beside_a_lambda(self) -> Any:
+        return [self, 1], (lambda: self.x)
+
+    def given_away_by_name_beside_a_comprehension(self, b: Any) -> Any:
+        return [self.x[i] for i in b], getattr(self, "trainer")  # noqa: B009
+
+    def given_away_to_another(self, other: Any) -> Any:
+        other.me = self
+
+    def given_away_to_itself(self) -> Any:
+        self.me = self
+
+    def given_away_under_another_name(self, b: Any) -> Any:
+        x = b
+        me = self
+        return x, me.trainer
+
+    def given_away_as_an_item(self) -> Any:
+        return self[0]  # type: ignore[index]
+
+    def given_away_as_a_result(self) -> Any:
+        return self
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Uses) if not name.startswith("_")])
+def test_whether_a_method_uses_its_object_for_more_than_attributes(name: str) -> None:
+    assert passes_itself_on(vars(Uses)[name]) is name.startswith("given_away")
