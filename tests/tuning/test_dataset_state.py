@@ -603,7 +603,7 @@ MODULE: Any = None
 def test_what_is_trained_is_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "MODULE", torch.nn.Linear(1, 1))
     gone = weakref.ref(MODULE)
-    state = DatasetState(collate_fn=lambda samples: MODULE(samples))  # noqa: PLW0108
+    state = DatasetState(collate_fn=lambda samples: MODULE(samples))
     assert [(each.kind, each.value) for each in state.held] == [("trained", torch.nn.Linear)]
     monkeypatch.undo()
     assert gone() is None
