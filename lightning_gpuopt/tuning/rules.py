@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_gpuopt.compat.dataloader import is_plain, may_pin, persistent_iterator, why_not_reset
 from lightning_gpuopt.loaders.kinds import KNOWN_STATES, kind_of
 from lightning_gpuopt.loading.loader import ElasticLoader
-from lightning_gpuopt.tuning.sampler_draws import why_not_earlier
+from lightning_gpuopt.tuning.sampler_draws import Order, why_not_earlier
 from lightning_gpuopt.tuning.sharing import WorkersStart, forks, held_by, state_of, why_not_shared
 
 _WORKERS: Final = ("num_workers",)
@@ -121,7 +121,12 @@ def _start_method(asked: AskedChange) -> str | None:
 
 
 def _sampler(asked: AskedChange) -> str | None:
-    return None if isinstance(asked.loader.dataset, IterableDataset) else why_not_earlier(asked.loader, look=asked.look)
+    if isinstance(asked.loader.dataset, IterableDataset):
+        return None
+    reason = why_not_earlier(asked.loader, look=asked.look)
+    if reason is None and not is_plain(asked.loader) and not Order.is_known(asked.loader):
+        return f"a {type(asked.loader).__name__} iterates its sampler itself, and that may read what training writes"
+    return reason
 
 
 def _held(asked: AskedChange) -> str | None:

@@ -199,7 +199,8 @@ class RunningLoader:
             self.look()
         elif reason is not None and loader.num_workers > self._own_workers:
             self.no_more = reason
-            self._later = 0 if self.order.changes or self.order.is_unseen else loader.num_workers
+            never = self.order.changes or self.order.is_unseen or not is_plain(loader)
+            self._later = 0 if never else loader.num_workers
             assign(loader, self._own_workers)
             if self._later:
                 self.meter.sleep()

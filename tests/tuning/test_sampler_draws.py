@@ -28,9 +28,11 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.tuning import sampler_draws
+from lightning_gpuopt.tuning.rules import AskedChange, why_not
 from lightning_gpuopt.tuning.sampler_draws import why_not_earlier
 
 DATA = TensorDataset(torch.zeros(300, 1))
@@ -291,3 +293,24 @@ def test_a_warning_that_is_an_error_leaves_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(multiprocessing.get_context("fork").Process, "start", warns)
     why = why_not_earlier(DataLoader(DATA, sampler=Own()))
     assert why == "its sampler (Own) cannot be looked at: use of fork() may lead to deadlocks in the child"
+
+
+class Generates(Sampler[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+
+
+class Lists(Generates):
+    def __iter__(self) -> Iterator[int]:
+        return iter([*range(8)])
+
+
+@pytest.mark.parametrize(("sampler", "served"), [(Generates, False), (Lists, True)])
+def test_of_a_loader_that_cannot_be_watched_the_order_has_to_be_known(sampler: type[Generates], served: bool) -> None:
+    source = StatefulDataLoader(range(8), batch_size=2, sampler=sampler(), num_workers=1)  # type: ignore[arg-type,type-var]
+    reason = why_not(AskedChange(source, "num_workers", 2, 1, before_first=True))
+    assert (reason is None) is served
+    assert served or "may read what training writes" in (reason or "")
