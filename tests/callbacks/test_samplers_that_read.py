@@ -18,6 +18,7 @@ from lightning_gpuopt.compat.lightning_loops import length_of
 from tests.callbacks.auto_fix_runs import Model, Numbers, finding, script
 from tests.callbacks.test_what_is_left_alone import _wants_more  # noqa: F401
 from tests.helpers import tiny_trainer
+from tests.lanes import combinations
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -177,9 +178,17 @@ def monitors_of(name: str) -> list[Callback]:
     return [AutoFix(), script([finding("slow_storage", **settings)])]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("monitor", ["finder", "autofix", "prefetch"])
-@pytest.mark.parametrize("kind", SAMPLERS)
+CORE = [
+    *(f"finder-{kind}-{persistent}" for kind in SAMPLERS for persistent in (False, True)),
+    *(
+        f"{monitor}-{kind}-False"
+        for monitor in ("autofix", "prefetch")
+        for kind in ("HardFirst", "OwnBatches", "Buckets")
+    ),
+]
+
+
+@combinations(" ".join(CORE), monitor=["finder", "autofix", "prefetch"], kind=list(SAMPLERS), persistent=[False, True])
 def test_batches_are_as_without_from_one_worker_on(tmp_path: Path, kind: str, monitor: str, persistent: bool) -> None:
     expected, _ = run(tmp_path, kind, 1, persistent_workers=persistent)
     seen, trains = run(tmp_path, kind, 1, *monitors_of(monitor), persistent_workers=persistent)
@@ -197,8 +206,7 @@ def test_batches_are_as_without_from_one_worker_on(tmp_path: Path, kind: str, mo
         assert most[0] > 1
 
 
-@pytest.mark.parametrize("monitor", ["finder", "autofix"])
-@pytest.mark.parametrize("kind", SAMPLERS)
+@combinations(" ".join(f"finder-{kind}" for kind in SAMPLERS), monitor=["finder", "autofix"], kind=list(SAMPLERS))
 def test_and_from_none(tmp_path: Path, kind: str, monitor: str) -> None:
     expected, _ = run(tmp_path, kind, 0)
     seen, trains = run(tmp_path, kind, 0, *monitors_of(monitor))

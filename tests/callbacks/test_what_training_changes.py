@@ -22,6 +22,7 @@ from lightning_gpuopt.compat.lightning import train_iterators
 from tests.callbacks.auto_fix_runs import Model, finding, script
 from tests.callbacks.test_what_is_left_alone import _wants_more  # noqa: F401
 from tests.helpers import tiny_trainer
+from tests.lanes import combinations
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -344,9 +345,15 @@ def monitors_of(name: str) -> list[Callback]:
     return [AutoFix(), script([finding("slow_storage", num_workers=3)])]
 
 
-@pytest.mark.parametrize("monitor", ["finder", "autofix"])
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
+CORE = " ".join(
+    f"{monitor}-{workers}-{kind}"
+    for monitor, kinds in (("finder", KINDS), ("autofix", ("closure", "global", "weights", "environment")))
+    for workers in (0, 1)
+    for kind in kinds
+)
+
+
+@combinations(CORE, monitor=["finder", "autofix"], workers=[0, 1], kind=list(KINDS))
 def test_batches_are_as_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, workers: int, monitor: str
 ) -> None:
