@@ -283,6 +283,8 @@ class ManagedLoader:
         """Raise ``prefetch_factor`` for later iterators, if its value is lower; True where it was."""
         if factor is None or factor <= (self.loader.prefetch_factor or 0):
             return False
+        if self.running.order.why_not_ahead(self.loader) is not None:
+            return False
         self.loader.prefetch_factor = factor
         return True
 
