@@ -336,7 +336,8 @@ class DatasetState:
         for base in own:
             for name, each in functions_of(base):  # those that are called: by Python, by what it derives from, by name
                 is_called = name.startswith("__") or name in installed or name in self._named
-                (found if is_called else self._unnamed.setdefault(name, [])).append((place, each))
+                inside = place._replace(is_packed=True)  # of what these name, what is known as a file is one
+                (found if is_called else self._unnamed.setdefault(name, [])).append((inside, each))
             if data := data_of(base):
                 self._watch(place, partial(data_of, base))
                 found += [(place / f".{name}", item) for name, item in data.items()]
@@ -435,8 +436,8 @@ class DatasetState:
         held = [*zip(value.__code__.co_freevars, (in_cell(each) for each in cells), strict=False)]
         own = (*defaults[0], *defaults[1].values(), *vars(value).values())
         return [
-            *((_Place(name, place.near, place.sample), item) for name, item in held),
-            *((_Place(f"{value.__name__}(...)", place.near, place.sample), item) for item in own),
+            *((place._replace(path=name), item) for name, item in held),
+            *((place._replace(path=f"{value.__name__}(...)"), item) for item in own),
             *(each for name, item in named.items() for each in self._of_global(name, item, value)),
             *called,
         ]

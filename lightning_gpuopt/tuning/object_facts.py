@@ -96,7 +96,7 @@ def facts_of(kind: Any) -> Facts:
 @cache
 def is_users_own(module: str | None) -> bool:
     """Whether a module, by its name, is neither installed nor Python's."""
-    if (module or "").partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+    if (module or "").partition(".")[0] in {*sys.stdlib_module_names, "lightning_gpuopt"} - {"__main__"}:
         return False
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     return not any(each in file for each in ("site-packages", "dist-packages", os.path.dirname(os.__file__)))

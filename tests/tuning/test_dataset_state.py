@@ -11,6 +11,7 @@ import random
 import re
 import socket
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
@@ -595,6 +596,22 @@ def test_a_large_graph_behind_a_global_keeps_nothing_else_from_being_compared(mo
     assert (before.is_whole, before.is_comparable) == (True, False)
     dataset.targets[21] = 1.0
     assert before.has_changed_for([21])
+
+
+UNPACK = struct.Struct("<I").unpack_from
+
+
+class Unpacks:
+    def __init__(self) -> None:
+        self.data = bytes(80)
+
+    def __getitem__(self, index: int, read: Any = UNPACK) -> Any:
+        return UNPACK(self.data, 4 * index), read(self.data)
+
+
+def test_what_cannot_be_pickled_is_no_file_where_a_method_names_it() -> None:
+    state = DatasetState(dataset=Unpacks())
+    assert (state.held, state.is_comparable, state.has_changed()) == ([], True, False)
 
 
 MODULE: Any = None
