@@ -199,6 +199,7 @@ class DatasetState:
         self._named: set[str] = set()  # names that functions of the user's read, so far
         self._unnamed: dict[str, list[tuple[_Place, Any]]] = {}  # functions of classes that nothing has named so far
         self._of_globals = 0
+        self._of_modules: set[tuple[int, int]] = set()
         others: deque[tuple[_Place, Any]] = deque()
         near: deque[tuple[_Place, Any]] = deque((_Place(name), value) for name, value in roots.items())
         far: deque[tuple[_Place, Any]] = deque()
@@ -446,8 +447,9 @@ class DatasetState:
         """A global variable that a function of the user's reads; of an installed package nothing is looked into."""
         place = _Place(name, is_packed=True, is_global=True)
         if isinstance(item, ModuleType):
-            if not is_users_own(item.__name__):
+            if not is_users_own(item.__name__) or (id(item), id(function)) in self._of_modules:
                 return ()
+            self._of_modules.add((id(item), id(function)))  # modules may import one another
             read = sorted({*names_in(function.__code__)} & vars(item).keys())
             self._watch(place, lambda: [vars(item).get(each) for each in read])
             return [each for key in read for each in self._of_global(f"{name}.{key}", vars(item)[key], function)]

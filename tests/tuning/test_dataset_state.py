@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import h5py
@@ -612,6 +613,18 @@ class Unpacks:
 def test_what_cannot_be_pickled_is_no_file_where_a_method_names_it() -> None:
     state = DatasetState(dataset=Unpacks())
     assert (state.held, state.is_comparable, state.has_changed()) == ([], True, False)
+
+
+FIRST, SECOND = ModuleType("first_of_a_program"), ModuleType("second_of_a_program")
+vars(FIRST).update(SECOND=SECOND, scale=1.0)
+vars(SECOND).update(FIRST=FIRST)
+
+
+def test_modules_that_import_one_another_are_looked_into_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = DatasetState(collate_fn=lambda samples: samples * FIRST.SECOND.FIRST.scale)
+    assert (before.has_failed, before.is_comparable, before.has_changed()) == (False, True, False)
+    monkeypatch.setattr(FIRST, "scale", 2.0)
+    assert before.has_changed()
 
 
 MODULE: Any = None
