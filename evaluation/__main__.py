@@ -1,6 +1,6 @@
 """Run the fault suite and print its score.
 
-    python -m evaluation [--gpu] [--cpu] [--lines] [--what-if] [--only WORDS] [--markdown FILE]
+    python -m evaluation [--gpu] [--cpu] [--busy] [--lines] [--what-if] [--only WORDS] [--markdown FILE]
 
 The GPU part first: each of its runs forks from this process, in which nothing has been trained by then.
 """
@@ -24,12 +24,13 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from evaluation import gpu_score, lines, what_if
-from evaluation.catalogue import CONTROLS, FAULTS, WARMUP_STEPS, CannotRun, Fault
+from evaluation.catalogue import BESIDE_OTHERS, CONTROLS, FAULTS, WARMUP_STEPS, CannotRun, Fault
 from evaluation.parts import quiet
 from lightning_gpuopt import StallDetector, StallReport
 
 CPU_PART = "On the CPU: the training process waits"
 GPU_PART = "On a simulated GPU: the device waits"
+BUSY_PART = "On the CPU, beside busy programs: what waits has the same verdict"
 LINES_PART = "The line: what takes the time is named first"
 WHAT_IF_PART = "What if: what was expected of a change, and what came"
 
@@ -155,6 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m evaluation", description=__doc__)
     parser.add_argument("--gpu", action="store_true", help="only the faults on the simulated GPU")
     parser.add_argument("--cpu", action="store_true", help="only the faults of the training process")
+    parser.add_argument("--busy", action="store_true", help="only the faults of data, beside busy programs")
     parser.add_argument("--lines", action="store_true", help="only the lines that are injected")
     parser.add_argument("--what-if", action="store_true", help="only the forecasts of changed runs")
     parser.add_argument("--only", default="", help="only faults whose name or verdict has these words")
@@ -171,11 +173,12 @@ def main() -> int:
             evidence = report.findings[0].evidence if report.findings else {}
             options.answer.write_text(json.dumps({"verdict": report.verdict, "evidence": evidence}))
         return 0
-    every = not (options.gpu or options.cpu or options.lines or options.what_if)
+    every = not (options.gpu or options.cpu or options.busy or options.lines or options.what_if)
     reached = True
     for heading, wanted, run in (
         (GPU_PART, options.gpu, gpu_score.score),
-        (CPU_PART, options.cpu, score),
+        (CPU_PART, options.cpu, lambda only: score(FAULTS, only)),
+        (BUSY_PART, options.busy, lambda only: score(BESIDE_OTHERS, only)),
         (LINES_PART, options.lines, lines.score),
         (WHAT_IF_PART, options.what_if, lambda only: what_if.score(only, train)),
     ):
@@ -187,17 +190,18 @@ def main() -> int:
     return 0 if reached else 1
 
 
-def score(only: str) -> tuple[list[str], bool]:
-    """Run the faults of the training process.
+def score(faults: list[Fault], only: str) -> tuple[list[str], bool]:
+    """Run faults of the training process.
 
     Args:
+        faults: those.
         only: words that a fault's name or verdict must have.
 
     Returns:
         The table and the score, as Markdown, and whether every target was reached.
     """
     grades: list[Grade] = []
-    for fault in FAULTS:
+    for fault in faults:
         if only not in f"{fault.name} {fault.verdict}":
             continue
         begin = time.perf_counter()
@@ -222,7 +226,7 @@ def write_part(path: Path, heading: str, lines: list[str]) -> None:
         heading: the part's.
         lines: its table and score.
     """
-    parts = dict.fromkeys((CPU_PART, GPU_PART, LINES_PART, WHAT_IF_PART), "")
+    parts = dict.fromkeys((CPU_PART, BUSY_PART, GPU_PART, LINES_PART, WHAT_IF_PART), "")
     if path.exists():
         for text in f"\n{path.read_text()}".split("\n## "):
             found, _, body = text.partition("\n")

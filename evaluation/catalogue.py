@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +295,12 @@ DATA = [
         steps=WARMUP_STEPS + 100,
     ),
     Fault(
+        "one sample in 320 takes 0.8 s, 4 workers",
+        "head_of_line",
+        lambda: Model(loader(Data(slow_every=320, slow_s=0.8), 4), step_s=0.004),
+        steps=WARMUP_STEPS + 400,
+    ),
+    Fault(
         "collate computes for 30 ms, 1 worker",
         "worker_transfer",
         lambda: Model(loader(Data(), 1, collate_fn=collate_slowly), step_s=0.01),
@@ -518,3 +524,18 @@ RANKS = [
 ]
 
 FAULTS = [*CONTROLS, *DATA, *LOOP, *PAUSES, *SLOWDOWNS, *RANKS]
+
+OF_COMPUTING = ("slow_transform", "cpu_saturated")
+"""Verdicts on what computes: beside other programs it is the CPUs that it lacks."""
+
+BESIDE_OTHERS = [
+    replace(
+        fault,
+        verdict="cpu_saturated" if fault.verdict in OF_COMPUTING else fault.verdict,
+        around=busy_machine,
+        gain=False,
+    )
+    for fault in DATA
+    if fault.around is None and "Python objects" not in fault.name  # pickling computes: there it is either
+]
+"""The faults of data again, beside as many busy programs as there are CPUs: what waits has its verdict as before."""

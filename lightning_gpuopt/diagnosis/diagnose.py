@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_gpuopt.diagnosis.causes import epoch, pauses, ranks, step
-from lightning_gpuopt.diagnosis.causes.loader import data_finding
+from lightning_gpuopt.diagnosis.causes.loader import data_findings
 from lightning_gpuopt.diagnosis.causes.pipeline import pipeline_finding
 from lightning_gpuopt.diagnosis.causes.slowdown import slowdown
-from lightning_gpuopt.diagnosis.causes.step import Candidate
 from lightning_gpuopt.diagnosis.causes.table import COMPUTE_BOUND, UNKNOWN
 from lightning_gpuopt.diagnosis.confidence import confidence_of
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.diagnosis.record import Candidate, Finding
 from lightning_gpuopt.diagnosis.where import with_places
 from lightning_gpuopt.diagnosis.witnesses import witness_note
 from lightning_gpuopt.measurements.phases import GPU_WORK
@@ -116,8 +115,10 @@ def _causes(measurement: Measurement, threshold: float) -> Iterator[Candidate]:
         if share >= threshold:
             measurement = replace(measurement, growth_s=growth.waits_s)
             waterfall = measurement.waterfall
-    find = data_finding if measurement.late_pipelines is None else pipeline_finding
-    yield waterfall.share(waterfall.wait("data_wait")), lambda: find(measurement)
+    if measurement.late_pipelines is None:
+        yield from data_findings(measurement, threshold)
+    else:
+        yield waterfall.share(waterfall.wait("data_wait")), lambda: pipeline_finding(measurement)
     yield from step.callbacks(measurement)
     yield from step.logging(measurement)
     restarts = list(epoch.validation_restart(measurement))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from lightning_gpuopt.measurements.code_location import CodeLocation
 from lightning_gpuopt.measurements.kernels import KernelShare
@@ -36,6 +37,10 @@ class Finding:
     settings: dict[str, Any] = field(default_factory=dict)
     predicted_speedup: tuple[float, float, float] | None = None
     confidence: Literal["high", "medium", "low"] | None = None
+
+
+Candidate: TypeAlias = tuple[float, Callable[[], Finding]]
+"""Share of wall time, and how the finding is made if that is enough."""
 
 
 @dataclass(frozen=True)

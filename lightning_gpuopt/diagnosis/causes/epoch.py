@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_gpuopt.diagnosis.causes.step import Candidate
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.diagnosis.record import Candidate, Finding
 from lightning_gpuopt.measurements.phases import PhaseTimes
 
 _NAMES: Final = {"workers": "starting workers", "first_batch": "the first batch", "buffer": "filling a shuffle buffer"}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 from lightning_gpuopt.diagnosis.causes.storage_advice import storage_advice
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import ceiling, loader_model, speedup_of_workers, without_data_s
-from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.diagnosis.record import Candidate, Finding
 from lightning_gpuopt.diagnosis.waterfall import Waterfall
 from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.measurements.loader_costs import Interval
@@ -41,19 +44,46 @@ _COMPUTING: Final = ("slow_transform", "cpu_saturated", "cpu_throttled")
 _A_POOL: Final = 1.5
 """Threads of a worker that are busy at once: fewer are its own thread and one that sends its batches."""
 
+_A_THIRD: Final = 1 / 3
+"""What explains so much of the wait for data is a finding of its own."""
+
 _MOSTLY: Final = 0.5
 _NEARLY_EVERY: Final = 0.8
 _SELDOM: Final = 0.3
 
 
+def data_findings(measurement: Measurement, threshold: float) -> Iterator[Candidate]:
+    """Name what the wait for data is for: each cause that explains a third of it, the largest with all the rest.
+
+    Where one would be below the threshold, the largest has all.
+
+    Args:
+        measurement: of the run as it is.
+        threshold: share of wall time from which on a finding is reported, 0-1.
+    """
+    causes, share, wait_s = explained_s(measurement), _data_share(measurement), measurement.times.phases["data_wait"]
+    shares = {cause: share * seconds / (wait_s or 1.0) for cause, seconds in causes.items()}
+    if min(shares.values()) < threshold or not wait_s:
+        shares = {next(iter(causes)): share}
+    for cause, part in shares.items():
+        yield part, partial(_finding, cause, part, measurement)
+
+
 def data_finding(measurement: Measurement) -> Finding:
-    """Name the bottleneck of the loader, with its evidence, the settings to change and what they will bring."""
-    cause = _cause(measurement)
+    """The bottleneck of the loader, with its evidence, the settings to change and what they will bring."""
+    return _finding(next(iter(explained_s(measurement))), _data_share(measurement), measurement)
+
+
+def _data_share(measurement: Measurement) -> float:
+    return measurement.waterfall.share(measurement.waterfall.wait("data_wait"))
+
+
+def _finding(cause: str, share: float, measurement: Measurement) -> Finding:
     settings = _settings(cause, measurement)
     step = storage_advice(cause, measurement)
     return Finding(
         cause,
-        measurement.waterfall.share(measurement.waterfall.wait("data_wait")),
+        share,
         _evidence(measurement) | step.evidence,
         _advice(cause, measurement, settings, step.advice),
         settings,
@@ -61,32 +91,99 @@ def data_finding(measurement: Measurement) -> Finding:
     )
 
 
-def _cause(measurement: Measurement) -> str:
+def explained_s(measurement: Measurement) -> dict[str, float]:
+    """Seconds of the training process's wait for data by the cause that explains them, the most first.
+
+    What explains less than a third of the wait is counted with the largest; together they are the wait.
+
+    First what was seen at the queues: fetches that waited for the pin-memory thread, and those in which one late batch
+    held up the rest; neither explains what even batches, made at the same mean pace, would be waited for. The rest goes
+    to making batches where workers are busy with that, else to handing them over.
+    """
     loader, workers, queues = measurement.loader, measurement.workers, measurement.queues
+    wait_s, wall_s = measurement.times.phases["data_wait"], measurement.times.wall_s
     if not loader.num_workers:
-        return _cause_from_outside(measurement) if own_workers(measurement) else "main_process_loading"
+        return {_cause_from_outside(measurement) if own_workers(measurement) else "main_process_loading": wait_s}
     if workers is None or not workers.batches:
-        return _cause_from_outside(measurement)
-    busy = workers.busy_s / (loader.num_workers * measurement.times.wall_s)
+        return {_cause_from_outside(measurement): wait_s}
+    busy = workers.busy_s / (loader.num_workers * wall_s)
+    pace_s = min(max(busy * wall_s - (wall_s - wait_s), 0.0), wait_s)
     # of several workers another's batch may lie ready than the one whose turn it is
-    handed_over_slowly = _hands_over_slowly(queues) and (busy < _BUSY or loader.num_workers == 1)
-    if busy < _BUSY and queues is not None and queues.unpinned_wait_s > _MOSTLY * queues.wait_s:
-        return "pin_memory"
-    if (busy < _BUSY or handed_over_slowly) and (short := _short_of_cpus(measurement)):
-        return short
-    if handed_over_slowly or workers.collate_wall_s > workers.data_wall_s:
-        return "worker_transfer"
-    if busy < _BUSY:
-        ready = queues is None or queues.empty <= _MOSTLY * queues.fetches
-        if ready and workers.unevenness is not None and workers.unevenness >= _UNEVEN:
-            return "head_of_line"
-        if _read_quickly(measurement):
-            return "worker_transfer"
-    host = measurement.host
+    lies_ready = _hands_over_slowly(queues) and (busy < _BUSY or loader.num_workers == 1)
+    unpinned = late = 0.0
+    if queues is not None and queues.wait_s:
+        unpinned, late = queues.unpinned_wait_s / queues.wait_s, queues.late_wait_s / queues.wait_s
+    elif busy < _BUSY:  # nobody has looked
+        late = 1.0
+    if lies_ready or _is_even(measurement):
+        late = 0.0
+    seen = {"pin_memory": unpinned * wait_s, "head_of_line": late * wait_s}
+    part = min((wait_s - pace_s) / max(sum(seen.values()), 1e-9), 1.0)
+    seen = {cause: part * seconds for cause, seconds in seen.items()}
+    left_s = wait_s - sum(seen.values())
+    making_s = left_s
+    if lies_ready or (busy < _BUSY and _read_quickly(measurement)):
+        making_s = min(pace_s, left_s)
+        if lies_ready and loader.num_workers == 1 and queues is not None:
+            making_s = min(making_s, wait_s * queues.empty / queues.fetches)
+    found = Counter(seen)
+    found.update(_making(making_s, measurement))
+    found.update(_handing_over(left_s - making_s, measurement))
+    return _that_are_much(found, wait_s)
+
+
+def _that_are_much(parts: Mapping[str, float], wait_s: float) -> dict[str, float]:
+    """The largest part first, with those that are less than a third of the wait, then the others."""
+    first, *others = sorted(parts, key=lambda cause: parts[cause], reverse=True)
+    much = {cause: parts[cause] for cause in others if parts[cause] >= _A_THIRD * wait_s > 0}
+    return {first: sum(parts.values()) - sum(much.values())} | much
+
+
+def _is_even(measurement: Measurement) -> bool:
+    """Whether no single batch stands out, or the others do not lie ready behind one that does."""
+    workers, queues = measurement.workers, measurement.queues
+    if workers is None or workers.unevenness is None or workers.unevenness < _UNEVEN:
+        return True
+    return queues is not None and queues.empty > _MOSTLY * queues.fetches
+
+
+def _making(seconds: float, measurement: Measurement) -> dict[str, float]:
+    """Seconds of waiting for batches that are made, by what takes the workers: collating, computing, or storage."""
+    workers, loader, host = measurement.workers, measurement.loader, measurement.host
+    assert workers is not None
+    busy = workers.busy_s / ((loader.num_workers or 1) * measurement.times.wall_s)
+    if not busy:
+        return {"slow_storage": seconds}
     computes = workers.cpu_s / workers.busy_s
-    if host is not None and busy > 0:  # other threads and child processes of a worker work for it too
+    if host is not None:  # other threads and child processes of a worker work for it too
         computes = max(computes, (host.worker_cpu or 0.0) / busy) + (host.worker_queued or 0.0) / busy
-    return cpu_cause(measurement) if computes >= _COMPUTES else "slow_storage"
+    computes, collates = min(computes, 1.0), workers.collate_wall_s / workers.busy_s
+    if collates <= _MOSTLY:
+        collates = 0.0  # what is slow is reading
+    parts = {
+        "worker_transfer": seconds * collates,
+        cpu_cause(measurement): seconds * (1 - collates) * computes,
+        "slow_storage": seconds * (1 - collates) * (1 - computes),
+    }
+    return _that_are_much(parts, measurement.times.phases["data_wait"])
+
+
+def _handing_over(seconds: float, measurement: Measurement) -> dict[str, float]:
+    """Seconds of waiting for batches that are handed over, by what takes them: that, or CPUs that others use.
+
+    Workers that wait for a CPU for longer than they compute to hand batches over want for one. It explains no more
+    seconds than all of them have waited.
+    """
+    host, workers, loader = measurement.host, measurement.workers, measurement.loader
+    cause, short_s = "worker_transfer", 0.0
+    if host is not None and workers is not None and host.worker_queued is not None:
+        workers_s = (loader.num_workers or 1) * measurement.times.wall_s
+        found = cpu_cause(measurement)
+        taken = found == "cpu_throttled" or (found == "cpu_saturated" and _used_by_others(measurement) is not None)
+        if taken and host.worker_queued > max((host.worker_cpu or 0.0) - workers.cpu_s / workers_s, 0.0):
+            cause, short_s = found, min(seconds, host.worker_queued * workers_s)
+    parts = {cause: short_s, "worker_transfer": seconds - short_s}
+    return _that_are_much(parts, measurement.times.phases["data_wait"])
 
 
 def _hands_over_slowly(queues: QueueTimes | None) -> bool:
@@ -94,22 +191,6 @@ def _hands_over_slowly(queues: QueueTimes | None) -> bool:
     if queues is None or not queues.fetches:
         return False
     return queues.waits >= _NEARLY_EVERY * queues.fetches and queues.empty <= _SELDOM * queues.fetches
-
-
-def _short_of_cpus(measurement: Measurement) -> str:
-    """What takes the CPUs that handing a batch over needs: a cause; empty where it computes, or has them.
-
-    The workers, which make batches fast enough, wait for a CPU for longer than they compute to hand batches over.
-    """
-    host, workers, loader = measurement.host, measurement.workers, measurement.loader
-    if host is None or workers is None or host.worker_queued is None:
-        return ""
-    each = workers.cpu_s / ((loader.num_workers or 1) * measurement.times.wall_s)
-    if host.worker_queued <= max((host.worker_cpu or 0.0) - each, 0.0):
-        return ""
-    cause = cpu_cause(measurement)
-    taken = cause == "cpu_throttled" or (cause == "cpu_saturated" and _used_by_others(measurement) is not None)
-    return cause if taken else ""
 
 
 def _read_quickly(measurement: Measurement) -> bool:

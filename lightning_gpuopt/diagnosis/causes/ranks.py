@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from lightning_gpuopt.diagnosis.causes.step import Candidate, finding_of, per_step
+from lightning_gpuopt.diagnosis.causes.step import finding_of, per_step
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.record import Candidate
 from lightning_gpuopt.measurements.ranks import RankWork
 
 _SLOWER_LOADER: Final = 1.3

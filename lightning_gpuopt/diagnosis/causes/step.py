@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -18,14 +18,11 @@ from lightning_gpuopt.diagnosis.causes.loader import (
 from lightning_gpuopt.diagnosis.causes.table import CAUSES, MEASURING
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import speedup_without
-from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.diagnosis.record import Candidate, Finding
 from lightning_gpuopt.diagnosis.waterfall import Waterfall, in_steps
 from lightning_gpuopt.measurements.code_location import in_shares
 from lightning_gpuopt.measurements.gpu import AheadCopies
 from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
-
-Candidate = tuple[float, Callable[[], Finding]]
-"""Share of wall time, and how the finding is made if that is enough."""
 
 _CAPPED: Final = 10.0
 """Percent of the time for which a power cap is worth a note."""

@@ -7,7 +7,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from lightning_gpuopt.diagnosis.causes.loader import data_finding
+import pytest
+
+from lightning_gpuopt.diagnosis.causes.loader import data_finding, data_findings, explained_s
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.loading import LoaderFacts, QueueTimes
@@ -28,14 +30,15 @@ def measured(seed: int) -> Measurement:
     uneven = draw.choice([0.01, 3.0])
     fetches = 100
     empty, waits = draw.choice([0, 20, 60, fetches]), draw.choice([10, 95])
+    late, unpinned = draw.random(), draw.choice([0.0, 0.0, draw.random()])
     queues = QueueTimes(
         fetches=fetches,
         ready=(fetches - empty) * 2,
         empty=empty,
         waits=waits,
         wait_s=wait_s,
-        late_wait_s=wait_s * draw.random(),
-        unpinned_wait_s=wait_s * draw.choice([0.0, 0.0, draw.random()]),
+        late_wait_s=wait_s * late * (1 - unpinned),
+        unpinned_wait_s=wait_s * unpinned,
     )
     usable = draw.choice([2.0, 8.0])
     worker_cpu = draw.random() * busy_s * STEPS / WALL_S / max(number, 1)
@@ -110,8 +113,8 @@ def transform_is_right(found: Finding, of: Measurement) -> bool:
 def line_is_right(found: Finding, of: Measurement) -> bool:
     assert of.workers is not None
     assert of.workers.unevenness is not None
-    idle = number(found, "workers_busy_percent") < 60
-    return idle and of.workers.unevenness >= 1 and number(found, "queue_empty_percent", 0.0) <= 50
+    held_up = number(found, "late_batch_wait_percent", 100.0) > 33
+    return held_up and of.workers.unevenness >= 1 and number(found, "queue_empty_percent", 0.0) <= 50
 
 
 CLAIMS: Mapping[str, Callable[[Finding, Measurement], bool]] = {
@@ -122,7 +125,7 @@ CLAIMS: Mapping[str, Callable[[Finding, Measurement], bool]] = {
     "cpu_saturated": no_cpu_is_free,
     "cpu_throttled": lambda found, of: number(found, "cpu_throttled_percent") >= 10,
     "head_of_line": line_is_right,
-    "pin_memory": lambda found, of: of.queues.unpinned_wait_s > of.queues.wait_s / 2,  # type: ignore[union-attr]
+    "pin_memory": lambda found, of: of.queues.unpinned_wait_s > of.queues.wait_s / 3,  # type: ignore[union-attr]
 }
 
 
@@ -135,3 +138,27 @@ def test_no_sentence_is_denied_by_its_own_evidence() -> None:
         assert CLAIMS[finding.cause](finding, of), (seed, finding)
     assert found.keys() == CLAIMS.keys()
     assert min(found.values()) > 20
+
+
+def test_what_is_reported_explains_the_wait() -> None:
+    shared = 0
+    for seed in SEEDS:
+        of = measured(seed)
+        wait_s, explained = of.times.phases["data_wait"], explained_s(of)
+        assert math.fsum(explained.values()) == pytest.approx(wait_s)
+        assert min(explained.values()) >= 0
+        findings = [build() for _, build in data_findings(of, 0.0)]
+        assert [each.cause for each in findings] == list(explained)
+        assert data_finding(of).cause == findings[0].cause
+        assert list(explained.values()) == sorted(explained.values(), reverse=True)
+        assert next(iter(explained.values())) >= wait_s / 2 or len(explained) > 1
+        assert all(seconds >= wait_s / 3 for seconds in explained.values())
+        assert math.fsum(each.share for each in findings) == pytest.approx(wait_s / WALL_S)
+        shared += len(findings) > 1
+    assert shared > 20
+
+
+def test_a_part_below_the_threshold_is_no_finding_of_its_own() -> None:
+    of = next(of for of in map(measured, SEEDS) if len(list(data_findings(of, 0.0))) > 1)
+    (share, build), *others = data_findings(of, of.times.phases["data_wait"] / WALL_S)
+    assert (build().cause, share, others) == (data_finding(of).cause, data_finding(of).share, [])

@@ -54,9 +54,19 @@ UNPINNED = QueueTimes(fetches=100, ready=0, empty=99, waits=99, wait_s=5.0, unpi
         # idle workers and a queue that is always empty: handing over is slow, and no batch lies ready behind a late one
         (workers(data_s=0.04, cpu=0.5, unevenness=4.0), EVEN, host(0.1), "worker_transfer"),
         # other programs have the CPUs, and handing over waits for one
-        (workers(data_s=0.11), TRANSFER, host(0.01, queued=0.1, free=0.0, process_cpus=0.3), "cpu_saturated"),
-        (workers(data_s=0.001), TRANSFER, host(0.01, queued=0.1, free=0.0, process_cpus=0.3), "cpu_saturated"),
-        (workers(data_s=0.11), TRANSFER, host(0.01, queued=0.1, free=0.0, throttled=0.3), "cpu_throttled"),
+        (workers(data_s=0.11), TRANSFER, host(0.01, queued=0.2, free=0.0, process_cpus=0.3), "cpu_saturated"),
+        (workers(data_s=0.001), TRANSFER, host(0.01, queued=0.2, free=0.0, process_cpus=0.3), "cpu_saturated"),
+        (workers(data_s=0.11), TRANSFER, host(0.01, queued=0.2, free=0.0, throttled=0.3), "cpu_throttled"),
+        # what waits for a CPU for a second explains no five
+        (workers(data_s=0.001), TRANSFER, host(0.01, queued=0.05, free=0.0, process_cpus=0.3), "worker_transfer"),
+        (
+            workers(data_s=0.04, unevenness=4.0),
+            LATE,
+            host(0.01, queued=0.03, free=0.0, process_cpus=0.3),
+            "head_of_line",
+        ),
+        # uneven batches of workers that are too few: even ones would be waited for nearly as long
+        (workers(data_s=BUSY_S, cpu=0.05, unevenness=4.0), LATE, host(0.05), "slow_storage"),
         # handing over computes, as pickling does; and the CPUs are our own
         (workers(data_s=0.04), TRANSFER, host(0.3, queued=0.1, free=0.0, process_cpus=0.3), "worker_transfer"),
         (workers(data_s=0.04), TRANSFER, host(0.01, queued=0.1, free=0.0, process_cpus=7.0), "worker_transfer"),
