@@ -92,7 +92,6 @@ def remarks(measurement: Measurement, threshold: float) -> list[str]:
     if measurement.hyperparameters:
         notes.append(step.hyperparameters_note(measurement.hyperparameters))
     known = (
-        epoch.pause_note(measurement, threshold),
         step.copies_ahead_note(measurement),
         step.power_cap_note(measurement),
         witness_note(measurement),

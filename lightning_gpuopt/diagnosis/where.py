@@ -10,6 +10,7 @@ from typing import Final
 from lightning_gpuopt.diagnosis.causes.table import OURS, cause_of
 from lightning_gpuopt.diagnosis.record import Finding, HotSpots
 from lightning_gpuopt.measurements.code_location import INSTALLED, Call, CodeLocation, Sampled, Stack, in_shares, short
+from lightning_gpuopt.measurements.phases import FIRST_FETCH
 
 _MAX_PLACES: Final = 20
 
@@ -35,7 +36,20 @@ def is_in_user_code(finding: Finding) -> bool:
     if finding.cause == "callback":
         return finding.evidence.get("callback") not in OURS
     row = cause_of(finding.cause)
+    if row.group == "epoch":
+        return is_before_the_first_batch(finding)
     return row.in_user_code and (row.group != "loader" or is_the_loaders(finding))
+
+
+def is_before_the_first_batch(finding: Finding) -> bool:
+    """Whether Python code of the loader takes the time at the beginning of epochs, in the training process.
+
+    A worker does not tell what it does before its first batch.
+    """
+    evidence = finding.evidence
+    return "largest_part" in evidence and (
+        not evidence["num_workers"] or evidence["largest_part"] == "making the loader's iterator"
+    )
 
 
 def is_the_loaders(finding: Finding) -> bool:
@@ -49,6 +63,8 @@ def belongs_to(finding: Finding, activity: str) -> bool:
         return activity.rpartition(".")[0] == finding.evidence.get("callback")
     if is_the_loaders(finding):
         return activity == "data_wait"
+    if is_before_the_first_batch(finding):
+        return activity in ("epoch_setup", FIRST_FETCH)
     return finding.cause == "logging" and activity == "logging"
 
 

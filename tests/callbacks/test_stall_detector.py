@@ -556,7 +556,7 @@ class TestSeveralLoadersAndEpochs:
         assert finding.predicted_speedup is None
         assert report.step_s == of(0.005)
 
-    def test_the_beginning_of_epochs_is_remarked_on_where_no_setting_helps(self, tmp_path: Path) -> None:
+    def test_a_sampler_that_is_slow_to_begin_is_a_finding(self, tmp_path: Path) -> None:
         class SlowStart(torch.utils.data.SequentialSampler):
             def __iter__(self) -> Iterator[int]:
                 time.sleep(0.2)
@@ -564,7 +564,26 @@ class TestSeveralLoadersAndEpochs:
 
         data = SleepyData(length=16)
         report = run(tmp_path, Model(dataset=data, sampler=SlowStart(data)), max_steps=32)
-        assert any("the beginning of epochs" in note for note in report.notes)
+        assert report.verdict == "epoch_restart"
+        assert report.findings[0].evidence["largest_part"] == "making the loader's iterator"
+
+    @pytest.mark.parametrize("wrapped", [True, False], ids=["in a DataLoader", "as it is"])
+    def test_an_iterable_that_reads_an_index_in_each_epoch_is_a_finding(self, tmp_path: Path, wrapped: bool) -> None:
+        class Indexed(torch.utils.data.IterableDataset[Any]):
+            def __iter__(self) -> Iterator[Any]:
+                time.sleep(0.6)
+                for index in range(10):
+                    yield [torch.full((FEATURES,), float(index))] if wrapped else [torch.ones(2, FEATURES)]
+
+        class OwnLoader(Model):
+            def train_dataloader(self) -> Any:
+                return DataLoader(Indexed(), batch_size=2) if wrapped else Indexed()
+
+        report = run(tmp_path, OwnLoader(step_s=0.05), max_steps=35)
+        assert report.verdict == "epoch_restart"
+        assert report.findings[0].evidence["largest_part"] == "filling a buffer or reading an index"
+        assert "read an index once" in report.findings[0].advice
+        assert "Nothing is left to gain" not in str(report)
 
     def test_a_loader_that_cannot_be_touched_trains_as_without_us(self, tmp_path: Path) -> None:
         class Frozen(DataLoader[Any]):

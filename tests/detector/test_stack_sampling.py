@@ -6,13 +6,14 @@ import json
 import py_compile
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from evaluation import line_parts as parts
 from evaluation.lines import LINES, Line, is_right, line_of, named, run
@@ -58,6 +59,22 @@ def test_workers_that_were_spawned_sample_themselves_as_well(tmp_path: Path, wor
     assert f"sleeps (line_parts.py:{line_of('sleeps')})" in where_of(report)
     (spots,) = report.hot_spots
     assert spots.process.startswith("worker ")
+
+
+class Indexed(IterableDataset[Any]):
+    """Reads an index in each epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(40):
+            parts.sleeps()
+        for _ in range(20):
+            yield torch.ones(8)
+
+
+def test_what_begins_each_epoch_is_named(tmp_path: Path) -> None:
+    report = train(tmp_path, Indexed())
+    assert report.verdict == "epoch_restart"
+    assert f"sleeps (line_parts.py:{line_of('sleeps')})" in where_of(report)
 
 
 def test_the_report_has_the_places_and_a_flame_graph_lies_beside_it(tmp_path: Path) -> None:

@@ -1,21 +1,28 @@
-"""What a run waits for between epochs: workers that start, the first batch, a shuffle buffer."""
+"""What a run waits for at the beginning of epochs: workers that start, the first batch, a buffer or an index."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Candidate, Finding
 from lightning_gpuopt.measurements.phases import PhaseTimes
 
-_NAMES: Final = {"workers": "starting workers", "first_batch": "the first batch", "buffer": "filling a shuffle buffer"}
+_PARTS: Final = {
+    "workers": "starting workers",
+    "first_batch": "the first batch",
+    "buffer": "filling a shuffle buffer",
+    "index": "filling a buffer or reading an index",
+    "shards": "opening the stream's first shards",
+    "iterator": "making the loader's iterator",
+}
 _MIN_EPOCHS: Final = 2
 
-_WITHOUT_BUFFER: Final = ("litdata", "mds")
-"""Kinds of streams that shuffle by the numbers of their samples."""
+_FIRST: Final = {"litdata": "shards", "mds": "shards", "webdataset": "buffer"}
+"""By kind of stream what it does before its first sample; a class of one's own may fill a buffer, or read an index."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +31,9 @@ class Pause:
 
     Attributes:
         workers: making iterators and starting workers, with the imports of those that were spawned.
-        first_batch: making the first batch, as long as any batch takes.
-        buffer: what an iterable dataset does before its first sample.
+        first_batch: making the first batch, as long as any batch takes; 0 where the training process makes it, which
+            waits for it as for any other.
+        buffer: what a stream does before its first sample.
     """
 
     workers: float
@@ -33,64 +41,74 @@ class Pause:
     buffer: float
 
     @property
-    def largest(self) -> str:
-        """The name of the largest part."""
-        return max(_NAMES, key=lambda name: float(getattr(self, name)))
+    def seconds(self) -> float:
+        """All of it."""
+        return self.workers + self.first_batch + self.buffer
 
 
 def pause_of(measurement: Measurement) -> Pause | None:
     """The set-up of a mean epoch; None where no epoch began.
 
-    The first fetch of an epoch waits for the first batch, which takes a worker as long as any other; what it waits
-    beyond that is the start of the workers, or an iterable dataset that fills its buffer.
+    The first fetch of an epoch waits for the first batch, which takes as long as any other; what it waits beyond that
+    is the start of the workers, or a stream that fills its buffer.
     """
-    times, workers = measurement.times, measurement.workers
+    times, workers, loader = measurement.times, measurement.workers, measurement.loader
     setup_s = times.phases["epoch_setup"]
     if not times.epochs or setup_s <= 0:
         return None
     waited = measurement.waterfall.wait("epoch_setup") / setup_s / times.epochs
-    batch_s = workers.busy_s / workers.batches if workers is not None and workers.batches else times.first_fetch_s
+    batch_s = times.first_fetch_s
+    if workers is not None and workers.batches:
+        batch_s = workers.busy_s / workers.batches
+    elif not loader.num_workers and times.steps:
+        batch_s = times.phases["data_wait"] / times.steps
     first_s = min(times.first_fetch_s, batch_s * times.epochs)
-    rest_s = times.first_fetch_s - first_s
-    before_s = setup_s - times.first_fetch_s
-    if measurement.loader.duplicates is not None:
-        return Pause(before_s * waited, first_s * waited, rest_s * waited)
-    return Pause((before_s + rest_s) * waited, first_s * waited, 0.0)
+    rest_s, before_s = times.first_fetch_s - first_s, setup_s - times.first_fetch_s
+    if not loader.num_workers:
+        first_s = 0.0
+    if loader.duplicates is None and loader.num_workers is not None:
+        return Pause((before_s + rest_s) * waited, first_s * waited, 0.0)
+    return Pause(before_s * waited, first_s * waited, rest_s * waited)
 
 
 def restart(measurement: Measurement) -> Iterator[Candidate]:
-    """Workers that are started again for every epoch, and pauses of workers that live on."""
-    loader, waterfall, pause = measurement.loader, measurement.waterfall, pause_of(measurement)
-    if pause is None or not loader.num_workers or loader.persistent_workers:
-        return
-    restart_s = waterfall.wait("epoch_setup")
-    if loader.duplicates is not None:  # workers that live on fill their buffers as well
-        restart_s = pause.workers * measurement.times.epochs
-    yield waterfall.share(restart_s), lambda: _restart(measurement, pause, restart_s)
+    """The beginning of epochs, whatever it is that training waits for."""
+    pause = pause_of(measurement)
+    if pause is not None:
+        share = measurement.waterfall.share(pause.seconds * measurement.times.epochs)
+        yield share, lambda: _restart(measurement, pause, share)
 
 
-def _restart(measurement: Measurement, pause: Pause, restart_s: float) -> Finding:
-    times, waterfall = measurement.times, measurement.waterfall
+def _restart(measurement: Measurement, pause: Pause, share: float) -> Finding:
+    times, waterfall, loader = measurement.times, measurement.waterfall, measurement.loader
+    part = max(("workers", "first_batch", "buffer"), key=lambda name: float(getattr(pause, name)))
+    if part == "buffer":
+        part = _FIRST.get(measurement.source.kind if measurement.source is not None else "", "index")
+    if part == "workers" and (loader.persistent_workers or not loader.num_workers):
+        part = "iterator"
     evidence: dict[str, float | str] = {
-        "epoch_setup_s_per_epoch": round(restart_s / times.epochs, 3),
+        "epoch_setup_s_per_epoch": round(pause.seconds, 3),
         "epochs": times.epochs,
-        "largest_part": _NAMES[pause.largest],
-        "starting_workers_s_per_epoch": round(pause.workers, 3),
-        "first_batch_s_per_epoch": round(pause.first_batch, 3),
+        "largest_part": _PARTS[part],
+        "num_workers": loader.num_workers or 0,
     }
-    if pause.buffer:
-        evidence["shuffle_buffer_s_per_epoch"] = round(pause.buffer, 3)
     for name, seconds in (
-        ("checkpoint", waterfall.wait("checkpoint")),
-        ("validation", waterfall.validation_s),
-        ("validation_setup", times.validation_setup_s),
+        ("starting_workers", pause.workers),
+        ("first_batch", pause.first_batch),
+        ("shuffle_buffer", pause.buffer),
+        ("checkpoint", waterfall.wait("checkpoint") / times.epochs),
+        ("validation", waterfall.validation_s / times.epochs),
+        ("validation_setup", times.validation_setup_s / times.epochs),
     ):
         if seconds:
-            evidence[f"{name}_s_per_epoch"] = round(seconds / times.epochs, 3)
-    advice = CAUSES["epoch_restart"].advice
-    if pause.largest == "first_batch":
-        advice += f" {CAUSES['epoch_restart'].cases['first_batch']}"
-    return Finding("epoch_restart", waterfall.share(restart_s), evidence, advice, {"persistent_workers": True})
+            evidence[f"{name}_s_per_epoch"] = round(seconds, 3)
+    cause, advice = CAUSES["epoch_restart"], list[str]()
+    settings: dict[str, Any] = {}
+    if loader.num_workers and not loader.persistent_workers and part in ("workers", "first_batch"):
+        advice, settings = [cause.advice], {"persistent_workers": True}
+    if part in cause.cases:
+        advice.append(cause.cases[part])
+    return Finding("epoch_restart", share, evidence, " ".join(advice), settings)
 
 
 def validation_restart(measurement: Measurement) -> Iterator[Candidate]:
@@ -138,28 +156,3 @@ def restart_in_run(run: PhaseTimes, measurement: Measurement, threshold: float) 
         return None
     evidence: dict[str, float | str] = {"epoch_setup_s_per_epoch": round(per_epoch_s, 3), "epochs": run.epochs}
     return Finding("epoch_restart", share, evidence, CAUSES["epoch_restart"].advice, {"persistent_workers": True})
-
-
-def pause_note(measurement: Measurement, threshold: float) -> str | None:
-    """What the beginning of epochs takes beside workers that are started again, where that is worth a word."""
-    loader, waterfall, pause = measurement.loader, measurement.waterfall, pause_of(measurement)
-    if pause is None:
-        return None
-    epochs_s = waterfall.wait("epoch_setup")
-    restarted = bool(loader.num_workers) and not loader.persistent_workers
-    if restarted:
-        epochs_s = (
-            (pause.buffer + pause.first_batch) * measurement.times.epochs if loader.duplicates is not None else 0.0
-        )
-    if waterfall.share(epochs_s) < threshold:
-        return None
-    part = "buffer" if restarted and pause.buffer > pause.first_batch else pause.largest
-    what = "making the loader's iterator" if part == "workers" else _NAMES[part]
-    fills = part == "buffer"
-    if fills and measurement.source is not None and measurement.source.kind in _WITHOUT_BUFFER:
-        what, fills = "opening the stream's first shards", False
-    remedy = "A smaller buffer fills faster." if fills else "Fewer, longer epochs make it rarer."
-    return (
-        f"{waterfall.share(epochs_s):.0%} of the time goes to the beginning of epochs, most of it to {what} "
-        f"({getattr(pause, part):.2f} s an epoch). {remedy}"
-    )

@@ -336,13 +336,21 @@ _ALL: Final = (
     ),
     Cause(
         "epoch_restart",
-        "The loader's workers are started again for every epoch.",
+        "Training waits at the beginning of every epoch.",
         "The workers are started again for every epoch: keep them with persistent_workers=True.",
         decided_by="epoch_setup_s_per_epoch epochs largest_part "
         "starting_workers_s_per_validation first_batch_s_per_validation validations",
         group="epoch",
         cases={
-            "first_batch": "Most of the pause is the first batch itself: fewer, longer epochs make it rarer.",
+            "first_batch": "Training waits for the first batch of each epoch: fewer, longer epochs make it rarer, "
+            "smaller batches make it come sooner, and an iterator made during validation or the last steps hides it.",
+            "buffer": "Training waits in each epoch until a shuffle buffer is filled: a smaller buffer fills faster.",
+            "index": "Training waits in each epoch for what the dataset does before its first sample: read an index "
+            "once, in __init__, not each time __iter__ is called; a smaller shuffle buffer fills faster.",
+            "shards": "Training waits in each epoch until the stream's first shards are opened: keep them on a local "
+            "disk, or have fewer, longer epochs.",
+            "iterator": "Training waits in each epoch while the loader's iterator is made: look at what the sampler "
+            "and __iter__ do before the first batch, and do it once.",
             "validation": "The workers of the validation's loader are started again for each validation: keep them "
             "with persistent_workers=True in val_dataloader. They keep their memory meanwhile.",
         },

@@ -13,6 +13,7 @@ from lightning_gpuopt.diagnosis.refuted import COSTS_MORE
 from lightning_gpuopt.diagnosis.where import finding_name
 from lightning_gpuopt.measurements.code_location import INSTALLED, short
 from lightning_gpuopt.measurements.loader_model import HEADROOM_LEFT
+from lightning_gpuopt.measurements.phases import BETWEEN_STEPS
 
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.compare import Comparison
@@ -185,8 +186,10 @@ def all_proofs(report: RunRecord, comparison: Comparison | None) -> list[Proof]:
 
 
 def headroom_line(report: RunRecord) -> str | None:
-    """That nothing is left to gain; None where a cause was found, or there is headroom."""
+    """That nothing is left to gain; None where a cause was found, or there is headroom in steps or between them."""
     if report.headroom is None or report.headroom >= HEADROOM_LEFT or report.findings:
+        return None
+    if sum(report.phases.get(phase, 0.0) for phase in BETWEEN_STEPS) >= HEADROOM_LEFT * report.wall_s:
         return None
     return f"Nothing is left to gain: {percent(1 - report.headroom)} of a step is its own work."
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_gpuopt.diagnosis.causes.epoch import Pause, pause_note, pause_of, restart
+from lightning_gpuopt.diagnosis.causes.epoch import Pause, pause_of
 from lightning_gpuopt.diagnosis.diagnose import diagnose, remarks
 from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.measurements.loader_description import LoaderDescription, LoaderKind
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import PhaseTimes
-from tests.diagnosis.numbers import IN_PROCESS, TWO_WORKERS, times, workers
+from tests.diagnosis.numbers import IN_PROCESS, times, workers
 
 RESTARTED = LoaderFacts(num_workers=2, persistent_workers=False, prefetch_factor=2, pin_memory=False)
 KEPT = replace(RESTARTED, persistent_workers=True)
@@ -44,7 +45,6 @@ def test_the_parts_of_a_pause(
     assert (found.workers, found.first_batch, found.buffer) == pytest.approx(
         (pause.workers, pause.first_batch, pause.buffer)
     )
-    assert found.largest == pause.largest
 
 
 def test_without_epochs_there_is_no_pause() -> None:
@@ -61,6 +61,7 @@ def test_a_restart_says_what_takes_the_time_and_what_else_is_done_between_epochs
         "epoch_setup_s_per_epoch": 1.0,
         "epochs": 4,
         "largest_part": "starting workers",
+        "num_workers": 2,
         "starting_workers_s_per_epoch": 0.9,
         "first_batch_s_per_epoch": 0.1,
         "checkpoint_s_per_epoch": 0.2,
@@ -83,27 +84,61 @@ def test_where_the_first_batch_is_most_of_it_longer_epochs_are_advised_as_well()
     assert "fewer, longer epochs" in finding.advice
 
 
-def test_a_shuffle_buffer_is_no_restart_and_has_a_note() -> None:
-    run = measured(replace(RESTARTED, duplicates=True), 4.0, 3.8, 0.1)
-    assert diagnose(run, 0.1) == []
-    assert pause_note(run, 0.1) == (
-        "38% of the time goes to the beginning of epochs, most of it to filling a shuffle buffer (0.85 s an epoch). "
-        "A smaller buffer fills faster."
+def of_kind(kind: LoaderKind) -> LoaderDescription:
+    return LoaderDescription(kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "remedy"),
+    [
+        ("webdataset", "filling a shuffle buffer", "a smaller buffer fills faster"),
+        ("torch", "filling a buffer or reading an index", "read an index once, in __init__"),
+        ("iterable", "filling a buffer or reading an index", "read an index once, in __init__"),
+        ("mds", "opening the stream's first shards", "keep them on a local disk"),
+    ],
+)
+@pytest.mark.parametrize("loader", [RESTARTED, KEPT, IN_PROCESS])
+def test_what_a_stream_does_before_its_first_sample_is_a_finding(
+    loader: LoaderFacts, kind: LoaderKind, part: str, remedy: str
+) -> None:
+    run = measured(replace(loader, duplicates=True), 4.0, 3.8, 0.1)
+    (finding,) = diagnose(replace(run, source=of_kind(kind)), 0.1)
+    assert (finding.cause, finding.settings, finding.evidence["largest_part"]) == ("epoch_restart", {}, part)
+    assert finding.evidence["shuffle_buffer_s_per_epoch"] == 0.85
+    assert remedy in finding.advice
+
+
+def test_an_iterable_of_ones_own_has_no_workers_to_keep() -> None:
+    run = Measurement(phases(4.0, 3.9, data_wait=0.5), LoaderFacts(), source=of_kind("iterable"))
+    (finding,) = diagnose(run, 0.1)
+    assert (finding.cause, finding.evidence["num_workers"]) == ("epoch_restart", 0)
+    # a batch takes 5 ms: what the first takes beyond that is its index
+    assert finding.evidence["shuffle_buffer_s_per_epoch"] == pytest.approx((3.9 - 4 * 0.005) / 4)
+
+
+def test_the_first_batch_of_workers_that_live_on_is_a_finding() -> None:
+    (finding,) = diagnose(measured(KEPT, 4.0, 3.92, 2.0), 0.1)
+    assert (finding.cause, finding.settings, finding.evidence["largest_part"]) == (
+        "epoch_restart",
+        {},
+        "the first batch",
     )
+    assert "Training waits for the first batch of each epoch" in finding.advice
 
 
-def test_workers_that_live_on_have_a_note_of_what_takes_the_time() -> None:
-    run = measured(KEPT, 4.0, 3.92, 2.0)
-    assert list(restart(run)) == []
-    assert pause_note(run, 0.1) == (
-        "40% of the time goes to the beginning of epochs, most of it to the first batch (0.98 s an epoch). "
-        "Fewer, longer epochs make it rarer."
-    )
+def test_the_first_batch_of_the_training_process_is_loading() -> None:
+    assert diagnose(measured(IN_PROCESS, 4.0, 3.92, 2.0), 0.1) == []
 
 
-def test_a_short_pause_has_no_note() -> None:
-    assert pause_note(measured(KEPT, 0.9, 0.8, 0.1), 0.1) is None
-    assert pause_note(measured(RESTARTED, 4.0, 3.0, 0.1), 0.1) is None
+def test_a_sampler_that_is_slow_to_begin_is_a_finding() -> None:
+    for loader in (IN_PROCESS, KEPT):
+        (finding,) = diagnose(measured(loader, 4.0, 0.2, 0.01), 0.1)
+        assert finding.evidence["largest_part"] == "making the loader's iterator"
+        assert "sampler" in finding.advice
+
+
+def test_a_short_pause_is_no_finding() -> None:
+    assert diagnose(measured(KEPT, 0.9, 0.8, 0.1), 0.1) == []
 
 
 @pytest.mark.parametrize("copies", [True, False])
@@ -129,13 +164,10 @@ def test_workers_that_start_again_every_epoch() -> None:
         "epoch_setup_s_per_epoch": 0.5,
         "epochs": 8,
         "largest_part": "starting workers",
+        "num_workers": 2,
         "starting_workers_s_per_epoch": 0.5,
-        "first_batch_s_per_epoch": 0.0,
     }
 
 
-@pytest.mark.parametrize(("loader", "epochs"), [(TWO_WORKERS, 8), (IN_PROCESS, 8), (RESTARTED, 0)])
-def test_no_restart_where_workers_persist_or_are_none_or_before_a_second_epoch(
-    loader: LoaderFacts, epochs: int
-) -> None:
-    assert diagnose(Measurement(times(epoch_setup=4, epochs=epochs), loader), 0.1) == []
+def test_no_pause_before_a_second_epoch() -> None:
+    assert diagnose(Measurement(times(epoch_setup=4, epochs=0), RESTARTED), 0.1) == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt.diagnosis.causes.loader import data_finding
-from lightning_gpuopt.diagnosis.diagnose import diagnose, remarks
+from lightning_gpuopt.diagnosis.diagnose import diagnose
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.measurements.loader_description import LoaderDescription
@@ -232,23 +232,6 @@ def test_the_advice_names_what_does_it() -> None:
     assert "NumWorkersFinder() finds the number" in storage
     assert "LMDBDataModule" in storage
     assert "LMDBDataModule" in find(workers(data_s=BUSY_S, cpu=0.9), host=host(0.9, free=0.0)).advice
-
-
-@pytest.mark.parametrize(
-    ("loader", "first_s", "share"),
-    [
-        (replace(TWO_WORKERS, persistent_workers=False), 2.8, 0.3),
-        # a shuffle buffer is filled in the first fetch of every epoch
-        (replace(TWO_WORKERS, persistent_workers=False, duplicates=False), 2.8, None),
-        (replace(TWO_WORKERS, persistent_workers=False, duplicates=False), 1.5, 0.15),
-    ],
-)
-def test_filling_a_shuffle_buffer_is_no_restart(loader: LoaderFacts, first_s: float, share: float | None) -> None:
-    measured = measurement(replace(times(epoch_setup=3.0, epochs=6), first_fetch_s=first_s), loader)
-    found = {each.cause: each.share for each in diagnose(measured, 0.1)}
-    assert found.get("epoch_restart") == (pytest.approx(share) if share is not None else None)
-    if share is None:
-        assert "beginning of epochs" in " ".join(remarks(measured, 0.1))
 
 
 def diagnosed(measured: PhaseTimes, loader: LoaderFacts = TWO_WORKERS, **more: Any) -> list[Finding]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt.diagnosis.causes.epoch import pause_note
 from lightning_gpuopt.diagnosis.compare import proofs_of
 from lightning_gpuopt.diagnosis.diagnose import diagnose
 from lightning_gpuopt.diagnosis.record import Finding
@@ -77,17 +76,6 @@ def test_of_several_loaders_a_pipeline_is_named_where_it_is_the_slow_one() -> No
     assert "bottleneck" in evidence
     other = LoaderDescription("torch", key="1", num_workers=0)
     assert "bottleneck" not in found(other, IN_PROCESS, pipelines=late, host=host()).evidence
-
-
-@pytest.mark.parametrize(("kind", "what"), [("torch", "filling a shuffle buffer"), ("mds", "opening the stream's")])
-def test_what_a_stream_does_before_its_first_sample(kind: Any, what: str) -> None:
-    run = measurement(
-        replace(times(epoch_setup=3.0, epochs=6), first_fetch_s=2.8),
-        replace(TWO_WORKERS, duplicates=False),
-        source=LoaderDescription(kind),
-        workers=workers(data_s=0.01),
-    )
-    assert what in str(pause_note(run, 0.1))
 
 
 class TestValidations:
