@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Final
 
 from lightning_gpuopt.measurements.phases import GPU_WORK, WindowRecord
@@ -25,6 +25,16 @@ _BACK: Final = 0.25
 _BEGUN: Final = 0.1
 _SLOW_BEFORE: Final = 0.2
 """Where more of the records before the growth were slow as well, the steps come and go: a pattern, no growth."""
+
+_LONG_S: Final = 10.0
+_RISES: Final = 0.9
+_FEW_RECORDS: Final = 5
+_MUCH: Final = 0.5
+"""In fewer seconds other programs, caches, clocks and batches that were made ahead make steps slower as well, once.
+
+There a growth has to go on: in nine of ten pairs of records the later is the slower, and the last third takes half as
+long again as the first.
+"""
 
 _DOUBLED: Final = 2.0
 _MOSTLY: Final = 0.5
@@ -85,11 +95,15 @@ def growth_of(records: Sequence[WindowRecord]) -> Growth | None:
         records: of a run since a change, oldest first.
     """
     records = [record for record in records if record.steps]
-    if len(records) < _MIN_RECORDS:
+    is_long = sum(record.seconds for record in records) >= _LONG_S
+    if len(records) < (_MIN_RECORDS if is_long else _FEW_RECORDS):
         return None
     record_s = [record.seconds / record.steps for record in records]
     third = len(records) // 3
-    if sum(record_s[-third:]) < (1 + _MIN_GROWTH) * third * min(record_s[:third]):  # the usual case, at little cost
+    least = _MIN_GROWTH if is_long else _MUCH
+    if sum(record_s[-third:]) < (1 + least) * third * min(record_s[:third]):  # the usual case, at little cost
+        return None
+    if not is_long and not _goes_on(record_s):
         return None
     step_s = _smooth(record_s)
     from_s, to_s = statistics.median(step_s[:third]), statistics.median(step_s[-third:])
@@ -97,7 +111,7 @@ def growth_of(records: Sequence[WindowRecord]) -> Growth | None:
     usual_s = statistics.median(changes)
     noise_s = statistics.median(abs(each - usual_s) for each in changes)
     grown_s = to_s - from_s
-    if grown_s < _MIN_GROWTH * from_s or grown_s < _OVER_NOISE * noise_s:
+    if grown_s < least * from_s or grown_s < _OVER_NOISE * noise_s:
         return None
     begin = _after_last(step_s, from_s + _BACK * grown_s)
     slow_before = sum(each > from_s + grown_s / 2 for each in step_s[:begin])
@@ -131,6 +145,12 @@ def _spans(parts: Sequence[Mapping[str, float]], steps: Sequence[int]) -> dict[s
 
 def _grown(span: tuple[float, float]) -> float:
     return span[1] - span[0]
+
+
+def _goes_on(values: Sequence[float]) -> bool:
+    """Whether nearly each value is higher than nearly all before it."""
+    higher = [after > before for before, after in combinations(values, 2)]
+    return sum(higher) >= _RISES * len(higher)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

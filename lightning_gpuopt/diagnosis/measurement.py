@@ -26,8 +26,6 @@ from lightning_gpuopt.measurements.phases import GPU_WORK, PhaseTimes, WindowRec
 from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, RankWork, ReducerTimes
 
 _MOSTLY: Final = 0.5
-_MIN_RUN_S: Final = 10.0
-"""In a shorter stretch other programs, caches and clocks that settle make steps slower as well: that is no slowdown."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,8 @@ class Measurement:
 
     @cached_property
     def growth(self) -> Growth | None:
-        """How the steps get slower; None where they do not, or the stretch is too short to say."""
-        return growth_of(self.history) if self.times.wall_s >= _MIN_RUN_S else None
+        """How the steps get slower; None where they do not, or there are too few windows to say."""
+        return growth_of(self.history)
 
     @property
     def collectives_s(self) -> float | None:

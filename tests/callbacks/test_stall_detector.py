@@ -575,11 +575,11 @@ class TestSeveralLoadersAndEpochs:
                 for index in range(10):
                     yield [torch.full((FEATURES,), float(index))] if wrapped else [torch.ones(2, FEATURES)]
 
-        class OwnLoader(Model):
+        class Streams(Model):
             def train_dataloader(self) -> Any:
                 return DataLoader(Indexed(), batch_size=2) if wrapped else Indexed()
 
-        report = run(tmp_path, OwnLoader(step_s=0.05), max_steps=35)
+        report = run(tmp_path, Streams(step_s=0.05), max_steps=35)
         assert report.verdict == "epoch_restart"
         assert report.findings[0].evidence["largest_part"] == "filling a buffer or reading an index"
         assert "read an index once" in report.findings[0].advice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -89,9 +90,29 @@ def test_what_is_no_growth(step_ms: list[float]) -> None:
     assert growth_of(records_of(step_ms)) is None
 
 
+@pytest.mark.parametrize(
+    ("step_ms", "grows"),
+    [
+        ([12.0, 20.0, 28.0, 36.0, 50.0], True),
+        ([12.0, 18.0, 25.0, 33.0, 31.0, 42.0, 50.0], True),
+        # batches made ahead that are used up, another program that begins
+        ([12.0] * 2 + [50.0, 50.5, 49.0, 50.2, 49.8, 50.4], False),
+        ([12.0] * 4 + [50.0, 49.0, 50.5, 49.5], False),
+        # caches and clocks that settle
+        ([30.0, 32.0, 34.0, 36.0, 38.0, 40.0], False),
+        ([12.0, 28.0, 44.0, 50.0], False),
+    ],
+)
+def test_in_less_than_ten_seconds_a_growth_goes_on(step_ms: list[float], grows: bool) -> None:
+    records = records_of(step_ms)
+    assert sum(record.seconds for record in records) < 20
+    shorter = [replace(each, seconds=each.seconds / 2, steps=each.steps // 2) for each in records]
+    assert (growth_of(shorter) is not None) is grows
+
+
 def test_noise_alone_is_hardly_ever_taken_for_growth() -> None:
     draw = random.Random(11)
-    runs = ([80.0 * (1 + draw.gauss(0, 0.1)) for _ in range(draw.randint(6, 40))] for _ in range(500))
+    runs = ([20.0 * (1 + draw.gauss(0, 0.1)) for _ in range(draw.randint(5, 40))] for _ in range(500))
     assert sum(growth_of(records_of(run)) is not None for run in runs) <= 5
 
 

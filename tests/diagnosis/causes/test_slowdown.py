@@ -55,11 +55,6 @@ def test_it_says_since_when_and_what() -> None:
     assert "expandable_segments:True" in finding.advice
 
 
-def test_a_run_of_less_than_ten_seconds_has_none() -> None:
-    short = slower()
-    assert diagnose(replace(short, times=replace(short.times, wall_s=9.9)), 0.1) == []
-
-
 @pytest.mark.parametrize(
     ("part", "words"),
     [
