@@ -69,6 +69,16 @@ def no_worker_is_waited_for() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_is_left_behind() -> Iterator[None]:
+    """Destroy a test's process group, which Lightning leaves: forked workers of later tests would wait in it."""
+    yield
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture
 def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch looks for dead workers twenty times a second, not every five, and waits half a second for their ends."""
