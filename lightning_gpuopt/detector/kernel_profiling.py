@@ -20,7 +20,10 @@ _SETTLED_STEPS: Final = 5
 """Steps between the warm-up and the first look."""
 
 _PROFILER_AFTER: Final = 10
-"""Steps after the warm-up at which rank 0 of several records its steps."""
+"""Steps after the warm-up at which rank 0 of several records its steps, where no end comes before."""
+
+_SYNC_STEPS: Final = 4
+"""Steps that a look for synchronizing calls lasts, and one to end it."""
 
 _WITHOUT_REASON_AFTER: Final = 100
 """With ``profile="on"``, steps after which one rank records without a reason where no end can be foreseen."""
@@ -170,9 +173,11 @@ class KernelProfiling:
             self._advance_profiler()
         elif since_warm is None:
             return
-        elif self._sync_look_due(steps, since_warm):
+        elif self._sync_look_due(steps, since_warm) and not (
+            self._several_ranks and self._may_begin(steps, since_warm)
+        ):
             self._begin_sync_look()
-        elif self.look is None and not self._profiler_failed and not self._is_taken() and self._due(steps, since_warm):
+        elif self._may_begin(steps, since_warm):
             self._step_s_before = _step_s(since_warm())
             self._begin_profiler()
 
@@ -228,13 +233,18 @@ class KernelProfiling:
         """Batches before the foreseen end at which a look begins."""
         return ProfilerLook(self._rhythm()).lasts + _SPARE_STEPS
 
+    def _may_begin(self, steps: int, since_warm: Callable[[], GpuTimes]) -> bool:
+        return self.look is None and not self._profiler_failed and not self._is_taken() and self._due(steps, since_warm)
+
     def _due(self, steps: int, since_warm: Callable[[], GpuTimes]) -> bool:
-        if self._profile == "on":
-            if self._several_ranks:
-                return self._rank == 0 and steps >= _PROFILER_AFTER
-            if self._wanted:
-                return True
-        left = None if self._several_ranks or self._profile == "off" else self._batches_left()
+        left = self._batches_left() if self._profile != "off" else None
+        if self._several_ranks:
+            if self._profile != "on" or self._rank:
+                return False
+            before = _SYNC_STEPS if self.syncs is None else 0
+            return steps >= _PROFILER_AFTER or (left is not None and left <= self._last_steps + before)
+        if self._profile == "on" and self._wanted:
+            return True
         if left is None:
             return self._profile == "on" and steps >= _WITHOUT_REASON_AFTER
         if left > self._last_steps:

@@ -221,6 +221,13 @@ class TestSynchronizingCalls:
         run.gpu, run.device.said = AHEAD, BUSY
         assert run.step(50).begun == [(SETTLED, "syncs")]
 
+    @pytest.mark.parametrize("left", range(SETTLED + WARMUP + RECORDED + SPARE, SETTLED + WARMUP + RECORDED + 20))
+    def test_of_several_ranks_the_first_records_before_an_end_that_is_near(self, left: int) -> None:
+        run = Run("on", ranks=2, left=left)
+        assert any(what.startswith("profiler") for _, what in run.step(left).begun)
+        other = Run("on", ranks=2, rank=1, left=left)
+        assert other.step(left).begun == [(SETTLED, "syncs")]
+
     def test_ranks_whose_warm_up_ended_late_look_later_and_not_between_windows(self) -> None:
         run = Run(ranks=2)
         run.step(7, warm=False)
