@@ -1,4 +1,4 @@
-"""Looks at the attention masks and lengths of a few batches, before they are copied to the device."""
+"""Looks at the masks, lengths and padded ends of a few batches, before they are copied to the device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ _LENGTHS: Final = ("lengths", "length")
 _MAX_ELEMENTS: Final = 1 << 13
 """Of a larger mask every n-th row is looked at."""
 
+_MOSTLY: Final = 0.5
 _LOOKS: Final = 5
 """Looks after which it ends where nothing was seen."""
 
 _CHECKED: Final = 8
-"""Rows of a mask that are looked at more closely."""
+"""Rows of a mask, or of a padded tensor, that are looked at more closely."""
+
+_FEW: Final = 4
+"""Entries of a batch that are looked at."""
 
 
 class PaddingWatch:
@@ -82,21 +86,27 @@ class PaddingWatch:
 
 
 def padding_in(batch: Any) -> PaddedBatch | None:
-    """The lengths of a batch's sequences, and the length to which they are padded; None where neither is known.
+    """The lengths of a batch's sequences, and the length to which they are padded; None where they are not known.
+
+    By a mask or lengths of the usual names; by any whole numbers, one a row, behind which the rows of another tensor
+    are constant; or by a constant in which most rows of whole numbers end, or begin, and which they have nowhere else.
 
     Args:
-        batch: a mapping, a named tuple or a dataclass; or a tuple or list with one in it.
+        batch: a mapping, a named tuple or a dataclass; or a tuple or list of tensors, or with one of these in it.
     """
-    for fields in _fields_of(batch):
-        seen = _by_mask(fields) or _by_lengths(fields)
-        if seen is not None:
-            return seen
+    every = list(_fields_of(batch))
+    for look in (_by_mask, _by_lengths, _by_numbers, _by_constant):
+        for fields in every:
+            seen = look(fields)
+            if seen is not None:
+                return seen
     return None
 
 
 def _fields_of(batch: Any) -> Iterable[Mapping[str, Any]]:
     entries = batch if type(batch) in (tuple, list) else (batch,)
-    for each in entries[:4]:
+    yield {str(number): each for number, each in enumerate(entries[:_FEW])}
+    for each in entries[:_FEW]:
         if isinstance(each, Mapping):
             yield each
         elif isinstance(each, tuple) and (names := getattr(type(each), "_fields", None)) is not None:
@@ -136,9 +146,52 @@ def _pads_an_end(kept: Any, lengths: Any) -> bool:
 
 def _by_lengths(fields: Mapping[str, Any]) -> PaddedBatch | None:
     lengths = next((fields[name] for name in _LENGTHS if name in fields and _on_host(fields[name], 1)), None)
-    if lengths is None or lengths.is_floating_point() or lengths.dtype == torch.bool:
+    if lengths is None or not _is_whole(lengths):
         return None
     numbers = tuple(lengths.detach().tolist())
     shapes = [value.shape for value in fields.values() if isinstance(value, torch.Tensor) and value.dim() >= 2]
     widths = [int(shape[1]) for shape in shapes if shape[0] == len(numbers) and shape[1] >= max(numbers)]
     return PaddedBatch(numbers, widths[0]) if widths and min(numbers) >= 0 else None
+
+
+def _by_numbers(fields: Mapping[str, Any]) -> PaddedBatch | None:
+    """By whole numbers, one a row, behind which the rows of another tensor are constant."""
+    padded = [_by_constant_behind(fields, each) for each in fields.values() if _on_host(each, 1) and _is_whole(each)]
+    return next((each for each in padded if each is not None), None)
+
+
+def _by_constant_behind(fields: Mapping[str, Any], lengths: torch.Tensor) -> PaddedBatch | None:
+    numbers = lengths.detach().numpy()
+    for value in fields.values():
+        if not any(_on_host(value, dims) for dims in (2, 3)) or value.shape[0] != len(numbers):
+            continue
+        width = int(value.shape[1])
+        if numbers.min() < 1 or numbers.max() > width or numbers.min() == width:
+            continue
+        rows = value.detach()[:_CHECKED].reshape(min(_CHECKED, len(numbers)), width, -1)[:, :, 0].float().numpy()
+        behind = np.arange(width) >= numbers[:_CHECKED, None]
+        ends = rows[behind]
+        if len(ends) and (ends == ends[0]).all() and (rows[~behind] != ends[0]).mean() > _MOSTLY:
+            return PaddedBatch(tuple(numbers.tolist()), width)
+    return None
+
+
+def _by_constant(fields: Mapping[str, Any]) -> PaddedBatch | None:
+    """By a constant in which most rows of whole numbers end, or begin, and which they have nowhere else."""
+    for value in fields.values():
+        if not _on_host(value, 2) or not _is_whole(value) or min(value.shape) < 2:
+            continue
+        rows = value.detach().numpy()
+        rows = rows[:: -(-rows.size // max(_MAX_ELEMENTS, rows.shape[1]))]
+        for constant in (rows[rows[:, -1].argmin(), -1], rows[rows[:, -1].argmax(), -1], rows[0, 0]):
+            kept = rows != constant
+            lengths = np.count_nonzero(kept, axis=1)
+            if (lengths < rows.shape[1]).mean() <= _MOSTLY or lengths.min() in (0, lengths.max()):
+                continue
+            if _pads_an_end(kept, lengths):
+                return PaddedBatch(tuple(lengths.tolist()), int(rows.shape[1]))
+    return None
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)

@@ -48,6 +48,14 @@ class Fields:
         {"tokens": torch.ones(3, 4, 8), "length": torch.tensor(LENGTHS)},
         (Named(IDS, mask()), torch.ones(3)),
         [{"attention_mask": mask()}, torch.ones(3)],
+        # lengths beside the batch, whatever they are called
+        (mask(dtype=torch.float32), torch.tensor(LENGTHS)),
+        [mask()[:, :, None] * torch.ones(8), torch.zeros(3, dtype=torch.int64), torch.tensor(LENGTHS)],
+        {"x": mask(), "input_lengths": torch.tensor(LENGTHS, dtype=torch.int32)},
+        # padded by a constant, on either side
+        {"input_ids": mask() * torch.tensor([[7, 9, 2, 5]])},
+        (mask().flip(1) * torch.tensor([[7, 9, 2, 5]]), torch.ones(3)),
+        {"input_ids": (mask() * torch.tensor([[7, 9, 2, 5]]) + 30_000 * (1 - mask()))},
     ],
 )
 def test_lengths_are_found(batch: Any) -> None:
@@ -66,6 +74,14 @@ def test_lengths_are_found(batch: Any) -> None:
         {"lengths": torch.tensor(LENGTHS), "packed": torch.ones(7, 8)},
         {"length": torch.tensor([0.5, 2.0, 1.0]), "tokens": IDS},
         {"attention_mask": [1, 2]},
+        (torch.rand(3, 4), torch.tensor(LENGTHS)),  # classes
+        (torch.rand(3, 4, 4), torch.tensor(LENGTHS)),
+        (torch.zeros(3, 4), torch.tensor(LENGTHS)),
+        (torch.rand(3, 4), torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]])),  # classes, one-hot
+        (torch.rand(3, 4), torch.tensor([[1, 0, 1, 0], [0, 1, 0, 0], [1, 0, 1, 1]])),
+        (torch.tensor([[5, 7, 9, 2], [4, 4, 1, 2], [8, 3, 6, 2]]), torch.ones(3)),  # each ends with the same token
+        (torch.arange(12).reshape(3, 4), torch.ones(3)),
+        (torch.zeros(3, 4, dtype=torch.int64), torch.ones(3)),
         "text",
         (),
     ],
