@@ -22,6 +22,9 @@ _GROWN: int = 8 << 20
 """Bytes that a worker's private memory has grown by before the dataset is looked at."""
 
 
+_FIRST_COMPARED_S: float = 2.0
+
+
 class RiskWatch:
     """Keeps the risks of a fit, each as it was seen last. Its methods may be called on any thread.
 
@@ -44,7 +47,8 @@ class RiskWatch:
         self._risks: dict[RiskName, Risk] = {}
         self._lock = threading.Lock()
         self._copied: CopiedObject | None = None
-        self._looked = False
+        self._looked = self._has_begun = False
+        self._compared = threading.Event()
         self._gather = RankGather("risks", rank, world_size, self._compare) if world_size > 1 else None
 
     @property
@@ -67,13 +71,21 @@ class RiskWatch:
         return self._add(risks_of(observed))
 
     def epoch_begins(self, trainer: Trainer) -> None:
-        """Send this rank's number of batches on its way to rank 0, which compares; never waits.
+        """Send this rank's number of batches on its way to rank 0, which compares.
+
+        Before the first batch of a fit rank 0 waits for it, for two seconds at most, so that it warns before the ranks
+        meet in a collective; else nobody waits.
 
         Args:
             trainer: its training loader is ready.
         """
-        if self._gather is not None:
-            self._gather.post(trainer.current_epoch, _batches_of(trainer))
+        if self._gather is None:
+            return
+        batches, is_first = _batches_of(trainer), not self._has_begun
+        self._has_begun = True
+        self._gather.post(trainer.current_epoch, batches)
+        if is_first and batches is not None and self._gather.rank == 0 and self._gather.problem is None:
+            self._compared.wait(_FIRST_COMPARED_S)
 
     def send(self) -> None:
         """At the end: send this rank's risks on their way to rank 0, which reports those of a kind that it has not."""
@@ -106,6 +118,7 @@ class RiskWatch:
             self._add(risks_of(RiskInputs(batches=batches)))
         known = {each.risk for each in self.risks}
         self._add([each for each in _with_ranks(sent) if each.risk not in known])
+        self._compared.set()
 
     def _add(self, risks: list[Risk]) -> list[Risk]:
         with self._lock:

@@ -81,8 +81,9 @@ def two() -> list[Any]:
     return run_ranks("tests.detector.uneven_rank:runs", 2)
 
 
-def test_uneven_ranks_are_in_the_report_and_warned_of_once_before_the_epoch_ends(two: list[Any]) -> None:
+def test_uneven_ranks_are_in_the_report_and_warned_of_once_before_training_begins(two: list[Any]) -> None:
     run = two[0]["uneven"]
+    assert run["before"] == ["uneven_ranks"]
     (risk, text, evidence) = run["risks"][0]
     assert risk == "uneven_ranks"
     assert text.startswith("Rank 1 has 12 batches fewer in this epoch than rank 0 (8, not 20): ")

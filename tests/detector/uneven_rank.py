@@ -13,34 +13,42 @@ from lightning.pytorch import Callback
 
 from lightning_gpuopt import StallDetector
 from lightning_gpuopt.watch.quiet_callbacks import QuietDetector
-from tests.helpers import TinyModel, tiny_trainer, wait_for
+from tests.helpers import TinyModel, tiny_trainer
 
 RANK = int(os.environ.get("RANK", "0"))
 
 
 class Ends(Callback):
-    """Ends the run in its second epoch, with its second batch, once rank 0 has found what it is to find."""
+    """Ends the run with its second batch.
 
-    def __init__(self, detector: StallDetector, *, waits: bool) -> None:
+    Attributes:
+        before: the risks that were known before the first batch.
+    """
+
+    def __init__(self, detector: StallDetector) -> None:
         self.detector = detector
-        self.waits = waits
+        self.before: list[str] | None = None
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        if self.before is None:
+            self.before = [each.risk for each in self.detector.report.risks]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
-            if RANK == 0 and self.waits:
-                wait_for(lambda: bool(self.detector.report.risks))
             trainer.should_stop = True
 
 
-def fit(detector: StallDetector, *, batches: int, uneven: bool, **arguments: Any) -> dict[str, Any]:
+def fit(detector: StallDetector, *, batches: int, **arguments: Any) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("always")
         detector.report_dir = Path(folder)
         given = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False, "max_steps": -1, "max_epochs": 2}
-        trainer = tiny_trainer(Path(folder), callbacks=[Ends(detector, waits=uneven), detector], **given | arguments)
+        ends = Ends(detector)
+        trainer = tiny_trainer(Path(folder), callbacks=[ends, detector], **given | arguments)
         trainer.fit(TinyModel(num_batches=batches))
         written = json.loads((Path(folder) / "report.json").read_text())["risks"] if RANK == 0 else []
     return {
+        "before": ends.before,
         "risks": [[each.risk, each.text, each.evidence] for each in detector.report.risks],
         "written": [each["risk"] for each in written],
         "warned": [str(each.message) for each in caught if "StallDetector" in str(each.message)],
@@ -51,9 +59,9 @@ def fit(detector: StallDetector, *, batches: int, uneven: bool, **arguments: Any
 def runs() -> dict[str, Any]:
     uneven = 20 - 12 * RANK
     return {
-        "uneven": fit(StallDetector(print_report=False), batches=uneven, uneven=True),
-        "ignored": fit(StallDetector(print_report=False, on_stall="ignore"), batches=uneven, uneven=True),
-        "watched": fit(QuietDetector(print_report=False, on_stall="ignore"), batches=uneven, uneven=True),
-        "even": fit(StallDetector(print_report=False), batches=20, uneven=False),
-        "ends_before": fit(StallDetector(print_report=False), batches=uneven, uneven=False, max_steps=8),
+        "uneven": fit(StallDetector(print_report=False), batches=uneven),
+        "ignored": fit(StallDetector(print_report=False, on_stall="ignore"), batches=uneven),
+        "watched": fit(QuietDetector(print_report=False, on_stall="ignore"), batches=uneven),
+        "even": fit(StallDetector(print_report=False), batches=20),
+        "ends_before": fit(StallDetector(print_report=False), batches=uneven, max_steps=8),
     }
