@@ -270,6 +270,7 @@ def work_of(rank: int, measurement: Measurement | None, *, forward: bool) -> Ran
             loader_s,
             communication_s=measurement.collectives_s,
             metric_sync_s=sync_s / times.steps,
+            batch_bytes=workers.batch_bytes if workers is not None else None,
         )
     waterfall = measurement.waterfall
     if not gpu.steps or not waterfall.steps:
@@ -284,4 +285,5 @@ def work_of(rank: int, measurement: Measurement | None, *, forward: bool) -> Ran
         loader_s,
         gpu.forward_s / gpu.steps if forward else None,
         measurement.collectives_s,
+        batch_bytes=workers.batch_bytes if workers is not None else None,
     )

@@ -84,6 +84,7 @@ class RankWork:
         communication_s: its GPU ran collectives and nothing else, in the close look: a slower rank waits less in them.
             None without a look; on the CPU: it waited in DDP's reducer.
         metric_sync_s: it waited in reductions of metrics; None on CUDA.
+        batch_bytes: mean bytes of its batches; None where not measured.
     """
 
     rank: int
@@ -93,3 +94,4 @@ class RankWork:
     forward_s: float | None = None
     communication_s: float | None = None
     metric_sync_s: float | None = None
+    batch_bytes: float | None = None

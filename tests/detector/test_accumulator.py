@@ -322,6 +322,7 @@ class TestWorkOfARank:
             pytest.approx(0.02),  # type: ignore[arg-type]
             communication_s=run.collectives_s,
             metric_sync_s=0.005,
+            batch_bytes=1000.0,
         )
 
     def test_of_a_loader_without_batches_nothing_is_known(self) -> None:

@@ -16,6 +16,9 @@ _SLOWER_LOADER: Final = 1.3
 """A rank whose loader needs this much longer for a batch than the others' really has slower data; a rank that merely
 happens to wait in everybody's stead does not."""
 
+_LARGER_BATCHES: Final = 1.2
+"""Batches that are so many times as large as the others' are why a rank is slower."""
+
 _MIB: Final = 1024 * 1024
 
 _HOOKS: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
@@ -32,22 +35,30 @@ def straggler(measurement: Measurement) -> Iterator[Candidate]:
     kind, slowest, excess_s, others_s = max(_excesses(ranks), key=lambda candidate: candidate[2])
     if kind == "data" and not _has_slower_loader(slowest, ranks):
         return
-    seconds = excess_s * waterfall.steps
+    seconds, sizes = excess_s * waterfall.steps, _larger_batches(slowest, ranks)
+    about = CAUSES["straggler"].cases["sizes" if sizes else kind].format(**sizes)
+    evidence: dict[str, float | str] = {
+        "rank": slowest.rank,
+        "kind": kind,
+        "ms_per_step": round((others_s + excess_s) * 1e3, 3),
+        "ms_per_step_elsewhere": round(others_s * 1e3, 3),
+    }
+    advice = CAUSES["straggler"].advice.format(rank=slowest.rank) + about
     yield (
         waterfall.share(seconds),
-        lambda: finding_of(
-            "straggler",
-            seconds,
-            measurement,
-            {
-                "rank": slowest.rank,
-                "kind": kind,
-                "ms_per_step": round((others_s + excess_s) * 1e3, 3),
-                "ms_per_step_elsewhere": round(others_s * 1e3, 3),
-            },
-            CAUSES["straggler"].advice.format(rank=slowest.rank) + CAUSES["straggler"].cases[kind],
-        ),
+        lambda: finding_of("straggler", seconds, measurement, evidence | sizes, advice),
     )
+
+
+def _larger_batches(slowest: RankWork, ranks: tuple[RankWork, ...]) -> dict[str, float | str]:
+    """The sizes of its batches and of the others', where those of the slowest rank are larger; else nothing."""
+    others = [rank.batch_bytes for rank in ranks if rank is not slowest and rank.batch_bytes]
+    if not slowest.batch_bytes or not others:
+        return {}
+    elsewhere = statistics.median(others)
+    if slowest.batch_bytes < _LARGER_BATCHES * elsewhere:
+        return {}
+    return {"batch_mib": round(slowest.batch_bytes / _MIB, 4), "batch_mib_elsewhere": round(elsewhere / _MIB, 4)}
 
 
 def communication(measurement: Measurement) -> Iterator[Candidate]:

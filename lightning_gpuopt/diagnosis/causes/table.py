@@ -359,12 +359,14 @@ _ALL: Final = (
         "straggler",
         "One rank is slower than the others, and all of them wait for it.",
         "Rank {rank} is slower than the others, and they wait for it: look at ",
-        decided_by="ms_per_step ms_per_step_elsewhere",
+        decided_by="ms_per_step ms_per_step_elsewhere batch_mib batch_mib_elsewhere",
         group="ranks",
         waiting="others",
         cases={
             "data": "its data: the disk, the CPUs and the samples of that process.",
             "compute": "what else runs on its CPUs and GPU, and at work that only this rank does.",
+            "sizes": "the sizes of its samples. Its batches have {batch_mib:.3g} MiB, the others' "
+            "{batch_mib_elsewhere:.3g}: sort or bucket samples so that the ranks have batches of about the same length.",
         },
     ),
     Cause(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,15 @@ class TestStraggler:
     def test_a_rank_with_slower_data(self) -> None:
         (finding,) = find(times(), ranks=ranks((0.0, 0.05, 0.01), (0.03, 0.05, 0.04)))
         assert (finding.cause, finding.evidence["rank"], finding.evidence["kind"]) == ("straggler", 1, "data")
+
+    @pytest.mark.parametrize(("mib", "told"), [((1, 4), True), ((4, 4), False), ((4, 1), False), ((None, 4), False)])
+    def test_a_rank_with_larger_samples(self, mib: tuple[float | None, float], told: bool) -> None:
+        work = (RankWork(0, 0.0, 0.05), RankWork(1, 0.0, 0.09))
+        sizes = [each * 2**20 if each is not None else None for each in mib]
+        ranks = tuple(replace(each, batch_bytes=size) for each, size in zip(work, sizes, strict=True))
+        (finding,) = find(times(), ranks=ranks)
+        assert finding.evidence.get("batch_mib") == (4.0 if told else None)
+        assert ("Its batches have 4 MiB, the others' 1: sort or bucket samples" in finding.advice) is told
 
     def test_a_rank_that_waits_in_everybodys_place_is_none(self) -> None:
         assert find(times(), ranks=ranks((0.0, 0.05, 0.04), (0.03, 0.05, 0.04))) == []
