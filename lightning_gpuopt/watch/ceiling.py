@@ -111,18 +111,26 @@ class Meter:
 
 
 class Prediction:
-    """Listens to a StallDetector's windows: what data can bring at most, by the time that steps wait for it."""
+    """Listens to a StallDetector's windows: what data can bring at most, by the time that steps wait for it.
+
+    And what the loader would give by itself, by the time that it needs for a batch.
+    """
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
         self.notes: list[str] = []
         self._now_s = self._without_s = 0.0
+        self._alone_s, self._alone = 0.0, 0
 
     def window_closed(self, window: Measurement, *_: Any) -> bool:
         """Add a window; nothing has to be measured anew."""
         if window.waterfall.step_s is not None:
             self._now_s += window.waterfall.step_s * window.times.steps
             self._without_s += without_data_s(window) * window.times.steps
+        batch_s = _batch_s(window)
+        if batch_s is not None:
+            self._alone_s += batch_s * window.times.steps
+            self._alone += window.times.steps
         return False
 
     def training_ended(self) -> None:
@@ -133,36 +141,52 @@ class Prediction:
         """Steps per second over now, at least 1; None before the first window."""
         return max(self._now_s / self._without_s, 1.0) if self._without_s else None
 
+    @property
+    def loader_steps_per_s(self) -> float | None:
+        """Steps per second of the loader by itself; None where its batches were not timed."""
+        return self._alone / self._alone_s if self._alone_s else None
+
+
+def _batch_s(window: Measurement) -> float | None:
+    """Seconds that the loader needs for a batch, its workers side by side."""
+    workers, number = window.workers, window.loader.num_workers
+    if workers is not None and workers.batches:
+        return workers.busy_s / workers.batches / (number or 1)
+    return window.times.phases["data_wait"] / window.times.steps if not number and window.times.steps else None
+
 
 @dataclass(frozen=True)
 class Ceiling:
     """What was measured.
 
     Attributes:
-        loader_steps_per_s: with the loader as it is.
+        steps_per_s: of the run as it is.
         free_steps_per_s: with batches from memory.
-        loader_steps: steps of which the first is the rate.
+        steps: steps of which the first is the rate.
         free_steps: steps of which the second is the rate.
         batches: how many batches were handed out again and again.
         predicted: what data could bring at most by the report of the steps with the loader; None where none was made.
+        loader_steps_per_s: of the loader by itself, by the time that its batches take; None where they were not timed.
     """
 
-    loader_steps_per_s: float
+    steps_per_s: float
     free_steps_per_s: float
-    loader_steps: int
+    steps: int
     free_steps: int
     batches: int
     predicted: float | None = None
+    loader_steps_per_s: float | None = None
 
     @property
     def at_most(self) -> float:
-        """What data can bring at most, as steps per second over those with the loader; at least 1."""
-        return max(self.free_steps_per_s / self.loader_steps_per_s, 1.0)
+        """What data can bring at most, as steps per second over those of the run as it is; at least 1."""
+        return max(self.free_steps_per_s / self.steps_per_s, 1.0)
 
     def __str__(self) -> str:
+        alone = f", your loader by itself {_figure(self.loader_steps_per_s)}" if self.loader_steps_per_s else ""
         return (
-            f"with data that costs nothing: {_figure(self.free_steps_per_s)} steps/s; your loader gives "
-            f"{_figure(self.loader_steps_per_s)}: data can bring {self.at_most:.1f}x at most"
+            f"with data that costs nothing: {_figure(self.free_steps_per_s)} steps/s; the run as it is "
+            f"{_figure(self.steps_per_s)}{alone}: data can bring {self.at_most:.1f}x at most"
         )
 
 

@@ -261,12 +261,13 @@ class CeilingRun(CallbackBase):
         if trainer.is_global_zero:
             self._measured(
                 Ceiling(
-                    loader_steps_per_s=loader.steps_per_s,
+                    steps_per_s=loader.steps_per_s,
                     free_steps_per_s=free.steps_per_s,
-                    loader_steps=loader.steps,
+                    steps=loader.steps,
                     free_steps=free.steps,
                     batches=len(self._kept.items),
                     predicted=self._prediction.at_most,
+                    loader_steps_per_s=self._prediction.loader_steps_per_s,
                 )
             )
         self._is_done = True

@@ -188,7 +188,9 @@ def _ceiling_lines(fits: list[Fit], watch: Watch) -> list[str]:
         if finding.predicted_speedup is not None
     ][:1]
     lines = [f"Ceiling: {fit.ceiling}."]
-    return [*lines, f"         Predicted: {', '.join(predicted)}."] if predicted else lines
+    if predicted:
+        lines.append(f"         Predicted: {', '.join(predicted)}.")
+    return [*lines, "         Nothing of this run is kept: no weights, checkpoints or logs."]
 
 
 def _listed(lines: list[str], watch: Watch) -> list[str]:

@@ -16,21 +16,23 @@ from lightning_gpuopt.cli import main
 from lightning_gpuopt.cli.watch import NOT_PREVENTED
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.report import StallReport
+from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.watch import ceiling_run, replay
 from lightning_gpuopt.watch.ceiling import Ceiling, Meter, Plan, Prediction, plan_of
 from lightning_gpuopt.watch.ceiling_run import CeilingRun, as_json
 from lightning_gpuopt.watch.mailbox import Watch
 from lightning_gpuopt.watch.replay import Kept, Recorder, Replay, copied
 from lightning_gpuopt.watch.summary import Fit, _ceiling_lines
-from tests.diagnosis.numbers import measurement, times
+from tests.diagnosis.numbers import IN_PROCESS, TWO_WORKERS, measurement, times, workers
 from tests.lanes import few
 from tests.watch import watched_scripts as scripts
 from tests.watch.test_watch import reports, watch
 
 MEASURED = re.compile(
-    r"\nCeiling: with data that costs nothing: [\d.]+ steps/s; your loader gives [\d.]+: "
+    r"\nCeiling: with data that costs nothing: [\d.]+ steps/s; the run as it is [\d.]+, your loader by itself [\d.]+: "
     r"data can bring [\d.]+x at most."
-    r"\n         Predicted: data [\d.]+x at most"
+    r"\n         Predicted: data [\d.]+x at most.*"
+    r"\n         Nothing of this run is kept: no weights, checkpoints or logs\."
 )
 CPU = torch.device("cpu")
 
@@ -259,19 +261,36 @@ def test_the_prediction_is_that_of_all_windows():
     assert prediction.at_most == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "timed", "per_s"),
+    [
+        (LoaderFacts(), None, 20.0),  # 50 ms of waiting in a step of 100 ms
+        (IN_PROCESS, workers(data_s=0.04), 25.0),
+        (TWO_WORKERS, workers(data_s=0.04), 50.0),
+        (TWO_WORKERS, None, None),
+    ],
+)
+def test_what_the_loader_would_give_by_itself(settings, timed, per_s):
+    prediction = Prediction()
+    prediction.window_closed(measurement(times(data_wait=5.0), settings, workers=timed), [], None, (0.0, 0))
+    assert prediction.loader_steps_per_s == (pytest.approx(per_s) if per_s else None)
+
+
 class TestWords:
     def test_measured_and_predicted(self, tmp_path):
         finding = Finding("slow_storage", 0.5, {}, "", {}, predicted_speedup=(1.6, 1.94, 2.3))
         report = StallReport("slow_storage", 1.0, {}, [finding])
         fit = Fit(tmp_path, report, ceiling=Ceiling(5.2, 12.1, 100, 60, 5, 2.24))
         assert _ceiling_lines([Fit(tmp_path), fit], Watch(str(tmp_path))) == [
-            "Ceiling: with data that costs nothing: 12.1 steps/s; your loader gives 5.2: data can bring 2.3x at most.",
+            "Ceiling: with data that costs nothing: 12.1 steps/s; the run as it is 5.2: data can bring 2.3x at most.",
             "         Predicted: data 2.2x at most, the advice of slow_storage 1.9x.",
+            "         Nothing of this run is kept: no weights, checkpoints or logs.",
         ]
 
     def test_a_loader_that_costs_nothing(self):
-        assert str(Ceiling(1110.4, 1100.0, 100, 60, 5)) == (
-            "with data that costs nothing: 1100 steps/s; your loader gives 1110: data can bring 1.0x at most"
+        assert str(Ceiling(1110.4, 1100.0, 100, 60, 5, loader_steps_per_s=2000.0)) == (
+            "with data that costs nothing: 1100 steps/s; the run as it is 1110, your loader by itself 2000: data can "
+            "bring 1.0x at most"
         )
 
     def test_nothing(self, tmp_path):

@@ -366,7 +366,7 @@ _ALL: Final = (
             "data": "its data: the disk, the CPUs and the samples of that process.",
             "compute": "what else runs on its CPUs and GPU, and at work that only this rank does.",
             "sizes": "the sizes of its samples. Its batches have {batch_mib:.3g} MiB, the others' "
-            "{batch_mib_elsewhere:.3g}: sort or bucket samples so that the ranks have batches of about the same length.",
+            "{batch_mib_elsewhere:.3g}: sort or bucket samples so that all ranks have batches of similar length.",
         },
     ),
     Cause(
