@@ -10,7 +10,7 @@ from typing import Final
 
 from lightning_gpuopt.measurements.flight import OUTSIDE_OF_FIT, FlightRecord
 from lightning_gpuopt.postmortem.advice import advice_of, likely_of
-from lightning_gpuopt.postmortem.death import ECHO, CommandEnd, Death, ProcessEnd
+from lightning_gpuopt.postmortem.death import ECHO, CommandEnd, Death, ProcessEnd, errors_of, exception_in
 from lightning_gpuopt.postmortem.deaths import deaths_of
 from lightning_gpuopt.postmortem.events import checked
 from lightning_gpuopt.postmortem.hangs import UNEVEN_ADVICE, Hang, describe_hang, hang_of
@@ -125,8 +125,13 @@ def _is_outside(record: FlightRecord) -> bool:
 
 
 def _as_running(records: Sequence[FlightRecord]) -> list[FlightRecord]:
-    """The records as they were before the run was ended from outside."""
-    return [each if each.ended == "ok" else replace(each, ended="") for each in records]
+    """The records as they were before the run was ended from outside: where the exception came that has ended them."""
+    return [each if each.ended == "ok" else replace(each, ended="", place=_left_at(each)) for each in records]
+
+
+def _left_at(record: FlightRecord) -> str:
+    errors = errors_of(record) if record.ended else []
+    return (exception_in(record, record, errors[-1]).where or "") if errors else record.place
 
 
 def _how(death: Death, records: Sequence[FlightRecord], command: CommandEnd | None) -> tuple[Ended, int | None]:
@@ -199,7 +204,7 @@ def _of_death(deaths: Sequence[Death], records: Sequence[FlightRecord], command:
 
 def _quiet(running: Sequence[FlightRecord], at_s: float) -> Hang | None:
     """Whether there was no progress for a while, though it is no hang yet."""
-    return hang_of(running, at_s, least_s=_QUIET_S, first_s=_QUIET_S)
+    return hang_of([replace(each, hang_s=None) for each in running], at_s, least_s=_QUIET_S, first_s=_QUIET_S)
 
 
 def _late(first: Death, deaths: Sequence[Death], records: Sequence[FlightRecord]) -> FlightRecord | None:

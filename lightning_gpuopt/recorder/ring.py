@@ -41,7 +41,7 @@ _NUMBERS: Final = (
     *("pid", "start_ticks", "rank", "world_size", "worker", "created_wall_ns", "created_ns", "written_ns"),
     *("ended", "doing", "since_ns", "steps", "epoch", "batch", "batches", "progress_ns", "longest_ns"),
     *("has_index", "index", "batches_read", "samples", "fork", "cpu_ns", "turn", "stack_signal", "logged", "asked"),
-    *("slot", "caught"),
+    *("slot", "caught", "hang_ns"),
 )
 AT: Final = {name: at for at, name in enumerate(_NUMBERS)}
 """Where a number is among a ring's numbers."""
@@ -263,6 +263,7 @@ def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None
         batches=numbers["batches"] if numbers["batches"] >= 0 else None,
         progress_s=wall_s("progress_ns"),
         longest_s=numbers["longest_ns"] / 1e9,
+        hang_s=numbers["hang_ns"] / 1e9 if numbers["hang_ns"] else None,
         index=indexed.get(numbers["has_index"]),
         indices=indices,
         batches_read=numbers["batches_read"],

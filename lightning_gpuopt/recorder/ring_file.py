@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,7 @@ class RingFile:
         self._clock = clock
         self._written: dict[int | None, int] = {}
         self._not_before_s = float("-inf")
+        self._writing = threading.Lock()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def write(self) -> None:
@@ -45,8 +47,9 @@ class RingFile:
         if self._clock() < self._not_before_s:
             return
         try:
-            for slot in (None, *range(self._board.slots)):
-                self._write(slot)
+            with self._writing:
+                for slot in (None, *range(self._board.slots)):
+                    self._write(slot)
         except OSError:
             log.debug("the rings could not be written", exc_info=True)
             self._not_before_s = self._clock() + _AFTER_FAILURE_S

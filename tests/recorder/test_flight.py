@@ -24,10 +24,11 @@ from lightning_gpuopt import LMDBDataModule, StallDetector, build_lmdb
 from lightning_gpuopt.recorder import flight, rank_files, worker
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.handover import Taker, Watcher
-from lightning_gpuopt.recorder.reader import records_in, records_of
+from lightning_gpuopt.recorder.reader import headers_in, records_in, records_of
 from lightning_gpuopt.recorder.ring import record_of
 from lightning_gpuopt.recorder.stacks import StackWriter
 from lightning_gpuopt.recorder.worker import Beat, WorkerStart
+from tests.helpers import TinyModel, tiny_trainer
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -601,3 +602,29 @@ def test_a_spawned_worker_starts_whatever_has_gone(gone, tmp_path, monkeypatch):
         assert record is not None
         assert (record.worker, record.pid, record.fork) == (3, process.pid, False)
         board.close()
+
+
+class LooksAtTheLimit(StallDetector):
+    """What its ring says of hangs, before and after training."""
+
+    def setup(self, trainer, pl_module, stage):
+        super().setup(trainer, pl_module, stage)
+        self.limits = [self.limit()]
+
+    def on_train_start(self, trainer, pl_module):
+        super().on_train_start(trainer, pl_module)
+        self.limits.append(self.limit())
+
+    def on_train_end(self, trainer, pl_module):
+        super().on_train_end(trainer, pl_module)
+        self.limits.append(self.limit())
+
+    def limit(self):
+        return headers_in(self._recorder._board.file).hang_s
+
+
+@pytest.mark.parametrize(("timeout_s", "known"), [(7.5, 7.5), (None, None), (1e300, threading.TIMEOUT_MAX)])
+def test_what_is_a_hang_to_the_detector_is_in_its_ring_while_it_looks_for_one(timeout_s, known, tmp_path):
+    detector = LooksAtTheLimit(hang_timeout=timeout_s, report_dir=tmp_path)
+    tiny_trainer(tmp_path, callbacks=[detector]).fit(TinyModel(4))
+    assert detector.limits == [None, known, None]
