@@ -6,14 +6,14 @@ import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from lightning_gpuopt.measurements.flight import OUTSIDE_OF_FIT, FlightRecord
 from lightning_gpuopt.postmortem.advice import advice_of, likely_of
 from lightning_gpuopt.postmortem.death import ECHO, CommandEnd, Death, ProcessEnd, errors_of, exception_in
 from lightning_gpuopt.postmortem.deaths import deaths_of
 from lightning_gpuopt.postmortem.events import checked
-from lightning_gpuopt.postmortem.hangs import UNEVEN_ADVICE, Hang, describe_hang, hang_of
+from lightning_gpuopt.postmortem.hangs import UNEVEN_ADVICE, Hang, HangDescription, describe_hang, hang_of
 from lightning_gpuopt.postmortem.memory import Memory, in_words, memory_of, oom_kills
 from lightning_gpuopt.postmortem.record import Ended, PostMortem, Process
 from lightning_gpuopt.postmortem.stacks import c_frames
@@ -305,9 +305,7 @@ def _of_hang(
     command: CommandEnd | None,
 ) -> PostMortem:
     found = describe_hang(_as_running(records) if deaths else records, stacks, waits)
-    stuck = next((each for each in records if found.process is not None and each.pid == found.process.pid), None)
     at_s = command.at_s if command is not None else hang.since_s + hang.quiet_s
-    memory = memory_of(stuck, records, at_s)
     lines = [
         f"No progress since {clock(hang.since_s)}, for {span(at_s - hang.since_s)} (a hang is {span(hang.limit_s)})",
         *(_capital(line) for line in found.text.splitlines()),
@@ -319,9 +317,16 @@ def _of_hang(
     elif command is not None:
         lines.append(f"Then it ended with code {command.code}.")
     post = PostMortem(
-        "hang", found.process, found.where, found.index, number, memory.figures, found.likely, found.advice
+        *("hang", found.process, found.where, found.index, number),
+        *(_memory_of(found, records, at_s), found.likely, found.advice),
     )
     return _told(post, lines)
+
+
+def _memory_of(found: HangDescription, records: Sequence[FlightRecord], at_s: float) -> dict[str, Any]:
+    """Memory of the process that is held to be stuck."""
+    stuck = next((each for each in records if found.process is not None and each.pid == found.process.pid), None)
+    return memory_of(stuck, records, at_s).figures
 
 
 def _of_running(
@@ -343,7 +348,8 @@ def _of_running(
     lines += [_capital(line) for line in found.text.splitlines()]
     likely = f"if it hangs, {found.likely}" if quiet is not None and found.likely else ""
     advice = found.advice if likely else ""
-    post = PostMortem("unknown", found.process, found.where, found.index, likely=likely, advice=advice)
+    memory = _memory_of(found, records, now_s)
+    post = PostMortem("unknown", found.process, found.where, found.index, None, memory, likely, advice)
     return _told(post, lines)
 
 

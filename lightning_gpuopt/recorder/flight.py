@@ -302,6 +302,8 @@ class FlightRecorder:
     # ---- beside the training thread ----
 
     def _run(self) -> None:
+        with contextlib.suppress(Exception):
+            self.memory.read({})  # before anything can end this process
         self._write_file()  # not on the training thread: a file system may not answer
         while True:
             due = self._due.wait(BEAT_S)

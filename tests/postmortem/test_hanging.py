@@ -92,6 +92,7 @@ def test_it_is_a_hang_while_it_hangs_and_after_it_was_killed(
         assert brief(found) == ("hang", rank, worker, index), found["text"]
         assert found["where"].startswith(where)
         assert "(a hang is 2 s)" in found["text"]
+        assert found["memory"]["shm_size_bytes"] >= found["memory"]["shm_free_bytes"] > 0
     assert "Then it was ended from outside: killed." in killed["text"]
 
 
@@ -100,6 +101,7 @@ def test_a_call_that_keeps_the_interpreters_lock(tmp_path: Path, capsys: pytest.
         wait_for(lambda: said(tmp_path, capsys)["ended"] == "hang")
         found = said(tmp_path, capsys)
     assert brief(found) == ("hang", 0, None, None)
+    assert found["memory"]["rss_bytes"] > 0
 
 
 @pytest.mark.parametrize("kind", ["step-lock", "data-sleep", "rank1-sleep", "save-sleep"])
