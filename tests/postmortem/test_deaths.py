@@ -525,7 +525,7 @@ def test_uneven_ranks_are_told_with_their_batches() -> None:
     others = [fails(error("RuntimeError", LOST, 0.1 * n), number=n, batch=8, batches=20) for n in (0, 2)]
     text = judged(Case(ranks(3, early, *others), "")).text
     assert text.startswith(
-        "Rank 1 ended its epoch 12 batches early; ranks 0 and 2 waited, and ended by RuntimeError at "
+        "Rank 1 ended its epoch 12 batches early (8, not 20); ranks 0 and 2 waited, and ended by RuntimeError at "
     )
 
 
