@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_gpuopt.recorder.board import Board
-from lightning_gpuopt.recorder.ring import HEADER_BYTES, RANK_BYTES, WORKER_BYTES, number_in
+from lightning_gpuopt.recorder.ring import RANK_BYTES, WORKER_BYTES, header_bytes_of, number_in
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,9 @@ class RingFile:
         if ring is None:
             return
         at = 0 if slot is None else RANK_BYTES + slot * WORKER_BYTES
-        room = len(ring) - HEADER_BYTES
-        head = bytes(ring[:HEADER_BYTES])
+        header = header_bytes_of(ring)
+        room = len(ring) - header
+        head = bytes(ring[:header])
         logged = number_in(head, "logged")
         before = self._written.get(slot, 0)
         if logged < before or logged - before >= room:  # begun anew, or gone round
@@ -68,7 +69,7 @@ class RingFile:
         while before < logged:  # before the head, which says that it is there
             begin = before % room
             end = min(begin + logged - before, room)
-            _write_all(self._file, ring[HEADER_BYTES + begin : HEADER_BYTES + end], at + HEADER_BYTES + begin)
+            _write_all(self._file, ring[header + begin : header + end], at + header + begin)
             before += end - begin
         _write_all(self._file, head, at)
         self._written[slot] = logged

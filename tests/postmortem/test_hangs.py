@@ -216,7 +216,10 @@ def test_ranks_are_told_in_groups() -> None:
     stacks = {100 + n: stack(ALL_REDUCE) for n in range(8) if n != 5}
     text = describe_hang(records, stacks, {}).text.splitlines()[0]
     since = clock(T - 100.0)
-    assert text == f"rank 5 ended its epoch 12 batches early (8, not 20); ranks 0-4 and 6-7 wait in all_reduce since {since}"
+    assert (
+        text
+        == f"rank 5 ended its epoch 12 batches early (8, not 20); ranks 0-4 and 6-7 wait in all_reduce since {since}"
+    )
 
 
 def judged(

@@ -14,7 +14,10 @@ TOLD = [{"t": NOW, "event": "uneven_ranks", "batches": {"0": 20, "1": 8}}]
 
 # what each rank is at: what is said; empty: nothing
 RANKS = {
-    "lengths-known": ([IN | {"batches": 20}, LEFT | {"batches": 8}], "rank 1 ended its epoch 12 batches early (8, not 20)"),
+    "lengths-known": (
+        [IN | {"batches": 20}, LEFT | {"batches": 8}],
+        "rank 1 ended its epoch 12 batches early (8, not 20)",
+    ),
     "one-batch": ([IN | {"batches": 9}, LEFT | {"batches": 8}], "rank 1 ended its epoch 1 batch early (8, not 9)"),
     "in-its-validation": (
         [IN | {"batches": 9}, LEFT | {"batches": 8, "doing": VALIDATES}],
