@@ -57,6 +57,7 @@ DEATHS = {
     "worker-quit": ("data-quit", 2, 1, "exited", 1, 101, "Data.__getitem__ (dying_script.py:"),
     "worker-exit": ("data-exit", 2, 1, "exited", 1, 101, "<lambda> (dying_script.py:"),
     "worker-raised": ("data-raise", 2, 1, "exception", 1, 101, "break_out (dying_script.py:"),
+    "worker-without-files": ("data-files", 2, 1, "exception", 1, 101, "open_files (dying_script.py:"),
     "worker-bus": ("data-bus", 2, 1, "bus_error", 1, 101, "read_beyond_the_end (dying_script.py:"),
     "worker-terminated": ("data-terminate", 2, 1, "terminated", 1, 101, "Data.__getitem__ (dying_script.py:"),
     "rank-killed": ("step-kill", 0, -9, "killed", None, None, "Model.training_step (dying_script.py:"),
