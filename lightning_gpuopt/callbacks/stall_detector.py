@@ -245,7 +245,6 @@ class StallDetector(CallbackBase):
                 self._bar_item = BarItem("data")
                 session.at_end(self._bar_item.show_in(trainer))
             session.watch_progress(lambda quiet_s: self._report_hang(session, quiet_s))
-            session.progress.done(SETS_UP)
             if self.on_stall == "raise" and trainer.world_size > 1:
                 stop = RankStop("stall-detector-stop", trainer.global_rank, trainer.world_size)
                 if stop.problem is None:

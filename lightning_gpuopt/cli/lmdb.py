@@ -102,6 +102,11 @@ def run(options: Namespace) -> int:
         return {"build": _build, "verify": _verify, "info": _info}[action](options[action])
     except (FileNotFoundError, FileExistsError, NotADirectoryError, ValueError) as error:
         raise UsageError(_as_switches(str(error))) from error
+    except KeyboardInterrupt:  # also while torch is imported, which takes seconds
+        if action != "build":
+            raise
+        print("interrupted; --resume goes on", file=sys.stderr)
+        return INTERRUPTED
     except Exception as error:
         error.args = tuple(_as_switches(part) if isinstance(part, str) else part for part in error.args)
         if isinstance(error, OSError) and error.strerror is not None:  # its text is made of this
@@ -125,27 +130,23 @@ def _build(options: Namespace) -> int:
     with warnings.catch_warnings(), _notes_printed():
         warnings.showwarning = _show_warning
         warnings.simplefilter("always", UserWarning)
-        try:
-            info = build_lmdb(
-                options.source,
-                options.path,
-                num_proc=options.num_proc,
-                part=part,
-                progress=not options.no_progress,
-                resume=options.resume,
-                overwrite=options.overwrite,
-                strict=options.strict,
-                allow_pickle=options.allow_pickle,
-                image_size=options.image_size,
-                image_quality=options.image_quality,
-                check=options.check,
-                shuffle_seed=options.shuffle_seed,
-                kinds=options.kinds,
-                max_skipped=options.max_skipped,
-            )
-        except KeyboardInterrupt:
-            print("interrupted; --resume goes on", file=sys.stderr)
-            return INTERRUPTED
+        info = build_lmdb(
+            options.source,
+            options.path,
+            num_proc=options.num_proc,
+            part=part,
+            progress=not options.no_progress,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            strict=options.strict,
+            allow_pickle=options.allow_pickle,
+            image_size=options.image_size,
+            image_quality=options.image_quality,
+            check=options.check,
+            shuffle_seed=options.shuffle_seed,
+            kinds=options.kinds,
+            max_skipped=options.max_skipped,
+        )
     what = options.path if part is None else f"{options.path}: part {options.part}"
     skipped = f", {info.num_skipped:,} skipped" if info.num_skipped else ""
     print(f"{what}: {info.num_samples:,} samples, {_size(info.num_bytes)}, {_shards(info.num_shards)}{skipped}")

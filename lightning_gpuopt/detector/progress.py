@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import update_wrapper
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_gpuopt.compat.lightning import Trainer, shadow
-from lightning_gpuopt.measurements.flight import Doing
+from lightning_gpuopt.measurements.flight import SETS_UP, Doing
 from lightning_gpuopt.recorder.flight import FlightRecorder
 from lightning_gpuopt.timeline.hang import HangWatch, write_state
 from lightning_gpuopt.utils.replacement import Replacement
@@ -21,26 +22,31 @@ class ProgressWatch:
 
     Args:
         trainer: the Trainer.
-        hang: writes the state of a hang; None: nobody asked for that.
+        hang: writes the state of a hang; None: nobody asked for that. It is shown progress after the recorder:
+            what is a hang to it is then one in the recorder's ring, too.
         recorder: the flight recorder; None: there is none.
     """
 
     def __init__(self, trainer: Trainer, hang: HangWatch | None, recorder: FlightRecorder | None) -> None:
         self._hang = hang
         self._recorder = recorder
+        self._show_progress: Callable[[], None] = lambda: None
         save = trainer.save_checkpoint
         self._undo = (
             shadow(trainer, "save_checkpoint", _Save(save, self)) if hang is not None or recorder is not None else None
         )
+        if recorder is not None:
+            recorder.progress(SETS_UP)
+            recorder.hangs_after(hang.timeout_s if hang is not None else None)
         if hang is not None:
+            self._show_progress = hang.progress
             hang.start()
 
     def step_done(self) -> None:
         """A training batch was finished."""
-        if self._hang is not None:
-            self._hang.progress()
         if self._recorder is not None:
             self._recorder.step_done()
+        self._show_progress()
 
     def done(self, then: Doing) -> None:
         """Something else was finished.
@@ -48,10 +54,9 @@ class ProgressWatch:
         Args:
             then: what is done now.
         """
-        if self._hang is not None:
-            self._hang.progress()
         if self._recorder is not None:
             self._recorder.progress(then)
+        self._show_progress()
 
     def begins(self, doing: Doing) -> None:
         """Something begins that is timed from its own beginning.
@@ -59,23 +64,18 @@ class ProgressWatch:
         Args:
             doing: what.
         """
-        if self._hang is not None:
-            self._hang.progress()
         if self._recorder is not None:
             self._recorder.begins(doing)
+        self._show_progress()
 
     def save(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Save a checkpoint."""
-        if self._hang is not None:
-            self._hang.progress()
-        try:
-            if self._recorder is None:
-                return save(*args, **kwargs)
-            with self._recorder.saving():
-                return save(*args, **kwargs)
-        finally:
-            if self._hang is not None:
-                self._hang.progress()
+        with ExitStack() as around:
+            around.callback(self._show_progress)
+            if self._recorder is not None:
+                around.enter_context(self._recorder.saving())
+            self._show_progress()
+            return save(*args, **kwargs)
 
     def close(self) -> None:
         """Leave the Trainer as it was."""
@@ -83,6 +83,8 @@ class ProgressWatch:
             self._undo()
         if self._hang is not None:
             self._hang.stop()
+        if self._recorder is not None:
+            self._recorder.hangs_after(None)
 
 
 class _Save(Replacement):
@@ -106,11 +108,13 @@ def write_hang(
         rank: global rank of this process.
         quiet_s: seconds since the last progress.
         workers: process id and, in words, what it is doing, for each worker of the loader.
-        recorder: has workers write their own stacks; None: they do not.
+        recorder: has workers write their own stacks, and its file say so; None: there is none.
 
     Returns:
         The file.
     """
+    if recorder is not None:
+        recorder.hang_begins()
     number = 1 + len(list(folder.glob(f"hang-rank{rank}-*.txt")))
     path = folder / f"hang-rank{rank}-{number}.txt"
     write_state(path, quiet_s, workers, recorder.stacks_of_workers() if recorder is not None else {})

@@ -127,6 +127,8 @@ class FlightRecord:
         batches: batches of this epoch; None where that is not known.
         progress_s: when a step, an evaluation batch, a save or a set-up was last finished.
         longest_s: the longest time in seconds between two of these so far.
+        hang_s: seconds without progress that its detector counts as a hang (``hang_timeout``); None where it does not
+            look for one, or has ended.
         index: key of the sample that is being read; None where none is, or where it is not known.
         indices: keys of the batch that is being read, the first of them where they are many.
         batches_read: of a worker: batches that it has handed over.
@@ -164,6 +166,7 @@ class FlightRecord:
     batches: int | None = None
     progress_s: float = 0.0
     longest_s: float = 0.0
+    hang_s: float | None = None
     index: int | str | None = None
     indices: tuple[int | str, ...] = ()
     batches_read: int = 0

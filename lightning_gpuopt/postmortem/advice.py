@@ -81,6 +81,8 @@ def advice_of(ended: Ended, death: Death, memory: Memory) -> str:
                 "look at which rank came late, above; else a library found its own data broken."
             )
         return "look at the line above and at the last lines that it printed: a library found its own data broken."
+    if ended == "interrupted":
+        return 'nothing is broken: trainer.fit(..., ckpt_path="last") goes on from the last checkpoint that was saved.'
     if ended == "terminated":
         return "look at who ends the job: a time limit (sbatch --signal warns before), a preemption, a launcher."
     if ended == "exited":

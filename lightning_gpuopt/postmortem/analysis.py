@@ -6,14 +6,14 @@ import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from lightning_gpuopt.measurements.flight import OUTSIDE_OF_FIT, FlightRecord
 from lightning_gpuopt.postmortem.advice import advice_of, likely_of
-from lightning_gpuopt.postmortem.death import ECHO, CommandEnd, Death, ProcessEnd
+from lightning_gpuopt.postmortem.death import ECHO, CommandEnd, Death, ProcessEnd, errors_of, exception_in
 from lightning_gpuopt.postmortem.deaths import deaths_of
 from lightning_gpuopt.postmortem.events import checked
-from lightning_gpuopt.postmortem.hangs import UNEVEN_ADVICE, Hang, describe_hang, hang_of
+from lightning_gpuopt.postmortem.hangs import UNEVEN_ADVICE, Hang, HangDescription, describe_hang, hang_of
 from lightning_gpuopt.postmortem.memory import Memory, in_words, memory_of, oom_kills
 from lightning_gpuopt.postmortem.record import Ended, PostMortem, Process
 from lightning_gpuopt.postmortem.stacks import c_frames
@@ -125,8 +125,13 @@ def _is_outside(record: FlightRecord) -> bool:
 
 
 def _as_running(records: Sequence[FlightRecord]) -> list[FlightRecord]:
-    """The records as they were before the run was ended from outside."""
-    return [each if each.ended == "ok" else replace(each, ended="") for each in records]
+    """The records as they were before the run was ended from outside: where the exception came that has ended them."""
+    return [each if each.ended == "ok" else replace(each, ended="", place=_left_at(each)) for each in records]
+
+
+def _left_at(record: FlightRecord) -> str:
+    errors = errors_of(record) if record.ended else []
+    return (exception_in(record, record, errors[-1]).where or "") if errors else record.place
 
 
 def _how(death: Death, records: Sequence[FlightRecord], command: CommandEnd | None) -> tuple[Ended, int | None]:
@@ -199,7 +204,7 @@ def _of_death(deaths: Sequence[Death], records: Sequence[FlightRecord], command:
 
 def _quiet(running: Sequence[FlightRecord], at_s: float) -> Hang | None:
     """Whether there was no progress for a while, though it is no hang yet."""
-    return hang_of(running, at_s, least_s=_QUIET_S, first_s=_QUIET_S)
+    return hang_of([replace(each, hang_s=None) for each in running], at_s, least_s=_QUIET_S, first_s=_QUIET_S)
 
 
 def _late(first: Death, deaths: Sequence[Death], records: Sequence[FlightRecord]) -> FlightRecord | None:
@@ -300,9 +305,7 @@ def _of_hang(
     command: CommandEnd | None,
 ) -> PostMortem:
     found = describe_hang(_as_running(records) if deaths else records, stacks, waits)
-    stuck = next((each for each in records if found.process is not None and each.pid == found.process.pid), None)
     at_s = command.at_s if command is not None else hang.since_s + hang.quiet_s
-    memory = memory_of(stuck, records, at_s)
     lines = [
         f"No progress since {clock(hang.since_s)}, for {span(at_s - hang.since_s)} (a hang is {span(hang.limit_s)})",
         *(_capital(line) for line in found.text.splitlines()),
@@ -314,9 +317,16 @@ def _of_hang(
     elif command is not None:
         lines.append(f"Then it ended with code {command.code}.")
     post = PostMortem(
-        "hang", found.process, found.where, found.index, number, memory.figures, found.likely, found.advice
+        *("hang", found.process, found.where, found.index, number),
+        *(_memory_of(found, records, at_s), found.likely, found.advice),
     )
     return _told(post, lines)
+
+
+def _memory_of(found: HangDescription, records: Sequence[FlightRecord], at_s: float) -> dict[str, Any]:
+    """Memory of the process that is held to be stuck."""
+    stuck = next((each for each in records if found.process is not None and each.pid == found.process.pid), None)
+    return memory_of(stuck, records, at_s).figures
 
 
 def _of_running(
@@ -338,7 +348,8 @@ def _of_running(
     lines += [_capital(line) for line in found.text.splitlines()]
     likely = f"if it hangs, {found.likely}" if quiet is not None and found.likely else ""
     advice = found.advice if likely else ""
-    post = PostMortem("unknown", found.process, found.where, found.index, likely=likely, advice=advice)
+    memory = _memory_of(found, records, now_s)
+    post = PostMortem("unknown", found.process, found.where, found.index, None, memory, likely, advice)
     return _told(post, lines)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from lightning_gpuopt.measurements.flight import SAVES, STARTS, VALIDATES, WAITS, FlightRecord
 from lightning_gpuopt.postmortem.record import Process
-from lightning_gpuopt.postmortem.stacks import Frame, collective_of, fetches, main_thread, own_frame
+from lightning_gpuopt.postmortem.stacks import Frame, collective_of, fetches, frame_of, main_thread, own_frame
 from lightning_gpuopt.postmortem.uneven import Uneven, uneven_of
 from lightning_gpuopt.postmortem.wording import clock, key, name_of
 from lightning_gpuopt.postmortem.wording import ranks as ranks_in_words
@@ -69,6 +69,8 @@ def hang_of(
 ) -> Hang | None:
     """The rank that has made no progress for too long, the one that is longest without it.
 
+    Too long is what its detector was told (``hang_timeout``). Where it was told nothing, the other arguments count.
+
     Args:
         records: of processes that are alive; workers are ignored.
         now_s: Unix time in seconds.
@@ -84,6 +86,7 @@ def hang_of(
         if record.doing in (VALIDATES, SAVES) and record.since_s:
             since_s = record.since_s
         limit_s = max(least_s, times_longest * record.longest_s) if record.steps else first_s
+        limit_s = limit_s if record.hang_s is None else record.hang_s
         if now_s - since_s >= limit_s:
             stuck.append(Hang(record.rank, record.pid, since_s, now_s - since_s, limit_s))
     return max(stuck, key=lambda each: each.quiet_s, default=None)
@@ -151,9 +154,10 @@ def describe_hang(
 
 
 def _error_of(worker: FlightRecord) -> Mapping[str, Any] | None:
-    """The exception that an idle worker has raised for the batch that it is to hand over."""
+    """The exception that an idle worker has raised for the batch that it is to hand over; Ctrl-C is none."""
     last = worker.events[-1] if worker.events else {}
-    return last if worker.doing == WAITS and last.get("event") == "exception" else None
+    raised = last.get("event") == "exception" and last.get("type") != "KeyboardInterrupt"
+    return last if worker.doing == WAITS and raised else None
 
 
 def _is_in_own_code(rank: _Rank) -> bool:
@@ -174,7 +178,7 @@ def _rank(record: FlightRecord, stacks: Mapping[int, str], several: bool) -> _Ra
     ]
     last = entries[-1] if entries else {}
     open_one = str(last.get("profiling_name", "")).rpartition(":")[2] if last.get("state") != "completed" else ""
-    return _Rank(record, frames, collective_of(frames, several) or open_one, last)
+    return _Rank(record, frames, collective_of(frames or frame_of(record.place), several) or open_one, last)
 
 
 def _stuck(ranks: Sequence[_Rank], uneven: Uneven | None) -> _Rank:

@@ -77,6 +77,12 @@ class Frame:
         return f"{max(above)[1] if above else self.name} ({file}:{self.line})"
 
 
+def frame_of(place: str) -> list[Frame]:
+    """The frame that a ring knows, where nobody wrote a stack; none where it knows none."""
+    found = _PLACE.fullmatch(place)
+    return [Frame(found["name"].rpartition(".")[2], f"/{found['file']}", int(found["line"]))] if found else []
+
+
 def _threads(text: str) -> list[tuple[bool, list[Frame]]]:
     """The threads of a text, each with whether it was the current one, and its frames, innermost first."""
     found: list[tuple[bool, list[Frame]]] = []

@@ -16,19 +16,23 @@ class Uneven:
     Attributes:
         early: those ranks, the one with the fewest batches first.
         others: the ranks that were left.
-        by: how many batches early; None where that is not known.
+        fewest: batches of the first of them.
+        most: batches of the rank with the most; None where that is not known.
     """
 
     early: tuple[FlightRecord, ...]
     others: tuple[FlightRecord, ...]
-    by: int | None
+    fewest: int
+    most: int | None
 
     @property
     def text(self) -> str:
-        """``"rank 5 ended its epoch 12 batches early"``."""
+        """``"rank 5 ended its epoch 12 batches early (988, not 1,000)"``; where lengths are unknown ``"9 or more"``."""
         whose = "its epoch" if len(self.early) == 1 else "their epochs"
-        by = "" if self.by is None else f"{self.by:,} batch{'es' if self.by != 1 else ''} "
-        return f"{in_words(each.rank for each in self.early)} ended {whose} {by}early"
+        by = 0 if self.most is None else self.most - self.fewest
+        early = f"{by:,} batch{'es' if by != 1 else ''} early" if by else "early"
+        most = f"{self.most:,}" if by else f"{max(each.batch for each in self.others) + 1:,} or more"
+        return f"{in_words(each.rank for each in self.early)} ended {whose} {early} ({self.fewest:,}, not {most})"
 
 
 def uneven_of(ranks: Sequence[FlightRecord]) -> Uneven | None:
@@ -47,11 +51,8 @@ def uneven_of(ranks: Sequence[FlightRecord]) -> Uneven | None:
     others = tuple(each for each in ranks if each not in early)
     if not early or not others:
         return None
-    fewest = numbers.get(early[0].rank)
-    by = most - fewest if fewest is not None and most > fewest else None
-    if by is None and any(each.batches for each in others):
-        by = max(each.batches or 0 for each in others) - early[0].batch
-    return Uneven(tuple(early), others, by if by and by > 0 else None)
+    fewest = numbers.get(early[0].rank, early[0].batch)
+    return Uneven(tuple(early), others, fewest, most if most > fewest else None)
 
 
 def _numbers(ranks: Sequence[FlightRecord]) -> dict[int, int]:

@@ -48,13 +48,19 @@ def worker_error(rank: FlightRecord, workers: Sequence[FlightRecord], error: Map
     caught = _CAUGHT.search(message)
     number = int(caught["worker"]) if caught else None
     unmade = raised_in(error) == "torch/_utils.py"  # one of its class could not be made from a text
+    when_s = time_of(error) or rank.written_s
+    cut_off_s = SOON_S if _is_broken_pipe(error) else 0.0  # the batch that has it comes after one that came no more
     raised = [
         (time_of(each), worker, each)
         for worker in workers
         for each in errors_of(worker)
-        if (type_of(each) == caught["type"] and worker.worker == number if caught else _same(each, error) or unmade)
+        if (
+            type_of(each) == caught["type"] and worker.worker == number
+            if caught
+            else _same(each, error) or unmade or when_s - time_of(each) < cut_off_s
+        )
         and type_of(each) != "KeyboardInterrupt"
-        and time_of(each) <= (time_of(error) or rank.written_s) + WRITES_EVERY_S
+        and time_of(each) <= when_s + WRITES_EVERY_S
     ]
     if raised:
         _, worker, its = min(raised, key=lambda each: each[0])

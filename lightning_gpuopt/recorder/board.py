@@ -8,11 +8,11 @@ from multiprocessing import context, reduction
 from typing import Any, Final
 
 from lightning_gpuopt.recorder.ring import (
-    HEADER_BYTES,
     MAX_WORKERS,
     RANK_BYTES,
     TOTAL_BYTES,
     WORKER_BYTES,
+    WORKER_HEADER_BYTES,
     Ring,
     is_used,
 )
@@ -65,21 +65,20 @@ class Board:
 
     def worker(self, slot: int) -> Ring:
         """A worker's ring."""
-        return Ring(self._part(slot))
+        return Ring(self._part(slot), WORKER_HEADER_BYTES)
 
     def _part(self, slot: int) -> memoryview:
         at = RANK_BYTES + slot * WORKER_BYTES
         return self._memory[at : at + WORKER_BYTES]
 
-    def copy_of(self, slot: int | None, *, log: bool = True) -> memoryview | None:
+    def copy_of(self, slot: int | None) -> memoryview | None:
         """The bytes of a ring, as they are; None where nobody has begun it.
 
         Args:
             slot: of a worker; None: the training process's own.
-            log: with its log.
         """
         part = self._memory[:RANK_BYTES] if slot is None else self._part(slot)
-        return (part if log else part[:HEADER_BYTES]) if is_used(part) else None
+        return part if is_used(part) else None
 
     def __getstate__(self) -> dict[str, Any]:
         if context.get_spawning_popen() is None:

@@ -111,7 +111,7 @@ class FlightRecorder:
         self._owners: Sequence[object] = ()
         self._words: dict[str, str] = {}
         self._signalled = False
-        self._stop = threading.Event()
+        self._stop, self._due = threading.Event(), threading.Event()
         host, pid, rank = socket.gethostname(), os.getpid(), trainer.global_rank
         run = f"{_job(trainer.world_size) or f'{host}-{pid}'}-{number}"
         watcher = Watcher.of_this_process()
@@ -217,15 +217,28 @@ class FlightRecorder:
         self._numbers[_SINCE] = time.monotonic_ns()
         self._numbers[_DOING] = DOING.index(doing)
 
+    def hangs_after(self, timeout_s: float | None) -> None:
+        """Note from when on no progress is a hang, for whoever reads the ring.
+
+        Args:
+            timeout_s: seconds; None: it is not looked for any more.
+        """
+        if self.goes_on:  # what has ended stays as it was
+            self._numbers[AT["hang_ns"]] = int((timeout_s or 0.0) * 1e9)
+            self._due.set()  # a call that keeps the interpreter's lock may come before the next beat
+
+    def hang_begins(self) -> None:
+        """Write the file: whoever ends the process now is to find the hang in it. Not on the training thread."""
+        self._numbers[AT["written_ns"]] = time.monotonic_ns()
+        self._write_file()
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Around the save of a checkpoint."""
         before = DOING[self._numbers[_DOING]]
         self.begins(SAVES)
-        try:
-            yield
-        finally:
-            self.progress(before)
+        yield
+        self.progress(before)  # where it fails, nothing was finished
 
     def follow(self, timeline: SlotClock, owners: Sequence[object]) -> None:
         """Keep which slot of a timeline is open: of the places that were seen, the one in that slot is where it died.
@@ -289,10 +302,18 @@ class FlightRecorder:
     # ---- beside the training thread ----
 
     def _run(self) -> None:
+        with contextlib.suppress(Exception):
+            self.memory.read({})  # before anything can end this process
         self._write_file()  # not on the training thread: a file system may not answer
-        while not self._stop.wait(BEAT_S):
+        while True:
+            due = self._due.wait(BEAT_S)
+            self._due.clear()
+            if self._stop.is_set():
+                return
             try:
                 self.beat()
+                if due:
+                    self._write_file()
             except Exception:
                 log.debug("a beat of the flight recorder failed", exc_info=True)
 
@@ -363,6 +384,7 @@ class FlightRecorder:
         """
         if self._stop.is_set():
             return
+        self._stop.set()  # where a beat would look now, the loops have been left
         with contextlib.suppress(Exception):  # whatever goes wrong, fit ends by its own exception
             undisturbed(
                 MAX_WAIT_S, lambda: self._record_failure(error), lambda raised: "DataLoader worker (pid" in str(raised)
@@ -394,6 +416,7 @@ class FlightRecorder:
 
     def _stop_recording(self, ended: int) -> None:
         self._stop.set()
+        self._due.set()
         self._unsubscribe()
         self._leave_run()
         note_samples_of_ours(None)

@@ -16,6 +16,7 @@ from lightning_gpuopt.recorder.ring import (
     MAX_WORKERS,
     RANK_BYTES,
     WORKER_BYTES,
+    WORKER_HEADER_BYTES,
     number_in,
     record_of,
     wall_offset_s,
@@ -140,8 +141,8 @@ def writes_elsewhere(record: FlightRecord, now_s: float) -> bool:
 
 def _used_slots(file: int) -> Iterator[int]:
     for slot in range(MAX_WORKERS):
-        head = os.pread(file, HEADER_BYTES, RANK_BYTES + slot * WORKER_BYTES)
-        if len(head) == HEADER_BYTES and number_in(head, "pid"):
+        head = os.pread(file, WORKER_HEADER_BYTES, RANK_BYTES + slot * WORKER_BYTES)
+        if len(head) == WORKER_HEADER_BYTES and number_in(head, "pid"):
             yield slot
 
 

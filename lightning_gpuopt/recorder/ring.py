@@ -29,19 +29,22 @@ from lightning_gpuopt.measurements.flight import (
 )
 
 RANK_BYTES: Final = 256 * 1024
-WORKER_BYTES: Final = 32 * 1024
-MAX_WORKERS: Final = 256
+WORKER_BYTES: Final = 12 * 1024
+MAX_WORKERS: Final = 64
 TOTAL_BYTES: Final = RANK_BYTES + MAX_WORKERS * WORKER_BYTES
-"""Memory that is not written to takes none."""
+"""1 MiB, and so is a file of them. Memory that is not written to takes none."""
 
 HEADER_BYTES: Final = 8192
-_MAGIC: Final = b"GPUOPT01"
+WORKER_HEADER_BYTES: Final = 4096
+"""A worker has no ``slots``."""
+
+_MAGIC: Final = b"GPUOPT02"
 
 _NUMBERS: Final = (
     *("pid", "start_ticks", "rank", "world_size", "worker", "created_wall_ns", "created_ns", "written_ns"),
     *("ended", "doing", "since_ns", "steps", "epoch", "batch", "batches", "progress_ns", "longest_ns"),
     *("has_index", "index", "batches_read", "samples", "fork", "cpu_ns", "turn", "stack_signal", "logged", "asked"),
-    *("slot", "caught"),
+    *("slot", "caught", "hang_ns"),
 )
 AT: Final = {name: at for at, name in enumerate(_NUMBERS)}
 """Where a number is among a ring's numbers."""
@@ -58,7 +61,7 @@ _WORDS: Final[dict[str, tuple[int, int]]] = {
     "indices": (2048, 768),
     "stacks": (2816, 1024),
     "leak": (3840, 256),
-    "slots": (4096, 4096),
+    "slots": (WORKER_HEADER_BYTES, HEADER_BYTES - WORKER_HEADER_BYTES),
 }
 """Where a word begins, and how many bytes it may have."""
 
@@ -78,15 +81,17 @@ class Ring:
 
     Args:
         memory: its bytes, all zero where it is new.
+        header_bytes: where its log begins.
 
     Attributes:
         numbers: by :data:`AT`. Written in place on the hot path: a call costs more than what it would do.
     """
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview, header_bytes: int = HEADER_BYTES) -> None:
         self._memory = memory
+        self._header_bytes = header_bytes
         self.numbers = memory[8 : 8 + 8 * len(_NUMBERS)].cast("q")
-        self._log_bytes = len(memory) - HEADER_BYTES
+        self._log_bytes = len(memory) - header_bytes
         self._logging = threading.Lock()
 
     def begin(self, words: dict[str, str], **numbers: int) -> None:
@@ -104,7 +109,7 @@ class Ring:
         own[AT["created_wall_ns"]], own[AT["created_ns"]] = time.time_ns(), time.monotonic_ns()
         for name, value in numbers.items():
             own[AT[name]] = value
-        for name in _WORDS:
+        for name in _words_before(self._header_bytes):
             self.write(name, boot_id() if name == "boot" else words.get(name, ""))
         self._memory[:8] = _MAGIC
 
@@ -130,14 +135,15 @@ class Ring:
             {"t": round(time.monotonic(), 3), "event": event, **known}, separators=(",", ":"), default=str
         )
         text = line.encode(errors="replace") + b"\n"
-        if len(text) > self._log_bytes // 2:
+        if len(text) > self._log_bytes:
             return
         with self._logging:  # two threads log
             logged = self.numbers[AT["logged"]]
             at = logged % self._log_bytes
             first = text[: self._log_bytes - at]
-            self._memory[HEADER_BYTES + at : HEADER_BYTES + at + len(first)] = first
-            self._memory[HEADER_BYTES : HEADER_BYTES + len(text) - len(first)] = text[len(first) :]
+            log = self._memory[self._header_bytes :]
+            log[at : at + len(first)] = first
+            log[: len(text) - len(first)] = text[len(first) :]
             self.numbers[AT["logged"]] = logged + len(text)
 
     def index(self, key: object) -> None:
@@ -186,6 +192,15 @@ _INDEX: Final = AT["index"]
 _HAS_INDEX: Final = AT["has_index"]
 
 
+def _words_before(header_bytes: int) -> list[str]:
+    return [name for name, (at, _) in _WORDS.items() if at < header_bytes]
+
+
+def header_bytes_of(data: bytes | memoryview) -> int:
+    """Where the log of a ring begins that somebody has begun."""
+    return WORKER_HEADER_BYTES if number_in(data, "worker") >= 0 else HEADER_BYTES
+
+
 def is_used(data: bytes | memoryview) -> bool:
     """Whether a ring's first bytes say that somebody has begun it."""
     return bytes(data[:8]) == _MAGIC
@@ -221,12 +236,12 @@ def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None
         data: its bytes; those of the log may be missing.
         offset_s: see :func:`wall_offset_s`; None: that of this ring.
     """
-    if len(data) < HEADER_BYTES or not is_used(data):
+    if len(data) < WORKER_HEADER_BYTES or not is_used(data) or len(data) < (header := header_bytes_of(data)):
         return None
     numbers = dict(zip(_NUMBERS, memoryview(data)[8 : 8 + 8 * len(_NUMBERS)].cast("q"), strict=True))
-    words = {name: _word(data, name) for name in _WORDS}
+    words = {name: _word(data, name) for name in _words_before(header)}
     indices = _indices(words["indices"])
-    slots, slot = _slots(words["slots"]), numbers["slot"]
+    slots, slot = _slots(words.get("slots", "")), numbers["slot"]
     is_worker = numbers["worker"] >= 0
     phase, place = slots.get(slot, ("", words["place"]))
     if not is_worker:  # of which only the phase that is open counts
@@ -263,6 +278,7 @@ def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None
         batches=numbers["batches"] if numbers["batches"] >= 0 else None,
         progress_s=wall_s("progress_ns"),
         longest_s=numbers["longest_ns"] / 1e9,
+        hang_s=numbers["hang_ns"] / 1e9 if numbers["hang_ns"] else None,
         index=indexed.get(numbers["has_index"]),
         indices=indices,
         batches_read=numbers["batches_read"],
@@ -272,7 +288,7 @@ def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None
         stack_signal=numbers["stack_signal"],
         stacks=words["stacks"],
         leak=words["leak"],
-        events=tuple({**each, "t": each["t"] + offset_s} for each in _lines(data, numbers["logged"])),
+        events=tuple({**each, "t": each["t"] + offset_s} for each in _lines(data[header:], numbers["logged"])),
     )
 
 
@@ -327,9 +343,8 @@ def _slots(word: str) -> dict[int, tuple[str, str]]:
     return found
 
 
-def _lines(data: bytes, logged: int) -> Iterator[dict[str, Any]]:
+def _lines(log: bytes, logged: int) -> Iterator[dict[str, Any]]:
     """The lines of the log, oldest first; those that were overwritten, or are half there, are left out."""
-    log = data[HEADER_BYTES:]
     if not log or logged <= 0:
         return
     at = logged % len(log)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from lightning_gpuopt.recorder.board import Board
-from lightning_gpuopt.recorder.ring import HEADER_BYTES, RANK_BYTES, WORKER_BYTES, number_in
+from lightning_gpuopt.recorder.ring import RANK_BYTES, WORKER_BYTES, header_bytes_of, number_in
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class RingFile:
         self._clock = clock
         self._written: dict[int | None, int] = {}
         self._not_before_s = float("-inf")
+        self._writing = threading.Lock()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def write(self) -> None:
@@ -45,8 +47,9 @@ class RingFile:
         if self._clock() < self._not_before_s:
             return
         try:
-            for slot in (None, *range(self._board.slots)):
-                self._write(slot)
+            with self._writing:
+                for slot in (None, *range(self._board.slots)):
+                    self._write(slot)
         except OSError:
             log.debug("the rings could not be written", exc_info=True)
             self._not_before_s = self._clock() + _AFTER_FAILURE_S
@@ -56,8 +59,9 @@ class RingFile:
         if ring is None:
             return
         at = 0 if slot is None else RANK_BYTES + slot * WORKER_BYTES
-        room = len(ring) - HEADER_BYTES
-        head = bytes(ring[:HEADER_BYTES])
+        header = header_bytes_of(ring)
+        room = len(ring) - header
+        head = bytes(ring[:header])
         logged = number_in(head, "logged")
         before = self._written.get(slot, 0)
         if logged < before or logged - before >= room:  # begun anew, or gone round
@@ -65,7 +69,7 @@ class RingFile:
         while before < logged:  # before the head, which says that it is there
             begin = before % room
             end = min(begin + logged - before, room)
-            _write_all(self._file, ring[HEADER_BYTES + begin : HEADER_BYTES + end], at + HEADER_BYTES + begin)
+            _write_all(self._file, ring[header + begin : header + end], at + header + begin)
             before += end - begin
         _write_all(self._file, head, at)
         self._written[slot] = logged

@@ -21,12 +21,15 @@ class HangWatch:
         timeout_s: seconds without progress that count as a hang.
         write: called on the watch's thread when one begins, with the seconds since the last progress.
         clock: a monotonic clock, in seconds.
+
+    Attributes:
+        timeout_s: as given, or the longest that a thread can wait for.
     """
 
     def __init__(
         self, timeout_s: float, write: Callable[[float], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)  # what a thread can wait for: some 292 years
+        self.timeout_s = min(timeout_s, threading.TIMEOUT_MAX)  # what a thread can wait for: some 292 years
         self._write = write
         self._clock = clock
         self._last_s = clock()
@@ -55,18 +58,18 @@ class HangWatch:
         """Write if a hang has begun; returns the seconds until the next look is worth while."""
         last_s = self._last_s
         quiet_s = self._clock() - last_s
-        if quiet_s < self._timeout_s:
-            return self._timeout_s - quiet_s
+        if quiet_s < self.timeout_s:
+            return self.timeout_s - quiet_s
         if self._reported_stall_s != last_s:
             self._reported_stall_s = last_s
             try:
                 self._write(quiet_s)
             except Exception:
                 log.warning("the state of the hang could not be written", exc_info=True)
-        return self._timeout_s
+        return self.timeout_s
 
     def _run(self) -> None:
-        wait_s = self._timeout_s
+        wait_s = self.timeout_s
         while not self._stop.wait(wait_s):
             wait_s = self.look()
 

@@ -152,6 +152,23 @@ def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(folder: dict[str, bytes])
     assert [image for image, _ in stored(Path("out"))] == list(folder.values())
 
 
+def test_ctrl_c_before_the_first_sample_says_it_too(folder: dict[str, bytes]) -> None:
+    Path("slow").mkdir()
+    Path("slow/torch.py").write_text("import signal\nprint('imported', flush=True)\nsignal.pause()\n")
+    command = [sys.executable, "-m", "lightning_gpuopt", "lmdb", "build", "images", "out", "--num-proc", "2"]
+    path = os.pathsep.join(["slow", *filter(None, [os.environ.get("PYTHONPATH")])])
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "imported\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == ("", "interrupted; --resume goes on\n")
+    assert process.returncode == 130
+    assert run("build images out --resume") == 0
+    assert [image for image, _ in stored(Path("out"))] == list(folder.values())
+
+
 def test_verify_finds_a_flipped_bit(capsys: pytest.CaptureFixture[str], folder: dict[str, bytes]) -> None:
     run("build images out")
     capsys.readouterr()

@@ -43,7 +43,7 @@ SAID = {
     "watchdog": (lambda: rank_dies(signal.SIGABRT), "", "NCCL's watchdog"),
     "worker-aborted": (lambda: worker_dies(signal.SIGABRT), "", "a library found its own data broken"),
     "terminated": (lambda: rank_dies(signal.SIGTERM), "", "a time limit"),
-    "interrupted": (lambda: fails("KeyboardInterrupt"), "", ""),
+    "interrupted": (lambda: fails("KeyboardInterrupt"), "", 'ckpt_path="last"'),
     "exited": (lambda: judged(rank(), end=command(3)), "", "sys.exit()"),
     "memory-error": (lambda: fails("MemoryError"), "", "ulimit -v"),
     "no-more-memory": (lambda: fails("OSError", "[Errno 12] Cannot allocate memory"), "", "ulimit -v"),

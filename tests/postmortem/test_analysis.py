@@ -153,7 +153,7 @@ def test_ranks_of_unequal_length_end_in_a_lost_connection():
     found = judged(lost, early, end=command(1))
     assert (found.ended, found.process, found.where) == ("exception", Process(1, None, 101), AT_STEP)
     assert found.text.startswith(
-        "Rank 1 ended its epoch 12 batches early; rank 0 waited, and ended by RuntimeError at "
+        "Rank 1 ended its epoch 12 batches early (88, not 100); rank 0 waited, and ended by RuntimeError at "
     )
 
 

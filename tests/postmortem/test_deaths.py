@@ -88,6 +88,9 @@ CAUGHT = (
 )
 SEGFAULT = crash("Segmentation fault", ("imread", "/v/lib/python3.11/site-packages/cv2/a.py", 7), GETITEM, WORKER_LOOP)
 
+RECVFDS = "recvfds (reduction.py:159)"
+NO_FILES = error("OSError", "[Errno 24] Too many open files", 0.5, where="Photos.__getitem__ (data.py:43)", index=7)
+
 ONE_RANK = {
     # ---- a worker first ----
     "a worker was killed": Case([fails(died(3, 0.1, signal=9), KILLED), worker(3)], "killed", WORKER, HERE, 48213, 9),
@@ -95,6 +98,14 @@ ONE_RANK = {
     "a worker was killed, and the kernel's counter rose": Case(
         [fails(died(3, 0.1, signal=9), KILLED), worker(3)],
         *("out_of_memory", WORKER, HERE, 48213, 9, end(1, kills=1)),
+    ),
+    "a worker raised, and its batches before came no more": Case(
+        [fails(error("EOFError", at=2.5, frames=[RECVFDS])), worker(3, events=(NO_FILES,))],
+        *("exception", WORKER, "Photos.__getitem__ (data.py:43)", 7, None),
+    ),
+    "a worker had raised, long before a pipe broke": Case(
+        [fails(error("EOFError", at=32.5, frames=[RECVFDS])), worker(3, events=(NO_FILES,))],
+        *("exception", RANK, RECVFDS, None, None),
     ),
     "the surviving rank has read the kernel's counter": Case(
         [fails(died(3, 0.1, signal=9), KILLED, memory=readings(2, 2, 3, of="oom_kills")), worker(3)],
@@ -525,7 +536,7 @@ def test_uneven_ranks_are_told_with_their_batches() -> None:
     others = [fails(error("RuntimeError", LOST, 0.1 * n), number=n, batch=8, batches=20) for n in (0, 2)]
     text = judged(Case(ranks(3, early, *others), "")).text
     assert text.startswith(
-        "Rank 1 ended its epoch 12 batches early; ranks 0 and 2 waited, and ended by RuntimeError at "
+        "Rank 1 ended its epoch 12 batches early (8, not 20); ranks 0 and 2 waited, and ended by RuntimeError at "
     )
 
 

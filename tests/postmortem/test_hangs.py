@@ -52,6 +52,9 @@ LIMITS = {
     "a validation batch that has just begun": (500.0, {"doing": "validation"}, False),
     "a validation batch that is open for long": (5.0, {"doing": "validation", "since_s": T - 130.0}, True),
     "a save that is open for long": (5.0, {"doing": "save", "since_s": T - 130.0}, True),
+    "what its detector was told": (5.0, {"hang_s": 5.0, "longest_s": 60.0}, True),
+    "what its detector was told, before the first step": (5.0, {"hang_s": 5.0, "steps": 0}, True),
+    "less than its detector was told": (599.0, {"hang_s": 600.0}, False),
     "fit has ended": (9999.0, {"ended": "ok"}, False),
 }
 
@@ -213,7 +216,10 @@ def test_ranks_are_told_in_groups() -> None:
     stacks = {100 + n: stack(ALL_REDUCE) for n in range(8) if n != 5}
     text = describe_hang(records, stacks, {}).text.splitlines()[0]
     since = clock(T - 100.0)
-    assert text == f"rank 5 ended its epoch 12 batches early; ranks 0-4 and 6-7 wait in all_reduce since {since}"
+    assert (
+        text
+        == f"rank 5 ended its epoch 12 batches early (8, not 20); ranks 0-4 and 6-7 wait in all_reduce since {since}"
+    )
 
 
 def judged(
@@ -254,6 +260,11 @@ def test_a_run_that_was_killed_says_what_it_waited_for() -> None:
     assert (
         "It was the turn of worker 3 (pid 203): index 48,213, at Photos.__getitem__ (data.py:41)." in text.splitlines()
     )
+
+
+def test_what_its_detector_was_told_hides_no_wait() -> None:
+    text = judged([quiet(110.0, hang_s=600.0)], CommandEnd(-9, T, 0, (), 100), None, False).text
+    assert "Before it there was no progress for 110 s, which is no hang yet:" in text.splitlines()
 
 
 def test_a_worker_that_is_stuck_is_named_after_its_run_was_interrupted() -> None:

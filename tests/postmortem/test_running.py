@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_gpuopt.measurements.flight import READS, SETS_UP, TRAINS, FlightRecord
+from lightning_gpuopt.measurements.flight import READS, SETS_UP, TRAINS, FlightRecord, MemoryReading
 from lightning_gpuopt.postmortem.analysis import post_mortem_of
 from lightning_gpuopt.postmortem.record import PostMortem, Process
 
@@ -49,3 +49,10 @@ def test_of_a_run_that_makes_progress_only_its_place_is_said() -> None:
         "The run goes on: 40 steps so far, and no hang.",
         "It was the turn of worker 1 (pid 201): index 48,213, at Photos.__getitem__ (data.py:41).",
     ]
+
+
+def test_memory_is_told_of_a_run_that_goes_on() -> None:
+    read = (MemoryReading(NOW - 1.0, rss=2, limit=8, current=4),)
+    found = said(RANK, replace(WORKER, memory=read))
+    figures = {name: found.memory[name] for name in ("rss_bytes", "limit_bytes", "current_bytes")}
+    assert figures == {"rss_bytes": 2, "limit_bytes": 8, "current_bytes": 4}

@@ -14,26 +14,29 @@ TOLD = [{"t": NOW, "event": "uneven_ranks", "batches": {"0": 20, "1": 8}}]
 
 # what each rank is at: what is said; empty: nothing
 RANKS = {
-    "lengths-known": ([IN | {"batches": 20}, LEFT | {"batches": 8}], "rank 1 ended its epoch 12 batches early"),
-    "one-batch": ([IN | {"batches": 9}, LEFT | {"batches": 8}], "rank 1 ended its epoch 1 batch early"),
+    "lengths-known": (
+        [IN | {"batches": 20}, LEFT | {"batches": 8}],
+        "rank 1 ended its epoch 12 batches early (8, not 20)",
+    ),
+    "one-batch": ([IN | {"batches": 9}, LEFT | {"batches": 8}], "rank 1 ended its epoch 1 batch early (8, not 9)"),
     "in-its-validation": (
         [IN | {"batches": 9}, LEFT | {"batches": 8, "doing": VALIDATES}],
-        "rank 1 ended its epoch 1 batch early",
+        "rank 1 ended its epoch 1 batch early (8, not 9)",
     ),
-    "lengths-were-told": ([IN | {"events": TOLD}, LEFT], "rank 1 ended its epoch 12 batches early"),
+    "lengths-were-told": ([IN | {"events": TOLD}, LEFT], "rank 1 ended its epoch 12 batches early (8, not 20)"),
     "told-as-a-list": (
         [IN | {"events": [TOLD[0] | {"batches": [9, 8]}]}, LEFT],
-        "rank 1 ended its epoch 1 batch early",
+        "rank 1 ended its epoch 1 batch early (8, not 9)",
     ),
-    "lengths-unknown": ([IN, LEFT], "rank 1 ended its epoch early"),
-    "fit-has-ended": ([IN, LEFT | {"ended": "ok"}], "rank 1 ended its epoch early"),
+    "lengths-unknown": ([IN, LEFT], "rank 1 ended its epoch early (8, not 9 or more)"),
+    "fit-has-ended": ([IN, LEFT | {"ended": "ok"}], "rank 1 ended its epoch early (8, not 9 or more)"),
     "two-early": (
         [IN | {"batches": 20}, LEFT | {"batches": 8}, LEFT | {"batches": 8}],
-        "ranks 1-2 ended their epochs 12 batches early",
+        "ranks 1-2 ended their epochs 12 batches early (8, not 20)",
     ),
     "the-fewest-first": (
         [IN | {"batches": 20}, LEFT | {"batches": 8}, LEFT | {"batches": 5}],
-        "ranks 1-2 ended their epochs 15 batches early",
+        "ranks 1-2 ended their epochs 15 batches early (5, not 20)",
     ),
     "equal-lengths": ([IN | {"batches": 9}, LEFT | {"batches": 9, "batch": 9}], ""),
     "in-the-middle": ([IN | {"batches": 20}, LEFT | {"batches": 20}], ""),

@@ -21,13 +21,15 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_gpuopt import LMDBDataModule, StallDetector, build_lmdb
+from lightning_gpuopt.detector.progress import write_hang
 from lightning_gpuopt.recorder import flight, rank_files, worker
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.handover import Taker, Watcher
-from lightning_gpuopt.recorder.reader import records_in, records_of
+from lightning_gpuopt.recorder.reader import header_in, headers_in, records_in, records_of
 from lightning_gpuopt.recorder.ring import record_of
 from lightning_gpuopt.recorder.stacks import StackWriter
 from lightning_gpuopt.recorder.worker import Beat, WorkerStart
+from tests.helpers import TinyModel, tiny_trainer
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -545,11 +547,13 @@ def test_a_crash_in_a_worker_has_its_line(tmp_path):
     assert "in fail" in workers[1].crash
 
 
-def test_a_crash_of_a_rank_has_its_line(tmp_path):
+def test_a_crash_of_a_rank_has_its_line_and_its_memory(tmp_path):
+    """It crashes before a second is over."""
     process = run(tmp_path, "crash", "0")
     assert process.returncode == -signal.SIGSEGV
     rank, _ = left_by(tmp_path)
     assert "in fail" in rank.crash
+    assert rank.memory[0].rss > rank.memory[0].files > 0
 
 
 class Fixed(DataLoader):
@@ -601,3 +605,45 @@ def test_a_spawned_worker_starts_whatever_has_gone(gone, tmp_path, monkeypatch):
         assert record is not None
         assert (record.worker, record.pid, record.fork) == (3, process.pid, False)
         board.close()
+
+
+class LooksAtTheLimit(StallDetector):
+    """What its ring says of hangs, before and after training."""
+
+    def setup(self, trainer, pl_module, stage):
+        super().setup(trainer, pl_module, stage)
+        self.limits = [self.limit()]
+
+    def on_train_start(self, trainer, pl_module):
+        super().on_train_start(trainer, pl_module)
+        self.limits.append(self.limit())
+
+    def on_train_end(self, trainer, pl_module):
+        super().on_train_end(trainer, pl_module)
+        self.limits.append(self.limit())
+
+    def limit(self):
+        return headers_in(self._recorder._board.file).hang_s
+
+
+@pytest.mark.parametrize(("timeout_s", "known"), [(7.5, 7.5), (None, None), (1e300, threading.TIMEOUT_MAX)])
+def test_what_is_a_hang_to_the_detector_is_in_its_ring_while_it_looks_for_one(timeout_s, known, tmp_path):
+    detector = LooksAtTheLimit(hang_timeout=timeout_s, report_dir=tmp_path)
+    tiny_trainer(tmp_path, callbacks=[detector]).fit(TinyModel(4))
+    assert detector.limits == [None, known, None]
+
+
+class WritesHangs(StallDetector):
+    """Finds a hang after each batch."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        write_hang(Path(self.folder), 0, 2.0, [], self._recorder)
+        (ring,) = Path(self.folder, "recorder").glob("*.ring")
+        self.steps = [*getattr(self, "steps", []), header_in(ring).steps]
+
+
+def test_when_the_detector_reports_a_hang_it_is_in_the_file(tmp_path):
+    detector = WritesHangs(report_dir=tmp_path)
+    tiny_trainer(tmp_path, callbacks=[detector]).fit(TinyModel(4))
+    assert detector.steps == [1, 2, 3, 4]

@@ -50,7 +50,7 @@ def test_what_was_begun_is_read_back():
 def test_bytes_of_nobody_are_no_record():
     memory, _ = new_ring()
     assert record_of(bytes(memory)) is None
-    assert record_of(b"GPUOPT01") is None
+    assert record_of(b"GPUOPT02") is None
     assert record_of(b"") is None
 
 
@@ -215,7 +215,7 @@ def test_a_half_line_and_a_line_of_somebody_else_are_left_out():
 def test_a_line_that_does_not_fit_is_left_out():
     memory, ring = new_ring(HEADER_BYTES + 1000)
     ring.begin({})
-    ring.log("exception", message="x" * 600)
+    ring.log("exception", message="x" * 1000)
     ring.log("signal", signal=2)
     record = record_of(bytes(memory))
     assert record is not None
@@ -248,6 +248,30 @@ def test_workers_have_rings_by_loader_and_number(board):
     for number in range(MAX_WORKERS):
         board.slot("other", number)
     assert board.slot("other", MAX_WORKERS) is None
+
+
+def test_a_file_of_as_many_workers_as_there_is_room_for_is_no_larger_than_1_mib(board, tmp_path):
+    file = RingFile(tmp_path / "a.ring", board)
+    for number in range(MAX_WORKERS):
+        ring = board.worker(board.slot("train", number))
+        ring.begin({"loader": "train"}, pid=100 + number, worker=number)
+        for line in range(30):
+            ring.log("exception", type="KeyError", line=line, message="x" * 400)
+    file.write()
+    file.close()
+    assert (tmp_path / "a.ring").stat().st_size == 1 << 20
+    _, *workers = records_in(tmp_path)
+    assert [each.pid for each in workers] == [100 + number for number in range(MAX_WORKERS)]
+    assert [[event["line"] for event in each.events][-10:] for each in workers] == [list(range(20, 30))] * MAX_WORKERS
+
+
+def test_what_a_worker_may_say_of_an_exception_has_room(board):
+    ring = board.worker(board.slot("train", 0))
+    ring.begin({}, pid=7, worker=0)
+    frames = [f"{'f' * 60} (some/package/and/a/module_of_it.py:{number})" for number in range(12)]
+    ring.log("exception", type="t" * 100, message='"' * 2000, where=frames[0], frames=frames)
+    (_, worker) = records_of(board.file)
+    assert worker.events[0]["frames"] == frames
 
 
 def test_memory_is_read_by_who_holds_it(board):
@@ -306,7 +330,7 @@ def test_a_full_disk_is_tried_again_later(board, tmp_path, monkeypatch):
     file.close()
 
 
-@pytest.mark.parametrize("junk", [b"", b"GPUOPT01" + bytes(50), os.urandom(300_000)], ids=["empty", "short", "random"])
+@pytest.mark.parametrize("junk", [b"", b"GPUOPT02" + bytes(50), os.urandom(300_000)], ids=["empty", "short", "random"])
 def test_files_of_others_are_passed_over(junk, tmp_path: Path):
     (tmp_path / "x.ring").write_bytes(junk)
     assert records_in(tmp_path) == []

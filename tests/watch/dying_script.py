@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -43,6 +44,12 @@ def break_out() -> None:
     raise KeyError("nothing there")
 
 
+def open_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    while True:
+        os.open(os.devnull, os.O_RDONLY)
+
+
 def take_the_lock() -> None:
     with HELD:
         pass
@@ -60,6 +67,7 @@ ENDS = {
     "raise": break_out,
     "bus": read_beyond_the_end,
     "eat": keep_all,
+    "files": open_files,
     "sleep": fall_asleep,
     "lock": take_the_lock,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import namedtuple
 from typing import Any
 
@@ -132,6 +133,12 @@ class Odd(dict[str, int]):
     """A dict that may do anything."""
 
 
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates such tensors
+        return torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)
+
+
 @pytest.mark.parametrize(
     "sample",
     [
@@ -140,7 +147,7 @@ class Odd(dict[str, int]):
         Odd(a=1),
         (1, None),
         torch.zeros(2).to_sparse(),
-        torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8),
+        quantized(),
         np.zeros(2, ">f4"),
         np.array(["a"]),
         {1, 2},
