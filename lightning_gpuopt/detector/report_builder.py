@@ -58,13 +58,14 @@ def report_of(
         padded: batches whose sequences were looked at.
         **known: fields of the report that are known already.
     """
-    if measured is not None:
+    steady = measured is not None and measured.waterfall.steps > 0
+    if measured is not None and steady:
         findings = _of_whole_run(findings, times, measured, threshold, known.get("changes", ()))
     waterfall = measured.waterfall if measured is not None else None
     kernels = measured.kernels if measured is not None else None
     read = measured is not None and measured.gpu is not None and measured.gpu.steps > 0
     return StallReport(
-        verdict=verdict_of(findings, look_missed=measured is not None and measured.look_missed),
+        verdict=verdict_of(findings, measured=steady, look_missed=measured is not None and measured.look_missed),
         wall_s=times.wall_s,
         phases=times.phases,
         findings=findings,
@@ -109,7 +110,12 @@ def _of_whole_run(
 
 
 def notes_of(
-    times: PhaseTimes, measured: Measurement | None, threshold: float, known: list[str], changed_after: int | None
+    times: PhaseTimes,
+    measured: Measurement | None,
+    threshold: float,
+    known: list[str],
+    changed_after: int | None,
+    least_steps: int,
 ) -> list[str]:
     """Notes on what could not be measured, and on what is no cause but worth knowing.
 
@@ -119,14 +125,19 @@ def notes_of(
         threshold: share of wall time from which on something is worth a word, 0-1.
         known: notes so far.
         changed_after: steps after which the loader was changed; None where it was not.
+        least_steps: those that a verdict needs, since then, warm-up included.
+
+    Returns:
+        The notes; where nothing was measured, the first says why.
     """
     if measured is None or not measured.times.steps:
         steps = times.steps - (changed_after or 0)
         count = "1 step has run" if steps == 1 else f"{steps} steps have run"
         since = "" if changed_after is None else " since the loader was changed"
-        return [*known, f"Only {count}{since}, warm-up included: nothing is diagnosed."]
+        needed = f"a verdict needs {least_steps} or more"
+        return [f"Only {count}{since}, warm-up included: nothing is diagnosed, {needed}.", *known]
     if measured.waterfall.on_gpu and not measured.waterfall.steps:
-        return [*known, "The GPU had finished no step after the warm-up when this was written: nothing is diagnosed."]
+        return ["The GPU had finished no step after the warm-up when this was written: nothing is diagnosed.", *known]
     return known + remarks(measured, threshold)
 
 

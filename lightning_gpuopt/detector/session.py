@@ -520,7 +520,9 @@ class DetectorSession:
             proofs=list(self._proofs),
             changes=[change for each in self._heard for change in each.changes],
             stretches=self._windows.stretches(times),
-            notes=notes_of(times, measured, self._options.threshold, notes, self._changed_after),
+            notes=notes_of(
+                times, measured, self._options.threshold, notes, self._changed_after, self._windows.least_steps
+            ),
             environment=self._environment,
             own_callbacks=self._own_callbacks,
             run_settings=self._run_settings,

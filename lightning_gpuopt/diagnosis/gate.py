@@ -59,8 +59,10 @@ def gate_of(comparison: Comparison, allowed_percent: float) -> Gate:
         names = ", ".join(name.replace("_", " ") for name in other)
         return Gate("not_judged", allowed_percent, reason=f"the runs differ in {names}")
     if not before.step_s or not after.step_s:
-        which = "later" if before.step_s else "earlier"
-        return Gate("not_judged", allowed_percent, reason=f"the {which} run has no step after its warm-up")
+        which, run = ("later", after) if before.step_s else ("earlier", before)
+        why = f". {run.why_not_measured}" if run.why_not_measured else ""
+        reason = f"the {which} run has no step after its warm-up{why}".rstrip(".")
+        return Gate("not_judged", allowed_percent, reason=reason)
     slower_percent = (after.step_s / before.step_s - 1) * 100
     first, second = before.step_times.median_s, after.step_times.median_s
     grown, before_s, after_s = _phase_that_grew(before, after)

@@ -196,3 +196,8 @@ class RunRecord:
     kernel_summary: dict[str, float] = field(default_factory=dict)
     idle_shares: dict[str, float] = field(default_factory=dict)
     risks: list[Risk] = field(default_factory=list)
+
+    @property
+    def why_not_measured(self) -> str:
+        """Why there is no verdict, and what one needs; empty where there is one."""
+        return self.notes[0] if self.verdict == "not_measured" and self.notes else ""

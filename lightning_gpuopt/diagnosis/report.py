@@ -26,7 +26,8 @@ class StallReport(RunRecord):
 
     Attributes:
         verdict: the cause of the largest finding; without one ``"compute_bound"``, or ``"unknown"`` where a look inside
-            the step was needed and not allowed (``StallDetector(profile=...)``; a note says how).
+            the step was needed and not allowed (``StallDetector(profile=...)``; a note says how). ``"not_measured"``
+            where there is no steady step: the first note says how many a verdict needs.
         wall_s: seconds from ``on_train_start`` to ``on_train_end``, or to now while training runs.
         phases: exclusive seconds by phase, over the whole run; they sum to ``wall_s``.
         findings: the causes above the threshold, largest first.

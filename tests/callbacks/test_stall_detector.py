@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt import StallDetector, StallError
+from lightning_gpuopt.cli import main
 from lightning_gpuopt.detector import session
 from lightning_gpuopt.detector.session import DetectorSession
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA
@@ -338,8 +339,38 @@ class TestReportFile:
         monkeypatch.chdir(tmp_path)
         report = run(tmp_path, Model(), fast_dev_run=True)
         assert list(tmp_path.rglob("report.json")) == []
-        assert (report.verdict, report.steps) == ("compute_bound", 1)
-        assert any("warm-up" in note for note in report.notes)
+        assert (report.verdict, report.steps) == ("not_measured", 1)
+
+    def test_a_run_without_a_steady_step_is_not_measured(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        detector = StallDetector(report_dir=tmp_path / "short")
+        why = "No training has run yet: a verdict needs 6 steps or more."
+        assert (detector.report.verdict, detector.report.why_not_measured) == ("not_measured", why)
+        tiny_trainer(tmp_path, callbacks=[detector], max_steps=3).fit(Model(dataset=SleepyData(sleep_s=0.01)))
+        why = "Only 3 steps have run, warm-up included: nothing is diagnosed, a verdict needs 6 or more."
+        file = tmp_path / "short" / "report.json"
+        for text in (capsys.readouterr().out, self.shown(capsys, file)):
+            first, *lines = text.splitlines()
+            assert first.startswith("Verdict: not_measured   (3 steps in ")
+            assert " ".join(lines[:2]).startswith(why)
+            assert text.count("nothing is diagnosed") == 1
+        assert json.loads(file.read_text())["verdict"] == "not_measured"
+        page = file.with_name("report.html").read_text()
+        assert f'<h1>Not measured</h1>\n<p class="lead">{why}</p>' in page
+        assert "Nothing takes enough of the time" not in page
+        enough = run(tmp_path, Model(step_s=0.02), detector=StallDetector(report_dir=tmp_path / "enough"), max_steps=6)
+        assert (enough.verdict, enough.why_not_measured) == ("compute_bound", "")
+        files = [str(tmp_path / "enough" / "report.json"), str(file)]
+        assert main(["report", *files, "--fail-if-slower", "5"]) == 1
+        printed = capsys.readouterr()
+        assert printed.err == f"Not judged: the later run has no step after its warm-up. {why}\n"
+        assert f"The later run was not measured. {why}" in " ".join(printed.out.split())
+
+    @staticmethod
+    def shown(capsys: pytest.CaptureFixture[str], file: Path) -> str:
+        assert main(["report", str(file)]) == 0
+        return capsys.readouterr().out
 
 
 def snapshot(trainer: Trainer) -> tuple[Any, ...]:
@@ -414,7 +445,7 @@ class TestAsBefore:
         trainer = self.trainer(tmp_path, detector, limit_val_batches=2)
         trainer.validate(Model(), verbose=False)
         assert detector.report.wall_s == 0
-        assert detector.report.notes == ["No training has run yet."]
+        assert detector.report.notes == ["No training has run yet: a verdict needs 6 steps or more."]
 
     def test_the_sanity_check_is_not_counted(self, tmp_path: Path) -> None:
         report = run(tmp_path, Model(validation_s=0.05), limit_val_batches=2, num_sanity_val_steps=2, max_steps=10)
@@ -422,7 +453,7 @@ class TestAsBefore:
 
     def test_nothing_to_train_is_no_error(self, tmp_path: Path) -> None:
         report = run(tmp_path, Model(), limit_train_batches=0)
-        assert report.notes == ["No training has run yet."]
+        assert report.notes == ["No training has run yet: a verdict needs 4 steps or more."]
 
     def test_weights_are_the_same_with_and_without_it(self, tmp_path: Path) -> None:
         plain = final_weights(tiny_trainer(tmp_path, max_steps=40))
@@ -617,7 +648,7 @@ class TestCopiesInMidFit:
         assert copies["seam"] == "process_dataloader"
         assert isinstance(copies["logger"], CSVLogger)
         for twin in (copies["detector"], copies["deep"]):
-            assert twin.report.notes == ["No training has run yet."]
+            assert twin.report.notes == ["No training has run yet: a verdict needs 4 steps or more."]
 
 
 def test_validation_batches_and_saves_are_progress_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

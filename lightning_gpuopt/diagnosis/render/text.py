@@ -33,6 +33,8 @@ def render_text(report: RunRecord, width: int = 80) -> str:
     """
     console = new_console(width)
     console.print(Text(_headline(report)))
+    if report.why_not_measured:
+        console.print(Text(report.why_not_measured))
     if report.wall_s > 0:
         console.print(_phase_table(report))
     for count, finding in enumerate(report.findings, start=1):
@@ -55,7 +57,7 @@ def render_text(report: RunRecord, width: int = 80) -> str:
     _print_changes(console, report)
     for hint in report.hints:
         console.print(Text(f"Hint: {hint.text} {hint.setting}"))
-    for note in report.notes:
+    for note in report.notes[1:] if report.why_not_measured else report.notes:
         console.print(Text(f"Note: {note}"))
     return text_of(console)
 

@@ -325,6 +325,9 @@ def no_proof_line(comparison: Comparison) -> str | None:
     """Why two runs prove nothing of one another; None where they do, or where the later one has proofs of its own."""
     if comparison.proofs or (comparison.after.proofs and not comparison.differences):
         return None
+    for name, run in (("earlier", comparison.before), ("later", comparison.after)):
+        if run.why_not_measured:
+            return f"The {name} run was not measured. {run.why_not_measured}"
     if comparison.differences:
         names = ", ".join(name.replace("_", " ") for name in comparison.differences)
         return f"The runs differ in {names}: what was advised before is not proved by this."
