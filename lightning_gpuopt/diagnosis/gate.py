@@ -78,20 +78,8 @@ def gate_of(comparison: Comparison, allowed_percent: float) -> Gate:
     )
 
 
-def phases_per_step(report: RunRecord) -> dict[str, float]:
-    """Host seconds of a mean step, by phase.
-
-    The first stretch of a run's timeline is its warm-up, and is left out wherever there is more than one.
-    """
-    steady = report.timeline[1:] or report.timeline
-    steps = sum(each.steps for each in steady)
-    if not steps:
-        return {name: seconds / report.steps for name, seconds in report.phases.items()} if report.steps else {}
-    return {name: sum(each.phases.get(name, 0.0) for each in steady) / steps for name in report.phases}
-
-
 def _phase_that_grew(before: RunRecord, after: RunRecord) -> tuple[str | None, float | None, float | None]:
-    first, second = phases_per_step(before), phases_per_step(after)
+    first, second = before.measured.step_phases_s, after.measured.step_phases_s
     grown = {name: second[name] - first.get(name, 0.0) for name in second if name not in BETWEEN_STEPS}
     phase = max(grown, key=lambda name: grown[name], default=None)
     if phase is None or grown[phase] <= 0:

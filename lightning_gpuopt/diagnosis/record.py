@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 from lightning_gpuopt.measurements.code_location import CodeLocation
@@ -112,6 +113,15 @@ class Stretch:
     phases: dict[str, float]
     gpu_utilization: float | None = None
 
+    def share(self, phase: str) -> float:
+        """A phase's share of its time, 0-1."""
+        return self.phases.get(phase, 0.0) / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def step_phases_s(self) -> dict[str, float]:
+        """Host seconds of a mean step, by phase; empty without steps."""
+        return {name: seconds / self.steps for name, seconds in self.phases.items()} if self.steps else {}
+
 
 @dataclass(frozen=True)
 class Proof:
@@ -196,6 +206,28 @@ class RunRecord:
     kernel_summary: dict[str, float] = field(default_factory=dict)
     idle_shares: dict[str, float] = field(default_factory=dict)
     risks: list[Risk] = field(default_factory=list)
+
+    @property
+    def measured(self) -> Stretch:
+        """The stretch that ``step_s`` and the findings are of: the steps after warm-up, and since the last change.
+
+        Stretches of the timeline end where it begins; where they were joined since, the nearest end counts. The whole
+        run where no step was measured.
+        """
+        if self.step_s is None or not self.timeline:
+            return self.whole
+        parts = self.timeline[1:] or self.timeline
+        if self.measured_steps is not None:
+            steps = list(accumulate(each.steps for each in reversed(self.timeline)))
+            nearest = min(range(len(steps)), key=lambda index: abs(steps[index] - (self.measured_steps or 0)))
+            parts = self.timeline[-nearest - 1 :]
+        phases = {name: sum(each.phases.get(name, 0.0) for each in parts) for name in self.phases}
+        return Stretch(parts[0].start_s, sum(each.wall_s for each in parts), sum(each.steps for each in parts), phases)
+
+    @property
+    def whole(self) -> Stretch:
+        """The whole run."""
+        return Stretch(0.0, self.wall_s, self.steps, self.phases)
 
     @property
     def why_not_measured(self) -> str:

@@ -367,6 +367,42 @@ class TestReportFile:
         assert printed.err == f"Not judged: the later run has no step after its warm-up. {why}\n"
         assert f"The later run was not measured. {why}" in " ".join(printed.out.split())
 
+    @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+    def test_all_figures_of_a_table_are_of_the_steps_since_the_last_change(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        class Faster(Model):
+            def train_dataloader(self) -> DataLoader[Any]:
+                slow = self.trainer.current_epoch == 0
+                return DataLoader(SleepyData(sleep_s=0.015 if slow else 0.0), batch_size=2, pin_memory=not slow)
+
+        detector = StallDetector(3e-2, window_size=10, warmup_steps=3, on_stall="ignore", report_dir=tmp_path)
+        loop = {"max_epochs": 2, "max_steps": -1, "reload_dataloaders_every_n_epochs": 1}
+        report = run(tmp_path, Faster(step_s=0.02), detector=detector, **loop)
+        assert (report.verdict, report.steps, report.measured_steps) == ("compute_bound", 64, 28)
+        assert (report.step_s, report.phases["data_wait"]) == (of(0.02), pytest.approx(31 * 0.03, abs=0.02))
+        rows = self.rows(capsys.readouterr().out)
+        assert rows["where"] == ["the", "time", "went", "last", "28", "steps", "share", "whole", "run", "share"]
+        assert self.numbers(rows["forward"]) == pytest.approx([0.56, 100, 1.28, 57], abs=1)
+        assert self.numbers(rows["data_wait"]) == pytest.approx([0, 0, 0.93, 41], abs=1)
+        file = str(tmp_path / "report.json")
+        assert main(["report", file, file]) == 0
+        printed = capsys.readouterr().out
+        assert "the last 28 of 64 steps before, the last 28 of 64 steps after" in " ".join(printed.split())
+        rows = self.rows(printed)
+        assert self.numbers(rows["step"]) == pytest.approx([20, 20], abs=1)
+        assert self.numbers(rows["forward"]) == pytest.approx([20, 100, 20, 100], abs=1)
+        assert self.numbers(rows["data_wait"]) == pytest.approx([0, 0, 0, 0], abs=1)
+
+    @staticmethod
+    def rows(text: str) -> dict[str, list[str]]:
+        """A table's lines by their first words."""
+        return {words[0]: words[1:] for line in text.splitlines() if (words := line.split())}
+
+    @staticmethod
+    def numbers(words: list[str]) -> list[float]:
+        return [float(each.strip("()")) for each in words if each.strip("()").replace(".", "").isdecimal()]
+
     @staticmethod
     def shown(capsys: pytest.CaptureFixture[str], file: Path) -> str:
         assert main(["report", str(file)]) == 0

@@ -160,11 +160,12 @@ def step_time_chart(report: RunRecord) -> Chart | None:
 
 
 def phase_chart(report: RunRecord) -> Chart | None:
-    """Seconds of the whole run by phase, the longest on top."""
-    phases = sorted((item for item in report.phases.items() if item[1] > 0), key=lambda item: item[1])
-    if not phases or report.wall_s <= 0:
+    """Seconds by phase, of the measured steps where they are not the run, the longest on top."""
+    name, stretch = wording.time_bases(report)[0]
+    phases = sorted((item for item in stretch.phases.items() if item[1] > 0), key=lambda item: item[1])
+    if not phases or stretch.wall_s <= 0:
         return None
-    texts = [f"{wording.duration(seconds)} ({wording.percent(seconds / report.wall_s)})" for _, seconds in phases]
+    texts = [f"{wording.duration(seconds)} ({wording.percent(stretch.share(phase))})" for phase, seconds in phases]
     figure = go.Figure()
     figure.add_bar(
         x=[seconds for _, seconds in phases],
@@ -179,12 +180,12 @@ def phase_chart(report: RunRecord) -> Chart | None:
     figure.update_xaxes(visible=False, range=[0, phases[-1][1] * 1.6])
     figure.update_yaxes(showgrid=False, ticksuffix="  ")
     alt = "; ".join(f"{phase} {text}" for (phase, _), text in zip(reversed(phases), reversed(texts), strict=True))
-    return _chart("phases", f"Seconds by phase: {alt}.", _ROW_PX * len(phases) + 40, figure)
+    return _chart("phases", f"Seconds by phase, {name}: {alt}.", _ROW_PX * len(phases) + 40, figure)
 
 
 def comparison_chart(comparison: Comparison) -> Chart | None:
-    """Milliseconds of a step by phase, before and after."""
-    runs = [run for run in (comparison.after, comparison.before) if run.steps]
+    """Milliseconds of a step by phase, before and after, of the measured steps."""
+    runs = [run.measured for run in (comparison.after, comparison.before) if run.steps]
     if len(runs) < 2:
         return None
     names = ["after", "before"]
@@ -199,7 +200,7 @@ def comparison_chart(comparison: Comparison) -> Chart | None:
             hovertemplate="%{x:.3s} ms",
         )
     figure.update_layout(barmode="stack", legend=_LEGEND | {"y": -0.5})
-    figure.update_xaxes(title={"text": "milliseconds per step, the whole run", "standoff": 8})
+    figure.update_xaxes(title={"text": "milliseconds per step", "standoff": 8})
     figure.update_yaxes(showgrid=False, ticksuffix="  ")
     walls = [wording.duration(run.wall_s / run.steps) for run in runs]
     return _chart("comparison", f"Wall time per step: {walls[1]} before, {walls[0]} after.", 300, figure)

@@ -49,6 +49,7 @@ def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
             report=report,
             meaning=cause_of(report.verdict).meaning,
             comparison=comparison,
+            comparison_base=wording.comparison_base(comparison) if comparison is not None else None,
             comparison_rows=wording.comparison_rows(comparison) if comparison is not None else [],
             no_proof_line=wording.no_proof_line(comparison) if comparison is not None else None,
             key_numbers=_key_numbers(report),
@@ -60,6 +61,7 @@ def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
             kernel_rows=wording.kernel_rows(report),
             outlier_rows=_outlier_rows(report),
             change_rows=wording.change_rows(report.changes),
+            time_bases=wording.time_bases(report),
             kept_code=wording.kept_code(report.changes),
             proofs=wording.all_proofs(report, comparison),
             charts=charts,
@@ -107,10 +109,11 @@ def _key_numbers(report: RunRecord) -> list[tuple[str, str]]:
     if report.step_s is not None:
         part = f" ({part})" if (part := wording.measured_part(report)) else ""
         numbers.append((f"Time of a step{part}", wording.duration(report.step_s)))
-    if report.wall_s > 0:
-        numbers.append(("Waiting for data", wording.percent(report.phases.get("data_wait", 0.0) / report.wall_s)))
+    measured = wording.time_bases(report)[0][1]
+    if measured.wall_s > 0:
+        numbers.append(("Waiting for data", wording.percent(measured.share("data_wait"))))
         if report.gpu_idle_s is not None:
-            numbers.append(("GPU idle", wording.percent(report.gpu_idle_s / report.wall_s)))
+            numbers.append(("GPU idle", wording.percent(min(report.gpu_idle_s / measured.wall_s, 1.0))))
     if report.headroom is not None:
         numbers.append(("Headroom in a step", wording.percent(report.headroom)))
     return numbers

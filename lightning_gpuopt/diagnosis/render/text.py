@@ -105,6 +105,7 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
     console.print(Text(f"Verdict: {before.verdict} → {after.verdict}"))
     if comparison.speedup is not None:
         console.print(Text(f"Measured speed-up: {wording.speedup(comparison.speedup)}"))
+    console.print(Text(wording.comparison_base(comparison)))
     console.print(_comparison_table(comparison))
     for proof in wording.all_proofs(after, comparison):
         console.print(Text(wording.proof_line(proof)))
@@ -146,22 +147,26 @@ def _print_finding(console: Console, count: int, finding: Finding) -> None:
 
 
 def _phase_table(report: RunRecord) -> Table:
+    bases = wording.time_bases(report)
+    several = len(bases) > 1
+    width, unit = (_BAR_WIDTH // 3, " s") if several else (_BAR_WIDTH, "")
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("where the time went")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("", min_width=_BAR_WIDTH)
-    for phase, seconds in sorted(report.phases.items(), key=lambda item: item[1], reverse=True):
-        share = seconds / report.wall_s
-        if seconds > 0:
-            bar = "█" * round(share * _BAR_WIDTH)
-            table.add_row(Text(phase), f"{seconds:.2f}", f"{share * 100:.1f} %", bar)
+    for name, _ in bases:
+        table.add_column(name if several else "seconds", justify="right")
+        table.add_column("share", justify="right")
+    table.add_column("", min_width=width)
+    first = bases[0][1]
+    for phase in sorted(report.phases, key=first.share, reverse=True):
+        if report.phases[phase] > 0:
+            pairs = [(f"{each.phases[phase]:.2f}{unit}", f"{each.share(phase) * 100:.1f} %") for _, each in bases]
+            table.add_row(Text(phase), *sum(pairs, ()), "█" * round(first.share(phase) * width))
     return table
 
 
 def _comparison_table(comparison: Comparison) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
+    table.add_column("per step (share of time)")
     for column in ("before", "after"):
         table.add_column(column, justify="right")
     for row in wording.comparison_rows(comparison):

@@ -13,11 +13,12 @@ from lightning_gpuopt.diagnosis.refuted import COSTS_MORE
 from lightning_gpuopt.diagnosis.where import finding_name
 from lightning_gpuopt.measurements.code_location import INSTALLED, short
 from lightning_gpuopt.measurements.loader_model import HEADROOM_LEFT
+from lightning_gpuopt.measurements.phases import BETWEEN_STEPS
 
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.compare import Comparison
     from lightning_gpuopt.diagnosis.gate import Gate
-    from lightning_gpuopt.diagnosis.record import Change, Finding, HotSpots, Proof, Risk, RunRecord
+    from lightning_gpuopt.diagnosis.record import Change, Finding, HotSpots, Proof, Risk, RunRecord, Stretch
     from lightning_gpuopt.measurements.loader_costs import Interval
 
 _ADDS_UP: Final = 0.02
@@ -334,34 +335,48 @@ def no_proof_line(comparison: Comparison) -> str | None:
     return "None of the settings advised before is in force after."
 
 
-def comparison_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """Two runs beside each other, as (what, before, after): speed, then seconds per step and share of each phase."""
-    before, after = comparison.before, comparison.after
-    rows = [
-        ("step time", _step_time(before), _step_time(after)),
-        ("steps per second", _steps_per_second(before), _steps_per_second(after)),
+def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Two runs beside each other, as (what, before, after): speed, then time per step and share of each phase.
+
+    All of the same steps: those after warm-up, and since the last change.
+    """
+    runs = (comparison.before, comparison.after)
+    before, after = (run.measured for run in runs)
+    rows: list[tuple[str, ...]] = [
+        ("step time", *(duration(run.step_s) if run.step_s is not None else "unknown" for run in runs)),
+        ("steps per second", *(number(1 / run.step_s) if run.step_s else "unknown" for run in runs)),
     ]
-    shares = {
-        phase: max(_share(before, phase), _share(after, phase)) for phase in before.phases.keys() | after.phases.keys()
-    }
-    for phase in sorted(shares, key=lambda name: (-shares[name], name)):
+    names = before.phases.keys() | after.phases.keys()
+    shares = {phase: max(before.share(phase), after.share(phase)) for phase in names}
+    for phase in sorted(shares, key=lambda name: (name in BETWEEN_STEPS, -shares[name], name)):
         if shares[phase] > 0:
-            rows.append((phase, _phase_cell(before, phase), _phase_cell(after, phase)))
+            name = f"between steps: {phase}" if phase in BETWEEN_STEPS else phase
+            rows.append((name, _phase_cell(before, phase), _phase_cell(after, phase)))
     return rows
 
 
-def _step_time(report: RunRecord) -> str:
-    return duration(report.step_s) if report.step_s is not None else "unknown"
+def _phase_cell(stretch: Stretch, phase: str) -> str:
+    share = percent(stretch.share(phase))
+    return f"{number(stretch.step_phases_s.get(phase, 0.0) * 1e3)} ms ({share})" if stretch.steps else share
 
 
-def _steps_per_second(report: RunRecord) -> str:
-    return number(1 / report.step_s) if report.step_s else "unknown"
+def comparison_base(comparison: Comparison) -> str:
+    """Which steps of two runs their rows are of."""
+    before, after = (_steps(run) for run in (comparison.before, comparison.after))
+    return f"Measured: {before} before, {after} after (without warm-up, since the last change)."
 
 
-def _share(report: RunRecord, phase: str) -> float:
-    return report.phases.get(phase, 0.0) / report.wall_s if report.wall_s > 0 else 0.0
+def _steps(report: RunRecord) -> str:
+    steps = report.measured_steps
+    if report.step_s is None:
+        return f"none of {report.steps} steps"
+    return f"{report.steps} steps" if steps in (None, report.steps) else f"the last {steps} of {report.steps} steps"
 
 
-def _phase_cell(report: RunRecord, phase: str) -> str:
-    share = percent(_share(report, phase))
-    return f"{number(report.phases.get(phase, 0.0) / report.steps * 1e3)} ms ({share})" if report.steps else share
+def time_bases(report: RunRecord) -> list[tuple[str, Stretch]]:
+    """What the table of phases is of: the measured steps and the whole run, or one of them where they are the same."""
+    measured, whole = report.measured, report.whole
+    if report.measured_steps is None or abs(measured.wall_s - whole.wall_s) <= _ADDS_UP * whole.wall_s:
+        return [("the whole run", whole)]
+    last = "last step" if report.measured_steps == 1 else f"last {report.measured_steps} steps"
+    return [(last, measured), ("whole run", whole)]

@@ -133,7 +133,7 @@ def test_every_chart_says_what_it_shows(page: Page, comparison_page: Page) -> No
         "step-times": (
             "Distribution of 100 step times: median 100 ms, p90 110 ms, p99 300 ms, slowest 400 ms; 2 outliers."
         ),
-        "phases": "Seconds by phase: data_wait 6 s (60 %); forward 3 s (30 %); other 1 s (10 %).",
+        "phases": "Seconds by phase, the whole run: data_wait 6 s (60 %); forward 3 s (30 %); other 1 s (10 %).",
     }
     (comparison, _) = comparison_page.with_class("chart")
     assert comparison["aria-label"] == "Wall time per step: 100 ms before, 50 ms after."
@@ -201,7 +201,7 @@ def test_where_nothing_is_left_to_gain_it_says_so(page: Page, comparison_page: P
 
 
 def test_before_and_after(comparison_page: Page) -> None:
-    rows = rows_after(comparison_page, "Per step (share of run)", "Before", "After")
+    rows = rows_after(comparison_page, "Per step (share of time)", "Before", "After")
     assert list(itertools.islice(rows, 15)) == [
         *("step time", "100 ms", "50 ms", "steps per second", "10", "20"),
         *("forward", "30 ms (30 %)", "39 ms (78 %)", "data_wait", "60 ms (60 %)", "1 ms (2.0 %)"),
