@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from lightning_gpuopt.measurements.code_location import CodeLocation
 from lightning_gpuopt.measurements.kernels import KernelShare
 from lightning_gpuopt.measurements.loader_costs import LoaderCosts
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import StepTimes
+
+ENOUGH_STEPS: Final = 30
+"""Steps on either side below which a measured gain proves nothing."""
 
 
 @dataclass(frozen=True)
@@ -132,17 +135,26 @@ class Proof:
         settings: what was changed.
         predicted: steady steps per second, after over before, as (low, mid, high); None where it was not predicted.
         measured: the same, measured.
+        steps: how many steps it was measured in, before and after; None where that is not known.
     """
 
     cause: str
     settings: dict[str, Any]
     predicted: tuple[float, float, float] | None
     measured: float
+    steps: tuple[int, int] | None = None
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are enough steps on both sides to prove something."""
+        return self.steps is None or min(self.steps) >= ENOUGH_STEPS
 
     @property
     def kept(self) -> bool | None:
-        """Whether the measured gain lies in the predicted interval; None where nothing was predicted."""
-        return self.predicted[0] <= self.measured <= self.predicted[2] if self.predicted is not None else None
+        """Whether the measured gain lies in the predicted interval; None where that is not known."""
+        if self.predicted is None or not self.enough:
+            return None
+        return self.predicted[0] <= self.measured <= self.predicted[2]
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class StallReport(RunRecord):
                         Finding(**_only(Finding, _tupled(each, "predicted_speedup"))) for each in data["findings"]
                     ],
                     "proofs": [
-                        Proof(**_only(Proof, _tupled({"predicted": None} | each, "predicted")))
+                        Proof(**_only(Proof, _tupled(_tupled({"predicted": None} | each, "predicted"), "steps")))
                         for each in data["proofs"]
                     ],
                     "changes": [_change(each) for each in data.get("changes", [])],

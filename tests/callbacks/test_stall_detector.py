@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from lightning_gpuopt import StallDetector, StallError
 from lightning_gpuopt.cli import main
 from lightning_gpuopt.detector import session
 from lightning_gpuopt.detector.session import DetectorSession
-from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA
+from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, Finding
+from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import PHASES
 from lightning_gpuopt.timeline.hang import HangWatch
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
@@ -393,6 +395,19 @@ class TestReportFile:
         assert self.numbers(rows["step"]) == pytest.approx([20, 20], abs=1)
         assert self.numbers(rows["forward"]) == pytest.approx([20, 100, 20, 100], abs=1)
         assert self.numbers(rows["data_wait"]) == pytest.approx([0, 0, 0, 0], abs=1)
+
+    def test_advice_that_was_followed_for_a_few_steps_only_has_no_measured_gain(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        slow = Finding("main_process_loading", 0.5, {}, "", {"prefetch_factor": 4}, (1.1, 1.2, 1.3))
+        first = run(tmp_path, Model(), detector=StallDetector(report_dir=tmp_path), max_steps=36)
+        advised = replace(first, findings=[slow], loader=LoaderFacts(), step_s=0.08)
+        advised.save_json(tmp_path / "report.json")
+        detector = StallDetector(report_dir=tmp_path, on_stall="ignore")
+        loader = {"num_workers": 1, "prefetch_factor": 4}
+        (proof,) = run(tmp_path, Model(step_s=0.02, **loader), detector=detector, max_steps=16).proofs
+        assert (proof.steps, proof.kept) == ((31, 11), None)
+        assert "measured not enough steps (31 steps before, 11 after)" in " ".join(capsys.readouterr().out.split())
 
     @staticmethod
     def rows(text: str) -> dict[str, list[str]]:

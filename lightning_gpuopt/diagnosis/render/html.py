@@ -24,7 +24,7 @@ from lightning_gpuopt.diagnosis.render.charts import (
 
 _PACKAGE: Final = "lightning_gpuopt.diagnosis.render"
 _FOLDER: Final = "page"
-_FILTERS: Final = ("arguments", "evidence", "gain", "percent", "place_rows", "places", "speedup", "words")
+_FILTERS: Final = ("arguments", "evidence", "gain", "percent", "place_rows", "places", "measured_gain", "words")
 
 
 def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
@@ -49,6 +49,7 @@ def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
             report=report,
             meaning=cause_of(report.verdict).meaning,
             comparison=comparison,
+            speedup_line=wording.speedup_line(comparison) if comparison is not None else None,
             comparison_base=wording.comparison_base(comparison) if comparison is not None else None,
             comparison_rows=wording.comparison_rows(comparison) if comparison is not None else [],
             no_proof_line=wording.no_proof_line(comparison) if comparison is not None else None,

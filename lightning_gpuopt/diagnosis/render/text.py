@@ -103,8 +103,8 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
     before, after = comparison.before, comparison.after
     console = new_console(width)
     console.print(Text(f"Verdict: {before.verdict} → {after.verdict}"))
-    if comparison.speedup is not None:
-        console.print(Text(f"Measured speed-up: {wording.speedup(comparison.speedup)}"))
+    if (line := wording.speedup_line(comparison)) is not None:
+        console.print(Text(line))
     console.print(Text(wording.comparison_base(comparison)))
     console.print(_comparison_table(comparison))
     for proof in wording.all_proofs(after, comparison):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_gpuopt.diagnosis.causes.table import FACTS_SHOWN, cause_of
+from lightning_gpuopt.diagnosis.record import ENOUGH_STEPS
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE
 from lightning_gpuopt.diagnosis.where import finding_name
 from lightning_gpuopt.measurements.code_location import INSTALLED, short
@@ -136,7 +137,26 @@ def arguments(settings: dict[str, Any]) -> str:
 def proof_line(proof: Proof) -> str:
     """What was predicted of a setting, and what was measured."""
     predicted = f"predicted {gain(proof.predicted)}, " if proof.predicted is not None else ""
-    return f"{proof.cause}: {arguments(proof.settings)}: {predicted}measured {speedup(proof.measured)}"
+    return f"{proof.cause}: {arguments(proof.settings)}: {predicted}measured {measured_gain(proof)}"
+
+
+def measured_gain(proof: Proof) -> str:
+    """What was measured of a proof, and in how many steps; not a figure where they are not enough."""
+    figure = speedup(proof.measured) if proof.enough else "not enough steps"
+    return figure if proof.steps is None else f"{figure} ({_both(proof.steps)})"
+
+
+def speedup_line(comparison: Comparison) -> str | None:
+    """What one run gained over another; None where that is not known."""
+    if comparison.speedup is not None:
+        return f"Measured speed-up: {speedup(comparison.speedup)}"
+    if comparison.steps is None or not comparison.before.step_s or not comparison.after.step_s:
+        return None
+    return f"Measured speed-up: not enough steps ({_both(comparison.steps)}, {ENOUGH_STEPS} each are needed)"
+
+
+def _both(steps: tuple[int, int]) -> str:
+    return f"{steps[0]} steps before, {steps[1]} after"
 
 
 def change_line(change: Change) -> str:

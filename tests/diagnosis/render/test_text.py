@@ -113,8 +113,25 @@ def test_two_runs_side_by_side() -> None:
         " other                      10 ms (10 %)   10 ms (20 %)",
         "",
         "slow_storage: num_workers=6, persistent_workers=True: predicted 2.1x (1.8x to",
-        "2.4x), measured 2.0x",
+        "2.4x), measured 2.0x (100 steps before, 100 after)",
     ]
+
+
+@pytest.mark.parametrize(("steps", "enough"), [(29, False), (30, True)])
+def test_a_gain_of_too_few_steps_is_no_figure(steps: int, enough: bool) -> None:
+    comparison = compare(before(), replace(after(), measured_steps=steps))
+    (proof,) = comparison.proofs
+    assert (comparison.speedup, proof.kept) == ((2.0, True) if enough else (None, None))
+    sides = f"100 steps before, {steps} after"
+    figure = f"2.0x ({sides})" if enough else f"not enough steps ({sides})"
+    line = "Measured speed-up: 2.0x" if enough else f"Measured speed-up: not enough steps ({sides}, 30 each are needed)"
+    shown = render_comparison(comparison, 200).splitlines()
+    assert shown[1] == line
+    assert shown[-1].endswith(f", measured {figure}")
+    page = render_html(replace(after(), measured_steps=steps), baseline=before())
+    assert f"<strong>{line}</strong>" in page
+    assert f"<td>{figure}</td>".replace(" ", "\N{NO-BREAK SPACE}").replace("\N{NO-BREAK SPACE}(", " (") in page
+    assert ("2.0x" in page) is enough
 
 
 def test_a_comparison_of_what_was_not_measured() -> None:
