@@ -61,6 +61,7 @@ def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
             kernel_kinds_line=wording.kernel_kinds_line(report),
             kernel_rows=wording.kernel_rows(report),
             outlier_rows=_outlier_rows(report),
+            outcome_heading=wording.outcome_heading(report.changes),
             change_rows=wording.change_rows(report.changes),
             time_bases=wording.time_bases(report),
             kept_code=wording.kept_code(report.changes),

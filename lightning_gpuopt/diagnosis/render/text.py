@@ -28,17 +28,20 @@ def render_text(report: RunRecord, width: int = 80) -> str:
         width: columns of the terminal.
 
     Returns:
-        The verdict, the table of phases, the findings with the figures that decided and what they predict, risks, the
-        time in which GPUs stood still, and the proofs, without a newline at the end.
+        What was changed and gained, the verdict, the findings with the figures that decided and what they predict, the
+        table of phases, risks, and the time in which GPUs stood still, without a newline at the end.
     """
     console = new_console(width)
+    _print_changes(console, report)
+    for proof in report.proofs:
+        console.print(Text(wording.proof_line(proof)))
     console.print(Text(_headline(report)))
     if report.why_not_measured:
         console.print(Text(report.why_not_measured))
-    if report.wall_s > 0:
-        console.print(_phase_table(report))
     for count, finding in enumerate(report.findings, start=1):
         _print_finding(console, count, finding)
+    if report.wall_s > 0:
+        console.print(_phase_table(report))
     for risk in report.risks:
         console.print(Text(f"Risk: {risk.risk}"))
         for text in (risk.text, risk.advice):
@@ -52,9 +55,6 @@ def render_text(report: RunRecord, width: int = 80) -> str:
         if line is not None:
             console.print(Text(line))
     _print_kernels(console, report)
-    for proof in report.proofs:
-        console.print(Text(wording.proof_line(proof)))
-    _print_changes(console, report)
     for hint in report.hints:
         console.print(Text(f"Hint: {hint.text} {hint.setting}"))
     for note in report.notes[1:] if report.why_not_measured else report.notes:

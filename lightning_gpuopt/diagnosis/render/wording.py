@@ -176,6 +176,17 @@ def outcome(change: Change) -> str:
     return f"{word} ({change.why})" if change.why else word
 
 
+def outcome_heading(changes: Sequence[Change]) -> str:
+    """What became of the changes, as a heading: ``"Changed: num_workers 1 → 6 (3.9x)"``; empty without any."""
+    kept = [
+        f"{each.setting} {each.from_} → {each.to}"
+        + (f" ({speedup(each.measured)})" if each.measured is not None else "")
+        for each in changes
+        if each.kept
+    ]
+    return f"Changed: {', '.join(kept)}" if kept else "No change was kept" if changes else ""
+
+
 def change_rows(changes: Sequence[Change]) -> list[tuple[str, ...]]:
     """A row for each change: setting, from, to, predicted, measured, outcome."""
     return [

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.compare import compare
+from lightning_gpuopt.diagnosis.record import Change
 from lightning_gpuopt.diagnosis.render.charts import PHASE_COLORS, color_of
 from lightning_gpuopt.diagnosis.render.html import render_html
 from lightning_gpuopt.diagnosis.report import Finding, StallReport, Stretch
@@ -77,9 +79,8 @@ def comparison_page() -> Page:
 
 
 def headings(page: Page) -> list[str]:
-    titles = ("h-comparison", "h-numbers", "h-findings", "h-proofs", "h-timeline", "h-step-times", "h-phases")
-    ids = [attributes.get("id") for attributes in page.all("h2")]
-    return [name.removeprefix("h-") for name in ids if name in (*titles, "h-notes", "h-environment")]
+    ids = [attributes.get("id") or "" for attributes in page.all("h2")]
+    return [name.removeprefix("h-") for name in ids if name not in ("h-kernels", "h-hints", "h-risks")]
 
 
 def rows_after(page: Page, *head: str) -> Iterator[str]:
@@ -97,9 +98,29 @@ def test_the_page_goes_from_the_verdict_to_the_versions(page: Page, comparison_p
         "Slow storage",
         "The loader spends most of its time waiting for storage.",
     ]
-    order = ["numbers", "findings", "proofs", "timeline", "step-times", "phases", "notes", "environment"]
+    order = ["proofs", "numbers", "phases", "findings", "timeline", "step-times", "notes", "environment"]
     assert headings(page) == order
-    assert headings(comparison_page) == ["comparison", "numbers", "findings", "proofs", "phases"]
+    assert headings(comparison_page) == ["comparison", "proofs", "numbers", "phases", "findings"]
+
+
+def test_what_was_changed_comes_first_and_then_what_is_left() -> None:
+    kept = Change("num_workers", 1, 6, (3.5, 4.0, 4.5), 3.9, kept=True)
+    tried = Change("prefetch_factor", 2, 8, None, 1.0, kept=False, why="no gain")
+    page = Page(render_html(replace(before(), changes=[kept, tried])))
+    start = page.texts.index("Changed: num_workers 1 → 6 (3.9x)")
+    assert page.texts[start + 1] == "Changes while training ran"
+    assert headings(page)[:5] == ["changes", "proofs", "left", "numbers", "phases"]
+    assert page.texts[page.texts.index("Now: Slow storage") + 1] == cause_of("slow_storage").meaning
+    assert "No change was kept" in Page(render_html(replace(before(), changes=[tried]))).texts
+    lines = str(replace(before(), changes=[kept, tried])).splitlines()
+    assert lines[:3] == [
+        "Changes while training ran:",
+        "  num_workers 1 → 6: predicted 4.0x (3.5x to 4.5x), measured 3.9x, kept",
+        "  prefetch_factor 2 → 8: measured 1.00x, taken back (no gain)",
+    ]
+    starts = ("To have them", "main_process_loading: num_workers=2", "Verdict: ", "1. ", "2. ", " where the time went")
+    found = [next(number for number, line in enumerate(lines) if line.startswith(start)) for start in starts]
+    assert found == sorted(found)
 
 
 def test_it_loads_nothing(page: Page) -> None:
