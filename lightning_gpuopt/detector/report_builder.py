@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import re
+import shlex
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -28,6 +33,9 @@ from lightning_gpuopt.diagnosis.where import hot_spots_of
 from lightning_gpuopt.diagnosis.witnesses import idle_shares
 from lightning_gpuopt.measurements.phases import STEP_HOOKS, PhaseTimes
 from lightning_gpuopt.timeline.windows import Window
+
+_SECRET: Final = re.compile("key|token|secret|passw", re.IGNORECASE)
+"""What an option is called whose value is shown to nobody."""
 
 _LARGE_BYTES: Final = 16 << 20
 """Bytes from which on a tensor or array in the hyperparameters is noted."""
@@ -182,6 +190,8 @@ def environment_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, st
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     gradient_bytes = None if is_sharded(trainer.strategy) else gradients_of(pl_module, accumulated=1).bytes
     return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "command": command_line(sys.orig_argv),
         "lightning_gpuopt": __version__,
         "lightning": lightning.version(),
         "torch": torch.__version__,
@@ -196,6 +206,17 @@ def environment_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, st
         "batch_size": ", ".join(str(_batch_size(each)) for each in lightning.train_loaders(trainer)),
         **({"gradient_bytes": str(gradient_bytes)} if gradient_bytes is not None else {}),
     }
+
+
+def command_line(words: Sequence[str]) -> str:
+    """A command as it would be typed, without the interpreter's folder, and without values that look secret."""
+    shown, hide = [os.path.basename(words[0])] if words else [], False
+    for word in words[1:]:
+        name, equals, _ = word.partition("=")
+        secret = _SECRET.search(name) is not None and name.startswith("-")
+        shown.append("***" if hide else f"{name}=***" if secret and equals else word)
+        hide = secret and not equals and not hide
+    return shlex.join(shown)
 
 
 def owners_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, object]:

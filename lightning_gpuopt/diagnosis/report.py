@@ -146,7 +146,7 @@ class StallReport(RunRecord):
         """Write the report as one self-contained page, whole or not at all; folders are made as needed.
 
         Args:
-            path: the file, of about 5 MB.
+            path: the file.
 
         Raises:
             OSError: the file cannot be written.

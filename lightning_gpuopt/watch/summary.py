@@ -1,7 +1,6 @@
 """What ``watch`` prints when the command has ended: read from the notes and reports of the processes under it.
 
-A page is made of one report alone, the one that is shown: it is of some 5 MB, and a search for hyperparameters has
-hundreds of fits.
+A page is made of one report alone, the one that is shown: a search for hyperparameters has hundreds of fits.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def _headline(report: RunRecord) -> str:
 def _print_finding(console: Console, count: int, finding: Finding) -> None:
     sure = "" if finding.confidence in (None, "high") else f" ({finding.confidence} confidence)"
     console.print(Text(f"{count}. {finding.cause}: {wording.percent(finding.share)} of the time{sure}"))
-    facts = ", ".join(f"{what} {value}" for what, value in wording.deciding_evidence(finding))
+    facts = wording.deciding_facts(finding)
     where = finding.evidence.get("where")
     for line in (finding.advice, f"where: {where}" if where else "", f"({facts})" if facts else ""):
         if line:

@@ -118,6 +118,11 @@ def deciding_evidence(finding: Finding) -> list[tuple[str, str]]:
     return [_fact(key, known[key]) for key in keys[:FACTS_SHOWN]]
 
 
+def deciding_facts(finding: Finding) -> str:
+    """:func:`deciding_evidence` in one line."""
+    return ", ".join(f"{what} {value}" for what, value in deciding_evidence(finding))
+
+
 def _fact(name: str, value: float | str) -> tuple[str, str]:
     text = value if isinstance(value, str) else number(value)
     if name in _RATES:
@@ -135,15 +140,12 @@ def arguments(settings: dict[str, Any]) -> str:
 
 
 def proof_line(proof: Proof) -> str:
-    """What was predicted of a setting, and what was measured."""
+    """What was predicted of a setting, and what was measured in how many steps; no figure where they are too few."""
     predicted = f"predicted {gain(proof.predicted)}, " if proof.predicted is not None else ""
-    return f"{proof.cause}: {arguments(proof.settings)}: {predicted}measured {measured_gain(proof)}"
-
-
-def measured_gain(proof: Proof) -> str:
-    """What was measured of a proof, and in how many steps; not a figure where they are not enough."""
     figure = speedup(proof.measured) if proof.enough else "not enough steps"
-    return figure if proof.steps is None else f"{figure} ({_both(proof.steps)})"
+    steps = f" ({_both(proof.steps)})" if proof.steps is not None else ""
+    outside = ", outside the interval" if proof.kept is False else ""
+    return f"{proof.cause}: {arguments(proof.settings)}: {predicted}measured {figure}{steps}{outside}"
 
 
 def speedup_line(comparison: Comparison) -> str | None:
@@ -185,21 +187,6 @@ def outcome_heading(changes: Sequence[Change]) -> str:
         if each.kept
     ]
     return f"Changed: {', '.join(kept)}" if kept else "No change was kept" if changes else ""
-
-
-def change_rows(changes: Sequence[Change]) -> list[tuple[str, ...]]:
-    """A row for each change: setting, from, to, predicted, measured, outcome."""
-    return [
-        (
-            each.setting,
-            str(each.from_),
-            str(each.to),
-            gain(each.predicted) if each.predicted is not None else "not predicted",
-            speedup(each.measured) if each.measured is not None else "–",
-            outcome(each),
-        )
-        for each in changes
-    ]
 
 
 def kept_code(changes: Sequence[Change]) -> list[str]:
@@ -411,3 +398,17 @@ def time_bases(report: RunRecord) -> list[tuple[str, Stretch]]:
         return [("the whole run", whole)]
     last = "last step" if report.measured_steps == 1 else f"last {report.measured_steps} steps"
     return [(last, measured), ("whole run", whole)]
+
+
+def phase_rows(report: RunRecord) -> list[tuple[str, float, list[str]]]:
+    """Each phase, the longest first: its name, its share of the first of :func:`time_bases`, and its time in each."""
+    bases = [stretch for _, stretch in time_bases(report)]
+    names = [name for name, seconds in report.phases.items() if seconds > 0 and report.wall_s > 0]
+    return [
+        (
+            name,
+            bases[0].share(name),
+            [f"{duration(each.phases[name])} ({percent(each.share(name))})" for each in bases],
+        )
+        for name in sorted(names, key=bases[0].share, reverse=True)
+    ]
