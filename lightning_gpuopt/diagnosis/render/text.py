@@ -149,7 +149,7 @@ def _print_finding(console: Console, count: int, finding: Finding) -> None:
 def _phase_table(report: RunRecord) -> Table:
     bases = wording.time_bases(report)
     several = len(bases) > 1
-    width, unit = (_BAR_WIDTH // 3, " s") if several else (_BAR_WIDTH, "")
+    width, unit = (_BAR_WIDTH // 5, " s") if several else (_BAR_WIDTH, "")
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("where the time went")
     for name, _ in bases:
