@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 from lightning_gpuopt.diagnosis.report import StallReport, Stretch
@@ -26,7 +25,7 @@ from lightning_gpuopt.timeline.steps import StepClock
 from lightning_gpuopt.timeline.windows import Windows
 
 TARGET_S = 2.0
-TARGET_BYTES = 6_000_000
+TARGET_BYTES = 1_000_000
 WARMUP_STEPS = 5
 
 ACTIONS = {
@@ -88,7 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure save_html after a long run.")
     parser.add_argument("--steps", type=int, default=100_000, help="steps of the run")
     options = parser.parse_args()
-    print(f"{platform.platform()}, Python {platform.python_version()}, plotly {version('plotly')}")
+    print(f"{platform.platform()}, Python {platform.python_version()}")
     report = long_run(options.steps)
     print(
         f"{report.steps} steps: {len(report.timeline)} stretches, {len(report.step_times.counts)} bins, "

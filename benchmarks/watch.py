@@ -1,11 +1,15 @@
 """What ``lightning-gpuopt watch --fix`` brings to a script as it is, beside ``watch`` alone.
 
-    python benchmarks/watch.py [--rounds N] [--output FILE] [--sections forked spawned]
+    python benchmarks/watch.py [--rounds N] [--output FILE] [--sections forked spawned] [--page FILE]
 
 The script's samples wait 2 ms each, as for a remote storage, in batches of 8, with one worker; its step takes 3 ms.
 In section ``spawned`` the worker is started by spawn, anew for each of five epochs of 200 steps: there starting
 workers is what costs, and the whole training is compared. The two ways take turns. Printed are the medians over the
-rounds, with the machine and the versions; they go into ``benchmarks/results/watch-cpu.json``.
+rounds, with the machine and the versions; they go into ``benchmarks/results/watch-cpu.json``, with what the last round
+has printed, of which README's text is a part. ``--page`` keeps the page of its run without ``--fix``, which README's
+picture shows:
+
+    chromium --headless --hide-scrollbars --window-size=900,1120 --screenshot=docs/report.png file://$PWD/page.html
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -71,16 +76,24 @@ if __name__ == "__main__":
 SECTIONS = {"forked": ("fork", "1", "6000"), "spawned": ("spawn", "5", "1600")}
 
 
-def watched(folder: Path, section: str, *arguments: str) -> dict[str, Any]:
-    """The report of the script under ``watch``."""
+def watched(folder: Path, section: str, *arguments: str, page: Path | None = None) -> dict[str, Any]:
+    """The report of the script under ``watch``, and what was printed of it."""
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "lightning_gpuopt", "watch", *arguments, "--report-dir", "reports", "--"]
-    subprocess.run(
-        [*command, sys.executable, "train.py", *SECTIONS[section]], cwd=folder, check=True, capture_output=True
+    ran = subprocess.run(
+        [*command, sys.executable, "train.py", *SECTIONS[section]],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "80"},
     )
     newest = max((folder / "reports").glob("*/fit-1/report.json"), key=lambda path: path.stat().st_mtime)
+    if page is not None:
+        shutil.copy(newest.with_name("report.html"), page)
     report: dict[str, Any] = json.loads(newest.read_text())
-    return report
+    printed = ran.stderr.partition("── lightning-gpuopt watch ")[2].partition("\nReport: ")[0]
+    return report | {"printed": printed.splitlines()[1:]}
 
 
 def figures(reports: list[dict[str, Any]]) -> dict[str, float]:
@@ -91,18 +104,20 @@ def figures(reports: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def compared(section: str, rounds: int) -> dict[str, Any]:
+def compared(section: str, rounds: int, page: Path | None = None) -> dict[str, Any]:
     """The figures of both ways."""
     plain, fixed = [], []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            plain.append(watched(Path(folder), section))
+            plain.append(watched(Path(folder), section, page=page))
             fixed.append(watched(Path(folder), section, "--fix"))
     before, after = figures(plain), figures(fixed)
     return {
         "as_it_was": before,
         "fixed": after,
         "changes": [each["changes"] for each in fixed],
+        "printed": plain[-1]["printed"],
+        "printed_of_fixed": fixed[-1]["printed"],
         "speedup_of_the_step": before["step_ms"] / after["step_ms"],
         "speedup_of_the_training": before["training_s"] / after["training_s"],
     }
@@ -113,8 +128,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path)
     options = parser.parse_args()
-    sections = {name: compared(name, options.rounds) for name in options.sections}
+    sections = {name: compared(name, options.rounds, options.page) for name in options.sections}
     found = {
         "machine": f"{len(os.sched_getaffinity(0))} CPUs, {platform.machine()}, no GPU is used",
         "python": platform.python_version(),
@@ -125,7 +141,8 @@ def main() -> None:
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps({name: value for name, value in found.items() if name != "changes"}, indent=2))
+    left_out = ("changes", "printed", "printed_of_fixed")
+    print(json.dumps({name: value for name, value in found.items() if name not in left_out}, indent=2))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import shlex
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,13 +22,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, cli
+from packaging.requirements import Requirement
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gpuopt import LMDBDataset, LMDBWriter, build_lmdb
+from lightning_gpuopt import LMDBDataModule, LMDBDataset, LMDBWriter, StallDetector, build_lmdb
 from lightning_gpuopt.cli import COMMANDS, main
 from lightning_gpuopt.telemetry.keys import CROSS_DEVICE, METRICS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -87,8 +95,8 @@ def test_every_directive_belongs_to_a_block() -> None:
 
 # ---- what the pages take for granted ----
 
-MADE_BY_THE_PAGE = {"docs/data.md": ("train.lmdb",)}
-"""Datasets that a page writes itself."""
+MADE_BY_THE_PAGE = {"docs/data.md": ("train.lmdb",), "docs/lmdb.md": ("train.lmdb", "val.lmdb"), "docs/guide.md": ()}
+"""Datasets that a page writes itself, by its code or its commands: those of these pages are run, too."""
 
 PRELUDE = """
 import gc
@@ -204,10 +212,14 @@ def page_folder(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_code_of_a_page_runs(page: Path, page_folder: Callable[[Path], Path]) -> None:
     page_folder(page)
     names = namespace()
-    for block in blocks(page, "python"):
+    shown = blocks(page, "console") if name_of(page) in MADE_BY_THE_PAGE else []
+    for block in sorted([*blocks(page, "python"), *shown], key=lambda each: each.line):
         if block.reason:
             continue
-        if block.place == "training_step":
+        if block in shown:
+            for command in COMMAND.findall(block.code):
+                assert main(shlex.split(command, comments=True)[1:]) == 0, command
+        elif block.place == "training_step":
             run_in_training_step(block, names)
         else:
             exec(block.compiled(), names)
@@ -263,7 +275,30 @@ def test_the_commands_of_a_page_parse(
     assert ran == expected
 
 
+def test_no_help_shows_a_doubled_percent_sign(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        assert main([name, "--help"]) == 0
+        assert "%%" not in capsys.readouterr().out, name
+
+
+def test_a_plain_install_brings_what_lightning_s_cli_asks_for() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    ours = {each.name: each.extras for each in map(Requirement, declared)}
+    asked = Requirement(cli._JSONARGPARSE_SIGNATURES_AVAILABLE.requirement)
+    assert asked.extras <= ours[asked.name]
+
+
 # ---- tables and navigation ----
+
+
+@pytest.mark.parametrize(
+    ("page", "documented"), [("stall-detector", StallDetector), ("lmdb-datamodule", LMDBDataModule)]
+)
+def test_a_table_of_arguments_has_all_of_them(page: str, documented: type) -> None:
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    table = text.partition("| argument |")[2].partition("\n\n")[0].splitlines()[2:]
+    named = {name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert set(inspect.signature(documented).parameters) <= named
 
 
 def test_the_table_of_metrics_is_the_table_in_the_code() -> None:

@@ -78,8 +78,7 @@ class StallDetector(CallbackBase):
             ``report_dir/trace.json.gz``, which Perfetto opens; under ``profile="auto"`` as well. It waits for a look
             inside the step that is under way.
         print_report: print the report's table when ``fit`` has ended, on rank 0's stdout and as wide as the terminal,
-            under ``on_stall="ignore"`` too. Also after Ctrl-C, but not after other exceptions, and not where no step
-            came after the warm-up: then nothing was diagnosed.
+            under ``on_stall="ignore"`` too. Also after Ctrl-C, but not after other exceptions.
         prog_bar: show ``data 42 %`` in the Trainer's progress bar: the share of the last window's wall time, on CUDA of
             the GPU's, in which it waited for data. Refreshed with each window.
         profile: whether torch.profiler may record a few steps on CUDA, once, where the inside of the step has to be
@@ -167,7 +166,8 @@ class StallDetector(CallbackBase):
             return self._with_proofs(self._session.report())
         if self._report is not None:
             return self._report
-        return StallReport("compute_bound", 0.0, dict.fromkeys(PHASES, 0.0), [], notes=["No training has run yet."])
+        note = f"No training has run yet: a verdict needs {self.warmup_steps + 1} steps or more."
+        return StallReport("not_measured", 0.0, dict.fromkeys(PHASES, 0.0), [], notes=[note])
 
     def add_listener(self, listener: WindowListener) -> None:
         """Have another callback told what is found; once for each object.
@@ -433,7 +433,7 @@ class StallDetector(CallbackBase):
 
     def _print(self, trainer: Trainer, *, interrupted: bool = False) -> None:
         report = self._report
-        if not self.print_report or report is None or report.step_s is None:
+        if not self.print_report or report is None:
             return
         with Guard(self, trainer):
             text = render_text(report, shutil.get_terminal_size().columns)

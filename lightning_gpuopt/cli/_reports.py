@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from lightning_gpuopt.cli._parser import UsageError
 
@@ -11,11 +11,15 @@ if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.report import StallReport
 
 
+_PLACES: Final = ("report.json", "*/report.json", "*/*/report.json")
+
+
 def load_report(name: str) -> StallReport:
     """Read a report that ``StallDetector`` wrote.
 
     Args:
-        name: its path.
+        name: its path, or a folder that ``post-mortem`` takes: a ``report_dir``, that of a watched run, or of all its
+            runs; the last report in it counts.
 
     Raises:
         UsageError: it is not there, or no report.
@@ -23,10 +27,21 @@ def load_report(name: str) -> StallReport:
     from lightning_gpuopt.diagnosis.report import StallReport
 
     try:
-        return StallReport.from_json(Path(name).read_text(encoding="utf-8"))
+        return StallReport.from_json(_file(Path(name)).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
             f"expected a report.json, got {name}: {error.strerror}; StallDetector leaves one in its report_dir"
         ) from error
     except ValueError as error:
         raise UsageError(f"{name}: {error}; give a report.json that StallDetector wrote") from error
+
+
+def _file(path: Path) -> Path:
+    """The report itself, or the last one in a folder."""
+    if not path.is_dir():
+        return path
+    for place in _PLACES:
+        found = max(path.glob(place), key=lambda each: each.stat().st_mtime, default=None)
+        if found is not None:
+            return found
+    raise UsageError(f"expected a report.json, got {path}: none in that folder; StallDetector leaves one in report_dir")

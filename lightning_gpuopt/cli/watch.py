@@ -89,9 +89,7 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         with signals_held() as mask:
             code = run_child(command, flight.environment(watch.environment(os.environ)), mask, flight)
             why = _why_it_ended(flight, code, ended_by_us=options.ceiling)
-            _print_end(watch, list(command), code, options.report_dir)
-            if why:
-                _print(why)
+            _print_end(watch, list(command), code, options.report_dir, why)
             watch.end()
     except OSError as error:
         flight.close()
@@ -135,14 +133,15 @@ def _make_folder(parent: Path) -> Path:
     return folder
 
 
-def _print_end(watch: Watch, command: list[str], code: int, report_dir: str) -> None:
+def _print_end(watch: Watch, command: list[str], code: int, report_dir: str, died: str) -> None:
     """On stderr: what was found must not get into what the command has printed on stdout."""
     from lightning_gpuopt.watch.summary import render_end
 
     try:
-        text = render_end(watch, command, code, report_dir if report_dir != DEFAULT_FOLDER else None)
+        text = render_end(watch, command, code, report_dir if report_dir != DEFAULT_FOLDER else None, died=died)
     except Exception as error:  # the command's exit code counts for more
         text = f"lightning-gpuopt watch: the reports in {watch.folder} cannot be shown: {type(error).__name__}: {error}"
+        text = f"{died}\n{text}" if died else text
     _print(text)
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import re
+import shlex
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -28,6 +33,9 @@ from lightning_gpuopt.diagnosis.where import hot_spots_of
 from lightning_gpuopt.diagnosis.witnesses import idle_shares
 from lightning_gpuopt.measurements.phases import STEP_HOOKS, PhaseTimes
 from lightning_gpuopt.timeline.windows import Window
+
+_SECRET: Final = re.compile("key|token|secret|passw", re.IGNORECASE)
+"""What an option is called whose value is shown to nobody."""
 
 _LARGE_BYTES: Final = 16 << 20
 """Bytes from which on a tensor or array in the hyperparameters is noted."""
@@ -58,13 +66,14 @@ def report_of(
         padded: batches whose sequences were looked at.
         **known: fields of the report that are known already.
     """
-    if measured is not None:
+    steady = measured is not None and measured.waterfall.steps > 0
+    if measured is not None and steady:
         findings = _of_whole_run(findings, times, measured, threshold, known.get("changes", ()))
     waterfall = measured.waterfall if measured is not None else None
     kernels = measured.kernels if measured is not None else None
     read = measured is not None and measured.gpu is not None and measured.gpu.steps > 0
     return StallReport(
-        verdict=verdict_of(findings, look_missed=measured is not None and measured.look_missed),
+        verdict=verdict_of(findings, measured=steady, look_missed=measured is not None and measured.look_missed),
         wall_s=times.wall_s,
         phases=times.phases,
         findings=findings,
@@ -109,7 +118,12 @@ def _of_whole_run(
 
 
 def notes_of(
-    times: PhaseTimes, measured: Measurement | None, threshold: float, known: list[str], changed_after: int | None
+    times: PhaseTimes,
+    measured: Measurement | None,
+    threshold: float,
+    known: list[str],
+    changed_after: int | None,
+    least_steps: int,
 ) -> list[str]:
     """Notes on what could not be measured, and on what is no cause but worth knowing.
 
@@ -119,14 +133,19 @@ def notes_of(
         threshold: share of wall time from which on something is worth a word, 0-1.
         known: notes so far.
         changed_after: steps after which the loader was changed; None where it was not.
+        least_steps: those that a verdict needs, since then, warm-up included.
+
+    Returns:
+        The notes; where nothing was measured, the first says why.
     """
     if measured is None or not measured.times.steps:
         steps = times.steps - (changed_after or 0)
         count = "1 step has run" if steps == 1 else f"{steps} steps have run"
         since = "" if changed_after is None else " since the loader was changed"
-        return [*known, f"Only {count}{since}, warm-up included: nothing is diagnosed."]
+        needed = f"a verdict needs {least_steps} or more"
+        return [f"Only {count}{since}, warm-up included: nothing is diagnosed, {needed}.", *known]
     if measured.waterfall.on_gpu and not measured.waterfall.steps:
-        return [*known, "The GPU had finished no step after the warm-up when this was written: nothing is diagnosed."]
+        return ["The GPU had finished no step after the warm-up when this was written: nothing is diagnosed.", *known]
     return known + remarks(measured, threshold)
 
 
@@ -171,6 +190,8 @@ def environment_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, st
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     gradient_bytes = None if is_sharded(trainer.strategy) else gradients_of(pl_module, accumulated=1).bytes
     return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "command": command_line(sys.orig_argv),
         "lightning_gpuopt": __version__,
         "lightning": lightning.version(),
         "torch": torch.__version__,
@@ -185,6 +206,17 @@ def environment_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, st
         "batch_size": ", ".join(str(_batch_size(each)) for each in lightning.train_loaders(trainer)),
         **({"gradient_bytes": str(gradient_bytes)} if gradient_bytes is not None else {}),
     }
+
+
+def command_line(words: Sequence[str]) -> str:
+    """A command as it would be typed, without the interpreter's folder, and without values that look secret."""
+    shown, hide = [os.path.basename(words[0])] if words else [], False
+    for word in words[1:]:
+        name, equals, _ = word.partition("=")
+        secret = _SECRET.search(name) is not None and name.startswith("-")
+        shown.append("***" if hide else f"{name}=***" if secret and equals else word)
+        hide = secret and not equals and not hide
+    return shlex.join(shown)
 
 
 def owners_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, object]:

@@ -39,6 +39,7 @@ from lightning_gpuopt.diagnosis.diagnose import count_stalls, diagnose
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Change, Finding, Proof, Risk
 from lightning_gpuopt.diagnosis.report import StallReport
+from lightning_gpuopt.diagnosis.waterfall import Waterfall
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.gpu import AheadCopies
 from lightning_gpuopt.measurements.loading import LoaderFacts
@@ -146,7 +147,7 @@ class DetectorSession:
         self._windows = Windows(options.window_size, options.warmup_steps)
         self._accumulator: SteadyStateAccumulator | None = None
         self._proofs: list[Proof] = []
-        self._pending: tuple[list[Finding], float] | None = None
+        self._pending: tuple[list[Finding], Waterfall] | None = None
         self._exchange: RankExchange | None = None
         self._recorder = recorder
         self._memory_risks: MemoryRisks | None = None
@@ -400,7 +401,7 @@ class DetectorSession:
         times = self.timeline.times()
         part, measured = self._accumulator, self._measured(times)
         if part is not None and part.findings and measured is not None and measured.waterfall.step_s:
-            self._pending = (part.findings, measured.waterfall.step_s)
+            self._pending = (part.findings, measured.waterfall)
         self._accumulator = None
         self._changed_after = times.steps
         self._windows.restart(times, in_step=self._exchange is not None)
@@ -410,8 +411,9 @@ class DetectorSession:
             return
         measured = self._measured()
         if self._pending is not None and measured is not None and measured.times.steps:
-            findings, step_s = self._pending
-            self._proofs += proofs_of(findings, step_s, asdict(self.loader.facts), measured.waterfall.step_s)
+            (findings, before), after = self._pending, measured.waterfall
+            steps = before.steps, after.steps
+            self._proofs += proofs_of(findings, before.step_s, asdict(self.loader.facts), after.step_s, steps)
             self._pending = None
 
     def close_window(self) -> tuple[Measurement | None, list[Finding]] | None:
@@ -520,7 +522,9 @@ class DetectorSession:
             proofs=list(self._proofs),
             changes=[change for each in self._heard for change in each.changes],
             stretches=self._windows.stretches(times),
-            notes=notes_of(times, measured, self._options.threshold, notes, self._changed_after),
+            notes=notes_of(
+                times, measured, self._options.threshold, notes, self._changed_after, self._windows.least_steps
+            ),
             environment=self._environment,
             own_callbacks=self._own_callbacks,
             run_settings=self._run_settings,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from lightning_gpuopt.diagnosis.record import Finding, Proof, RunRecord
+from lightning_gpuopt.diagnosis.record import ENOUGH_STEPS, Finding, Proof, RunRecord
 
 _SAME: Final = ("model", "device", "ranks", "strategy", "precision", "accumulate_grad_batches", "batch_size")
 """What two runs must have in common for one to prove advice of the other; what a report does not say is in common."""
@@ -19,9 +19,10 @@ class Comparison:
     Attributes:
         before: the earlier report.
         after: the later one.
-        speedup: steady steps per second, after over before; None where one of them has no steady step.
+        speedup: steady steps per second, after over before; None where one of them has too few steady steps.
         proofs: advice of the earlier run that the later one follows.
         differences: in what their steps are of two kinds, for example ``"model"``; then there are no proofs.
+        steps: steady steps that were measured, before and after; None where that is not known.
     """
 
     before: RunRecord
@@ -29,6 +30,7 @@ class Comparison:
     speedup: float | None
     proofs: list[Proof]
     differences: list[str] = field(default_factory=list)
+    steps: tuple[int, int] | None = None
 
 
 def compare(before: RunRecord, after: RunRecord) -> Comparison:
@@ -38,19 +40,26 @@ def compare(before: RunRecord, after: RunRecord) -> Comparison:
         before: the earlier report.
         after: the later one.
     """
-    speedup = before.step_s / after.step_s if before.step_s and after.step_s else None
+    counts = [each.steps if each.measured_steps is None else each.measured_steps for each in (before, after)]
+    steps = (counts[0], counts[1]) if all(counts) else None
+    enough = steps is None or min(steps) >= ENOUGH_STEPS
+    speedup = before.step_s / after.step_s if before.step_s and after.step_s and enough else None
     first, second = before.environment, after.environment
     differences: list[str] = [
         name for name in _SAME if name in first and name in second and first[name] != second[name]
     ]
     proofs: list[Proof] = []
     if not differences:
-        proofs = proofs_of(before.findings, before.step_s, asdict(after.loader), after.step_s)
-    return Comparison(before, after, speedup, proofs, differences)
+        proofs = proofs_of(before.findings, before.step_s, asdict(after.loader), after.step_s, steps)
+    return Comparison(before, after, speedup, proofs, differences, steps)
 
 
 def proofs_of(
-    findings: list[Finding], step_s_before: float | None, loader_after: Mapping[str, Any], step_s_after: float | None
+    findings: list[Finding],
+    step_s_before: float | None,
+    loader_after: Mapping[str, Any],
+    step_s_after: float | None,
+    steps: tuple[int, int] | None = None,
 ) -> list[Proof]:
     """Which advice was followed, and what it brought.
 
@@ -59,6 +68,7 @@ def proofs_of(
         step_s_before: mean steady step before, in seconds.
         loader_after: ``DataLoader`` settings afterwards, by name.
         step_s_after: mean steady step afterwards, in seconds.
+        steps: how many steps were measured before and afterwards; None where that is not known.
 
     Returns:
         One proof for each finding whose settings are now in force, with these alone; a number of workers counts as
@@ -72,7 +82,8 @@ def proofs_of(
         in_force = {name: value for name, value in finding.settings.items() if _followed(value, loader_after.get(name))}
         missing = finding.settings.keys() - in_force.keys() - {"persistent_workers"}
         if in_force and not missing and finding.evidence.get("loader") != "validation":
-            proofs.append(Proof(finding.cause, in_force, finding.predicted_speedup, step_s_before / step_s_after))
+            gain = step_s_before / step_s_after
+            proofs.append(Proof(finding.cause, in_force, finding.predicted_speedup, gain, steps))
     return proofs
 
 

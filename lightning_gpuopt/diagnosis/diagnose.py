@@ -9,7 +9,7 @@ from lightning_gpuopt.diagnosis.causes import epoch, pauses, ranks, step
 from lightning_gpuopt.diagnosis.causes.loader import data_findings
 from lightning_gpuopt.diagnosis.causes.pipeline import pipeline_finding
 from lightning_gpuopt.diagnosis.causes.slowdown import slowdown
-from lightning_gpuopt.diagnosis.causes.table import COMPUTE_BOUND, UNKNOWN
+from lightning_gpuopt.diagnosis.causes.table import COMPUTE_BOUND, NOT_MEASURED, UNKNOWN
 from lightning_gpuopt.diagnosis.confidence import confidence_of
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Candidate, Finding
@@ -56,13 +56,16 @@ def count_stalls(measurement: Measurement, threshold: float) -> int:
     return sum(share >= threshold for share, _ in _causes(measurement, threshold))
 
 
-def verdict_of(findings: list[Finding], *, look_missed: bool = False) -> str:
-    """The cause of the largest finding; without one ``"compute_bound"``, or ``"unknown"``.
+def verdict_of(findings: list[Finding], *, measured: bool = True, look_missed: bool = False) -> str:
+    """The cause of the largest finding; without one ``"compute_bound"``, ``"unknown"`` or ``"not_measured"``.
 
     Args:
         findings: the largest first.
+        measured: whether there is a steady step.
         look_missed: whether a look inside the step was needed, and not allowed.
     """
+    if not measured:
+        return NOT_MEASURED.name
     if findings:
         return findings[0].cause
     return (UNKNOWN if look_missed else COMPUTE_BOUND).name

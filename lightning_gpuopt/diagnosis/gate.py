@@ -59,8 +59,10 @@ def gate_of(comparison: Comparison, allowed_percent: float) -> Gate:
         names = ", ".join(name.replace("_", " ") for name in other)
         return Gate("not_judged", allowed_percent, reason=f"the runs differ in {names}")
     if not before.step_s or not after.step_s:
-        which = "later" if before.step_s else "earlier"
-        return Gate("not_judged", allowed_percent, reason=f"the {which} run has no step after its warm-up")
+        which, run = ("later", after) if before.step_s else ("earlier", before)
+        why = f". {run.why_not_measured}" if run.why_not_measured else ""
+        reason = f"the {which} run has no step after its warm-up{why}".rstrip(".")
+        return Gate("not_judged", allowed_percent, reason=reason)
     slower_percent = (after.step_s / before.step_s - 1) * 100
     first, second = before.step_times.median_s, after.step_times.median_s
     grown, before_s, after_s = _phase_that_grew(before, after)
@@ -76,20 +78,8 @@ def gate_of(comparison: Comparison, allowed_percent: float) -> Gate:
     )
 
 
-def phases_per_step(report: RunRecord) -> dict[str, float]:
-    """Host seconds of a mean step, by phase.
-
-    The first stretch of a run's timeline is its warm-up, and is left out wherever there is more than one.
-    """
-    steady = report.timeline[1:] or report.timeline
-    steps = sum(each.steps for each in steady)
-    if not steps:
-        return {name: seconds / report.steps for name, seconds in report.phases.items()} if report.steps else {}
-    return {name: sum(each.phases.get(name, 0.0) for each in steady) / steps for name in report.phases}
-
-
 def _phase_that_grew(before: RunRecord, after: RunRecord) -> tuple[str | None, float | None, float | None]:
-    first, second = phases_per_step(before), phases_per_step(after)
+    first, second = before.measured.step_phases_s, after.measured.step_phases_s
     grown = {name: second[name] - first.get(name, 0.0) for name in second if name not in BETWEEN_STEPS}
     phase = max(grown, key=lambda name: grown[name], default=None)
     if phase is None or grown[phase] <= 0:

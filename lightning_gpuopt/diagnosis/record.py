@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from itertools import accumulate
+from typing import Any, Final, Literal, TypeAlias
 
 from lightning_gpuopt.measurements.code_location import CodeLocation
 from lightning_gpuopt.measurements.kernels import KernelShare
 from lightning_gpuopt.measurements.loader_costs import LoaderCosts
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import StepTimes
+
+ENOUGH_STEPS: Final = 30
+"""Steps on either side below which a measured gain proves nothing."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,15 @@ class Stretch:
     phases: dict[str, float]
     gpu_utilization: float | None = None
 
+    def share(self, phase: str) -> float:
+        """A phase's share of its time, 0-1."""
+        return self.phases.get(phase, 0.0) / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def step_phases_s(self) -> dict[str, float]:
+        """Host seconds of a mean step, by phase; empty without steps."""
+        return {name: seconds / self.steps for name, seconds in self.phases.items()} if self.steps else {}
+
 
 @dataclass(frozen=True)
 class Proof:
@@ -127,17 +140,26 @@ class Proof:
         settings: what was changed.
         predicted: steady steps per second, after over before, as (low, mid, high); None where it was not predicted.
         measured: the same, measured.
+        steps: how many steps it was measured in, before and after; None where that is not known.
     """
 
     cause: str
     settings: dict[str, Any]
     predicted: tuple[float, float, float] | None
     measured: float
+    steps: tuple[int, int] | None = None
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are enough steps on both sides to prove something."""
+        return self.steps is None or min(self.steps) >= ENOUGH_STEPS
 
     @property
     def kept(self) -> bool | None:
-        """Whether the measured gain lies in the predicted interval; None where nothing was predicted."""
-        return self.predicted[0] <= self.measured <= self.predicted[2] if self.predicted is not None else None
+        """Whether the measured gain lies in the predicted interval; None where that is not known."""
+        if self.predicted is None or not self.enough:
+            return None
+        return self.predicted[0] <= self.measured <= self.predicted[2]
 
 
 @dataclass(frozen=True)
@@ -201,3 +223,30 @@ class RunRecord:
     kernel_summary: dict[str, float] = field(default_factory=dict)
     idle_shares: dict[str, float] = field(default_factory=dict)
     risks: list[Risk] = field(default_factory=list)
+
+    @property
+    def measured(self) -> Stretch:
+        """The stretch that ``step_s`` and the findings are of: the steps after warm-up, and since the last change.
+
+        Stretches of the timeline end where it begins; where they were joined since, the nearest end counts. The whole
+        run where no step was measured.
+        """
+        if self.step_s is None or not self.timeline:
+            return self.whole
+        parts = self.timeline[1:] or self.timeline
+        if self.measured_steps is not None:
+            steps = list(accumulate(each.steps for each in reversed(self.timeline)))
+            nearest = min(range(len(steps)), key=lambda index: abs(steps[index] - (self.measured_steps or 0)))
+            parts = self.timeline[-nearest - 1 :]
+        phases = {name: sum(each.phases.get(name, 0.0) for each in parts) for name in self.phases}
+        return Stretch(parts[0].start_s, sum(each.wall_s for each in parts), sum(each.steps for each in parts), phases)
+
+    @property
+    def whole(self) -> Stretch:
+        """The whole run."""
+        return Stretch(0.0, self.wall_s, self.steps, self.phases)
+
+    @property
+    def why_not_measured(self) -> str:
+        """Why there is no verdict, and what one needs; empty where there is one."""
+        return self.notes[0] if self.verdict == "not_measured" and self.notes else ""

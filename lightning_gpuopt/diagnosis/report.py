@@ -26,7 +26,8 @@ class StallReport(RunRecord):
 
     Attributes:
         verdict: the cause of the largest finding; without one ``"compute_bound"``, or ``"unknown"`` where a look inside
-            the step was needed and not allowed (``StallDetector(profile=...)``; a note says how).
+            the step was needed and not allowed (``StallDetector(profile=...)``; a note says how). ``"not_measured"``
+            where there is no steady step: the first note says how many a verdict needs.
         wall_s: seconds from ``on_train_start`` to ``on_train_end``, or to now while training runs.
         phases: exclusive seconds by phase, over the whole run; they sum to ``wall_s``.
         findings: the causes above the threshold, largest first.
@@ -111,7 +112,7 @@ class StallReport(RunRecord):
                         Finding(**_only(Finding, _tupled(each, "predicted_speedup"))) for each in data["findings"]
                     ],
                     "proofs": [
-                        Proof(**_only(Proof, _tupled({"predicted": None} | each, "predicted")))
+                        Proof(**_only(Proof, _tupled(_tupled({"predicted": None} | each, "predicted"), "steps")))
                         for each in data["proofs"]
                     ],
                     "changes": [_change(each) for each in data.get("changes", [])],
@@ -145,7 +146,7 @@ class StallReport(RunRecord):
         """Write the report as one self-contained page, whole or not at all; folders are made as needed.
 
         Args:
-            path: the file, of about 5 MB.
+            path: the file.
 
         Raises:
             OSError: the file cannot be written.

@@ -66,7 +66,10 @@ _STEP_TIMES: Final = _object(
     | {"outlier_count": _COUNT, "outlier_s": _NUMBER},
     _each("median_s p90_s p99_s slowest_s", _SECONDS),
 )
-_PROOF: Final = _object({"cause": _TEXT, "settings": _ANY_OBJECT, "measured": _NUMBER}, {"predicted": _INTERVAL})
+_BEFORE_AFTER: Final[_Schema] = {"type": "array", "items": _COUNT, "minItems": 2, "maxItems": 2}
+_PROOF: Final = _object(
+    {"cause": _TEXT, "settings": _ANY_OBJECT, "measured": _NUMBER}, {"predicted": _INTERVAL, "steps": _BEFORE_AFTER}
+)
 _CHANGE: Final = _object(
     _each("setting why", _TEXT), {"from": {}, "to": {}, "predicted": _INTERVAL, "measured": _NUMBER, "kept": _FLAG}
 )

@@ -45,6 +45,12 @@ class Windows:
         self._per_stretch = 1
         self._in_last = 0
 
+    @property
+    def least_steps(self) -> int:
+        """Steps that a measurement needs, since the last change: those of the warm-up, and one more."""
+        warm = self._warm.steps if self._warm is not None else self._next
+        return (warm - self._began if self._needs_warmup else 0) + 1
+
     def due(self, steps: int) -> bool:
         """Whether a window, or warm-up, ends with this many steps done."""
         return steps >= self._next

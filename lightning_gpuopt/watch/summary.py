@@ -1,7 +1,6 @@
 """What ``watch`` prints when the command has ended: read from the notes and reports of the processes under it.
 
-A page is made of one report alone, the one that is shown: it is of some 5 MB, and a search for hyperparameters has
-hundreds of fits.
+A page is made of one report alone, the one that is shown: a search for hyperparameters has hundreds of fits.
 """
 
 from __future__ import annotations
@@ -54,7 +53,9 @@ class Fit:
     no_ceiling: str = ""
 
 
-def render_end(watch: Watch, command: Sequence[str], code: int, report_dir: str | None = None) -> str:
+def render_end(
+    watch: Watch, command: Sequence[str], code: int, report_dir: str | None = None, *, died: str = ""
+) -> str:
     """The lines that the command ends with.
 
     Args:
@@ -62,6 +63,7 @@ def render_end(watch: Watch, command: Sequence[str], code: int, report_dir: str 
         command: what was run.
         code: its exit code; minus the number of the signal that has ended it.
         report_dir: of the run, where it was named.
+        died: the post-mortem; empty where there is none.
     """
     notes = watch.notes()
     fits = fits_of(notes)
@@ -69,6 +71,8 @@ def render_end(watch: Watch, command: Sequence[str], code: int, report_dir: str 
     lines = [f"── lightning-gpuopt watch {_RULE * max(min(width, 80) - 26, 3)}"]
     if code:
         lines.append(_how_it_ended(code))
+    if died:
+        lines.append(died)
     with_report = [fit for fit in fits if fit.report is not None and fit.report.steps]
     lines += _listed(
         [f"fit {fit.folder.name}: {_without_report(fit)}" for fit in fits if fit not in with_report], watch

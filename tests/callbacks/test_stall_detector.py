@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt import StallDetector, StallError
+from lightning_gpuopt.cli import main
 from lightning_gpuopt.detector import session
 from lightning_gpuopt.detector.session import DetectorSession
-from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA
+from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, Finding
+from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import PHASES
 from lightning_gpuopt.timeline.hang import HangWatch
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
@@ -338,8 +341,87 @@ class TestReportFile:
         monkeypatch.chdir(tmp_path)
         report = run(tmp_path, Model(), fast_dev_run=True)
         assert list(tmp_path.rglob("report.json")) == []
-        assert (report.verdict, report.steps) == ("compute_bound", 1)
-        assert any("warm-up" in note for note in report.notes)
+        assert (report.verdict, report.steps) == ("not_measured", 1)
+
+    def test_a_run_without_a_steady_step_is_not_measured(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        detector = StallDetector(report_dir=tmp_path / "short")
+        why = "No training has run yet: a verdict needs 6 steps or more."
+        assert (detector.report.verdict, detector.report.why_not_measured) == ("not_measured", why)
+        tiny_trainer(tmp_path, callbacks=[detector], max_steps=3).fit(Model(dataset=SleepyData(sleep_s=0.01)))
+        why = "Only 3 steps have run, warm-up included: nothing is diagnosed, a verdict needs 6 or more."
+        file = tmp_path / "short" / "report.json"
+        for text in (capsys.readouterr().out, self.shown(capsys, file)):
+            first, *lines = text.splitlines()
+            assert first.startswith("Verdict: not_measured   (3 steps in ")
+            assert " ".join(lines[:2]).startswith(why)
+            assert text.count("nothing is diagnosed") == 1
+        assert json.loads(file.read_text())["verdict"] == "not_measured"
+        page = file.with_name("report.html").read_text()
+        assert f'<h1>Not measured</h1>\n<p class="lead">{why}</p>' in page
+        assert "Nothing takes enough of the time" not in page
+        enough = run(tmp_path, Model(step_s=0.02), detector=StallDetector(report_dir=tmp_path / "enough"), max_steps=6)
+        assert (enough.verdict, enough.why_not_measured) == ("compute_bound", "")
+        files = [str(tmp_path / "enough" / "report.json"), str(file)]
+        assert main(["report", *files, "--fail-if-slower", "5"]) == 1
+        printed = capsys.readouterr()
+        assert printed.err == f"Not judged: the later run has no step after its warm-up. {why}\n"
+        assert f"The later run was not measured. {why}" in " ".join(printed.out.split())
+
+    @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+    def test_all_figures_of_a_table_are_of_the_steps_since_the_last_change(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        class Faster(Model):
+            def train_dataloader(self) -> DataLoader[Any]:
+                slow = self.trainer.current_epoch == 0
+                return DataLoader(SleepyData(sleep_s=0.015 if slow else 0.0), batch_size=2, pin_memory=not slow)
+
+        detector = StallDetector(3e-2, window_size=10, warmup_steps=3, on_stall="ignore", report_dir=tmp_path)
+        loop = {"max_epochs": 2, "max_steps": -1, "reload_dataloaders_every_n_epochs": 1}
+        report = run(tmp_path, Faster(step_s=0.02), detector=detector, **loop)
+        assert (report.verdict, report.steps, report.measured_steps) == ("compute_bound", 64, 28)
+        assert (report.step_s, report.phases["data_wait"]) == (of(0.02), pytest.approx(31 * 0.03, abs=0.02))
+        rows = self.rows(capsys.readouterr().out)
+        assert rows["where"] == ["the", "time", "went", "last", "28", "steps", "share", "whole", "run", "share"]
+        assert self.numbers(rows["forward"]) == pytest.approx([0.56, 100, 1.28, 57], abs=1)
+        assert self.numbers(rows["data_wait"]) == pytest.approx([0, 0, 0.93, 41], abs=1)
+        file = str(tmp_path / "report.json")
+        assert main(["report", file, file]) == 0
+        printed = capsys.readouterr().out
+        assert "the last 28 of 64 steps before, the last 28 of 64 steps after" in " ".join(printed.split())
+        rows = self.rows(printed)
+        assert self.numbers(rows["step"]) == pytest.approx([20, 20], abs=1)
+        assert self.numbers(rows["forward"]) == pytest.approx([20, 100, 20, 100], abs=1)
+        assert self.numbers(rows["data_wait"]) == pytest.approx([0, 0, 0, 0], abs=1)
+
+    def test_advice_that_was_followed_for_a_few_steps_only_has_no_measured_gain(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        slow = Finding("main_process_loading", 0.5, {}, "", {"prefetch_factor": 4}, (1.1, 1.2, 1.3))
+        first = run(tmp_path, Model(), detector=StallDetector(report_dir=tmp_path), max_steps=36)
+        advised = replace(first, findings=[slow], loader=LoaderFacts(), step_s=0.08)
+        advised.save_json(tmp_path / "report.json")
+        detector = StallDetector(report_dir=tmp_path, on_stall="ignore")
+        loader = {"num_workers": 1, "prefetch_factor": 4}
+        (proof,) = run(tmp_path, Model(step_s=0.02, **loader), detector=detector, max_steps=16).proofs
+        assert (proof.steps, proof.kept) == ((31, 11), None)
+        assert "measured not enough steps (31 steps before, 11 after)" in " ".join(capsys.readouterr().out.split())
+
+    @staticmethod
+    def rows(text: str) -> dict[str, list[str]]:
+        """A table's lines by their first words."""
+        return {words[0]: words[1:] for line in text.splitlines() if (words := line.split())}
+
+    @staticmethod
+    def numbers(words: list[str]) -> list[float]:
+        return [float(each.strip("()")) for each in words if each.strip("()").replace(".", "").isdecimal()]
+
+    @staticmethod
+    def shown(capsys: pytest.CaptureFixture[str], file: Path) -> str:
+        assert main(["report", str(file)]) == 0
+        return capsys.readouterr().out
 
 
 def snapshot(trainer: Trainer) -> tuple[Any, ...]:
@@ -414,7 +496,7 @@ class TestAsBefore:
         trainer = self.trainer(tmp_path, detector, limit_val_batches=2)
         trainer.validate(Model(), verbose=False)
         assert detector.report.wall_s == 0
-        assert detector.report.notes == ["No training has run yet."]
+        assert detector.report.notes == ["No training has run yet: a verdict needs 6 steps or more."]
 
     def test_the_sanity_check_is_not_counted(self, tmp_path: Path) -> None:
         report = run(tmp_path, Model(validation_s=0.05), limit_val_batches=2, num_sanity_val_steps=2, max_steps=10)
@@ -422,7 +504,7 @@ class TestAsBefore:
 
     def test_nothing_to_train_is_no_error(self, tmp_path: Path) -> None:
         report = run(tmp_path, Model(), limit_train_batches=0)
-        assert report.notes == ["No training has run yet."]
+        assert report.notes == ["No training has run yet: a verdict needs 4 steps or more."]
 
     def test_weights_are_the_same_with_and_without_it(self, tmp_path: Path) -> None:
         plain = final_weights(tiny_trainer(tmp_path, max_steps=40))
@@ -636,7 +718,7 @@ class TestCopiesInMidFit:
         assert copies["seam"] == "process_dataloader"
         assert isinstance(copies["logger"], CSVLogger)
         for twin in (copies["detector"], copies["deep"]):
-            assert twin.report.notes == ["No training has run yet."]
+            assert twin.report.notes == ["No training has run yet: a verdict needs 4 steps or more."]
 
 
 def test_validation_batches_and_saves_are_progress_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -64,7 +65,7 @@ def test_the_page_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[s
             "expected a report.json, got nowhere.json: No such file or directory; "
             "StallDetector leaves one in its report_dir",
         ),
-        ("report .", "expected a report.json, got .: Is a directory; StallDetector leaves one in its report_dir"),
+        ("report .", "expected a report.json, got .: none in that folder; StallDetector leaves one in report_dir"),
         (
             "report other.json",
             "other.json: expected a stall report of schema version 1, got 2; "
@@ -161,3 +162,12 @@ def test_it_imports_neither_torch_nor_lightning() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize("folder", ["runs/2026-11-27/fit-1", "runs/2026-11-27", "runs"])
+def test_a_folder_stands_for_the_last_report_in_it(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, (report, place) in enumerate([(after(), "2026-11-26/fit-1"), (before(), "2026-11-27/fit-1")]):
+        report.save_json(f"runs/{place}/report.json")
+        os.utime(f"runs/{place}/report.json", (number, number))
+    assert main(["report", folder]) == 0
+    assert capsys.readouterr() == (f"{render_text(before())}\n", "")

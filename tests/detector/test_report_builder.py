@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gpuopt import StallDetector
 from lightning_gpuopt.detector import report_builder
-from lightning_gpuopt.detector.report_builder import data_in_hyperparameters, lightning_work
+from lightning_gpuopt.detector.report_builder import command_line, data_in_hyperparameters, lightning_work
 from tests.callbacks.stalls import FAST, STEPS, Model, SleepyData, run
 from tests.diagnosis.numbers import times
 from tests.helpers import TinyModel, tiny_trainer
@@ -94,3 +95,23 @@ def test_large_arrays_count_and_small_ones_do_not() -> None:
     owner = Owner()
     owner.hparams = {"rate": 0.1, "mean": torch.zeros(3), "table": torch.zeros(3, 2**21), "loader": DataLoader([0])}
     assert data_in_hyperparameters(owner, None) == ("table (Tensor)", "loader (DataLoader)")
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["/env/bin/python", "train.py", "--lr", "1"], "python train.py --lr 1"),
+        (["python", "-m", "a b", "--api-key", "x1", "--lr=1"], "python -m 'a b' --api-key '***' --lr=1"),
+        (["python", "a.py", "--wandb.token=x1", "token=x"], "python a.py '--wandb.token=***' token=x"),
+        ([], ""),
+    ],
+)
+def test_the_command_is_shown_without_its_secrets(words: list[str], shown: str) -> None:
+    assert command_line(words) == shown
+
+
+def test_the_environment_has_the_command_and_the_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.orig_argv", ["/env/bin/python3", "train.py"])
+    known = run(tmp_path, Model(), max_steps=2).environment
+    assert known["command"] == "python3 train.py"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}", known["date"])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_gpuopt.diagnosis.compare import compare
-from lightning_gpuopt.diagnosis.gate import Gate, gate_of, phases_per_step
+from lightning_gpuopt.diagnosis.gate import Gate, gate_of
 from lightning_gpuopt.diagnosis.render.data import comparison_data
 from lightning_gpuopt.diagnosis.render.wording import gate_line
 from lightning_gpuopt.diagnosis.report import StallReport, Stretch
@@ -52,11 +52,19 @@ def test_the_same_run_passes_with_nothing_allowed() -> None:
 
 
 def test_phases_leave_the_warm_up_out_where_the_timeline_does() -> None:
-    assert phases_per_step(FAST)["forward"] == pytest.approx(0.08)
+    assert FAST.measured.step_phases_s["forward"] == pytest.approx(0.08)
     only = replace(FAST, timeline=FAST.timeline[:1])
-    assert phases_per_step(only)["forward"] == pytest.approx(0.8)
-    assert phases_per_step(replace(FAST, timeline=[]))["forward"] == pytest.approx(16 / 110)
-    assert phases_per_step(StallReport("compute_bound", 0.0, {}, [])) == {}
+    assert only.measured.step_phases_s["forward"] == pytest.approx(0.8)
+    assert replace(FAST, timeline=[]).measured.step_phases_s["forward"] == pytest.approx(16 / 110)
+    assert StallReport("compute_bound", 0.0, {}, []).measured.step_phases_s == {}
+
+
+@pytest.mark.parametrize(("measured", "steps"), [(20, 20), (70, 70), (120, 120), (69, 70), (1, 20), (None, 110)])
+def test_the_measured_steps_are_the_last_of_the_timeline(measured: int | None, steps: int) -> None:
+    parts = [Stretch(0.0, 1.0, 10, {}), Stretch(1.0, 2.0, 40, {}), Stretch(3.0, 2.0, 50, {}), Stretch(5.0, 1.0, 20, {})]
+    run = replace(FAST, steps=120, timeline=parts, measured_steps=measured)
+    assert run.measured.steps == steps
+    assert replace(run, step_s=None, measured_steps=None).measured == run.whole
 
 
 @pytest.mark.parametrize("name", ["device", "ranks", "batch_size"])

@@ -83,7 +83,8 @@ def test_a_script_that_was_never_written_for_it(tmp_path):
     assert out == "callbacks afterwards: ['WatchedRun']\n"
     before, _, ours = err.partition("── lightning-gpuopt watch ")
     assert "lightning_gpuopt" not in before
-    assert "The command ended with exit code 3.\nVerdict: main_process_loading   (100 steps" in ours
+    assert "The command ended with exit code 3.\nPost-mortem: " in ours
+    assert "\nVerdict: main_process_loading   (100 steps" in ours.partition("Post-mortem: ")[2]
     assert re.search(r"where: \d+ % Slow.__getitem__ \(train.py:", ours)
     assert reports(tmp_path) == [
         "command.txt",
@@ -483,6 +484,8 @@ def test_a_script_that_is_mended_while_it_runs(tmp_path):
         r"\nChanges while training ran:\n  num_workers 1 → \d: predicted .*, measured [^\n]*, kept\n", ours
     )
     assert re.search(r"\nTo have them from the start:\n  DataLoader\(\.\.\., num_workers=\d", ours)
+    outcome, verdict, table = (ours.index(each) for each in ("Changes while", "\nVerdict: ", "\n where the time went"))
+    assert outcome < verdict < table
 
 
 @pytest.mark.matrix

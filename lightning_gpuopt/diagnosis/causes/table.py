@@ -69,6 +69,8 @@ UNKNOWN: Final = Cause(
     "",
 )
 
+NOT_MEASURED: Final = Cause("not_measured", "No step was measured, so nothing is known of what it waits for.", "")
+
 _ALL: Final = (
     Cause(
         "main_process_loading",
@@ -433,7 +435,7 @@ _ALL: Final = (
 CAUSES: Final = {cause.name: cause for cause in _ALL}
 """Every cause that is found, by name."""
 
-_VERDICTS: Final = {**CAUSES, COMPUTE_BOUND.name: COMPUTE_BOUND, UNKNOWN.name: UNKNOWN}
+_VERDICTS: Final = {**CAUSES, **{each.name: each for each in (COMPUTE_BOUND, UNKNOWN, NOT_MEASURED)}}
 
 
 def cause_of(verdict: str) -> Cause:

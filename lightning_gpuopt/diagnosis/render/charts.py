@@ -1,14 +1,15 @@
-"""The charts of the page: numbers from a report in, plotly figures out. ``var(--...)`` is the page's colour."""
+"""The charts of the page: numbers from a report in, shapes and labels out. ``var(--...)`` is the page's colour.
+
+The page draws them as SVG, without a library and without JavaScript. Places are in percent of a chart's width and
+height, from its upper left corner, so that a chart fits any screen.
+"""
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
-
-import plotly.graph_objects as go
+from typing import Final
 
 from lightning_gpuopt.diagnosis.compare import Comparison
 from lightning_gpuopt.diagnosis.record import RunRecord
@@ -34,28 +35,60 @@ other under every kind of colour blindness."""
 _UNKNOWN_PHASE: Final = "#888888"
 _INK: Final = "var(--ink)"
 _PAPER: Final = "var(--paper)"
-_GRID: Final = "var(--grid)"
-_LEGEND: Final = {"orientation": "h", "yanchor": "top", "traceorder": "normal"}
-_ROW_PX: Final = 28
-_MAX_TICKS: Final = 7
+_MAX_TICKS: Final = 6
 _TIME_UNITS: Final = (("hours", 3600), ("minutes", 60), ("seconds", 1))
+_HISTOGRAM_TOP, _HISTOGRAM_BOTTOM, _OUTLIERS_TOP = 26.0, 86.0, 92.0
+_BARS: Final = ((10.0, 42.0), (58.0, 90.0))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A path of a chart.
+
+    Attributes:
+        path: as in SVG's ``d``.
+        title: shown beside the mouse.
+        fill: its colour.
+        stroke: the colour of its line.
+        width_px: of its line.
+        dash: of its line, as in SVG.
+    """
+
+    path: str
+    title: str = ""
+    fill: str = "none"
+    stroke: str = "none"
+    width_px: float = 1.0
+    dash: str = "none"
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart and what the page needs to place it.
+    """A chart and what the page needs to draw it.
 
     Attributes:
         name: id of its element.
         alt: what it shows, for those who cannot see it.
         height_px: its height.
-        figure: plotly's ``data`` and ``layout``.
+        shapes: what is drawn, in this order.
+        x_ticks: places on the axis below, and their labels.
+        y_ticks: places on the axis on the left, and their labels.
+        marks: labels in the chart: place from the left and from the top, text.
+        legend: names and colours.
+        x_title: what the axis below is.
+        grid: whether lines are drawn at the ticks on the left.
     """
 
     name: str
     alt: str
     height_px: int
-    figure: dict[str, Any]
+    shapes: Sequence[Shape]
+    x_ticks: Sequence[tuple[float, str]]
+    y_ticks: Sequence[tuple[float, str]]
+    marks: Sequence[tuple[float, float, str]] = ()
+    legend: Sequence[tuple[str, str]] = ()
+    x_title: str = ""
+    grid: bool = True
 
 
 def color_of(phase: str) -> str:
@@ -68,38 +101,37 @@ def timeline_chart(report: RunRecord) -> Chart | None:
     stretches = [stretch for stretch in report.timeline if stretch.wall_s > 0]
     if not stretches:
         return None
-    # A stretch is drawn from its beginning to the next one's; the last value again, at the end of the last stretch.
-    ends = [*stretches, stretches[-1]]
-    edges_s = [stretch.start_s for stretch in stretches] + [stretches[-1].start_s + stretches[-1].wall_s]
-    unit, unit_s = next((unit, unit_s) for unit, unit_s in _TIME_UNITS if edges_s[-1] >= 2 * unit_s or unit_s == 1)
-    times = [round(edge_s / unit_s, 4) for edge_s in edges_s]
-    figure = go.Figure()
-    for phase in _in_order({phase for stretch in stretches for phase, seconds in stretch.phases.items() if seconds}):
-        shares = [round(100 * stretch.phases.get(phase, 0.0) / stretch.wall_s, 2) for stretch in ends]
-        figure.add_scatter(
-            x=times,
-            y=shares,
-            name=html.escape(phase),
-            stackgroup="phases",
-            mode="lines",
-            line={"shape": "hv", "width": 0},
-            fillcolor=color_of(phase),
-            hovertemplate="%{y:.1f} %",
-        )
+    begin_s, end_s = stretches[0].start_s, stretches[-1].start_s + stretches[-1].wall_s
+    edges = [100 * (each.start_s - begin_s) / (end_s - begin_s) for each in stretches] + [100.0]
+    names = _in_order({phase for stretch in stretches for phase, seconds in stretch.phases.items() if seconds})
+    below = [0.0] * len(stretches)
+    shapes = []
+    for name in names:
+        above = [low + 100 * each.share(name) for low, each in zip(below, stretches, strict=True)]
+        outline = f"{_steps(edges, above)}{_steps(edges, below, back=True)}Z"
+        shapes.append(Shape(outline, name, fill=color_of(name)))
+        below = above
     alt = f"Share of each phase in wall time over {wording.duration(report.wall_s)}, in {len(stretches)} stretches."
-    utilization = [stretch.gpu_utilization for stretch in ends]
-    known = [value for value in utilization if value is not None]
+    legend = [(name, color_of(name)) for name in names]
+    known = [each.gpu_utilization for each in stretches if each.gpu_utilization is not None]
     if known:
-        line = {"x": times, "y": utilization, "mode": "lines", "name": "GPU utilization"}
-        figure.add_scatter(
-            **line, line={"shape": "hv", "width": 3.5, "color": _PAPER}, showlegend=False, hoverinfo="skip"
-        )
-        figure.add_scatter(**line, line={"shape": "hv", "width": 1.5, "color": _INK}, hovertemplate="%{y:.0f} %")
+        line, goes_on = "", False
+        for at, each in enumerate(stretches):
+            if each.gpu_utilization is not None:
+                on = "V" if goes_on else f"M{edges[at]:.2f} "
+                line += f"{on}{100 - each.gpu_utilization:.2f}H{edges[at + 1]:.2f}"
+            goes_on = each.gpu_utilization is not None
+        shapes += [Shape(line, stroke=_PAPER, width_px=3.5), Shape(line, "GPU utilization", stroke=_INK, width_px=1.5)]
+        legend.append(("GPU utilization", _INK))
         alt += f" GPU utilization between {min(known):.0f} and {max(known):.0f} %."
-    figure.update_layout(hovermode="x", legend=_LEGEND | {"y": -0.18})
-    figure.update_xaxes(title={"text": f"{unit} into the run", "standoff": 8}, range=[times[0], times[-1]])
-    figure.update_yaxes(range=[0, 100], ticksuffix=" %")
-    return _chart("timeline", alt, 440, figure)
+    unit, unit_s = next((unit, unit_s) for unit, unit_s in _TIME_UNITS if end_s >= 2 * unit_s or unit_s == 1)
+    ticks = [(100 * (tick * unit_s - begin_s) / (end_s - begin_s), f"{tick:g}") for tick in _round(end_s / unit_s)]
+    return Chart(
+        *("timeline", alt, 300, shapes, [tick for tick in ticks if tick[0] >= 0]),
+        [(100.0 - share, f"{share} %") for share in (0, 25, 50, 75, 100)],
+        legend=legend,
+        x_title=f"{unit} into the run",
+    )
 
 
 def step_time_chart(report: RunRecord) -> Chart | None:
@@ -107,141 +139,103 @@ def step_time_chart(report: RunRecord) -> Chart | None:
     times = report.step_times
     if not times.counts or times.median_s is None:
         return None
-    most = max(times.counts)
-    figure = go.Figure()
-    figure.add_scatter(
-        x=list(times.edges_s),
-        y=[*times.counts, 0],
-        mode="lines",
-        line={"shape": "hv", "width": 1, "color": _INK},
-        fill="tozeroy",
-        fillcolor="var(--fill)",
-        customdata=[
-            f"{wording.duration(low)} to {wording.duration(high)}"
-            for low, high in zip(times.edges_s[:-1], times.edges_s[1:], strict=True)
-        ],
-        hovertemplate="%{y} steps took %{customdata}<extra></extra>",
-    )
     axis_s = (times.edges_s[0] / 1.3, times.edges_s[-1] * 1.3)
-    marks = {"median": (times.median_s, "solid"), "p90": (times.p90_s, "dash"), "p99": (times.p99_s, "dot")}
-    for row, (name, (seconds, dash)) in enumerate(marks.items()):
-        if seconds is not None:
-            figure.add_scatter(**_mark(name, seconds, dash, most * (1.32 - 0.12 * row), axis_s))
-    outliers = times.outliers
-    if outliers:
-        figure.add_scatter(
-            x=[outlier.seconds for outlier in outliers],
-            y=[0] * len(outliers),
-            yaxis="y2",
-            mode="markers",
-            marker={
-                "symbol": "line-ns",
-                "size": 16,
-                "line": {"width": 2, "color": [color_of(outlier.phase) for outlier in outliers]},
-            },
-            customdata=[
-                f"step {each.step}: {wording.duration(each.seconds)}, {html.escape(each.phase)}" for each in outliers
-            ],
-            hovertemplate="%{customdata}<extra></extra>",
+
+    def at(seconds: float) -> float:
+        return 100 * math.log(seconds / axis_s[0]) / math.log(axis_s[1] / axis_s[0])
+
+    most = max(times.counts)
+    bottom = _HISTOGRAM_BOTTOM if times.outliers else 100.0
+    scale = (bottom - _HISTOGRAM_TOP) / most
+    edges = [at(edge) for edge in times.edges_s]
+    heights = [100 - bottom + scale * count for count in times.counts]
+    area = f"{_steps(edges, heights)}V{bottom:g}H{edges[0]:.2f}Z"
+    shapes = [Shape(area, fill="var(--fill)", stroke=_INK)]
+    shapes += [
+        Shape(
+            f"M{edges[index]:.2f} {bottom:g}V{_HISTOGRAM_TOP:g}H{edges[index + 1]:.2f}V{bottom:g}Z",
+            f"{count} steps took {wording.duration(times.edges_s[index])} to "
+            f"{wording.duration(times.edges_s[index + 1])}",
+            fill="transparent",
         )
-    figure.update_layout(
-        showlegend=False,
-        xaxis={
-            "type": "log",
-            "range": [math.log10(end) for end in axis_s],
-            "title": {"text": "time of a step" + (", outliers below" if outliers else "")},
-            **_time_ticks(*axis_s),
-            "anchor": "y2" if outliers else "y",
-        },
-        yaxis={"range": [0, most * 1.4], "domain": [0.14 if outliers else 0, 1], "title": {"text": "steps"}},
-        yaxis2={"domain": [0, 0.08], "visible": False, "fixedrange": True},
+        for index, count in enumerate(times.counts)
+        if count
+    ]
+    marks = []
+    named = {"median": (times.median_s, "none"), "p90": (times.p90_s, "6 4"), "p99": (times.p99_s, "2 3")}
+    for row, (name, (seconds, dash)) in enumerate(named.items()):
+        if seconds is not None:
+            top = 2 + 8.0 * row
+            shapes.append(Shape(f"M{at(seconds):.2f} {top:g}V{bottom:g}", stroke=_INK, width_px=2, dash=dash))
+            marks.append((round(at(seconds), 2), top, f"{name} {wording.duration(seconds)}"))
+    shapes += [
+        Shape(
+            f"M{at(each.seconds):.2f} {_OUTLIERS_TOP:g}V100",
+            f"step {each.step}: {wording.duration(each.seconds)}, {each.phase}",
+            stroke=color_of(each.phase),
+            width_px=2,
+        )
+        for each in times.outliers
+    ]
+    return Chart(
+        *("step-times", _alt_of_steps(times), 300, shapes, [(at(tick), label) for tick, label in _time_ticks(*axis_s)]),
+        [(bottom - scale * count, f"{count:g}") for count in _round(most) if count == int(count)],
+        marks,
+        x_title="time of a step" + (", outliers below" if times.outliers else ""),
     )
-    return _chart("step-times", _alt_of_steps(times), 380, figure)
-
-
-def phase_chart(report: RunRecord) -> Chart | None:
-    """Seconds of the whole run by phase, the longest on top."""
-    phases = sorted((item for item in report.phases.items() if item[1] > 0), key=lambda item: item[1])
-    if not phases or report.wall_s <= 0:
-        return None
-    texts = [f"{wording.duration(seconds)} ({wording.percent(seconds / report.wall_s)})" for _, seconds in phases]
-    figure = go.Figure()
-    figure.add_bar(
-        x=[seconds for _, seconds in phases],
-        y=[html.escape(phase) for phase, _ in phases],
-        orientation="h",
-        text=texts,
-        textposition="outside",
-        cliponaxis=False,
-        marker={"color": [color_of(phase) for phase, _ in phases]},
-        hovertemplate="%{y}: %{text}<extra></extra>",
-    )
-    figure.update_xaxes(visible=False, range=[0, phases[-1][1] * 1.6])
-    figure.update_yaxes(showgrid=False, ticksuffix="  ")
-    alt = "; ".join(f"{phase} {text}" for (phase, _), text in zip(reversed(phases), reversed(texts), strict=True))
-    return _chart("phases", f"Seconds by phase: {alt}.", _ROW_PX * len(phases) + 40, figure)
 
 
 def comparison_chart(comparison: Comparison) -> Chart | None:
-    """Milliseconds of a step by phase, before and after."""
-    runs = [run for run in (comparison.after, comparison.before) if run.steps]
-    if len(runs) < 2:
+    """Milliseconds of a step by phase, before and after, of the measured steps."""
+    runs = [run.measured for run in (comparison.before, comparison.after) if run.steps]
+    longest_s = max((sum(run.step_phases_s.values()) for run in runs), default=0.0)
+    if len(runs) < 2 or longest_s <= 0:
         return None
-    names = ["after", "before"]
-    figure = go.Figure()
-    for phase in _in_order({phase for run in runs for phase, seconds in run.phases.items() if seconds > 0}):
-        figure.add_bar(
-            x=[1e3 * run.phases.get(phase, 0.0) / run.steps for run in runs],
-            y=names,
-            orientation="h",
-            name=html.escape(phase),
-            marker={"color": color_of(phase)},
-            hovertemplate="%{x:.3s} ms",
-        )
-    figure.update_layout(barmode="stack", legend=_LEGEND | {"y": -0.5})
-    figure.update_xaxes(title={"text": "milliseconds per step, the whole run", "standoff": 8})
-    figure.update_yaxes(showgrid=False, ticksuffix="  ")
+    shapes = []
+    names = _in_order({phase for run in runs for phase, seconds in run.phases.items() if seconds > 0})
+    for run, (top, bottom) in zip(runs, _BARS, strict=True):
+        left = 0.0
+        for name in names:
+            seconds = run.step_phases_s.get(name, 0.0)
+            right = left + 100 * seconds / longest_s
+            box = f"M{left:.2f} {top:g}H{right:.2f}V{bottom:g}H{left:.2f}Z"
+            shapes.append(Shape(box, f"{name} {wording.duration(seconds)}", fill=color_of(name)))
+            left = right
     walls = [wording.duration(run.wall_s / run.steps) for run in runs]
-    return _chart("comparison", f"Wall time per step: {walls[1]} before, {walls[0]} after.", 300, figure)
-
-
-def _chart(name: str, alt: str, height_px: int, figure: go.Figure) -> Chart:
-    clear = "rgba(0,0,0,0)"
-    figure.update_layout(
-        template=None,
-        paper_bgcolor=clear,
-        plot_bgcolor=clear,
-        font={"family": "system-ui, sans-serif", "color": _INK},
-        margin={"l": 8, "r": 8, "t": 8, "b": 8},
-        hoverlabel={"bgcolor": _PAPER, "bordercolor": _GRID, "font": {"color": _INK}},
+    return Chart(
+        *("comparison", f"Wall time per step: {walls[0]} before, {walls[1]} after.", 140, shapes),
+        [(tick / longest_s / 10, f"{tick:g}") for tick in _round(1e3 * longest_s)],
+        [(sum(bar) / 2, name) for bar, name in zip(_BARS, ("before", "after"), strict=True)],
+        legend=[(name, color_of(name)) for name in names],
+        x_title="milliseconds per step",
+        grid=False,
     )
-    figure.update_xaxes(gridcolor=_GRID, zeroline=False, automargin=True)
-    figure.update_yaxes(gridcolor=_GRID, zeroline=False, automargin=True)
-    return Chart(name, alt, height_px, figure.to_plotly_json())
 
 
-def _mark(name: str, seconds: float, dash: str, top: float, axis_s: tuple[float, float]) -> dict[str, Any]:
-    """A vertical line with its name beside its top, on the side where there is room."""
-    on_the_right = seconds < (axis_s[0] * axis_s[1]) ** 0.5
-    return {
-        "x": [seconds, seconds],
-        "y": [0, top],
-        "mode": "lines+text",
-        "line": {"dash": dash, "width": 2, "color": _INK},
-        "text": ["", f" {name} {wording.duration(seconds)} "],
-        "textposition": "middle right" if on_the_right else "middle left",
-        "hoverinfo": "skip",
-    }
+def _steps(edges: Sequence[float], heights: Sequence[float], *, back: bool = False) -> str:
+    """A line from edge to edge at so many percent from the bottom; ``back``: on from another, from right to left."""
+    points = [(edges[at], edges[at + 1], 100 - height) for at, height in enumerate(heights)]
+    if back:
+        return "".join(f"V{y:.2f}H{left:.2f}" for left, _, y in reversed(points))
+    return f"M{points[0][0]:.2f} {points[0][2]:.2f}" + "".join(f"V{y:.2f}H{right:.2f}" for _, right, y in points)
 
 
-def _time_ticks(low_s: float, high_s: float) -> dict[str, Any]:
-    """Round ticks in units that people read, as many as fit on a phone."""
+def _round(most: float) -> list[float]:
+    """Round numbers from 0 to so many, at most six."""
+    decade = 10.0 ** math.floor(math.log10(most)) if most > 0 else 1.0
+    step = next(step for step in (decade / 5, decade / 2, decade, 2 * decade) if most / step < _MAX_TICKS)
+    return [round(number * step, 10) for number in range(int(most / step + 1e-9) + 1)]
+
+
+def _time_ticks(low_s: float, high_s: float) -> Iterable[tuple[float, str]]:
+    """Round ticks in units that people read, as many as fit on a phone, and their labels."""
     for steps in ((1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1,)):
         ticks = [step * 10.0**decade for decade in range(-6, 6) for step in steps]
         ticks = [tick for tick in ticks if low_s <= tick <= high_s]
         if len(ticks) <= _MAX_TICKS:
             break
-    return {"tickvals": ticks, "ticktext": [wording.duration(tick) for tick in ticks]}
+    every = -(-len(ticks) // _MAX_TICKS)
+    return [(tick, wording.duration(tick)) for tick in ticks[::every]]
 
 
 def _alt_of_steps(times: StepTimes) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lightning_gpuopt.diagnosis.gate import phases_per_step
-
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.compare import Comparison
     from lightning_gpuopt.diagnosis.gate import Gate
@@ -42,7 +40,7 @@ def _run(report: RunRecord) -> dict[str, Any]:
             "steps": report.steps,
             "step_s": report.step_s,
             "median_step_s": report.step_times.median_s,
-            "phases_s_per_step": phases_per_step(report),
+            "phases_s_per_step": report.measured.step_phases_s,
         }
     )
 

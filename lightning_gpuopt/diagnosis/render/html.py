@@ -8,7 +8,6 @@ from typing import Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.compare import Comparison, compare
@@ -16,15 +15,18 @@ from lightning_gpuopt.diagnosis.record import RunRecord
 from lightning_gpuopt.diagnosis.render import wording
 from lightning_gpuopt.diagnosis.render.charts import (
     Chart,
+    color_of,
     comparison_chart,
-    phase_chart,
     step_time_chart,
     timeline_chart,
 )
 
 _PACKAGE: Final = "lightning_gpuopt.diagnosis.render"
 _FOLDER: Final = "page"
-_FILTERS: Final = ("arguments", "evidence", "gain", "percent", "place_rows", "places", "speedup", "words")
+_FILTERS: Final = (
+    *("arguments", "change_line", "deciding_facts", "evidence", "gain", "percent", "place_rows", "places"),
+    *("proof_line", "words"),
+)
 
 
 def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
@@ -38,10 +40,9 @@ def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
         baseline: an earlier run to hold it against, at the top of the page.
 
     Returns:
-        The page; plotly.js, inside it, is nearly all of its 5 MB.
+        The page, whose charts are drawings: it needs no library, no network and no other file.
     """
     comparison = compare(baseline, report) if baseline is not None else None
-    charts = _charts(report, comparison)
     page: str = (
         _environment()
         .get_template("page.html")
@@ -49,6 +50,8 @@ def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
             report=report,
             meaning=cause_of(report.verdict).meaning,
             comparison=comparison,
+            speedup_line=wording.speedup_line(comparison) if comparison is not None else None,
+            comparison_base=wording.comparison_base(comparison) if comparison is not None else None,
             comparison_rows=wording.comparison_rows(comparison) if comparison is not None else [],
             no_proof_line=wording.no_proof_line(comparison) if comparison is not None else None,
             key_numbers=_key_numbers(report),
@@ -59,14 +62,14 @@ def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
             kernel_kinds_line=wording.kernel_kinds_line(report),
             kernel_rows=wording.kernel_rows(report),
             outlier_rows=_outlier_rows(report),
-            change_rows=wording.change_rows(report.changes),
+            outcome_heading=wording.outcome_heading(report.changes),
+            phase_heads=[name for name, _ in wording.time_bases(report)],
+            phase_rows=wording.phase_rows(report),
             kept_code=wording.kept_code(report.changes),
             proofs=wording.all_proofs(report, comparison),
-            charts=charts,
-            figures={name: chart.figure for name, chart in charts.items()},
+            charts=_charts(report, comparison),
             css=_own("page.css"),
             js=_own("page.js"),
-            plotly_js=Markup(get_plotlyjs()),
         )
     )
     return page
@@ -81,7 +84,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {name: getattr(wording, name) for name in _FILTERS} | {"unbroken": _unbroken}
+    environment.filters |= {name: getattr(wording, name) for name in _FILTERS}
+    environment.filters |= {"unbroken": _unbroken, "color": color_of}
     return environment
 
 
@@ -95,7 +99,7 @@ def _own(name: str) -> Markup:
 
 
 def _charts(report: RunRecord, comparison: Comparison | None) -> dict[str, Chart]:
-    charts = [timeline_chart(report), step_time_chart(report), phase_chart(report)]
+    charts = [timeline_chart(report), step_time_chart(report)]
     if comparison is not None:
         charts.append(comparison_chart(comparison))
     return {chart.name: chart for chart in charts if chart is not None}
@@ -107,10 +111,11 @@ def _key_numbers(report: RunRecord) -> list[tuple[str, str]]:
     if report.step_s is not None:
         part = f" ({part})" if (part := wording.measured_part(report)) else ""
         numbers.append((f"Time of a step{part}", wording.duration(report.step_s)))
-    if report.wall_s > 0:
-        numbers.append(("Waiting for data", wording.percent(report.phases.get("data_wait", 0.0) / report.wall_s)))
+    measured = wording.time_bases(report)[0][1]
+    if measured.wall_s > 0:
+        numbers.append(("Waiting for data", wording.percent(measured.share("data_wait"))))
         if report.gpu_idle_s is not None:
-            numbers.append(("GPU idle", wording.percent(report.gpu_idle_s / report.wall_s)))
+            numbers.append(("GPU idle", wording.percent(min(report.gpu_idle_s / measured.wall_s, 1.0))))
     if report.headroom is not None:
         numbers.append(("Headroom in a step", wording.percent(report.headroom)))
     return numbers

@@ -28,15 +28,20 @@ def render_text(report: RunRecord, width: int = 80) -> str:
         width: columns of the terminal.
 
     Returns:
-        The verdict, the table of phases, the findings with the figures that decided and what they predict, risks, the
-        time in which GPUs stood still, and the proofs, without a newline at the end.
+        What was changed and gained, the verdict, the findings with the figures that decided and what they predict, the
+        table of phases, risks, and the time in which GPUs stood still, without a newline at the end.
     """
     console = new_console(width)
+    _print_changes(console, report)
+    for proof in report.proofs:
+        console.print(Text(wording.proof_line(proof)))
     console.print(Text(_headline(report)))
-    if report.wall_s > 0:
-        console.print(_phase_table(report))
+    if report.why_not_measured:
+        console.print(Text(report.why_not_measured))
     for count, finding in enumerate(report.findings, start=1):
         _print_finding(console, count, finding)
+    if report.wall_s > 0:
+        console.print(_phase_table(report))
     for risk in report.risks:
         console.print(Text(f"Risk: {risk.risk}"))
         for text in (risk.text, risk.advice):
@@ -50,12 +55,9 @@ def render_text(report: RunRecord, width: int = 80) -> str:
         if line is not None:
             console.print(Text(line))
     _print_kernels(console, report)
-    for proof in report.proofs:
-        console.print(Text(wording.proof_line(proof)))
-    _print_changes(console, report)
     for hint in report.hints:
         console.print(Text(f"Hint: {hint.text} {hint.setting}"))
-    for note in report.notes:
+    for note in report.notes[1:] if report.why_not_measured else report.notes:
         console.print(Text(f"Note: {note}"))
     return text_of(console)
 
@@ -101,8 +103,9 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
     before, after = comparison.before, comparison.after
     console = new_console(width)
     console.print(Text(f"Verdict: {before.verdict} → {after.verdict}"))
-    if comparison.speedup is not None:
-        console.print(Text(f"Measured speed-up: {wording.speedup(comparison.speedup)}"))
+    if (line := wording.speedup_line(comparison)) is not None:
+        console.print(Text(line))
+    console.print(Text(wording.comparison_base(comparison)))
     console.print(_comparison_table(comparison))
     for proof in wording.all_proofs(after, comparison):
         console.print(Text(wording.proof_line(proof)))
@@ -134,7 +137,7 @@ def _headline(report: RunRecord) -> str:
 def _print_finding(console: Console, count: int, finding: Finding) -> None:
     sure = "" if finding.confidence in (None, "high") else f" ({finding.confidence} confidence)"
     console.print(Text(f"{count}. {finding.cause}: {wording.percent(finding.share)} of the time{sure}"))
-    facts = ", ".join(f"{what} {value}" for what, value in wording.deciding_evidence(finding))
+    facts = wording.deciding_facts(finding)
     where = finding.evidence.get("where")
     for line in (finding.advice, f"where: {where}" if where else "", f"({facts})" if facts else ""):
         if line:
@@ -144,22 +147,26 @@ def _print_finding(console: Console, count: int, finding: Finding) -> None:
 
 
 def _phase_table(report: RunRecord) -> Table:
+    bases = wording.time_bases(report)
+    several = len(bases) > 1
+    width, unit = (_BAR_WIDTH // 5, " s") if several else (_BAR_WIDTH, "")
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("where the time went")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("", min_width=_BAR_WIDTH)
-    for phase, seconds in sorted(report.phases.items(), key=lambda item: item[1], reverse=True):
-        share = seconds / report.wall_s
-        if seconds > 0:
-            bar = "█" * round(share * _BAR_WIDTH)
-            table.add_row(Text(phase), f"{seconds:.2f}", f"{share * 100:.1f} %", bar)
+    for name, _ in bases:
+        table.add_column(name if several else "seconds", justify="right")
+        table.add_column("share", justify="right")
+    table.add_column("", min_width=width)
+    first = bases[0][1]
+    for phase in sorted(report.phases, key=first.share, reverse=True):
+        if report.phases[phase] > 0:
+            pairs = [(f"{each.phases[phase]:.2f}{unit}", f"{each.share(phase) * 100:.1f} %") for _, each in bases]
+            table.add_row(Text(phase), *sum(pairs, ()), "█" * round(first.share(phase) * width))
     return table
 
 
 def _comparison_table(comparison: Comparison) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
+    table.add_column("per step (share of time)")
     for column in ("before", "after"):
         table.add_column(column, justify="right")
     for row in wording.comparison_rows(comparison):

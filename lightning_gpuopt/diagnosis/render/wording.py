@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_gpuopt.diagnosis.causes.table import FACTS_SHOWN, cause_of
+from lightning_gpuopt.diagnosis.record import ENOUGH_STEPS
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE
 from lightning_gpuopt.diagnosis.where import finding_name
 from lightning_gpuopt.measurements.code_location import INSTALLED, short
@@ -18,7 +19,7 @@ from lightning_gpuopt.measurements.phases import BETWEEN_STEPS
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.compare import Comparison
     from lightning_gpuopt.diagnosis.gate import Gate
-    from lightning_gpuopt.diagnosis.record import Change, Finding, HotSpots, Proof, Risk, RunRecord
+    from lightning_gpuopt.diagnosis.record import Change, Finding, HotSpots, Proof, Risk, RunRecord, Stretch
     from lightning_gpuopt.measurements.loader_costs import Interval
 
 _ADDS_UP: Final = 0.02
@@ -117,6 +118,11 @@ def deciding_evidence(finding: Finding) -> list[tuple[str, str]]:
     return [_fact(key, known[key]) for key in keys[:FACTS_SHOWN]]
 
 
+def deciding_facts(finding: Finding) -> str:
+    """:func:`deciding_evidence` in one line."""
+    return ", ".join(f"{what} {value}" for what, value in deciding_evidence(finding))
+
+
 def _fact(name: str, value: float | str) -> tuple[str, str]:
     text = value if isinstance(value, str) else number(value)
     if name in _RATES:
@@ -134,9 +140,25 @@ def arguments(settings: dict[str, Any]) -> str:
 
 
 def proof_line(proof: Proof) -> str:
-    """What was predicted of a setting, and what was measured."""
+    """What was predicted of a setting, and what was measured in how many steps; no figure where they are too few."""
     predicted = f"predicted {gain(proof.predicted)}, " if proof.predicted is not None else ""
-    return f"{proof.cause}: {arguments(proof.settings)}: {predicted}measured {speedup(proof.measured)}"
+    figure = speedup(proof.measured) if proof.enough else "not enough steps"
+    steps = f" ({_both(proof.steps)})" if proof.steps is not None else ""
+    outside = ", outside the interval" if proof.kept is False else ""
+    return f"{proof.cause}: {arguments(proof.settings)}: {predicted}measured {figure}{steps}{outside}"
+
+
+def speedup_line(comparison: Comparison) -> str | None:
+    """What one run gained over another; None where that is not known."""
+    if comparison.speedup is not None:
+        return f"Measured speed-up: {speedup(comparison.speedup)}"
+    if comparison.steps is None or not comparison.before.step_s or not comparison.after.step_s:
+        return None
+    return f"Measured speed-up: not enough steps ({_both(comparison.steps)}, {ENOUGH_STEPS} each are needed)"
+
+
+def _both(steps: tuple[int, int]) -> str:
+    return f"{steps[0]} steps before, {steps[1]} after"
 
 
 def change_line(change: Change) -> str:
@@ -156,19 +178,15 @@ def outcome(change: Change) -> str:
     return f"{word} ({change.why})" if change.why else word
 
 
-def change_rows(changes: Sequence[Change]) -> list[tuple[str, ...]]:
-    """A row for each change: setting, from, to, predicted, measured, outcome."""
-    return [
-        (
-            each.setting,
-            str(each.from_),
-            str(each.to),
-            gain(each.predicted) if each.predicted is not None else "not predicted",
-            speedup(each.measured) if each.measured is not None else "–",
-            outcome(each),
-        )
+def outcome_heading(changes: Sequence[Change]) -> str:
+    """What became of the changes, as a heading: ``"Changed: num_workers 1 → 6 (3.9x)"``; empty without any."""
+    kept = [
+        f"{each.setting} {each.from_} → {each.to}"
+        + (f" ({speedup(each.measured)})" if each.measured is not None else "")
         for each in changes
+        if each.kept
     ]
+    return f"Changed: {', '.join(kept)}" if kept else "No change was kept" if changes else ""
 
 
 def kept_code(changes: Sequence[Change]) -> list[str]:
@@ -328,40 +346,71 @@ def no_proof_line(comparison: Comparison) -> str | None:
     """Why two runs prove nothing of one another; None where they do, or where the later one has proofs of its own."""
     if comparison.proofs or (comparison.after.proofs and not comparison.differences):
         return None
+    for name, run in (("earlier", comparison.before), ("later", comparison.after)):
+        if run.why_not_measured:
+            return f"The {name} run was not measured. {run.why_not_measured}"
     if comparison.differences:
         names = ", ".join(name.replace("_", " ") for name in comparison.differences)
         return f"The runs differ in {names}: what was advised before is not proved by this."
     return "None of the settings advised before is in force after."
 
 
-def comparison_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """Two runs beside each other, as (what, before, after): speed, then seconds per step and share of each phase."""
-    before, after = comparison.before, comparison.after
-    rows = [
-        ("step time", _step_time(before), _step_time(after)),
-        ("steps per second", _steps_per_second(before), _steps_per_second(after)),
+def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Two runs beside each other, as (what, before, after): speed, then time per step and share of each phase.
+
+    All of the same steps: those after warm-up, and since the last change.
+    """
+    runs = (comparison.before, comparison.after)
+    before, after = (run.measured for run in runs)
+    rows: list[tuple[str, ...]] = [
+        ("step time", *(duration(run.step_s) if run.step_s is not None else "unknown" for run in runs)),
+        ("steps per second", *(number(1 / run.step_s) if run.step_s else "unknown" for run in runs)),
     ]
-    shares = {
-        phase: max(_share(before, phase), _share(after, phase)) for phase in before.phases.keys() | after.phases.keys()
-    }
-    for phase in sorted(shares, key=lambda name: (-shares[name], name)):
+    names = before.phases.keys() | after.phases.keys()
+    shares = {phase: max(before.share(phase), after.share(phase)) for phase in names}
+    for phase in sorted(shares, key=lambda name: (name in BETWEEN_STEPS, -shares[name], name)):
         if shares[phase] > 0:
-            rows.append((phase, _phase_cell(before, phase), _phase_cell(after, phase)))
+            name = f"between steps: {phase}" if phase in BETWEEN_STEPS else phase
+            rows.append((name, _phase_cell(before, phase), _phase_cell(after, phase)))
     return rows
 
 
-def _step_time(report: RunRecord) -> str:
-    return duration(report.step_s) if report.step_s is not None else "unknown"
+def _phase_cell(stretch: Stretch, phase: str) -> str:
+    share = percent(stretch.share(phase))
+    return f"{number(stretch.step_phases_s.get(phase, 0.0) * 1e3)} ms ({share})" if stretch.steps else share
 
 
-def _steps_per_second(report: RunRecord) -> str:
-    return number(1 / report.step_s) if report.step_s else "unknown"
+def comparison_base(comparison: Comparison) -> str:
+    """Which steps of two runs their rows are of."""
+    before, after = (_steps(run) for run in (comparison.before, comparison.after))
+    return f"Measured: {before} before, {after} after (without warm-up, since the last change)."
 
 
-def _share(report: RunRecord, phase: str) -> float:
-    return report.phases.get(phase, 0.0) / report.wall_s if report.wall_s > 0 else 0.0
+def _steps(report: RunRecord) -> str:
+    steps = report.measured_steps
+    if report.step_s is None:
+        return f"none of {report.steps} steps"
+    return f"{report.steps} steps" if steps in (None, report.steps) else f"the last {steps} of {report.steps} steps"
 
 
-def _phase_cell(report: RunRecord, phase: str) -> str:
-    share = percent(_share(report, phase))
-    return f"{number(report.phases.get(phase, 0.0) / report.steps * 1e3)} ms ({share})" if report.steps else share
+def time_bases(report: RunRecord) -> list[tuple[str, Stretch]]:
+    """What the table of phases is of: the measured steps and the whole run, or one of them where they are the same."""
+    measured, whole = report.measured, report.whole
+    if report.measured_steps is None or abs(measured.wall_s - whole.wall_s) <= _ADDS_UP * whole.wall_s:
+        return [("the whole run", whole)]
+    last = "last step" if report.measured_steps == 1 else f"last {report.measured_steps} steps"
+    return [(last, measured), ("whole run", whole)]
+
+
+def phase_rows(report: RunRecord) -> list[tuple[str, float, list[str]]]:
+    """Each phase, the longest first: its name, its share of the first of :func:`time_bases`, and its time in each."""
+    bases = [stretch for _, stretch in time_bases(report)]
+    names = [name for name, seconds in report.phases.items() if seconds > 0 and report.wall_s > 0]
+    return [
+        (
+            name,
+            bases[0].share(name),
+            [f"{duration(each.phases[name])} ({percent(each.share(name))})" for each in bases],
+        )
+        for name in sorted(names, key=bases[0].share, reverse=True)
+    ]

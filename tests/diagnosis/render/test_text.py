@@ -35,20 +35,15 @@ def test_the_headline_says_which_steps_it_is_of_where_they_are_not_the_run(
 ) -> None:
     report = replace(before(), measured_steps=measured, step_s=step_s)
     part_, step = f"; {part}" if part else "", f"{step_s * 1e3:.1f} ms a step"
-    assert render_text(report, 120).splitlines()[0] == (f"Verdict: slow_storage   (100 steps in 10.0 s{part_}, {step})")
+    assert render_text(report, 120).splitlines()[1] == (f"Verdict: slow_storage   (100 steps in 10.0 s{part_}, {step})")
     assert (f"Time of a step ({part})" in render_html(report)) == bool(part)
 
 
 def test_the_report() -> None:
     assert [re.sub("─+", "─", line) for line in str(before()).splitlines()] == [  # older versions of rich draw one more
+        "main_process_loading: num_workers=2: predicted 1.20x (1.10x to 1.30x), measured",
+        "1.5x, outside the interval",
         "Verdict: slow_storage   (100 steps in 10.0 s, 100.0 ms a step)",
-        "",
-        " where the time went   seconds    share",
-        " ─",
-        " data_wait                6.00   60.0 %   ██████████████████",
-        " forward                  3.00   30.0 %   █████████",
-        " other                    1.00   10.0 %   ███",
-        "",
         "1. slow_storage: 60 % of the time",
         "   More workers read more at once: num_workers=6.",
         "   (time per step 60 ms, workers busy 97.2 %)",
@@ -56,6 +51,13 @@ def test_the_report() -> None:
         "2. callback: 12 % of the time",
         "   Slow.on_train_batch_end holds up training.",
         "   (callback Slow)",
+        "",
+        " where the time went   seconds    share",
+        " ─",
+        " data_wait                6.00   60.0 %   ██████████████████",
+        " forward                  3.00   30.0 %   █████████",
+        " other                    1.00   10.0 %   ███",
+        "",
         "2 steps took far longer than the rest; the slowest, step 71, 400 ms. Most of",
         "them lost it in data_wait.",
         "Kernels of a step, 80 ms: elementwise 60 %, matmul 30 %, copy 10 %. 10 are under",
@@ -66,8 +68,6 @@ def test_the_report() -> None:
         " void at::native::vectorized<4, <value…   elementwise    60 %       12   net.0",
         " ampere_sgemm_128x64_tn                   matmul         30 %        2",
         "",
-        "main_process_loading: num_workers=2: predicted 1.20x (1.10x to 1.30x), measured",
-        "1.5x",
         "Note: [nothing] could be read",
     ]
 
@@ -101,29 +101,50 @@ def test_two_runs_side_by_side() -> None:
     assert render_comparison(compare(before(), after())).splitlines() == [
         "Verdict: slow_storage → compute_bound",
         "Measured speed-up: 2.0x",
+        "Measured: 100 steps before, 100 steps after (without warm-up, since the last",
+        "change).",
         "",
-        "                          before          after",
-        " ──────────────────────────────────────────────",
-        " step time                100 ms          50 ms",
-        " steps per second             10             20",
-        " forward            30 ms (30 %)   39 ms (78 %)",
-        " data_wait          60 ms (60 %)   1 ms (2.0 %)",
-        " other              10 ms (10 %)   10 ms (20 %)",
+        " per step (share of time)         before          after",
+        " ──────────────────────────────────────────────────────",
+        " step time                        100 ms          50 ms",
+        " steps per second                     10             20",
+        " forward                    30 ms (30 %)   39 ms (78 %)",
+        " data_wait                  60 ms (60 %)   1 ms (2.0 %)",
+        " other                      10 ms (10 %)   10 ms (20 %)",
         "",
         "slow_storage: num_workers=6, persistent_workers=True: predicted 2.1x (1.8x to",
-        "2.4x), measured 2.0x",
+        "2.4x), measured 2.0x (100 steps before, 100 after)",
     ]
+
+
+@pytest.mark.parametrize(("steps", "enough"), [(29, False), (30, True)])
+def test_a_gain_of_too_few_steps_is_no_figure(steps: int, enough: bool) -> None:
+    comparison = compare(before(), replace(after(), measured_steps=steps))
+    (proof,) = comparison.proofs
+    assert (comparison.speedup, proof.kept) == ((2.0, True) if enough else (None, None))
+    sides = f"100 steps before, {steps} after"
+    figure = f"2.0x ({sides})" if enough else f"not enough steps ({sides})"
+    line = "Measured speed-up: 2.0x" if enough else f"Measured speed-up: not enough steps ({sides}, 30 each are needed)"
+    shown = render_comparison(comparison, 200).splitlines()
+    assert shown[1] == line
+    assert shown[-1].endswith(f", measured {figure}")
+    page = render_html(replace(after(), measured_steps=steps), baseline=before())
+    assert f"<strong>{line}</strong>" in page
+    assert f", measured {figure}</li>" in page
+    assert ("2.0x" in page) is enough
 
 
 def test_a_comparison_of_what_was_not_measured() -> None:
     nothing = StallReport("compute_bound", 0.0, {}, [])
     assert render_comparison(compare(nothing, nothing)).splitlines() == [
         "Verdict: compute_bound → compute_bound",
+        "Measured: none of 0 steps before, none of 0 steps after (without warm-up, since",
+        "the last change).",
         "",
-        "                     before     after",
-        " ────────────────────────────────────",
-        " step time          unknown   unknown",
-        " steps per second   unknown   unknown",
+        " per step (share of time)    before     after",
+        " ────────────────────────────────────────────",
+        " step time                  unknown   unknown",
+        " steps per second           unknown   unknown",
         "",
         "None of the settings advised before is in force after.",
     ]
@@ -155,10 +176,10 @@ def test_the_terminal_shows_the_four_figures_that_decided_and_the_page_all() -> 
     evidence = {**many, "step_ms": 80.0, "ms_per_step": 60.0, "where": "100 % read (train.py:7)"}
     report = replace(before(), findings=[Finding("slow_storage", 0.6, evidence, "Read more at once.")])
     shown = str(report).splitlines()
-    assert shown[10:13] == [
+    assert shown[5:8] == [
         "   where: 100 % read (train.py:7)",
         "   (time per step 60 ms, step 80 ms, workers busy 97 %, worker cpu 3 %)",
-        "2 steps took far longer than the rest; the slowest, step 71, 400 ms. Most of",
+        "",
     ]
     page = render_html(report)
     assert [what for what, _ in wording.evidence(report.findings[0]) if f">{what}<" not in page] == []
