@@ -82,7 +82,8 @@ def gain_line(proof: Proof) -> str:
     if proof.predicted is None:
         return f"{measured} steps per second"
     low, mid, high = proof.predicted
-    return f"predicted {mid:.2f}x ({low:.2f}x to {high:.2f}x), {measured} steps per second"
+    outside = "" if proof.kept else ", outside the interval"
+    return f"predicted {mid:.2f}x ({low:.2f}x to {high:.2f}x), {measured} steps per second{outside}"
 
 
 def _samples_per_s(run: Run) -> str | None:
@@ -107,13 +108,13 @@ def _gpu_utilization(run: Run) -> str | None:
 
 def _predicted(run: Run) -> str | None:
     predicted = run.step.predicted if run.step is not None else None
-    return f"{predicted[1]:.2f}x" if predicted is not None else None
+    return f"{predicted[0]:.2g}-{predicted[2]:.2g}x" if predicted is not None else None
 
 
 def _measured(run: Run) -> str | None:
     if run.proof is None:
         return None
-    return f"{run.proof.measured:.2f}x{'' if run.kept else '*'}"
+    return f"{run.proof.measured:.2f}x{'†' if run.proof.kept is False else ''}{'' if run.kept else '*'}"
 
 
 _COLUMNS: Final[dict[str, Callable[[Run], str | None]]] = {
