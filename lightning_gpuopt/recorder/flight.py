@@ -295,9 +295,10 @@ class FlightRecorder:
         """Whether the worker of a ring was forked."""
         return bool(self._board.worker(slot).numbers[AT["fork"]])
 
-    def leak_of(self, slot: int) -> str:
-        """What grows in the worker of a ring, for people; empty where nothing is known to."""
-        return self._board.worker(slot).read("leak")
+    def leak_of(self, slot: int) -> tuple[str, float]:
+        """What grows in the worker of a ring, for people, and its entries for each sample; empty where nothing does."""
+        ring = self._board.worker(slot)
+        return ring.read("leak"), ring.numbers[AT["keeps_per_mille"]] / 1000
 
     # ---- beside the training thread ----
 

@@ -201,6 +201,26 @@ class TestWorkerMemory:
         assert [each.evidence["grows"] for each in risks] == [f"in worker 0, {leak}"] * found
         assert risks_of(replace(observed, workers=tuple(replace(each, leak="") for each in workers))) == []
 
+    @pytest.mark.parametrize(
+        ("private", "keeps", "found"),
+        [
+            (linear(7, 20.0), 1.0, True),
+            (linear(7, 20.0), 0.5, False),  # half of the samples were found in it
+            (linear(7, 8.0), 1.0, False),  # little until now
+            (linear(4, 60.0), 1.0, False),  # seen too rarely
+            (saturating(9, 300.0, 3.0), 1.0, False),  # comes to rest
+        ],
+        ids=["all", "half", "little", "few", "rests"],
+    )
+    def test_what_keeps_something_of_each_sample_is_a_leak_from_64_mib_on(
+        self, private: list[float], keeps: float, found: bool
+    ) -> None:
+        leak = "Photos.cache (dict) grew from 96 to 796 entries and holds about 130 MiB"
+        observed = seen(private, private)
+        workers = tuple(replace(each, leak=leak, keeps=keeps) for each in observed.workers)
+        risks = risks_of(replace(observed, workers=workers))
+        assert [each.evidence["grows"] for each in risks] == [f"in worker 0, {leak}"] * found
+
     def test_a_large_cache_that_fills_up_fast_is_no_leak_where_there_is_room(self) -> None:
         leak = "__main__.load (lru_cache) grew from 0 to 2,000 entries and holds about 380 MiB"
         for seconds in range(2, 21):

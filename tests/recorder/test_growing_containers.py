@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from evaluation.parts import Model, quiet
@@ -216,6 +217,22 @@ class TestWhyAProcessGrows:
         model.seen += range(100_000)
         model.cache.update({number: bytes(10_000) for number in range(5000)})
         assert growing.why(550 * MIB) == "Keeps.cache (dict) grew from 0 to 5,000 entries and holds about 48 MiB"
+
+    def test_of_a_cache_with_a_bound_it_is_not_counted_what_it_keeps(self) -> None:
+        model = Keeps()
+        model.load = functools.lru_cache(2_000)(lambda number: bytes(40_000 + number))
+        growing = Growing({"Keeps": model}, process=500 * MIB)
+        for number in range(2_000):
+            model.load(number)
+        assert growing.why(580 * MIB, 2_000).startswith("Keeps.load (lru_cache) grew from 0 to 2,000 entries")
+        assert growing.keeps == 0.0
+
+    def test_of_objects_that_python_does_not_know_the_size_of_none_is_said(self) -> None:
+        model = Keeps()
+        model.images = {}
+        growing = Growing({"Keeps": model}, process=500 * MIB)
+        model.images.update({number: Image.new("RGB", (64, 64)) for number in range(5_000)})
+        assert growing.why(560 * MIB) == "Keeps.images (dict) grew from 0 to 5,000 entries"
 
     def test_few_large_entries_count_as_well(self) -> None:
         model = Keeps()
