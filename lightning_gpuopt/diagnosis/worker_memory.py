@@ -28,8 +28,8 @@ _EVEN: Final = 0.6
 
 _SHORT_S: Final = 20.0
 _FEW: Final = 4
-"""In less time, and of fewer readings than else, a leak is reported where workers have taken as much as is left, or where
-it keeps something of each sample, and holds much already."""
+"""In less time, and of fewer readings than else, a leak is reported where workers have taken as much as is left, or
+where it keeps something of each sample, and they have grown by much already."""
 
 _EACH: Final = 0.9
 """Entries for each sample: nothing is found in it that was read before."""

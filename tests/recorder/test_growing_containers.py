@@ -218,15 +218,6 @@ class TestWhyAProcessGrows:
         model.cache.update({number: bytes(10_000) for number in range(5000)})
         assert growing.why(550 * MIB) == "Keeps.cache (dict) grew from 0 to 5,000 entries and holds about 48 MiB"
 
-    def test_of_a_cache_with_a_bound_it_is_not_counted_what_it_keeps(self) -> None:
-        model = Keeps()
-        model.load = functools.lru_cache(2_000)(lambda number: bytes(40_000 + number))
-        growing = Growing({"Keeps": model}, process=500 * MIB)
-        for number in range(2_000):
-            model.load(number)
-        assert growing.why(580 * MIB, 2_000).startswith("Keeps.load (lru_cache) grew from 0 to 2,000 entries")
-        assert growing.keeps == 0.0
-
     def test_of_objects_that_python_does_not_know_the_size_of_none_is_said(self) -> None:
         model = Keeps()
         model.images = {}
@@ -295,7 +286,8 @@ class TestWhyAProcessGrows:
         growing = Growing({"Keeps": model})
         for number in range(20):
             model.load(number)
-        assert growing.why(20 * MIB) == "Keeps.load (lru_cache) grew from 0 to 20 entries and holds about 20 MiB"
+        assert growing.why(20 * MIB, 20) == "Keeps.load (lru_cache) grew from 0 to 20 entries and holds about 20 MiB"
+        assert growing.keeps == 0.0  # it has a bound, as a rule
 
     def test_lists_by_key_are_named_once_they_are_known(self) -> None:
         model = Keeps()
