@@ -348,8 +348,9 @@ class FlightRecorder:
         if self._workers.reading is not None:
             self._workers.reading.show()
         self._workers.look()
-        if each_second:
+        if each_second or self.memory.is_used_up():
             self.memory.read(self._workers.living)
+        if each_second:
             self._write_file()
             if self._stacks is not None and self._stacks.is_asked_for():
                 self._workers.ask_for_stacks()

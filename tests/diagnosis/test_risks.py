@@ -336,6 +336,20 @@ class TestSharedMemory:
         flight = BatchesInFlight(10 * MIB)  # of which the workers make the first few
         assert risks_of(RiskInputs(rank=readings, num_workers=4, in_flight=flight)) == []
 
+    def test_half_of_it_that_was_used_up_in_seconds_is_enough(self) -> None:
+        def found(free: Sequence[int], **known: Any) -> list[float | str]:
+            readings = tuple(MemoryReading(float(at), shm_free=mib * MIB, shm_size=GIB) for at, mib in enumerate(free))
+            return [each.evidence["growth_mib_per_minute"] for each in risks_of(RiskInputs(rank=readings, **known))]
+
+        fills = [200, 175, 150, 125, 100, 75, 50]
+        assert found(fills) == [1500.0]
+        assert found(fills[:5]) == []  # more is left than was used
+        assert found([200, 150, 100, 50]) == []  # too few readings
+        ahead = {"num_workers": 4, "in_flight": BatchesInFlight(8 * MIB)}  # of which the workers make the first few
+        assert found(fills, **ahead) == []
+        assert found(fills, num_workers=4) == []  # what they take is not known yet
+        assert found([*fills, 30, 5], **ahead) == [1375.0]
+
 
 class TestOpenFiles:
     @staticmethod
@@ -353,6 +367,16 @@ class TestOpenFiles:
             "in about 8 minutes."
         )
         assert risk.evidence["process"] == "worker 1"
+
+    def test_half_of_them_that_were_opened_in_seconds_are_enough(self) -> None:
+        fast = [20, 200, 380, 560, 740]
+        (risk,) = risks_of(RiskInputs(workers=(WorkerMemory(0, self.files(fast)),)))
+        assert risk.text == (
+            "Worker 0 has 740 of the 1,024 files open that it may have, and 10,800 more each minute: the limit is "
+            "reached in about 10 seconds."
+        )
+        assert risks_of(RiskInputs(rank=self.files(fast[:4]))) == []
+        assert risks_of(RiskInputs(rank=self.files([each // 2 for each in fast]))) == []
 
     def test_they_are_nearly_used_up(self) -> None:
         (risk,) = risks_of(RiskInputs(rank=self.files([930])))
