@@ -118,8 +118,8 @@ def _shared_memory(seen: RiskInputs) -> Iterator[Risk]:
 
 
 def _use(points: Sequence[tuple[float, float]], few: float) -> SteadyGrowth | None:
-    """How something is used up: by many readings, or by a few that show so much of it."""
-    if (growth := steady_growth(points, _LEAST)) is not None:
+    """How something is used up: by many readings, one a second, or by a few that show so much of it."""
+    if (growth := steady_growth(list({int(at_s): (at_s, used) for at_s, used in points}.values()), _LEAST)) is not None:
         return growth
     growth = steady_growth(points, _FEW)
     return growth if growth is not None and growth.grown >= few else None

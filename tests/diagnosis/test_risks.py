@@ -378,6 +378,10 @@ class TestOpenFiles:
         assert risks_of(RiskInputs(rank=self.files(fast[:4]))) == []
         assert risks_of(RiskInputs(rank=self.files([each // 2 for each in fast]))) == []
 
+    def test_many_that_are_opened_at_the_beginning_are_no_risk_where_many_are_left(self) -> None:
+        shards = tuple(MemoryReading(at / 4, files=20 + 35 * at, files_limit=4096) for at in range(24))
+        assert risks_of(RiskInputs(rank=shards)) == []
+
     def test_they_are_nearly_used_up(self) -> None:
         (risk,) = risks_of(RiskInputs(rank=self.files([930])))
         assert risk.text == "The training process has 930 of the 1,024 files open that it may have."
