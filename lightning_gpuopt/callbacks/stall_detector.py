@@ -72,7 +72,7 @@ class StallDetector(CallbackBase):
         hang_timeout: seconds without progress (a finished step, validation batch or save), counted from
             ``on_train_start``, after which the stacks of this process and the state of its workers are written to
             ``report_dir/hang-*.txt`` and a warning is given, once for each hang. A validation batch and a save are
-            timed from their own beginning. Training is not ended.
+            timed from their own beginning. Training is not ended. ``watch`` and ``post-mortem`` go by it, too.
         nvtx: mark the phases as NVTX ranges as well, for Nsight Systems. Needs a CUDA build of torch.
         capture_trace: when a stall is found, record the next five steps, once, with ``torch.profiler``, into
             ``report_dir/trace.json.gz``, which Perfetto opens; under ``profile="auto"`` as well. It waits for a look

@@ -90,7 +90,7 @@ class MemoryRisks:
         memory.note_leak(grows)
         return RiskInputs(
             workers=tuple(
-                WorkerMemory(worker, tuple(series.readings), self._recorder.leak_of(slot))
+                WorkerMemory(worker, tuple(series.readings), *self._recorder.leak_of(slot))
                 for slot, (_, worker, _, series) in of_training
             ),
             rank=rank,

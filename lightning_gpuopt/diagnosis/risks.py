@@ -8,7 +8,7 @@ from typing import Final
 
 from lightning_gpuopt.diagnosis.memory_room import GIB, MIB, duration, room_of, size
 from lightning_gpuopt.diagnosis.record import Risk
-from lightning_gpuopt.diagnosis.steady_growth import steady_growth
+from lightning_gpuopt.diagnosis.steady_growth import SteadyGrowth, steady_growth
 from lightning_gpuopt.diagnosis.worker_memory import worker_memory
 from lightning_gpuopt.measurements.flight import MemoryReading
 from lightning_gpuopt.measurements.risks import RiskInputs
@@ -21,7 +21,9 @@ _LEAST_UNNAMED: Final = 20
 """Readings, after a third of the run, that must show it where no container is known to grow: allocators take long."""
 
 _LEAST: Final = 12
-"""Readings that must show that /dev/shm or descriptors are used up: the first batches take some of both."""
+_FEW: Final = 4
+"""Readings that must show that /dev/shm or descriptors are used up: the first batches take some of both. A few suffice
+where as much has been used as is left, and twice as much as batches take."""
 
 _SHM_GROWN: Final = 8 * MIB
 _FILES_GROWN: Final = 32
@@ -99,7 +101,8 @@ def _shared_memory(seen: RiskInputs) -> Iterator[Risk]:
             evidence |= {"needed_gib": round(needed / GIB, 3), "left_gib": round(room / GIB, 3)}
             yield Risk("shared_memory", text, evidence, advice)
             return
-    growth = steady_growth([(each.at_s, -each.shm_free) for each in known if each.shm_free is not None], _LEAST)
+    few = max(frees[-1], 2 * needed) if flight is not None or not workers else math.inf
+    growth = _use([(each.at_s, -each.shm_free) for each in known if each.shm_free is not None], few)
     if growth is None or growth.grown < max(_SHM_GROWN, needed):
         return
     reached_s = frees[-1] / growth.rate
@@ -112,6 +115,14 @@ def _shared_memory(seen: RiskInputs) -> Iterator[Risk]:
         evidence |= {"growth_mib_per_minute": round(growth.rate * 60 / MIB, 3)}
         evidence |= {"left_gib": round(frees[-1] / GIB, 3), "minutes_to_limit": round(reached_s / 60, 1)}
         yield Risk("shared_memory", text, evidence, f"Look for tensors or queues that are kept. {advice}")
+
+
+def _use(points: Sequence[tuple[float, float]], few: float) -> SteadyGrowth | None:
+    """How something is used up: by many readings, one a second, or by a few that show so much of it."""
+    if (growth := steady_growth(list({int(at_s): (at_s, used) for at_s, used in points}.values()), _LEAST)) is not None:
+        return growth
+    growth = steady_growth(points, _FEW)
+    return growth if growth is not None and growth.grown >= few else None
 
 
 def _open_files(seen: RiskInputs) -> Iterator[Risk]:
@@ -137,12 +148,13 @@ def _files_of(who: str, readings: Sequence[MemoryReading], horizon_s: float) -> 
     now = counts[-1]
     evidence: dict[str, float | str] = {"process": who.lower(), "open_files": float(now), "files_limit": float(limit)}
     text = f"{who} has {now:,} of the {limit:,} files open that it may have"
-    growth = steady_growth([(at_s, files) for at_s, files in known if files is not None], _LEAST)
+    growth = _use([(at_s, files) for at_s, files in known if files is not None], limit - now)
     rate = growth.rate if growth is not None and growth.grown >= _FILES_GROWN else 0.0
     reached_s = max(limit - now, 0) / rate if rate else math.inf
     if rate and reached_s <= horizon_s:
         evidence |= {"files_per_minute": round(rate * 60, 2), "minutes_to_limit": round(reached_s / 60, 1)}
-        text += f", and {rate * 60:,.3g} more each minute: the limit is reached in {duration(reached_s)}."
+        more = f"{rate * 60:,.0f}" if rate * 60 >= 100 else f"{rate * 60:.3g}"
+        text += f", and {more} more each minute: the limit is reached in {duration(reached_s)}."
     elif now >= _FILES_FULL * limit:
         text, reached_s = f"{text}.", horizon_s
     else:

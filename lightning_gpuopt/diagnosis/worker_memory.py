@@ -28,7 +28,11 @@ _EVEN: Final = 0.6
 
 _SHORT_S: Final = 20.0
 _FEW: Final = 4
-"""In less time, and of fewer readings than else, a leak is reported where workers have taken as much as is left."""
+"""In less time, and of fewer readings than else, a leak is reported where workers have taken as much as is left, or
+where it keeps something of each sample, and they have grown by much already."""
+
+_EACH: Final = 0.9
+"""Entries for each sample: nothing is found in it that was read before."""
 
 _EXPLAINED: Final = (0.25, 1.5)
 """What a worker has copied, as a share of the objects that it is put down to; their size is an estimate."""
@@ -48,7 +52,8 @@ class _Growing:
         exact: whether these are known to be such pages.
         steady: how it grows by the sample; None where it does not, or no more.
         bytes_per_s: the same by the second; 0 where it does not.
-        early: whether too few readings show it, or of too short a time, to tell it from a cache that fills up.
+        early: whether too few readings show it, or of too short a time, to tell it from a cache that fills up, and it
+            has not kept much of each sample.
         leak: what of its own grows, for people.
         copies: whether most of what it grew by since its first samples may be such pages.
     """
@@ -95,6 +100,7 @@ def _growing(worker: WorkerMemory) -> _Growing | None:
     early = steady is None or points[-1][2] - points[0][2] < _SHORT_S
     if steady is None and worker.leak:
         steady = steady_growth([(each.samples or 0, each.private or 0) for each in read], _FEW)
+    early = early and not (steady is not None and worker.keeps >= _EACH and steady.grown >= _MUCH)
     half = points[len(points) // 2 :]
     took_s, samples = half[-1][2] - half[0][2], half[-1][0] - half[0][0]
     rate = steady.rate * samples / took_s if steady is not None and took_s > 0 else 0.0

@@ -36,6 +36,9 @@ OUTSIDE_OF_FIT: Final = "-outside"
 PIPE_FILES: Final = ("connection.py", "reductions.py", "reduction.py", "resource_sharer.py")
 """Python's and torch's, in which an exception says that another process's end of a line is gone."""
 
+OF_A_WORKER: Final = ("rss", "private", "faults", "samples", "files", "files_limit")
+"""What a ring's log has of each reading of a worker, after the number of its ring."""
+
 Doing = Literal["starts", "waits", "reads", "collates", "set-up", "train", "validation", "save"]
 
 EVENTS: Final = {

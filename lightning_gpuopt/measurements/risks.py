@@ -40,11 +40,13 @@ class WorkerMemory:
         readings: oldest first, of one process; ``samples`` are those that it had read.
         leak: a container of its own that grows and explains what it has grown by, for people: ``"Photos.cache (dict)
             grew from 0 to 12,000 entries and holds about 115 MiB"``; empty where none is known.
+        keeps: entries that it has got for each sample that was read; 0 where that is not known, or it has a bound.
     """
 
     worker: int
     readings: tuple[MemoryReading, ...]
     leak: str = ""
+    keeps: float = 0.0
 
 
 @dataclass(frozen=True)

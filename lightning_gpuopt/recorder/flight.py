@@ -295,9 +295,10 @@ class FlightRecorder:
         """Whether the worker of a ring was forked."""
         return bool(self._board.worker(slot).numbers[AT["fork"]])
 
-    def leak_of(self, slot: int) -> str:
-        """What grows in the worker of a ring, for people; empty where nothing is known to."""
-        return self._board.worker(slot).read("leak")
+    def leak_of(self, slot: int) -> tuple[str, float]:
+        """What grows in the worker of a ring, for people, and its entries for each sample; empty where nothing does."""
+        ring = self._board.worker(slot)
+        return ring.read("leak"), ring.numbers[AT["keeps_per_mille"]] / 1000
 
     # ---- beside the training thread ----
 
@@ -347,8 +348,9 @@ class FlightRecorder:
         if self._workers.reading is not None:
             self._workers.reading.show()
         self._workers.look()
-        if each_second:
+        if each_second or self.memory.is_used_up():
             self.memory.read(self._workers.living)
+        if each_second:
             self._write_file()
             if self._stacks is not None and self._stacks.is_asked_for():
                 self._workers.ask_for_stacks()

@@ -86,7 +86,7 @@ class _Grown:
         mib, graphs = self.weight.tensor_mib, self.weight.graphs
         holds = f" and holds {_size(mib)} of tensors" if mib >= _HEAVY_MIB else ""
         keeps = " with their autograd graphs" if graphs and holds else ", with autograd graphs" * graphs
-        if not holds and not keeps and self.weight.bytes >= _HEAVY_MIB * _MIB:
+        if not (holds or keeps or self.weight.opaque) and self.weight.bytes >= _HEAVY_MIB * _MIB:
             holds = f" and holds about {_size(self.weight.bytes / _MIB)}"
         entries = "entry" if self.count == 1 else "entries"
         return f"{self.name} ({self.kind}) grew from {self.before:,} to {self.count:,} {entries}{holds}{keeps}"
@@ -111,10 +111,20 @@ class Growing:
             user's modules that their classes are defined in, are looked at as well.
         clock: seconds, for the limit on what a look takes; of this thread, as the GIL may be another's meanwhile.
         process: bytes of this process, where its memory is what is to be explained.
+        samples: that this process has read.
+
+    Attributes:
+        keeps: entries that what explains the growth has got for each sample that was read; 0 where nothing does, and of
+            an ``lru_cache``, which has a bound.
     """
 
     def __init__(
-        self, owners: Mapping[str, object], clock: Callable[[], float] = time.thread_time, *, process: int = 0
+        self,
+        owners: Mapping[str, object],
+        clock: Callable[[], float] = time.thread_time,
+        *,
+        process: int = 0,
+        samples: int = 0,
     ) -> None:
         # A dataset ends with its loader, and not with whoever looks at it.
         self._behind = {name: weakly(owner) for name, owner in owners.items()}
@@ -126,6 +136,8 @@ class Growing:
         self._looks = 0
         self._looked_at = process
         self._why = ""
+        self._samples = samples
+        self.keeps = 0.0
 
     @property
     def _owners(self) -> dict[str, object]:
@@ -158,7 +170,7 @@ class Growing:
             key=lambda each: (each.weight.tensor_mib >= heavy, each.suspected, each.weight.tensor_mib, each.count),
         ).text
 
-    def why(self, process: int) -> str:
+    def why(self, process: int, samples: int = 0) -> str:
         """Why this process grows: the container that has taken most of late, for people; empty where none explains it.
 
         Compared is with a moment about half of the looks ago, so that what was filled before and is at rest does not
@@ -166,6 +178,7 @@ class Growing:
 
         Args:
             process: its bytes now.
+            samples: that it has read by now.
         """
         if process - self._looked_at < _GROWN_BYTES:
             return self._why
@@ -186,7 +199,11 @@ class Growing:
             if of_late >= max(_EXPLAINS * taken, _GROWN_BYTES / 4) or unknown:
                 grown.append(_Grown(each.name, each.kind, min(first, count), count, weight, added=of_late))
         one = [each for each in grown if not each.name.endswith(_EACH)]
-        self._why = max(one or grown, key=lambda each: (each.added, each.count)).text if grown else ""
+        most = max(one or grown, key=lambda each: (each.added, each.count), default=None)
+        self._why = most.text if most is not None else ""
+        self.keeps = 0.0
+        if most is not None and most.kind != "lru_cache" and samples > self._samples:
+            self.keeps = (most.count - most.before) / (samples - self._samples)
         self._looks += 1
         if self._looks & (self._looks - 1) == 0:
             self._middle, self._newest = self._newest, _Moment(sizes, process)

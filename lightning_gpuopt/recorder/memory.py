@@ -6,6 +6,7 @@ What a worker has of its own it reads itself, into its ring: from its first mome
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,13 +15,18 @@ from typing import Final, NamedTuple
 
 import torch
 
-from lightning_gpuopt.measurements.flight import MemoryReading
+from lightning_gpuopt.measurements.flight import OF_A_WORKER, MemoryReading
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.ring import AT
 from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes
 
 _KEPT: Final = 600
 """Readings kept of each process; beyond it every second one goes, and they are taken half as often."""
+
+_LESS_SHM: Final = 8 << 20
+_MORE_FILES: Final = 32
+_MANY_FILES: Final = 4096
+"""To count more of them takes a millisecond: that is left to the readings."""
 
 
 class PrivateMemory(NamedTuple):
@@ -102,6 +108,7 @@ class MemoryLog:
         self._clock = clock
         self._newest: dict[int, PrivateMemory] = {}
         self._leak = ""
+        self._least_free, self._most_files = math.inf, 0
         self._offset_s = time.time() - clock()
         self.rank = Series()
         self.workers: dict[int, tuple[str, int, int, Series]] = {}
@@ -114,6 +121,7 @@ class MemoryLog:
         """
         now_s = self._clock() + self._offset_s
         own = self._own(now_s)
+        self._note_use(own.shm_free, own.files)
         self.rank.add(own)
         rows = []
         for slot, (pid, loader, worker) in workers.items():
@@ -125,11 +133,21 @@ class MemoryLog:
                 self.workers[slot] = (loader, worker, pid, Series())
             reading = self._worker(now_s, slot, pid, process)
             self.workers[slot][3].add(reading)
-            rows.append([slot, reading.rss, reading.private, reading.faults, reading.samples])
+            rows.append([slot, *(getattr(reading, name) for name in OF_A_WORKER)])
         for gone in self.workers.keys() - workers.keys():
             del self.workers[gone]
         known = {name: value for name, value in vars(own).items() if value is not None and name != "at_s"}
         self._board.rank.log("memory", **known, **({"workers": rows} if rows else {}))
+
+    def is_used_up(self) -> bool:
+        """Whether there is less shared memory than ever, or more files are open, by as much as a reading is worth."""
+        free, files = self._files.shared()[0], None if self._most_files > _MANY_FILES else self._files.descriptors()[0]
+        less = free is not None and free <= self._least_free - _LESS_SHM
+        return less or (files is not None and files >= self._most_files + _MORE_FILES)
+
+    def _note_use(self, shm_free: int | None, files: int | None) -> None:
+        self._least_free = min(self._least_free, math.inf if shm_free is None else shm_free)
+        self._most_files = max(self._most_files, files or 0)
 
     def note_leak(self, leak: str) -> None:
         """Note what grows in the training process.
@@ -175,7 +193,8 @@ class MemoryLog:
             return {}
 
     def _worker(self, now_s: float, slot: int, pid: int, process: ProcessTimes) -> MemoryReading:
-        reading = MemoryReading(now_s, rss=process.rss, faults=process.faults)
+        files, allowed = self._files.descriptors(pid)
+        reading = MemoryReading(now_s, rss=process.rss, faults=process.faults, files=files, files_limit=allowed)
         ring, series = self._board.worker(slot), self.workers[slot][3]
         if ring.numbers[AT["pid"]] != pid:  # it has not begun it
             return reading

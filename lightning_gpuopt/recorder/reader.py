@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_gpuopt.measurements.flight import FlightRecord, MemoryReading
+from lightning_gpuopt.measurements.flight import OF_A_WORKER, FlightRecord, MemoryReading
 from lightning_gpuopt.recorder.ring import (
     HEADER_BYTES,
     MAX_WORKERS,
@@ -41,7 +41,6 @@ FOLDER: Final = "recorder"
 SUFFIX: Final = ".ring"
 STACKS_SUFFIX: Final = ".stacks"
 _FIELDS: Final = frozenset(each.name for each in fields(MemoryReading)) - {"at_s"}
-_OF_A_WORKER: Final = ("rss", "private", "faults", "samples")
 
 
 def records_in(folder: Path) -> list[FlightRecord]:
@@ -152,8 +151,8 @@ def _readings(event: dict[str, Any] | Any) -> Iterator[tuple[int | None, MemoryR
     yield None, MemoryReading(at_s, **{name: event[name] for name in _FIELDS if _is_number(event.get(name))})
     workers: Sequence[Any] = event.get("workers") or ()
     for row in workers:
-        if isinstance(row, list) and len(row) == 1 + len(_OF_A_WORKER) and _is_number(row[0]):
-            known = {name: value for name, value in zip(_OF_A_WORKER, row[1:], strict=True) if _is_number(value)}
+        if isinstance(row, list) and len(row) == 1 + len(OF_A_WORKER) and _is_number(row[0]):
+            known = {name: value for name, value in zip(OF_A_WORKER, row[1:], strict=True) if _is_number(value)}
             yield row[0], MemoryReading(at_s, **known)
 
 

@@ -44,7 +44,7 @@ _NUMBERS: Final = (
     *("pid", "start_ticks", "rank", "world_size", "worker", "created_wall_ns", "created_ns", "written_ns"),
     *("ended", "doing", "since_ns", "steps", "epoch", "batch", "batches", "progress_ns", "longest_ns"),
     *("has_index", "index", "batches_read", "samples", "fork", "cpu_ns", "turn", "stack_signal", "logged", "asked"),
-    *("slot", "caught", "hang_ns"),
+    *("slot", "caught", "hang_ns", "keeps_per_mille"),
 )
 AT: Final = {name: at for at, name in enumerate(_NUMBERS)}
 """Where a number is among a ring's numbers."""

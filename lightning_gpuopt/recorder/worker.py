@@ -245,10 +245,12 @@ class Beat(threading.Thread):
         """
         self._faults, self._rss = process.faults, process.rss
         try:
+            samples = self._ring.numbers[AT["samples"]]
             if self._growing is None:
-                self._growing = Growing(self._owners, process=held)
+                self._growing = Growing(self._owners, process=held, samples=samples)
             else:
-                self._ring.write("leak", self._growing.why(held))
+                self._ring.write("leak", self._growing.why(held, samples))
+                self._ring.numbers[AT["keeps_per_mille"]] = round(1000 * self._growing.keeps)
         except Exception:  # they are the user's; the beats go on
             log.debug("it was not seen what grows", exc_info=True)
 

@@ -124,10 +124,13 @@ class MemoryFiles:
             return None, None
         return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
-    def descriptors(self) -> tuple[int | None, int | None]:
-        """Open descriptors of this process, and how many it may have."""
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return entries(f"{self._proc}/self/fd"), None if soft == resource.RLIM_INFINITY else soft
+    def descriptors(self, pid: int | str = "self") -> tuple[int | None, int | None]:
+        """Open descriptors of a process, and how many it may have."""
+        try:
+            soft = resource.prlimit(0 if pid == "self" else int(pid), resource.RLIMIT_NOFILE)[0]
+        except OSError:  # it is gone
+            soft = resource.RLIM_INFINITY
+        return entries(f"{self._proc}/{pid}/fd"), None if soft == resource.RLIM_INFINITY else soft
 
 
 def _read(group: Path, no_limit: int) -> CgroupMemory | None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Callable
+from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader, Dataset
 
+from lightning_gpuopt import StallDetector
 from lightning_gpuopt.detector import memory_risks
 from lightning_gpuopt.detector.memory_risks import MemoryRisks
 from lightning_gpuopt.measurements.flight import MemoryReading
 from lightning_gpuopt.measurements.risks import RiskInputs
 from lightning_gpuopt.recorder.memory import Series
+from tests.helpers import FEATURES, TinyModel, tiny_trainer
 
 MIB = 1 << 20
 
@@ -90,3 +98,45 @@ def test_it_is_sent_though_nothing_could_be_looked_for(
     monkeypatch.setattr(memory_risks, "local_ranks_of", lambda trainer: 1 // 0)
     risks.look_now()
     assert (run.looks, run.sent) == ([], [0])
+
+
+class OpensFiles(Dataset[torch.Tensor]):
+    """Opens a file for each sample, and keeps it."""
+
+    def __init__(self) -> None:
+        self.kept: list[int] = []
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        sleep(0.01)
+        self.kept.append(os.open(os.devnull, os.O_RDONLY))
+        return torch.ones(FEATURES)
+
+    def close(self) -> None:
+        while self.kept:
+            os.close(self.kept.pop())
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize(("workers", "process"), [(0, "the training process"), (1, "worker 0")])
+def test_files_that_are_used_up_within_seconds_are_a_risk(workers: int, process: str, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    detector, data = StallDetector(report_dir=tmp_path, print_report=False), OpensFiles()
+    trainer = tiny_trainer(tmp_path, max_steps=-1, max_epochs=1, callbacks=[detector])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 500, before[1]))
+    try:
+        with pytest.raises((OSError, EOFError, RuntimeError)):
+            trainer.fit(Model(), DataLoader(data, 4, num_workers=workers))
+    finally:
+        data.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    (risk,) = detector.report.risks
+    assert (risk.risk, risk.evidence["process"]) == ("open_files", process)
+    assert "the limit is reached in" in risk.text
+
+
+class Model(TinyModel):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).pow(2).mean()

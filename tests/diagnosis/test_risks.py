@@ -201,6 +201,26 @@ class TestWorkerMemory:
         assert [each.evidence["grows"] for each in risks] == [f"in worker 0, {leak}"] * found
         assert risks_of(replace(observed, workers=tuple(replace(each, leak="") for each in workers))) == []
 
+    @pytest.mark.parametrize(
+        ("private", "keeps", "found"),
+        [
+            (linear(7, 20.0), 1.0, True),
+            (linear(7, 20.0), 0.5, False),  # half of the samples were found in it
+            (linear(7, 8.0), 1.0, False),  # little until now
+            (linear(4, 60.0), 1.0, False),  # seen too rarely
+            (saturating(9, 300.0, 3.0), 1.0, False),  # comes to rest
+        ],
+        ids=["all", "half", "little", "few", "rests"],
+    )
+    def test_what_keeps_something_of_each_sample_is_a_leak_from_64_mib_on(
+        self, private: list[float], keeps: float, found: bool
+    ) -> None:
+        leak = "Photos.cache (dict) grew from 96 to 796 entries and holds about 130 MiB"
+        observed = seen(private, private)
+        workers = tuple(replace(each, leak=leak, keeps=keeps) for each in observed.workers)
+        risks = risks_of(replace(observed, workers=workers))
+        assert [each.evidence["grows"] for each in risks] == [f"in worker 0, {leak}"] * found
+
     def test_a_large_cache_that_fills_up_fast_is_no_leak_where_there_is_room(self) -> None:
         leak = "__main__.load (lru_cache) grew from 0 to 2,000 entries and holds about 380 MiB"
         for seconds in range(2, 21):
@@ -316,6 +336,20 @@ class TestSharedMemory:
         flight = BatchesInFlight(10 * MIB)  # of which the workers make the first few
         assert risks_of(RiskInputs(rank=readings, num_workers=4, in_flight=flight)) == []
 
+    def test_half_of_it_that_was_used_up_in_seconds_is_enough(self) -> None:
+        def found(free: Sequence[int], **known: Any) -> list[float | str]:
+            readings = tuple(MemoryReading(float(at), shm_free=mib * MIB, shm_size=GIB) for at, mib in enumerate(free))
+            return [each.evidence["growth_mib_per_minute"] for each in risks_of(RiskInputs(rank=readings, **known))]
+
+        fills = [200, 175, 150, 125, 100, 75, 50]
+        assert found(fills) == [1500.0]
+        assert found(fills[:5]) == []  # more is left than was used
+        assert found([200, 150, 100, 50]) == []  # too few readings
+        ahead = {"num_workers": 4, "in_flight": BatchesInFlight(8 * MIB)}  # of which the workers make the first few
+        assert found(fills, **ahead) == []
+        assert found(fills, num_workers=4) == []  # what they take is not known yet
+        assert found([*fills, 30, 5], **ahead) == [1375.0]
+
 
 class TestOpenFiles:
     @staticmethod
@@ -333,6 +367,20 @@ class TestOpenFiles:
             "in about 8 minutes."
         )
         assert risk.evidence["process"] == "worker 1"
+
+    def test_half_of_them_that_were_opened_in_seconds_are_enough(self) -> None:
+        fast = [20, 200, 380, 560, 740]
+        (risk,) = risks_of(RiskInputs(workers=(WorkerMemory(0, self.files(fast)),)))
+        assert risk.text == (
+            "Worker 0 has 740 of the 1,024 files open that it may have, and 10,800 more each minute: the limit is "
+            "reached in about 10 seconds."
+        )
+        assert risks_of(RiskInputs(rank=self.files(fast[:4]))) == []
+        assert risks_of(RiskInputs(rank=self.files([each // 2 for each in fast]))) == []
+
+    def test_many_that_are_opened_at_the_beginning_are_no_risk_where_many_are_left(self) -> None:
+        shards = tuple(MemoryReading(at / 4, files=20 + 35 * at, files_limit=4096) for at in range(24))
+        assert risks_of(RiskInputs(rank=shards)) == []
 
     def test_they_are_nearly_used_up(self) -> None:
         (risk,) = risks_of(RiskInputs(rank=self.files([930])))

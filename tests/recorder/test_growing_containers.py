@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from evaluation.parts import Model, quiet
@@ -217,6 +218,13 @@ class TestWhyAProcessGrows:
         model.cache.update({number: bytes(10_000) for number in range(5000)})
         assert growing.why(550 * MIB) == "Keeps.cache (dict) grew from 0 to 5,000 entries and holds about 48 MiB"
 
+    def test_of_objects_that_python_does_not_know_the_size_of_none_is_said(self) -> None:
+        model = Keeps()
+        model.images = {}
+        growing = Growing({"Keeps": model}, process=500 * MIB)
+        model.images.update({number: Image.new("RGB", (64, 64)) for number in range(5_000)})
+        assert growing.why(560 * MIB) == "Keeps.images (dict) grew from 0 to 5,000 entries"
+
     def test_few_large_entries_count_as_well(self) -> None:
         model = Keeps()
         model.arrays = [np.zeros(1)]
@@ -278,7 +286,8 @@ class TestWhyAProcessGrows:
         growing = Growing({"Keeps": model})
         for number in range(20):
             model.load(number)
-        assert growing.why(20 * MIB) == "Keeps.load (lru_cache) grew from 0 to 20 entries and holds about 20 MiB"
+        assert growing.why(20 * MIB, 20) == "Keeps.load (lru_cache) grew from 0 to 20 entries and holds about 20 MiB"
+        assert growing.keeps == 0.0  # it has a bound, as a rule
 
     def test_lists_by_key_are_named_once_they_are_known(self) -> None:
         model = Keeps()

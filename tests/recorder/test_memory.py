@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +15,7 @@ from lightning_gpuopt.recorder.reader import records_of
 from lightning_gpuopt.recorder.ring import AT
 from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 FIRST = PrivateMemory(0, 6 * MIB, 300 * MIB)
 LATER = PrivateMemory(512, 80 * MIB, 301 * MIB)
 
@@ -130,3 +131,29 @@ def test_what_grows_in_the_training_process_is_in_its_record(board: Board) -> No
     assert records_of(board.file)[0].leak == "Net.seen (list) grew from 0 to 900 entries"
     log.note_leak("")
     assert records_of(board.file)[0].leak == ""
+
+
+def test_open_files_of_workers_are_read(board: Board) -> None:
+    slot = begin(board, os.getpid())
+    log = MemoryLog(board, torch.device("cpu"))
+    log.read({slot: (os.getpid(), "train", 0)})
+    own, of_worker = log.rank.readings[0], log.workers[slot][3].readings[0]
+    assert (of_worker.files, of_worker.files_limit) == (own.files, own.files_limit)
+    assert records_of(board.file)[1].memory[0].files == own.files
+
+
+def test_a_reading_is_due_as_soon_as_much_more_is_used_than_ever(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = {"free": 100 * MIB, "opened": 100}
+    monkeypatch.setattr(MemoryFiles, "shared", lambda files: (used["free"], GIB))
+    monkeypatch.setattr(MemoryFiles, "descriptors", lambda files, pid="self": (used["opened"], 1024))
+    log = MemoryLog(board, torch.device("cpu"))
+    log.read({})
+
+    def is_due(mib: int, opened: int) -> bool:
+        used.update(free=mib * MIB, opened=opened)
+        return log.is_used_up()
+
+    assert [is_due(100, 100), is_due(93, 131), is_due(92, 90), is_due(99, 132)] == [False, False, True, True]
+    is_due(92, 132)
+    log.read({})
+    assert [is_due(93, 163), is_due(85, 100), is_due(84, 100), is_due(92, 164)] == [False, False, True, True]

@@ -277,13 +277,14 @@ def test_what_a_worker_may_say_of_an_exception_has_room(board):
 def test_memory_is_read_by_who_holds_it(board):
     slot = board.slot("train", 0)
     board.worker(slot).begin({"loader": "train"}, pid=11, rank=0, worker=0)
-    board.rank.log("memory", rss=5, limit=9, workers=[[slot, 1, 2, 3, 4], ["x"], None])
+    board.rank.log("memory", rss=5, limit=9, workers=[[slot, 1, 2, 3, 4, 5, 6], ["x"], None])
     board.rank.log("signal", signal=15)
     rank, worker = records_of(board.file)
     assert [each["event"] for each in rank.events] == ["signal"]
     assert [(each.rss, each.limit, each.private) for each in rank.memory] == [(5, 9, None)]
     assert (worker.pid, worker.worker) == (11, 0)
-    assert [(each.rss, each.private, each.faults, each.samples) for each in worker.memory] == [(1, 2, 3, 4)]
+    read = [(each.rss, each.private, each.faults, each.samples, each.files, each.files_limit) for each in worker.memory]
+    assert read == [(1, 2, 3, 4, 5, 6)]
     head = headers_in(board.file)
     assert head is not None
     assert (head.pid, head.events) == (os.getpid(), ())

@@ -86,6 +86,21 @@ def test_a_list_of_a_dataset_inside_is_noted(process: Process) -> None:
     assert process.look(beat) == "Keeps.kept (list) grew from 0 to 20 entries and holds about 20 MiB"
 
 
+@pytest.mark.parametrize(("samples", "per_mille"), [(20, 1000), (80, 250)])
+def test_how_many_of_the_samples_it_keeps_is_noted(samples: int, per_mille: int, process: Process) -> None:
+    dataset = Keeps()
+    beat = beat_over(dataset)
+    numbers = beat._ring.numbers
+    numbers[AT["samples"]] = 7
+    process.look(beat)
+    assert numbers[AT["keeps_per_mille"]] == 0
+    dataset.kept += [bytes(MIB) for _ in range(20)]
+    numbers[AT["samples"]] += samples
+    process.private, process.faults = 120 * MIB, 5120
+    process.look(beat)
+    assert numbers[AT["keeps_per_mille"]] == per_mille
+
+
 def test_a_list_of_what_collates_is_noted(process: Process) -> None:
     collate = Keeps()
     beat = beat_over(Keeps())
