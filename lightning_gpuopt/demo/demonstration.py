@@ -48,8 +48,6 @@ def _follow_advice(runs: list[Run]) -> None:
     if runs[1:]:
         _put_side_by_side(runs, output_dir)
         print(f"\n{table(runs)}")
-        if any(run.proof is not None and run.proof.kept is False for run in runs):
-            print("† outside the predicted interval")
         if not all(run.kept for run in runs):
             print("* slower than the run before, taken back")
         print()

@@ -82,7 +82,7 @@ def gain_line(proof: Proof) -> str:
     if proof.predicted is None:
         return f"{measured} steps per second"
     low, mid, high = proof.predicted
-    outside = "" if proof.kept else ", outside the interval"
+    outside = ", outside the interval" if proof.kept is False else ""
     return f"predicted {mid:.2f}x ({low:.2f}x to {high:.2f}x), {measured} steps per second{outside}"
 
 
@@ -97,8 +97,8 @@ def _step_time(run: Run) -> str | None:
 
 
 def _data_wait(run: Run) -> str | None:
-    report = run.outcome.report
-    return f"{report.phases['data_wait'] / report.wall_s * 100:.1f} %" if report.wall_s > 0 else None
+    measured = run.outcome.report.measured  # as the step's time
+    return f"{measured.share('data_wait') * 100:.1f} %" if measured.wall_s > 0 else None
 
 
 def _gpu_utilization(run: Run) -> str | None:
@@ -108,13 +108,17 @@ def _gpu_utilization(run: Run) -> str | None:
 
 def _predicted(run: Run) -> str | None:
     predicted = run.step.predicted if run.step is not None else None
-    return f"{predicted[0]:.2g}-{predicted[2]:.2g}x" if predicted is not None else None
+    if predicted is None:
+        return None
+    low, high = (f"{each:.2f}" if each < 10 else f"{each:.0f}" for each in (predicted[0], predicted[2]))
+    return f"{predicted[1]:.2f}x\n{low}-{high}"
 
 
 def _measured(run: Run) -> str | None:
     if run.proof is None:
         return None
-    return f"{run.proof.measured:.2f}x{'†' if run.proof.kept is False else ''}{'' if run.kept else '*'}"
+    outside = "\noutside" if run.proof.kept is False else ""
+    return f"{run.proof.measured:.2f}x{'' if run.kept else '*'}{outside}"
 
 
 _COLUMNS: Final[dict[str, Callable[[Run], str | None]]] = {
