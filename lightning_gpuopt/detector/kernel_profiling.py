@@ -237,10 +237,10 @@ class KernelProfiling:
         return self.look is None and not self._profiler_failed and not self._is_taken() and self._due(steps, since_warm)
 
     def _due(self, steps: int, since_warm: Callable[[], GpuTimes]) -> bool:
+        if self._several_ranks and (self._profile != "on" or self._rank):
+            return False
         left = self._batches_left() if self._profile != "off" else None
         if self._several_ranks:
-            if self._profile != "on" or self._rank:
-                return False
             before = _SYNC_STEPS if self.syncs is None else 0
             return steps >= _PROFILER_AFTER or (left is not None and left <= self._last_steps + before)
         if self._profile == "on" and self._wanted:

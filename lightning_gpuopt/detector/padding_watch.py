@@ -27,6 +27,9 @@ _LOOKS: Final = 5
 _CHECKED: Final = 8
 """Rows of a mask, or of a padded tensor, that are looked at more closely."""
 
+_PROVE: Final = 8
+"""Padded entries, and entries of a row, below which nothing is concluded from their values."""
+
 _FEW: Final = 4
 """Entries of a batch that are looked at."""
 
@@ -116,7 +119,10 @@ def _fields_of(batch: Any) -> Iterable[Mapping[str, Any]]:
 
 
 def _on_host(value: Any, dims: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim() == dims and value.numel() > 0
+    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.layout is not torch.strided:
+        return False
+    is_plain = not (value.is_nested or value.is_quantized or value.is_complex())
+    return is_plain and value.dim() == dims and value.numel() > 0
 
 
 def _by_mask(fields: Mapping[str, Any]) -> PaddedBatch | None:
@@ -168,10 +174,14 @@ def _by_constant_behind(fields: Mapping[str, Any], lengths: torch.Tensor) -> Pad
         width = int(value.shape[1])
         if numbers.min() < 1 or numbers.max() > width or numbers.min() == width:
             continue
-        rows = value.detach()[:_CHECKED].reshape(min(_CHECKED, len(numbers)), width, -1)[:, :, 0].float().numpy()
-        behind = np.arange(width) >= numbers[:_CHECKED, None]
+        at = np.arange(0, width, -(-width * _CHECKED // _MAX_ELEMENTS))
+        rows = value.detach()[:_CHECKED, at]
+        rows = (rows if rows.dim() == 2 else rows[:, :, 0]).float().numpy()
+        behind = at >= numbers[:_CHECKED, None]
         ends = rows[behind]
-        if len(ends) and (ends == ends[0]).all() and (rows[~behind] != ends[0]).mean() > _MOSTLY:
+        if len(ends) < _PROVE or np.count_nonzero(behind.any(axis=1)) < 2:
+            continue
+        if (ends == ends[0]).all() and (rows[~behind] != ends[0]).mean() > _MOSTLY:
             return PaddedBatch(tuple(numbers.tolist()), width)
     return None
 
@@ -179,16 +189,17 @@ def _by_constant_behind(fields: Mapping[str, Any], lengths: torch.Tensor) -> Pad
 def _by_constant(fields: Mapping[str, Any]) -> PaddedBatch | None:
     """By a constant in which most rows of whole numbers end, or begin, and which they have nowhere else."""
     for value in fields.values():
-        if not _on_host(value, 2) or not _is_whole(value) or min(value.shape) < 2:
+        if not _on_host(value, 2) or not _is_whole(value) or value.shape[0] < 2 or value.shape[1] < _PROVE:
             continue
         rows = value.detach().numpy()
         rows = rows[:: -(-rows.size // max(_MAX_ELEMENTS, rows.shape[1]))]
         for constant in (rows[rows[:, -1].argmin(), -1], rows[rows[:, -1].argmax(), -1], rows[0, 0]):
             kept = rows != constant
             lengths = np.count_nonzero(kept, axis=1)
-            if (lengths < rows.shape[1]).mean() <= _MOSTLY or lengths.min() in (0, lengths.max()):
+            if (lengths < rows.shape[1]).mean() <= _MOSTLY or not 0 < lengths.min() < lengths.max() - 1:
                 continue
-            if _pads_an_end(kept, lengths):
+            whole = np.arange(rows.shape[1]) < lengths[:, None]
+            if (kept == whole).all() or (kept[:, ::-1] == whole).all():
                 return PaddedBatch(tuple(lengths.tolist()), int(rows.shape[1]))
     return None
 

@@ -34,8 +34,14 @@ from lightning_gpuopt.diagnosis.witnesses import idle_shares
 from lightning_gpuopt.measurements.phases import STEP_HOOKS, PhaseTimes
 from lightning_gpuopt.timeline.windows import Window
 
-_SECRET: Final = re.compile("key|token|secret|passw", re.IGNORECASE)
-"""What an option is called whose value is shown to nobody."""
+_SECRET: Final = re.compile(
+    r"(^|[^a-z])(\w*key|token|secret|passw(or)?d|passphrase|pwd|auth|credentials?)$", re.IGNORECASE
+)
+"""What an option is called, at its end, whose value is shown to nobody."""
+
+_IN_URL: Final = re.compile(r"//[^/@\s]+:[^/@\s]+@")
+_LONGEST: Final = 200
+"""Characters of a word of the command: ``python -c`` has a whole script in one."""
 
 _LARGE_BYTES: Final = 16 << 20
 """Bytes from which on a tensor or array in the hyperparameters is noted."""
@@ -213,9 +219,14 @@ def command_line(words: Sequence[str]) -> str:
     shown, hide = [os.path.basename(words[0])] if words else [], False
     for word in words[1:]:
         name, equals, _ = word.partition("=")
-        secret = _SECRET.search(name) is not None and name.startswith("-")
-        shown.append("***" if hide else f"{name}=***" if secret and equals else word)
-        hide = secret and not equals and not hide
+        is_secret = _SECRET.search(name) is not None
+        if hide and not word.startswith("-") and not os.path.exists(word):
+            word = "***"
+        elif is_secret and equals:
+            word = f"{name}=***"
+        hide = is_secret and not equals and word.startswith("-")
+        word = _IN_URL.sub("//***@", word)
+        shown.append(word if len(word) <= _LONGEST else f"{word[:_LONGEST]}...")
     return shlex.join(shown)
 
 

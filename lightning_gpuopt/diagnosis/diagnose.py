@@ -48,7 +48,19 @@ def diagnose(measurement: Measurement, threshold: float) -> list[Finding]:
         replace(each, confidence=confidence_of(each.cause, each.share, measurement, threshold)) for each in findings
     ]
     findings = with_places(findings, measurement.sampled)
-    return sorted(findings, key=lambda finding: finding.share, reverse=True)
+    return _each_gain_once(sorted(findings, key=lambda finding: finding.share, reverse=True))
+
+
+def _each_gain_once(findings: list[Finding]) -> list[Finding]:
+    """Without the gain of settings that a larger finding predicts already: it is the same one."""
+    seen: list[tuple[object, ...]] = []
+    once = []
+    for each in findings:
+        gain = (each.settings, each.predicted_speedup)
+        once.append(replace(each, settings={}, predicted_speedup=None) if gain in seen else each)
+        if each.predicted_speedup is not None:
+            seen.append(gain)
+    return once
 
 
 def count_stalls(measurement: Measurement, threshold: float) -> int:

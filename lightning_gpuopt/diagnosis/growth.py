@@ -29,6 +29,7 @@ _SLOW_BEFORE: Final = 0.2
 _LONG_S: Final = 10.0
 _RISES: Final = 0.9
 _FEW_RECORDS: Final = 5
+_ONE_CHANGE: Final = 0.5
 _MUCH: Final = 0.5
 """In fewer seconds other programs, caches, clocks and batches that were made ahead make steps slower as well, once.
 
@@ -148,9 +149,10 @@ def _grown(span: tuple[float, float]) -> float:
 
 
 def _goes_on(values: Sequence[float]) -> bool:
-    """Whether nearly each value is higher than nearly all before it."""
+    """Whether nearly each value is higher than nearly all before it, and no single change is most of the growth."""
     higher = [after > before for before, after in combinations(values, 2)]
-    return sum(higher) >= _RISES * len(higher)
+    largest = max(after - before for before, after in pairwise(values))
+    return sum(higher) >= _RISES * len(higher) and largest <= _ONE_CHANGE * (max(values) - min(values))
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

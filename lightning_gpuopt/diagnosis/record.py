@@ -238,6 +238,8 @@ class RunRecord:
             steps = list(accumulate(each.steps for each in reversed(self.timeline)))
             nearest = min(range(len(steps)), key=lambda index: abs(steps[index] - (self.measured_steps or 0)))
             parts = self.timeline[-nearest - 1 :]
+        if not any(each.steps for each in parts):
+            return self.whole
         phases = {name: sum(each.phases.get(name, 0.0) for each in parts) for name in self.phases}
         return Stretch(parts[0].start_s, sum(each.wall_s for each in parts), sum(each.steps for each in parts), phases)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +50,8 @@ def worker_error(rank: FlightRecord, workers: Sequence[FlightRecord], error: Map
     number = int(caught["worker"]) if caught else None
     unmade = raised_in(error) == "torch/_utils.py"  # one of its class could not be made from a text
     when_s = time_of(error) or rank.written_s
-    cut_off_s = SOON_S if _is_broken_pipe(error) else 0.0  # the batch that has it comes after one that came no more
+    # the batch that has it comes after one that came no more
+    cut_off_s = SOON_S if _is_broken_pipe(error) else -math.inf
     raised = [
         (time_of(each), worker, each)
         for worker in workers

@@ -15,7 +15,7 @@ from lightning_gpuopt.recorder.containers import attributes_of
 from lightning_gpuopt.timeline.frames import bare_name, calls_of, is_own, is_pythons, name_of, raw_frames
 
 _MAX_NESTED: Final = 4
-_MAX_MESSAGE: Final = 2000
+_MAX_MESSAGE_BYTES: Final = 4000
 _MAX_FRAMES: Final = 12
 _OURS: Final = str(Path(__file__).parents[1]) + os.sep
 
@@ -73,7 +73,7 @@ def described(error: BaseException) -> dict[str, Any]:
     place = own[-1].at if own else ""
     return {
         "type": kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
-        "message": _message(error)[:_MAX_MESSAGE],
+        "message": _message(error).encode(errors="replace")[:_MAX_MESSAGE_BYTES].decode(errors="ignore"),
         "where": place,
         "frames": [each.at for each in calls[-_MAX_FRAMES:]],
     }

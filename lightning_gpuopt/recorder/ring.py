@@ -131,12 +131,11 @@ class Ring:
             event: what happened.
             **known: what JSON can hold.
         """
-        line = json.dumps(
-            {"t": round(time.monotonic(), 3), "event": event, **known}, separators=(",", ":"), default=str
-        )
-        text = line.encode(errors="replace") + b"\n"
-        if len(text) > self._log_bytes:
-            return
+        line = {"t": round(time.monotonic(), 3), "event": event, **known}
+        while len(text := _encoded(line)) > self._log_bytes:
+            if not line.get("message"):
+                return
+            line["message"] = line["message"][: len(line["message"]) // 2]
         with self._logging:  # two threads log
             logged = self.numbers[AT["logged"]]
             at = logged % self._log_bytes
@@ -356,3 +355,8 @@ def _lines(log: bytes, logged: int) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(event, dict) and isinstance(event.get("t"), (int, float)) and isinstance(event.get("event"), str):
             yield event
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    text = json.dumps(line, separators=(",", ":"), default=str, ensure_ascii=False)
+    return text.encode(errors="replace") + b"\n"

@@ -18,6 +18,7 @@ from lightning_gpuopt.recorder.ring import RANK_BYTES, WORKER_BYTES, header_byte
 
 log = logging.getLogger(__name__)
 
+_PATIENCE_S: Final = 2.0
 _AFTER_FAILURE_S: Final = 10.0
 
 
@@ -46,13 +47,16 @@ class RingFile:
         """Bring the file up to date; where that fails, it is tried again a while later."""
         if self._clock() < self._not_before_s:
             return
+        if not self._writing.acquire(timeout=_PATIENCE_S):  # another thread is held up in its write
+            return
         try:
-            with self._writing:
-                for slot in (None, *range(self._board.slots)):
-                    self._write(slot)
+            for slot in (None, *range(self._board.slots)):
+                self._write(slot)
         except OSError:
             log.debug("the rings could not be written", exc_info=True)
             self._not_before_s = self._clock() + _AFTER_FAILURE_S
+        finally:
+            self._writing.release()
 
     def _write(self, slot: int | None) -> None:
         ring = self._board.copy_of(slot)

@@ -148,11 +148,11 @@ class Prediction:
 
 
 def _batch_s(window: Measurement) -> float | None:
-    """Seconds that the loader needs for a batch, its workers side by side."""
+    """Seconds that the loader needs for a batch, its workers side by side; None where nothing was timed in it."""
     workers, number = window.workers, window.loader.num_workers
     if workers is not None and workers.batches:
         return workers.busy_s / workers.batches / (number or 1)
-    return window.times.phases["data_wait"] / window.times.steps if not number and window.times.steps else None
+    return None
 
 
 @dataclass(frozen=True)

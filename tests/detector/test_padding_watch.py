@@ -48,18 +48,32 @@ class Fields:
         {"tokens": torch.ones(3, 4, 8), "length": torch.tensor(LENGTHS)},
         (Named(IDS, mask()), torch.ones(3)),
         [{"attention_mask": mask()}, torch.ones(3)],
-        # lengths beside the batch, whatever they are called
-        (mask(dtype=torch.float32), torch.tensor(LENGTHS)),
-        [mask()[:, :, None] * torch.ones(8), torch.zeros(3, dtype=torch.int64), torch.tensor(LENGTHS)],
-        {"x": mask(), "input_lengths": torch.tensor(LENGTHS, dtype=torch.int32)},
-        # padded by a constant, on either side
-        {"input_ids": mask() * torch.tensor([[7, 9, 2, 5]])},
-        (mask().flip(1) * torch.tensor([[7, 9, 2, 5]]), torch.ones(3)),
-        {"input_ids": (mask() * torch.tensor([[7, 9, 2, 5]]) + 30_000 * (1 - mask()))},
     ],
 )
 def test_lengths_are_found(batch: Any) -> None:
     assert padding_in(batch) == SEEN
+
+
+LONG = (5, 16, 9)
+KEPT = mask(LONG, 16)
+TOKENS = torch.arange(3 * 16).reshape(3, 16) + 1
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        # lengths beside the batch, whatever they are called
+        (KEPT.float() * TOKENS, torch.tensor(LONG)),
+        [(KEPT * TOKENS)[:, :, None] * torch.ones(8), torch.zeros(3, dtype=torch.int64), torch.tensor(LONG)],
+        {"x": KEPT * TOKENS, "input_lengths": torch.tensor(LONG, dtype=torch.int32)},
+        # padded by a constant, on either side
+        {"input_ids": KEPT * TOKENS},
+        (KEPT.flip(1) * TOKENS, torch.ones(3)),
+        {"input_ids": KEPT * TOKENS + 30_000 * (1 - KEPT)},
+    ],
+)
+def test_lengths_are_found_by_what_the_rows_hold(batch: Any) -> None:
+    assert padding_in(batch) == PaddedBatch(LONG, 16)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +96,11 @@ def test_lengths_are_found(batch: Any) -> None:
         (torch.tensor([[5, 7, 9, 2], [4, 4, 1, 2], [8, 3, 6, 2]]), torch.ones(3)),  # each ends with the same token
         (torch.arange(12).reshape(3, 4), torch.ones(3)),
         (torch.zeros(3, 4, dtype=torch.int64), torch.ones(3)),
+        (torch.randint(1, 99, (64, 3)) * torch.tensor([1, 1, 0]), torch.ones(64)),  # user, item, label
+        (torch.cat([torch.randint(1, 99, (64, 19)), torch.arange(64)[:, None] % 5 // 4], dim=1), torch.ones(64)),
+        (torch.randn(1, 10), torch.tensor([9])),
+        (torch.randn(8, 20, dtype=torch.complex64), torch.arange(1, 9)),
+        (torch.randn(8, 20).to_sparse(), torch.arange(1, 9)),
         "text",
         (),
     ],

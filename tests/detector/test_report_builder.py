@@ -102,7 +102,10 @@ def test_large_arrays_count_and_small_ones_do_not() -> None:
     [
         (["/env/bin/python", "train.py", "--lr", "1"], "python train.py --lr 1"),
         (["python", "-m", "a b", "--api-key", "x1", "--lr=1"], "python -m 'a b' --api-key '***' --lr=1"),
-        (["python", "a.py", "--wandb.token=x1", "token=x"], "python a.py '--wandb.token=***' token=x"),
+        (["python", "a.py", "--wandb.token=x1", "token=x"], "python a.py '--wandb.token=***' 'token=***'"),
+        (["python", "a.py", "--max-tokens", "512", "--keypoints=3"], "python a.py --max-tokens 512 --keypoints=3"),
+        (["python", "a.py", "--db", "mysql://me:pw@host/x"], "python a.py --db 'mysql://***@host/x'"),
+        (["python", "-c", "x" * 300], f"python -c {'x' * 200}..."),
         ([], ""),
     ],
 )

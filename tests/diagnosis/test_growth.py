@@ -101,6 +101,7 @@ def test_what_is_no_growth(step_ms: list[float]) -> None:
         # caches and clocks that settle
         ([30.0, 32.0, 34.0, 36.0, 38.0, 40.0], False),
         ([12.0, 28.0, 44.0, 50.0], False),
+        ([12.0, 12.1, 20.0, 20.1, 20.05], False),
     ],
 )
 def test_in_less_than_ten_seconds_a_growth_goes_on(step_ms: list[float], grows: bool) -> None:

@@ -215,11 +215,20 @@ def test_a_half_line_and_a_line_of_somebody_else_are_left_out():
 def test_a_line_that_does_not_fit_is_left_out():
     memory, ring = new_ring(HEADER_BYTES + 1000)
     ring.begin({})
-    ring.log("exception", message="x" * 1000)
+    ring.log("exception", frames=["x" * 1000])
     ring.log("signal", signal=2)
     record = record_of(bytes(memory))
     assert record is not None
     assert [each["event"] for each in record.events] == ["signal"]
+
+
+def test_a_message_that_does_not_fit_is_cut():
+    memory, ring = new_ring(HEADER_BYTES + 1000)
+    ring.begin({})
+    ring.log("exception", type="ValueError", message="語" * 1000)
+    record = record_of(bytes(memory))
+    assert record is not None
+    assert [(each["type"], each["message"]) for each in record.events] == [("ValueError", "語" * 250)]
 
 
 def test_a_ring_of_numbers_that_make_no_sense_is_read():

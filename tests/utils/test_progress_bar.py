@@ -154,11 +154,13 @@ class TestReport:
         assert capsys.readouterr().out == ""
 
     @pytest.mark.parametrize("kwargs", [{"fast_dev_run": True}, {"max_steps": 3}], ids=["fast_dev_run", "warm-up"])
-    def test_not_where_nothing_was_diagnosed(
+    def test_where_nothing_was_diagnosed_it_says_what_a_verdict_needs(
         self, tmp_path: Path, kwargs: dict[str, Any], capsys: pytest.CaptureFixture[str]
     ) -> None:
         fit(tmp_path, **kwargs)
-        assert "Verdict" not in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert out.startswith("Verdict: not_measured")
+        assert "a verdict needs 4 or more" in " ".join(out.split())
 
     @pytest.mark.parametrize("bar", [None, TQDMProgressBar, OwnBar, RichProgressBar])
     def test_it_is_printed_once_after_an_interrupt(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -31,18 +32,19 @@ class Pause:
 
     Attributes:
         workers: making iterators and starting workers, with the imports of those that were spawned.
-        first_batch: making the first batch, as long as any batch takes; 0 where the training process makes it, which
-            waits for it as for any other.
+        first_batch: making the first batch, as long as any batch takes; 0 where the training process makes it.
         buffer: what a stream does before its first sample.
+        loading: making the first batch in the training process: that is loading as any other, and no part of this.
     """
 
     workers: float
     first_batch: float
     buffer: float
+    loading: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """All of it, but for ``loading``."""
         return self.workers + self.first_batch + self.buffer
 
 
@@ -57,18 +59,22 @@ def pause_of(measurement: Measurement) -> Pause | None:
     if not times.epochs or setup_s <= 0:
         return None
     waited = measurement.waterfall.wait("epoch_setup") / setup_s / times.epochs
-    batch_s = times.first_fetch_s
+    batch_s = math.inf
     if workers is not None and workers.batches:
         batch_s = workers.busy_s / workers.batches
-    elif not loader.num_workers and times.steps:
-        batch_s = times.phases["data_wait"] / times.steps
+    elif not loader.num_workers and times.steps > times.epochs and not _works_beside(measurement):
+        batch_s = times.phases["data_wait"] / (times.steps - times.epochs)  # the others' first fetches
     first_s = min(times.first_fetch_s, batch_s * times.epochs)
     rest_s, before_s = times.first_fetch_s - first_s, setup_s - times.first_fetch_s
-    if not loader.num_workers:
-        first_s = 0.0
+    here_s = first_s if not loader.num_workers and not _works_beside(measurement) else 0.0
     if loader.duplicates is None and loader.num_workers is not None:
-        return Pause((before_s + rest_s) * waited, first_s * waited, 0.0)
-    return Pause(before_s * waited, first_s * waited, rest_s * waited)
+        before_s, rest_s = before_s + rest_s, 0.0
+    return Pause(before_s * waited, (first_s - here_s) * waited, rest_s * waited, here_s * waited)
+
+
+def _works_beside(measurement: Measurement) -> bool:
+    """Whether batches are made beside the training process, in threads or processes that are no DataLoader's."""
+    return measurement.source is not None and measurement.source.work != "training process"
 
 
 def restart(measurement: Measurement) -> Iterator[Candidate]:
@@ -104,7 +110,8 @@ def _restart(measurement: Measurement, pause: Pause, share: float) -> Finding:
             evidence[f"{name}_s_per_epoch"] = round(seconds, 3)
     cause, advice = CAUSES["epoch_restart"], list[str]()
     settings: dict[str, Any] = {}
-    if loader.num_workers and not loader.persistent_workers and part in ("workers", "first_batch"):
+    if loader.num_workers and not loader.persistent_workers and part != "buffer":
+        # a stream's workers that are spawned import in their first fetch
         advice, settings = [cause.advice], {"persistent_workers": True}
     if part in cause.cases:
         advice.append(cause.cases[part])

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
+from lightning_gpuopt.diagnosis.causes.epoch import pause_of
 from lightning_gpuopt.diagnosis.causes.storage_advice import storage_advice
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
@@ -75,7 +76,10 @@ def data_finding(measurement: Measurement) -> Finding:
 
 
 def _data_share(measurement: Measurement) -> float:
-    return measurement.waterfall.share(measurement.waterfall.wait("data_wait"))
+    """Share of the time that is the wait for data, with the first batches of epochs that the training process makes."""
+    pause = pause_of(measurement)
+    first_s = pause.loading * measurement.times.epochs if pause is not None else 0.0
+    return measurement.waterfall.share(measurement.waterfall.wait("data_wait") + first_s)
 
 
 def _finding(cause: str, share: float, measurement: Measurement) -> Finding:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_gpuopt.diagnosis.causes.table import FACTS_SHOWN, cause_of
 from lightning_gpuopt.diagnosis.record import ENOUGH_STEPS
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE
-from lightning_gpuopt.diagnosis.where import finding_name
+from lightning_gpuopt.diagnosis.where import finding_name, is_in_user_code
 from lightning_gpuopt.measurements.code_location import INSTALLED, short
 from lightning_gpuopt.measurements.loader_model import HEADROOM_LEFT
 from lightning_gpuopt.measurements.phases import BETWEEN_STEPS
@@ -73,6 +73,8 @@ def duration(seconds: float) -> str:
 
 def places(finding: Finding, report: RunRecord) -> list[HotSpots]:
     """The hot spots of a finding: one or none."""
+    if not is_in_user_code(finding):
+        return []
     name = finding_name(finding)
     return [each for each in report.hot_spots if each.finding == name and each.seconds > 0]
 
