@@ -100,7 +100,8 @@ class Measurement:
     @cached_property
     def waterfall(self) -> Waterfall:
         """What the device waited for: the GPU where its clock was read, else the training process."""
-        waterfall = waterfall_of(self.times, self.gpu, self.device, self.look, self.syncs)
+        beside = bool(self.loader.num_workers) or (self.source is not None and self.source.work != "training process")
+        waterfall = waterfall_of(self.times, self.gpu, self.device, self.look, self.syncs, loads_beside=beside)
         if not self.growth_s:
             return waterfall
         waits = {name: max(seconds - self.growth_s.get(name, 0.0), 0.0) for name, seconds in waterfall.waits.items()}

@@ -111,6 +111,8 @@ def waterfall_of(
     device: DeviceState | None = None,
     look: StepLook | None = None,
     syncs: SyncSighting | None = None,
+    *,
+    loads_beside: bool = False,
 ) -> Waterfall:
     """Account for a stretch of a run.
 
@@ -120,6 +122,8 @@ def waterfall_of(
         device: what NVML reported.
         look: what a close look at the step's kernels saw.
         syncs: what a close look for synchronizing calls saw.
+        loads_beside: whether batches are made beside the training process: while that diagnoses, they go on being made,
+            and where it waits for them, it would have waited for so much longer.
     """
     if gpu is None:
         return Waterfall(
@@ -135,6 +139,9 @@ def waterfall_of(
         return Waterfall(True, 0.0, 0, None)
     gpu = _with_waits_seen(gpu)
     diagnosis_s, gpu = _own_s(gpu.idle), replace(gpu, idle=_without_own(gpu.idle))
+    if loads_beside and gpu.idle.get("data_wait", 0.0) > diagnosis_s:
+        gpu = replace(gpu, idle=gpu.idle | {"data_wait": gpu.idle["data_wait"] + diagnosis_s})
+        diagnosis_s = 0.0
     waits = dict(gpu.idle)
     waits["transfer"] = waits.get("transfer", 0.0) + gpu.copy_s
     waits["epoch_setup"] = waits.get("epoch_setup", 0.0) + waits.pop(FIRST_FETCH, 0.0)

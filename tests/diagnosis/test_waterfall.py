@@ -101,6 +101,18 @@ class TestOffTheGpu:
 
 
 class TestOnTheGpu:
+    @pytest.mark.parametrize(
+        ("wait_s", "beside", "waits_s", "own_s"),
+        [(3.0, True, 4.0, 0.0), (3.0, False, 3.0, 1.0), (0.5, True, 0.5, 1.0)],
+    )
+    def test_while_it_diagnoses_a_loader_beside_it_goes_on(
+        self, wait_s: float, beside: bool, waits_s: float, own_s: float
+    ) -> None:
+        measured = gpu(compute_s=5.0, idle={"data_wait": wait_s, "StallDetector.on_train_batch_end": 1.0})
+        waterfall = of(measured, loads_beside=beside)
+        assert (waterfall.wait("data_wait"), waterfall.diagnosis_s) == (waits_s, own_s)
+        assert waterfall.step_s == pytest.approx((5.0 + waits_s) / STEPS)
+
     def test_before_a_step_was_read_there_is_nothing(self) -> None:
         assert of(GpuTimes()) == Waterfall(True, 0.0, 0, None)
 
