@@ -82,8 +82,8 @@ def gain_line(proof: Proof) -> str:
     if proof.predicted is None:
         return f"{measured} steps per second"
     low, mid, high = proof.predicted
-    outside = ", outside the interval" if proof.kept is False else ""
-    return f"predicted {mid:.2f}x ({low:.2f}x to {high:.2f}x), {measured} steps per second{outside}"
+    what = ": outside the interval" if proof.kept is False else " steps per second"
+    return f"predicted {mid:.2f}x ({low:.2f}x to {high:.2f}x), {measured}{what}"
 
 
 def _samples_per_s(run: Run) -> str | None:
