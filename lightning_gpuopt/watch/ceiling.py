@@ -152,7 +152,8 @@ def _batch_s(window: Measurement) -> float | None:
     workers, number = window.workers, window.loader.num_workers
     if workers is not None and workers.batches:
         return workers.busy_s / workers.batches / (number or 1)
-    return None
+    later = window.times.steps - window.times.epochs  # the others' batches are a part of the epoch's set-up
+    return window.times.phases["data_wait"] / later if number == 0 and later > 0 else None
 
 
 @dataclass(frozen=True)

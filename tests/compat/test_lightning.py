@@ -76,7 +76,7 @@ quiet |= dict(enable_progress_bar=False, enable_model_summary=False)
 assert spoken.Trainer(callbacks=lightning_gpuopt.StallDetector(), **quiet).callbacks
 for val in (None, samples):
     for positional in (True, False):
-        detector = lightning_gpuopt.StallDetector(on_stall="ignore")
+        detector = lightning_gpuopt.StallDetector(on_stall="ignore", print_report=False)
         callbacks = [
             lightning_gpuopt.GpuUtilMonitor(),
             detector,

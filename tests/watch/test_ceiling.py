@@ -265,6 +265,7 @@ def test_the_prediction_is_that_of_all_windows():
     ("settings", "timed", "per_s"),
     [
         (LoaderFacts(), None, None),  # what a loader of one's own hides is not known
+        (IN_PROCESS, None, 20.0),  # 50 ms of waiting in a step of 100 ms
         (IN_PROCESS, workers(data_s=0.04), 25.0),
         (TWO_WORKERS, workers(data_s=0.04), 50.0),
         (TWO_WORKERS, None, None),
