@@ -11,6 +11,7 @@ import argparse
 import json
 import logging
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -18,9 +19,12 @@ import time
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import lightning
+import torch
 from lightning.pytorch import Trainer
 
 from evaluation import gpu_score, lines, what_if
@@ -186,7 +190,7 @@ def main() -> int:
             table_and_score, part_reached = run(options.only)
             reached = reached and part_reached
             if options.markdown:
-                write_part(options.markdown, heading, table_and_score)
+                write_part(options.markdown, heading, [*table_and_score, "", when_and_where()])
     return 0 if reached else 1
 
 
@@ -216,6 +220,12 @@ def score(faults: list[Fault], only: str) -> tuple[list[str], bool]:
     lines, reached = summary(grades)
     print("\n".join(lines), flush=True)
     return [*table(grades), "", *lines], reached
+
+
+def when_and_where() -> str:
+    """The date, and on what a part was run."""
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, Lightning {lightning.__version__}"
+    return f"Run on {date.today()}: {len(os.sched_getaffinity(0))} CPU cores, {versions}."
 
 
 def write_part(path: Path, heading: str, lines: list[str]) -> None:
