@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_gpuopt.diagnosis.causes.loader import data_findings
 from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.gpu import GpuTimes
 from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.measurements.loading import LoaderFacts, Pipelines, PipelineTimes, WorkerTimes
@@ -95,3 +97,9 @@ def measurement(measured: PhaseTimes, loader: LoaderFacts = TWO_WORKERS, **more:
 def gpu(steps: int = STEPS, *, compute_s: float = 8.0, idle: dict[str, float] | None = None, **more: Any) -> GpuTimes:
     """A GPU that has done these steps; nothing was idle inside of them unless ``compute_bound_s`` allows it."""
     return GpuTimes(steps=steps, compute_s=compute_s, idle=idle or {}, **more)
+
+
+def data_finding(measured: Measurement) -> Finding:
+    """The first finding about the wait for data, with all of the wait."""
+    _, build = next(data_findings(measured, 1.0))
+    return build()

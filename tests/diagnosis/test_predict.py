@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_gpuopt.diagnosis.causes.loader import data_finding
 from lightning_gpuopt.diagnosis.predict import (
     ceiling,
     headroom,
@@ -17,7 +16,7 @@ from lightning_gpuopt.diagnosis.predict import (
     without_data_s,
 )
 from lightning_gpuopt.measurements.loading import LoaderFacts
-from tests.diagnosis.numbers import IN_PROCESS, gpu, host, measurement, times, workers
+from tests.diagnosis.numbers import IN_PROCESS, data_finding, gpu, host, measurement, times, workers
 
 
 def test_the_model_is_read_off_a_measurement() -> None:

@@ -10,11 +10,10 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks import workers_rules
-from lightning_gpuopt.diagnosis.causes.loader import data_finding
 from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.search import Search, model_of
 from lightning_gpuopt.tuning.workers import LimitedBy, Measured, Trial
-from tests.diagnosis.numbers import host, measurement, times, workers
+from tests.diagnosis.numbers import data_finding, host, measurement, times, workers
 
 CAP = Cap(16, "max_num_workers")
 

@@ -70,11 +70,6 @@ def data_findings(measurement: Measurement, threshold: float) -> Iterator[Candid
         yield part, partial(_finding, cause, part, measurement)
 
 
-def data_finding(measurement: Measurement) -> Finding:
-    """The bottleneck of the loader, with its evidence, the settings to change and what they will bring."""
-    return _finding(next(iter(explained_s(measurement))), _data_share(measurement), measurement)
-
-
 def _data_share(measurement: Measurement) -> float:
     """Share of the time that is the wait for data, with the first batches of epochs that the training process makes."""
     pause = pause_of(measurement)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from lightning_gpuopt.diagnosis.causes.loader import data_finding, data_findings, explained_s
+from lightning_gpuopt.diagnosis.causes.loader import data_findings, explained_s
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.loading import LoaderFacts, QueueTimes
-from tests.diagnosis.numbers import STEPS, WALL_S, host, measurement, times, workers
+from tests.diagnosis.numbers import STEPS, WALL_S, data_finding, host, measurement, times, workers
 
 SEEDS = range(2000)
 ROUNDED = 1e-3  # milliseconds and percents of the evidence

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt.diagnosis.causes.loader import data_finding
 from lightning_gpuopt.diagnosis.diagnose import diagnose
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.measurements.loader_description import LoaderDescription
 from lightning_gpuopt.measurements.loading import LoaderFacts, QueueTimes, WorkerTimes
 from lightning_gpuopt.measurements.phases import PhaseTimes
-from tests.diagnosis.numbers import IN_PROCESS, TWO_WORKERS, host, measurement, times, workers
+from tests.diagnosis.numbers import IN_PROCESS, TWO_WORKERS, data_finding, host, measurement, times, workers
 
 # 100 batches in 10 s on 2 workers: 0.2 s a batch are there for a worker that is always busy
 BUSY_S = 0.19

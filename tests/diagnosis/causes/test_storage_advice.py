@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt.diagnosis.causes.loader import data_finding
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.loading import ImageSamples, LoaderFacts, WorkerTimes
-from tests.diagnosis.numbers import IN_PROCESS, TWO_WORKERS, gpu, host, measurement, times, workers
+from tests.diagnosis.numbers import IN_PROCESS, TWO_WORKERS, data_finding, gpu, host, measurement, times, workers
 
 # batches of 20 images; 50 ms of a step's 100 are the wait for one
 KNOWN = ImageSamples(crop_size=224, batch_size=20)

@@ -15,10 +15,9 @@ import pytest
 import lightning_gpuopt.diagnosis
 from evaluation.catalogue import FAULTS
 from evaluation.gpu_catalogue import GPU_FAULTS
-from lightning_gpuopt.diagnosis.causes.loader import data_finding
 from lightning_gpuopt.diagnosis.causes.table import CAUSES, COMPUTE_BOUND, UNKNOWN, cause_of
 from lightning_gpuopt.measurements.loading import QueueTimes
-from tests.diagnosis.numbers import TWO_WORKERS, host, measurement, times, workers
+from tests.diagnosis.numbers import TWO_WORKERS, data_finding, host, measurement, times, workers
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
