@@ -96,6 +96,16 @@ def watched(folder: Path, section: str, *arguments: str, page: Path | None = Non
     return report | {"printed": printed.splitlines()[1:]}
 
 
+def ceiling(folder: Path) -> list[str]:
+    """What ``--ceiling`` prints of the script."""
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "lightning_gpuopt", "watch", "--ceiling", "--", sys.executable, "train.py"]
+    ran = subprocess.run([*command, *SECTIONS["forked"]], cwd=folder, check=True, capture_output=True, text=True)
+    lines = ran.stderr.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("Ceiling:"))
+    return lines[first : first + 3]
+
+
 def figures(reports: list[dict[str, Any]]) -> dict[str, float]:
     return {
         "training_s": median(each["wall_s"] for each in reports),
@@ -131,17 +141,20 @@ def main() -> None:
     parser.add_argument("--page", type=Path)
     options = parser.parse_args()
     sections = {name: compared(name, options.rounds, options.page) for name in options.sections}
+    with tempfile.TemporaryDirectory() as folder:
+        printed = ceiling(Path(folder))
     found = {
         "machine": f"{len(os.sched_getaffinity(0))} CPUs, {platform.machine()}, no GPU is used",
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("torch", "lightning")},
         "rounds": options.rounds,
         **sections.pop("forked", {}),
+        "printed_of_ceiling": printed,
         **sections,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(found, indent=2) + "\n")
-    left_out = ("changes", "printed", "printed_of_fixed")
+    left_out = ("changes", "printed", "printed_of_fixed", "printed_of_ceiling")
     print(json.dumps({name: value for name, value in found.items() if name not in left_out}, indent=2))
 
 

@@ -1,6 +1,6 @@
 """Run the fault suite and print its score.
 
-    python -m evaluation [--gpu] [--cpu] [--busy] [--lines] [--what-if] [--only WORDS] [--markdown FILE]
+    python -m evaluation [--gpu] [--cpu] [--busy] [--lines] [--what-if] [--predictions] [--only WORDS] [--markdown FILE]
 
 The GPU part first: each of its runs forks from this process, in which nothing has been trained by then.
 """
@@ -18,7 +18,7 @@ import tempfile
 import time
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ import lightning
 import torch
 from lightning.pytorch import Trainer
 
-from evaluation import gpu_score, lines, what_if
+from evaluation import gpu_score, lines, predictions, what_if
 from evaluation.catalogue import BESIDE_OTHERS, CONTROLS, FAULTS, WARMUP_STEPS, CannotRun, Fault
+from evaluation.gains import Gain
+from evaluation.gains import score as gains_score
 from evaluation.parts import quiet
 from lightning_gpuopt import StallDetector, StallReport
 
@@ -36,6 +38,7 @@ CPU_PART = "On the CPU: the training process waits"
 GPU_PART = "On a simulated GPU: the device waits"
 BUSY_PART = "On the CPU, beside busy programs: what waits has the same verdict"
 LINES_PART = "The line: what takes the time is named first"
+PREDICTIONS_PART = "Predictions: how far they are off"
 WHAT_IF_PART = "What if: what was expected of a change, and what came"
 
 _PHASE_SHARE = 0.05
@@ -50,9 +53,7 @@ class Grade:
     verdict: str
     evidence: dict[str, Any]
     phase_error: str = ""
-    gain: str = ""
-    gain_kept: bool | None = None
-    gain_close: bool | None = None
+    gain: Gain | None = None
     skipped: str = ""
 
     @property
@@ -88,20 +89,13 @@ def grade(fault: Fault) -> Grade:
         return Grade(fault, "", {}, skipped=str(reason))
     evidence = report.findings[0].evidence if report.findings else {}
     error = _phase_error(report, spent_s)
-    if not fault.gain or not report.findings or report.findings[0].predicted_speedup is None:
+    if not fault.gain or not report.findings:
         return Grade(fault, report.verdict, evidence, error)
-    finding = report.findings[0]
-    after, _ = train(fault, finding.settings)
+    after, _ = train(fault, report.findings[0].settings)
     assert report.step_s is not None
     assert after.step_s is not None
-    assert finding.predicted_speedup is not None
-    low, mid, high = finding.predicted_speedup
-    measured = report.step_s / after.step_s
-    change = ", ".join(f"{name}={value}" for name, value in finding.settings.items() if name != "persistent_workers")
-    text = f"{change}: {mid:.2f} ({low:.2f}-{high:.2f}), measured {measured:.2f}"
-    return Grade(
-        fault, report.verdict, evidence, error, text, low <= measured <= high, abs(mid - measured) <= 0.15 * measured
-    )
+    gain = Gain.of(asdict(report.findings[0]), report.step_s, after.step_s)
+    return Grade(fault, report.verdict, evidence, error, gain)
 
 
 def _grade_ranks(fault: Fault) -> Grade:
@@ -131,7 +125,7 @@ def table(grades: list[Grade]) -> list[str]:
     rows = ["| injected | right verdict | got | predicted gain of the advice |", "|---|---|---|---|"]
     for each in grades:
         got = f"not run: {each.skipped}" if each.skipped else (each.verdict if each.right else f"**{each.verdict}**")
-        rows.append(f"| {each.fault.name} | {each.fault.verdict} | {got} | {each.gain} |")
+        rows.append(f"| {each.fault.name} | {each.fault.verdict} | {got} | {each.gain or ''} |")
     return rows
 
 
@@ -141,18 +135,16 @@ def summary(grades: list[Grade]) -> tuple[list[str], bool]:
     right = [each for each in ran if each.right]
     alarms = [each for each in ran if each.fault in CONTROLS and each.verdict != "compute_bound"]
     off = [each for each in ran if each.phase_error]
-    gains = [each for each in ran if each.gain_kept is not None]
-    kept = [each for each in gains if each.gain_kept]
-    close = [each for each in gains if each.gain_close]
+    gains = [each.gain for each in ran if each.gain is not None]
     lines = [
         f"{len(right)} of {len(ran)} verdicts right, {len(alarms)} false alarms in "
         f"{len([each for each in ran if each.fault in CONTROLS])} controls, "
         f"{len(off)} phases off by more than 5 % and 1 ms a step.",
-        f"Of {len(gains)} advised changes, {len(kept)} brought what was predicted "
-        f"(measured gain inside the interval), {len(close)} within 15 % of the expected value.",
+        gains_score(gains),
     ]
     lines += [f"  phase off: {each.fault.name}: {each.phase_error}" for each in off]
-    reached = len(right) >= 0.95 * len(ran) and not alarms and not off and 5 * len(kept) >= 4 * len(gains)
+    kept = sum(each.kept for each in gains)
+    reached = len(right) >= 0.95 * len(ran) and not alarms and not off and 5 * kept >= 4 * len(gains)
     return lines, reached
 
 
@@ -163,6 +155,7 @@ def main() -> int:
     parser.add_argument("--busy", action="store_true", help="only the faults of data, beside busy programs")
     parser.add_argument("--lines", action="store_true", help="only the lines that are injected")
     parser.add_argument("--what-if", action="store_true", help="only the forecasts of changed runs")
+    parser.add_argument("--predictions", action="store_true", help="only drawn runs, whose advice is followed")
     parser.add_argument("--only", default="", help="only faults whose name or verdict has these words")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file; a part that is not run stays")
     parser.add_argument("--ranks-of", help=argparse.SUPPRESS)
@@ -177,7 +170,7 @@ def main() -> int:
             evidence = report.findings[0].evidence if report.findings else {}
             options.answer.write_text(json.dumps({"verdict": report.verdict, "evidence": evidence}))
         return 0
-    every = not (options.gpu or options.cpu or options.busy or options.lines or options.what_if)
+    every = not (options.gpu or options.cpu or options.busy or options.lines or options.what_if or options.predictions)
     reached = True
     for heading, wanted, run in (
         (GPU_PART, options.gpu, gpu_score.score),
@@ -185,6 +178,7 @@ def main() -> int:
         (BUSY_PART, options.busy, lambda only: score(BESIDE_OTHERS, only)),
         (LINES_PART, options.lines, lines.score),
         (WHAT_IF_PART, options.what_if, lambda only: what_if.score(only, train)),
+        (PREDICTIONS_PART, options.predictions, lambda only: predictions.score(only, grade, when_and_where)),
     ):
         if every or wanted:
             table_and_score, part_reached = run(options.only)
@@ -236,7 +230,7 @@ def write_part(path: Path, heading: str, lines: list[str]) -> None:
         heading: the part's.
         lines: its table and score.
     """
-    parts = dict.fromkeys((CPU_PART, BUSY_PART, GPU_PART, LINES_PART, WHAT_IF_PART), "")
+    parts = dict.fromkeys((CPU_PART, BUSY_PART, GPU_PART, LINES_PART, WHAT_IF_PART, PREDICTIONS_PART), "")
     if path.exists():
         for text in f"\n{path.read_text()}".split("\n## "):
             found, _, body = text.partition("\n")

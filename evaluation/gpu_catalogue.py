@@ -56,7 +56,7 @@ def _refuses(gpu: SimulatedGpu) -> None:
     gpu.profiling.refuses = True
 
 
-def _logs(seconds: float, step: Step = _SHORT_STEP, data: Samples | None = None) -> Parts:
+def logs(seconds: float, step: Step = _SHORT_STEP, data: Samples | None = None) -> Parts:
     logger: dict[str, Any] = {"logger": SlowLogger(seconds)}
     return Parts(step, data or Samples(), callbacks=[MetricsEveryStep()], trainer=logger)
 
@@ -154,7 +154,7 @@ LOOP: Final = [
     GpuFault(
         "a logger of 40 ms at every step",
         "logging",
-        lambda scene: _logs(0.04),
+        lambda scene: logs(0.04),
         cure=lambda scene: Parts(_SHORT_STEP),
     ),
     GpuFault(
@@ -392,7 +392,7 @@ PAIRS: Final = [
     GpuFault(
         "60 ms of loading, and a logger of 35 ms",
         "main_process_loading",
-        lambda scene: _logs(0.035, data=Samples(wait_s=0.06)),
+        lambda scene: logs(0.035, data=Samples(wait_s=0.06)),
         second="logging",
         steps=45,
     ),

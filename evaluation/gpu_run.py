@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
+from evaluation.gains import Gain
 from evaluation.gpu_parts import Parts, Scene, Truth
 from evaluation.parts import quiet
 from lightning_gpuopt import StallDetector, StallReport
@@ -30,7 +31,6 @@ WARMUP_STEPS = 5
 _TIMEOUT_S = 60.0
 _IDLE_SHARE = 0.05
 _IDLE_S = 0.001
-_CLOSE = 0.15
 _SHARE = 0.08
 
 _TICK_S = 0.005
@@ -96,8 +96,6 @@ class GpuGrade:
         extra: causes that were found and not injected.
         second: whether the second cause was named.
         gain: the prediction and what was measured.
-        gain_kept: whether the measured gain lies in the predicted interval.
-        gain_close: whether the predicted gain is within 15 % of it.
         idle: the report's idle seconds and the device's.
         idle_close: whether they are within 5 %, or 1 ms a step.
         skipped: why the run says nothing.
@@ -110,9 +108,7 @@ class GpuGrade:
     found: str = ""
     extra: tuple[str, ...] = ()
     second: bool | None = None
-    gain: str = ""
-    gain_kept: bool | None = None
-    gain_close: bool | None = None
+    gain: Gain | None = None
     idle: tuple[float, float] | None = None
     idle_close: bool | None = None
     skipped: str = ""
@@ -129,7 +125,8 @@ class GpuGrade:
         return (
             self.right
             and not self.extra
-            and False not in (self.second, self.gain_kept, self.gain_close, self.idle_close)
+            and False not in (self.second, self.idle_close)
+            and (not self.fault.cure or (self.gain is not None and self.gain.kept and self.gain.close))
         )
 
 
@@ -167,19 +164,10 @@ def grade(fault: GpuFault, library: Path) -> GpuGrade:
         graded = replace(graded, idle=(told_s, true_s), idle_close=close)
     if not fault.cure:
         return graded
-    predicted = findings[0]["predicted_speedup"] if findings else None
-    if after is None or predicted is None:
-        return replace(graded, gain="none predicted", gain_kept=False, gain_close=False)
-    low, mid, high = predicted
-    measured = answer["step_s"] / after["step_s"]
-    what = ", ".join(f"{name}={value}" for name, value in findings[0]["settings"].items())
-    text = f"{what if fault.cure == 'settings' else 'without it'}: {mid:.2f} ({low:.2f}-{high:.2f}), "
-    return replace(
-        graded,
-        gain=f"{text}measured {measured:.2f}",
-        gain_kept=low <= measured <= high,
-        gain_close=abs(mid - measured) <= _CLOSE * measured,
-    )
+    if after is None or not findings:
+        return graded
+    change = "" if fault.cure == "settings" else "without it"
+    return replace(graded, gain=Gain.of(findings[0], answer["step_s"], after["step_s"], change))
 
 
 def _idle_cpu_s() -> float:

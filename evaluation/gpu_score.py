@@ -6,6 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from evaluation.gains import score as gains_score
 from evaluation.gpu_catalogue import GPU_FAULTS
 from evaluation.gpu_run import GpuGrade, grade
 from tests.simulators.nvml import build
@@ -42,7 +43,8 @@ def score(only: str = "") -> tuple[list[str], bool]:
 def _print(each: GpuGrade, seconds: float) -> None:
     mark = "skip" if each.skipped else "ok  " if each.good else "BAD "
     words = f"{mark} {each.fault.verdict:21} {each.verdict:21} {each.fault.name} ({seconds:.1f} s)"
-    print(" ".join(part for part in (words, each.found, _idle(each), each.gain, each.skipped) if part), flush=True)
+    gain = str(each.gain) if each.gain is not None else ""
+    print(" ".join(part for part in (words, each.found, _idle(each), gain, each.skipped) if part), flush=True)
     if mark == "BAD ":
         for part in (each.missing, each.text):
             print("     " + part.replace("\n", "\n     "), flush=True)
@@ -71,7 +73,7 @@ def table(grades: list[GpuGrade]) -> list[str]:
             got if each.right or each.skipped else f"**{got}**",
             second,
             _idle(each) if each.idle_close is not False else f"**{_idle(each)}**",
-            each.gain if each.gain_kept is not False else f"**{each.gain}**",
+            str(each.gain or ("**none predicted**" if each.fault.cure and not each.skipped else "")),
         )
         rows.append(f"| {' | '.join(cells)} |".replace("  |", " |"))
     return rows
@@ -85,15 +87,14 @@ def summary(grades: list[GpuGrade]) -> tuple[list[str], bool]:
     alarms = [each for each in healthy if each.verdict != "compute_bound"]
     extra = [cause for each in ran if each.right for cause in each.extra]
     pairs = [each.second for each in ran if each.second is not None]
-    gains = [(each.gain_kept, each.gain_close) for each in ran if each.gain_kept is not None]
-    kept, close = (sum(bool(gain[which]) for gain in gains) for which in (0, 1))
+    cured = [each.gain for each in ran if each.fault.cure]
+    gains = [each for each in cured if each is not None]
     idle = [each.idle_close for each in ran if each.idle_close is not None]
     lines = [
         f"{len(right)} of {len(ran)} verdicts right, {len(alarms)} false alarms in {len(healthy)} healthy runs, "
         f"{sum(pairs)} of {len(pairs)} second causes named, {len(extra)} causes named that were not there.",
-        f"Of {len(gains)} remedies, {kept} brought what was predicted (measured gain inside the interval), "
-        f"{close} within 15 % of the expected value.",
+        gains_score(gains),
         f"The GPU's idle time was within 5 %, or 1 ms a step, in {sum(idle)} of {len(idle)} runs.",
     ]
-    reached = len(right) >= _RIGHT * len(ran) and not alarms and kept >= _KEPT * len(gains)
+    reached = len(right) >= _RIGHT * len(ran) and not alarms and sum(each.kept for each in gains) >= _KEPT * len(cured)
     return lines, reached

@@ -40,12 +40,19 @@ def calling_fetcher(collate_fn: Any, frame: FrameType) -> Any:
 # -- looking ahead
 
 
-def when_fetcher_is_made(made: Callable[[Any], object]) -> None:
-    """Have this process's fetchers, which take samples from the dataset, seen as they are made; for a worker only."""
+def when_fetcher_is_made(begins: Callable[[Any, Any], object], made: Callable[[Any], object]) -> None:
+    """Have this process's fetchers, which take samples from the dataset, seen as they are made; for a worker only.
+
+    Args:
+        begins: called with dataset and ``collate_fn`` before: a stream's ``__iter__`` is called as its fetcher is made.
+        made: called with the fetcher.
+    """
     kinds = torch.utils.data._DatasetKind
     create = kinds.create_fetcher
 
     def create_and_show(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(Exception):
+            begins(args[1], args[3])
         fetcher = create(*args, **kwargs)  # type: ignore[no-untyped-call]
         with contextlib.suppress(Exception):
             made(fetcher)

@@ -32,11 +32,11 @@ def demonstrate(settings: DemoSettings, *, fix: bool, started: float) -> None:
     runs = [Run(settings, training.train(settings))]
     _print_diagnosis(runs[0].outcome)
     if fix:
-        _follow_advice(runs)
+        follow_advice(runs)
     _print_end(runs, time.perf_counter() - started)
 
 
-def _follow_advice(runs: list[Run]) -> None:
+def follow_advice(runs: list[Run]) -> None:
     """Add a run for each step that the reports advise, and print all of them side by side."""
     output_dir, machine = runs[0].settings.output_dir, Machine.of(runs[0].outcome)
     while True:

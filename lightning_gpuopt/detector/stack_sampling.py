@@ -12,7 +12,7 @@ from typing import Final
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
 from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.record import Finding
-from lightning_gpuopt.diagnosis.where import belongs_to, finding_name, is_in_user_code
+from lightning_gpuopt.diagnosis.where import belongs_to, finding_name, is_in_user_code, is_in_workers_before_it
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.timeline import stacks
 from lightning_gpuopt.timeline.phases import Timeline
@@ -51,6 +51,7 @@ class StackSampling:
         self._seen: dict[tuple[str, str], Sampled] = {}
         self._looks: dict[str, int] = {}
         self._in_worker: tuple[int, int] | None = None
+        self._asked_for, self._of_epochs = "", False
         self._asked_at = 0.0
         self._answered = False
         self._looked = 0
@@ -77,20 +78,31 @@ class StackSampling:
         self._collect()
         here = [each for each in findings if is_in_user_code(each) and not _is_in_processes(each)]
         here = [each for each in here if not self._is_in_workers(each)]
-        there = [each for each in findings if self._is_in_workers(each)]
+        there = [each for each in findings if self._is_in_workers(each) and self._may_look(each)]
         here = [each for each in here if self._may_look(each)]
         if here and self._sampler is None:
             self._look_here(here)
-        if self._in_worker is not None and not self._answered and time.monotonic() - self._asked_at > _ANSWER_WITHIN_S:
-            self._end_there()  # that worker is gone, or makes no batches: another one may
-        if any(self._may_look(each) for each in there) and self._in_worker is None:
+        if self._in_worker is not None and not self._answered and not self._waits_for_answer(there):
+            self._end_there()
+        if there and self._in_worker is None:
             self._look_there(there[0])
+
+    def _waits_for_answer(self, there: Sequence[Finding]) -> bool:
+        """Whether an answer is worth waiting for: its finding still stands, and the worker may make batches.
+
+        Epochs may be long: a question about them waits until there is another one.
+        """
+        if self._asked_for not in [finding_name(each) for each in there]:
+            return False
+        if self._of_epochs:
+            return all(is_in_workers_before_it(each) for each in there)
+        return time.monotonic() - self._asked_at <= _ANSWER_WITHIN_S
 
     def step_done(self) -> None:
         """A step has ended; costs next to nothing while nothing is sampled."""
         if self._sampler is not None and not self._sampler.running:
             self._collect()
-        if self._in_worker is not None and time.monotonic() - self._asked_at > _MAX_S:
+        if self._in_worker is not None and not self._of_epochs and time.monotonic() - self._asked_at > _MAX_S:
             self._collect()  # each epoch may have workers of its own, which find the question as the first did
             self._end_there()
 
@@ -131,7 +143,8 @@ class StackSampling:
 
     def _is_in_workers(self, finding: Finding) -> bool:
         """Whether the worker processes of a DataLoader do what a finding is about."""
-        if not cause_of(finding.cause).in_loader_code or finding.cause == "main_process_loading":
+        in_batches = cause_of(finding.cause).in_loader_code and finding.cause != "main_process_loading"
+        if not in_batches and not is_in_workers_before_it(finding):
             return False
         return self._loader.busiest(str(finding.evidence.get("loader", ""))) is not None
 
@@ -185,7 +198,8 @@ class StackSampling:
         key, stacks, workers = asked
         self._looks[finding_name(finding)] = looks = self._looks.get(finding_name(finding), 0) + 1
         worker = (looks - 1) % workers  # another one where the first has not answered
-        stacks.ask(worker)
+        self._asked_for, self._of_epochs = finding_name(finding), is_in_workers_before_it(finding)
+        stacks.ask(worker, before_first_batch=self._of_epochs)
         self._in_worker, self._asked_at, self._answered = (key, worker), time.monotonic(), False
 
     def _end_there(self) -> None:
@@ -210,7 +224,8 @@ class StackSampling:
             process, answer = stacks.answer() if stacks is not None else (0, ())
             if answer:
                 self._answered = True
-                self._seen["data_wait", f"process {process}"] = Sampled("data_wait", f"worker {worker}", answer)
+                activity = "epoch_setup" if self._of_epochs else "data_wait"
+                self._seen[activity, f"process {process}"] = Sampled(activity, f"worker {worker}", answer)
             in_workers = [each for (_, where), each in self._seen.items() if where.startswith("process")]
             if stacks is None or sum(stack.samples for each in in_workers for stack in each.stacks) >= _ENOUGH:
                 self._end_there()

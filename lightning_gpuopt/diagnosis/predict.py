@@ -11,6 +11,10 @@ from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.measurements.loader_costs import Interval, LoaderCosts
 from lightning_gpuopt.measurements.loader_model import MIN_SPREAD, LoaderModel, receive_cost
 
+SPREADS: Final = {"workers": 0.04, "without": 0.06, "storage": 0.12}
+"""By what is advised: how far what came was from what was expected, in nine of ten runs. ``python -m evaluation
+--predictions`` measures it in drawn runs, of which one half gives these figures, and the other checks the intervals."""
+
 _STEP_WORK: Final = ("forward", "backward", "optimizer", "other")
 """Phases that are a step's own work, but for what stopped it."""
 
@@ -135,12 +139,14 @@ def speedup_of_threads(measurement: Measurement, threads: int) -> Interval | Non
     return _speedup(pipeline_model(measurement), threads, measurement)
 
 
-def _speedup(model: LoaderModel | None, workers: int, measurement: Measurement) -> Interval | None:
+def _speedup(
+    model: LoaderModel | None, workers: int, measurement: Measurement, spread: float = SPREADS["workers"]
+) -> Interval | None:
     now_s = measurement.waterfall.step_s
     if model is None or now_s is None:
         return None
     best_s, expected_s, worst_s = model.step_s(workers)
-    return _ordered(now_s / worst_s, now_s / expected_s, now_s / best_s)
+    return _ordered(now_s / worst_s, now_s / expected_s, now_s / best_s, spread)
 
 
 def speedup_of_cheaper_batches(measurement: Measurement, saved_s: float, saved_cpu_s: float) -> Interval | None:
@@ -158,19 +164,23 @@ def speedup_of_cheaper_batches(measurement: Measurement, saved_s: float, saved_c
         host_s = measurement.times.phases["data_wait"]
         # the first batch of an epoch is fetched before its steps begin, and is no part of them
         share = min(host_s / (model.service_s * measurement.times.steps), 1.0)
-        return speedup_without(measurement, min(share * saved_s * waterfall.steps, waterfall.wait("data_wait")))
+        seconds = min(share * saved_s * waterfall.steps, waterfall.wait("data_wait"))
+        return speedup_without(measurement, seconds, spread=SPREADS["storage"])
     service_s, cpu_s = max(model.service_s - saved_s, 0.0), max(model.cpu_s - saved_cpu_s, 0.0)
     cheaper = replace(model, service_s=service_s, cpu_s=min(cpu_s, service_s))
-    return _speedup(cheaper, measurement.loader.num_workers, measurement)
+    return _speedup(cheaper, measurement.loader.num_workers, measurement, SPREADS["storage"])
 
 
-def speedup_without(measurement: Measurement, seconds: float, host_s: float = 0.0) -> Interval | None:
+def speedup_without(
+    measurement: Measurement, seconds: float, host_s: float = 0.0, spread: float = SPREADS["without"]
+) -> Interval | None:
     """Steady steps per second without these seconds, over now: (low, mid, high).
 
     Args:
         measurement: of the run as it is.
         seconds: of the device's waits in its steps, what the advice takes away. Half of it is the low end.
         host_s: seconds of the training process that the advice takes away.
+        spread: see ``SPREADS``.
     """
     waterfall = measurement.waterfall
     if waterfall.step_s is None or not waterfall.steps:
@@ -178,7 +188,8 @@ def speedup_without(measurement: Measurement, seconds: float, host_s: float = 0.
     left_s = step_without_s(measurement, seconds, host_s) if host_s else waterfall.step_s - seconds / waterfall.steps
     left_s = max(left_s, 1e-6)
     half_s = (waterfall.step_s + left_s) / 2
-    return _ordered(waterfall.step_s / half_s, waterfall.step_s / left_s, (1 + MIN_SPREAD) * waterfall.step_s / left_s)
+    expected = waterfall.step_s / left_s
+    return _ordered(waterfall.step_s / half_s, expected, expected, spread)
 
 
 def headroom(measurement: Measurement) -> float | None:
@@ -199,10 +210,10 @@ def _own_waits_s(measurement: Measurement) -> float:
     return waits_s + sum(seconds.get(phase, 0.0) for seconds in stopped for phase in _STEP_WORK)
 
 
-def _ordered(low: float, mid: float, high: float) -> Interval:
-    """A change for the better never predicts a loss, and the middle lies inside."""
-    low, mid, high = max(low, 1.0), max(mid, 1.0), max(high, 1.0)
-    return min(low, mid), mid, max(high, mid)
+def _ordered(low: float, mid: float, high: float, spread: float) -> Interval:
+    """An interval as wide as predictions of its kind are uncertain; no change for the better predicts a loss."""
+    mid = max(mid, 1.0)
+    return max(min(low, mid / (1 + spread)), 1.0), mid, max(high, mid * (1 + spread))
 
 
 def loader_costs(measurement: Measurement) -> LoaderCosts | None:

@@ -42,14 +42,15 @@ def is_in_user_code(finding: Finding) -> bool:
 
 
 def is_before_the_first_batch(finding: Finding) -> bool:
-    """Whether Python code of the loader takes the time at the beginning of epochs, in the training process.
+    """Whether Python code of the loader takes the time at the beginning of epochs."""
+    return finding.evidence.get("largest_part", "starting workers") != "starting workers"
 
-    A worker does not tell what it does before its first batch.
-    """
+
+def is_in_workers_before_it(finding: Finding) -> bool:
+    """Whether that is in the workers."""
     evidence = finding.evidence
-    return "largest_part" in evidence and (
-        not evidence["num_workers"] or evidence["largest_part"] == "making the loader's iterator"
-    )
+    in_workers = is_before_the_first_batch(finding) and evidence["largest_part"] != "making the loader's iterator"
+    return in_workers and bool(evidence["num_workers"])
 
 
 def is_the_loaders(finding: Finding) -> bool:

@@ -115,14 +115,19 @@ class WorkerStart:
         )
         beat = Beat(ring, threading.get_ident(), dataset, stacks)
 
-        def made(fetcher: Any) -> None:
-            reads = getattr(fetcher.dataset, "reads_for", fetcher.dataset)
-            if reads is not dataset:  # of a loader that the dataset has for itself
-                return
-            note_fetches(fetcher, ring, whole=True)
-            beat.collates(fetcher.collate_fn)
+        def is_of_the_loader(read: Any) -> bool:  # and of none that the dataset has for itself
+            return getattr(read, "reads_for", read) is dataset
 
-        when_fetcher_is_made(made)
+        def begins(read: Any, collate_fn: Any) -> None:
+            if is_of_the_loader(read) and isinstance(collate_fn, TimedCollate):
+                collate_fn.epoch_begins()
+
+        def made(fetcher: Any) -> None:
+            if is_of_the_loader(fetcher.dataset):
+                note_fetches(fetcher, ring, whole=True)
+                beat.collates(fetcher.collate_fn)
+
+        when_fetcher_is_made(begins, made)
         note_samples_of_ours(ring)
         beat.start()
 

@@ -54,7 +54,7 @@ _IDLE, _FETCHING, _COLLATING = 0.0, 1.0, 2.0
 _DOING_NAMES: Final = {_IDLE: "waits for work", _FETCHING: "reads samples", _COLLATING: "collates"}
 
 
-_OWN: Final = frozenset({"collate_fn", "gpuopt_clock", "_meter", "_number"})
+_OWN: Final = frozenset({"collate_fn", "gpuopt_clock", "_looking", "_meter", "_number"})
 
 
 class _Meter:
@@ -194,6 +194,7 @@ class TimedCollate:
     def _begin(self) -> None:
         self._meter: _Meter | None = None
         self._number: int | None = None
+        self._looking: WorkerLook | None = None
 
     def __call__(self, *samples: Any, **options: Any) -> Any:
         """Collate, and note how long that and the access to the samples took."""
@@ -247,6 +248,17 @@ class TimedCollate:
             self._meter.row[_BYTES] += num_bytes
             self._meter.row[_SIZED] += 1
 
+    def epoch_begins(self) -> None:
+        """In a worker: the dataset is to be gone through from its beginning."""
+        number = self._find_row()
+        if self.gpuopt_clock is None or number < 0:
+            return
+        self._meter = meter = self.gpuopt_clock.meter(number)
+        meter.row[_DOING], meter.row[_SINCE] = _FETCHING, time.perf_counter_ns()
+        look = self._look(meter)
+        if look is not None:
+            look.epoch_begins()
+
     def _find_row(self) -> int:
         worker = get_worker_info()
         number = self._number
@@ -295,9 +307,11 @@ class TimedCollate:
         worker, rows = get_worker_info(), meter.row
         if worker is None or self.gpuopt_clock is None:
             return None
-        return WorkerLook(
-            self.gpuopt_clock.stacks, meter.number // _FIELDS, lambda: rows[_DOING] != _IDLE, lambda: rows[_BATCHES]
-        )
+        if self._looking is None:
+            self._looking = WorkerLook(
+                self.gpuopt_clock.stacks, meter.number // _FIELDS, lambda: rows[_DOING] != _IDLE, lambda: rows[_BATCHES]
+            )
+        return self._looking
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in _OWN:

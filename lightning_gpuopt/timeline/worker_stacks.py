@@ -1,8 +1,8 @@
 """Stacks from inside a loader's worker: asked for, and handed back, through shared memory.
 
-The training process names a worker; that worker sees it when it begins its next batch, samples its own main thread for
-a few batches, and leaves the stacks, as text, in the block. Nothing else passes between the two, so it works under fork
-and spawn alike, and no file is left behind.
+The training process names a worker; that worker sees it when it begins its next batch, or its next epoch, samples its
+own main thread for a few batches, or until the first, and leaves the stacks, as text, in the block. Nothing else passes
+between the two, so it works under fork and spawn alike, and no file is left behind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _ENOUGH_SAMPLES: Final = 200
 _ENOUGH_BATCHES: Final = 24
 _MAX_S: Final = 20.0
 _FIRST_ANSWER_S: Final = 0.1
-_ACTIVITY: Final = "data_wait"
+_OF_EPOCHS: Final = 1 << 15
+"""In a question: it is about what comes before an epoch's first batch."""
 
 
 class WorkerStacks:
@@ -44,16 +45,17 @@ class WorkerStacks:
         self._text: Any = sharedctypes.RawArray("c", _BYTES)
         self._asked = 0
 
-    def ask(self, worker: int) -> None:
+    def ask(self, worker: int, *, before_first_batch: bool = False) -> None:
         """Have a worker sample itself from its next batch on.
 
         Args:
             worker: its number, from 0.
+            before_first_batch: from the beginning of an epoch to its first batch instead, in each epoch to come.
         """
         self._asked += 1
         self._head[_LENGTH] = 0.0
         # the number of the question in the upper part: the same worker may be asked twice
-        self._head[_WANTED] = float(self._asked << 16 | worker + 1)
+        self._head[_WANTED] = float(self._asked << 16 | (_OF_EPOCHS if before_first_batch else 0) | worker + 1)
 
     def end(self) -> None:
         """Have nobody sample any more."""
@@ -106,6 +108,7 @@ class WorkerLook:
         self._batches = batches
         self._question = 0.0
         self._sampler: StackSampler | None = None
+        self._activity_name = ""
         self._until = self._until_batch = self._next_answer = 0.0
         self._answer_after_s = _FIRST_ANSWER_S
         # a ctypes array is dear to read
@@ -114,10 +117,19 @@ class WorkerLook:
 
     def batch_begins(self) -> None:
         """What is asked for has changed."""
-        self.seen = question = self.wanted[_WANTED]
-        if int(question) & 0xFFFF != self._mine:
-            return
+        self.seen = self.wanted[_WANTED]
+        if int(self.seen) & 0xFFFF == self._mine:
+            self._begin(self.seen, "data_wait")
+
+    def epoch_begins(self) -> None:
+        """The dataset is to be gone through from its beginning."""
+        question = self.wanted[_WANTED]
+        if int(question) & 0xFFFF == self._mine | _OF_EPOCHS:
+            self._begin(question, "epoch_setup")
+
+    def _begin(self, question: float, activity: str) -> None:
         now = time.perf_counter()
+        self._activity_name = activity
         self._question = question
         self._until, self._until_batch = now + _MAX_S, self._batches() + _ENOUGH_BATCHES
         self._answer_after_s = _FIRST_ANSWER_S
@@ -125,20 +137,23 @@ class WorkerLook:
         self._sampler = start_sampling(threading.get_ident(), self._activity, self._is_over)
 
     def _activity(self) -> str | None:
-        return _ACTIVITY if self._busy() else None
+        return self._activity_name if self._busy() else None
 
     def _is_over(self) -> bool:
         """Called after each sample, on the sampling thread: hands back what was seen now and then, and at the end."""
         sampler, now = self._sampler, time.perf_counter()
         if sampler is None:
             return False
-        asked = self.wanted[_WANTED] == self._question
-        enough = sampler.samples(_ACTIVITY) >= _ENOUGH_SAMPLES and self._batches() >= self._until_batch
+        asked, activity = self.wanted[_WANTED] == self._question, self._activity_name
+        if activity == "epoch_setup":
+            enough = not self._busy()  # the first batch is made
+        else:
+            enough = sampler.samples(activity) >= _ENOUGH_SAMPLES and self._batches() >= self._until_batch
         over = not asked or enough or now >= self._until
         if asked and (over or now >= self._next_answer):
             self._answer_after_s *= 2
             self._next_answer = now + self._answer_after_s
-            self._stacks.give(sampler.stacks(_ACTIVITY))
+            self._stacks.give(sampler.stacks(activity))
         if over:
             self._sampler = None
         return over

@@ -77,6 +77,23 @@ def test_what_begins_each_epoch_is_named(tmp_path: Path) -> None:
     assert f"sleeps (line_parts.py:{line_of('sleeps')})" in where_of(report)
 
 
+class Opened(Indexed):
+    """Reads its index as its iterator is made, before the first sample is asked for."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in range(40):
+            parts.sleeps()
+        return iter([torch.ones(8)] * 20)
+
+
+@pytest.mark.parametrize("made", [Indexed, Opened])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_begins_each_epoch_of_a_worker_is_named(made: type[Indexed], persistent: bool, tmp_path: Path) -> None:
+    report = train(tmp_path, made(), num_workers=1, persistent_workers=persistent)
+    assert report.verdict == "epoch_restart"
+    assert f"sleeps (line_parts.py:{line_of('sleeps')})" in where_of(report)
+
+
 def test_the_report_has_the_places_and_a_flame_graph_lies_beside_it(tmp_path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     report = train(tmp_path, parts.Takes(parts.sleeps))

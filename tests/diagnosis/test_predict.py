@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_gpuopt.diagnosis.predict import (
+    SPREADS,
     ceiling,
     headroom,
     loader_costs,
@@ -69,13 +70,13 @@ def test_a_prediction_never_promises_a_loss() -> None:
     even = measurement(times(data_wait=0.0), workers=workers(data_s=0.01))
     low, mid, high = speedup_of_workers(even, 2) or (0, 0, 0)
     assert (low, mid) == (1.0, 1.0)
-    assert high == pytest.approx(100 / (96 + 0.3))
+    assert high == 1 + SPREADS["workers"]
 
 
 def test_taking_work_away_gains_half_to_all_of_it() -> None:
     low, mid, high = speedup_without(measurement(times()), 2.0) or (0, 0, 0)
     assert (low, mid) == pytest.approx((10 / 9, 10 / 8))
-    assert high == pytest.approx(1.08 * 10 / 8)
+    assert high == pytest.approx((1 + SPREADS["without"]) * 10 / 8)
     assert speedup_without(measurement(times(steps=0)), 2.0) is None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt.diagnosis.diagnose import diagnose, remarks
+from lightning_gpuopt.diagnosis.predict import SPREADS
 from lightning_gpuopt.measurements.gpu import AheadCopies, DeviceState, StepLook, SyncSighting
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import PhaseTimes
@@ -125,7 +126,7 @@ class TestHostToDevice:
         assert finding.settings == {}
         assert "CudaPrefetcher() among the Trainer's callbacks" in finding.advice
         assert "uint8" in finding.advice
-        assert finding.predicted_speedup == pytest.approx((10 / 9, 10 / 8, 1.08 * 10 / 8))
+        assert finding.predicted_speedup == pytest.approx((10 / 9, 10 / 8, (1 + SPREADS["without"]) * 10 / 8))
 
     def test_a_copy_that_takes_longer_than_the_rest_of_the_step_can_be_hidden_in_part(self) -> None:
         pinned = LoaderFacts(num_workers=2, persistent_workers=True, prefetch_factor=2, pin_memory=True)

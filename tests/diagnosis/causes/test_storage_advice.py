@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightning_gpuopt.diagnosis.predict import SPREADS
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.loading import ImageSamples, LoaderFacts, WorkerTimes
 from tests.diagnosis.numbers import IN_PROCESS, TWO_WORKERS, data_finding, gpu, host, measurement, times, workers
@@ -101,7 +102,7 @@ def test_the_gain_in_steps_has_an_interval() -> None:
     # at best the DataModule does without the other 10 ms of the dataset, too
     assert (low, high) == (round(100 / 89, 2), round(100 / 68, 2))
     own = in_process(replace(PHOTOS, own=True)).evidence
-    assert own["storage_step_speedup_high"] == round(1.08 * 100 / 78, 2)
+    assert own["storage_step_speedup_high"] == round((1 + SPREADS["storage"]) * 100 / 78, 2)
 
 
 @pytest.mark.parametrize(("bytes_of_a_value", "left_ms"), [(4, 70 - 32 - 15), (1, 70 - 22)])
