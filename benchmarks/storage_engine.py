@@ -6,6 +6,8 @@ Sections of ``benchmarks/storage.py``:
   have gone cold, as between two steps.
 - ``slow``: samples of 2 ms, of which one in 100 waits 50 times as long, 4 processes, batches of 32: samples per second,
   in torch's order, out of it (``in_order=False``), and ours, which keeps it.
+- ``look_ahead``: samples of 3.5 ms, of which one in 100 takes 10, 50, 200 times as long, 4 processes, batches of 4, 8
+  and 64: the same three ways, and ours as a share of torch's out of order.
 - ``wait``: samples that wait for 20 ms without the interpreter's lock: one CPU, threads as are found to be best.
 - ``ring``: memory of the processes over 20 epochs, and of the batches.
 - ``pinning``: batches of 38 MB on their way to a GPU, copied to page-locked memory, and page-locked in place: samples
@@ -105,10 +107,10 @@ def _taking_us(loader: Any) -> float:
 
 
 class Uneven(Dataset[Any]):
-    """One sample in 100 waits 50 times as long."""
+    """One sample in 100 waits many times as long."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, sample_s: float = 0.002, times: float = 50) -> None:
+        self.size, self.sample_s, self.times = size, sample_s, times
         draw = random.Random(0)
         self.slow = {index for index in range(size) if draw.random() < 0.01}
 
@@ -116,14 +118,29 @@ class Uneven(Dataset[Any]):
         return self.size
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.1 if index in self.slow else 0.002)
+        time.sleep(self.sample_s * (self.times if index in self.slow else 1))
         return torch.zeros(1000), index
 
 
 def slow(work: Path, scale: float, count: int) -> dict[str, Any]:
     """Samples per second with a slow one now and then."""
-    dataset = Uneven(int(6_400 * scale))
-    common: dict[str, Any] = {"batch_size": 32, "num_workers": 4}
+    return _uneven(Uneven(int(6_400 * scale)), 32, count)
+
+
+def look_ahead(work: Path, scale: float, count: int) -> dict[str, Any]:
+    """The same, with samples that are slower or less slow, and other batches."""
+    found = {}
+    for times in (10, 50, 200):
+        for batch_size in (4, 8, 64):
+            each = _uneven(Uneven(int(1_600 * scale), 0.0035, times), batch_size, count)
+            rates = {name: rate["median"] for name, rate in each["warm"].items()}
+            each["of_out_of_order"] = rates[OURS] / rates["torch's workers, in_order=False"]
+            found[f"{times} times as long, batches of {batch_size}"] = each
+    return found
+
+
+def _uneven(dataset: Uneven, batch_size: int, count: int) -> dict[str, Any]:
+    common: dict[str, Any] = {"batch_size": batch_size, "num_workers": 4}
     torchs = {**common, "shuffle": True, "persistent_workers": True}
     loaders = {
         OURS: _loader(dataset, **common),
@@ -219,4 +236,4 @@ def _private_mib(pid: int) -> float:
     return float(psutil.Process(pid).memory_full_info().uss) / 2**20
 
 
-SECTIONS = {"take": take, "slow": slow, "wait": wait, "ring": ring, "pinning": pinning}
+SECTIONS = {"take": take, "slow": slow, "look_ahead": look_ahead, "wait": wait, "ring": ring, "pinning": pinning}

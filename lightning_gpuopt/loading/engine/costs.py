@@ -1,10 +1,12 @@
-"""What reading samples takes: how much of it in Python, one thread at a time, and how much waiting for storage."""
+"""What reading samples takes: in Python, one thread at a time, waiting for storage, and for the slowest ones."""
 
 from __future__ import annotations
 
+import heapq
 import math
 import threading
 import time
+from collections import deque
 from typing import Any, Final
 
 MOST_THREADS: Final = 32
@@ -25,6 +27,44 @@ _TRIMMED: Final = 100
 
 _FULL: Final = 0.8
 """Of the time, threads of a process may hold its interpreter lock without waiting much for one another."""
+
+
+_BATCHES: Final = 256
+"""So many batches, the last ones, say how long slow samples take."""
+
+_RECURRING: Final = 2
+"""What is as slow as that happens: the slowest alone may be a file that was opened for the first time."""
+
+_WAITS: Final = 1 / 16
+"""Of the times between two batches, the longest ones: waits for slow samples, validation, the end of an epoch."""
+
+
+class LookAhead:
+    """How many batches have to be on their way, so that others can be taken while a slow sample is read."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[float, int, int]] = deque(maxlen=_BATCHES)
+        self._noted_ns = 0
+
+    def note(self, work_ns: float, longest_ns: int, now_ns: int) -> None:
+        """Another batch is whole.
+
+        Args:
+            work_ns: nanoseconds in which all threads together make such a batch.
+            longest_ns: nanoseconds of its slowest sample.
+            now_ns: by a clock.
+        """
+        self._last.append((work_ns, longest_ns, now_ns - self._noted_ns))
+        self._noted_ns = now_ns
+
+    def batches(self) -> int:
+        """The number."""
+        work, longest, since = ([each[of] for each in self._last] for of in range(3))
+        slow_ns = heapq.nlargest(_RECURRING, longest)[-1]
+        made_ns = sum(work) / len(work)
+        usual = sorted(since)[: -math.ceil(_WAITS * len(since))]
+        taken_ns = sum(usual) / max(len(usual), 1)
+        return math.ceil(slow_ns / max(made_ns, taken_ns, 1.0)) + 1
 
 
 class Costs:

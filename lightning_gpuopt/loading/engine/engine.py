@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from lightning_gpuopt.compat.dataloader import pin_batch
-from lightning_gpuopt.loading.engine.costs import MOST_THREADS, Costs
+from lightning_gpuopt.loading.engine.costs import MOST_THREADS, Costs, LookAhead
 from lightning_gpuopt.loading.engine.layout import Layout
 from lightning_gpuopt.loading.engine.memory import PLACED, SKIPPED, Control, Ring, SharedFile
 from lightning_gpuopt.loading.engine.pool import LoaderPool
@@ -44,9 +44,14 @@ _PART_OF_MEMORY: Final = 1 / 8
 _COPYING: Final = 4
 """Processes that copy records, where nobody says how many: memory gives no more to others."""
 
+_LEAST_SLOTS: Final = 256
 _MOST_SLOTS: Final = 1 << 16
 _MOST_ROWS: Final = (1 << 16) - 1
 """Of a ticket, whose slot and rows have two bytes each."""
+
+_LOOK_EVERY: Final = 8
+_LOOKED_AHEAD_BYTES: Final = 1 << 30
+"""Batches beyond ``prefetch_factor``, which bridge slow samples, take no more memory than this."""
 
 _HELD: Final = 4
 """Batches of so many times as many as are made ahead are worth a word."""
@@ -76,7 +81,7 @@ class Engine:
     Attributes:
         pool: the loader processes.
         readers: threads of all of them.
-        ahead: batches that are made ahead.
+        ahead: batches that are made ahead at least.
         taken: batches that the training thread has taken so far.
         collated: batches that were collated here, since they have samples that are not like the first one.
 
@@ -95,7 +100,7 @@ class Engine:
         self._most_threads = 1 if self._copies or loader.dataset.seeds else MOST_THREADS
         self._prefetch_factor = loader.prefetch_factor
         # There are slots for processes that are added later, too.
-        self._slots = min(_MOST_SLOTS, max(2, self._prefetch_factor * (loader.num_workers + _ADDED)))
+        self._slots = min(_MOST_SLOTS, max(_LEAST_SLOTS, self._prefetch_factor * (loader.num_workers + _ADDED)))
         self.ahead = self._fitting = self._slots
         # The last batch of a rank may be larger by one.
         self._size = max(loader.batch_sampler.batch_size + 1, len(first))
@@ -103,6 +108,7 @@ class Engine:
         blocks = SharedFile.in_memory("memory")
         self.pool = LoaderPool(loader, self._control, blocks, base_seed, self._most_threads)
         self._ring: Ring | None = None
+        self._look = LookAhead()
         self._failure: Exception | None = None  # of the feeding thread
         self._is_ending = False
         self._commands: queue.SimpleQueue[tuple[Iterator[Any], Batches] | None] = queue.SimpleQueue()
@@ -137,6 +143,7 @@ class Engine:
         self._ring.is_copied_here = self._pins
         self._ring.registers = self._pins and loader.pins_in_place
         self._fitting = max(2, int(_PART_OF_MEMORY * available_memory() // self._ring.num_bytes))
+        self._bridging = max(2, _LOOKED_AHEAD_BYTES // self._ring.num_bytes)
         self._set_ahead(processes)
         self._rows = self._least_rows
         self._ring.take()  # the first batch's
@@ -147,9 +154,15 @@ class Engine:
     def _set_ahead(self, processes: int) -> None:
         assert self._ring is not None
         self.ahead = min(self._slots, max(2, self._prefetch_factor * processes), self._fitting)
-        self._least_rows = max(1, -(-self.ahead * self._size // self.pool.capacity))
         self.readers = processes * self.pool.threads
-        self._ring.spare = self.ahead + 2
+        self._look_ahead(0)
+
+    def _look_ahead(self, batches: int) -> None:
+        """Make so many batches ahead, as far as memory allows, and ``prefetch_factor`` of each process at least."""
+        assert self._ring is not None
+        self._far = max(self.ahead, min(batches, self._bridging, self._fitting, self._slots))
+        self._least_rows = max(1, -(-self._far * self._size // self.pool.capacity))
+        self._ring.spare = self._far + 2
         self._ring.most = max(self._ring.most, _HELD * self._ring.spare)
 
     # -- what the training thread calls
@@ -234,7 +247,7 @@ class Engine:
         assert ring is not None
         end: Exception | None = None
         while self._commands.empty():
-            while end is None and pool.asked - self.taken < self.ahead:
+            while end is None and pool.asked - self.taken < self._far:
                 try:
                     of_batch = next(indices)
                     self._open(pool.asked, of_batch, ring.take())
@@ -284,7 +297,10 @@ class Engine:
         self.pool.ready.discard(sequence)
         control, slot, ring = self._control, sequence % self._slots, self._ring
         assert ring is not None
-        _, count, _, _, block, work_ns = control.slots[slot].tolist()
+        _, count, _, _, block, work_ns, longest_ns = control.slots[slot].tolist()
+        self._look.note(work_ns / self.readers, longest_ns, time.monotonic_ns())
+        if sequence % _LOOK_EVERY == 0:
+            self._look_ahead(self._look.batches())
         at_once = -(-count // (2 * self.readers))
         self._rows = min(_TICKET_NS * count // (work_ns + 1), at_once, _MOST_ROWS)
         states = control.states(slot, count)

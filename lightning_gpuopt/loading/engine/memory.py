@@ -34,7 +34,7 @@ TO_DO, PLACED, SKIPPED, ASIDE, LOST = range(5)
 """The states of a batch's rows: nobody has read the sample; it is in its row; it is left out; it was sent, since it
 is not like the others, or what it raised was; whoever read it has died."""
 
-_SEQUENCE, _COUNT, _EPOCH, _FIRST, _BLOCK, _WORK = range(6)
+_SEQUENCE, _COUNT, _EPOCH, _FIRST, _BLOCK, _WORK, _LONGEST = range(7)
 
 
 def can_share() -> bool:
@@ -79,7 +79,8 @@ class Control:
         file: of the object in the process that made it; None: this is that one.
 
     Attributes:
-        slots: int64 ``[slots, 6]``: sequence, samples, epoch, position of the first in it, block, ns of work.
+        slots: int64 ``[slots, 7]``: sequence, samples, epoch, position of the first in it, block, ns of work, ns of its
+            longest piece.
         indices: int64 ``[slots, batch_size]``: of the samples.
         readers: int64 ``[readers, 4]``: the sequence of the batch that a thread reads for, from 1 on (0: none), its
             first row, how many rows, and since when, in nanoseconds.
@@ -87,10 +88,10 @@ class Control:
 
     def __init__(self, slots: int, batch_size: int, readers: int, file: SharedFile | None = None) -> None:
         self._shape = slots, batch_size, readers
-        sizes = [8 * 6 * slots, 8 * slots * batch_size, 8 * 4 * readers, slots * batch_size]
+        sizes = [8 * 7 * slots, 8 * slots * batch_size, 8 * 4 * readers, slots * batch_size]
         self._file = SharedFile.in_memory("batches", sum(sizes)) if file is None else file
         self.bytes = mmap.mmap(self._file.fd, sum(sizes))
-        self.slots: Array = np.ndarray((slots, 6), np.int64, self.bytes)
+        self.slots: Array = np.ndarray((slots, 7), np.int64, self.bytes)
         self.indices: Array = np.ndarray((slots, batch_size), np.int64, self.bytes, sizes[0])
         self.readers: Array = np.ndarray((readers, 4), np.int64, self.bytes, sum(sizes[:2]))
         self._states = sum(sizes[:3])
@@ -110,7 +111,7 @@ class Control:
         self.indices[slot, :count] = indices
         start = self._states + slot * self._batch_size
         self.bytes[start : start + count] = bytes(count)
-        self.slots[slot] = sequence, count, epoch, first, block, 0
+        self.slots[slot] = sequence, count, epoch, first, block, 0, 0
 
     def set_state(self, slot: int, row: int, count: int, state: int) -> None:
         """Set the state of rows."""
@@ -128,7 +129,7 @@ class Control:
         Args:
             slot: where it is.
             sequence: of the batch; of one that has been taken meanwhile it is False.
-            work_ns: nanoseconds to add to its work.
+            work_ns: nanoseconds of a piece of work on it that has just been done.
         """
         start = self._states + slot * self._batch_size
         # A lock that goes with the process that holds it. It does not know threads.
@@ -139,6 +140,7 @@ class Control:
                 if here[_SEQUENCE] != sequence:
                     return False
                 here[_WORK] += work_ns
+                here[_LONGEST] = max(int(here[_LONGEST]), work_ns)
                 return self.bytes.find(b"\0", start, start + int(here[_COUNT])) < 0
             finally:
                 fcntl.lockf(self._file.fd, fcntl.LOCK_UN)

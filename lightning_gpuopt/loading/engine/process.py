@@ -192,7 +192,7 @@ class LoaderProcess:
                 fetcher.fetch(indices)
             except Exception as error:
                 self._refuse(slot, row, count, error)
-            _, size, _, _, _, work_ns = control.slots[slot].tolist()
+            _, size, _, _, _, work_ns, _ = control.slots[slot].tolist()
             if control.is_done(slot, sequence, took_ns := time.monotonic_ns() - began):
                 self._say_done(sequence)
                 if clock is not None:
@@ -267,7 +267,7 @@ class _Rows:
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Read samples."""
         process, slot, row = self._process, self.slot, self.first
-        _, count, epoch, first, _, _ = process.control.slots[slot].tolist()
+        _, count, epoch, first, *_ = process.control.slots[slot].tolist()
         if row == 0:
             process.samples.read_ahead(process.control.indices[slot, :count].tolist())
         for index in each_of(indices):
@@ -281,7 +281,7 @@ class _FirstRows(_Rows):
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Read samples."""
         process = self._process
-        _, _, epoch, first, _, _ = process.control.slots[0].tolist()
+        _, _, epoch, first, *_ = process.control.slots[0].tolist()
         return [process.samples.read(index, epoch, first + self.first) for index in each_of(indices)]
 
 
@@ -291,7 +291,7 @@ class _Records(_Rows):
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Read records."""
         control, slot = self._process.control, self.slot
-        _, count, _, _, block, _ = control.slots[slot].tolist()
+        _, count, _, _, block, *_ = control.slots[slot].tolist()
         if self.first == 0:
             self._process.samples.announce(control.indices[slot, :count].tolist())
         arrays, _ = self._process.places(block)

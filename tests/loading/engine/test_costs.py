@@ -8,7 +8,37 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_gpuopt.loading.engine.costs import MOST_THREADS, Costs
+from lightning_gpuopt.loading.engine.costs import MOST_THREADS, Costs, LookAhead
+
+MS = 1_000_000
+
+
+def batches_ahead(*, made_ms: float, slow_ms: int, every: int, taken_ms: float, paused_ms: int = 0) -> int:
+    """Of 300 batches, where each so-manieth has a slow sample."""
+    look, now_ns = LookAhead(), 5_000 * MS
+    for number in range(300):
+        slow = number % every == every - 1
+        look.note(made_ms * MS, (slow_ms if slow else 4) * MS, now_ns)
+        now_ns += round(taken_ms * MS) + (paused_ms * MS if number == 200 else 0)
+    return look.batches()
+
+
+@pytest.mark.parametrize("paused_ms", [0, 60_000])  # a validation
+@pytest.mark.parametrize(
+    ("made_ms", "slow_ms", "every", "taken_ms", "batches"),
+    [
+        (5, 175, 25, 1, 36),  # as fast as they are made
+        (5, 175, 25, 50, 5),  # training takes longer
+        (5, 4, 25, 1, 2),  # none is slow
+        (5, 2_000, 200, 1, 2),  # one alone is no rule
+        (10, 700, 30, 1, 71),
+    ],
+)
+def test_as_many_batches_are_made_ahead_as_a_slow_sample_takes(
+    made_ms: float, slow_ms: int, every: int, taken_ms: float, batches: int, paused_ms: int
+) -> None:
+    found = batches_ahead(made_ms=made_ms, slow_ms=slow_ms, every=every, taken_ms=taken_ms, paused_ms=paused_ms)
+    assert found == batches
 
 
 def costs_of(work: Callable[[], object]) -> Costs:

@@ -26,6 +26,7 @@ from torch.utils.data import ConcatDataset, Dataset, Sampler, Subset, TensorData
 from lightning_gpuopt.images.errors import CorruptSampleError
 from lightning_gpuopt.loading import loader as loader_module
 from lightning_gpuopt.loading.collate import Collate
+from lightning_gpuopt.loading.engine import engine as engine_module
 from lightning_gpuopt.loading.engine.iterator import EngineIterator
 from lightning_gpuopt.loading.engine.process import LoaderProcess
 from lightning_gpuopt.loading.loader import ElasticLoader, make_loader
@@ -159,6 +160,22 @@ def test_a_slow_sample_delays_its_own_batch_alone_and_the_order_is_kept(tmp_path
     # Two processes, four batches of four on their way: all other 15 samples are read while the first one waits.
     iterator, _ = engine_of(loader_of(Waits(tmp_path, 15), batch_size=4, shuffle=False))
     assert [batch.tolist() for batch in iterator] == [list(range(at, at + 4)) for at in range(0, 24, 4)]
+
+
+@pytest.mark.parametrize(("most_bytes", "before"), [(1 << 30, 30), (1, 4)])
+def test_batches_beyond_prefetch_factor_bridge_a_slow_sample_as_far_as_memory_allows(
+    most_bytes: int, before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_LOOKED_AHEAD_BYTES", most_bytes)
+    monkeypatch.setattr(engine_module.LookAhead, "batches", lambda self: 30)
+    iterator, engine = engine_of(loader_of(Made(pair, 400)))
+    for _ in range(9):  # the number is asked for now and then
+        next(iterator)
+    wait_for(lambda: engine.pool.asked - engine.taken == before)
+    assert engine.ahead == 4
+    assert [batch[1].tolist() for batch in iterator][-1] == [batch[1].tolist() for batch in loader_of(Made(pair, 400))][
+        -1
+    ]
 
 
 def test_the_memory_is_bounded_and_a_full_ring_waits(tmp_path: Path) -> None:

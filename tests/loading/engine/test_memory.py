@@ -312,7 +312,7 @@ def test_what_cannot_be_registered_is_copied_and_that_is_said_once(registered: R
 def test_rows_are_done_when_none_is_left() -> None:
     control = Control(2, 5, 1)
     control.open(1, 7, [3, 1, 4], 2, 30, 0)
-    assert control.slots[1].tolist() == [7, 3, 2, 30, 0, 0]
+    assert control.slots[1].tolist() == [7, 3, 2, 30, 0, 0, 0]
     assert control.states(1, 3) == bytes([TO_DO] * 3)
     control.set_state(1, 0, 2, PLACED)
     assert not control.is_done(1, 7, 40)
