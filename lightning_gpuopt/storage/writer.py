@@ -168,7 +168,7 @@ class LMDBWriter:
         staging = self._open()
         try:
             encoded = codec.encode(sample)
-        except Exception as err:  # PIL and torch have their own for what they cannot put into bytes
+        except TypeError as err:
             raise TypeError(f"{self.path}: sample {self.num_samples} cannot be stored: {err}") from err
         if self._shard is None:
             self._shard = ShardWriter(staging.directory, len(self._finished), durable=True, map_size_step=self._step)
