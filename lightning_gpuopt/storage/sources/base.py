@@ -55,6 +55,10 @@ class Source(ABC):
     def name(self, index: int) -> str:
         """What users call the sample: a path, a member of a tar, a row."""
 
+    def identity(self, index: int) -> bytes | None:
+        """What tells the sample from all others of it, wherever the source lies; None: nothing that is known does."""
+        return None
+
     def parts(self) -> list[str]:
         """Names of the parts of its samples; where that takes long, those of the first one."""
         return part_names(self.read(0))

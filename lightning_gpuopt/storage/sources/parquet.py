@@ -35,6 +35,7 @@ class ParquetSource(RowSource):
     def __init__(self, paths: list[str]) -> None:
         self.path = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
         self._paths = paths
+        self._file_bytes = [os.path.getsize(path) for path in paths]
         self._group_starts: list[int] = []  # first row of each row group
         self._groups: list[tuple[int, int]] = []  # its file and its number there
         self._length = 0
@@ -126,6 +127,12 @@ class ParquetSource(RowSource):
         file = self.position(index)[0]
         return f"{self._paths[file]}: row {index - self._file_starts[file]}"
 
+    def identity(self, index: int) -> bytes:
+        """The file's name and size, and the row in it."""
+        file = self.position(index)[0]
+        path, row = self._paths[file], index - self._file_starts[file]
+        return repr((os.path.basename(path), self._file_bytes[file], row)).encode()
+
     def close(self) -> None:
         """Close the file that is being read."""
         self._reader.forget()
@@ -133,7 +140,7 @@ class ParquetSource(RowSource):
     def fingerprint(self) -> dict[str, Any]:
         """Columns, row groups and the files' sizes."""
         return super().fingerprint() | {
-            "file_bytes": [os.path.getsize(path) for path in self._paths],
+            "file_bytes": self._file_bytes,
             "columns": digest([self._schema.encode()]),
         }
 

@@ -150,6 +150,12 @@ class TarSource(Source):
         tar, sample, _, members = self._find(index)
         return f"{self._paths[tar]}: {members.key(sample)}"
 
+    def identity(self, index: int) -> bytes:
+        """The tar's name, the key, and where the members lie."""
+        tar, sample, _, members = self._find(index)
+        about = (os.path.basename(self._paths[tar]), members.key(sample), *members.members(sample))
+        return repr(about).encode()
+
     def read(self, index: int) -> Any:
         """The sample's members by their extensions, decoded as far as that loses nothing."""
         tar, number, handle, members = self._find(index)
