@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from bisect import bisect_right
@@ -13,8 +12,7 @@ import numpy as np
 
 from lightning_gpuopt.images.checks import BadImage, looks_like_image
 from lightning_gpuopt.storage.codec import EncodedImage
-from lightning_gpuopt.storage.errors import DamagedError
-from lightning_gpuopt.storage.sources.base import PART_BYTES, PerProcess, RowSource, digest, missing_extra
+from lightning_gpuopt.storage.sources.base import PART_BYTES, PerProcess, RowSource, digest, missing_extra, reading
 from lightning_gpuopt.storage.sources.kinds import with_kinds
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ class ParquetSource(RowSource):
         schema = None
         for number, path in enumerate(paths):
             self._file_starts.append(self._length)
-            with _named(path), self._open(number) as file:
+            with reading(path, "not a whole Parquet file"), self._open(number) as file:
                 found, about = file.schema_arrow, file.metadata
                 rows = [about.row_group(group).num_rows for group in range(about.num_row_groups)]
                 if min(rows, default=0) < 0 or sum(rows) != about.num_rows:
@@ -63,7 +61,7 @@ class ParquetSource(RowSource):
         self._schema = str(schema.remove_metadata())
         self._batch_rows = max(1, min(_MAX_ROWS, PART_BYTES * self._length // max(1, self.num_bytes)))
         self.classes = _classes(schema)
-        with _named(paths[self._groups[0][0]], f"row group {self._groups[0][1]}"):
+        with reading(paths[self._groups[0][0]], f"row group {self._groups[0][1]} cannot be read"):
             self._image_columns = self._find_images(schema)
         self._reader: PerProcess[_Reader] = PerProcess(self._make_reader)
 
@@ -108,12 +106,12 @@ class ParquetSource(RowSource):
         """The row as a dict."""
         file, group, _, _ = self.position(index)
         path, row = self._paths[file], f"row {index - self._file_starts[file]}"
-        with _named(path, f"{row} (row group {group})"):
+        with reading(path, f"{row} (row group {group}) cannot be read"):
             batch, at = self._reader.get().find(index)
         sample = {}
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             convert = self._image_columns.get(name, _plain)
-            with _named(path, f"{row}, column {name!r} ({column.type})"):
+            with reading(path, f"{row}, column {name!r} ({column.type}) cannot be read"):
                 try:
                     sample[name] = convert(column[at])
                 except BadImage as error:
@@ -143,27 +141,6 @@ class ParquetSource(RowSource):
             "file_bytes": self._file_bytes,
             "columns": digest([self._schema.encode()]),
         }
-
-
-@contextlib.contextmanager
-def _named(path: str, what: str = "") -> Iterator[None]:
-    """Have an error in this context say which file could not be read, and what of it.
-
-    Raises:
-        DamagedError: It could not be read.
-        OSError: One may not read it.
-    """
-    try:
-        yield
-    except (BadImage, ImportError):
-        raise
-    except Exception as error:  # of every type, where the bytes are others
-        if type(error) is MemoryError:  # Arrow has its own, for sizes that are none
-            raise
-        if isinstance(error, OSError) and error.errno is not None:
-            raise OSError(error.errno, os.strerror(error.errno), path) from None
-        where = f"{path}: {what} cannot be read" if what else f"{path}: not a whole Parquet file"
-        raise DamagedError(f"{where} ({type(error).__name__}: {error}); copy it again from where it came") from None
 
 
 class _Reader:
