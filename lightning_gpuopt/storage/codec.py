@@ -88,7 +88,8 @@ def encode(sample: Any) -> Encoded:
             `EncodedImage`, or a tuple, list or dict (keys: str or int) of these.
 
     Raises:
-        TypeError: There is something in it that would need pickle; the text says where in the sample.
+        TypeError: There is something in it that would need pickle, or that could not be read again; the text says where
+            in the sample.
     """
     buffers: list[bytes] = []
     try:
@@ -96,9 +97,36 @@ def encode(sample: Any) -> Encoded:
     except RecursionError:
         raise TypeError("the sample is nested too deeply, or contains itself") from None
     try:
-        return Encoded(msgpack.packb(structure), buffers)
+        encoded = Encoded(msgpack.packb(structure), buffers)
     except (ValueError, OverflowError) as err:  # keys: lone surrogates, integers beyond 64 bits; depth
         raise TypeError(f"the sample's keys or nesting cannot be stored: {err}") from None
+    if encoded.structure not in _readable:
+        _read_back(encoded)
+    return encoded
+
+
+_readable: Final[set[bytes]] = set()
+"""Structures of which a sample was read back."""
+
+_MOST_READABLE: Final = 4096
+
+
+def _read_back(encoded: Encoded) -> None:
+    """Read the first sample of a structure: no dataset is written that nobody can read.
+
+    Raises:
+        TypeError: It cannot be read, or comes back as something else.
+    """
+    value = encoded.value(0, 0)
+    try:
+        structure = msgpack.packb(_describe(read(value, 0, len(value), 0, EncodedImage), [], "sample"))
+    except Exception as err:
+        raise TypeError(f"the sample could not be read again ({type(err).__name__}: {err})") from err
+    if structure != encoded.structure:
+        raise TypeError(f"the sample would come back as {tree(structure)}; expected {tree(encoded.structure)}")
+    if len(_readable) >= _MOST_READABLE:
+        _readable.clear()
+    _readable.add(structure)
 
 
 def _describe(value: Any, buffers: list[bytes], where: str) -> list[Any]:
@@ -112,7 +140,12 @@ def _describe(value: Any, buffers: list[bytes], where: str) -> list[Any]:
         return ["dict", list(value), [_describe(v, buffers, f"{where}[{k!r}]") for k, v in value.items()]]
     if value is None:
         return ["none"]
-    description, data = _leaf(value, where)
+    try:
+        description, data = _leaf(value, where)
+    except (TypeError, MemoryError):
+        raise
+    except Exception as err:  # PIL and torch have their own for what they cannot put into bytes
+        raise TypeError(f"{where} has no bytes that could be stored ({type(err).__name__}: {err})") from err
     buffers.append(data)
     return description
 
@@ -125,7 +158,8 @@ def _leaf(value: Any, where: str) -> tuple[list[Any], bytes]:
     if isinstance(value, bool):
         return ["bool"], b"\x01" if value else b"\x00"
     if isinstance(value, np.generic):  # before int and float: np.float64 is a float
-        return ["scalar", _numpy_descr(value.dtype, where)], value.tobytes()
+        element = np.asarray(value)  # an empty text has no bytes, but an array of one has
+        return ["scalar", _numpy_descr(element.dtype, where)], element.tobytes()
     if isinstance(value, int):
         if -(1 << 63) <= value < 1 << 63:
             return ["int"], _INT.pack(value)
@@ -142,7 +176,8 @@ def _leaf(value: Any, where: str) -> tuple[list[Any], bytes]:
     if isinstance(value, np.ndarray):
         return ["array", _numpy_descr(value.dtype, where), list(value.shape)], value.tobytes()
     if isinstance(value, torch.Tensor):
-        return ["tensor", _tensor_dtype(value, where), list(value.shape)], tensor_bytes(value)
+        refuse_unstorable(value, where)
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)], tensor_bytes(value)
     if isinstance(value, Image.Image):
         return _image(None if value.mode == "RGB" else value.mode), image_bytes(value)
     raise TypeError(
@@ -165,16 +200,30 @@ def _numpy_descr(dtype: np.dtype[Any], where: str) -> Any:
     return descr
 
 
-def _tensor_dtype(tensor: torch.Tensor, where: str) -> str:
-    if tensor.is_sparse or tensor.layout != torch.strided or tensor.is_quantized:
-        raise TypeError(f"{where} is a sparse or quantized tensor; store its parts, or a dense tensor")
-    return str(tensor.dtype).removeprefix("torch.")
+def refuse_unstorable(tensor: torch.Tensor, where: str) -> None:
+    """Refuse a tensor that has no elements in memory that could be stored one after the other.
+
+    Raises:
+        TypeError: It is such a tensor; says what to store in its place.
+    """
+    if tensor.is_nested:
+        kind, instead = "nested", "value.unbind(), or value.to_padded_tensor(0)"
+    elif tensor.layout != torch.strided:
+        kind, instead = str(tensor.layout).removeprefix("torch."), "value.to_dense()"
+    elif tensor.is_quantized:
+        kind, instead = "quantized", "value.dequantize()"
+    elif tensor.is_meta:
+        kind, instead = "meta", "a tensor that has values"
+    else:
+        return
+    raise TypeError(f"{where} is a {kind} tensor; expected a dense one: store {instead}, or its parts")
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """A tensor's elements in C order, little endian, of any dtype."""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    data: bytes = flat.view(torch.uint8).numpy().tobytes()
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # Where a tensor has one element or none, torch calls it contiguous whatever its strides are.
+    data: bytes = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
     return data
 
 

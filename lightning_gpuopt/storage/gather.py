@@ -29,7 +29,6 @@ from lightning_gpuopt.storage.shard import LARGE, ShardReader, blocks_read, read
 from lightning_gpuopt.storage.value import buffers, parse, sample_number
 
 Columns = Sequence[torch.Tensor]
-Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 _PLACES: Final = 1 << 20
 """The places of so many records are kept, 16 bytes each: looking them up takes a tenth of a small batch's time."""
@@ -79,33 +78,23 @@ class GatherPlan:
         self.assemble, columns = _columns(codec.tree(record[self.head.structure : self.head.buffers]), 0)
         places = [start for start, _ in buffers(record, self.head)]
         self.columns = [(start, *column) for start, column in zip(places, columns, strict=True)]
-        # What every record begins with, from the stamp's end on: number, structure, head of the first buffer. As 64-bit
-        # words, of which the second is the number; the mask leaves that out, the checksum, and what comes after.
-        self.skipped = self.head.content - 8
-        head_bytes = places[0] - self.skipped
-        self.head_words = -(-head_bytes // 8)
-        mask = np.zeros(8 * self.head_words, np.uint8)
-        mask[16:head_bytes] = 0xFF
-        self.mask = mask.view(np.uint64)
-        self.prefix = (
-            np.frombuffer(record[self.skipped :].ljust(mask.size, b"\0"), np.uint64, self.head_words) & self.mask
-        )
+        # What is compared of every record: its number, then what all have in common before their first buffer.
+        self.content = self.head.content
+        self.head_bytes = places[0] - self.content
+        self.prefix = np.frombuffer(record, np.uint8)[self.content + 8 : places[0]]
 
-        # A row of what is read aside: the number in it is aligned.
-        self.pad = -self.skipped % 8
         large = [at for at, (_, dtype, shape) in enumerate(self.columns) if _num_bytes(dtype, shape) >= _PART]
         self.large = set(large[:_MOST_PARTS])
-        aside = self.record_bytes - sum(_num_bytes(*self.columns[at][1:]) for at in self.large)
-        self.row_bytes = max(-(-(self.pad + aside) // 8) * 8, self.pad + self.skipped + mask.size)
+        # A row of what is read aside.
+        self.row_bytes = self.record_bytes - sum(_num_bytes(*self.columns[at][1:]) for at in self.large)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GatherPlan, (self.record,)
 
     def fits(self, other: GatherPlan) -> bool:
         """Whether records of both make up one batch."""
-        same = self.record_bytes == other.record_bytes and self.head_words == other.head_words
         structure = slice(self.head.structure, self.head.buffers)
-        return same and self.record[structure] == other.record[structure]
+        return self.record_bytes == other.record_bytes and self.record[structure] == other.record[structure]
 
 
 def _num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
@@ -276,7 +265,8 @@ class Gather:
                 heads, columns = self._copied(files.region, starts)
             self._from_disk = self._asked or blocks_read() != before
             # The checksums are not compared here, as they are not where samples are read one by one.
-            right, alike = heads[:, 1].view(">i8") == numbers, heads & plan.mask == plan.prefix
+            right = np.ascontiguousarray(heads[:, :8]).view(">i8")[:, 0] == numbers
+            alike = heads[:, 8:] == plan.prefix
             if right.all() and alike.all():
                 return columns
             good = right & alike.all(1)
@@ -288,11 +278,11 @@ class Gather:
             "again"
         )
 
-    def _copied(self, region: Region, starts: Indices) -> tuple[Words, list[torch.Tensor]]:
+    def _copied(self, region: Region, starts: Indices) -> tuple[Array, list[torch.Tensor]]:
         """What records begin with, and their parts, copied out of maps."""
         plan, size = self._plan, len(starts)
         # First a little of each record: the page that it begins in is known by the time all of it is copied.
-        heads = region.rows(starts + plan.skipped, 8 * plan.head_words).view(np.uint64)
+        heads = region.rows(starts + plan.content, plan.head_bytes)
         columns = []
         for start, dtype, shape in plan.columns:
             if 0 in shape:
@@ -304,7 +294,7 @@ class Gather:
 
     def _read(
         self, shards: Indices, offsets: Indices, memory: _BatchMemory, row: int
-    ) -> tuple[Words, list[torch.Tensor]]:
+    ) -> tuple[Array, list[torch.Tensor]]:
         """The same, read."""
         rows, plan = slice(row, row + len(shards)), self._plan
         self._opened.read(shards, offsets, memory.vectors[rows], plan.record_bytes)
@@ -361,7 +351,7 @@ class _BatchMemory:
         """The pieces of each record, in order."""
         plan, size, rows = self._plan, self._size, self._aside.data
         pieces: list[list[memoryview]] = []
-        at, place = 0, plan.pad
+        at = place = 0
         for number, (start, dtype, shape) in enumerate(plan.columns):
             self._places.append(place + start - at)
             if number in plan.large:
@@ -377,10 +367,9 @@ class _BatchMemory:
         return list(zip(*pieces, strict=True))
 
     @property
-    def heads(self) -> Words:
+    def heads(self) -> Array:
         """What each record begins with."""
-        begin = self._plan.pad + self._plan.skipped
-        return self._aside[:, begin : begin + 8 * self._plan.head_words].view(np.uint64)
+        return self._aside[:, self._plan.content : self._plan.content + self._plan.head_bytes]
 
     def column(self, number: int, rows: slice) -> torch.Tensor:
         """A part of some records, ``[B, *shape]``."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+from lightning_gpuopt._version import __version__
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.build.plan import Plan, difference
 from lightning_gpuopt.storage.build.staging import Staging, finished_dataset
@@ -81,7 +82,9 @@ class LMDBWriter:
         if manifest is not None:
             self._finished, self._classes, self._info = list(manifest.shards), manifest.classes, manifest.info
             return
-        self._staging = Staging(path, overwrite=overwrite, resume=resume, plan=plan)
+        self._staging = Staging(
+            path, overwrite=overwrite, resume=resume, plan=plan, begun_by=f"LMDBWriter, lightning-gpuopt {__version__}"
+        )
         try:
             self._find_committed(self._staging)
         except BaseException:
@@ -168,7 +171,7 @@ class LMDBWriter:
         staging = self._open()
         try:
             encoded = codec.encode(sample)
-        except Exception as err:  # PIL and torch have their own for what they cannot put into bytes
+        except TypeError as err:
             raise TypeError(f"{self.path}: sample {self.num_samples} cannot be stored: {err}") from err
         if self._shard is None:
             self._shard = ShardWriter(staging.directory, len(self._finished), durable=True, map_size_step=self._step)

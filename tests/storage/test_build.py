@@ -6,6 +6,7 @@ import csv
 import io
 import multiprocessing
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -327,17 +328,23 @@ def test_a_dataset_can_be_rebuilt_from_itself(tmp_path: Path) -> None:
     assert [image.size for image in LMDBDataset(tmp_path / "out")] == [(32, 32)] * 2
 
 
-def test_a_changed_source_is_refused(tmp_path: Path) -> None:
+def test_parts_and_other_arguments_want_the_source_and_the_plan_as_they_were(tmp_path: Path) -> None:
     images, path = tmp_path / "images", tmp_path / "out"
     write_folder(images, {"a": 20})
     build(images, path, part=(0, 2))
-    (images / "a/00021.jpg").write_bytes(image_file(21))
-    for options in ({"resume": True}, {"part": (1, 2)}):
-        with pytest.raises(StorageError, match=r"begun differently \(source num_samples was 20, now 21"):
-            build(images, path, **options)
-    (images / "a/00021.jpg").unlink()
-    with pytest.raises(StorageError, match=r"begun differently \(image_size was null, now 8"):
+    with pytest.raises(StorageError) as refused:
         build(images, path, resume=True, image_size=8)
+    assert re.search(
+        rf"out\.building: the unfinished build there was begun differently \(image_size was null, now 8; .*\); give "
+        rf"overwrite=True without resume=True to throw it away \(20 samples in 1 finished shards, [0-9.]+ MiB in all, "
+        rf"written until \d+-\d\d-\d\d \d\d:\d\d, begun by build_lmdb of the image folder {images}, lightning-gpuopt "
+        r"\S+\), or resume=True and all else as it was begun to go on with it$",
+        str(refused.value),
+    )
+    (images / "a/00021.jpg").write_bytes(image_file(21))
+    with pytest.raises(StorageError, match=r"begun differently \(source num_samples was 20, now 21.*; start all parts"):
+        build(images, path, part=(1, 2))
+    (images / "a/00021.jpg").unlink()
     assert build(images, path, resume=True).num_samples == 20
 
 

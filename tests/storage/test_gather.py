@@ -74,6 +74,19 @@ def test_a_gathered_batch_is_what_default_collate_makes(tmp_path: Path, sample: 
     assert same(gathered, default_collate([dataset[i] for i in wanted]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float16, torch.int32, torch.float64])
+def test_records_of_any_few_bytes_and_any_number_are_gathered_whole(tmp_path: Path, dtype: torch.dtype) -> None:
+    draw = np.random.default_rng(dtype.itemsize)
+    for number in range(24):
+        num_bytes, count = (int(draw.integers(65)), int(draw.integers(1, 301))) if number else (1, 8)
+        shape = (num_bytes // dtype.itemsize,) if num_bytes >= 2 * dtype.itemsize or num_bytes == 0 else ()
+        samples = torch.from_numpy(draw.integers(0, 2, (count, *shape))).to(dtype)
+        dataset = stored(tmp_path / f"{number}", samples.__getitem__, count, shard=int(draw.integers(1, 301)))
+        expected = default_collate([dataset[i] for i in range(count)])
+        assert same(expected, samples)
+        assert same(whole(dataset).__getitems__(range(count)), expected), (count, shape)
+
+
 def test_gathered_tensors_may_be_written_to(tmp_path: Path) -> None:
     dataset = stored(tmp_path / "data", lambda i: np.full(3, i, np.float32))
     gather = whole(dataset)

@@ -8,7 +8,7 @@ import lmdb
 import pytest
 
 from lightning_gpuopt.storage import codec, durable
-from lightning_gpuopt.storage.build.plan import PLAN, read_plan, write_plan
+from lightning_gpuopt.storage.build.plan import PLAN, Notes, read_plan, write_plan
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.format import key
 from lightning_gpuopt.storage.lmdb_pages import values
@@ -111,7 +111,7 @@ def test_the_plan_of_the_first_part_stays_without_hard_links(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "link", refuses)
     for number in range(2):
-        write_plan(tmp_path, {"part": number}, shared=True)
+        write_plan(tmp_path, {"part": number}, Notes(), shared=True)
     assert read_plan(tmp_path) == {"part": 0}
     assert os.listdir(tmp_path) == [PLAN]
 

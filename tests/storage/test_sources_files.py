@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import random
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.storage.build.build import build_lmdb
@@ -129,6 +132,38 @@ def test_hdf5_files_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
     with pytest.raises(ImportError, match=r'needs h5py .*pip install "lightning-gpuopt\[sources\]"'):
         hdf5_module.HDF5Source(str(path))
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".pt", ".safetensors"])
+def test_a_damaged_file_gives_its_rows_or_is_named(tmp_path: Path, suffix: str) -> None:
+    path, draw, rows = tmp_path / f"x{suffix}", random.Random(0), np.arange(60.0).reshape(20, 3)
+    if suffix == ".npy":
+        np.save(path, rows)
+    elif suffix == ".npz":
+        np.savez_compressed(path, a=rows, b=np.array(["x", "yy"] * 10))
+    elif suffix == ".pt":
+        torch.save({"a": torch.from_numpy(rows)}, path)
+    else:
+        save_file({"a": torch.from_numpy(rows)}, path)
+    whole = path.read_bytes()
+    errors: list[str] = []
+    for _ in range(150):
+        damaged = bytearray(whole)
+        if draw.random() < 0.3:
+            del damaged[draw.randrange(len(damaged)) :]
+        else:
+            for _ in range(draw.choice([1, 1, 4])):
+                damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
+        path.unlink()  # it may still be mapped
+        path.write_bytes(damaged)
+        try:
+            source = open_source(path)
+            for index in range(min(len(source), 30)):
+                source.read(index)
+        except (DamagedError, ValueError) as error:
+            errors.append(str(error))
+    assert [error for error in errors if not error.startswith(f"{path}: ")] == []
+    assert 50 < len(errors) < 150
 
 
 # --- Parquet -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The indexes of tars: what `tarfile` reads, made once, by whichever process comes first."""
+"""Tars are read as webdataset reads them; their indexes are made once, by whichever process comes first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import tarfile
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,171 +23,202 @@ from lightning_gpuopt.storage.format import staging_directory
 from lightning_gpuopt.storage.sources import open_source, tar_index
 from lightning_gpuopt.storage.sources.tar_index import Indexing
 from lightning_gpuopt.storage.sources.tars import TarSource
-from tests.lanes import few
 from tests.storage.building import Build
 from tests.storage.executors import Elsewhere, Immediately
 from tests.storage.source_files import beside, kept, samples, stored, write_tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork")
 
-Member = tuple[str, int, int, bool]
+Raw = list[dict[str, Any]]
+
+BY_COMMAND = ["v7", "oldgnu", "gnu", "ustar", "posix"]
+BY_TARFILE = {
+    "tarfile-ustar": tarfile.USTAR_FORMAT,
+    "tarfile-gnu": tarfile.GNU_FORMAT,
+    "tarfile-pax": tarfile.PAX_FORMAT,
+}
+SPARSE = {"gnu": [], "posix-0.0": ["--sparse-version=0.0"], "posix-0.1": ["--sparse-version=0.1"], "posix-1.0": []}
 
 
-def by_tarfile(path: Path) -> Iterator[Member]:
-    """The regular files of a tar as `tarfile` alone reads them, and its end."""
-    with path.open("rb") as stream:
-        with tarfile.open(fileobj=stream, mode="r:") as tar:
-            for member in tar:
-                if member.isreg():
-                    yield member.name, member.offset_data, member.size, member.sparse is not None
-            end = tar.offset
-        stream.seek(end)
-        block = stream.read(512)
-    if len(block) < 512:
-        raise tar_index.not_whole(str(path), "the end-of-archive marker is missing")
-    if any(block):
-        raise tar_index.not_whole(str(path), f"no member begins at byte {end}")
+def by_webdataset(path: Path) -> Raw:
+    """The samples of a tar as webdataset reads them, without decoding."""
+    import webdataset
+
+    return [
+        {name: value for name, value in sample.items() if name not in ("__url__", "__local_path__")}
+        for sample in webdataset.WebDataset([str(path)], shardshuffle=False, empty_check=False)
+    ]
 
 
-def by_us(path: Path) -> Iterator[Member]:
-    with path.open("rb") as stream:
-        yield from tar_index.regular_members(stream, str(path))
-
-
-def outcome(read: Callable[[Path], Iterator[Member]], path: Path) -> list[Any]:
-    """The members that are read, and the error after them."""
-    found: list[Any] = []
+def by_us(path: Path) -> Raw:
+    source = open_source(path)
     try:
-        for member in read(path):
-            found.append(member)
-    except Exception as error:  # of every type, where a number in a header is out of all bounds
-        found.append(f"{type(error).__name__}: {error}")
-    return found
+        return samples(source)
+    finally:
+        source.close()
 
 
-KINDS = (*[tarfile.REGTYPE] * 20, tarfile.AREGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)
-KINDS = (*KINDS, tarfile.CONTTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, b"Z")
-
-
-def any_name(draw: random.Random, most: int) -> str:
-    letters = draw.choice(["abc.", "abc.", "aé.", "a/b."])
-    length = draw.choice([5, 20, 99, 100, 101, 160, most])
-    name = "".join(draw.choices(letters, k=length)).replace("//", "/").strip("/") or "x"
-    return name + "/" * (draw.random() < 0.03)
-
-
-def write_any(path: Path, draw: random.Random) -> None:
-    """A tar of whatever there may be in one."""
-    kind = draw.choice([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-    everywhere = {"path": "of-all.x"} if kind == tarfile.PAX_FORMAT and draw.random() < 0.1 else None
-    with tarfile.open(path, "w", format=kind, pax_headers=everywhere) as tar:
-        for _ in range(draw.randrange(12)):
-            info = tarfile.TarInfo(any_name(draw, 300))
-            info.type = draw.choice(KINDS)
-            info.linkname = "elsewhere" * (info.type in (tarfile.SYMTYPE, tarfile.LNKTYPE))
-            info.mtime = draw.choice([0, 1_700_000_000, 1_700_000_000.25])
-            info.uid = draw.choice([0, 1000, 1000, 1000, 1 << 22])
-            info.devmajor = draw.choice([0, 0, 7])
-            if kind == tarfile.PAX_FORMAT:
-                info.pax_headers = draw.choice([{}, {}, {"atime": "1.5"}, {"comment": "x"}, {"path": "other.x"}])
-            data = bytes(draw.choice([0, 1, 511, 512, 513, 2000])) if info.type in tarfile.REGULAR_TYPES else b""
-            info.size = len(data)
-            try:
-                tar.addfile(info, io.BytesIO(data))
-            except ValueError:  # a name or number for which this format has no room
-                continue
-
-
-def mend(tar: bytearray, block: int) -> None:
-    """Make a block's checksum right, as if it were a header."""
-    head = tar[block : block + 512]
-    tar[block + 148 : block + 156] = b"%06o\0 " % (sum(head) - sum(head[148:156]) + 8 * ord(" "))
-
-
-@pytest.mark.parametrize("at_once", few("2048", {"2": 2, "2048": 2048}))
-def test_any_tar_is_read_as_tarfile_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(tar_index, "_HEADERS_AT_ONCE", at_once)
-    draw, path, members = random.Random(at_once), tmp_path / "any.tar", 0
-    for _ in range(300):
-        write_any(path, draw)
-        whole = path.read_bytes()
-        expected = outcome(by_tarfile, path)
-        assert outcome(by_us, path) == expected
-        members += len(expected)
-        for _ in range(3):  # damaged: a byte of a header changed, or the end gone
-            damaged = bytearray(whole)
-            block = draw.randrange(len(whole) // 512) * 512
-            at = draw.choice([0, 0, 100, 124, 130, 136, 148, 154, 156, 257, 329, 345, 400, draw.randrange(500)])
-            change = draw.choice([b"\0", b" ", b"0", b"00", b"7", b"x", b"9", b"\xff"])
-            damaged[block + at : block + at + len(change)] = change
-            if draw.random() < 0.5:
-                mend(damaged, block)
-            path.write_bytes(damaged[: draw.choice([None, None, None, block, block + 100])])
-            assert outcome(by_us, path) == outcome(by_tarfile, path)
-    assert members > 500
-
-
-@pytest.mark.parametrize("kind", few("ustar", {"ustar": tarfile.USTAR_FORMAT, "pax": tarfile.PAX_FORMAT}))
-def test_any_byte_of_a_header_is_taken_as_tarfile_takes_it(tmp_path: Path, kind: int) -> None:
-    path = tmp_path / "any.tar"
-    with tarfile.open(path, "w", format=kind) as tar:
-        for index in range(3):
-            info = tarfile.TarInfo(f"{index}.x")
-            info.mtime = 1_700_000_000.5
-            tar.addfile(info)
-    whole = path.read_bytes()
-    second = whole.index(b"1.x")  # in PAX the header of its times is before it
-    blocks = [second] if kind == tarfile.USTAR_FORMAT else [second - 512, second - 1024, second]
-    for block in blocks:
-        for at in range(32 if whole[block : block + 1].isdigit() and block != second else 512):
-            for change in (b"\0", b"9", b"x", b"00"):
-                damaged = bytearray(whole)
-                damaged[block + at : block + at + len(change)] = change
-                if block != second - 512:
-                    mend(damaged, block)
-                path.write_bytes(damaged)
-                assert outcome(by_us, path) == outcome(by_tarfile, path), (block, at, change)
-
-
-@pytest.mark.parametrize("kind", ["v7", "oldgnu", "gnu", "ustar", "posix"])
-def test_tars_of_gnu_tar_are_read_as_tarfile_reads_them(tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "/".join(["long-" * 12] * (1 if kind == "v7" else 2))
-    folder.mkdir(parents=True)
-    for index in range(30):
-        (folder / f"{index:03d}.bin").write_bytes(bytes(index * 40))
-        (tmp_path / f"{index:03d}.bin").write_bytes(bytes(index * 40))
-    command = ["tar", f"--format={kind}", "-cf", "made.tar", "--exclude=made.tar", "."]
-    if shutil.which("tar") is None or subprocess.run(command, cwd=tmp_path, capture_output=True).returncode:
+def by_command(path: Path, folder: Path, names: list[str], *options: str) -> None:
+    command = ["tar", "-C", str(folder), *options, "-cf", str(path), "--", *names]
+    if shutil.which("tar") is None or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("needs GNU tar")
-    found = outcome(by_us, tmp_path / "made.tar")
-    assert found == outcome(by_tarfile, tmp_path / "made.tar")
-    assert len(found) == 60
 
 
-@pytest.fixture
-def slowly_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often `tarfile` is asked for a member."""
-    asked: list[int] = []
-    following = tarfile.TarFile.next
+def write_as(kind: str, path: Path, contents: dict[str, bytes | str]) -> None:
+    """A tar of files and, where the content is a text, symbolic links to it, made in the way that `kind` names."""
+    if kind in BY_TARFILE:
+        with tarfile.open(path, "w", format=BY_TARFILE[kind]) as tar:
+            for name, content in contents.items():
+                info = tarfile.TarInfo(name)
+                info.mtime = 1_700_000_000.25
+                if isinstance(content, str):
+                    info.type, info.linkname = tarfile.SYMTYPE, content
+                else:
+                    info.size = len(content)
+                tar.addfile(info, None if isinstance(content, str) else io.BytesIO(content))
+        return
+    folder = path.with_suffix("")
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, str):
+            (folder / name).symlink_to(content)
+        else:
+            (folder / name).write_bytes(content)
+    by_command(path, folder, list(contents), f"--format={kind}")
 
-    def counted(self: tarfile.TarFile) -> tarfile.TarInfo | None:
-        asked.append(1)
-        return following(self)
 
-    monkeypatch.setattr(tarfile.TarFile, "next", counted)
-    return asked
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", [*BY_COMMAND, *BY_TARFILE])
+def test_tars_of_every_format_are_read_as_webdataset_reads_them(tmp_path: Path, kind: str) -> None:
+    room = {"v7": 60, "ustar": 150, "tarfile-ustar": 150}.get(kind, 280)  # for a name
+    longest_link = 90 if "ustar" in kind or kind == "v7" else 200
+    plain = [f"{'d' * n}/{i:03d}" for i, n in enumerate((1, 7, 3))]
+    unusual = [f"{'long-' * 8}/{'é' * 20}/{i}" + "/x" * ((room - 90) // 2) for i in range(3)]
+    unusual.append("BZh91AY/0")  # not what a compressed file begins with
+    draw = random.Random(0)
+    for number, where in enumerate(["first", "middle", "last", "all", "none"]):
+        keys = {
+            "first": unusual + plain,
+            "middle": plain[:2] + unusual + plain[2:],
+            "last": plain + unusual,
+            "all": unusual,
+            "none": plain,
+        }[where]
+        contents: dict[str, bytes | str] = {}
+        for key in keys:
+            contents[f"{key}.link"] = "t" * longest_link
+            contents[f"{key}.bin"] = draw.randbytes(draw.choice([0, 1, 511, 512, 513, 3000]))
+            contents[f"{key}.seg.dat"] = draw.randbytes(20)
+        path = tmp_path / f"{number}.tar"
+        write_as(kind, path, contents)
+        expected = [
+            {"__key__": key, "bin": contents[f"{key}.bin"], "seg.dat": contents[f"{key}.seg.dat"]} for key in keys
+        ]
+        assert by_us(path) == by_webdataset(path) == expected, where
 
 
-@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_plain_members_are_not_left_to_tarfile(tmp_path: Path, slowly_read: list[int], kind: int) -> None:
-    with tarfile.open(tmp_path / "x.tar", "w", format=kind) as tar:
-        for index in range(100):
-            info = tarfile.TarInfo(f"{'sub/' * 30 * (kind == tarfile.USTAR_FORMAT)}{index:03d}.cls")
-            info.mtime = 1_700_000_000.5  # in PAX a header of its own
-            info.size = 1
-            tar.addfile(info, io.BytesIO(b"1"))
-    assert len(open_source(tmp_path / "x.tar")) == 100
-    assert len(slowly_read) == 2  # the first member, where tarfile opens it, and the end
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_files_have_their_holes(tmp_path: Path, kind: str) -> None:
+    names = ["0.bin", "1.bin", "2.bin"]
+    for name, hole in zip(names, (70_000, 0, 5_000_000), strict=True):
+        with (tmp_path / name).open("wb") as stream:
+            stream.write(b"begin" * (hole > 70_000))
+            stream.seek(hole, io.SEEK_CUR)
+            stream.write(name.encode())
+            stream.truncate(hole + 20_000)
+    path = tmp_path / "x.tar"
+    by_command(path, tmp_path, names, f"--format={kind[:5].rstrip('-')}", "--sparse", *SPARSE[kind])
+    expected = [{"__key__": name[0], "bin": (tmp_path / name).read_bytes()} for name in names]
+    assert by_us(path) == by_webdataset(path) == expected
+    assert path.stat().st_size < 1_000_000
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("comment", ["x", "y" * 5000])
+def test_a_global_header_holds_for_all_members(tmp_path: Path, comment: str) -> None:
+    path, folder = tmp_path / "x.tar", tmp_path / "folder"
+    with tarfile.open(
+        path, "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": comment, "uname": "somebody"}
+    ) as tar:
+        for number in range(3):
+            info = tarfile.TarInfo(f"{number}.bin")
+            info.uid = number << 22
+            info.pax_headers = {"atime": "1.5"} if number == 2 else {}
+            info.size = number
+            tar.addfile(info, io.BytesIO(bytes(number)))
+    expected = [{"__key__": str(number), "bin": bytes(number)} for number in range(3)]
+    assert by_us(path) == by_webdataset(path) == expected
+    folder.mkdir()
+    for each in expected:
+        (folder / f"{each['__key__']}.bin").write_bytes(each["bin"])
+    options = ["--format=posix", f"--pax-option=comment={comment},globexthdr.name=/any/name"]
+    by_command(path, folder, [f"{number}.bin" for number in range(3)], *options)
+    assert by_us(path) == by_webdataset(path) == expected
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_members_are_left_out_and_grouped_as_webdataset_does(tmp_path: Path) -> None:
+    names = [
+        "__a__",
+        "__a__/0.bin",
+        "__b__.bin",
+        "d/__a__.bin",
+        "no-extension",
+        "d/0.bin",
+        "d/x",
+        "d/0.B",
+        "d.e/0.bin",
+        "d/0.bin",
+    ]
+    write_tar(tmp_path / "x.tar", {})
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for kind in (tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.LNKTYPE, tarfile.CONTTYPE, tarfile.FIFOTYPE, b"Z"):
+            for name in names:
+                info = tarfile.TarInfo(f"{name}{kind.decode()}")
+                info.type, info.linkname = kind, "elsewhere"
+                tar.addfile(info, io.BytesIO())
+    assert by_us(tmp_path / "x.tar") == by_webdataset(tmp_path / "x.tar")
+
+
+def test_a_damaged_tar_gives_its_samples_or_is_named(tmp_path: Path) -> None:
+    draw, path = random.Random(0), tmp_path / "any.tar"
+    errors: list[str] = []
+    for kind in BY_TARFILE:
+        contents: dict[str, bytes | str] = {
+            f"{'é/' * (30 * (i % 3))}{i}.bin": draw.randbytes(i * 300) for i in range(5)
+        }
+        write_as(kind, path, contents)
+        whole = path.read_bytes()
+        last = max(at for at in range(0, len(whole), 512) if any(whole[at : at + 512]))
+        for _ in range(150):
+            damaged = bytearray(whole)
+            block = draw.randrange(last // 512 + 1) * 512
+            at = draw.choice([0, 0, 100, 124, 130, 136, 148, 154, 156, 257, 329, 345, 400, draw.randrange(500)])
+            change = draw.choice([b"\0", b" ", b"0", b"00", b"7", b"x", b"9", b"\xff", b"\x80"])
+            damaged[block + at : block + at + len(change)] = change
+            if draw.random() < 0.5:  # the checksum is right, as if it were a header
+                head = damaged[block : block + 512]
+                damaged[block + 148 : block + 156] = b"%06o\0 " % (sum(head) - sum(head[148:156]) + 8 * ord(" "))
+            path.write_bytes(damaged)
+            try:
+                by_us(path)
+            except (DamagedError, ValueError) as error:
+                errors.append(str(error))
+        for cut in draw.sample(range(last + 512), 40):
+            path.write_bytes(whole[:cut])
+            with pytest.raises(DamagedError, match=r"any\.tar: not a whole tar \("):
+                open_source(path)
+    assert all(error.startswith(str(path)) for error in errors)
+    assert 50 < len(errors) < 400
+
+
+@pytest.mark.parametrize("how", ["gz", "bz2", "xz"])
+def test_a_compressed_tar_is_refused_whatever_its_name(tmp_path: Path, how: str) -> None:
+    with tarfile.open(tmp_path / "x.tar", f"w:{how}") as tar:
+        tar.addfile(tarfile.TarInfo("0.bin"), io.BytesIO())
+    with pytest.raises(ValueError, match=rf"x\.tar: a tar compressed with {how[:2]}.*; decompress it first"):
+        open_source(tmp_path / "x.tar")
 
 
 def write_tars(folder: Path, count: int = 4) -> Path:
@@ -302,7 +332,7 @@ def test_a_tar_that_is_not_whole_leaves_the_indexes_of_the_others(tmp_path: Path
     build_lmdb(tars, tmp_path / "out", progress=False)
     assert indexed == ["2.tar"]
     (tars / "only.tar").write_bytes(b"")
-    with pytest.raises(DamagedError, match="it is empty"):
+    with pytest.raises(DamagedError, match=r"only\.tar: not a whole tar \(empty file\)"):
         build_lmdb(tars / "only.tar", tmp_path / "none", progress=False)
     assert beside(tmp_path / "none") == ["out", "tars"]
 

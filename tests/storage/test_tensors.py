@@ -89,6 +89,39 @@ def test_what_is_no_samples_is_refused(tmp_path: Path, saved: Any, complaint: st
         built(tmp_path / "x.pt", tmp_path / "out")
 
 
+WITHOUT_ELEMENTS = {
+    "sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2), torch.zeros(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "meta": lambda: torch.empty(3, 2, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantized tensor creation|nested tensors|Sparse CSR|TypedStorage)")
+@pytest.mark.parametrize("kind", WITHOUT_ELEMENTS)
+def test_a_tensor_that_has_no_elements_in_memory_is_named(tmp_path: Path, kind: str) -> None:
+    path, out, tensor = tmp_path / "x.pt", tmp_path / "out", WITHOUT_ELEMENTS[kind]()
+    cases = [
+        (tensor, "its tensor"),
+        ((ROWS[:3], tensor), r"its tensor \[1\]"),
+        ({"x": tensor}, "its tensor x"),
+        ([ROWS, {"x": tensor}], r"row 1: sample\['x'\]"),
+    ]
+    for saved, where in cases:
+        torch.save(saved, path)
+        with pytest.raises(TypeError, match=rf"x\.pt: {where} is a {kind} tensor; expected a dense one: store "):
+            built(path, out, overwrite=True)
+
+
+@pytest.mark.parametrize("old_format", [False, True])
+def test_views_in_a_list_become_samples(tmp_path: Path, old_format: bool) -> None:
+    boxes = torch.arange(5.0)[None]
+    views = [boxes[:, 4], boxes[:0, 4], boxes.T, boxes.expand(3, 5), torch.zeros(1, 1, 1).expand(1, 2, 0)]
+    torch.save(views, tmp_path / "x.pt", _use_new_zipfile_serialization=not old_format)
+    assert_alike(built(tmp_path / "x.pt", tmp_path / "out"), views)
+
+
 @pytest.mark.parametrize("left", [0, 1, 100, -1])
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_a_file_that_is_broken_off_is_named(tmp_path: Path, suffix: str, left: int) -> None:

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -19,6 +20,7 @@ import torch
 
 from lightning_gpuopt._version import __version__
 from lightning_gpuopt.storage import durable
+from lightning_gpuopt.storage.build.changed import place_build, shard_starts
 from lightning_gpuopt.storage.build.engine import build_units, source_plan
 from lightning_gpuopt.storage.build.fill import Job, Skipped, check_kinds, skip_file, skipped_samples
 from lightning_gpuopt.storage.build.indexing import indexing
@@ -93,7 +95,8 @@ def build_lmdb(
             file system. When all are done, the same call without `part` and with ``resume=True`` joins them.
         progress: Show how far it is on stderr: a bar in a terminal, else a line every ten seconds.
         resume: Go on with a build that was interrupted, if there is one. Where it is finished already, nothing is
-            done.
+            done. Files of the source that are not stored yet may have changed, gone or come since (of folders, tars and
+            Parquet files, without `shuffle_seed` and `part`).
         overwrite: Replace the dataset at `path`, which stays until the new one is whole.
         strict: Stop at the first image that cannot be decoded. Otherwise such images are left out, counted, and listed
             in ``skipped.csv`` with their index in the source, name and the reason: those of which a decoder says so
@@ -150,9 +153,12 @@ def build_lmdb(
             check_kinds(opened)
         images = ImageOptions(image_size, image_quality, check == "decode")
         directory = staging_directory(path)
-        samples_per_shard = plan_shards(len(opened), opened.num_bytes)
-        job = Job(opened, directory, samples_per_shard, strict, images, shuffle_seed, torch.initial_seed())
-        plan = _plan(job)
+        per_shard = plan_shards(len(opened), opened.num_bytes)
+        starts = shard_starts(len(opened), per_shard)
+        job = Job(opened, directory, starts, strict, images, shuffle_seed, torch.initial_seed())
+        plan = _plan(job, per_shard)
+        begun_by = f"build_lmdb of the {opened.kind} {opened.path}, lightning-gpuopt {__version__}"
+        place = functools.partial(place_build, opened, as_json(plan))
         if resume and (manifest := _finished(Path(path), plan, overwrite)) is not None:
             if strict and manifest.num_skipped:
                 raise FileExistsError(
@@ -161,7 +167,10 @@ def build_lmdb(
                 )
             _log.info("%s: finished already, nothing to do", path)
             return manifest.info
-        with Staging(path, overwrite=overwrite, resume=resume, plan=plan, part=part) as staging:
+        with Staging(
+            path, overwrite=overwrite, resume=resume, plan=plan, part=part, begun_by=begun_by, place=place
+        ) as staging:
+            job = replace(job, starts=staging.shard_starts or starts)
             go_on = "overwrite=True and resume=True" if overwrite else "resume=True"
             build = functools.partial(build_shards, job, num_proc=num_proc, path=str(staging.path))
             if executor is not None:
@@ -192,10 +201,10 @@ def _build(
         raise OSError(error.errno, what, str(path)) from error
 
 
-def _plan(job: Job) -> Plan:
+def _plan(job: Job, per_shard: int) -> Plan:
     """What every run of this build must have in common."""
     plan = source_plan(job.source)
-    plan |= {"samples_per_shard": job.samples_per_shard, "image_size": job.images.size}
+    plan |= {"samples_per_shard": per_shard, "image_size": job.images.size}
     if job.images.size is not None:
         plan["image_quality"] = job.images.quality
     if job.images.decode:
@@ -313,7 +322,7 @@ def _run(
     if missing:
         total = sum(map(job.num_samples, wanted))
         done = total - sum(map(job.num_samples, missing))
-        limit.note(skipped_samples(staging.directory, sorted(finished.keys() - set(missing))))
+        limit.note(skipped_samples(job, sorted(finished.keys() - set(missing))))
         with ConsoleProgress(total, done, enabled=progress) as shown:
 
             def report(samples: int, size: int, skipped: list[Skipped]) -> None:
@@ -324,14 +333,14 @@ def _run(
         finished = staging.finished()
     shards = tuple(finished[number] for number in wanted)
     if part is not None:
-        return _info(shards, sum(1 for _ in skipped_samples(staging.directory, wanted)), job.source.classes)
+        return _info(shards, sum(1 for _ in skipped_samples(job, wanted)), job.source.classes)
     return _publish(job, staging, shards)
 
 
 def _publish(job: Job, staging: Staging, shards: tuple[Shard, ...]) -> LMDBInfo:
     source = job.source
     numbers = [shard.number for shard in shards]
-    num_skipped, first = _write_skipped(staging.directory, numbers)
+    num_skipped, first = _write_skipped(job, numbers)
     if first is not None and num_skipped == len(source):
         staging.discard()
         raise StorageError(
@@ -356,16 +365,16 @@ def _publish(job: Job, staging: Staging, shards: tuple[Shard, ...]) -> LMDBInfo:
     return _info(shards, num_skipped, source.classes)
 
 
-def _write_skipped(directory: Path, numbers: list[int]) -> tuple[int, Skipped | None]:
+def _write_skipped(job: Job, numbers: list[int]) -> tuple[int, Skipped | None]:
     """Write skipped.csv if there is anything to write; how many there are, and the first."""
-    file = directory / SKIPPED
+    file = job.directory / SKIPPED
     file.unlink(missing_ok=True)
     count, first = 0, None
-    beside = directory / f"{SKIPPED}.part"
+    beside = job.directory / f"{SKIPPED}.part"
     with beside.open("w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
         rows = csv.writer(stream)
         rows.writerow(("index", "name", "reason"))
-        for row in sorted(skipped_samples(directory, numbers), key=lambda row: row.index):
+        for row in sorted(skipped_samples(job, numbers), key=lambda row: row.index):
             first = first or row
             count += 1
             rows.writerow((row.index, row.name, row.reason))
@@ -373,7 +382,7 @@ def _write_skipped(directory: Path, numbers: list[int]) -> tuple[int, Skipped | 
         os.fsync(stream.fileno())
     if count:
         os.replace(beside, file)
-        durable.sync_directory(directory)
+        durable.sync_directory(job.directory)
     else:
         beside.unlink()
     return count, first

@@ -75,7 +75,7 @@ def build_units(
     paths = _paths(source)
     marker = staging.directory / f"{MARKER}{uuid.uuid4().hex}.json"
     how = {"paths": paths, "allow_pickle": allow_pickle, "kinds": dict(job.source.kinds), "images": asdict(job.images)}
-    how |= {name: getattr(job, name) for name in ("samples_per_shard", "strict", "shuffle_seed", "seed")}
+    how |= {name: getattr(job, name) for name in ("starts", "strict", "shuffle_seed", "seed")}
     durable.write(marker, json.dumps({**how, "process": _this_process()}).encode())
     task = functools.partial(build_unit, str(marker), source if paths is None else None)
 
@@ -248,7 +248,7 @@ def _job(marker: Path, dataset: Any) -> Job:
         source = open_source(given, allow_pickle=how["allow_pickle"], indexing=indexes)
         source.kinds = how["kinds"]
         images = ImageOptions(**how["images"])
-        options = {name: how[name] for name in ("samples_per_shard", "strict", "shuffle_seed", "seed")}
+        options = {name: how[name] for name in ("starts", "strict", "shuffle_seed", "seed")}
         _refuse_other(source, marker.parent, how["process"])
         _opened[str(marker)] = Job(source=source, directory=marker.parent, images=images, **options)
     return _opened[str(marker)]

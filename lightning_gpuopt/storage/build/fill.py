@@ -14,6 +14,7 @@ import numpy as np
 from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.loading.order import mix, permute
 from lightning_gpuopt.storage import codec, durable
+from lightning_gpuopt.storage.build.changed import Hashes, hashes_file, hashes_of
 from lightning_gpuopt.storage.build.randomness import seed_all
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import shard_name
@@ -34,7 +35,7 @@ class Job:
     Attributes:
         source: Where the samples come from.
         directory: Where the shards are written.
-        samples_per_shard: Samples of the source in a shard, those that are skipped included.
+        starts: Where the shards begin in the source, then the number of its samples.
         strict: A broken image is an error.
         images: What is done to images.
         shuffle_seed: The samples are stored in the random order of that seed; None: in the source's.
@@ -43,7 +44,7 @@ class Job:
 
     source: Source
     directory: Path
-    samples_per_shard: int
+    starts: list[int]
     strict: bool
     images: ImageOptions
     shuffle_seed: int | None
@@ -52,7 +53,7 @@ class Job:
     @property
     def num_shards(self) -> int:
         """Shards of the whole dataset."""
-        return -(-len(self.source) // self.samples_per_shard)
+        return len(self.starts) - 1
 
     def num_samples(self, shard: int) -> int:
         """Samples of the source in a shard."""
@@ -68,8 +69,7 @@ class Job:
         return indices
 
     def _positions(self, shard: int) -> range:
-        first = shard * self.samples_per_shard
-        return range(first, min(first + self.samples_per_shard, len(self.source)))
+        return range(self.starts[shard], self.starts[shard + 1])
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,13 @@ class Filled:
 
     Attributes:
         writer: To finish it with.
-        skipped: Samples that are not in it.
+        skipped: Samples that are not in it, by their places in the shard.
+        hashes: Of all samples of it, those that are skipped included; see `hashes_of`.
     """
 
     writer: ShardWriter
-    skipped: list[Skipped]
+    skipped: list[tuple[int, Skipped]]
+    hashes: Hashes | None
 
 
 def build_shard(job: Job, number: int, report: Report) -> None:
@@ -120,28 +122,31 @@ def fill_shard(job: Job, number: int, report: Report, clock: Callable[[], float]
         TypeError: A sample is of a type that cannot be stored.
         OSError: The disk is full.
     """
-    skipped: list[Skipped] = []
-    reported_at, samples, reported_bytes, reported = clock(), 0, 0, 0
+    skipped: list[tuple[int, Skipped]] = []
+    new: list[Skipped] = []
+    reported_at, samples, reported_bytes = clock(), 0, 0
     check_kinds(job.source)
     writer = ShardWriter(job.directory, number)
     # After the writer has removed an earlier shard of this number: finished shards keep their list.
     skip_file(job.directory, number).unlink(missing_ok=True)
     try:
         seed_all(mix(job.seed, number))
-        for index in job.samples(number):
+        for place, index in enumerate(job.samples(number)):
             try:
                 writer.add(_encode(job, index))
             except BadImage as error:
-                skipped.append(_skip(job, index, error))
+                new.append(_skip(job, index, error))
+                skipped.append((place, new[-1]))
             samples += 1
             if (now := clock()) - reported_at >= REPORT_INTERVAL_S:
-                report(samples, writer.num_bytes - reported_bytes, skipped[reported:])
-                reported_at, samples, reported_bytes, reported = now, 0, writer.num_bytes, len(skipped)
-        report(samples, writer.num_bytes - reported_bytes, skipped[reported:])
+                report(samples, writer.num_bytes - reported_bytes, new)
+                reported_at, samples, reported_bytes, new = now, 0, writer.num_bytes, []
+        report(samples, writer.num_bytes - reported_bytes, new)
+        hashes = hashes_of(job.source, job.samples(number))
     except BaseException:
         writer.close()
         raise
-    return Filled(writer, skipped)
+    return Filled(writer, skipped, hashes)
 
 
 def check_kinds(source: Source) -> None:
@@ -167,8 +172,10 @@ def finish_shard(job: Job, filled: Filled) -> None:
     """
     try:
         if filled.skipped:  # first: a shard that is finished is not built again
-            rows = [[row.index, row.name, row.reason] for row in filled.skipped]
+            rows = [[place, row.name, row.reason] for place, row in filled.skipped]
             durable.write(skip_file(job.directory, filled.writer.number), json.dumps(rows).encode())
+        if filled.hashes is not None:
+            durable.write(hashes_file(job.directory, filled.writer.number), filled.hashes.tobytes())
         filled.writer.finish()
     finally:
         filled.writer.close()
@@ -195,8 +202,8 @@ def _skip(job: Job, index: int, error: BadImage) -> Skipped:
     name = job.source.name(index)
     if job.strict:
         raise StorageError(
-            f"{job.source.path}: {name}: cannot be decoded ({error}); repair it, then go on with resume=True, or "
-            "without strict=True to leave such images out"
+            f"{job.source.path}: {name}: cannot be decoded ({error}); repair or remove it, then go on with "
+            "resume=True, or without strict=True to leave such images out"
         ) from None
     return Skipped(index, name, str(error))
 
@@ -206,12 +213,13 @@ def skip_file(directory: Path, number: int) -> Path:
     return directory / f"{shard_name(number)}.skipped"
 
 
-def skipped_samples(directory: Path, numbers: Iterable[int]) -> Iterable[Skipped]:
+def skipped_samples(job: Job, numbers: Iterable[int]) -> Iterable[Skipped]:
     """The samples left out of these shards, in order."""
     for number in numbers:
         try:
-            rows = json.loads(skip_file(directory, number).read_bytes())
+            rows = json.loads(skip_file(job.directory, number).read_bytes())
         except FileNotFoundError:
             continue
-        for index, name, reason in rows:
-            yield Skipped(index, name, reason)
+        samples = job.samples(number)
+        for place, name, reason in rows:
+            yield Skipped(samples[place], name, reason)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,31 +45,67 @@ def as_json(plan: Plan) -> Plan:
     return copy
 
 
+@dataclass(frozen=True)
+class Notes:
+    """What is noted beside a plan, and may be another in each run.
+
+    Attributes:
+        begun_by: Who began the build, in words.
+        shard_starts: Where the shards begin in the source, then the number of its samples; None: as the plan says.
+    """
+
+    begun_by: str = ""
+    shard_starts: list[int] | None = None
+
+
 def read_plan(directory: Path) -> Plan | None:
     """The plan of the unfinished build in a directory; None if there is none that can be read."""
+    found = _read(directory)
+    return None if found is None else {name: value for name, value in found.items() if name not in _NOTES}
+
+
+def read_notes(directory: Path) -> Notes:
+    """The notes of the unfinished build in a directory."""
+    return Notes(**{name: value for name, value in (_read(directory) or {}).items() if name in _NOTES})
+
+
+_NOTES: Final = tuple(field.name for field in fields(Notes))
+
+
+def _read(directory: Path) -> Plan | None:
     try:
-        plan = json.loads((directory / PLAN).read_bytes())
+        found = json.loads((directory / PLAN).read_bytes())
     except (OSError, ValueError):  # never written, or killed while it was
         return None
-    return plan if isinstance(plan, dict) else None
+    return found if isinstance(found, dict) else None
 
 
-def write_plan(directory: Path, plan: Plan, *, shared: bool) -> None:
+def write_plan(directory: Path, plan: Plan, notes: Notes, *, shared: bool) -> None:
     """Write the plan; where several parts begin at once, the plan of the first stays.
 
     Args:
         directory: The unfinished build.
         plan: Plain JSON.
+        notes: To be written beside it.
         shared: Other parts may write it at the same time.
     """
     write = durable.write_first if shared else durable.write
-    write(directory / PLAN, json.dumps(plan).encode())
+    write(directory / PLAN, json.dumps({**plan, **asdict(notes)}).encode())
 
 
 def difference(then: Plan, now: Plan) -> str:
     """What differs between two plans, in words; empty if nothing does."""
     differing = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    return "; ".join(f"{name} was {_short(then.get(name))}, now {_short(now.get(name))}" for name in differing[:3])
+    return "; ".join(_change(name, then.get(name), now.get(name)) for name in differing[:3])
+
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{16,}")
+
+
+def _change(name: str, then: Any, now: Any) -> str:
+    if all(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (then, now)):
+        return f"{name} are others"
+    return f"{name} was {_short(then)}, now {_short(now)}"
 
 
 def _short(value: Any) -> str:

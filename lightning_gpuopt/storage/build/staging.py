@@ -5,16 +5,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from lightning_gpuopt.storage import durable
+from lightning_gpuopt.storage.build.changed import Hashes, stored_hashes
 from lightning_gpuopt.storage.build.lock import Locks
-from lightning_gpuopt.storage.build.plan import PLAN, Plan, as_json, difference, read_plan, write_plan
+from lightning_gpuopt.storage.build.plan import (
+    PLAN,
+    Notes,
+    Plan,
+    as_json,
+    difference,
+    read_notes,
+    read_plan,
+    write_plan,
+)
 from lightning_gpuopt.storage.build.publish import MARKER, SHARD_FILE, check_target, publish, recover, remove
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import (
@@ -30,6 +42,10 @@ from lightning_gpuopt.storage.sources.tar_index import INDEX
 
 _WORK: Final = re.compile(rf"shard-(\d{{5,}})\.(done|attempt\..*)|{MARKER}.*")
 """What the workers of an executor leave, and what they know the directory by."""
+Place: TypeAlias = Callable[[Plan, "list[int] | None", Mapping[int, "Hashes | None"]], tuple[list[int], set[int]]]
+
+_log = logging.getLogger(__name__)
+
 _NO_ENTRY: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
 
 
@@ -43,6 +59,13 @@ class Staging:
         plan: Plain JSON that every run at work on this dataset must have in common.
         part: (i, n) for one of n jobs that build together; this one owns the shards whose number modulo n is i, and
             cannot publish.
+        begun_by: Who begins a build here, for messages of later ones.
+        place: Given another plan that an unfinished build was begun with, where its shards began, and the samples of
+            those that are finished: where its shards begin under this plan, and which stay. What it raises of
+            `ValueError` says why they cannot. None: there is none but its own.
+
+    Attributes:
+        shard_starts: Where the shards begin in the source, then the number of its samples; None: as the plan says.
 
     Raises:
         FileExistsError: There is something at `path` that must stay, or an unfinished build beside it.
@@ -58,12 +81,16 @@ class Staging:
         resume: bool,
         plan: Plan,
         part: tuple[int, int] | None = None,
+        begun_by: str = "",
+        place: Place | None = None,
     ) -> None:
         self.path = Path(os.path.realpath(path))
         self.directory = staging_directory(path)
         self.plan = as_json(plan)
         self._overwrite = overwrite
         self._part = part
+        self._place = place
+        self._begun_by = begun_by
         self._published = False
         # A refused build leaves nothing behind, so look before anything is made; again when it is locked.
         check_target(self.path, overwrite)
@@ -116,9 +143,9 @@ class Staging:
         if f"{stem.name}.json" in there:
             stem.with_suffix(".json").unlink(missing_ok=True)
             if f"{stem.name}.mdb" in there:  # nothing has been moved yet
-                for suffix in (".skipped", ".lab"):
+                for suffix in (".skipped", ".samples", ".lab"):
                     stem.with_suffix(suffix).unlink(missing_ok=True)
-            for suffix in (".mdb", ".skipped", ".lab", ".tab", ".json"):
+            for suffix in (".mdb", ".skipped", ".samples", ".lab", ".tab", ".json"):
                 if suffix == ".json":
                     durable.sync_directory(self.directory)
                 if f"{stem.name}{suffix}" in there:
@@ -170,36 +197,97 @@ class Staging:
         """Go on with the unfinished build that is there, or begin one."""
         plan = self.plan
         found = read_plan(self.directory)
+        notes = read_notes(self.directory)
         throw_away = self._overwrite and not resume
+        if self._part is None and not throw_away:
+            self._clear_work()
+        own, kept = self._own_shards(), None
         if found not in (None, plan) and not (throw_away and self._part is None):
-            what = f"{self.directory}: the unfinished build there was begun differently ({difference(found, plan)}); "
-            if self._part is None:
-                what += "give overwrite=True without resume=True to throw it away, or build as it was begun"
-            else:
-                what += "start all parts with the same arguments, or remove that directory first"
-            raise StorageError(what)
-        own = self._own_shards()
-        if own and not (self._overwrite or resume):
-            raise FileExistsError(
-                f"{self.path}: an unfinished build lies beside it ({self.directory}); give resume=True to go on "
-                "with it, or overwrite=True to begin anew"
-            )
+            notes, kept = self._go_on_with(found, notes)
+        if own:
+            self._guard(found, notes, resume)
         if throw_away or found is None:
+            notes = Notes(self._begun_by)
             if self._part is None:
                 self._clear()
             else:
                 self._clear_shards(own)
-        if self._part is None:
-            self._clear_work()
         (self.directory / MANIFEST).unlink(missing_ok=True)  # of a build that was killed just before its rename
+        if kept is not None:
+            changed = sorted(self.finished().keys() - kept)
+            self._clear_shards(changed)
+            write_plan(self.directory, plan, notes, shared=False)
+            what = (
+                f"({difference(found or {}, plan)}): {len(kept)} finished shards stay, {len(changed)} are built again"
+            )
+            _log.warning("%s: the source has changed since the build was begun %s", self.path, what)
         if read_plan(self.directory) is None:
-            write_plan(self.directory, plan, shared=self._part is not None)
+            write_plan(self.directory, plan, notes, shared=self._part is not None)
             found = read_plan(self.directory) or {}
             if found != plan:  # two parts began at one moment
                 raise StorageError(
                     f"{self.directory}: another part began with another plan ({difference(found, plan)}); start all "
                     "parts with the same arguments"
                 )
+        self.shard_starts = notes.shard_starts
+
+    def _guard(self, found: Plan | None, notes: Notes, resume: bool) -> None:
+        """See to it that nothing that has been built is thrown away unasked, or in silence.
+
+        Raises:
+            FileExistsError: Neither `resume` nor `overwrite` was given.
+            StorageError: It cannot be said whether it may be gone on with.
+        """
+        there = self._what_is_there(notes)
+        if not (self._overwrite or resume):
+            raise FileExistsError(
+                f"{self.path}: an unfinished build lies beside it ({self.directory}: {there}); give resume=True to go "
+                "on with it, or overwrite=True to begin anew"
+            )
+        if not self.finished():
+            return
+        if not resume:
+            _log.warning("%s: the unfinished build there is thrown away: %s", self.directory, there)
+        elif found is None:
+            raise StorageError(
+                f"{self.directory}: the unfinished build there does not say how it was begun, its {PLAN} is gone or "
+                f"damaged; give overwrite=True without resume=True to throw it away ({there})"
+            )
+
+    def _go_on_with(self, found: Plan, notes: Notes) -> tuple[Notes, set[int]]:
+        """How to go on with an unfinished build of another plan, and which of its finished shards stay.
+
+        Raises:
+            StorageError: It cannot be.
+        """
+        why = ""
+        if self._part is None and self._place is not None:
+            stored = {number: stored_hashes(self.directory, number) for number in self.finished()}
+            try:
+                starts, kept = self._place(found, notes.shard_starts, stored)
+                return replace(notes, shard_starts=starts), kept
+            except ValueError as error:
+                why = f": {error}" if str(error) else ""
+        differs = difference(found, self.plan) + why
+        what = f"{self.directory}: the unfinished build there was begun differently ({differs}); "
+        if self._part is None:
+            what += (
+                f"give overwrite=True without resume=True to throw it away ({self._what_is_there(notes)}), or "
+                "resume=True and all else as it was begun to go on with it"
+            )
+        else:
+            what += "start all parts with the same arguments, or remove that directory first"
+        raise StorageError(what)
+
+    def _what_is_there(self, notes: Notes) -> str:
+        """What has been built here, for messages."""
+        shards = self.finished()
+        files = [file.stat() for file in self.directory.glob("shard-*") if file.is_file()]
+        size = sum(about.st_size for about in files) / (1 << 20)
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(max((about.st_mtime for about in files), default=0)))
+        what = f"{sum(shard.num_samples for shard in shards.values())} samples in {len(shards)} finished shards"
+        by = f", begun by {notes.begun_by}" if notes.begun_by else ""
+        return f"{what}, {size:.1f} MiB in all, written until {when}{by}"
 
     def _shard_numbers(self) -> list[int]:
         return sorted({int(match[1]) for match in map(SHARD_FILE.fullmatch, os.listdir(self.directory)) if match})

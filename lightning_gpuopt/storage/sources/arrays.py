@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import zipfile
-import zlib
 from typing import IO, Any
 
 import numpy as np
 from numpy.lib import format as npy_format
 
 from lightning_gpuopt.storage.errors import DamagedError
-from lightning_gpuopt.storage.sources.base import PerProcess, RowSource
+from lightning_gpuopt.storage.sources.base import PerProcess, RowSource, reading
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -28,7 +27,9 @@ class _Header:
                 shape, fortran, dtype = npy_format.read_array_header_2_0(stream)
             else:
                 raise ValueError(f"version {version} of the format; save it again with plain field names")
-        except ValueError as error:
+        except OSError:
+            raise
+        except Exception as error:  # of every type, where the bytes are others
             raise ValueError(f"{where}: not a .npy file that can be read ({error})") from None
         if dtype.hasobject:
             raise ValueError(
@@ -72,14 +73,11 @@ class NumpySource(RowSource):
 
     def _npz_headers(self) -> dict[str, _Header]:
         headers = {}
-        try:
-            with zipfile.ZipFile(self.path) as archive:
-                for name in archive.namelist():
-                    if name.endswith(".npy"):
-                        with archive.open(name) as member:
-                            headers[name.removesuffix(".npy")] = _Header(member, f"{self.path}: {name}")
-        except zipfile.BadZipFile as error:
-            raise DamagedError(f"{self.path}: not a whole .npz ({error}); copy it again") from None
+        with reading(self.path, "not a whole .npz"), zipfile.ZipFile(self.path) as archive:
+            for name in archive.namelist():
+                if name.endswith(".npy"):
+                    with archive.open(name) as member:
+                        headers[name.removesuffix(".npy")] = _Header(member, f"{self.path}: {name}")
         if not headers:
             raise ValueError(f"{self.path}: there is no array in it")
         return headers
@@ -88,12 +86,10 @@ class NumpySource(RowSource):
         if not self._is_npz:  # an array in column order: a row lies all over the file
             return {"": np.load(self.path, mmap_mode="r", allow_pickle=False)}
         arrays = {}
-        with np.load(self.path, allow_pickle=False) as archive:
+        with reading(self.path, "not a whole .npz"), np.load(self.path, allow_pickle=False) as archive:
             for name in self._headers:
-                try:
+                with reading(self.path, f"{name} cannot be read"):
                     arrays[name] = archive[name]
-                except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError) as error:
-                    raise DamagedError(f"{self.path}: {name} cannot be read ({error}); copy it again") from None
         return arrays
 
     def _open(self) -> IO[bytes]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import glob
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Generic, TypeVar
 
 import xxhash
 
+from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.images.files import read_file
 from lightning_gpuopt.storage.codec import EncodedImage
+from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.sources.kinds import NO_KINDS, Kind, part_names
 
 T = TypeVar("T")
@@ -54,6 +58,10 @@ class Source(ABC):
     @abstractmethod
     def name(self, index: int) -> str:
         """What users call the sample: a path, a member of a tar, a row."""
+
+    def identity(self, index: int) -> bytes | None:
+        """What tells the sample from all others of it, wherever the source lies; None: nothing that is known does."""
+        return None
 
     def parts(self) -> list[str]:
         """Names of the parts of its samples; where that takes long, those of the first one."""
@@ -101,6 +109,33 @@ class PerProcess(Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_opener": self._opener, "_pid": 0, "_value": None}
+
+
+@contextlib.contextmanager
+def reading(path: str, what: str) -> Iterator[None]:
+    """Have an error in this context say of which file it is.
+
+    Args:
+        path: The file.
+        what: What is said of it where a library cannot read it, such as "row 3 cannot be read".
+
+    Raises:
+        DamagedError: It could not be read.
+        OSError: The storage fails, or one may not read it.
+    """
+    try:
+        yield
+    except (BadImage, ImportError):
+        raise
+    except Exception as error:  # of every type, where the bytes are others
+        if type(error) is MemoryError or str(error).startswith(
+            path
+        ):  # libraries have their own, for sizes that are none
+            raise
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # which is: a place that is none
+            raise OSError(error.errno, os.strerror(error.errno), path) from None
+        why = f"{type(error).__name__}: {error}"
+        raise DamagedError(f"{path}: {what} ({why}); copy it again from where it came") from None
 
 
 def read_image(path: str) -> EncodedImage:

@@ -124,13 +124,20 @@ class FilesSource(Source):
         """The file."""
         return self._files[index]
 
+    def identity(self, index: int) -> bytes:
+        """The file's name and folder, and its label."""
+        return b"%s\0%d" % (self._tail(index), self._labels[index])
+
+    def _tail(self, index: int) -> bytes:
+        return os.fsencode(os.sep.join(self._files[index].split(os.sep)[-2:]))
+
     def read(self, index: int) -> tuple[EncodedImage, int]:
         """The image file and its label."""
         return read_image(self._files[index]), int(self._labels[index])
 
     def fingerprint(self) -> dict[str, Any]:
         """Names of the files, folders above their own left out, and the labels."""
-        tails = (os.fsencode(os.sep.join(self._files[i].split(os.sep)[-2:])) + b"\0" for i in range(len(self)))
+        tails = (self._tail(i) + b"\0" for i in range(len(self)))
         labels = digest([self._labels.tobytes()])
         return super().fingerprint() | {"names": digest(tails), "labels": labels}
 

@@ -9,9 +9,8 @@ import numpy as np
 
 from lightning_gpuopt.images.checks import BadImage, looks_like_image
 from lightning_gpuopt.storage.codec import EncodedImage
-from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.sources.arrays import same_length
-from lightning_gpuopt.storage.sources.base import PART_BYTES, PerProcess, RowSource, missing_extra
+from lightning_gpuopt.storage.sources.base import PART_BYTES, PerProcess, RowSource, missing_extra, reading
 from lightning_gpuopt.storage.sources.kinds import with_kinds
 
 if TYPE_CHECKING:
@@ -75,16 +74,13 @@ class HDF5Source(RowSource):
             import h5py
         except ImportError as error:
             raise missing_extra("h5py", error) from error
-        try:
-            with h5py.File(path, "r") as file:
-                found: list[h5py.Dataset] = []
-                file.visititems(lambda _, node: found.append(node) if isinstance(node, h5py.Dataset) else None)
-                if not found:
-                    raise ValueError(f"{path}: there is no dataset in it")
-                self._length = same_length(path, {node.name.lstrip("/"): node.shape or () for node in found})
-                self._columns = [_Column(node) for node in found]
-        except OSError as error:
-            raise DamagedError(f"{path}: not an HDF5 file that can be read ({error}); copy it again") from None
+        with reading(path, "not an HDF5 file that can be read"), h5py.File(path, "r") as file:
+            found: list[h5py.Dataset] = []
+            file.visititems(lambda _, node: found.append(node) if isinstance(node, h5py.Dataset) else None)
+            if not found:
+                raise ValueError(f"{path}: there is no dataset in it")
+            self._length = same_length(path, {node.name.lstrip("/"): node.shape or () for node in found})
+            self._columns = [_Column(node) for node in found]
         self._file: PerProcess[h5py.File] = PerProcess(self._open)
         self.num_bytes = sum(column.num_bytes for column in self._columns)
 
@@ -95,11 +91,9 @@ class HDF5Source(RowSource):
 
     def read(self, index: int) -> Any:
         """The row, or one of each dataset."""
-        try:
+        with reading(self.path, f"row {index} cannot be read"):
             file = self._file.get()
             rows = {column.name: column.row(file[column.name], index) for column in self._columns}
-        except OSError as error:
-            raise DamagedError(f"{self.path}: row {index} cannot be read ({error}); copy it again") from None
         rows = with_kinds(rows, several=sum(column.is_image for column in self._columns) > 1, kinds=self.kinds)
         return rows if len(rows) > 1 else next(iter(rows.values()))
 

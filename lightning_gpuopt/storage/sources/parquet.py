@@ -12,8 +12,7 @@ import numpy as np
 
 from lightning_gpuopt.images.checks import BadImage, looks_like_image
 from lightning_gpuopt.storage.codec import EncodedImage
-from lightning_gpuopt.storage.errors import DamagedError
-from lightning_gpuopt.storage.sources.base import PART_BYTES, PerProcess, RowSource, digest, missing_extra
+from lightning_gpuopt.storage.sources.base import PART_BYTES, PerProcess, RowSource, digest, missing_extra, reading
 from lightning_gpuopt.storage.sources.kinds import with_kinds
 
 if TYPE_CHECKING:
@@ -34,46 +33,45 @@ class ParquetSource(RowSource):
     def __init__(self, paths: list[str]) -> None:
         self.path = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
         self._paths = paths
+        self._file_bytes = [os.path.getsize(path) for path in paths]
         self._group_starts: list[int] = []  # first row of each row group
         self._groups: list[tuple[int, int]] = []  # its file and its number there
         self._length = 0
         self.num_bytes = 0
+        self._file_starts: list[int] = []  # first row of each file
         schema = None
         for number, path in enumerate(paths):
-            file = self._open(number)
-            schema = schema or file.schema_arrow
-            if not schema.equals(file.schema_arrow):
+            self._file_starts.append(self._length)
+            with reading(path, "not a whole Parquet file"), self._open(number) as file:
+                found, about = file.schema_arrow, file.metadata
+                rows = [about.row_group(group).num_rows for group in range(about.num_row_groups)]
+                if min(rows, default=0) < 0 or sum(rows) != about.num_rows:
+                    raise ValueError(f"row groups of {rows} rows, of {about.num_rows} in all")
+                self.num_bytes += sum(about.row_group(group).total_byte_size for group in range(len(rows)))
+            schema = schema or found
+            if not schema.equals(found):
                 raise ValueError(f"{path}: other columns than {paths[0]}; build a dataset of each")
-            for group in range(file.metadata.num_row_groups):
-                about = file.metadata.row_group(group)
-                if not about.num_rows:
-                    continue
-                self._group_starts.append(self._length)
-                self._groups.append((number, group))
-                self._length += about.num_rows
-                self.num_bytes += about.total_byte_size
-            file.close()
+            for group, count in enumerate(rows):
+                if count:
+                    self._group_starts.append(self._length)
+                    self._groups.append((number, group))
+                    self._length += count
         if not self._length or schema is None or not schema.names:
             raise ValueError(f"{self.path}: there is no row in it")
         self._schema = str(schema.remove_metadata())
         self._batch_rows = max(1, min(_MAX_ROWS, PART_BYTES * self._length // max(1, self.num_bytes)))
         self.classes = _classes(schema)
-        self._image_columns = self._find_images(schema)
+        with reading(paths[self._groups[0][0]], f"row group {self._groups[0][1]} cannot be read"):
+            self._image_columns = self._find_images(schema)
         self._reader: PerProcess[_Reader] = PerProcess(self._make_reader)
 
     def _open(self, number: int) -> pq.ParquetFile:
         try:
-            import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError as error:
             raise missing_extra("pyarrow", error) from error
-        try:
-            # Without a buffer the chunks of a whole row group would be read at once.
-            return pq.ParquetFile(self._paths[number], pre_buffer=False, buffer_size=1 << 20)
-        except pa.ArrowInvalid as error:
-            raise DamagedError(
-                f"{self._paths[number]}: not a whole Parquet file ({error}); copy it again from where it came"
-            ) from None
+        # Without a buffer the chunks of a whole row group would be read at once.
+        return pq.ParquetFile(self._paths[number], pre_buffer=False, buffer_size=1 << 20)
 
     def _make_reader(self) -> _Reader:
         return _Reader(self)
@@ -86,13 +84,11 @@ class ParquetSource(RowSource):
         probe = next(self.batches(*self._groups[0]))
         for field in schema:
             kind = field.type
-            if pa.types.is_struct(kind) and {kind.field(i).name for i in range(kind.num_fields)} == {"bytes", "path"}:
+            if pa.types.is_struct(kind) and _is_image_struct(kind):
                 values = [v.as_py() for v in probe.column(field.name)[:_PROBED]]
                 if _any_image(v and v["bytes"] for v in values) or _is_hugging_face_image(schema, field.name):
                     found[field.name] = _struct_image
-            elif (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)) and _any_image(
-                v.as_py() for v in probe.column(field.name)[:_PROBED]
-            ):
+            elif _is_binary(kind) and _any_image(v.as_py() for v in probe.column(field.name)[:_PROBED]):
                 found[field.name] = _plain_image
         return found
 
@@ -108,20 +104,32 @@ class ParquetSource(RowSource):
 
     def read(self, index: int) -> Any:
         """The row as a dict."""
-        import pyarrow as pa
-
-        try:
-            batch, row = self._reader.get().find(index)
-        except (pa.ArrowException, OSError) as error:
-            raise DamagedError(f"{self.path}: row {index} cannot be read ({error}); copy it again") from None
+        file, group, _, _ = self.position(index)
+        path, row = self._paths[file], f"row {index - self._file_starts[file]}"
+        with reading(path, f"{row} (row group {group}) cannot be read"):
+            batch, at = self._reader.get().find(index)
         sample = {}
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             convert = self._image_columns.get(name, _plain)
-            try:
-                sample[name] = convert(column[row])
-            except BadImage as error:
-                raise BadImage(f"{name}: {error}") from None
+            with reading(path, f"{row}, column {name!r} ({column.type}) cannot be read"):
+                try:
+                    sample[name] = convert(column[at])
+                except BadImage as error:
+                    raise BadImage(f"{name}: {error}") from None
         return with_kinds(sample, several=len(self._image_columns) > 1, kinds=self.kinds)
+
+    def name(self, index: int) -> str:
+        """The row; of several files, the file too."""
+        if len(self._paths) == 1:
+            return super().name(index)
+        file = self.position(index)[0]
+        return f"{self._paths[file]}: row {index - self._file_starts[file]}"
+
+    def identity(self, index: int) -> bytes:
+        """The file's name and size, and the row in it."""
+        file = self.position(index)[0]
+        path, row = self._paths[file], index - self._file_starts[file]
+        return repr((os.path.basename(path), self._file_bytes[file], row)).encode()
 
     def close(self) -> None:
         """Close the file that is being read."""
@@ -130,7 +138,7 @@ class ParquetSource(RowSource):
     def fingerprint(self) -> dict[str, Any]:
         """Columns, row groups and the files' sizes."""
         return super().fingerprint() | {
-            "file_bytes": [os.path.getsize(path) for path in self._paths],
+            "file_bytes": self._file_bytes,
             "columns": digest([self._schema.encode()]),
         }
 
@@ -157,6 +165,17 @@ class _Reader:
         return self._batch, row - self._first
 
 
+def _is_binary(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def _is_image_struct(kind: pa.StructType) -> bool:
+    fields = {kind.field(i).name: kind.field(i).type for i in range(kind.num_fields)}
+    return set(fields) == {"bytes", "path"} and _is_binary(fields["bytes"])
+
+
 def _any_image(values: Iterator[bytes | None]) -> bool:
     return any(looks_like_image(value) for value in values if value)
 
@@ -175,33 +194,36 @@ def _plain_image(value: pa.Scalar[Any]) -> EncodedImage | None:
     return None if data is None else EncodedImage(data)
 
 
-def _plain(value: pa.Scalar[Any]) -> Any:
+def _plain(value: Any) -> Any:
     """A value as Python has it; lists of numbers and times as numpy has them."""
     import pyarrow as pa
 
     kind = value.type
     if not value.is_valid:
         return None
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return _list(value)
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_duration(kind):
-        return pa.array([value.as_py()], kind).to_numpy(zero_copy_only=False)[0]
+    if pa.types.is_dictionary(kind):
+        return _plain(value.value)
+    if pa.types.is_map(kind):
+        return [(_plain(entry["key"]), _plain(entry["value"])) for entry in value.values]
+    if isinstance(value, pa.ListScalar):
+        return _list(value.values)
     if pa.types.is_struct(kind):
         return {name: _plain(value[name]) for name in value}
+    if pa.types.is_time(kind):  # of day: numpy has durations for it
+        value = (
+            value.cast(pa.int64() if kind.bit_width == 64 else pa.int32()).cast(pa.int64()).cast(pa.duration(kind.unit))
+        )
+    if pa.types.is_temporal(kind):  # not through Python, which has neither nanoseconds nor the year 20000
+        return pa.repeat(value, 1).to_numpy(zero_copy_only=False)[0]
     return value.as_py()
 
 
-def _list(value: Any) -> Any:
+def _list(items: pa.Array[Any]) -> Any:
     import pyarrow as pa
 
-    items, depth, kind = value.values, 1, value.type.value_type
-    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        kind, depth = kind.value_type, depth + 1
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-        return [_plain(item) for item in items]
-    if items.null_count:
-        return [_plain(item) for item in items]
-    if depth == 1:
+    kind = items.type
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    if is_number and not items.null_count:
         return items.to_numpy(zero_copy_only=False)
     rows = [_plain(item) for item in items]
     same = rows and all(isinstance(row, np.ndarray) and row.shape == rows[0].shape for row in rows)

@@ -23,22 +23,13 @@ from lightning_gpuopt.storage.errors import DamagedError
 INDEX: Final = "tars-"
 """What the name of an index file begins with."""
 _MEMBER: Final = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)")
-_BLOCK: Final = 512
-_COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
+_META: Final = re.compile(r"__[^/]*__($|/)")
+_COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _HEAD: Final = struct.Struct("<5Q")
 _MAX_EXTENSIONS: Final = 1 << 16
 
-# A header of which nothing is to be said but name, size and prefix: numbers as every tar writes them, no device.
-_PLAIN: Final = re.compile(
-    rb"(?=.{100}(?:[0-7]{7}[ \0]|[0-7]{6} \0){3}([0-7]{11})[ \0][0-7]{11}[ \0][0-7]{6}\0 ([0x\0]).{172}"
-    rb"(?:\0{16}|(?:[0-7]{7}\0|[0-7]{6} \0){2})([^\0]{0,155}))([^\0]{1,100})",
-    re.DOTALL,
-)
-# Records of a pax header that say nothing but times.
-_TIMES: Final = re.compile(rb"(?:\d+ [amc]time=[\d.]+\n)+\0*")
-_HEADERS_AT_ONCE: Final = 2048
-_DIGITS: Final = 8 ** np.arange(5, -1, -1, dtype=np.int64)
-
+SPARSE: Final = 1 << 63
+"""Added to a member's offset: it is that of the headers of a sparse file."""
 
 Item = tuple[str, str]
 """A tar, and the file of its index."""
@@ -79,7 +70,7 @@ class TarIndex:
         names: The keys of its samples, one after the other.
         ends: Where each key ends.
         starts: Each sample's first member, and the number of members.
-        extension_numbers, offsets, sizes: Of each member.
+        extension_numbers, offsets, sizes: Of each member; for offsets see `SPARSE`.
     """
 
     def __init__(self, data: bytes | memoryview) -> None:
@@ -126,20 +117,11 @@ def index_tar(path: str) -> bytes:
     last: str | None = None
     seen: set[str] = set()
     with open(path, "rb") as stream:
-        if not (head := stream.read(_BLOCK)):
-            raise not_whole(path, "it is empty")
-        if head[:2] in _COMPRESSED:
-            raise ValueError(
-                f"{path}: a tar compressed with {_COMPRESSED[head[:2]]}, whose samples cannot be read one by one; "
-                "decompress it first"
-            )
         try:
-            for name, offset, size, is_sparse in regular_members(stream, path):
-                named = _MEMBER.fullmatch(name)
-                if named is None or _is_meta(name):
+            for member in regular_members(stream, path):
+                named = _MEMBER.fullmatch(member.name)
+                if named is None or _META.match(member.name):
                     continue
-                if is_sparse:
-                    raise ValueError(f"{path}: {name} is a sparse file; make the tar without --sparse")
                 key, extension = named[1], named[2].lower()
                 if key != last:
                     last, seen = key, set()
@@ -147,13 +129,17 @@ def index_tar(path: str) -> bytes:
                     ends.append(len(names))
                     starts.append(len(offsets))
                 if extension in seen:
-                    raise ValueError(f"{path}: the member {name} is there twice in one sample")
+                    raise ValueError(f"{path}: the member {member.name} is there twice in one sample")
                 seen.add(extension)
                 numbers.append(number_of(extension, extensions, path))
-                offsets.append(offset)
-                sizes.append(size)
-        except tarfile.TarError as error:
-            raise not_whole(path, str(error)) from None
+                offsets.append(member.offset_data if member.sparse is None else member.offset | SPARSE)
+                sizes.append(member.size)
+        except DamagedError:
+            if (how := _is_compressed(stream)) is None:
+                raise
+            raise ValueError(
+                f"{path}: a tar compressed with {how}, whose samples cannot be read one by one; decompress it first"
+            ) from None
     starts.append(len(offsets))
     texts = json.dumps(list(extensions)).encode()
     head = _HEAD.pack(len(ends), len(offsets), len(names), len(texts), sum(sizes))
@@ -198,100 +184,55 @@ def write_index(item: Item) -> None:
         keep(path, index_tar(tar))
 
 
-def regular_members(stream: BinaryIO, path: str) -> Iterator[tuple[str, int, int, bool]]:
-    """Name, offset, size, and whether it is sparse, of each regular file in a tar, as ``tarfile`` has them.
-
-    ``tarfile`` takes some 20 microseconds for a header. Those of which nothing unusual is to be said are parsed here,
-    many at a time; what comes next is then ``tarfile``'s.
+def regular_members(stream: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
+    """The regular files of a tar, in order.
 
     Raises:
         DamagedError: It is not whole.
-        tarfile.TarError: It is none.
     """
-    at, plain = 0, True
-    with tarfile.open(fileobj=stream, mode="r:") as tar:
-        while True:
-            while plain:
-                found, at, full = _plain_members(stream, at)
-                yield from found
-                if not full:
-                    break
-            if at:
-                stream.seek(0)  # from elsewhere tarfile looks whether a file reaches to where the next header should be
-                tar.offset, tar.firstmember = at, None  # type: ignore[attr-defined]
-            tar.members = []  # type: ignore[attr-defined]  # they would fill the memory
-            member = tar.next() if at or tar.firstmember else None  # type: ignore[attr-defined]
-            if member is None:
-                break
-            if member.isreg():
-                yield member.name, member.offset_data, member.size, member.sparse is not None
-            at = tar.offset
-            plain = not tar.pax_headers  # else they hold for all members that come
-        end = tar.offset
+    try:
+        with tarfile.open(fileobj=stream, mode="r:") as tar:
+            while (member := tar.next()) is not None:
+                if member.size < 0:
+                    raise ValueError(f"{member.name} has {member.size} bytes")
+                tar.members = []  # type: ignore[attr-defined]  # they would fill the memory
+                if member.isreg():
+                    yield member
+            end = tar.offset
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # of every type, where a number in a header is out of all bounds
+        raise not_whole(path, str(error)) from None
     stream.seek(end)
-    block = stream.read(_BLOCK)
-    if len(block) < _BLOCK:
+    block = stream.read(tarfile.BLOCKSIZE)
+    if len(block) < tarfile.BLOCKSIZE:
         raise not_whole(path, "the end-of-archive marker is missing")
     if any(block):
         raise not_whole(path, f"no member begins at byte {end}")
 
 
-def _plain_members(stream: BinaryIO, at: int) -> tuple[list[tuple[str, int, int, bool]], int, bool]:
-    """Members with plain headers from a place on; where the next begins, and whether it may be plain as well."""
-    found: list[tuple[str, int, int, bool]] = []
-    begins: list[int] = []
-    heads: list[bytes] = []
-    owners: list[int] = []
-    parse, seek, read = _PLAIN.match, stream.seek, stream.read
-    full = True
-    while len(found) < _HEADERS_AT_ONCE:
-        seek(at)
-        head = read(_BLOCK)
-        match = parse(head)
-        begin = at
-        if match is not None and match[2] == b"x":
-            times = read(_BLOCK) if 0 < int(match[1], 8) <= _BLOCK else b""
-            if not _only_times(times):
-                match = None
-            else:
-                heads.append(head)
-                owners.append(len(found))
-                at += 2 * _BLOCK
-                head = read(_BLOCK)
-                match = parse(head)
-        if match is None or match[2] == b"x" or match[4].endswith(b"/") or len(head) < _BLOCK:
-            at, full = begin, False
-            break
-        size = int(match[1], 8)
-        name = match[3] + b"/" + match[4] if match[3] else match[4]
-        begins.append(begin)
-        heads.append(head)
-        owners.append(len(found))
-        found.append((os.fsdecode(name), at + _BLOCK, size, False))
-        at += _BLOCK + -(-size // _BLOCK) * _BLOCK
-    if heads and (wrong := _first_wrong(heads)) is not None and (owner := owners[wrong]) < len(found):
-        return found[:owner], begins[owner], False
-    return found, at, full
+def read_sparse(path: str, offset: int) -> bytes:
+    """A sparse file of a tar, whose header is at an offset, with its holes.
+
+    Raises:
+        DamagedError: It is not there.
+    """
+    with open(path, "rb") as stream:
+        stream.seek(offset)
+        try:
+            with tarfile.open(fileobj=stream, mode="r:") as tar:
+                content = tar.extractfile(next(iter(tar)))
+                assert content is not None
+                return content.read()
+        except (tarfile.TarError, ValueError, StopIteration) as error:
+            raise not_whole(path, str(error)) from None
 
 
-def _only_times(records: bytes) -> bool:
-    """Whether the block of a pax header says times only."""
-    if _TIMES.fullmatch(records) is None:
-        return False
-    lines = records.rstrip(b"\0").splitlines(keepends=True)
-    return all(int(line.split(b" ", 1)[0]) == len(line) for line in lines)
-
-
-def _first_wrong(heads: list[bytes]) -> int | None:
-    """The first of some headers whose checksum is not its bytes' sum."""
-    rows = np.frombuffer(b"".join(heads), np.uint8).reshape(-1, _BLOCK)
-    sums = rows.sum(axis=1, dtype=np.int64) - rows[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * ord(" ")
-    wrong = np.flatnonzero(sums != (rows[:, 148:154].astype(np.int64) - ord("0")) @ _DIGITS)
-    return int(wrong[0]) if len(wrong) else None
-
-
-def _is_meta(name: str) -> bool:
-    return "/" not in name and name.startswith("__") and name.endswith("__")
+def _is_compressed(stream: BinaryIO) -> str | None:
+    """With what a file is compressed, by what it begins with."""
+    stream.seek(0)
+    head = stream.read(max(map(len, _COMPRESSED)))
+    return next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
 
 
 def not_whole(path: str, why: str) -> DamagedError:

@@ -1,6 +1,7 @@
 """WebDataset tars: consecutive members of the same base name make up a sample.
 
-The rules are those of https://github.com/webdataset/webdataset (tariterators.py).
+The rules are those of https://github.com/webdataset/webdataset (tariterators.py); but files whose names begin
+with a dot are left out everywhere.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest
 from lightning_gpuopt.storage.sources.kinds import with_kinds
 from lightning_gpuopt.storage.sources.tar_index import (
     INDEX,
+    SPARSE,
     Indexing,
     TarIndex,
     index_tar,
@@ -30,6 +32,7 @@ from lightning_gpuopt.storage.sources.tar_index import (
     not_whole,
     number_of,
     open_kept,
+    read_sparse,
     write_index,
 )
 
@@ -147,6 +150,12 @@ class TarSource(Source):
         tar, sample, _, members = self._find(index)
         return f"{self._paths[tar]}: {members.key(sample)}"
 
+    def identity(self, index: int) -> bytes:
+        """The tar's name, the key, and where the members lie."""
+        tar, sample, _, members = self._find(index)
+        about = (os.path.basename(self._paths[tar]), members.key(sample), *members.members(sample))
+        return repr(about).encode()
+
     def read(self, index: int) -> Any:
         """The sample's members by their extensions, decoded as far as that loses nothing."""
         tar, number, handle, members = self._find(index)
@@ -184,6 +193,8 @@ def _index_name(path: str) -> str:
 
 
 def _read_member(path: str, handle: int, offset: int, size: int) -> bytes:
+    if offset & SPARSE:
+        return read_sparse(path, offset ^ SPARSE)
     data = os.pread(handle, size, offset)
     while len(data) < size:  # one call gives at most 2 GiB
         more = os.pread(handle, size - len(data), offset + len(data))

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from lightning_gpuopt.storage.codec import refuse_unstorable
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.sources.arrays import same_length
 from lightning_gpuopt.storage.sources.base import PerProcess, RowSource, digest, missing_extra
@@ -40,6 +41,8 @@ class SavedSource(RowSource):
                 f"{path}: expected a tensor, a tuple or dict of tensors, or a list of samples, got "
                 f"{_described(saved)}; give a Dataset that makes samples of it"
             )
+        for name, each in tensors.items():
+            refuse_unstorable(each, f"{path}: its tensor{f' {name}' * bool(name)}")
         self._shapes = {name: [list(each.shape), str(each.dtype)] for name, each in tensors.items()}
         self._length = same_length(path, {name: tuple(each.shape) for name, each in tensors.items()})
         self.num_bytes = sum(each.nbytes for each in tensors.values())

@@ -1,0 +1,136 @@
+"""Where the shards of an unfinished build lie in a source of which files have gone or come since it was begun."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import xxhash
+
+from lightning_gpuopt.storage.build.plan import Plan
+from lightning_gpuopt.storage.format import shard_name
+from lightning_gpuopt.storage.sources import Source
+
+Hashes: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+"""Of samples, by what tells each from all others; ``[samples]``."""
+
+MAY_DIFFER: Final = (
+    "samples_per_shard",
+    *(f"source {name}" for name in ("num_samples", "names", "labels", "num_tars", "members", "file_bytes")),
+)
+"""Entries of a plan that are about which samples there are, and not about what is made of each."""
+
+
+def hashes_of(source: Source, indices: Iterable[int]) -> Hashes | None:
+    """Of these samples; None where the source has nothing that tells one from another."""
+    found = []
+    for index in indices:
+        if (identity := source.identity(index)) is None:
+            return None
+        found.append(xxhash.xxh3_64_intdigest(identity))
+    return np.array(found, np.uint64)
+
+
+def hashes_file(directory: Path, number: int) -> Path:
+    """Where it is kept which samples a shard was made of, until the dataset is published."""
+    return directory / f"{shard_name(number)}.samples"
+
+
+def stored_hashes(directory: Path, number: int) -> Hashes | None:
+    """Which samples a shard was made of; None where that is not known."""
+    try:
+        return np.fromfile(hashes_file(directory, number), np.uint64)
+    except OSError:
+        return None
+
+
+def place_shards(
+    stored: Mapping[int, Hashes], starts: list[int], now: Hashes, per_shard: int
+) -> tuple[list[int], set[int]]:
+    """Where the shards begin, so that those that are finished stay as far as may be.
+
+    Args:
+        stored: The samples of each finished shard.
+        starts: Where the shards began before, then the number of samples.
+        now: The samples that there are.
+        per_shard: How many samples are in a shard that is added.
+
+    Returns:
+        Where the shards begin, then the number of samples; and the finished ones that stay. Those do not that have
+        samples among theirs, or before them, for which no other shard is left.
+
+    Raises:
+        ValueError: Samples that are stored are not there any more, or in another order.
+    """
+    order = np.argsort(now, kind="stable")
+    begins: dict[int, int] = {}
+    last = -1
+    for number in sorted(stored):
+        hashes = stored[number]
+        at = np.searchsorted(now, hashes, sorter=order)
+        there = np.append(now[order], 0)[at] == hashes if len(now) else np.zeros(len(hashes), bool)
+        if not there.all():
+            raise ValueError(f"{np.count_nonzero(~there)} samples of shard {number}, which is finished, are gone")
+        if not len(hashes):
+            continue
+        places = order[at]
+        if places[0] <= last or (np.diff(places) <= 0).any():
+            raise ValueError(f"the samples of shard {number}, which is finished, are in another order")
+        last = int(places[-1])
+        if last - places[0] == len(places) - 1:
+            begins[number] = int(places[0])
+
+    result: list[int] = []
+    kept: set[int] = set()
+    at_sample = free = 0  # shards since the last one that stays
+    for number in range(len(starts) - 1):
+        if number not in begins or (begins[number] > at_sample and not free):
+            free += 1
+            continue
+        result += _split(at_sample, begins[number], free)
+        at_sample, free = begins[number] + len(stored[number]), 0
+        result.append(begins[number])
+        kept.add(number)
+    if at_sample < len(now) and not free:
+        free = math.ceil((len(now) - at_sample) / per_shard)
+    return [*result, *_split(at_sample, len(now), free), len(now)], kept
+
+
+def _split(start: int, stop: int, parts: int) -> list[int]:
+    """Where equal parts of a range begin."""
+    return [start + (stop - start) * part // parts for part in range(parts)]
+
+
+def place_build(
+    source: Source, plan: Plan, found: Plan, starts: list[int] | None, stored: Mapping[int, Hashes | None]
+) -> tuple[list[int], set[int]]:
+    """As `place_shards`, of an unfinished build.
+
+    Args:
+        source: As it is now.
+        plan: What is built from it now.
+        found: The plan that the build was begun with.
+        starts: Where its shards began; None: each has as many samples as the plan says.
+        stored: The samples of each finished shard, if it says.
+
+    Raises:
+        ValueError: It cannot go on; why is empty where the difference of the plans says it.
+    """
+    if any(found.get(name) != plan.get(name) for name in {**found, **plan} if name not in MAY_DIFFER):
+        raise ValueError("")
+    if "shuffle_seed" in plan:
+        raise ValueError("in a shuffled build all samples have other places then")
+    known = {number: hashes for number, hashes in stored.items() if hashes is not None}
+    now = hashes_of(source, range(len(source)))
+    if now is None or len(known) < len(stored):
+        raise ValueError("which samples are stored is not known")
+    per_shard, count = found["samples_per_shard"], found["source num_samples"]
+    return place_shards(known, starts or shard_starts(count, per_shard), now, per_shard)
+
+
+def shard_starts(num_samples: int, per_shard: int) -> list[int]:
+    """Where shards of equal size begin, then the number of samples."""
+    return [*range(0, num_samples, per_shard), num_samples]
