@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import gc
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -58,6 +59,7 @@ from storage_peers import BATCH, CROP, WORKERS, Peer
 
 from lightning_gpuopt.datamodules.image_folder import ImageFolderDataModule
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
+from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.gather import gather
 from lightning_gpuopt.storage.reader import LMDBDataset
@@ -162,6 +164,12 @@ def raw(work: Path, scale: float, count: int, cold: bool) -> dict[str, Any]:
                 txn.get(keys[index])
         return n
 
+    def lmdb_batched() -> int:
+        with env.begin() as txn:
+            for batch in batches:
+                [txn.get(keys[index]) for index in batch]
+        return n
+
     def lmdb_hashed() -> int:
         with env.begin(buffers=True) as txn:
             for index in order:
@@ -173,6 +181,7 @@ def raw(work: Path, scale: float, count: int, cold: bool) -> dict[str, Any]:
         f"{OURS}, one by one": timed(ours_single),
         "open() + read()": timed(read_files),
         "py-lmdb loop": timed(lmdb_copies),
+        "py-lmdb loop, in batches": timed(lmdb_batched),
     }
     hashed = {
         OURS: timed(ours_hashed),
@@ -184,6 +193,7 @@ def raw(work: Path, scale: float, count: int, cold: bool) -> dict[str, Any]:
         "bytes": RECORD,
         "warm": rounds(contestants, count),
         "every byte read (XXH3), warm": rounds(hashed, count),
+        "parts of a record, one by one": _parts_us(dataset, order, count),
     }
     if cold:
         del dataset, contestants, hashed, ours_batched.__defaults__
@@ -200,6 +210,41 @@ def raw(work: Path, scale: float, count: int, cold: bool) -> dict[str, Any]:
             before=drop_caches,
         )
     return result
+
+
+def _parts_us(dataset: LMDBDataset, order: list[int], count: int) -> dict[str, float]:
+    """Microseconds of what reading a record consists of: each way does what the one before does, and one thing more."""
+    shard = dataset.shard(0)
+    assert len(dataset._shards) == 1
+    (offsets, lengths), data = shard._table, shard.file().mapped()
+
+    def copied() -> int:
+        for index in order:
+            start = offsets[index]
+            data[start : start + lengths[index]]
+        return len(order)
+
+    def compared() -> int:
+        for index in order:
+            start = offsets[index]
+            codec.read(data, start, start + lengths[index], index, None)
+        return len(order)
+
+    def looked() -> int:
+        for index in order:
+            shard.read(index, None)
+        return len(order)
+
+    def found() -> int:
+        for index in order:
+            dataset[index]
+        return len(order)
+
+    ways = {"copied": copied, "stamp and structure compared": compared, "length of the file looked at": looked}
+    rates = rounds({name: timed(way) for name, way in {**ways, "shard found": found}.items()}, count)
+    taken = [1e6 / each["median"] for each in rates.values()]
+    more = [taken[0], *(after - before for before, after in itertools.pairwise(taken))]
+    return {f"{name}_us": us for name, us in zip(rates, more, strict=True)}
 
 
 def _read_only(file: Path, readahead: bool = False) -> lmdb.Environment:

@@ -33,6 +33,9 @@ from lightning_gpuopt.utils.arguments import choice, flag, refuse
 _DECODERS: Final[dict[str, codec.ImageDecoder | None]] = {"pil": decode_pil, "tensor": decode_tensor, "raw": None}
 _AHEAD: Final = 4096  # samples asked for at once, at most: they must stay in memory until they are read
 
+_FEW_SHARDS: Final = 8
+"""Up to so many a batch's samples share looks at their files, which it then holds open."""
+
 _Part = list[Any] | np.ndarray[Any, Any]
 """A shard's part of a column."""
 
@@ -228,11 +231,25 @@ class LMDBDataset(Dataset[Any]):
             IndexError: An index is out of range.
             DamagedError: A sample is not what was written.
         """
-        image, read = self._decoder, self.read
         self.read_ahead(indices)
-        if self.is_pure:
-            return [read(index, image) for index in indices]
-        return [self[index] for index in indices]
+        if not self.is_pure:
+            return [self[index] for index in indices]
+        if len(self._shards) > _FEW_SHARDS:
+            return [self.read(index, self._decoder) for index in indices]
+        readers: dict[int, Callable[[int], Any]] = {}
+        places = [self._locate(index) for index in indices]
+        samples: list[Any] = []
+        try:
+            for at, within in places:
+                reader = readers.get(at)
+                if reader is None:
+                    reader = readers[at] = self.shard(at).reader(self._decoder, verify=self.verify_checksum)
+                samples.append(reader(within))
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as err:
+            self._refuse(*places[len(samples)], err)
+        return samples
 
     def with_decoder(self, decoder: codec.ImageDecoder) -> LMDBDataset:
         """A copy whose images go through `decoder`, and whose checksums are compared."""

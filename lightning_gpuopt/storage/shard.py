@@ -1,9 +1,9 @@
 """Reading one shard: each sample is found by its offset in the record table.
 
 LMDB's tree is not walked: a damaged page cannot lead the reader astray (LMDB itself may die by SIGSEGV on one). What is
-large, decoded, or compared with its checksum is read by one `pread`; small values are copied out of a memory map, right
-after a look whether the file is as long as it was: one that was cut off is an error and not a signal. Nothing is shared
-between processes or threads but open files, whose positions nobody uses.
+large, decoded, or compared with its checksum is read by one `pread`; small values, one or a batch of them, are copied
+out of a memory map, right after a look whether the file is as long as it was: one that was cut off is an error and not
+a signal. Nothing is shared between processes or threads but open files, whose positions nobody uses.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -267,6 +268,28 @@ class ShardReader:
         file = self._file or self.file()
         file.used = True
         return codec.read(file.mapped(), start, stop, self._first + index, image)
+
+    def reader(self, image: codec.ImageDecoder | None, *, verify: bool = False) -> Callable[[int], Any]:
+        """What reads the samples of a batch as `read` does; for small ones it is looked at the file once, here.
+
+        Raises:
+            DamagedError: The file is not as it was written.
+            OSError: It cannot be read.
+        """
+        if self._table is None or verify or (image is not None and self._has_images):
+            return partial(self.read, image=image, verify=verify)
+        (offsets, lengths), size, first = self._table, self._size, self._first
+        file = self.file()
+        data = file.mapped()
+
+        def read(index: int) -> Any:
+            start = offsets[index]
+            stop = start + lengths[index]
+            if stop > size or stop - start >= LARGE:
+                return self.read(index, image)
+            return codec.read(data, start, stop, first + index, image)
+
+        return read
 
     def part(self, index: int, key: int | str) -> Any:
         """One part of a sample; see `codec.part`.
