@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 CLOSE = 0.15
+RESULTS = Path(__file__).parents[1] / "benchmarks/results/predictions-cpu.json"
+NINE_OF_TEN = 0.9
+HALVES = ("widths", "held out")
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,8 @@ class Gain:
             return None
         settings = {name: each for name, each in finding["settings"].items() if name != "persistent_workers"}
         change = change or ", ".join(f"{name}={value}" for name, value in settings.items())
-        return cls(change, *finding["predicted_speedup"], before_s / after_s)
+        low, mid, high = finding["predicted_speedup"]
+        return cls(change, low, mid, high, before_s / after_s)
 
     @property
     def kept(self) -> bool:
@@ -58,3 +65,37 @@ def score(gains: Sequence[Gain]) -> str:
         f"Of {len(gains)} advised changes, {kept} brought what was predicted (measured gain inside the interval), "
         f"{close} within 15 % of the expected value."
     )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One predicted gain.
+
+    Attributes:
+        kind: what was advised: a number of workers, to do without something, or another way to store images.
+        case: what was run.
+        half: what it is for.
+        gain: as predicted and measured.
+    """
+
+    kind: str
+    case: str
+    half: str
+    gain: Gain
+
+    @property
+    def residual(self) -> float:
+        """By which factor, above 1, the expected gain was off."""
+        return math.exp(abs(math.log(self.gain.measured / self.gain.mid)))
+
+
+def width(predictions: list[Prediction], kind: str) -> float:
+    """The relative width, to either side, in which nine of ten of the first half lie."""
+    residuals = sorted(each.residual for each in predictions if (each.kind, each.half) == (kind, HALVES[0]))
+    return residuals[math.ceil(NINE_OF_TEN * len(residuals)) - 1] - 1 if residuals else math.nan
+
+
+def load(path: Path = RESULTS) -> list[Prediction]:
+    """The predictions of a results file."""
+    rows = json.loads(path.read_text())["predictions"]
+    return [Prediction(**{**row, "gain": Gain(**row["gain"])}) for row in rows]

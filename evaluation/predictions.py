@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from evaluation.catalogue import WARMUP_STEPS, Fault, loader
-from evaluation.gains import Gain
+from evaluation.gains import HALVES, NINE_OF_TEN, RESULTS, Gain, Prediction, width
 from evaluation.gains import score as gains_score
 from evaluation.gpu_catalogue import logs
 from evaluation.gpu_parts import Parts, Samples, SlowEnd, SlowStart, steps_of
@@ -34,47 +33,8 @@ from lightning_gpuopt.demo.training import DemoSettings, train
 from lightning_gpuopt.diagnosis.predict import SPREADS
 from tests.simulators.nvml import build
 
-RESULTS = Path(__file__).parents[1] / "benchmarks/results/predictions-cpu.json"
-NINE_OF_TEN = 0.9
-HALVES = ("widths", "held out")
-
-
 Case = tuple[str, str, Gain | None]
 """The kind of advice, what was run, and what came of it."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One predicted gain.
-
-    Attributes:
-        kind: what was advised: a number of workers, to do without something, or another way to store images.
-        case: what was run.
-        half: what it is for.
-        gain: as predicted and measured.
-    """
-
-    kind: str
-    case: str
-    half: str
-    gain: Gain
-
-    @property
-    def residual(self) -> float:
-        """By which factor, above 1, the expected gain was off."""
-        return math.exp(abs(math.log(self.gain.measured / self.gain.mid)))
-
-
-def width(predictions: list[Prediction], kind: str) -> float:
-    """The relative width, to either side, in which nine of ten of the first half lie."""
-    residuals = sorted(each.residual for each in predictions if (each.kind, each.half) == (kind, HALVES[0]))
-    return residuals[math.ceil(NINE_OF_TEN * len(residuals)) - 1] - 1 if residuals else math.nan
-
-
-def load(path: Path = RESULTS) -> list[Prediction]:
-    """The predictions of a results file."""
-    rows = json.loads(path.read_text())["predictions"]
-    return [Prediction(**{**row, "gain": Gain(**row["gain"])}) for row in rows]
 
 
 def score(only: str, grade_cpu: Callable[[Fault], Any], when_and_where: Callable[[], str]) -> tuple[list[str], bool]:
