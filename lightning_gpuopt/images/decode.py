@@ -144,6 +144,11 @@ def _upright(pixels: Pixels, orientation: int) -> Pixels:
     return pixels[:: -1 if vertically else 1, :: -1 if horizontally else 1]
 
 
+def is_swapped(orientation: int) -> bool:
+    """Whether an image of this EXIF orientation is shown with height and width swapped."""
+    return orientation in _UPRIGHT and _UPRIGHT[orientation][0]
+
+
 def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int] | None:
     """Height and width as stored, and the EXIF orientation (1 where it is upright already).
 
@@ -169,9 +174,6 @@ def _orientation(data: bytes | memoryview) -> int:
     orientation = jpeg.orientation_of(data)
     return _orientation_by_pil(_opened(data)) if orientation is None else orientation
 
-
-_KNOWN: Final = frozenset({"PNG", "WEBP", "BMP", "PPM"})
-"""Formats besides JPEG that decoders outside Python read as PIL does, where the image is stored upright."""
 
 _MAY_BE_TURNED: Final = re.compile(b"eXIf|EXIF|Raw profile type|Orientation")
 
@@ -216,33 +218,3 @@ def _orientation_by_pil(image: Image.Image) -> int:
 
 def _opened(data: bytes | memoryview) -> Image.Image:
     return Image.open(io.BytesIO(data))
-
-
-def for_other_decoder(data: bytes | memoryview) -> tuple[bytes | memoryview, int, int]:
-    """An image file for a decoder outside Python, with its height and width as it is shown, upright.
-
-    A JPEG file stays as it is, and so does a file of another common format, unless its metadata may turn it: decoders
-    do not agree on that. All else is decoded by PIL, and becomes a PPM file.
-
-    Args:
-        data: The image file.
-
-    Returns:
-        The file, height and width.
-
-    Raises:
-        OSError: As `decode_pil`.
-    """
-    header = jpeg_size(data)
-    if header is not None and jpeg.orientation_of(data) is not None:
-        height, width, orientation = header
-        return (data, width, height) if orientation in _UPRIGHT and _UPRIGHT[orientation][0] else (data, height, width)
-    with Image.open(io.BytesIO(data)) as image:
-        width, height = image.size
-        known = image.format in _KNOWN or (image.format == "JPEG" and jpeg.orientation_of(data) == 1)
-    if known and not (image.format != "JPEG" and _MAY_BE_TURNED.search(data)):
-        return data, height, width
-    decoded = decode_pil(data)
-    out = io.BytesIO()
-    decoded.save(out, "PPM")
-    return out.getvalue(), decoded.height, decoded.width

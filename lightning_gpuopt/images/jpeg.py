@@ -20,7 +20,8 @@ _COMMON: Final = frozenset({*_FRAMES, 0xC4, _SCAN, 0xDB, 0xDD, *range(0xE0, 0xF0
 """Markers of segments: frames, Huffman and quantization tables, restart interval, applications' data, comment."""
 
 _XMP: Final = b"tiff:Orientation"
-_FRAME_SIZE = struct.Struct(">HH")  # height and width, behind marker, length and precision
+_FRAME = struct.Struct(">BHHB")  # precision, height, width and components, behind marker and length
+_FRAME_SIZE = struct.Struct(">HH")
 _LEFT_OVER: Final = re.compile("extraneous bytes before marker 0xd[0-79]")
 _ROWS_MORE: Final = 16  # the row of blocks below a crop, which smooths the chroma of the last rows
 
@@ -65,13 +66,18 @@ def orientation_of(data: bytes | memoryview) -> int | None:
 
 
 def frame_size(data: bytes | memoryview) -> tuple[int, int] | None:
-    """Height and width of a JPEG file as stored; None where it has a segment that not all decoders take."""
+    """Height and width of a JPEG file as stored; None where it is of a flavour that not all decoders take.
+
+    They take frames of 8 bits, grey or in three colours, and files that have none but common segments.
+    """
     size, marker = None, 0
     for marker, at, _ in _segments(data):
         if marker not in _COMMON:
             return None
-        if marker in _FRAMES and at + 9 <= len(data):
-            height, width = _FRAME_SIZE.unpack_from(data, at + 5)
+        if marker in _FRAMES and at + 10 <= len(data):
+            precision, height, width, components = _FRAME.unpack_from(data, at + 4)
+            if precision != 8 or components not in (1, 3):
+                return None
             size = int(height), int(width)
     return size if marker == _SCAN else None
 

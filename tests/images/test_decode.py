@@ -7,8 +7,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
-from lightning_gpuopt.images.decode import decode_pil, decode_tensor, for_other_decoder, jpeg_size
+from lightning_gpuopt.images.decode import decode_pil, decode_tensor, jpeg_size
 from lightning_gpuopt.images.jpeg import orientation_of
+from lightning_gpuopt.images.other_decoder import for_other_decoder
 from tests.images.pictures import encoded, photo, pixels, with_orientation
 
 
