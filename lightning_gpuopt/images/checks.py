@@ -7,9 +7,10 @@ import warnings
 from typing import Any, Final
 
 import simplejpeg
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from lightning_gpuopt.images.errors import is_bad_image, reason_of
+from lightning_gpuopt.images.rgb import to_rgb
 
 _JPEG: Final = b"\xff\xd8\xff"
 _END_OF_IMAGE: Final = b"\xff\xd9"
@@ -100,7 +101,7 @@ def shrink_image(data: bytes, size: int, quality: int) -> bytes:
 
 def _shrunk(image: Image.Image, size: int, quality: int) -> bytes:
     image.load()
-    image = ImageOps.exif_transpose(image).convert("RGB")
+    image = to_rgb(image)
     out = io.BytesIO()
     image.resize(shrunk_size(image.size, size), Image.Resampling.BILINEAR).save(out, "JPEG", quality=quality)
     return out.getvalue()

@@ -14,9 +14,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import simplejpeg
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
-from lightning_gpuopt.images import jpeg
+from lightning_gpuopt.images import jpeg, rgb
 from lightning_gpuopt.images.checks import within_limit
 
 Pixels: TypeAlias = np.ndarray[Any, Any]
@@ -47,11 +47,7 @@ def decode_pil(data: bytes | memoryview, mode: str | None = None) -> Image.Image
     image.load()
     if mode is not None:
         return image if image.mode == mode else _in_mode(image, mode)
-    if _turned(image):
-        image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):  # PIL would cut every value at 255: a white image
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return rgb.to_rgb(image)
 
 
 def _in_mode(image: Image.Image, mode: str) -> Image.Image:
@@ -172,7 +168,7 @@ def _is_plain_jpeg(data: bytes | memoryview) -> bool:
 def _orientation(data: bytes | memoryview) -> int:
     """The orientation of a JPEG file as PIL has it."""
     orientation = jpeg.orientation_of(data)
-    return _orientation_by_pil(_opened(data)) if orientation is None else orientation
+    return rgb.orientation_of(_opened(data)) if orientation is None else orientation
 
 
 _MAY_BE_TURNED: Final = re.compile(b"eXIf|EXIF|Raw profile type|Orientation")
@@ -192,28 +188,17 @@ def with_pixels_as_stored(image: Image.Image, data: bytes) -> bytes | None:
         return None
     if image.mode != "RGB":  # read in its mode, and never turned
         return data
-    turned = is_turned(data) if image.format == "PNG" else _turned(image)  # a PNG is decoded to tell of its metadata
+    by_file = image.format == "PNG"  # which is decoded to tell of its metadata
+    turned = is_turned(data) if by_file else rgb.is_turned(image)
     if turned and data[:3] == jpeg.MAGIC:
         data = jpeg.with_orientation_1(data)
-        turned = _turned(_opened(data))  # by its XMP
+        turned = rgb.is_turned(_opened(data))  # by its XMP
     return None if turned else data
 
 
 def is_turned(data: bytes) -> bool:
     """Whether readers would turn an image file by its metadata; a TIFF PIL itself turns as it decodes it."""
-    return (data[:3] == jpeg.MAGIC or _MAY_BE_TURNED.search(data) is not None) and _turned(_opened(data))
-
-
-def _turned(image: Image.Image) -> bool:
-    return _orientation_by_pil(image) != 1
-
-
-def _orientation_by_pil(image: Image.Image) -> int:
-    try:
-        orientation: Any = image.getexif().get(jpeg.ORIENTATION, 1)
-    except Exception:  # of metadata that is none; the pixels may be fine
-        return 1
-    return orientation if orientation in _UPRIGHT else 1
+    return (data[:3] == jpeg.MAGIC or _MAY_BE_TURNED.search(data) is not None) and rgb.is_turned(_opened(data))
 
 
 def _opened(data: bytes | memoryview) -> Image.Image:

@@ -43,9 +43,9 @@ def png(depth: int, colour: int, *more: tuple[bytes, bytes], interlaced: bool = 
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(kind, content) for kind, content in chunks)
 
 
-def pnm(number: int, highest: int, blank: bytes = b"\n") -> bytes:
+def pnm(number: int, highest: int, blank: bytes = b"\n", values: np.ndarray | None = None) -> bytes:
     """A PGM (5) or PPM (6) whose values end at `highest`."""
-    values = noise(SIDE * SIDE * (3 if number == 6 else 1), high=highest + 1)
+    values = noise(SIDE * SIDE * (3 if number == 6 else 1), high=highest + 1) if values is None else values
     header = blank.join((b"P%d" % number, b"%d" % SIDE, b"%d" % SIDE, b"%d" % highest))
     return header + b"\n" + values.astype(np.uint8 if highest < 256 else ">u2").tobytes()
 
@@ -67,10 +67,50 @@ def bmp(
     return b"BM" + struct.pack("<IHHI", begin + len(pixels), 0, 0, begin) + head + colours + pixels
 
 
+def tiff(values: np.ndarray, bits: int, sample_format: int = 1) -> bytes:
+    """A grey TIFF: values of 12 bits are packed, those of other widths lie as they are, little endian."""
+    height, width = values.shape
+    if bits == 12:
+        first, second = values[:, ::2].astype(int), values[:, 1::2].astype(int)
+        packed = np.stack((first >> 4, (first & 15) << 4 | second >> 8, second & 255), -1)
+        data = packed.astype(np.uint8).tobytes()
+    else:
+        data = values.tobytes()
+    short = ((258, bits), (259, 1), (262, 1), (277, 1), (339, sample_format))
+    long = ((256, width), (257, height), (273, 8), (278, height), (279, len(data)))
+    entries = sorted([(tag, 3, value) for tag, value in short] + [(tag, 4, value) for tag, value in long])
+    table = struct.pack("<H", len(entries)) + b"".join(
+        struct.pack("<HHII", tag, kind, 1, at) for tag, kind, at in entries
+    )
+    return struct.pack("<2sHI", b"II", 42, 8 + len(data)) + data + table + bytes(4)
+
+
 def with_frame(data: bytes, marker: int, precision: int = 8) -> bytes:
     """A baseline JPEG whose header says that it is coded otherwise."""
     at = data.index(b"\xff\xc0")
     return data[: at + 1] + bytes([marker]) + data[at + 2 : at + 4] + bytes([precision]) + data[at + 5 :]
+
+
+def deep_greys() -> dict[str, tuple[bytes, np.ndarray]]:
+    """Grey ramps of more than 8 bits from 0 to the largest value of their files, and what they are in 8 bits."""
+    ramp = np.arange(SIDE * SIDE).reshape(SIDE, SIDE)
+
+    def scaled(highest: int) -> np.ndarray:
+        return ramp * highest // 255
+
+    found = {
+        "PNG of 16": (encoded(Image.fromarray(scaled(0xFFFF).astype(np.uint16)), "PNG"), scaled(0xFFFF) >> 8),
+        "TIFF of 12": (tiff(scaled(0xFFF), 12), scaled(0xFFF) >> 4),
+        "TIFF of 16": (tiff(scaled(0xFFFF).astype("<u2"), 16), scaled(0xFFFF) >> 8),
+        "signed TIFF of 16": (tiff(scaled(0x7FFF).astype("<i2"), 16, 2), scaled(0x7FFF) >> 7),
+        "TIFF of 32": (tiff(scaled(0xFFFF_FFFF).astype("<u4"), 32), scaled(0xFFFF_FFFF) >> 24),
+        "signed TIFF of 32": (tiff(scaled(0x7FFF_FFFF).astype("<i4"), 32, 2), scaled(0x7FFF_FFFF) >> 23),
+    }
+    for highest in (1023, 4095, 65535):
+        expected = np.round(scaled(highest) / highest * 0xFFFF).astype(int) >> 8
+        found[f"PGM to {highest}"] = (pnm(5, highest, values=scaled(highest)), expected)
+    plain = b"P2\n%d %d\n65535\n" % (SIDE, SIDE) + b" ".join(b"%d" % value for value in scaled(0xFFFF).flat)
+    return found | {"plain PGM": (plain, scaled(0xFFFF) >> 8)}
 
 
 def apng(**options: bool) -> bytes:
@@ -131,4 +171,5 @@ def flavours() -> dict[str, bytes]:
         "gif.jpg": encoded(picture(), "GIF"),
         "tiff.tif": encoded(picture(), "TIFF"),
     }
+    found |= {f"{name}.tif": file for name, (file, _) in deep_greys().items()}
     return found
