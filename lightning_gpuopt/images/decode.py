@@ -116,7 +116,8 @@ def decode(
         orientation: The EXIF orientation, where it is known.
         last_row: Rows of the stored image from this on are not needed; there may be fewer then.
     """
-    if _is_plain_jpeg(data):
+    size = jpeg.plain_size(data) if data[:3] == jpeg.MAGIC else None
+    if size is not None and within_limit(*size):
         try:
             if last_row is not None and (frame := jpeg.baseline_frame(data)) is not None:
                 pixels = jpeg.decode_upper(data, frame, last_row, min_height, min_width)
@@ -124,8 +125,8 @@ def decode(
                 pixels = simplejpeg.decode_jpeg(data, min_height=min_height, min_width=min_width, min_factor=2)
             else:
                 pixels = simplejpeg.decode_jpeg(data)
-        except ValueError:
-            pass  # a doubtful file, or CMYK: PIL knows
+        except jpeg.UNSURE:
+            pass  # PIL knows
         else:
             return _upright(pixels, _orientation(data) if orientation is None else orientation)
     return np.asarray(decode_pil(data))
@@ -150,19 +151,8 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int] | None:
 
     None where it is no JPEG file, or a doubtful one.
     """
-    if not _is_plain_jpeg(data):
-        return None
-    try:
-        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
-        return None
-    return height, width, _orientation(data)
-
-
-def _is_plain_jpeg(data: bytes | memoryview) -> bool:
-    """Whether a JPEG file is one that other decoders take, or refuse, as PIL does; of all others PIL decides."""
-    size = jpeg.frame_size(data) if data[:3] == jpeg.MAGIC else None
-    return size is not None and within_limit(*size)
+    size = jpeg.sure_size(data) if data[:3] == jpeg.MAGIC else None
+    return (*size, _orientation(data)) if size is not None and within_limit(*size) else None
 
 
 def _orientation(data: bytes | memoryview) -> int:

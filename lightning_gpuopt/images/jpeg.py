@@ -14,7 +14,11 @@ MAGIC: Final = b"\xff\xd8\xff"
 ORIENTATION: Final = 0x0112
 """EXIF's tag."""
 
+UNSURE: Final = (ValueError, KeyError)
+"""What simplejpeg raises of files that it does not know, or finds damaged: PIL decides."""
+
 _FRAMES: Final = (0xC0, 0xC1, 0xC2)
+_PROGRESSIVE: Final = 0xC2
 _SCAN: Final = 0xDA
 _COMMON: Final = frozenset({*_FRAMES, 0xC4, _SCAN, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE})
 """Markers of segments: frames, Huffman and quantization tables, restart interval, applications' data, comment."""
@@ -65,21 +69,33 @@ def orientation_of(data: bytes | memoryview) -> int | None:
     return None if found == "odd" or any(_XMP in each for each in applications) else 1
 
 
-def frame_size(data: bytes | memoryview) -> tuple[int, int] | None:
-    """Height and width of a JPEG file as stored; None where it is of a flavour that not all decoders take.
+def plain_size(data: bytes | memoryview) -> tuple[int, int] | None:
+    """Height and width, as stored, of a JPEG file that all decoders take; None for all else.
 
-    They take frames of 8 bits, grey or in three colours, and files that have none but common segments.
+    They take baseline and progressive frames of 8 bits, grey or in three colours, in files that have none but common
+    segments.
     """
-    size, marker = None, 0
-    for marker, at, _ in _segments(data):
-        if marker not in _COMMON:
+    frame = None
+    for marker, at, length in _segments(data):
+        if marker not in _COMMON or at + 2 + length > len(data):
             return None
-        if marker in _FRAMES and at + 10 <= len(data):
-            precision, height, width, components = _FRAME.unpack_from(data, at + 4)
-            if precision != 8 or components not in (1, 3):
+        if marker in _FRAMES and length >= _FRAME.size + 2:
+            frame = marker, *_FRAME.unpack_from(data, at + 4)
+        elif marker == _SCAN and frame is not None:
+            coding, precision, height, width, components = frame
+            if precision != 8 or components not in (1, 3) or (coding == _PROGRESSIVE and data[at + length]):
                 return None
-            size = int(height), int(width)
-    return size if marker == _SCAN else None
+            return int(height), int(width)
+    return None
+
+
+def sure_size(data: bytes | memoryview) -> tuple[int, int] | None:
+    """As `plain_size`, and the decoder can read the header."""
+    size = plain_size(data)
+    try:
+        return None if size is None else simplejpeg.decode_jpeg_header(data)[:2]
+    except UNSURE:
+        return None
 
 
 def with_orientation_1(data: bytes) -> bytes:

@@ -117,8 +117,33 @@ def apng(**options: bool) -> bytes:
     return encoded(picture(), "PNG", save_all=True, append_images=[picture(1), picture(2)], **options)
 
 
-def apng_without_frames() -> bytes:
-    return png(8, 2, (b"acTL", bytes(8)))
+def frame(left: int) -> bytes:
+    """The header of an APNG's first frame."""
+    return struct.pack(">IIIIIHHBB", 0, SIDE, SIDE, left, 0, 1, 1, 0, 0)
+
+
+def without_pixels(data: bytes) -> bytes:
+    """A PNG without its IDAT chunk."""
+    at = data.index(b"IDAT") - 4
+    return data[:at] + data[at + 12 + int.from_bytes(data[at : at + 4], "big") :]
+
+
+def refused() -> dict[str, bytes]:
+    """Files by name that no reader decodes, as their headers say; checksums and ends are whole."""
+    whole = encoded(photo(SIDE, SIDE))
+    lossless, arithmetic = (0xC3, 0xC5, 0xC6, 0xC7), (0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
+    found = {f"JPEG {marker:x}": with_frame(whole, marker) for marker in (0xC2, *lossless, *arithmetic)}
+    found |= {f"JPEG {marker:x} of 12": with_frame(whole, marker, 12) for marker in (0xC0, 0xC1, 0xC2, 0xC3)}
+    at = whole.index(b"\xff\xc0") + 9
+    found |= {f"JPEG of {number}": whole[:at] + bytes([number]) + whole[at + 1 :] for number in (2, 5)}
+    found |= {
+        "PNG of 4 bits in colour": png(8, 2).replace(b"\x08\x02\0\0\0", b"\x04\x02\0\0\0", 1),
+        "PNG without pixels": without_pixels(png(8, 2)),
+        "APNG without frames": without_pixels(png(8, 2, (b"acTL", struct.pack(">II", 1, 0)), (b"fcTL", frame(0)))),
+        "APNG of a frame outside": png(8, 2, (b"acTL", struct.pack(">II", 1, 0)), (b"fcTL", frame(5))),
+        "PNG with pixels in two places": png(8, 2, (b"IDAT", b"\x78"), (b"tIME", bytes(7))),
+    }
+    return found
 
 
 def flavours() -> dict[str, bytes]:
