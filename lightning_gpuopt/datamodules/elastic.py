@@ -333,8 +333,8 @@ class ElasticDataModule(ResumableDataModule):
                     "nothing-to-normalize",
                     f"normalize= finds nothing to normalise: expected uint8 images [B, {len(self.normalize.mean)}, H, "
                     f"W], got {make_of(batch)}. Give decode='tensor' or crop_size=, let the transform give uint8, or "
-                    "leave normalize out (arrays, tensors and images written in another mode than RGB are never "
-                    "normalised: write photographs as RGB images)",
+                    "leave normalize out (of arrays and tensors as they were written it is the first part, or one "
+                    "named image, img, x or pixel_values; images written in another mode than RGB never are)",
                 )
         module = None if trainer is None else trainer.lightning_module
         return batch if module is None else module.on_after_batch_transfer(batch, dataloader_idx)

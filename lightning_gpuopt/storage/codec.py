@@ -24,6 +24,7 @@ from numpy.lib import format as npy_format
 from PIL import Image
 
 from lightning_gpuopt.images.decode import with_pixels_as_stored
+from lightning_gpuopt.images.normalize import is_image_by_place
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.value import buffers, bytes_at, head_fields, pack, parse, sample_number
 
@@ -386,13 +387,22 @@ def _layout(structure: bytes) -> tuple[list[_Leaf | _Mode], _Assemble]:
 
 
 def as_written(structure: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[int | str, ...]]:
-    """Where in a structure's tree arrays, tensors and images lie that are kept exactly, from the outside in."""
+    """Where in a structure's tree arrays, tensors and images lie that are kept exactly, from the outside in.
+
+    But for a sample's image that was written as an array or tensor.
+    """
     kind, *rest = structure
-    if kind in ("array", "tensor") or (kind == "image" and rest):
+    if kind in ("array", "tensor"):
+        if not (rest[0] in _UINT8 and len(rest[1]) == 3 and is_image_by_place(path)):
+            yield path
+    elif kind == "image" and rest:
         yield path
     elif kind in ("tuple", "list", "dict"):
         for key, child in zip(rest[0] if kind == "dict" else range(len(rest[-1])), rest[-1], strict=True):
             yield from as_written(child, (*path, key))
+
+
+_UINT8: Final = ("|u1", "uint8")
 
 
 def has_images(structure: Any) -> bool:
