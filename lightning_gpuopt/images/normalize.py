@@ -38,8 +38,8 @@ def _is_no_image(path: Path) -> bool:
 class Normalize:
     """Turns the uint8 photographs of a batch into normalised floating point.
 
-    These are tensors ``[B, C, H, W]``, and lists of nothing but ``[C, H, W]`` (images of several sizes); in the place of
-    a sample's image (`is_image_by_place`) also ``[B, H, W, C]``, which stay so. Never a part named mask, seg, label,
+    These are tensors ``[B, C, H, W]``, and lists of nothing but ``[C, H, W]`` (images of several sizes); in the place
+    of a sample's image (`is_image_by_place`) also ``[B, H, W, C]``, which stay so. Never a part named mask, seg, label,
     target or depth.
 
     Args:

@@ -25,6 +25,7 @@ from PIL import Image
 
 from lightning_gpuopt.images.decode import with_pixels_as_stored
 from lightning_gpuopt.images.normalize import is_image_by_place
+from lightning_gpuopt.storage import tv_tensors
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.value import buffers, bytes_at, head_fields, pack, parse, sample_number
 
@@ -143,7 +144,9 @@ def _leaf(value: Any, where: str) -> tuple[list[Any], bytes]:
     if isinstance(value, np.ndarray):
         return ["array", _numpy_descr(value.dtype, where), list(value.shape)], value.tobytes()
     if isinstance(value, torch.Tensor):
-        return ["tensor", _tensor_dtype(value, where), list(value.shape)], tensor_bytes(value)
+        described = tv_tensors.describe(value)
+        more = [] if described is None else [described]
+        return ["tensor", _tensor_dtype(value, where), list(value.shape), *more], tensor_bytes(value)
     if isinstance(value, Image.Image):
         return _image(None if value.mode == "RGB" else value.mode), image_bytes(value)
     raise TypeError(
@@ -393,7 +396,8 @@ def as_written(structure: Any, path: tuple[int | str, ...] = ()) -> Iterator[tup
     """
     kind, *rest = structure
     if kind in ("array", "tensor"):
-        if not (rest[0] in _UINT8 and len(rest[1]) == 3 and is_image_by_place(path)):
+        of_an_image = len(rest) == 2 or rest[2]["class"] == "Image"
+        if not (of_an_image and rest[0] in _UINT8 and len(rest[1]) == 3 and is_image_by_place(path)):
             yield path
     elif kind == "image" and rest:
         yield path
@@ -476,7 +480,11 @@ def _array_reader(kind: str, rest: list[Any]) -> _Leaf:
     elif kind == "array":
         dtype, shape = numpy_dtype(rest[0]), tuple(rest[1])
     elif kind == "tensor":
-        return _tensor_reader(torch_dtype(rest[0]), tuple(rest[1]))
+        plain = _tensor_reader(torch_dtype(rest[0]), tuple(rest[1]))
+        if len(rest) == 2:
+            return plain
+        make = tv_tensors.maker(rest[2])
+        return lambda source, start, stop: make(plain(source, start, stop))
     else:
         raise DamagedError(f"an unknown kind of value, {kind!r}")
     num_bytes = dtype.itemsize * math.prod(shape)
