@@ -225,13 +225,13 @@ def class_names(path: str) -> tuple[list[str], list[str]]:
                 continue
             if entry.is_dir():
                 names.append(entry.name)
-            elif _extension(entry.name) in extensions and not _is_special(entry):
+            elif _is_image(entry.name, extensions) and not _is_special(entry):
                 loose.append(entry.name)
     return sorted(names), sorted(loose)
 
 
-def _extension(name: str) -> str:
-    return os.path.splitext(name)[1].lower()
+def _is_image(name: str, extensions: frozenset[str]) -> bool:
+    return name[name.rfind(".") :].lower() in extensions
 
 
 def _is_special(entry: os.DirEntry[str]) -> bool:
@@ -356,8 +356,8 @@ def _walk(top: str, count: Callable[[int], None], entered: Container[_Identity] 
                     continue
                 if entry.is_dir():
                     (found.links if entry.is_symlink() else paths).append(entry.path)
-                elif (extension := _extension(entry.name)) not in extensions:
-                    found.others[extension] += 1
+                elif not _is_image(entry.name, extensions):
+                    found.others[os.path.splitext(entry.name)[1].lower()] += 1
                 elif _is_special(entry):
                     found.special.append(entry.path)
                 else:
