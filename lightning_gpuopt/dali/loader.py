@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Final
 
+import numpy as np
 import torch
 
 from lightning_gpuopt.dali.encoded import Bytes
 from lightning_gpuopt.dali.engine import Engine
 from lightning_gpuopt.dali.pipelines import PipelineError
-from lightning_gpuopt.dali.source import PPM, BatchSource, EncodedBatch, as_ppm, none_left
+from lightning_gpuopt.dali.source import PPM, BatchSource, EncodedBatch, none_left
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image
+from lightning_gpuopt.images.other_decoder import as_ppm
 from lightning_gpuopt.loading.sampler import ElasticSampler, ResumableLoader
 from lightning_gpuopt.measurements.loading import PipelineTimes
 
@@ -254,7 +256,7 @@ class DALILoader(ResumableLoader):
                     f"either, so the file is not at fault: {_last_line(refused)}"
                 ) from refused
             try:
-                rewritten[at] = as_ppm(image)
+                rewritten[at] = np.frombuffer(as_ppm(image.data)[0], np.uint8)
                 self.source.decode_by_pil(index)
             except Exception as reason:
                 if not is_bad_image(reason):

@@ -6,7 +6,6 @@ random state, and so nothing of it is lost when training stops, or when the pipe
 
 from __future__ import annotations
 
-import io
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
@@ -19,15 +18,15 @@ import numpy as np
 
 from lightning_gpuopt.dali.encoded import Bytes, EncodedImages, Labels
 from lightning_gpuopt.images.crop import RATIO, SCALE, draw_area, keyed_generator, resized_center
-from lightning_gpuopt.images.decode import decode_pil, for_other_decoder
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
+from lightning_gpuopt.images.other_decoder import as_ppm, for_other_decoder
 from lightning_gpuopt.loading.memory import keep_heap
 from lightning_gpuopt.loading.order import mix
 from lightning_gpuopt.loading.sampler import BatchIndices
 from lightning_gpuopt.loading.samples import SkippedSamples
 
 PPM: Final = b"P6"
-"""How the files begin that `as_ppm` makes."""
+"""How the files begin that PIL has decoded: no others of that format are given to DALI."""
 
 MAX_THREADS: Final = 16
 """A network file system answers that many at a time. From memory one thread is faster: several would only hand the
@@ -273,9 +272,9 @@ class BatchSource:
         """A sample's image file, height and width. DALI may crash at bytes that it does not know: it gets none."""
         given = self.images.read(index)
         try:
-            data, height, width = for_other_decoder(given.data)
-            image = np.frombuffer(data, np.uint8)
-            return (as_ppm(image) if index in self._by_pil else image), height, width
+            decode = as_ppm if index in self._by_pil else for_other_decoder
+            data, height, width = decode(given.data)
+            return np.frombuffer(data, np.uint8), height, width
         except Exception as error:
             if not is_bad_image(error):
                 raise
@@ -315,17 +314,6 @@ class BatchSource:
         found = [sample for sample in samples if sample is not None]
         areas = None if self.areas is None else np.array([area for _, area in found], np.float32)
         return EncodedBatch(indices, [image for image, _ in found], self.images.labels[list(indices)], areas)
-
-
-def as_ppm(image: Bytes) -> Bytes:
-    """An image file as PIL decodes it, as a PPM file, which every decoder reads.
-
-    Raises:
-        OSError: as `decode_pil`.
-    """
-    out = io.BytesIO()
-    decode_pil(image.data).save(out, "PPM")
-    return np.frombuffer(out.getvalue(), np.uint8)
 
 
 def none_left(size: int) -> CorruptSampleError:

@@ -76,10 +76,12 @@ class ElasticDataModule(ResumableDataModule):
             evaluation loaders of one stage, whose workers would all stay.
         prefetch_factor: Batches that each worker makes ahead.
         normalize: ``(mean, std)`` per channel on the 0-1 scale. Photographs, ``[B, C, H, W]``, travel as uint8, and
-            become floating point in the Trainer's precision, scaled to 0-1 and normalised, on the device. Arrays,
-            tensors, masks and depth maps of an LMDB stay as they were written. What a transform, a `collate_fn` or a
-            dataset of your own gives is a photograph where it is uint8 with as many channels as the mean has: give
-            targets another dtype there. The LightningModule's ``on_after_batch_transfer`` comes after it.
+            become floating point in the Trainer's precision, scaled to 0-1 and normalised, on the device. So does a
+            uint8 array or tensor, ``[H, W, 3]`` or ``[3, H, W]``, that is the sample's first part or named image, img,
+            x or pixel_values. All other arrays, tensors, masks and depth maps of an LMDB stay as they were written.
+            What a transform, a `collate_fn` or a dataset of your own gives is a photograph where it is uint8 with as
+            many channels as the mean has, and not named mask, seg, label, target or depth: give other targets another
+            dtype there. The LightningModule's ``on_after_batch_transfer`` comes after it.
         crop_size: With ``decode="tensor"``: square crops of this side, random-resized in training, from the middle
             in evaluation, as uint8. Masks and depth maps of a sample get the same area, by nearest neighbour.
         collate_fn: Makes a batch of a list of samples; None: torch's ``default_collate``.
@@ -333,8 +335,8 @@ class ElasticDataModule(ResumableDataModule):
                     "nothing-to-normalize",
                     f"normalize= finds nothing to normalise: expected uint8 images [B, {len(self.normalize.mean)}, H, "
                     f"W], got {make_of(batch)}. Give decode='tensor' or crop_size=, let the transform give uint8, or "
-                    "leave normalize out (arrays, tensors and images written in another mode than RGB are never "
-                    "normalised: write photographs as RGB images)",
+                    "leave normalize out (of arrays and tensors as they were written it is the first part, or one "
+                    "named image, img, x or pixel_values; images written in another mode than RGB never are)",
                 )
         module = None if trainer is None else trainer.lightning_module
         return batch if module is None else module.on_after_batch_transfer(batch, dataloader_idx)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from lightning_gpuopt.doctor.facts import DataFacts, ReadRates
 from lightning_gpuopt.images.cost import measure_images
-from lightning_gpuopt.images.files import EXTENSIONS, class_names, read_file
+from lightning_gpuopt.images.files import class_names, image_extensions, read_file
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import Manifest
 from lightning_gpuopt.storage.reader import LMDBDataset
@@ -303,7 +303,8 @@ def _beside(path: str) -> Iterator[tuple[Path, bool]]:
 
 def _decode_s(paths: Sequence[str]) -> float | None:
     """Seconds of decoding an image with PIL, where the files are images."""
-    images = [path for path in paths if path.lower().endswith(EXTENSIONS)]
+    extensions = image_extensions()
+    images = [path for path in paths if os.path.splitext(path)[1].lower() in extensions]
     if 2 * len(images) < len(paths):
         return None
     costs = measure_images(lambda index: read_file(images[index]), range(len(images)), None)

@@ -7,13 +7,15 @@ import warnings
 from typing import Any, Final
 
 import simplejpeg
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
+from lightning_gpuopt.images import jpeg, plain
 from lightning_gpuopt.images.errors import is_bad_image, reason_of
+from lightning_gpuopt.images.rgb import to_rgb
 
-_JPEG: Final = b"\xff\xd8\xff"
 _END_OF_IMAGE: Final = b"\xff\xd9"
-_MAGIC: Final = (_JPEG, b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*")
+_PNG: Final = b"\x89PNG\r\n\x1a\n"
+_MAGIC: Final = (jpeg.MAGIC, _PNG, b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*")
 
 
 class BadImage(Exception):
@@ -34,26 +36,23 @@ def check_image(data: bytes) -> None:
 
     A JPEG whose header can be read and which ends as a JPEG must is taken to be whole: to decode them all would take
     several times as long as everything else in a build. Of a PNG the checksums of all chunks are compared. Anything
-    else, and a JPEG that is doubtful, is decoded in full.
+    else, and a JPEG or PNG whose header is not that of a plain one, is decoded in full.
 
     Raises:
         BadImage: It cannot; the text says why.
     """
     if not data:
         raise BadImage("it is empty")
-    if data[:3] == _JPEG:
-        try:
-            height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-        except ValueError:
-            pass  # PIL decides
-        else:
-            if data[-2:] == _END_OF_IMAGE and within_limit(width, height):
-                return
-    with PILErrors(data), Image.open(io.BytesIO(data)) as image:
-        if image.format == "PNG":
-            image.verify()
-        else:
-            image.load()
+    size = jpeg.sure_size(data) if data[:3] == jpeg.MAGIC and data[-2:] == _END_OF_IMAGE else None
+    if size is not None and within_limit(*size):
+        return
+    with PILErrors(data):
+        if data.startswith(_PNG):
+            with Image.open(io.BytesIO(data)) as image:
+                image.verify()
+        if not plain.is_png(data):
+            with Image.open(io.BytesIO(data)) as image:
+                image.load()
 
 
 def decode_in_full(data: bytes) -> None:
@@ -62,10 +61,10 @@ def decode_in_full(data: bytes) -> None:
     Raises:
         BadImage: It cannot be decoded; what PIL makes do with, readers do too.
     """
-    if data[:3] == _JPEG:
+    if data[:3] == jpeg.MAGIC:
         try:
             simplejpeg.decode_jpeg(data, fastdct=True, fastupsample=True, strict=True)
-        except ValueError:
+        except jpeg.UNSURE:
             pass  # PIL decides, as it does where images are read
         else:
             return
@@ -100,7 +99,7 @@ def shrink_image(data: bytes, size: int, quality: int) -> bytes:
 
 def _shrunk(image: Image.Image, size: int, quality: int) -> bytes:
     image.load()
-    image = ImageOps.exif_transpose(image).convert("RGB")
+    image = to_rgb(image)
     out = io.BytesIO()
     image.resize(shrunk_size(image.size, size), Image.Resampling.BILINEAR).save(out, "JPEG", quality=quality)
     return out.getvalue()

@@ -14,9 +14,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import simplejpeg
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
-from lightning_gpuopt.images import jpeg
+from lightning_gpuopt.images import jpeg, rgb
 from lightning_gpuopt.images.checks import within_limit
 
 Pixels: TypeAlias = np.ndarray[Any, Any]
@@ -47,11 +47,7 @@ def decode_pil(data: bytes | memoryview, mode: str | None = None) -> Image.Image
     image.load()
     if mode is not None:
         return image if image.mode == mode else _in_mode(image, mode)
-    if _turned(image):
-        image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):  # PIL would cut every value at 255: a white image
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return rgb.to_rgb(image)
 
 
 def _in_mode(image: Image.Image, mode: str) -> Image.Image:
@@ -120,7 +116,8 @@ def decode(
         orientation: The EXIF orientation, where it is known.
         last_row: Rows of the stored image from this on are not needed; there may be fewer then.
     """
-    if _is_plain_jpeg(data):
+    size = jpeg.plain_size(data) if data[:3] == jpeg.MAGIC else None
+    if size is not None and within_limit(*size):
         try:
             if last_row is not None and (frame := jpeg.baseline_frame(data)) is not None:
                 pixels = jpeg.decode_upper(data, frame, last_row, min_height, min_width)
@@ -128,8 +125,8 @@ def decode(
                 pixels = simplejpeg.decode_jpeg(data, min_height=min_height, min_width=min_width, min_factor=2)
             else:
                 pixels = simplejpeg.decode_jpeg(data)
-        except ValueError:
-            pass  # a doubtful file, or CMYK: PIL knows
+        except jpeg.UNSURE:
+            pass  # PIL knows
         else:
             return _upright(pixels, _orientation(data) if orientation is None else orientation)
     return np.asarray(decode_pil(data))
@@ -144,34 +141,25 @@ def _upright(pixels: Pixels, orientation: int) -> Pixels:
     return pixels[:: -1 if vertically else 1, :: -1 if horizontally else 1]
 
 
+def is_swapped(orientation: int) -> bool:
+    """Whether an image of this EXIF orientation is shown with height and width swapped."""
+    return orientation in _UPRIGHT and _UPRIGHT[orientation][0]
+
+
 def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int] | None:
     """Height and width as stored, and the EXIF orientation (1 where it is upright already).
 
     None where it is no JPEG file, or a doubtful one.
     """
-    if not _is_plain_jpeg(data):
-        return None
-    try:
-        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
-        return None
-    return height, width, _orientation(data)
-
-
-def _is_plain_jpeg(data: bytes | memoryview) -> bool:
-    """Whether a JPEG file is one that other decoders take, or refuse, as PIL does; of all others PIL decides."""
-    size = jpeg.frame_size(data) if data[:3] == jpeg.MAGIC else None
-    return size is not None and within_limit(*size)
+    size = jpeg.sure_size(data) if data[:3] == jpeg.MAGIC else None
+    return (*size, _orientation(data)) if size is not None and within_limit(*size) else None
 
 
 def _orientation(data: bytes | memoryview) -> int:
     """The orientation of a JPEG file as PIL has it."""
     orientation = jpeg.orientation_of(data)
-    return _orientation_by_pil(_opened(data)) if orientation is None else orientation
+    return rgb.orientation_of(_opened(data)) if orientation is None else orientation
 
-
-_KNOWN: Final = frozenset({"PNG", "WEBP", "BMP", "PPM"})
-"""Formats besides JPEG that decoders outside Python read as PIL does, where the image is stored upright."""
 
 _MAY_BE_TURNED: Final = re.compile(b"eXIf|EXIF|Raw profile type|Orientation")
 
@@ -190,59 +178,18 @@ def with_pixels_as_stored(image: Image.Image, data: bytes) -> bytes | None:
         return None
     if image.mode != "RGB":  # read in its mode, and never turned
         return data
-    turned = is_turned(data) if image.format == "PNG" else _turned(image)  # a PNG is decoded to tell of its metadata
+    by_file = image.format == "PNG"  # which is decoded to tell of its metadata
+    turned = is_turned(data) if by_file else rgb.is_turned(image)
     if turned and data[:3] == jpeg.MAGIC:
         data = jpeg.with_orientation_1(data)
-        turned = _turned(_opened(data))  # by its XMP
+        turned = rgb.is_turned(_opened(data))  # by its XMP
     return None if turned else data
 
 
 def is_turned(data: bytes) -> bool:
     """Whether readers would turn an image file by its metadata; a TIFF PIL itself turns as it decodes it."""
-    return (data[:3] == jpeg.MAGIC or _MAY_BE_TURNED.search(data) is not None) and _turned(_opened(data))
-
-
-def _turned(image: Image.Image) -> bool:
-    return _orientation_by_pil(image) != 1
-
-
-def _orientation_by_pil(image: Image.Image) -> int:
-    try:
-        orientation: Any = image.getexif().get(jpeg.ORIENTATION, 1)
-    except Exception:  # of metadata that is none; the pixels may be fine
-        return 1
-    return orientation if orientation in _UPRIGHT else 1
+    return (data[:3] == jpeg.MAGIC or _MAY_BE_TURNED.search(data) is not None) and rgb.is_turned(_opened(data))
 
 
 def _opened(data: bytes | memoryview) -> Image.Image:
     return Image.open(io.BytesIO(data))
-
-
-def for_other_decoder(data: bytes | memoryview) -> tuple[bytes | memoryview, int, int]:
-    """An image file for a decoder outside Python, with its height and width as it is shown, upright.
-
-    A JPEG file stays as it is, and so does a file of another common format, unless its metadata may turn it: decoders
-    do not agree on that. All else is decoded by PIL, and becomes a PPM file.
-
-    Args:
-        data: The image file.
-
-    Returns:
-        The file, height and width.
-
-    Raises:
-        OSError: As `decode_pil`.
-    """
-    header = jpeg_size(data)
-    if header is not None and jpeg.orientation_of(data) is not None:
-        height, width, orientation = header
-        return (data, width, height) if orientation in _UPRIGHT and _UPRIGHT[orientation][0] else (data, height, width)
-    with Image.open(io.BytesIO(data)) as image:
-        width, height = image.size
-        known = image.format in _KNOWN or (image.format == "JPEG" and jpeg.orientation_of(data) == 1)
-    if known and not (image.format != "JPEG" and _MAY_BE_TURNED.search(data)):
-        return data, height, width
-    decoded = decode_pil(data)
-    out = io.BytesIO()
-    decoded.save(out, "PPM")
-    return out.getvalue(), decoded.height, decoded.width

@@ -10,7 +10,18 @@ class CorruptSampleError(RuntimeError):
     """A sample's image cannot be decoded, or its bytes are damaged; the text names it, by its file where it has one."""
 
 
-_DECODERS: Final = re.compile(r"PIL\.(\w+ImagePlugin|ImageFile|_binary)|(simplejpeg|torchvision\.io)(\.\w+)*")
+DECODERS: Final[dict[str, tuple[str, ...]]] = {
+    "PIL.ImageFile": (),
+    "PIL._binary": (),
+    "simplejpeg": (),
+    "torchvision.io": ("read_file",),
+    "torchcodec.decoders": ("_normalize_mode", "_source_to_tensor", "_validate_output_dtype"),
+    "torchcodec._core": (),
+}
+"""The decoders beside PIL's plugins: modules, with all below them, whose errors are about an image's bytes; and their
+functions whose errors are not, but about files or arguments."""
+
+_PIL_PLUGIN: Final = re.compile(r"PIL\.\w+ImagePlugin")
 
 
 def is_bad_image(error: BaseException) -> bool:
@@ -28,9 +39,11 @@ def is_bad_image(error: BaseException) -> bool:
     module, function = raised_in(error)
     if (module, function) == ("PIL.Image", "load"):  # a palette that is none
         return True
+    for decoder, others in DECODERS.items():
+        if f"{module}.".startswith(f"{decoder}."):
+            return function not in others
     plugins = {factory.__module__ for factory, _ in Image.OPEN.values()}  # other packages bring some, too
-    is_decoder = _DECODERS.fullmatch(module) is not None or module in plugins
-    return is_decoder and function != "read_file"  # torchvision's, which has RuntimeError for what the storage says
+    return _PIL_PLUGIN.fullmatch(module) is not None or module in plugins
 
 
 def raised_in(error: BaseException) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from lightning_gpuopt.images.errors import CorruptSampleError
 from lightning_gpuopt.utils.console_progress import ConsoleProgress
 from lightning_gpuopt.utils.user_cache import UserCache
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _THREADS: Final = 16
 _AT_A_TIME: Final = 4096
 

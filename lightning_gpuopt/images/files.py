@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
 import os
+import stat
 import time
 import warnings
 from array import array
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import IO, Any, Final
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import IO, Any, Final, TypeAlias
 
 import numpy as np
 import xxhash
+from PIL import Image
 
 from lightning_gpuopt.utils.console_progress import ConsoleProgress
 from lightning_gpuopt.utils.user_cache import UserCache
 
-EXTENSIONS: Final = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+_NOT_READ: Final = frozenset(("BUFR", "GRIB", "HDF5", "MPEG", "WMF", "EPS"))
+"""Formats that PIL recognises, and cannot decode by itself."""
 CACHE_FROM: Final = 20_000
 """From so many files on the list of them is kept: below, listing them again takes a moment only."""
-_CACHE_VERSION: Final = 1
+_CACHE_VERSION: Final = 2
 _RECENT_NS: Final = 2_000_000_000
 """A folder changed so shortly before it was listed may change again without a new time of change."""
 _THREADS: Final = 8  # a network file system answers several at a time
 _SIZES: Final = 512  # files looked at to know about how large they all are
 
 log = logging.getLogger(__name__)
+
+
+def image_extensions() -> frozenset[str]:
+    """How the names of files end that PIL can open, in lower case: ``.jpg``, ``.gif``, ``.avif``, ..."""
+    formats = Image.registered_extensions()  # imports all of its plugins first
+    opened = {"MPO", *Image.OPEN} - _NOT_READ
+    return frozenset(extension for extension, name in formats.items() if name in opened)
 
 
 class Strings:
@@ -72,6 +85,8 @@ class ImageFiles:
         classes: Names of the class subfolders, index by label; None where images lie in the folder itself.
         folders: The folders that hold images, relative to `path`.
         num_bytes: About how many bytes all files have.
+        others: How many files were left out, by the ends of their names.
+        not_entered: What was left out of the images and folders: pipes, devices, and folders that were entered before.
     """
 
     path: str
@@ -80,6 +95,8 @@ class ImageFiles:
     _labels: array[int]  # by folder
     _folder_of: array[int]
     _names: Strings
+    others: dict[str, int]
+    not_entered: list[str]
 
     def __len__(self) -> int:
         return len(self._names)
@@ -126,10 +143,16 @@ def read_file(path: str) -> bytes:
     Raises:
         OSError: It cannot be read; the text names it.
     """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        size = os.fstat(file).st_size
-        if not size:  # nothing in it, or a size that is not told: a pipe, /proc, some file systems in user space
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
+    except BlockingIOError:  # a file, on which another process has a lease (fcntl(2)) that it is asked to give up
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):  # which read(2) refuses itself
+            raise OSError(errno.EINVAL, "expected a regular file, got a pipe or device")
+        size = status.st_size
+        if not size:  # nothing in it, or a size that is not told: /proc, some file systems in user space
             with open(file, "rb", closefd=False) as stream:
                 return stream.read()
         data = os.read(file, size)
@@ -171,13 +194,15 @@ def find_images(path: str | os.PathLike[str], *, need_classes: bool = True, prog
             f"{path}: {len(loose)} images beside the class subfolders ({_some(loose)}) have no class and are left out",
             stacklevel=2,
         )
-    cache = UserCache("image-files", [_CACHE_VERSION, os.path.realpath(folder), labelled], ".npz")
+    key = [_CACHE_VERSION, os.path.realpath(folder), labelled, sorted(image_extensions())]
+    cache = UserCache("image-files", key, ".npz")
     found = cache.load(lambda data: _parse(data, folder))
     if found is None:
         found = _list(folder, top if labelled else None, cache, progress)
+    _warn_of_others(found)
     if not len(found):
         raise ValueError(
-            f"{path}: there is no image in it; expected files that end in {', '.join(EXTENSIONS)}"
+            f"{path}: there is no image in it; expected files of formats that PIL opens (.jpg, .png, ...)"
             + " in class subfolders" * labelled
         )
     if labelled and (empty := found.empty_classes()):
@@ -193,74 +218,153 @@ def class_names(path: str) -> tuple[list[str], list[str]]:
     """Names of a folder's subfolders, and of the images that lie beside them."""
     names: list[str] = []
     loose: list[str] = []
+    extensions = image_extensions()
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
                 names.append(entry.name)
-            elif entry.name.lower().endswith(EXTENSIONS):
+            elif _is_image(entry.name, extensions) and not _is_special(entry):
                 loose.append(entry.name)
     return sorted(names), sorted(loose)
 
 
+def _is_image(name: str, extensions: frozenset[str]) -> bool:
+    return name[name.rfind(".") :].lower() in extensions
+
+
+def _is_special(entry: os.DirEntry[str]) -> bool:
+    """Whether it is neither a file nor a folder, nor a link that leads nowhere: that is an error when it is read."""
+    return not entry.is_file() and os.path.exists(entry.path)
+
+
+def _warn_of_others(found: ImageFiles) -> None:
+    if found.others:
+        numbers = sorted(found.others.items(), key=lambda each: (-each[1], each[0]))
+        text = ", ".join(f"{number} {extension or 'without extension'}" for extension, number in numbers)
+        warnings.warn(f"{found.path}: files that PIL cannot open by their names are left out: {text}", stacklevel=3)
+    if found.not_entered:
+        warnings.warn(
+            f"{found.path}: left out, since they are no regular files, or folders that are among the others already: "
+            f"{_some(found.not_entered)} ({len(found.not_entered)})",
+            stacklevel=3,
+        )
+
+
 # --- listing -----------------------------------------------------------------------------------------------------
 
-_Listed = list[tuple[str, int, list[str]]]
-"""Folders, their time of change in ns, and the images in each, in torchvision's order."""
+_Identity: TypeAlias = tuple[int, int]
+"""Of a folder, however it is reached: device and inode."""
+
+
+@dataclass
+class _Folder:
+    """What lies in a folder itself.
+
+    Attributes:
+        path: The folder.
+        changed: Its time of change in ns.
+        identity: What it is, by whatever path.
+        images: Names of the images.
+        links: Paths of links to other folders.
+        others: How many files were left out, by the ends of their names.
+        special: Paths of pipes and devices that are called as images are.
+    """
+
+    path: str
+    changed: int
+    identity: _Identity
+    images: list[str] = field(default_factory=list)
+    links: list[str] = field(default_factory=list)
+    others: Counter[str] = field(default_factory=Counter)
+    special: list[str] = field(default_factory=list)
 
 
 def _list(folder: str, classes: list[str] | None, cache: UserCache, progress: bool) -> ImageFiles:
     counter = ConsoleProgress(
         None, what=f"listing {folder}", unit="images", enabled=progress, lines=False, after_s=1.0, transient=True
     )
+    tops = [folder] if classes is None else [os.path.join(folder, name) for name in classes]
+    entered: dict[_Identity, str] = {} if classes is None else {_identity(folder): folder}
+    listed: list[list[_Folder]] = [[] for _ in tops]
+
+    def keep(label: int, folders: Iterable[_Folder]) -> list[tuple[str, int]]:
+        """Keep what was not entered before; returns the links in there, with their label."""
+        new = [each for each in folders if entered.setdefault(each.identity, each.path) == each.path]
+        listed[label] += new
+        return [(link, label) for each in new for link in each.links]
+
     with counter, ThreadPoolExecutor(_THREADS, thread_name_prefix="gpuopt-list") as pool:
-        tops = [folder] if classes is None else [os.path.join(folder, name) for name in classes]
-        listed = list(pool.map(lambda top: _walk(top, counter.add), tops))
-    folders: list[str] = []
-    labels, folder_of, names = array("I"), array("I"), Strings()
-    watched = {folder: os.stat(folder).st_mtime_ns}
-    for label, found in enumerate(listed):
-        watched |= {each: changed for each, changed, _ in found}
-        holding = [(each, images) for each, _, images in found if images]
-        for each, images in holding:
-            folders.append(os.path.relpath(each, folder))
-            labels.append(label)
-            folder_of.extend([len(folders) - 1] * len(images))
-            for image in images:
-                names.append(image)
-    files = ImageFiles(folder, None if classes is None else tuple(classes), folders, labels, folder_of, names)
+        walked = list(pool.map(lambda top: list(_walk(top, counter.add)), tops))
+        # Links after all else, and in order: through which path a folder is entered must not depend on the machine.
+        order = sorted(range(len(tops)), key=lambda label: (os.path.islink(tops[label]), label))
+        links = [link for label in order for link in keep(label, walked[label])]
+        again = [tops[label] for label in order if walked[label][0] not in listed[label]]
+        heapify(links)
+        while links:
+            link, label = heappop(links)
+            if _identity(link) in entered:
+                again.append(link)
+            for more in keep(label, _walk(link, counter.add, entered)):
+                heappush(links, more)
+    watched = {folder: os.stat(folder).st_mtime_ns} | {each.path: each.changed for found in listed for each in found}
+    files = _as_files(folder, classes, listed, again)
     if len(files) >= CACHE_FROM and max(watched.values()) < time.time_ns() - _RECENT_NS:
         cache.keep(lambda stream: _write(files, watched, stream))
     return files
 
 
-def _walk(top: str, count: Callable[[int], None]) -> _Listed:
-    found: _Listed = []
-    folders = [top]
-    while folders:
-        folder = folders.pop()
-        changed = os.stat(folder).st_mtime_ns  # first: what comes while it is listed makes it newer
-        images: list[str] = []
-        with os.scandir(folder) as entries:
+def _as_files(folder: str, classes: list[str] | None, listed: list[list[_Folder]], again: list[str]) -> ImageFiles:
+    folders: list[str] = []
+    labels, folder_of, names = array("I"), array("I"), Strings()
+    others: Counter[str] = Counter()
+    for label, found in enumerate(listed):
+        for each in sorted(found, key=lambda each: each.path):
+            others += each.others
+            again += each.special
+            if not each.images:
+                continue
+            folders.append(os.path.relpath(each.path, folder))
+            labels.append(label)
+            folder_of.extend([len(folders) - 1] * len(each.images))
+            for image in each.images:
+                names.append(image)
+    not_entered = sorted(os.path.relpath(path, folder) for path in again)
+    named = None if classes is None else tuple(classes)
+    return ImageFiles(folder, named, folders, labels, folder_of, names, dict(others), not_entered)
+
+
+def _identity(path: str) -> _Identity:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+def _walk(top: str, count: Callable[[int], None], entered: Container[_Identity] = ()) -> Iterator[_Folder]:
+    """A folder and those below it but for links, and for those that were entered before."""
+    extensions = image_extensions()
+    paths = [top]
+    while paths:
+        path = paths.pop()
+        status = os.stat(path)  # first: what comes while it is listed makes it newer
+        found = _Folder(path, status.st_mtime_ns, (status.st_dev, status.st_ino))
+        if found.identity in entered:
+            continue
+        with os.scandir(path) as entries:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir():
-                    _refuse_loop(entry)
-                    folders.append(entry.path)
-                elif entry.name.lower().endswith(EXTENSIONS):
-                    images.append(entry.name)
-        count(len(images))
-        found.append((folder, changed, sorted(images)))
-    return sorted(found)
-
-
-def _refuse_loop(entry: os.DirEntry[str]) -> None:
-    if entry.is_symlink():
-        here, there = os.path.realpath(os.path.dirname(entry.path)), os.path.realpath(entry.path)
-        if here == there or here.startswith(there + os.sep):
-            raise ValueError(f"{entry.path}: a link to a folder above it; remove it")
+                    (found.links if entry.is_symlink() else paths).append(entry.path)
+                elif not _is_image(entry.name, extensions):
+                    found.others[os.path.splitext(entry.name)[1].lower()] += 1
+                elif _is_special(entry):
+                    found.special.append(entry.path)
+                else:
+                    found.images.append(entry.name)
+        found.images.sort()
+        count(len(found.images))
+        yield found
 
 
 # --- the list that is kept ---------------------------------------------------------------------------------------
@@ -276,11 +380,13 @@ def _parse(data: bytes, folder: str) -> ImageFiles | None:
             values.frombytes(kept[name].tobytes())
         names = Strings(kept["names"].tobytes(), arrays["ends"])
     classes = None if about["classes"] is None else tuple(about["classes"])
-    return ImageFiles(folder, classes, about["folders"], arrays["labels"], arrays["folder_of"], names)
+    more = about["others"], about["not_entered"]
+    return ImageFiles(folder, classes, about["folders"], arrays["labels"], arrays["folder_of"], names, *more)
 
 
 def _write(files: ImageFiles, watched: dict[str, int], stream: IO[bytes]) -> None:
     about = {"classes": files.classes, "folders": files.folders, "watched": watched}
+    about |= {"others": files.others, "not_entered": files.not_entered}
     names, ends = files._names.parts()
     arrays = {"about": json.dumps(about).encode(), "names": names, "ends": ends}
     arrays |= {"labels": files._labels.tobytes(), "folder_of": files._folder_of.tobytes()}

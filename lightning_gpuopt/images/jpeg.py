@@ -14,13 +14,18 @@ MAGIC: Final = b"\xff\xd8\xff"
 ORIENTATION: Final = 0x0112
 """EXIF's tag."""
 
+UNSURE: Final = (ValueError, KeyError)
+"""What simplejpeg raises of files that it does not know, or finds damaged: PIL decides."""
+
 _FRAMES: Final = (0xC0, 0xC1, 0xC2)
+_PROGRESSIVE: Final = 0xC2
 _SCAN: Final = 0xDA
 _COMMON: Final = frozenset({*_FRAMES, 0xC4, _SCAN, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE})
 """Markers of segments: frames, Huffman and quantization tables, restart interval, applications' data, comment."""
 
 _XMP: Final = b"tiff:Orientation"
-_FRAME_SIZE = struct.Struct(">HH")  # height and width, behind marker, length and precision
+_FRAME = struct.Struct(">BHHB")  # precision, height, width and components, behind marker and length
+_FRAME_SIZE = struct.Struct(">HH")
 _LEFT_OVER: Final = re.compile("extraneous bytes before marker 0xd[0-79]")
 _ROWS_MORE: Final = 16  # the row of blocks below a crop, which smooths the chroma of the last rows
 
@@ -64,16 +69,33 @@ def orientation_of(data: bytes | memoryview) -> int | None:
     return None if found == "odd" or any(_XMP in each for each in applications) else 1
 
 
-def frame_size(data: bytes | memoryview) -> tuple[int, int] | None:
-    """Height and width of a JPEG file as stored; None where it has a segment that not all decoders take."""
-    size, marker = None, 0
-    for marker, at, _ in _segments(data):
-        if marker not in _COMMON:
+def plain_size(data: bytes | memoryview) -> tuple[int, int] | None:
+    """Height and width, as stored, of a JPEG file that all decoders take; None for all else.
+
+    They take baseline and progressive frames of 8 bits, grey or in three colours, in files that have none but common
+    segments.
+    """
+    frame = None
+    for marker, at, length in _segments(data):
+        if marker not in _COMMON or at + 2 + length > len(data):
             return None
-        if marker in _FRAMES and at + 9 <= len(data):
-            height, width = _FRAME_SIZE.unpack_from(data, at + 5)
-            size = int(height), int(width)
-    return size if marker == _SCAN else None
+        if marker in _FRAMES and length >= _FRAME.size + 2:
+            frame = marker, *_FRAME.unpack_from(data, at + 4)
+        elif marker == _SCAN and frame is not None:
+            coding, precision, height, width, components = frame
+            if precision != 8 or components not in (1, 3) or (coding == _PROGRESSIVE and data[at + length]):
+                return None
+            return int(height), int(width)
+    return None
+
+
+def sure_size(data: bytes | memoryview) -> tuple[int, int] | None:
+    """As `plain_size`, and the decoder can read the header."""
+    size = plain_size(data)
+    try:
+        return None if size is None else simplejpeg.decode_jpeg_header(data)[:2]
+    except UNSURE:
+        return None
 
 
 def with_orientation_1(data: bytes) -> bytes:

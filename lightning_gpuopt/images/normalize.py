@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -19,11 +20,27 @@ IMAGENET_STD: Final = (0.229, 0.224, 0.225)
 
 _KEPT: Final = 64
 
+_IMAGES: Final = frozenset(("image", "img", "x", "pixel_values"))
+_NO_IMAGES: Final = re.compile(r"(?<![a-z])(mask|seg|label|target|depth)s?(?![a-z])")
+
+
+def is_image_by_place(path: Path) -> bool:
+    """Whether an array or tensor there is the sample's image: the sample, its first part, or one that is named so."""
+    if not path:
+        return True
+    return not _is_no_image(path) and (path == (0,) or str(path[-1]).lower() in _IMAGES)
+
+
+def _is_no_image(path: Path) -> bool:
+    return any(isinstance(key, str) and _NO_IMAGES.search(key.lower()) is not None for key in path)
+
 
 class Normalize:
     """Turns the uint8 photographs of a batch into normalised floating point.
 
-    These are tensors ``[B, C, H, W]``, and lists of nothing but ``[C, H, W]`` (images of several sizes).
+    These are tensors ``[B, C, H, W]``, and lists of nothing but ``[C, H, W]`` (images of several sizes); in the place
+    of a sample's image (`is_image_by_place`) also ``[B, H, W, C]``, which stay so. Never a part named mask, seg, label,
+    target or depth.
 
     Args:
         mean: Mean of each of the C channels, on the 0-1 scale.
@@ -68,13 +85,16 @@ class Normalize:
 
         def walk(part: Any, path: Path) -> Any:
             nonlocal normalized
-            if any(path[: len(each)] == each for each in exact):
+            if any(path[: len(each)] == each for each in exact) or _is_no_image(path):
                 return part
             if isinstance(part, torch.Tensor):
-                if not self._is_photograph(part, 4):
+                by_rows = part.dim() == 4 and part.size(1) != len(self.mean) and is_image_by_place(path)
+                images = part.permute(0, 3, 1, 2) if by_rows else part
+                if not self._is_photograph(images, 4):
                     return part
                 normalized += 1
-                return self._normalized(part, dtype)
+                done = self._normalized(images, dtype)
+                return done.permute(0, 2, 3, 1) if by_rows else done
             if isinstance(part, Mapping):
                 return _with_values(part, {key: walk(value, (*path, key)) for key, value in part.items()})
             if not isinstance(part, (list, tuple)):

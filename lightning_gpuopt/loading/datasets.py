@@ -13,7 +13,7 @@ The class of a dataset may offer any of these; none has to:
 - ``read_ahead(indices)``: begin to read these samples, without waiting for them.
 - ``targets``: the label of each sample, without reading the samples.
 - ``as_written``: where in a sample arrays, tensors and masks lie that come as they were written: these are never
-  normalised.
+  normalised. An array or tensor that is the sample's image (``images/normalize.py``) is none of them.
 - ``encoded_image(index)``: the bytes of a sample's image file, for decoders outside Python; None where it has none.
 - ``sample_name(index)``: what users call a sample, such as its file's path.
 """

@@ -24,6 +24,8 @@ from numpy.lib import format as npy_format
 from PIL import Image
 
 from lightning_gpuopt.images.decode import with_pixels_as_stored
+from lightning_gpuopt.images.normalize import is_image_by_place
+from lightning_gpuopt.storage import tv_tensors
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.value import buffers, bytes_at, head_fields, pack, parse, sample_number
 
@@ -177,7 +179,10 @@ def _leaf(value: Any, where: str) -> tuple[list[Any], bytes]:
         return ["array", _numpy_descr(value.dtype, where), list(value.shape)], value.tobytes()
     if isinstance(value, torch.Tensor):
         refuse_unstorable(value, where)
-        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)], tensor_bytes(value)
+        described = tv_tensors.describe(value)
+        more = [] if described is None else [described]
+        dtype = str(value.dtype).removeprefix("torch.")
+        return ["tensor", dtype, list(value.shape), *more], tensor_bytes(value)
     if isinstance(value, Image.Image):
         return _image(None if value.mode == "RGB" else value.mode), image_bytes(value)
     raise TypeError(
@@ -435,13 +440,23 @@ def _layout(structure: bytes) -> tuple[list[_Leaf | _Mode], _Assemble]:
 
 
 def as_written(structure: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[int | str, ...]]:
-    """Where in a structure's tree arrays, tensors and images lie that are kept exactly, from the outside in."""
+    """Where in a structure's tree arrays, tensors and images lie that are kept exactly, from the outside in.
+
+    But for a sample's image that was written as an array or tensor.
+    """
     kind, *rest = structure
-    if kind in ("array", "tensor") or (kind == "image" and rest):
+    if kind in ("array", "tensor"):
+        of_an_image = len(rest) == 2 or rest[2]["class"] == "Image"
+        if not (of_an_image and rest[0] in _UINT8 and len(rest[1]) == 3 and is_image_by_place(path)):
+            yield path
+    elif kind == "image" and rest:
         yield path
     elif kind in ("tuple", "list", "dict"):
         for key, child in zip(rest[0] if kind == "dict" else range(len(rest[-1])), rest[-1], strict=True):
             yield from as_written(child, (*path, key))
+
+
+_UINT8: Final = ("|u1", "uint8")
 
 
 def has_images(structure: Any) -> bool:
@@ -515,7 +530,11 @@ def _array_reader(kind: str, rest: list[Any]) -> _Leaf:
     elif kind == "array":
         dtype, shape = numpy_dtype(rest[0]), tuple(rest[1])
     elif kind == "tensor":
-        return _tensor_reader(torch_dtype(rest[0]), tuple(rest[1]))
+        plain = _tensor_reader(torch_dtype(rest[0]), tuple(rest[1]))
+        if len(rest) == 2:
+            return plain
+        make = tv_tensors.maker(rest[2])
+        return lambda source, start, stop: make(plain(source, start, stop))
     else:
         raise DamagedError(f"an unknown kind of value, {kind!r}")
     num_bytes = dtype.itemsize * math.prod(shape)

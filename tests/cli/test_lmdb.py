@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pickle
@@ -132,22 +133,17 @@ def test_errors_speak_of_switches() -> None:
 
 
 def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(folder: dict[str, bytes]) -> None:
-    first, held = Path("images/a/00001.jpg"), Path("images/a/00002.jpg")
-    for fifo in (first, held):
-        fifo.unlink()
-        os.mkfifo(fifo)
-    command = [sys.executable, "-m", "lightning_gpuopt", "lmdb", "build", "images", "out"]
-    # To open the first waits until the build has opened it, too; then that waits for somebody who opens the next.
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
-        first.open("wb"),
-    ):
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60) == ("", "interrupted; --resume goes on\n")
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGIO})
+    with Path("images/a/00001.jpg").open("r+b") as held:
+        # Whoever opens the file waits until the lease on it is given up, and a signal tells that it does.
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        command = [sys.executable, "-m", "lightning_gpuopt", "lmdb", "build", "images", "out"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert signal.sigtimedwait({signal.SIGIO}, 60) is not None
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=60) == ("", "interrupted; --resume goes on\n")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})
     assert process.returncode == 130
-    for fifo in (first, held):
-        fifo.unlink()
-        fifo.write_bytes(folder[f"a/{fifo.name}"])
     assert run("build images out --resume") == 0
     assert [image for image, _ in stored(Path("out"))] == list(folder.values())
 

@@ -193,7 +193,7 @@ FLOAT, UINT8 = torch.float32, torch.uint8
     ("sample", "expected"),
     [
         ((photo(60, 40), ARRAY), [FLOAT, UINT8]),
-        ((ARRAY, photo(60, 40)), [UINT8, FLOAT]),
+        ((np.int64(4), ARRAY, photo(60, 40)), [torch.int64, UINT8, FLOAT]),
         ((photo(60, 40), torch.from_numpy(ARRAY)), [FLOAT, UINT8]),
         ((photo(60, 40), photo(60, 40)), [FLOAT, FLOAT]),
         (
@@ -208,15 +208,54 @@ def test_every_photograph_is_normalised_and_no_array(tmp_path: Path, sample: Any
     assert dtypes(fit(tmp_path, data, decode="tensor", normalize=HALF, num_workers=workers)) == expected
 
 
-@pytest.mark.parametrize("sample", [(ARRAY, 1), ARRAY, (torch.from_numpy(ARRAY), ARRAY)])
-def test_arrays_that_are_gathered_are_as_they_were_written(tmp_path: Path, sample: Any) -> None:
+ROWS = np.arange(40 * 60 * 3, dtype=np.uint8).reshape(40, 60, 3)
+TENSOR = torch.from_numpy(ARRAY)
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        ((ARRAY, 1), [FLOAT, torch.int64]),
+        ((ROWS, ARRAY), [FLOAT, UINT8]),
+        ((TENSOR, ROWS), [FLOAT, UINT8]),
+        (ARRAY, FLOAT),
+        ((ARRAY, photo(60, 40)), [FLOAT, FLOAT]),
+        ({"y": ROWS, "x": ROWS}, {"y": UINT8, "x": FLOAT}),
+        ({"img": ARRAY, "mask": ARRAY}, {"img": FLOAT, "mask": UINT8}),
+        ({"in": {"Image": TENSOR, "depth": TENSOR}}, {"in": {"Image": FLOAT, "depth": UINT8}}),
+        ({"pixel_values": ROWS, "target": [ROWS]}, {"pixel_values": FLOAT, "target": [UINT8]}),
+        ({"seg": {"image": ROWS}, "image": ROWS}, {"seg": {"image": UINT8}, "image": FLOAT}),
+        (({"image": ARRAY, "other": ARRAY}, ARRAY), [{"image": FLOAT, "other": UINT8}, UINT8]),
+    ],
+)
+@pytest.mark.parametrize("read", ["path", "own dataset"])
+def test_an_array_in_the_place_of_the_image_is_normalised(
+    tmp_path: Path, sample: Any, expected: Any, read: str
+) -> None:
+    data: Any = write(tmp_path / "data", *[sample] * 4)
+    batch = fit(tmp_path, Subset(LMDBDataset(data, decode="tensor"), range(4)) if read != "path" else data,
+                decode="tensor", normalize=HALF)  # fmt: skip
+    assert dtypes(batch) == expected
+
+
+@pytest.mark.parametrize("array", [ROWS, ROWS.transpose(2, 0, 1), torch.from_numpy(ROWS)])
+def test_a_normalised_array_keeps_its_shape(tmp_path: Path, array: Any) -> None:
+    data = write(tmp_path / "data", *[(array, array[:2])] * 4)
+    images, others = fit(tmp_path, data, normalize=((0.5, 0.25, 0.125), (0.25, 0.5, 1.0)))
+    values, channel = torch.tensor(np.asarray(array)).double() / 255, -1 if array.shape[-1] == 3 else 0
+    shape = [3 if at == channel % 3 else 1 for at in range(3)]
+    mean, std = (torch.tensor(each).view(shape) for each in ((0.5, 0.25, 0.125), (0.25, 0.5, 1.0)))
+    torch.testing.assert_close(images, ((values - mean) / std).float().expand(4, -1, -1, -1))
+    assert (images.shape[1:], others.dtype) == (array.shape, UINT8)
+
+
+@pytest.mark.parametrize("sample", [(ARRAY.astype(np.int16), 1), {"array": ARRAY}, (ARRAY[:2], ARRAY)])
+def test_other_arrays_are_as_they_were_written(tmp_path: Path, sample: Any) -> None:
     data = write(tmp_path / "data", *[sample] * 4)
-    with pytest.warns(
-        UserWarning, match="arrays, tensors and images .* are never normalised: write photographs as RGB"
-    ):
+    with pytest.warns(UserWarning, match="of arrays and tensors as they were written it is the first part, or one"):
         batch = fit(tmp_path, data, normalize=HALF)
-    first = batch if isinstance(batch, torch.Tensor) else batch[0]
-    assert (first.dtype, first.unique().tolist()) == (UINT8, [51])
+    first = batch["array"] if isinstance(batch, dict) else batch[0]
+    assert (first.is_floating_point(), first.unique().tolist()) == (False, [51])
 
 
 def flipped(sample: Any) -> Any:

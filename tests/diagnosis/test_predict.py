@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
+from evaluation.gains import HALVES, load, width
 from lightning_gpuopt.diagnosis.predict import (
     SPREADS,
     ceiling,
@@ -16,6 +18,7 @@ from lightning_gpuopt.diagnosis.predict import (
     speedup_without,
     without_data_s,
 )
+from lightning_gpuopt.measurements.loader_model import STEP_SPREAD
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from tests.diagnosis.numbers import IN_PROCESS, data_finding, gpu, host, measurement, times, workers
 
@@ -167,3 +170,12 @@ class TestCosts:
     def test_of_what_was_not_timed(self) -> None:
         assert loader_costs(measurement(times(data_wait=4.0))) is None
         assert loader_costs(measurement(times(), LoaderFacts(), workers=workers(data_s=0.04))) is None
+
+
+def test_the_intervals_are_as_wide_as_predictions_were_off_and_hold_for_runs_that_were_left_out() -> None:
+    predictions = load()
+    for kind, spread in SPREADS.items():
+        assert spread == pytest.approx(max(math.ceil(100 * width(predictions, kind)) / 100, STEP_SPREAD)), kind
+    held_out = [each.gain.kept for each in predictions if each.half == HALVES[1]]
+    assert sum(held_out) >= 0.9 * len(held_out)
+    assert len(held_out) >= 20

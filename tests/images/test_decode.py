@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from lightning_gpuopt.images.checks import shrink_image
 from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
-from lightning_gpuopt.images.decode import decode_pil, decode_tensor, for_other_decoder, jpeg_size
+from lightning_gpuopt.images.decode import decode_pil, decode_tensor, jpeg_size
 from lightning_gpuopt.images.jpeg import orientation_of
+from lightning_gpuopt.images.other_decoder import for_other_decoder
+from tests.images.flavours import deep_greys
 from tests.images.pictures import encoded, photo, pixels, with_orientation
 
 
@@ -122,10 +125,22 @@ def test_every_mode_becomes_rgb(image: Image.Image) -> None:
     assert np.array_equal(pixels(decode_tensor(data)), np.asarray(decode_pil(data)))
 
 
-def test_a_16_bit_image_keeps_its_range() -> None:
-    ramp = np.linspace(0, 65535, 256, dtype=np.uint16).reshape(16, 16)
-    data = encoded(Image.fromarray(ramp), "PNG")
-    assert np.array_equal(np.asarray(decode_pil(data))[:, :, 0], ramp >> 8)
+@pytest.mark.parametrize("name", deep_greys())
+def test_a_grey_image_is_scaled_by_the_largest_value_of_its_file(name: str) -> None:
+    data, expected = deep_greys()[name]
+    decoded = np.asarray(decode_pil(data))
+    assert decoded[-1, -1].tolist() == [255] * 3
+    assert np.array_equal(decoded, np.repeat(expected[:, :, None], 3, 2))
+    assert np.array_equal(pixels(decode_tensor(data)), decoded)
+    smaller = Image.open(io.BytesIO(shrink_image(data, 8, 100)))
+    assert smaller.getpixel((7, 7)) > (240,) * 3
+
+
+@pytest.mark.parametrize(("kind", "values"), [("TIFF", np.float32), ("PPM", np.float32), ("IM", np.int32)])
+def test_values_without_a_largest_one_are_cut_with_a_warning(kind: str, values: type) -> None:
+    data = encoded(Image.fromarray(np.array([[-3, 0, 7, 300]], values)), kind)
+    with pytest.warns(UserWarning, match="have no largest one in a .* file: they are cut at 0 and 255"):
+        assert np.asarray(decode_pil(data))[0, :, 0].tolist() == [0, 0, 7, 255]
 
 
 def test_a_cmyk_and_a_grey_jpeg_become_rgb() -> None:

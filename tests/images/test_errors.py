@@ -58,9 +58,9 @@ def test_an_image_that_pil_finds_too_large_is(monkeypatch: pytest.MonkeyPatch) -
     assert is_bad_image(error_of(from_pil, JPEG))
 
 
-def torchvision(function: str, call: Callable[[], Any]) -> Callable[[], Any]:
-    """`call` as torchvision's function of that name calls its operators: by a frame of its module."""
-    module = types.ModuleType("torchvision.io.image")
+def in_module(name: str, function: str, call: Callable[[], Any]) -> Callable[[], Any]:
+    """`call` as a library's function of that name calls its operators: by a frame of its module."""
+    module = types.ModuleType(name)
     exec(f"def {function}(call):\n    return call()", module.__dict__)
     return lambda: getattr(module, function)(call)
 
@@ -69,19 +69,45 @@ def fails_in_torch() -> None:
     torch.ops.aten.add(torch.zeros(2), torch.zeros(3))
 
 
-def test_what_an_operator_raises_is_said_by_whoever_called_it() -> None:
-    operator = types.FunctionType(fails_in_torch.__code__, {"torch": torch, "__name__": "torchvision.io.image"})
-    assert is_bad_image(error_of(torchvision("decode_jpeg", operator)))
+IMAGE_OF, TORCHCODEC = "torchvision.io.image", "torchcodec.decoders._image_decoders"
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        (IMAGE_OF, "decode_jpeg"),
+        (TORCHCODEC, "decode_image"),
+        (TORCHCODEC, "_decode_to_mode"),
+        ("torchcodec.decoders._video_decoder", "__init__"),
+        ("torchcodec._core.ops", "decode_gif"),
+    ],
+)
+def test_what_an_operator_raises_is_said_by_whoever_called_it(module: str, function: str) -> None:
+    operator = types.FunctionType(fails_in_torch.__code__, {"torch": torch, "__name__": module})
+    assert is_bad_image(error_of(in_module(module, function, operator)))
     assert not is_bad_image(error_of(fails_in_torch))
 
 
-def test_a_file_that_torchvision_cannot_read_is_not() -> None:
+def test_a_format_that_torchcodec_does_not_know_is() -> None:
+    def call() -> None:
+        raise ValueError("Unsupported or unrecognized image format.")
+
+    detects = types.FunctionType(call.__code__, {**globals(), "__name__": TORCHCODEC})
+    assert is_bad_image(error_of(in_module(TORCHCODEC, "decode_image", detects)))
+    assert not is_bad_image(error_of(in_module("torchcodecs.decoders", "decode_image", call)))
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [(IMAGE_OF, "read_file"), (TORCHCODEC, "_normalize_mode"), (TORCHCODEC, "_source_to_tensor")],
+)
+def test_what_a_decoders_library_says_of_files_and_arguments_is_not(module: str, function: str) -> None:
     def call() -> None:
         raise RuntimeError("[Errno 5] Input/output error: 'x.jpg'")
 
     reads = types.FunctionType(call.__code__, {**globals(), "__name__": "torch._ops"})
-    assert not is_bad_image(error_of(torchvision("read_file", reads)))
-    assert is_bad_image(error_of(torchvision("decode_image", reads)))
+    assert not is_bad_image(error_of(in_module(module, function, reads)))
+    assert is_bad_image(error_of(in_module(module, "decode_image", reads)))
 
 
 class Storage(io.BytesIO):

@@ -16,8 +16,9 @@ from lightning_gpuopt.dali.library import load_dali
 from lightning_gpuopt.dali.pipelines import ENCODED, PipelineSettings, undecodable
 from lightning_gpuopt.images.checks import BadImage, check_image
 from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
-from lightning_gpuopt.images.decode import decode_pil, decode_tensor, for_other_decoder, jpeg_size
+from lightning_gpuopt.images.decode import decode_pil, decode_tensor, jpeg_size
 from lightning_gpuopt.images.errors import is_bad_image
+from lightning_gpuopt.images.other_decoder import for_other_decoder
 from tests.images.pictures import photo, pixels
 
 MODES = {

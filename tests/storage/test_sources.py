@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lightning_gpuopt.images.files import read_file
 from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
@@ -75,8 +76,52 @@ def test_links_to_folders_are_followed_but_not_in_circles(tmp_path: Path) -> Non
     (tmp_path / "images/b").symlink_to(tmp_path / "elsewhere/x")
     assert [label for _, label in samples(open_source(tmp_path / "images"))] == [0, 1, 1]
     (tmp_path / "images/a/up").symlink_to(tmp_path / "images")
-    with pytest.raises(ValueError, match="images/a/up: a link to a folder above it"):
-        open_source(tmp_path / "images")
+    with pytest.warns(UserWarning, match=r"folders that are among the others already: a/up \(1\)"):
+        assert [label for _, label in samples(open_source(tmp_path / "images"))] == [0, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.*among the others already")
+def test_a_folder_is_entered_once(tmp_path: Path) -> None:
+    """By its own path where it has one here, else by the first link."""
+    write_folder(tmp_path / "images", {"a": 1, "b/deep": 1, "c": 1})
+    write_folder(tmp_path / "elsewhere", {"x": 1})
+    links = {"a/to b": "images/b", "b/to a": "images/a", "a/to deep": "images/b/deep", "c/to all": "."}
+    links |= {"c/to x": "elsewhere/x", "a/to x": "elsewhere", "d": "images/b/deep", "a/self": "images/a"}
+    for link, target in links.items():
+        (tmp_path / "images" / link).symlink_to(tmp_path / target)
+    with pytest.warns(UserWarning, match=r"no image in 1 of 4 class subfolders \(d\)"):
+        source = open_source(tmp_path / "images")
+    found = {source.name(index): source.read(index)[1] for index in range(len(source))}
+    assert found == {"a/00000.jpg": 0, "a/to x/x/00000.jpg": 0, "b/deep/00000.jpg": 1, "c/00000.jpg": 2}
+
+
+def test_what_is_no_regular_file_is_left_out_and_named(tmp_path: Path) -> None:
+    files = write_folder(tmp_path, {"a": 2})
+    os.mkfifo(tmp_path / "a/pipe.jpg")
+    (tmp_path / "a/zero.png").symlink_to("/dev/zero")
+    (tmp_path / "a/same.jpg").symlink_to(tmp_path / "a/00001.jpg")
+    with pytest.warns(UserWarning, match=r"no regular files, .*: a/pipe.jpg, a/zero.png \(2\)") as told:
+        source = open_source(tmp_path)
+    assert [source.name(index) for index in range(len(source))] == [*files, "a/same.jpg"]
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("path", ["pipe.jpg", "/dev/zero"])
+def test_a_file_that_has_become_a_pipe_or_device_is_an_error(tmp_path: Path, path: str) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    with pytest.raises(OSError, match="expected a regular file, got a pipe or device"):
+        read_file(str(tmp_path / path))
+
+
+def test_all_that_pil_opens_is_taken_and_the_rest_counted(tmp_path: Path) -> None:
+    taken = ["x.gif", "x.JFIF", "x.jp2", "x.tga", "x.mpo", "x.dib", "x.jpe", "x.apng"]
+    for name in [*taken, "x.heic", "y.HEIC", "x.svg", "x.h5", "notes"]:
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "a" / name).write_bytes(b"x")
+    with pytest.warns(UserWarning, match="left out: 2 .heic, 1 without extension, 1 .h5, 1 .svg$") as told:
+        source = open_source(tmp_path)
+    assert [source.name(index) for index in range(len(source))] == sorted(f"a/{name}" for name in taken)
+    assert len(told) == 1
 
 
 def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""What a check of headers lets pass, readers decode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_gpuopt import LMDBDataset, build_lmdb
+from lightning_gpuopt.images.checks import BadImage, check_image
+from lightning_gpuopt.images.decode import decode_pil, jpeg_size
+from tests.images.flavours import SIDE, flavours, refused
+from tests.images.pictures import encoded, photo
+
+
+@pytest.mark.parametrize("name", refused())
+def test_what_readers_refuse_by_the_header_alone_does_not_pass(name: str) -> None:
+    data = refused()[name]
+    with pytest.raises((OSError, SyntaxError, ValueError)):
+        decode_pil(data)
+    with pytest.raises(BadImage):
+        check_image(data)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_flavour_passes() -> None:
+    for data in flavours().values():
+        check_image(data)
+
+
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_a_build_leaves_them_out(tmp_path: Path) -> None:
+    (tmp_path / "folder/c").mkdir(parents=True)
+    for name, data in (refused() | {"whole": encoded(photo())}).items():
+        (tmp_path / f"folder/c/{name}.jpg").write_bytes(data)
+    info = build_lmdb(tmp_path / "folder", tmp_path / "lmdb", progress=False, max_skipped=1.0)
+    assert (info.num_samples, info.num_skipped) == (1, len(refused()))
+    assert LMDBDataset(tmp_path / "lmdb")[0][0].size == (200, 120)
+
+
+@pytest.mark.parametrize("sampling", range(256))
+def test_a_jpeg_of_any_sampling_passes_where_it_is_decoded(sampling: int) -> None:
+    data = bytearray(encoded(photo(SIDE, SIDE)))
+    data[data.index(b"\xff\xc0") + 11] = sampling
+    try:
+        expected = np.asarray(decode_pil(bytes(data))).shape
+    except OSError:
+        with pytest.raises(BadImage):
+            check_image(bytes(data))
+    else:
+        check_image(bytes(data))
+        assert jpeg_size(bytes(data)) in (None, (*expected[:2], 1))
