@@ -218,6 +218,8 @@ class TimedCollate:
         rows[_DOING] = _IDLE
         rows[_SINCE] = after
         if not data_began:  # the fetcher is new: from its next batch on it tells us when it begins
+            if self._looking is not None:
+                self._looking.first_batch_made()
             if -1 < (number := self._find_row()) != meter.number:  # forked from a process that loaded itself
                 meter = self._meter = self.gpuopt_clock.meter(number)  # type: ignore[union-attr]
             self._watch_fetcher(meter)

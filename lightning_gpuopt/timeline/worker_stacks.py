@@ -109,6 +109,7 @@ class WorkerLook:
         self._question = 0.0
         self._sampler: StackSampler | None = None
         self._activity_name = ""
+        self._first_is_made = False
         self._until = self._until_batch = self._next_answer = 0.0
         self._answer_after_s = _FIRST_ANSWER_S
         # a ctypes array is dear to read
@@ -125,7 +126,12 @@ class WorkerLook:
         """The dataset is to be gone through from its beginning."""
         question = self.wanted[_WANTED]
         if int(question) & 0xFFFF == self._mine | _OF_EPOCHS:
+            self._first_is_made = False
             self._begin(question, "epoch_setup")
+
+    def first_batch_made(self) -> None:
+        """What comes before an epoch's first batch is over."""
+        self._first_is_made = True
 
     def _begin(self, question: float, activity: str) -> None:
         now = time.perf_counter()
@@ -137,6 +143,8 @@ class WorkerLook:
         self._sampler = start_sampling(threading.get_ident(), self._activity, self._is_over)
 
     def _activity(self) -> str | None:
+        if self._activity_name == "epoch_setup" and self._first_is_made:
+            return None
         return self._activity_name if self._busy() else None
 
     def _is_over(self) -> bool:
@@ -146,7 +154,7 @@ class WorkerLook:
             return False
         asked, activity = self.wanted[_WANTED] == self._question, self._activity_name
         if activity == "epoch_setup":
-            enough = not self._busy()  # the first batch is made
+            enough = self._first_is_made
         else:
             enough = sampler.samples(activity) >= _ENOUGH_SAMPLES and self._batches() >= self._until_batch
         over = not asked or enough or now >= self._until

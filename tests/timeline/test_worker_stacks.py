@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt.measurements.code_location import Call, Stack
 from lightning_gpuopt.timeline.worker_clock import WorkerClock, watch_workers
-from lightning_gpuopt.timeline.worker_stacks import WorkerStacks
-from tests.helpers import error_of_a_killed_worker
+from lightning_gpuopt.timeline.worker_stacks import WorkerLook, WorkerStacks
+from tests.helpers import error_of_a_killed_worker, wait_for
 from tests.lanes import combinations
 
 
@@ -142,3 +143,35 @@ def test_an_answer_that_is_being_written_is_none() -> None:
     stacks.give((a_stack(0),))
     stacks._text[0] = b"!"
     assert stacks.answer() == (0, ())
+
+
+def sets_up(sampled: Callable[[], int]) -> None:
+    wait_for(lambda: sampled() >= 5)
+
+
+def makes_batches(is_over: Callable[[], bool]) -> None:
+    wait_for(is_over)
+
+
+def test_what_a_worker_does_after_its_first_batch_is_no_part_of_an_epochs_beginning() -> None:
+    stacks = WorkerStacks()
+    stacks.ask(0, before_first_batch=True)
+    look = WorkerLook(stacks, 0, busy=lambda: True, batches=lambda: 0.0)  # one batch follows the other at once
+    look.epoch_begins()
+    sampler = look._sampler
+    assert sampler is not None
+    sets_up(lambda: sampler.samples("epoch_setup"))
+    look.first_batch_made()
+    makes_batches(lambda: not sampler.running)
+    _, answer = stacks.answer()
+    assert any(call.name == "sets_up" for stack in answer for call in stack.calls)
+    assert not any(call.name == "makes_batches" for stack in answer for call in stack.calls)
+
+
+@pytest.mark.parametrize(("worker", "before_first_batch"), [(1, True), (0, False)])
+def test_only_the_worker_that_is_asked_of_it_samples_an_epochs_beginning(worker: int, before_first_batch: bool) -> None:
+    stacks = WorkerStacks()
+    stacks.ask(worker, before_first_batch=before_first_batch)
+    look = WorkerLook(stacks, 0, busy=lambda: True, batches=lambda: 0.0)
+    look.epoch_begins()
+    assert look._sampler is None

@@ -32,8 +32,8 @@ _FULL: Final = 0.8
 _BATCHES: Final = 256
 """So many batches, the last ones, say how long slow samples take."""
 
-_RECURRING: Final = 2
-"""What is as slow as that happens: the slowest alone may be a file that was opened for the first time."""
+_RECURRING: Final = 3
+"""What so many samples take is usual: one or two may be files that were opened for the first time."""
 
 _WAITS: Final = 1 / 16
 """Of the times between two batches, the longest ones: waits for slow samples, validation, the end of an epoch."""
@@ -60,7 +60,7 @@ class LookAhead:
     def batches(self) -> int:
         """The number."""
         work, longest, since = ([each[of] for each in self._last] for of in range(3))
-        slow_ns = heapq.nlargest(_RECURRING, longest)[-1]
+        slow_ns = heapq.nlargest(_RECURRING, longest)[-1] if len(longest) >= _RECURRING else 0
         made_ns = sum(work) / len(work)
         usual = sorted(since)[: -math.ceil(_WAITS * len(since))]
         taken_ns = sum(usual) / max(len(usual), 1)

@@ -30,7 +30,7 @@ def batches_ahead(*, made_ms: float, slow_ms: int, every: int, taken_ms: float, 
         (5, 175, 25, 1, 36),  # as fast as they are made
         (5, 175, 25, 50, 5),  # training takes longer
         (5, 4, 25, 1, 2),  # none is slow
-        (5, 2_000, 200, 1, 2),  # one alone is no rule
+        (5, 2_000, 120, 1, 2),  # two alone are no rule
         (10, 700, 30, 1, 71),
     ],
 )

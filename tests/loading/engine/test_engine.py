@@ -178,6 +178,19 @@ def test_batches_beyond_prefetch_factor_bridge_a_slow_sample_as_far_as_memory_al
     ]
 
 
+def slow_now_and_then(index: int) -> int:
+    time.sleep(0.1 if index % 20 == 0 else 0.002)
+    return index
+
+
+@pytest.mark.timed
+def test_so_many_batches_are_made_ahead_as_a_slow_sample_takes() -> None:
+    iterator, engine = engine_of(loader_of(Made(slow_now_and_then, 400), 4, batch_size=4))
+    assert sum(len(batch) for batch in iterator) == 400
+    # four processes make a batch in 6.9 ms; `prefetch_factor` alone is 8
+    assert 11 <= engine._far <= 20
+
+
 def test_the_memory_is_bounded_and_a_full_ring_waits(tmp_path: Path) -> None:
     iterator, engine = engine_of(loader_of(Waits(tmp_path, 1), batch_size=4, shuffle=False))
     while len(list(tmp_path.iterdir())) < 15:
