@@ -18,6 +18,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from evaluation.catalogue import WARMUP_STEPS, Fault, loader
 from evaluation.gains import HALVES, NINE_OF_TEN, RESULTS, Gain, Prediction, width
 from evaluation.gains import score as gains_score
@@ -131,6 +133,7 @@ def _model(data: Data, workers: int, step_s: float) -> Model:
 
 def _of_photographs(only: str) -> Iterator[Case]:
     draw = random.Random(3)
+    torch.set_num_threads(1)  # of several each waits for the slowest, which another program may keep from its CPU
     with tempfile.TemporaryDirectory() as folder:
         images = Path(folder) / "images"
         make(images, Recipe(1600))
