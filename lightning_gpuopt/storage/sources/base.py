@@ -33,6 +33,7 @@ class Source(ABC):
         classes: Names of the classes, index by label; None where there are none.
         num_bytes: About how many bytes its samples take; None where nobody knows. The same in each run.
         isolated: It is read by a library that a damaged file may kill: only ever read it in a child process.
+        single_reads: A sample is read fast without those before it, in any process.
         kinds: What parts of its samples are, by their names, where the rule of ``sources/kinds.py`` is wrong.
     """
 
@@ -42,6 +43,7 @@ class Source(ABC):
     num_bytes: int | None = None
     isolated: bool = False
     kinds: Mapping[str, Kind] = NO_KINDS
+    single_reads: bool = False
 
     @abstractmethod
     def __len__(self) -> int:
@@ -157,6 +159,22 @@ def digest(parts: Iterable[bytes]) -> str:
     for part in parts:
         state.update(part)
     return state.hexdigest()
+
+
+def folder_of(paths: Iterable[str]) -> str:
+    """What paths have in common of their folders, with the separator at its end."""
+    common = os.path.commonprefix(list(paths))  # noqa: RUF071  # cut at a separator, also of other spellings
+    return common[: common.rfind(os.sep) + 1]
+
+
+def short_names(paths: list[str]) -> list[str]:
+    """What tells files from one another wherever they lie: their names, or their paths within a common folder."""
+    names = [os.path.basename(path) for path in paths]
+    if len(set(names)) == len(names):
+        return names
+    whole = [os.path.abspath(path) for path in paths]
+    start = len(folder_of(whole))
+    return [path[start:] for path in whole]
 
 
 def expand(pattern: str) -> list[str]:
