@@ -247,12 +247,12 @@ def test_what_could_not_be_read_again_is_refused_at_its_first_sample(monkeypatch
             codec.encode([("an int, which", ["is read otherwise"]), 5])
 
 
-@pytest.mark.parametrize("text", [np.str_("a\0"), np.bytes_(b"a\0"), np.str_("\0")], ids=repr)
+@pytest.mark.parametrize("text", [np.str_("a\0"), np.str_("\0")], ids=repr)
 @pytest.mark.parametrize("before", [False, True])
 def test_a_numpy_text_that_numpy_would_shorten_is_refused_whatever_came_before(text: Any, before: bool) -> None:
     if before:
-        codec.encode([type(text)("ab" if isinstance(text, str) else b"ab")])
-        codec.encode([type(text)("a" if isinstance(text, str) else b"a")])
+        codec.encode([np.str_("ab")])
+        codec.encode([np.str_("a")])
     with pytest.raises(
         TypeError, match=r"sample\[0\] is the numpy text .*drops the zeros at its end; store it as a plain"
     ):

@@ -100,7 +100,7 @@ def place_shards(
         if missing.any():
             missing[list(skipped.get(number, ()))] = False
             if missing.any():
-                gone[number] = np.count_nonzero(missing)
+                gone[number] = int(np.count_nonzero(missing))
             continue
         if not len(hashes):
             continue

@@ -16,7 +16,7 @@ import xxhash
 from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.images.files import read_file
 from lightning_gpuopt.storage.codec import EncodedImage
-from lightning_gpuopt.storage.errors import DamagedError
+from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.sources.kinds import NO_KINDS, Kind, part_names
 
 T = TypeVar("T")
@@ -113,6 +113,10 @@ class PerProcess(Generic[T]):
         return {"_opener": self._opener, "_pid": 0, "_value": None}
 
 
+_NOT_OF_DAMAGE: Final = (NotImplementedError, LookupError, TypeError, AttributeError)
+"""What libraries raise for what they do not support, and what mistakes in programs raise."""
+
+
 @contextlib.contextmanager
 def reading(path: str, what: str) -> Iterator[None]:
     """Have an error in this context say of which file it is.
@@ -123,6 +127,7 @@ def reading(path: str, what: str) -> Iterator[None]:
 
     Raises:
         DamagedError: It could not be read.
+        StorageError: It holds what a library, or this package, does not read.
         OSError: The storage fails, or one may not read it.
     """
     try:
@@ -136,7 +141,11 @@ def reading(path: str, what: str) -> Iterator[None]:
             raise
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # which is: a place that is none
             raise OSError(error.errno, os.strerror(error.errno), path) from None
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path) from None
         why = f"{type(error).__name__}: {error}"
+        if isinstance(error, _NOT_OF_DAMAGE):
+            raise StorageError(f"{path}: {what} ({why})") from error
         raise DamagedError(f"{path}: {what} ({why}); copy it again from where it came") from None
 
 
