@@ -183,10 +183,10 @@ def _leaf(value: Any, where: str) -> tuple[list[Any], bytes]:
         return ["bool"], b"\x01" if value else b"\x00"
     if isinstance(value, np.generic):  # before int and float: np.float64 is a float
         element = np.asarray(value)  # an empty text has no bytes, but an array of one has
-        if isinstance(value, (str, bytes)) and element[()] != value:
+        if isinstance(value, str) and element[()] != value:
             raise TypeError(
-                f"{where} is the numpy text {value!r}, of which numpy drops the zeros at its end; store it as a plain "
-                f"{'str' if isinstance(value, str) else 'bytes'}"
+                f"{where} is the numpy text {''.join(value)!r}, of which numpy drops the zeros at its end; store a plain "
+                "str, made without numpy"
             )
         return ["scalar", _numpy_descr(element.dtype, where)], element.tobytes()
     if isinstance(value, int):
