@@ -185,8 +185,8 @@ def _leaf(value: Any, where: str) -> tuple[list[Any], bytes]:
         element = np.asarray(value)  # an empty text has no bytes, but an array of one has
         if isinstance(value, str) and element[()] != value:
             raise TypeError(
-                f"{where} is the numpy text {''.join(value)!r}, of which numpy drops the zeros at its end; store a plain "
-                "str, made without numpy"
+                f"{where} is the numpy text {''.join(value)!r}, of which numpy drops the zeros at its end; store a "
+                "plain str, made without numpy"
             )
         return ["scalar", _numpy_descr(element.dtype, where)], element.tobytes()
     if isinstance(value, int):
