@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.build.changed import Hashes, place_shards, shard_starts
@@ -160,18 +163,33 @@ def test_a_shard_that_files_have_come_into_is_built_again(
     assert stored(tmp_path / "out") == stored(tmp_path / "fresh")
 
 
-def test_where_a_stored_file_has_gone_nothing_is_deleted(tmp_path: Path, failed: Path) -> None:
+def test_a_shard_of_which_a_stored_file_has_gone_is_built_again(
+    tmp_path: Path, failed: Path, read: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     removed(failed)
-    first = (failed / "a/00001.jpg").read_bytes()
     (failed / "a/00001.jpg").unlink()
+    build(failed, tmp_path / "out", strict=True, resume=True)
+    assert "3 finished shards stay, 1 are built again" in caplog.text
+    assert [name for name in read if name < "a/00040"] == [f"a/{n:05d}.jpg" for n in range(10) if n != 1]
+    build(failed, tmp_path / "fresh")
+    assert stored(tmp_path / "out") == stored(tmp_path / "fresh")
+
+
+def test_where_most_of_what_is_stored_has_gone_nothing_is_deleted(tmp_path: Path, failed: Path) -> None:
+    removed(failed)
+    files = {failed / f"a/000{number}1.jpg": b"" for number in range(3)}
+    for file in files:
+        files[file] = file.read_bytes()
+        file.unlink()
     before = sorted(staging_directory(tmp_path / "out").iterdir())
     for options in ({"resume": True}, {}):
         with pytest.raises(
-            StorageError, match=r"now 98; .*: 1 samples of shard 0, which is finished, are gone\); give o"
+            StorageError, match=r"now 96; .*: 3 samples of 3 of the 4 finished shards are gone, or have another label\)"
         ):
             build(failed, tmp_path / "out", strict=True, **options)
     assert sorted(staging_directory(tmp_path / "out").iterdir()) == before
-    (failed / "a/00001.jpg").write_bytes(first)
+    for file, data in files.items():
+        file.write_bytes(data)
     assert build(failed, tmp_path / "out", strict=True, resume=True).num_samples == 99
 
 
@@ -180,8 +198,108 @@ def test_a_class_that_comes_before_others_changes_their_labels(tmp_path: Path, f
     write_folder(failed / "new", {"0": 1})
     (failed / "new/0").rename(failed / "0")
     (failed / "new").rmdir()
-    with pytest.raises(StorageError, match="10 samples of shard 0, which is finished, are gone"):
+    with pytest.raises(StorageError, match="40 samples of 4 of the 4 finished shards are gone, or have another label"):
         build(failed, tmp_path / "out", strict=True, resume=True)
+
+
+@pytest.fixture
+def skipping(tmp_path: Path) -> Path:
+    """A folder of 100 images, whose build has stopped after two of ten shards, since five in each are bad."""
+    images = tmp_path / "images"
+    write_folder(images, {"a": 100})
+    for number in range(0, 20, 2):
+        (images / f"a/{number:05d}.jpg").write_bytes(b"bad")
+    with pytest.raises(StorageError, match="10 of 100 samples cannot be decoded so far"):
+        build(images, tmp_path / "out")
+    return images
+
+
+@pytest.mark.parametrize("how", ["deleted", "some deleted", "repaired", "some repaired"])
+def test_after_bad_images_were_deleted_or_repaired_the_build_goes_on(tmp_path: Path, skipping: Path, how: str) -> None:
+    for number in range(0, 20 if "some" not in how else 6, 2):
+        file = skipping / f"a/{number:05d}.jpg"
+        if "deleted" in how:
+            file.unlink()
+        else:
+            then = file.stat().st_mtime_ns
+            file.write_bytes(image_file(number))
+            os.utime(file, ns=(then, then))  # as of a copy
+    options: dict[str, Any] = {"max_skipped": 0.5}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        info = build(skipping, tmp_path / "out", resume=True, **options)
+        fresh = build(skipping, tmp_path / "fresh", **options)
+    assert stored(tmp_path / "out") == stored(tmp_path / "fresh")
+    assert info.num_skipped == fresh.num_skipped
+    skipped = [path / "skipped.csv" for path in (tmp_path / "out", tmp_path / "fresh")]
+    assert len({file.read_bytes() if file.exists() else b"" for file in skipped}) == 1
+
+
+def test_shards_whose_skipped_images_are_as_bad_as_before_stay(tmp_path: Path, skipping: Path, read: list[str]) -> None:
+    finished = {int(file.name[6:11]) for file in staging_directory(tmp_path / "out").glob("shard-*.tab")}
+    assert finished
+    with pytest.warns(UserWarning, match="10 of 100 samples are left out"):
+        build(skipping, tmp_path / "out", resume=True, max_skipped=0.5)
+    good = {f"a/{10 * number + 1:05d}.jpg" for number in finished}
+    assert good.isdisjoint(read)
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet", "images"])
+def test_files_of_one_name_in_two_folders_are_told_apart(tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "out"
+
+    def write(folder: str, first: int, count: int) -> str:
+        file = tmp_path / folder / f"0.{kind}"
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        if kind == "tar":
+            write_tar(file, {f"{i:02d}.cls": b"%04d" % (first + i) for i in range(count)})
+        elif kind == "parquet":
+            parquet = pytest.importorskip("pyarrow.parquet")
+            table = pytest.importorskip("pyarrow").table({"x": np.arange(first, first + count)})
+            parquet.write_table(table, file, compression="none", use_dictionary=False, write_statistics=False)
+        else:
+            for number in range(count):
+                (tmp_path / folder / f"{number:05d}.jpg").write_bytes(image_file(first + number))
+        return str(file)
+
+    def source(count: int) -> Any:
+        files = [write("r/1/a", 1000, 10), write("r/2/a", 2000, 10), write("r/3/a", 3000, count)]
+        if kind != "images":
+            return files
+        return Images([str(file) for folder in "123" for file in sorted((tmp_path / f"r/{folder}/a").iterdir())])
+
+    build(source(10), out, part=(1, 3))
+    build(source(12), out, resume=True)
+    build(source(12), tmp_path / "fresh")
+    assert stored(out) == stored(tmp_path / "fresh")
+
+
+class Images:
+    """As torchvision's ImageFolder, with one label."""
+
+    transform = target_transform = None
+
+    def __init__(self, files: list[str]) -> None:
+        self.samples = [(file, 0) for file in files]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        with Image.open(self.samples[index][0]) as image:
+            return image.convert("RGB"), 0
+
+
+def test_a_build_of_a_file_that_is_given_twice_does_not_go_on(tmp_path: Path) -> None:
+    tars = [tmp_path / f"{name}.tar" for name in "ab"]
+    for tar in tars:
+        write_tar(tar, {f"{i:02d}.cls": b"%d" % i for i in range(10)})
+    build([*map(str, tars), str(tars[0])], tmp_path / "out", part=(0, 3))
+    write_tar(tars[1], {f"{i:02d}.cls": b"%d" % i for i in range(12)})
+    with pytest.raises(
+        StorageError, match=r"samples of shard 0, which is finished, cannot be told apart: they come twi"
+    ):
+        build([*map(str, tars), str(tars[0])], tmp_path / "out", resume=True)
 
 
 def test_a_shuffled_build_wants_its_source_as_it_was(tmp_path: Path) -> None:
@@ -252,16 +370,37 @@ def test_finished_shards_stay_where_their_samples_are(data: st.DataObject) -> No
     gone = data.draw(st.sets(st.integers(0, count - 1)))
     come = data.draw(st.sets(st.integers(0, 1000 * count + 2000).filter(lambda number: number % 1000), max_size=5))
     now = np.array(sorted({*np.delete(then, sorted(gone)).tolist(), *come}), np.uint64)
-    if any(starts[number] <= index < starts[number + 1] for number in finished for index in gone):
-        with pytest.raises(ValueError, match="which is finished, are gone"):
-            place_shards(stored, starts, now, per_shard)
+    again = data.draw(st.dictionaries(st.integers(0, count - 1), st.integers(0, count - 1), max_size=2))
+    twins = {int(then[index]): int(then[other]) for index, other in again.items() if index != other}
+    if data.draw(st.booleans()):
+        for hashes in (now, *stored.values()):
+            hashes[:] = [twins.get(int(value), int(value)) for value in hashes]
+    skipped = {number: sorted(data.draw(st.sets(st.integers(0, len(stored[number]) - 1)))) for number in finished}
+    lost = [
+        number
+        for number in finished
+        if not {each for place, each in enumerate(stored[number].tolist()) if place not in skipped[number]}
+        <= set(now.tolist())
+    ]
+    values, counts = np.unique(now, return_counts=True)
+    if any(np.isin(hashes, values[counts > 1]).any() or len(set(hashes)) < len(hashes) for hashes in stored.values()):
+        with pytest.raises(ValueError, match="which is finished, cannot be told apart"):
+            place_shards(stored, starts, now, per_shard, skipped)
         return
-    places, kept = place_shards(stored, starts, now, per_shard)
+    refused = ""
+    try:
+        places, kept = place_shards(stored, starts, now, per_shard, skipped)
+    except ValueError as error:
+        refused = str(error)
+    if refused:
+        assert 2 * len(lost) > len(finished) if "are gone" in refused else twins
+        return
+    assert 2 * len(lost) <= len(finished)
     assert places == sorted(places)
     assert (places[0], places[-1]) == (0, len(now))
     assert len(places) >= len(starts)
     assert kept <= finished
     for number in kept:
         assert now[places[number] : places[number + 1]].tolist() == stored[number].tolist()
-    if not come:
-        assert kept == finished
+    if not come and not twins:
+        assert kept == {number for number in finished if set(stored[number].tolist()) <= set(now.tolist())}

@@ -236,11 +236,44 @@ def test_what_would_need_pickle_is_refused_with_its_place(sample: Any, text: str
 
 
 def test_what_could_not_be_read_again_is_refused_at_its_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TypeError, match=r"would come back as \['scalar', '<U1'\]; expected \['scalar', '<U2'\]"):
-        codec.encode(np.str_("a\0"))  # numpy drops the zero
+    monkeypatch.setattr(codec, "_readable", set())
     monkeypatch.setattr(codec, "_array_reader", lambda kind, rest: 1 / 0)
     with pytest.raises(TypeError, match=r"could not be read again \(DamagedError: .*ZeroDivisionError"):
         codec.encode((np.zeros((3, 5, 7)), "new here"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "_PLAIN", {**codec._PLAIN, "int": lambda source, start, stop: "other"})
+        with pytest.raises(TypeError, match=r"would come back as .*'str'.*; expected .*'int'"):
+            codec.encode([("an int, which", ["is read otherwise"]), 5])
+
+
+@pytest.mark.parametrize("text", [np.str_("a\0"), np.str_("\0")], ids=repr)
+@pytest.mark.parametrize("before", [False, True])
+def test_a_numpy_text_that_numpy_would_shorten_is_refused_whatever_came_before(text: Any, before: bool) -> None:
+    if before:
+        codec.encode([np.str_("ab")])
+        codec.encode([np.str_("a")])
+    with pytest.raises(TypeError, match=r"sample\[0\] is the numpy text .*x00', of which numpy drops the zeros at its"):
+        codec.encode([text])
+
+
+def _lists(length: int) -> Any:
+    return [*range(length)], {"x": [torch.zeros(i % 5 + 2) for i in range(length)]}, (np.zeros((length, 3)),)
+
+
+def test_a_sample_is_read_back_once_for_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_readable", set())
+    whole, read_back = codec._read_back, []
+    monkeypatch.setattr(codec, "_read_back", lambda encoded: (read_back.append(encoded), whole(encoded)))
+    for length in range(3, 50):
+        codec.encode(_lists(length))
+    assert len(read_back) == 1
+    for other in (_lists(1), (np.zeros((0, 3)),), (np.zeros((2, 3), "f4"),), (np.zeros((2, 3, 2)),), [(1,), [1]]):
+        before = len(read_back)
+        for _ in range(2):
+            codec.encode(other)
+        assert len(read_back) == before + 1
+    assert all(len(digest) == 16 for digest in codec._readable)
 
 
 def test_a_sample_that_contains_itself_is_refused() -> None:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lightning_gpuopt.storage.build.build import build_lmdb
-from lightning_gpuopt.storage.errors import DamagedError
+from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.sources import open_source
 from tests.storage.source_files import samples, stored
 
@@ -94,6 +94,20 @@ def test_an_error_names_the_file_its_row_and_the_column(tmp_path: Path) -> None:
         source.read(3)
 
 
+def test_what_is_not_damage_is_not_to_be_copied_again(tmp_path: Path) -> None:
+    twice = pa.StructArray.from_arrays([pa.array([1, 2]), pa.array([3, 4])], names=["a", "a"])
+    pq.write_table(pa.table({"s": twice}), tmp_path / "x.parquet")
+    with pytest.raises(
+        StorageError, match=r"x\.parquet: row 0, column 's' .* cannot be read \(KeyError: .*\)$"
+    ) as raised:
+        samples(open_source(tmp_path / "x.parquet"))
+    assert not isinstance(raised.value, DamagedError)
+    assert isinstance(raised.value.__cause__, KeyError)
+    (tmp_path / "y.parquet").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"Is a directory: '.*y\.parquet'"):
+        open_source([tmp_path / "y.parquet"])
+
+
 def any_table(rows: int) -> pa.Table:
     """Columns of many kinds."""
 
@@ -141,7 +155,7 @@ def test_a_damaged_file_gives_its_rows_or_is_named(tmp_path: Path, compression: 
             for index in range(min(len(source), 60)):
                 source.read(index)
             read += 1
-        except DamagedError as error:
+        except StorageError as error:
             errors.append(str(error))
     named = re.compile(
         rf"{re.escape(str(path))}: (not a whole Parquet file|row group \d+ cannot|row \d+[ ,].* cannot) "

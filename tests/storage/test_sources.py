@@ -242,6 +242,35 @@ def test_a_tar_without_its_end_or_with_garbage_is_not_whole(tmp_path: Path) -> N
         open_source(tar)
 
 
+def test_a_sparse_member_of_a_size_below_none_is_refused(tmp_path: Path) -> None:
+    tar = tmp_path / "data.tar"
+    for size in (-512, -1024):
+        head = bytearray(tarfile.TarInfo("a.bin").tobuf(tarfile.GNU_FORMAT))
+        head[156:157] = tarfile.GNUTYPE_SPARSE
+        head[124:136] = size.to_bytes(12, "big", signed=True)
+        head[482:495] = b"\0" + b"00000000005\0"
+        head[148:156] = b" " * 8
+        head[148:156] = b"%06o\0 " % sum(head)
+        tar.write_bytes(tarfile.TarInfo("z.txt").tobuf(tarfile.GNU_FORMAT) + head + bytes(1024))
+        with pytest.raises(
+            DamagedError, match=r"data\.tar: not a whole tar \(a\.bin ends where it begins, or before\)"
+        ):
+            open_source(tar)
+
+
+def test_what_comes_after_the_end_of_a_tar_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tar = tmp_path / "data.tar"
+    write_tar(tar, {"0.bin": bytes(600)})
+    assert len(open_source(tar)) == 1
+    assert caplog.text == ""
+    tar.write_bytes(2 * tar.read_bytes())
+    assert len(open_source(tar)) == 1
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"{tar}: what comes after its end-of-archive marker, at byte 1536, is left out; ")
+
+
 @pytest.mark.parametrize("name", ["data.tar.gz", "data.tgz", "data.tar"])
 def test_a_compressed_tar_is_refused(tmp_path: Path, name: str) -> None:
     write_tar(tmp_path / "plain.tar", {"0.bin": b"x"})

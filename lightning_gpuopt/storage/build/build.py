@@ -20,9 +20,9 @@ import torch
 
 from lightning_gpuopt._version import __version__
 from lightning_gpuopt.storage import durable
-from lightning_gpuopt.storage.build.changed import place_build, shard_starts
+from lightning_gpuopt.storage.build.changed import place_build, shard_starts, skip_file
 from lightning_gpuopt.storage.build.engine import build_units, source_plan
-from lightning_gpuopt.storage.build.fill import Job, Skipped, check_kinds, skip_file, skipped_samples
+from lightning_gpuopt.storage.build.fill import Job, Skipped, check_kinds, is_repaired, skipped_samples
 from lightning_gpuopt.storage.build.indexing import indexing
 from lightning_gpuopt.storage.build.plan import Plan, as_json, difference, plan_shards
 from lightning_gpuopt.storage.build.pool import build_shards
@@ -158,7 +158,7 @@ def build_lmdb(
         job = Job(opened, directory, starts, strict, images, shuffle_seed, torch.initial_seed())
         plan = _plan(job, per_shard)
         begun_by = f"build_lmdb of the {opened.kind} {opened.path}, lightning-gpuopt {__version__}"
-        place = functools.partial(place_build, opened, as_json(plan))
+        place = functools.partial(place_build, opened, as_json(plan), directory)
         if resume and (manifest := _finished(Path(path), plan, overwrite)) is not None:
             if strict and manifest.num_skipped:
                 raise FileExistsError(
@@ -316,8 +316,9 @@ def _run(
     i, n = part or (0, 1)
     wanted = range(i, job.num_shards, n)
     finished = staging.finished()
-    # strict: what an earlier run left out is looked at again; it may have been repaired.
-    again = {number for number in wanted if job.strict and skip_file(staging.directory, number).exists()}
+    # What an earlier run left out is looked at again; it may have been repaired.
+    left_out = [number for number in wanted if number in finished and skip_file(staging.directory, number).exists()]
+    again = {number for number in left_out if job.strict or is_repaired(job, number)}
     missing = [number for number in wanted if number not in finished or number in again]
     if missing:
         total = sum(map(job.num_samples, wanted))

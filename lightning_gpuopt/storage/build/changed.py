@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -47,8 +49,25 @@ def stored_hashes(directory: Path, number: int) -> Hashes | None:
         return None
 
 
+def skip_file(directory: Path, number: int) -> Path:
+    """Where the samples that a shard leaves out are kept until the dataset is published."""
+    return directory / f"{shard_name(number)}.skipped"
+
+
+def skipped_places(directory: Path, number: int) -> list[int]:
+    """The places in a shard of the samples that it leaves out."""
+    try:
+        return [place for place, *_ in json.loads(skip_file(directory, number).read_bytes())]
+    except FileNotFoundError:
+        return []
+
+
 def place_shards(
-    stored: Mapping[int, Hashes], starts: list[int], now: Hashes, per_shard: int
+    stored: Mapping[int, Hashes],
+    starts: list[int],
+    now: Hashes,
+    per_shard: int,
+    skipped: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> tuple[list[int], set[int]]:
     """Where the shards begin, so that those that are finished stay as far as may be.
 
@@ -57,23 +76,32 @@ def place_shards(
         starts: Where the shards began before, then the number of samples.
         now: The samples that there are.
         per_shard: How many samples are in a shard that is added.
+        skipped: The places in these shards of samples that they leave out.
 
     Returns:
-        Where the shards begin, then the number of samples; and the finished ones that stay. Those do not that have
-        samples among theirs, or before them, for which no other shard is left.
+        Where the shards begin, then the number of samples; and the finished ones that stay. Those do not of which
+        samples are gone, and those that have samples among theirs, or before them, for which no other shard is left.
 
     Raises:
-        ValueError: Samples that are stored are not there any more, or in another order.
+        ValueError: Of most finished shards, samples that are stored are not there any more; or they are in another
+            order, or there twice.
     """
     order = np.argsort(now, kind="stable")
+    ranked = now[order]
     begins: dict[int, int] = {}
+    gone: dict[int, int] = {}  # how many stored samples of a shard
     last = -1
     for number in sorted(stored):
         hashes = stored[number]
-        at = np.searchsorted(now, hashes, sorter=order)
-        there = np.append(now[order], 0)[at] == hashes if len(now) else np.zeros(len(hashes), bool)
-        if not there.all():
-            raise ValueError(f"{np.count_nonzero(~there)} samples of shard {number}, which is finished, are gone")
+        at, after = np.searchsorted(ranked, hashes), np.searchsorted(ranked, hashes, "right")
+        if (after - at > 1).any() or len(np.unique(hashes)) < len(hashes):
+            raise ValueError(f"samples of shard {number}, which is finished, cannot be told apart: they come twice")
+        missing = after == at
+        if missing.any():
+            missing[list(skipped.get(number, ()))] = False
+            if missing.any():
+                gone[number] = int(np.count_nonzero(missing))
+            continue
         if not len(hashes):
             continue
         places = order[at]
@@ -82,6 +110,11 @@ def place_shards(
         last = int(places[-1])
         if last - places[0] == len(places) - 1:
             begins[number] = int(places[0])
+    if 2 * len(gone) > len(stored):  # the wrong folder, or one that is not all there
+        raise ValueError(
+            f"{sum(gone.values())} samples of {len(gone)} of the {len(stored)} finished shards are gone, or have "
+            "another label"
+        )
 
     result: list[int] = []
     kept: set[int] = set()
@@ -105,13 +138,19 @@ def _split(start: int, stop: int, parts: int) -> list[int]:
 
 
 def place_build(
-    source: Source, plan: Plan, found: Plan, starts: list[int] | None, stored: Mapping[int, Hashes | None]
+    source: Source,
+    plan: Plan,
+    directory: Path,
+    found: Plan,
+    starts: list[int] | None,
+    stored: Mapping[int, Hashes | None],
 ) -> tuple[list[int], set[int]]:
     """As `place_shards`, of an unfinished build.
 
     Args:
         source: As it is now.
         plan: What is built from it now.
+        directory: Where the shards are.
         found: The plan that the build was begun with.
         starts: Where its shards began; None: each has as many samples as the plan says.
         stored: The samples of each finished shard, if it says.
@@ -128,7 +167,8 @@ def place_build(
     if now is None or len(known) < len(stored):
         raise ValueError("which samples are stored is not known")
     per_shard, count = found["samples_per_shard"], found["source num_samples"]
-    return place_shards(known, starts or shard_starts(count, per_shard), now, per_shard)
+    skipped = {number: skipped_places(directory, number) for number in known}
+    return place_shards(known, starts or shard_starts(count, per_shard), now, per_shard, skipped)
 
 
 def shard_starts(num_samples: int, per_shard: int) -> list[int]:

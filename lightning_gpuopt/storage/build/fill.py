@@ -14,10 +14,9 @@ import numpy as np
 from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.loading.order import mix, permute
 from lightning_gpuopt.storage import codec, durable
-from lightning_gpuopt.storage.build.changed import Hashes, hashes_file, hashes_of
+from lightning_gpuopt.storage.build.changed import Hashes, hashes_file, hashes_of, skip_file
 from lightning_gpuopt.storage.build.randomness import seed_all
 from lightning_gpuopt.storage.errors import StorageError
-from lightning_gpuopt.storage.format import shard_name
 from lightning_gpuopt.storage.shard_writer import ShardWriter
 from lightning_gpuopt.storage.sources import Source
 from lightning_gpuopt.storage.sources.prepare import ImageOptions, prepare
@@ -208,9 +207,17 @@ def _skip(job: Job, index: int, error: BadImage) -> Skipped:
     return Skipped(index, name, str(error))
 
 
-def skip_file(directory: Path, number: int) -> Path:
-    """Where the samples that a shard leaves out are kept until the dataset is published."""
-    return directory / f"{shard_name(number)}.skipped"
+def is_repaired(job: Job, number: int) -> bool:
+    """Whether a sample that a finished shard leaves out could be stored by now, where single samples are read fast."""
+    return job.source.single_reads and any(_is_good(job, row.index) for row in skipped_samples(job, [number]))
+
+
+def _is_good(job: Job, index: int) -> bool:
+    try:
+        _encode(job, index)
+    except BadImage:
+        return False
+    return True
 
 
 def skipped_samples(job: Job, numbers: Iterable[int]) -> Iterable[Skipped]:

@@ -16,7 +16,7 @@ import xxhash
 from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.images.files import read_file
 from lightning_gpuopt.storage.codec import EncodedImage
-from lightning_gpuopt.storage.errors import DamagedError
+from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.sources.kinds import NO_KINDS, Kind, part_names
 
 T = TypeVar("T")
@@ -33,6 +33,7 @@ class Source(ABC):
         classes: Names of the classes, index by label; None where there are none.
         num_bytes: About how many bytes its samples take; None where nobody knows. The same in each run.
         isolated: It is read by a library that a damaged file may kill: only ever read it in a child process.
+        single_reads: A sample is read fast without those before it, in any process.
         kinds: What parts of its samples are, by their names, where the rule of ``sources/kinds.py`` is wrong.
     """
 
@@ -42,6 +43,7 @@ class Source(ABC):
     num_bytes: int | None = None
     isolated: bool = False
     kinds: Mapping[str, Kind] = NO_KINDS
+    single_reads: bool = False
 
     @abstractmethod
     def __len__(self) -> int:
@@ -111,6 +113,10 @@ class PerProcess(Generic[T]):
         return {"_opener": self._opener, "_pid": 0, "_value": None}
 
 
+_NOT_OF_DAMAGE: Final = (NotImplementedError, LookupError, TypeError, AttributeError)
+"""What libraries raise for what they do not support, and what mistakes in programs raise."""
+
+
 @contextlib.contextmanager
 def reading(path: str, what: str) -> Iterator[None]:
     """Have an error in this context say of which file it is.
@@ -121,6 +127,7 @@ def reading(path: str, what: str) -> Iterator[None]:
 
     Raises:
         DamagedError: It could not be read.
+        StorageError: It holds what a library, or this package, does not read.
         OSError: The storage fails, or one may not read it.
     """
     try:
@@ -134,7 +141,11 @@ def reading(path: str, what: str) -> Iterator[None]:
             raise
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # which is: a place that is none
             raise OSError(error.errno, os.strerror(error.errno), path) from None
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path) from None
         why = f"{type(error).__name__}: {error}"
+        if isinstance(error, _NOT_OF_DAMAGE):
+            raise StorageError(f"{path}: {what} ({why})") from error
         raise DamagedError(f"{path}: {what} ({why}); copy it again from where it came") from None
 
 
@@ -157,6 +168,22 @@ def digest(parts: Iterable[bytes]) -> str:
     for part in parts:
         state.update(part)
     return state.hexdigest()
+
+
+def folder_of(paths: Iterable[str]) -> str:
+    """What paths have in common of their folders, with the separator at its end."""
+    common = os.path.commonprefix(list(paths))  # noqa: RUF071  # cut at a separator, also of other spellings
+    return common[: common.rfind(os.sep) + 1]
+
+
+def short_names(paths: list[str]) -> list[str]:
+    """What tells files from one another wherever they lie: their names, or their paths within a common folder."""
+    names = [os.path.basename(path) for path in paths]
+    if len(set(names)) == len(names):
+        return names
+    whole = [os.path.abspath(path) for path in paths]
+    start = len(folder_of(whole))
+    return [path[start:] for path in whole]
 
 
 def expand(pattern: str) -> list[str]:

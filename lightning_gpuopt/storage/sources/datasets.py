@@ -19,7 +19,7 @@ from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.format import Manifest
 from lightning_gpuopt.storage.shard import ShardReader, locate, open_shard
-from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest, read_image
+from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest, folder_of, read_image
 
 _SIZES: Final = 512  # files looked at to know about how large they all are
 
@@ -105,13 +105,17 @@ class FilesSource(Source):
     """The image files of a dataset like torchvision's ImageFolder, which gives (image, label) of each."""
 
     kind = "image files"
+    single_reads = True
 
     def __init__(self, dataset: Any) -> None:
         self.path = type(dataset).__qualname__
         self.classes = _classes(dataset)
         self._files = Strings()
+        folders = set()
         for path, _ in dataset.samples:
-            self._files.append(os.fspath(path))
+            self._files.append(name := os.fspath(path))
+            folders.add("".join(name.rpartition(os.sep)[0].rpartition(os.sep)[:2]))  # those of the classes' folders
+        self._root = folder_of(folders)
         self._labels = np.array([label for _, label in dataset.samples], np.int64)
         looked_at = range(0, len(self), max(1, len(self) // _SIZES))
         sampled_bytes = sum(os.path.getsize(f) for i in looked_at if os.path.exists(f := self._files[i]))
@@ -125,8 +129,8 @@ class FilesSource(Source):
         return self._files[index]
 
     def identity(self, index: int) -> bytes:
-        """The file's name and folder, and its label."""
-        return b"%s\0%d" % (self._tail(index), self._labels[index])
+        """The file's path within the folder of all, and its label."""
+        return b"%s\0%d" % (os.fsencode(self._files[index][len(self._root) :]), self._labels[index])
 
     def _tail(self, index: int) -> bytes:
         return os.fsencode(os.sep.join(self._files[index].split(os.sep)[-2:]))
@@ -192,6 +196,7 @@ class SubsetSource(Source):
         # As in a Dataset's own list, negative indices count from the end.
         self._indices = np.arange(len(source), dtype=np.int64)[indices]
         self.kind, self.path, self.classes = source.kind, source.path, source.classes
+        self.single_reads = source.single_reads
         if source.num_bytes is not None:
             self.num_bytes = source.num_bytes * len(self) // len(source)
 

@@ -14,6 +14,7 @@ class FolderSource(Source):
     """Samples are (image, label). The order and the labels are torchvision's, hidden files and folders left out."""
 
     kind = "image folder"
+    single_reads = True
 
     def __init__(self, path: str) -> None:
         self.path = path

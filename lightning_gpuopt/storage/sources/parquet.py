@@ -12,7 +12,15 @@ import numpy as np
 
 from lightning_gpuopt.images.checks import BadImage, looks_like_image
 from lightning_gpuopt.storage.codec import EncodedImage
-from lightning_gpuopt.storage.sources.base import PART_BYTES, PerProcess, RowSource, digest, missing_extra, reading
+from lightning_gpuopt.storage.sources.base import (
+    PART_BYTES,
+    PerProcess,
+    RowSource,
+    digest,
+    missing_extra,
+    reading,
+    short_names,
+)
 from lightning_gpuopt.storage.sources.kinds import with_kinds
 
 if TYPE_CHECKING:
@@ -33,6 +41,7 @@ class ParquetSource(RowSource):
     def __init__(self, paths: list[str]) -> None:
         self.path = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
         self._paths = paths
+        self._short_names = short_names(paths)
         self._file_bytes = [os.path.getsize(path) for path in paths]
         self._group_starts: list[int] = []  # first row of each row group
         self._groups: list[tuple[int, int]] = []  # its file and its number there
@@ -128,8 +137,8 @@ class ParquetSource(RowSource):
     def identity(self, index: int) -> bytes:
         """The file's name and size, and the row in it."""
         file = self.position(index)[0]
-        path, row = self._paths[file], index - self._file_starts[file]
-        return repr((os.path.basename(path), self._file_bytes[file], row)).encode()
+        row = index - self._file_starts[file]
+        return repr((self._short_names[file], self._file_bytes[file], row)).encode()
 
     def close(self) -> None:
         """Close the file that is being read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import re
@@ -27,6 +28,10 @@ _META: Final = re.compile(r"__[^/]*__($|/)")
 _COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _HEAD: Final = struct.Struct("<5Q")
 _MAX_EXTENSIONS: Final = 1 << 16
+_LOOKED_AT: Final = 1 << 16
+"""So many bytes behind the end of a tar; tar pads to 10 KiB."""
+
+_log = logging.getLogger(__name__)
 
 SPARSE: Final = 1 << 63
 """Added to a member's offset: it is that of the headers of a sparse file."""
@@ -192,9 +197,13 @@ def regular_members(stream: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
     """
     try:
         with tarfile.open(fileobj=stream, mode="r:") as tar:
+            at = -1
             while (member := tar.next()) is not None:
                 if member.size < 0:
                     raise ValueError(f"{member.name} has {member.size} bytes")
+                if tar.offset <= at:
+                    raise ValueError(f"{member.name} ends where it begins, or before")
+                at = tar.offset
                 tar.members = []  # type: ignore[attr-defined]  # they would fill the memory
                 if member.isreg():
                     yield member
@@ -209,6 +218,13 @@ def regular_members(stream: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
         raise not_whole(path, "the end-of-archive marker is missing")
     if any(block):
         raise not_whole(path, f"no member begins at byte {end}")
+    if any(stream.read(_LOOKED_AT)):
+        _log.warning(
+            "%s: what comes after its end-of-archive marker, at byte %d, is left out; of tars that were joined "
+            "(cat a.tar b.tar) give each by itself",
+            path,
+            end,
+        )
 
 
 def read_sparse(path: str, offset: int) -> bytes:

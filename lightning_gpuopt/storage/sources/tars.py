@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from lightning_gpuopt.storage.codec import EncodedImage
-from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest
+from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest, short_names
 from lightning_gpuopt.storage.sources.kinds import with_kinds
 from lightning_gpuopt.storage.sources.tar_index import (
     INDEX,
@@ -47,10 +47,12 @@ class TarSource(Source):
     """
 
     kind = "webdataset"
+    single_reads = True
 
     def __init__(self, paths: list[str], indexing: Indexing | None = None) -> None:
         self.path = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
         self._paths = paths
+        self._short_names = short_names(paths)
         indexing = indexing or Indexing()
         self._directory = indexing.directory
         self._held: list[bytes] = []  # the indexes, where they are in memory
@@ -153,7 +155,7 @@ class TarSource(Source):
     def identity(self, index: int) -> bytes:
         """The tar's name, the key, and where the members lie."""
         tar, sample, _, members = self._find(index)
-        about = (os.path.basename(self._paths[tar]), members.key(sample), *members.members(sample))
+        about = (self._short_names[tar], members.key(sample), *members.members(sample))
         return repr(about).encode()
 
     def read(self, index: int) -> Any:
