@@ -158,11 +158,15 @@ class _Gain:
         if measurement.loader.num_workers and host is not None and host.worker_cpu:
             stretch = min(1 + (host.worker_queued or 0.0) / host.worker_cpu, workers.busy_s / max(workers.cpu_s, 1e-9))
         sure_s = (now_s - then_s) * images.batch_size
+        # What else the dataset does for a sample is not known: at best the DataModule does without. With floats some of
+        # it is normalising, which goes through their values once more, as making them does, and moves to the device.
+        rest_s = 0.0 if images.own else max(workers.data_cpu_s / workers.batches - now_s * images.batch_size, 0.0)
+        best_s = sure_s + rest_s
         if _makes_floats(images, workers) and not images.fast:  # a batch of uint8 has a quarter of the bytes
-            sure_s += (1 - _UINT8_OF_FLOAT) * workers.collate_cpu_s / workers.batches
-        # What else the dataset does for a sample is not known: expected to stay, at best the DataModule does without.
-        rest_s = 0.0 if images.own else workers.data_cpu_s / workers.batches - now_s * images.batch_size
-        saved = (sure_s, sure_s + max(rest_s, 0.0))
+            collated_s = (1 - _UINT8_OF_FLOAT) * workers.collate_cpu_s / workers.batches
+            sure_s += collated_s + min((images.pil_float_s or 0.0) * images.batch_size, rest_s)
+            best_s += collated_s
+        saved = (sure_s, best_s)
         left = [max(service_s - each * max(stretch, 1.0), then_s * images.batch_size) for each in saved]
         if left[0] >= service_s:
             return None

@@ -114,6 +114,14 @@ def test_batches_of_floats_are_collated_in_a_quarter_of_the_time(bytes_of_a_valu
     assert evidence["storage_step_gain"] == round(70 / left_ms, 2)
 
 
+@pytest.mark.parametrize(("data_s", "left_ms"), [(0.050, 18), (0.056, 18), (0.060, 18), (0.070, 28)])
+def test_normalising_floats_is_taken_to_cost_what_making_them_costs(data_s: float, left_ms: float) -> None:
+    # PIL takes 50 ms, the fast decoder 18; of the rest up to 10 ms go
+    timed = workers(data_s=data_s, cpu=1.0, batch_bytes=20 * 3 * 224**2 * 4)
+    evidence = find(PHOTOS, timed, wait_s=7.0, host=host(None)).evidence
+    assert evidence["storage_step_gain"] == round(1000 * data_s / left_ms, 2)
+
+
 def test_the_gain_in_steps_is_bounded_by_the_rest_of_the_step() -> None:
     # of the 50 ms in which a batch is made the GPU works for 38
     device = gpu(compute_s=8.8, idle={"data_wait": 1.2})
