@@ -72,7 +72,8 @@ class Prediction:
     """One predicted gain.
 
     Attributes:
-        kind: what was advised: a number of workers, to do without something, or another way to store images.
+        kind: what was advised: a number of workers, to do without something, another way to store images; or a search
+            for the number, which has no width of its own, and is only checked.
         case: what was run.
         half: what it is for.
         gain: as predicted and measured.

@@ -149,5 +149,5 @@ def _of_photographs(only: str) -> Iterator[Case]:
                 follow_advice(runs)
             for run in runs[1:]:
                 if run.proof is not None and run.proof.predicted is not None:
-                    kind = "workers" if run.name == "worker-search" else "storage"
+                    kind = "search" if run.name == "worker-search" else "storage"
                     yield kind, name, Gain(run.name, *run.proof.predicted, run.proof.measured)
