@@ -29,9 +29,7 @@ OTHER_PAGES: Final = sorted(
 )
 
 UNSOURCED: Final[dict[str, set[str]]] = {
-    "README.md": {  # lightning-gpuopt demo
-        *("81.7 ms", "76.4 %", "99.2 %", "50.2 ms", "62.1 %", "1.78x", "1.63x", "28.8 ms", "45.4 %", "97.6 %"),
-        *("1.41x", "1.74x", "2.8x"),
+    "README.md": {
         *("14 of 15", "13 of 13", "5 of 9"),  # counted in the files of the H100 by hand
     },
     "docs/benchmarks.md": {
