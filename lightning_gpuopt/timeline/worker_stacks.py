@@ -134,6 +134,9 @@ class WorkerLook:
         self._first_is_made = True
 
     def _begin(self, question: float, activity: str) -> None:
+        before, self._sampler = self._sampler, None
+        if before is not None:
+            before.stop(0.0)  # it would go on in the name of the new one
         now = time.perf_counter()
         self._activity_name = activity
         self._question = question
@@ -162,6 +165,6 @@ class WorkerLook:
             self._answer_after_s *= 2
             self._next_answer = now + self._answer_after_s
             self._stacks.give(sampler.stacks(activity))
-        if over:
+        if over and self._sampler is sampler:
             self._sampler = None
         return over

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -16,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from lightning_gpuopt.storage.build import staging
 from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.build.changed import Hashes, place_shards, shard_starts
+from lightning_gpuopt.storage.build.publish import remove
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, staging_directory
 from lightning_gpuopt.storage.sources.folder import FolderSource
@@ -173,6 +176,46 @@ def test_a_shard_of_which_a_stored_file_has_gone_is_built_again(
     assert [name for name in read if name < "a/00040"] == [f"a/{n:05d}.jpg" for n in range(10) if n != 1]
     build(failed, tmp_path / "fresh")
     assert stored(tmp_path / "out") == stored(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("files", [1, 3, 5, 9])
+def test_what_is_to_be_thrown_away_does_not_count_after_a_kill(
+    files: int, tmp_path: Path, failed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed(failed)
+    (failed / "a/00001.jpg").write_bytes((failed / "b/00003.jpg").read_bytes())
+    with monkeypatch.context() as patched:
+        left = iter(range(files))
+
+        def remove_or_end(path: Path) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            remove(path)
+
+        patched.setattr(staging, "remove", remove_or_end)
+        with pytest.raises(KeyboardInterrupt):
+            build(failed, tmp_path / "out", overwrite=True)
+    if files < 5:  # finished shards are still there
+        with pytest.raises(StorageError, match="give overwrite=True without resume=True"):
+            build(failed, tmp_path / "out", overwrite=True, resume=True)
+    build(failed, tmp_path / "out", overwrite=True, resume=files >= 5)
+    build(failed, tmp_path / "fresh")
+    assert stored(tmp_path / "out") == stored(tmp_path / "fresh")
+
+
+def test_an_image_that_was_left_out_and_cannot_be_read_now_stays_left_out(
+    tmp_path: Path, skipping: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = FolderSource.read
+
+    def read_or_fail(self: FolderSource, index: int) -> Any:
+        if self.name(index) == "a/00000.jpg":
+            raise OSError(errno.EIO, "the disk says no", self.name(index))
+        return whole(self, index)
+
+    monkeypatch.setattr(FolderSource, "read", read_or_fail)
+    with pytest.warns(UserWarning, match="10 of 100 samples are left out"):
+        assert build(skipping, tmp_path / "out", resume=True, max_skipped=0.5).num_samples == 90
 
 
 def test_where_most_of_what_is_stored_has_gone_nothing_is_deleted(tmp_path: Path, failed: Path) -> None:

@@ -175,3 +175,19 @@ def test_only_the_worker_that_is_asked_of_it_samples_an_epochs_beginning(worker:
     look = WorkerLook(stacks, 0, busy=lambda: True, batches=lambda: 0.0)
     look.epoch_begins()
     assert look._sampler is None
+
+
+def test_of_two_questions_in_a_row_one_sampler_is_left_and_ends() -> None:
+    stacks = WorkerStacks()
+    look = WorkerLook(stacks, 0, busy=lambda: True, batches=lambda: 0.0)
+    stacks.ask(0, before_first_batch=True)
+    look.epoch_begins()
+    first = look._sampler
+    look.epoch_begins()  # the next epoch has begun before the first sampler has looked again
+    second = look._sampler
+    assert first is not None
+    assert second is not None
+    wait_for(lambda: not first.running)
+    assert second.running
+    stacks.end()
+    wait_for(lambda: not second.running)

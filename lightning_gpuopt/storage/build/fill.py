@@ -215,7 +215,7 @@ def is_repaired(job: Job, number: int) -> bool:
 def _is_good(job: Job, index: int) -> bool:
     try:
         _encode(job, index)
-    except BadImage:
+    except (BadImage, OSError):  # which leaves it out, as before
         return False
     return True
 

@@ -298,7 +298,7 @@ class Staging:
 
     def _clear(self) -> None:
         """Remove everything but the locks, and indexes, which hold for the tars as they are."""
-        for name in os.listdir(self.directory):
+        for name in self._names():
             if not name.endswith("lock") and not name.startswith(INDEX):
                 remove(self.directory / name)
 
@@ -313,8 +313,12 @@ class Staging:
             else:
                 remove(self.directory / name)
 
+    def _names(self) -> list[str]:
+        """What is there; removed in this order, nothing is left after a kill that counts as a finished shard."""
+        return sorted(os.listdir(self.directory), key=lambda name: (name != PLAN, not name.endswith(".json")))
+
     def _clear_shards(self, numbers: list[int]) -> None:
-        for name in os.listdir(self.directory):
+        for name in self._names():
             match = SHARD_FILE.fullmatch(name)
             if match and int(match[1]) in numbers:
                 remove(self.directory / name)

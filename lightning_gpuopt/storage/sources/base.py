@@ -118,12 +118,13 @@ _NOT_OF_DAMAGE: Final = (NotImplementedError, LookupError, TypeError, AttributeE
 
 
 @contextlib.contextmanager
-def reading(path: str, what: str) -> Iterator[None]:
+def reading(path: str, what: str, not_of_damage: tuple[type[Exception], ...] = _NOT_OF_DAMAGE) -> Iterator[None]:
     """Have an error in this context say of which file it is.
 
     Args:
         path: The file.
         what: What is said of it where a library cannot read it, such as "row 3 cannot be read".
+        not_of_damage: What the library does not raise for damaged files.
 
     Raises:
         DamagedError: It could not be read.
@@ -135,16 +136,14 @@ def reading(path: str, what: str) -> Iterator[None]:
     except (BadImage, ImportError):
         raise
     except Exception as error:  # of every type, where the bytes are others
-        if type(error) is MemoryError or str(error).startswith(
-            path
-        ):  # libraries have their own, for sizes that are none
+        if type(error) is MemoryError or str(error).startswith(path):  # libraries have their own, for sizes of nothing
             raise
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # which is: a place that is none
             raise OSError(error.errno, os.strerror(error.errno), path) from None
         if os.path.isdir(path):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path) from None
         why = f"{type(error).__name__}: {error}"
-        if isinstance(error, _NOT_OF_DAMAGE):
+        if isinstance(error, not_of_damage):
             raise StorageError(f"{path}: {what} ({why})") from error
         raise DamagedError(f"{path}: {what} ({why}); copy it again from where it came") from None
 

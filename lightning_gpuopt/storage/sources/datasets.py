@@ -115,7 +115,9 @@ class FilesSource(Source):
         for path, _ in dataset.samples:
             self._files.append(name := os.fspath(path))
             folders.add("".join(name.rpartition(os.sep)[0].rpartition(os.sep)[:2]))  # those of the classes' folders
-        self._root = folder_of(folders)
+        root = getattr(dataset, "root", None)
+        root = os.path.join(os.fspath(root), "") if isinstance(root, (str, os.PathLike)) else ""
+        self._root = root if root and all(each.startswith(root) for each in folders) else folder_of(folders)
         self._labels = np.array([label for _, label in dataset.samples], np.int64)
         looked_at = range(0, len(self), max(1, len(self) // _SIZES))
         sampled_bytes = sum(os.path.getsize(f) for i in looked_at if os.path.exists(f := self._files[i]))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _CHUNK_CACHE_BYTES: Final = 32 << 20
 _PROBED: Final = 16
+_NOT_OF_DAMAGE: Final = (NotImplementedError, AttributeError)
+"""HDF5's errors come as KeyError and TypeError, too: those of objects and types that cannot be read."""
 
 
 class _Column:
@@ -74,7 +76,7 @@ class HDF5Source(RowSource):
             import h5py
         except ImportError as error:
             raise missing_extra("h5py", error) from error
-        with reading(path, "not an HDF5 file that can be read"), h5py.File(path, "r") as file:
+        with reading(path, "not an HDF5 file that can be read", _NOT_OF_DAMAGE), h5py.File(path, "r") as file:
             found: list[h5py.Dataset] = []
             file.visititems(lambda _, node: found.append(node) if isinstance(node, h5py.Dataset) else None)
             if not found:
@@ -91,7 +93,7 @@ class HDF5Source(RowSource):
 
     def read(self, index: int) -> Any:
         """The row, or one of each dataset."""
-        with reading(self.path, f"row {index} cannot be read"):
+        with reading(self.path, f"row {index} cannot be read", _NOT_OF_DAMAGE):
             file = self._file.get()
             rows = {column.name: column.row(file[column.name], index) for column in self._columns}
         rows = with_kinds(rows, several=sum(column.is_image for column in self._columns) > 1, kinds=self.kinds)
