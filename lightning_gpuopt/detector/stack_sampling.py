@@ -78,12 +78,14 @@ class StackSampling:
         self._collect()
         here = [each for each in findings if is_in_user_code(each) and not _is_in_processes(each)]
         here = [each for each in here if not self._is_in_workers(each)]
-        there = [each for each in findings if self._is_in_workers(each) and self._may_look(each)]
+        there = [each for each in findings if self._is_in_workers(each)]
         here = [each for each in here if self._may_look(each)]
         if here and self._sampler is None:
             self._look_here(here)
-        if self._in_worker is not None and not self._answered and not self._waits_for_answer(there):
+        asks = self._in_worker is not None and (self._of_epochs or not self._answered)
+        if asks and not self._waits_for_answer(there):
             self._end_there()
+        there = [each for each in there if self._may_look(each)]
         if there and self._in_worker is None:
             self._look_there(there[0])
 
@@ -95,7 +97,7 @@ class StackSampling:
         if self._asked_for not in [finding_name(each) for each in there]:
             return False
         if self._of_epochs:
-            return all(is_in_workers_before_it(each) for each in there)
+            return all(is_in_workers_before_it(each) or not self._may_look(each) for each in there)
         return time.monotonic() - self._asked_at <= _ANSWER_WITHIN_S
 
     def step_done(self) -> None:
