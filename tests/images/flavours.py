@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 
@@ -146,6 +147,14 @@ def refused() -> dict[str, bytes]:
     return found
 
 
+def _opens(data: bytes) -> bool:
+    try:
+        Image.open(io.BytesIO(data))
+    except OSError:
+        return False
+    return True
+
+
 def flavours() -> dict[str, bytes]:
     """The files by name, of `SIDE` by `SIDE` pixels each; PIL reads all of them."""
     smooth = photo(SIDE, SIDE)
@@ -173,7 +182,9 @@ def flavours() -> dict[str, bytes]:
     found |= {f"{number}-comment.ppm": pnm(number, 255, b"\n#x\n") for number in (5, 6)}
     found |= {f"{bits}.bmp": bmp(bits, palette=2**bits if bits < 16 else 0) for bits in (1, 4, 8, 16, 24, 32)}
     found |= {f"{bits} down.bmp": bmp(bits, upside_down=False) for bits in (16, 24, 32)}
-    found |= {f"{header} header.bmp": bmp(24, header=header) for header in (12, 52, 56, 108, 124)}
+    known = [header for header in (12, 52, 56, 108, 124) if _opens(bmp(24, header=header))]  # by this Pillow
+    assert {12, 108, 124} <= set(known)
+    found |= {f"{header} header.bmp": bmp(24, header=header) for header in known}
     found["565.bmp"], found["555.bmp"] = bmp(16, (0xF800, 0x7E0, 0x1F)), bmp(16, (0x7C00, 0x3E0, 0x1F))
     found["fields.bmp"] = bmp(32, (0xFF0000, 0xFF00, 0xFF))
     found["alpha.bmp"] = bmp(32, (0xFF000000, 0xFF0000, 0xFF00, 0xFF), header=108)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import multiprocessing
 import os
@@ -44,9 +45,11 @@ def by_webdataset(path: Path) -> Raw:
     """The samples of a tar as webdataset reads them, without decoding."""
     import webdataset
 
+    known = inspect.signature(webdataset.WebDataset).parameters
+    options = {"empty_check": False} if "empty_check" in known else {}
     return [
         {name: value for name, value in sample.items() if name not in ("__url__", "__local_path__")}
-        for sample in webdataset.WebDataset([str(path)], shardshuffle=False, empty_check=False)
+        for sample in webdataset.WebDataset([str(path)], shardshuffle=False, **options)
     ]
 
 

@@ -198,7 +198,9 @@ def regular_members(stream: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
     try:
         with tarfile.open(fileobj=stream, mode="r:") as tar:
             at = -1
-            while (member := tar.next()) is not None:
+            # Of a tar without members Python 3.10 would look for the next one before its beginning.
+            member = tar.next() if tar.firstmember is not None else None  # type: ignore[attr-defined]
+            while member is not None:
                 if member.size < 0:
                     raise ValueError(f"{member.name} has {member.size} bytes")
                 if tar.offset <= at:
@@ -207,6 +209,7 @@ def regular_members(stream: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
                 tar.members = []  # type: ignore[attr-defined]  # they would fill the memory
                 if member.isreg():
                     yield member
+                member = tar.next()
             end = tar.offset
     except (OSError, MemoryError):
         raise
