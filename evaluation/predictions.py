@@ -133,15 +133,17 @@ def _model(data: Data, workers: int, step_s: float) -> Model:
 
 def _of_photographs(only: str) -> Iterator[Case]:
     draw = random.Random(3)
-    torch.set_num_threads(1)  # of several each waits for the slowest, which another program may keep from its CPU
+    most = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         images = Path(folder) / "images"
         make(images, Recipe(1600))
-        for number in range(10):
-            batch_size, width = draw.choice([16, 32, 64]), draw.choice([1, 1, 2])
-            name = f"photographs, batches of {batch_size}, a network {width} times as wide"
+        for number in range(16):
+            batch_size, width, threads = draw.choice([16, 32, 64]), draw.choice([1, 1, 2]), draw.choice([1, most])
+            of_threads = "1 thread" if threads == 1 else f"{threads} threads"
+            name = f"photographs, batches of {batch_size}, a network {width} times as wide, {of_threads}"
             if only not in name:
                 continue
+            torch.set_num_threads(threads)
             out = Path(folder) / f"run {number}"
             settings = DemoSettings(images, out, 9, 2400 // batch_size, batch_size, 0, "cpu", 0, False, width=width)
             runs = [Run(settings, train(settings))]
@@ -151,3 +153,4 @@ def _of_photographs(only: str) -> Iterator[Case]:
                 if run.proof is not None and run.proof.predicted is not None:
                     kind = "search" if run.name == "worker-search" else "storage"
                     yield kind, name, Gain(run.name, *run.proof.predicted, run.proof.measured)
+        torch.set_num_threads(most)
