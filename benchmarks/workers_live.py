@@ -17,7 +17,6 @@ finder costs more than 5 µs a step.
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
 import json
 import logging
@@ -35,12 +34,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_gpuopt import NumWorkersFinder
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.live import LivePolicy
-from lightning_gpuopt.tuning.resize import adopt
 from lightning_gpuopt.tuning.running import RunningLoader
 
 BATCH = 16
@@ -184,7 +181,7 @@ def per_call_us(call: Callable[[], object]) -> float:
 
 
 def settled_us(folder: str) -> dict[str, float]:
-    """Microseconds a step of the hook, in the iterator, and where it asks for more; when nothing is being tried."""
+    """Microseconds a step of the hook, and in the iterator; when nothing is being tried."""
     finder = NumWorkersFinder()
     hook = Hook(finder)
     train("io", 0.05, 1, [finder, hook], folder)
@@ -193,28 +190,13 @@ def settled_us(folder: str) -> dict[str, float]:
         loader = DataLoader(range(10 * CALLS), batch_size=None)  # type: ignore[arg-type]
         running = RunningLoader(loader, LivePolicy(0, cpus=1.0))
         running.freeze()
-        iterator = iter(loader)
+        iterator: Any = running.iterator_wanted()(lambda make: make()) if wrapped else iter(loader)
         next(iterator)
         if wrapped:
             running.follow(iterator)
         return per_call_us(lambda: next(iterator))
 
-    return {"hook_us": hook.us, "fetch_us": max(fetch(True) - fetch(False), 0.0), "ask_us": asking_us()}
-
-
-def asking_us() -> float:
-    """Microseconds that ours adds where an iterator that can be resized asks a worker for its next batch."""
-    loader = DataLoader(range(1000), num_workers=1)  # type: ignore[arg-type]
-    iterator = adopt(iter(loader), loader)
-    iterator._task_info.clear()
-    torchs = _MultiProcessingDataLoaderIter._try_put_index
-    _MultiProcessingDataLoaderIter._try_put_index = lambda self: None  # type: ignore[method-assign]
-    try:
-        plain = functools.partial(_MultiProcessingDataLoaderIter._try_put_index, iterator)
-        return per_call_us(iterator._try_put_index) - per_call_us(plain)
-    finally:
-        _MultiProcessingDataLoaderIter._try_put_index = torchs  # type: ignore[method-assign]
-        iterator._shutdown_workers()
+    return {"hook_us": hook.us, "fetch_us": max(fetch(True) - fetch(False), 0.0)}
 
 
 def main() -> int:

@@ -82,10 +82,9 @@ def no_process_group_is_left_behind() -> Iterator[None]:
 @pytest.fixture
 def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch looks for dead workers twenty times a second, not every five, and waits half a second for their ends."""
-    from lightning_gpuopt.tuning.resize import ResizableIterator, WorkersIterator
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-    for kind in (WorkersIterator, ResizableIterator):
-        monkeypatch.setattr(kind._try_get_data, "__defaults__", (0.05,))
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.05,))
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
@@ -16,7 +17,7 @@ from lightning_gpuopt.compat.lightning import (
     train_loader_keys,
     train_loaders,
 )
-from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
+from lightning_gpuopt.loaders.registry import Create, LoaderRegistry, SeenLoader
 from lightning_gpuopt.tuning.managed import ManagedLoader
 from lightning_gpuopt.tuning.rules import CannotChange, why_left_alone
 
@@ -73,20 +74,20 @@ class AdjustableLoader:
         managed.refused = self.refused
         self._managed.append(managed)
 
-    def make_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
-        """Make an iterator with the settings that were asked for; the registry calls it."""
+    def iterator_wanted(self, loader: DataLoader[Any]) -> Callable[[Create], Any] | None:
+        """Change what was asked for; the registry calls it."""
         managed = self._managed_of(loader)
         if managed is None:
-            return create()
+            return None
         if threading.get_ident() != self._thread:
             managed.leave("it is iterated on a thread of the program's own")
-            return create()
-        return managed.make_iterator(create)
+            return None
+        return managed.iterator_wanted()
 
-    def make_as_given(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
-        """Make an iterator for somebody else; the registry calls it."""
+    def as_given(self, loader: DataLoader[Any]) -> AbstractContextManager[None]:
+        """For an iterator for somebody else; the registry calls it."""
         managed = self._managed_of(loader)
-        return create() if managed is None else managed.make_as_given(create)
+        return nullcontext() if managed is None else managed.as_given()
 
     def _managed_of(self, loader: Any) -> ManagedLoader | None:
         return next((each for each in self._managed if each.running.is_of(loader)), None)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from lightning_gpuopt.compat.dataloader import running_workers, time_fetches, worker_pids
+from lightning_gpuopt.compat.dataloader import numbered_workers, running_workers, time_fetches, worker_pids
 from lightning_gpuopt.compat.lightning import (
     Trainer,
     replace_train_iterator,
@@ -47,6 +47,7 @@ class _Watched:
         loader: what it is, as of its current iterator.
         waited_ns: nanoseconds for which the training process waited for it, where there are several, as ``[ns]``.
         inner_ns: the same for the DataLoader inside a loader of another kind.
+        rows: as many workers' rows of the clock are in use.
         undo: takes the clock away.
         changes: what :func:`~lightning_gpuopt.tuning.managed.changes_of` says; None before it was asked.
     """
@@ -57,6 +58,7 @@ class _Watched:
     loader: LoaderDescription = field(default_factory=LoaderDescription)
     waited_ns: list[int] = field(default_factory=lambda: [0])
     inner_ns: list[int] = field(default_factory=lambda: [0])
+    rows: int = 1
     changes: tuple[dict[str, str], str | None] | None = None
     undo: Callable[[], None] = field(default=lambda: None, repr=False)
 
@@ -73,7 +75,7 @@ class _Watched:
         return LoaderReading(
             self.loader,
             facts,
-            self.clock.times(facts.num_workers or 1) if self.clock is not None else None,
+            self.clock.times(max(self.rows, facts.num_workers or 1)) if self.clock is not None else None,
             self.waited_ns[0] / 1e9 if several else None,
             self.inner_ns[0] / 1e9 if wraps else None,
         )
@@ -205,6 +207,7 @@ class LoaderWatch:
             outer = _TimedIterator(outer, watched.waited_ns)
             replace_train_iterator(self._trainer, index, outer)
         workers = running_workers(watched.seen.inner, inner) if inner is not None else 0
+        watched.rows = max([watched.rows, *(number + 1 for number, _ in numbered_workers(inner))])
         return _Running(watched, weakly(outer), weakly(inner), workers)
 
     def resized(self) -> bool:
@@ -297,8 +300,8 @@ class LoaderWatch:
         described: list[tuple[int, str]] = []
         for each in self._running:
             clock = each.watched.clock
-            for number, pid in enumerate(worker_pids([each.inner()])):
-                described.append((pid, clock.doing(number) if clock is not None else "is not watched"))
+            for number, worker in numbered_workers(each.inner()):
+                described.append((worker.pid, clock.doing(number) if clock is not None else "is not watched"))
         return described
 
     def undo(self) -> None:

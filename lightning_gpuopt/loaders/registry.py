@@ -11,6 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -63,20 +64,26 @@ class LoaderSubscriber(Protocol):
         """A loader was made ready; it is not iterated yet."""
 
 
+Create = Callable[..., Any]
+"""Makes an iterator: by the function that it is called with, or without one as the loader itself does."""
+
+
 @runtime_checkable
 class IteratorMaker(Protocol):
     """Makes the iterators of training loaders as well."""
 
-    def make_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
-        """An iterator for the training loop.
+    def iterator_wanted(self, loader: DataLoader[Any]) -> Callable[[Create], Any] | None:
+        """The training loop is about to iterate a loader, whose settings may still be changed.
 
         Args:
             loader: the DataLoader.
-            create: makes it as without this subscriber.
+
+        Returns:
+            What makes the iterator, of a :data:`Create`; of several the first counts. None: the loader does so itself.
         """
 
-    def make_as_given(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
-        """Likewise one with which a callback, or validation, reads the same loader: as the user has set it."""
+    def as_given(self, loader: DataLoader[Any]) -> AbstractContextManager[None]:
+        """For as long as a callback, or validation, makes an iterator of the same loader: as the user has set it."""
 
 
 @runtime_checkable
@@ -192,26 +199,32 @@ class LoaderRegistry:
         seen._undo = shadow(seen.inner, name, _Maker(seen.inner, name, partial(self._start, seen)))
         self._others = [each for each in self._others if each.inner is not None] + [seen]
 
-    def _start(self, seen: SeenLoader, create: Callable[[], Any]) -> Any:
+    def _start(
+        self, seen: SeenLoader, method: Callable[[], Callable[[], Any]], make: Callable[[], Any] | None = None
+    ) -> Any:
+        create = make or method()
         for subscriber in self._subscribers:
             if isinstance(subscriber, StartWatcher):
                 create = partial(subscriber.start_workers, seen, create)
         return create()
 
-    def _iterate(self, seen: SeenLoader, create: Callable[[], Any]) -> Any:
+    def _iterate(self, seen: SeenLoader, method: Callable[[], Callable[[], Any]]) -> Any:
         trainer = self._trainer()
         here = threading.get_ident() == self._thread
         trains = trainer is not None and trainer.training and not (here and not is_begun_by_fetcher(trainer))
         if trains:
             self.forget_dropped()
         assert seen.inner is not None
-        create = partial(self._start, seen, create)
-        for subscriber in self._subscribers:
-            if isinstance(subscriber, IteratorMaker):
-                create = partial(subscriber.make_iterator if trains else subscriber.make_as_given, seen.inner, create)
-        iterator = create()
-        if trains:
-            seen._iterator = weakly(iterator)
+        makers = [each for each in self._subscribers if isinstance(each, IteratorMaker)]
+        start = partial(self._start, seen, method)
+        if not trains:
+            with ExitStack() as settings:
+                for maker in makers:
+                    settings.enter_context(maker.as_given(seen.inner))
+                return start()
+        wanted = [each for each in [maker.iterator_wanted(seen.inner) for maker in makers] if each is not None]
+        iterator = wanted[0](start) if wanted else start()
+        seen._iterator = weakly(iterator)
         return iterator
 
     def _end(self) -> None:
@@ -231,17 +244,17 @@ class _Maker:
     Args:
         loader: the loader.
         name: of its method.
-        make: called with the method.
+        make: called with what gives the method: an iterator may hold that, and the loader the iterator.
     """
 
-    def __init__(self, loader: Any, name: str, make: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, loader: Any, name: str, make: Callable[[Callable[[], Callable[[], Any]]], Any]) -> None:
         create = getattr(loader, name)
         is_its_own = getattr(create, "__self__", None) is loader
         self._create: Callable[[], Any] = weakref.WeakMethod(create) if is_its_own else lambda: create
         self._make = make
 
     def __call__(self) -> Any:
-        return self._make(self._create())
+        return self._make(self._create)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return identity, (self._create(),)

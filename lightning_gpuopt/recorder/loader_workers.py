@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from lightning_gpuopt.compat.dataloader import awaited_worker, has_queues, workers_of
+from lightning_gpuopt.compat.dataloader import awaited_worker, has_queues, numbered_workers
 from lightning_gpuopt.compat.fetchers import fetcher_of
 from lightning_gpuopt.loaders.registry import SeenLoader
 from lightning_gpuopt.measurements.flight import PIPE_FILES
@@ -60,7 +60,7 @@ class LoaderWorkers:
         self._board = board
         self._words, self._numbers, self._stacks = words, numbers, stacks
         self._names: weakref.WeakKeyDictionary[SeenLoader, str] = weakref.WeakKeyDictionary()
-        self._iterators: dict[str, Callable[[], Any]] = {}
+        self._iterators: dict[str, list[weakref.ref[Any]]] = {}
         self._workers: dict[int, tuple[str, int, Any]] = {}
         self._dead: set[int] = set()
         self._ended_as_usual: deque[dict[str, Any]] = deque(maxlen=_MOST_KEPT)
@@ -94,7 +94,7 @@ class LoaderWorkers:
         if self._stopped or not loader.num_workers or isinstance(before, WorkerStart):
             return None
         name = self._name_of(seen)
-        for worker in range(max(loader.num_workers, _RESERVED if seen.is_training else 0)):
+        for worker in range(max(2 * loader.num_workers, _RESERVED if seen.is_training else 0)):
             self._board.slot(name, worker)
         loader.worker_init_fn = WorkerStart(before, self._board, name, self._words, self._numbers, self._stacks)
 
@@ -112,7 +112,8 @@ class LoaderWorkers:
             return
         name = self._name_of(seen)
         with contextlib.suppress(TypeError):  # an iterator without a place for weak references
-            self._iterators[name] = weakref.ref(iterator)
+            alive = [each for each in self._iterators.get(name, []) if each() is not None]
+            self._iterators[name] = [*alive, weakref.ref(iterator)]
         self._find(name, iterator)
 
     def _name_of(self, seen: SeenLoader) -> str:
@@ -124,7 +125,7 @@ class LoaderWorkers:
         return self._names[seen]
 
     def _find(self, name: str, iterator: Any) -> None:
-        for worker, process in enumerate(workers_of(iterator)):
+        for worker, process in numbered_workers(iterator):
             slot = self._board.slot(name, worker)
             if slot is not None and (slot not in self._workers or self._workers[slot][2] is not process):
                 self._workers[slot] = (name, worker, process)
@@ -137,14 +138,14 @@ class LoaderWorkers:
             kind: of loaders: ``"train"`` or ``"validation"``.
             look_for_new: see whether workers were added.
         """
-        for name, behind in list(self._iterators.items()):
-            iterator = behind()
-            if iterator is None or not name.startswith(kind) or not has_queues(iterator):
-                continue
-            if look_for_new:
-                self._find(name, iterator)
-            if (worker := awaited_worker(iterator)) is not None:
-                return worker + 1
+        for name, iterators in list(self._iterators.items()):
+            for iterator in [each() for each in iterators if name.startswith(kind)]:
+                if iterator is None or not has_queues(iterator):
+                    continue
+                if look_for_new:
+                    self._find(name, iterator)
+                if (worker := awaited_worker(iterator)) is not None:
+                    return worker + 1
         return 0
 
     @property

@@ -27,6 +27,7 @@ from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes
 from lightning_gpuopt.telemetry.resources import private_and_anonymous
 from lightning_gpuopt.timeline.frames import innermost_frames
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
+from lightning_gpuopt.timeline.worker_numbers import worker_number
 from lightning_gpuopt.utils.replacement import hide_us
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class WorkerStart:
     def __call__(self, worker: int) -> object:
         """Called in the worker, before its dataset is used."""
         try:
-            self._begin(worker)
+            self._begin(worker_number() or worker)
         except Exception:  # without a ring, then
             log.debug("a worker is not recorded", exc_info=True)
         try:

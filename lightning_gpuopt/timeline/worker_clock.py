@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_gpuopt.compat.fetchers import calling_fetcher
 from lightning_gpuopt.measurements.loading import WorkerTimes
+from lightning_gpuopt.timeline.worker_numbers import worker_number
 from lightning_gpuopt.timeline.worker_stacks import WorkerLook, WorkerStacks
 from lightning_gpuopt.utils.replacement import hide_us
 
@@ -262,10 +263,9 @@ class TimedCollate:
             look.epoch_begins()
 
     def _find_row(self) -> int:
-        worker = get_worker_info()
         number = self._number
         if number is None:
-            number = worker.id if worker is not None else 0
+            number = worker_number() or 0
         return number * _FIELDS if number < _MAX_WORKERS else -1
 
     def _watch_fetcher(self, meter: _Meter) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from lightning_gpuopt.prefetch.randomness import RandomStates, drawn_since_seeded
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
+from lightning_gpuopt.utils.replacement import hide_us
 
 _BATCHES: Final = 50
 """Batches without a draw after which a worker is no longer checked."""
@@ -44,7 +45,11 @@ class _Looks:
         self._before: RandomStates | None = None
 
     def __call__(self, samples: Any) -> Any:
-        batch = self._collate_fn(samples)
+        try:
+            batch = self._collate_fn(samples)
+        except BaseException as error:
+            hide_us(error)
+            raise
         if self._left:
             self._left -= 1
             before, self._before = self._before, RandomStates()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -18,7 +18,7 @@ from lightning_gpuopt.compat.lightning import (
     train_iterators,
     train_loaders,
 )
-from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
+from lightning_gpuopt.loaders.registry import Create, LoaderRegistry, SeenLoader
 from lightning_gpuopt.tuning.loader import FinderOptions, TunedLoader, why_left
 from lightning_gpuopt.tuning.rules import CannotChange
 from lightning_gpuopt.tuning.workers import WorkersChoice
@@ -136,17 +136,17 @@ class TunedFit:
         except Exception as error:
             self._fail(error)
 
-    def make_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
-        """Make an iterator of a loader under tuning; the registry calls it."""
+    def iterator_wanted(self, loader: DataLoader[Any]) -> Callable[[Create], Any] | None:
+        """Set the number of workers of a loader under tuning; the registry calls it."""
         if not self._watches(loader):
-            return create()
+            return None
         tuned = self._tuned_of(loader) or self._take_in(loader, train_loaders(self.trainer))
-        return create() if tuned is None else tuned.new_iterator(create)
+        return None if tuned is None else tuned.iterator_wanted()
 
-    def make_as_given(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
-        """Make an iterator for somebody else; the registry calls it."""
+    def as_given(self, loader: DataLoader[Any]) -> AbstractContextManager[None]:
+        """For an iterator for somebody else; the registry calls it."""
         tuned = self._tuned_of(loader)
-        return create() if tuned is None else tuned.managed.make_as_given(create)
+        return nullcontext() if tuned is None else tuned.managed.as_given()
 
     def _watches(self, loader: Any) -> bool:
         return any(each() is loader for each in self._watched)

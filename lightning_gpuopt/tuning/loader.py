@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt.compat.lightning import Trainer, local_ranks_of, logging_step, rank_zero_info, say_once
+from lightning_gpuopt.loaders.registry import Create
 from lightning_gpuopt.tuning.agree import NodeRanks
 from lightning_gpuopt.tuning.caps import room, worker_cap
 from lightning_gpuopt.tuning.find import find_num_workers
@@ -217,11 +218,11 @@ class TunedLoader:
         """Whether a loader has the settings that the last one began with; if not, it is tuned from the beginning."""
         return loader.num_workers == self.before
 
-    def new_iterator(self, create: Callable[[], Any]) -> Any:
-        """In place of the loader's own way to make an iterator."""
-        iterator = self.managed.make_iterator(create)
+    def iterator_wanted(self) -> Callable[[Create], Any] | None:
+        """Set what was chosen: the loop is about to iterate the loader."""
+        maker = self.managed.iterator_wanted()
         self._warn_of_shared()
-        return iterator
+        return maker
 
     def replace(self, loader: DataLoader[Any]) -> None:
         """Replace the loader by a reloaded one, which goes on with the choice of the old one.

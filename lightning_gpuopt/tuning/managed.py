@@ -8,23 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gpuopt.compat.dataloader import (
-    as_persistent,
-    is_like,
-    persistent_iterator,
-    reset_persistent,
-    running_workers,
-    set_prefetch,
-    shut_down,
-    why_not_reset,
-    workers_of,
-)
+from lightning_gpuopt.compat.dataloader import persistent_iterator, running_workers
+from lightning_gpuopt.loaders.registry import Create
 from lightning_gpuopt.measurements.loader_description import NEXT, NOW
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.live import LivePolicy
@@ -106,8 +98,6 @@ class ManagedLoader:
             self._given["prefetch_factor"] = loader.prefetch_factor or 2
         self._next: dict[str, Any] = {}
         self._returns: set[str] = set()
-        self._kept: Any = None
-        self._keeps_workers = False
         self._follows = measures or (not self.own_workers and loader.num_workers > 0)  # set by an earlier fit
         self.refused: dict[str, str] = {}
         self.looked_s = 0.0
@@ -132,21 +122,20 @@ class ManagedLoader:
 
     def now(self, setting: str) -> Any:
         """The value of a setting; a change that waits for the next iterator does not count."""
-        if setting == "persistent_workers" and self._keeps_workers:
+        if setting == "persistent_workers" and self.running.shared.keeps:
             return True
         return getattr(self.loader, setting, None)
 
-    def when(self, setting: str, value: Any, *, last_epoch: bool = False, look: bool = True) -> str:
+    def when(self, setting: str, value: Any, *, last_epoch: bool = False) -> str:
         """When a change would take effect: ``"now"``, ``"with the next iterator"`` or ``"refused because ..."``.
 
         Args:
             setting: an argument of a DataLoader.
             value: its new value.
             last_epoch: no other iterator will be made.
-            look: iterate a sampler that is not torch's, in a process of its own.
         """
         try:
-            reason = self._why_not(setting, value, look=look)
+            reason = self._why_not(setting, value)
         except Exception as error:  # of the dataset's or the sampler's: what cannot be looked at is left alone
             reason = f"it cannot be looked into: {type(error).__name__}: {error}"
         if reason is None and self._comes_now(setting):
@@ -162,25 +151,27 @@ class ManagedLoader:
     def _comes_now(self, setting: str) -> bool:
         return setting == "num_workers" and self.loader.num_workers > 0 and not self._wrapped
 
-    def _why_not(self, setting: str, value: Any, *, look: bool = True, tried: bool = False) -> str | None:
+    def _why_not(self, setting: str, value: Any, *, tried: bool = False) -> str | None:
         if self.now(setting) == value:
             return "it is so already"
         if self._left is not None:
             return self._left
         if setting in BY_TRIAL["random numbers"] and self._drawn is not None:
             return self._drawn
-        if setting in AHEAD and self.running.order.changes:
-            return self.running.order.why_not_ahead(self.loader)
+        if setting in AHEAD and (bound := self.running.order.why_bound(self.loader)) is not None:
+            return bound
         if self._wrapped and setting == "persistent_workers":
             return "the program iterates it inside a loader of its own, which may do so twice at a time"
         if self._is_by_trial(setting):
+            if self._exact and self.running.draws:
+                return "its workers draw random numbers (exact=True)"
             if self._seen is None and self._exact and not tried:
                 return "nothing has shown yet whether its workers draw"
             if self._seen is not None and self._seen[0] is not None:
                 return self._seen[0]
         running = self.running
         changes = running.dataset_changes
-        return why_not(AskedChange(self.loader, setting, value, self.own_workers, running.start, changes, look=look))
+        return why_not(AskedChange(self.loader, setting, value, self.own_workers, running.start, changes))
 
     def change(self, setting: str, value: Any, iterator: Any = None, *, last_epoch: bool = False) -> bool:
         """Change a setting.
@@ -220,7 +211,7 @@ class ManagedLoader:
         if setting == "num_workers" and value and self._follows:
             self.running.apply(value)
         elif setting == "persistent_workers":
-            self._keeps_workers = False
+            self.running.shared.keeps = False
         else:
             self._next[setting] = value
             self._returns.add(setting)
@@ -302,7 +293,7 @@ class ManagedLoader:
         Returns:
             Why there are fewer workers than were asked for; None if there are as many.
         """
-        if self.running.order.changes and self._left is None and (lost := self._ask_as_given()) is not None:
+        if self.running.order.bound is not None and self._left is None and (lost := self._ask_as_given()) is not None:
             return lost
         if not self._follows:
             return None
@@ -330,7 +321,7 @@ class ManagedLoader:
         waits = any(setting in self._next for setting in AHEAD)
         if not waits and loader.num_workers <= self.own_workers and (loader.prefetch_factor or 0) <= given:
             return None
-        why = running.order.why_not_ahead(loader) or ""
+        why = running.order.why_bound(loader) or ""
         self.leave(why)
         if loader.num_workers > self.own_workers:
             self._to_fewer()
@@ -346,40 +337,26 @@ class ManagedLoader:
 
     # -- iterators
 
-    def make_iterator(self, create: Callable[[], Any]) -> Any:
-        """Make an iterator with the settings that were asked for.
+    def iterator_wanted(self) -> Callable[[Create], Any]:
+        """The training loop is about to iterate the loader: make the changes that wait.
 
-        Args:
-            create: the loader's own way to make one.
+        Returns:
+            What makes the iterator.
         """
-        running, loader = self.running, self.loader
+        running = self.running
         running.compare_dataset()
         self._make_waiting_changes()
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            alive = all(each.is_alive() for each in workers_of(kept))
-            unchanged = is_like(kept, loader) and not running.dataset_changes and why_not_reset() is None
-            if self._keeps_workers and unchanged and alive:
-                running.note_start()
-                reset_persistent(kept, loader)
-                self._kept = kept
-                return kept
-            shut_down(kept)
-        if not (self._keeps_workers and loader.num_workers):
-            return running.new_iterator(create)
-        self._kept = as_persistent(loader, lambda: running.new_iterator(create))
-        return self._kept
+        if running.dataset_changes:
+            running.shared.end_kept()
+        return running.iterator_wanted()
 
-    def make_as_given(self, create: Callable[[], Any]) -> Any:
-        """Make an iterator for others than training, with the settings that the user has given.
-
-        Args:
-            create: the loader's own way to make one.
-        """
+    @contextmanager
+    def as_given(self) -> Iterator[None]:
+        """For an iterator for others than training: the settings that the user has given."""
         changed = {setting: self.now(setting) for setting, given in self._given.items()}
         vars(self.loader).update(self._given)
         try:
-            return create()
+            yield
         finally:
             vars(self.loader).update(changed)
 
@@ -408,7 +385,7 @@ class ManagedLoader:
         elif setting == "persistent_workers":
             if value and (reason := self._why_not(setting, value)) is not None:
                 raise CannotChange(reason)
-            self._keeps_workers = bool(value)
+            self.running.shared.keeps = bool(value)
         else:
             setattr(loader, setting, value)
 
@@ -434,12 +411,13 @@ class ManagedLoader:
 
     def epoch_begins(self) -> None:
         """An epoch begins. With the user's own ``persistent_workers``, no new iterator is made."""
-        iterator = persistent_iterator(self.loader)
-        if iterator is not None and "prefetch_factor" in self._next:
-            self.loader.prefetch_factor = self._next.pop("prefetch_factor")
-            set_prefetch(iterator, self.loader.prefetch_factor)
-        if self._follows:
-            self.running.before_epoch()
+        persists = persistent_iterator(self.loader) is not None
+        factor = self._next.pop("prefetch_factor", None) if persists else None
+        if not self._follows and factor is None:
+            return
+        if not self.running.before_epoch(factor) and factor is not None:
+            why = "its dataset may have changed since its workers were started, which persist"
+            self.refused["prefetch_factor"] = why
 
     # -- the end
 
@@ -450,16 +428,13 @@ class ManagedLoader:
             back: settings to restore, by name.
         """
         self.running.done()
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            shut_down(kept)
+        self.running.shared.keeps = False
+        self.running.shared.end_kept()
         if self.running.is_of(None):
             return
         loader = self.loader
         back = {**{setting: self._next[setting] for setting in self._returns if setting in self._next}, **(back or {})}
         self._next, self._returns = {}, set()
-        if "num_workers" in back:
-            self.running.let_go()  # its workers may live on, and become fewer
         for setting, value in back.items():
             if setting != "persistent_workers":  # an attribute that we never set on the loader
                 setattr(loader, setting, value)
@@ -483,7 +458,7 @@ def changes_of(loader: DataLoader[Any]) -> tuple[dict[str, str], str | None]:
         "pin_memory": not loader.pin_memory,
         "persistent_workers": not loader.persistent_workers,
     }
-    changes = {setting: managed.when(setting, value, look=False) for setting, value in wanted.items()}
+    changes = {setting: managed.when(setting, value) for setting, value in wanted.items()}
     if isinstance(loader.dataset, IterableDataset):
         return changes, None
     return changes, why_not_shared(loader, held_by(loader), workers=managed.own_workers)

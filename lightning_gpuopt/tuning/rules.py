@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gpuopt.compat.dataloader import is_plain, may_pin, persistent_iterator, why_not_reset
+from lightning_gpuopt.compat.dataloader import is_plain, may_pin, persistent_iterator
 from lightning_gpuopt.loaders.kinds import KNOWN_STATES, kind_of
 from lightning_gpuopt.loading.loader import ElasticLoader
-from lightning_gpuopt.tuning.sampler_draws import Order, why_not_earlier
+from lightning_gpuopt.tuning.order import Order
 from lightning_gpuopt.tuning.sharing import WorkersStart, forks, held_by, state_of, why_not_shared
 
 _WORKERS: Final = ("num_workers",)
@@ -39,7 +39,6 @@ class AskedChange:
         start: what its running workers got a copy of; None where none were started, or earlier than can be known.
         dataset_changes: whether the dataset was another one at the last two starts of an epoch.
         before_first: the loader was never iterated, and its state is a new one.
-        look: iterate a sampler that is not torch's, in a process of its own.
     """
 
     loader: DataLoader[Any]
@@ -49,7 +48,6 @@ class AskedChange:
     start: WorkersStart | None = None
     dataset_changes: bool = False
     before_first: bool = False
-    look: bool = True
 
     @property
     def adds_first(self) -> bool:
@@ -123,10 +121,12 @@ def _start_method(asked: AskedChange) -> str | None:
 def _sampler(asked: AskedChange) -> str | None:
     if isinstance(asked.loader.dataset, IterableDataset):
         return None
-    reason = why_not_earlier(asked.loader, look=asked.look)
-    if reason is None and not is_plain(asked.loader) and not Order.is_known(asked.loader):
+    order = Order()
+    if (reason := order.why_bound(asked.loader)) is not None:
+        return reason
+    if not is_plain(asked.loader) and not order.is_known(asked.loader):
         return f"a {type(asked.loader).__name__} iterates its sampler itself, and that may read what training writes"
-    return reason
+    return None
 
 
 def _held(asked: AskedChange) -> str | None:
@@ -157,8 +157,6 @@ def _pinning(asked: AskedChange) -> str | None:
 def _keeping(asked: AskedChange) -> str | None:
     if isinstance(asked.loader.dataset, IterableDataset):
         return "workers that live on would go on with the stream that they have read"
-    if (reason := why_not_reset()) is not None:
-        return reason
     state = state_of(asked.loader)
     if state.has_epochs:
         return f"{asked.dataset} has set_epoch(), which workers that live on would not hear of"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,18 +14,15 @@ from torch.utils.data import DataLoader
 
 from lightning_gpuopt.compat.dataloader import (
     batches_there,
-    end_persistent,
-    is_like,
     is_plain,
     persistent_iterator,
     running_workers,
-    set_prefetch,
     shut_down,
     workers_of,
 )
 from lightning_gpuopt.compat.lightning_loops import length_of
+from lightning_gpuopt.loaders.registry import Create
 from lightning_gpuopt.measurements.loader_model import most_workers, net_saving
-from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.telemetry.memory_watch import MemoryWatch
 from lightning_gpuopt.telemetry.resources import worker_memory
@@ -38,14 +34,11 @@ from lightning_gpuopt.tuning.caps import (
     room,
     worker_cap,
 )
-from lightning_gpuopt.tuning.draws import DrawWatch
 from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.meter import FetchMeter, place
-from lightning_gpuopt.tuning.resize import ResizableIterator, ResizeUnsupported, adopt, first_workers
-from lightning_gpuopt.tuning.sampler_draws import Order
-from lightning_gpuopt.tuning.self_test import why_not_tried
+from lightning_gpuopt.tuning.order import Order
+from lightning_gpuopt.tuning.segments import SegmentedIterator, Segments, without_hint
 from lightning_gpuopt.tuning.sharing import WorkersStart, forks, note_own_workers, why_not_shared
-from lightning_gpuopt.tuning.stand_ins import Same
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +47,7 @@ _FITS_FOR_S: Final = 5.0
 
 
 def _resizes(iterator: Any) -> bool:
-    """Whether an iterator of our own changes the number of its workers itself."""
+    """Whether the number of an iterator's workers can be changed while it runs."""
     return bool(getattr(type(iterator), "resizes", False))
 
 
@@ -72,7 +65,6 @@ class RunningLoader:
 
     Attributes:
         no_more: why no worker may be added; None if one may.
-        order: what was seen of its sampler.
         dataset_changes: whether the dataset was another one when the last two iterators were made.
         frozen: whether measuring has ended.
         problem: why the running iterator cannot be changed; None where it can.
@@ -99,7 +91,6 @@ class RunningLoader:
         self._own_workers = loader.num_workers if own_workers is None else own_workers
         self._began: float | None = None
         self._set_up: tuple[float, int] | None = None
-        self._started: tuple[float, int] | None = None
         self.meter = FetchMeter(policy.skip, policy.window)
         self.problem: str | None = None
         self.unknown: str | None = None
@@ -107,7 +98,6 @@ class RunningLoader:
         self._max_num_workers = max_num_workers
         self._local_world_size = local_world_size
         self._waits_for_next = False
-        self._base_seed: int | None = None
         self._depth = depth_of(loader) if depth is None else depth
         self._clock = clock
         self._fits_until = clock() + _FITS_FOR_S
@@ -116,12 +106,21 @@ class RunningLoader:
         self._wait_s: float | None = None  # never measured under AutoFix, which judges by the epochs' set-ups
         self._grow_at_epochs: str | None = None
         self._later = 0
-        self.order = Order()
-        self._draws = DrawWatch()
+        self.shared = Segments.of(loader)
 
     def is_of(self, loader: Any) -> bool:
         """Whether this is its loader; None: that is gone."""
         return self._loader() is loader
+
+    @property
+    def order(self) -> Order:
+        """What was seen of its sampler."""
+        return self.shared.order
+
+    @property
+    def draws(self) -> bool:
+        """Whether a worker of it has drawn random numbers."""
+        return self.shared.draws.seen
 
     @property
     def loader(self) -> DataLoader[Any]:
@@ -160,35 +159,34 @@ class RunningLoader:
     def note_start(self) -> WorkersStart:
         """Remember what the workers that are about to begin an epoch get a copy of."""
         self.start = start = WorkersStart(self.loader, self._own_workers)
+        self._began = self._clock()
         return start
 
-    def new_iterator(self, create: Callable[[], Any]) -> Any:
-        """Make an iterator; replaces the loader's ``_get_iterator``.
+    def iterator_wanted(self) -> Callable[[Create], Any]:
+        """The training loop is about to iterate the loader: set its number of workers.
 
-        Args:
-            create: the loader's own ``_get_iterator``.
+        Returns:
+            What makes the iterator.
         """
         self._go_further()
         start = self.note_start()
-        self._began = self._clock()
         note_own_workers(self.loader, self._own_workers)
         reason = why_not_shared(self.loader, start.state.held, workers=self._own_workers)
         if self.loader.num_workers > self._own_workers and reason is not None:
             self.no_more = reason
             assign(self.loader, self._own_workers)
             self.policy.set(self.loader.num_workers, settle=True)
-        if self.loader.num_workers <= usable_cpus() or self.loader.num_workers == self._own_workers:
-            iterator = self._create(create)
-        else:
-            # What is measured is no reason to warn of more workers than CPUs. Only then: each change of the filters
-            # has Python show once more what it has shown once.
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="This DataLoader will create")
-                iterator = self._create(create)
-        self._started = self._clock() - self._began, self.loader.num_workers
-        if is_plain(self.loader):
-            self.order.watch(self.loader, iterator)
-        return iterator
+        return self._iterate
+
+    def _iterate(self, create: Create) -> Any:
+        loader, start = self.loader, self.start
+        if not is_plain(loader):
+            with without_hint(loader.num_workers, self._own_workers):
+                return create()
+        assert start is not None
+        return SegmentedIterator(
+            loader, create, own_workers=self._own_workers, depth=self._depth, changed=start.state.has_changed_for
+        )
 
     def _go_further(self) -> None:
         """The user's own workers until an epoch has shown what the sampler reads; then those that are wanted."""
@@ -199,7 +197,7 @@ class RunningLoader:
             self.look()
         elif reason is not None and loader.num_workers > self._own_workers:
             self.no_more = reason
-            never = self.order.changes or self.order.is_unseen or not is_plain(loader)
+            never = self.order.bound is not None or not is_plain(loader)
             self._later = 0 if never else loader.num_workers
             assign(loader, self._own_workers)
             if self._later:
@@ -207,82 +205,15 @@ class RunningLoader:
             else:
                 self.policy.set(loader.num_workers, settle=True)
 
-    def _create(self, create: Callable[[], Any]) -> Any:
-        if self._base_seed is not None:
-            return self._create_as_if_persistent(create)
-        if not self._depth and self.loader.num_workers and is_plain(self.loader):
-            return self._create_first(create)
-        return self._create_watched(create)
-
-    def _create_watched(self, create: Callable[[], Any]) -> Any:
-        """An iterator whose workers, where they are more than the user's, show it if they draw random numbers."""
-        loader = self.loader
-        if loader.num_workers <= self._own_workers or forks(loader) is not None or not is_plain(loader):
-            return create()
-        collate_fn = loader.collate_fn
-        loader.collate_fn = self._draws.around(collate_fn)
-        try:
-            iterator = create()
-        finally:
-            loader.collate_fn = collate_fn
-        if hasattr(iterator, "_collate_fn"):  # from which come workers that are added, and what is fetched here
-            iterator._collate_fn = collate_fn
-        return iterator
-
-    def _create_first(self, create: Callable[[], Any]) -> Any:
-        """An iterator with workers for a loader that had none, which goes on without where none can be started."""
-        assert self.start is not None
-        given = self.start.state
-        states, generator = RandomStates(), self.loader.generator
-        state = None if generator is None else generator.get_state()
-        try:
-            if (reason := why_not_tried()) is not None:
-                raise ResizeUnsupported(reason)
-            return self._create_watched(lambda: first_workers(self.loader, given))
-        except Exception as error:  # another torch than expected; no more processes, memory or files
-            trace = not isinstance(error, ResizeUnsupported)
-            log.warning("no worker of the DataLoader could be started: %s", error, exc_info=trace)
-            states.restore()
-            if generator is not None and state is not None:
-                generator.set_state(state)
-            self.loader.num_workers, self.loader.prefetch_factor = 0, None
-            self.policy.set(0, settle=True)
-            self.freeze()
-            return create()
-
     @property
     def fetches_here(self) -> bool:
-        """Whether the training process makes the batches, since the dataset has changed under its workers."""
-        return isinstance(self._iterator, ResizableIterator) and self._iterator.fetches_here
+        """Whether the training process makes the batches in place of workers that were wanted."""
+        return isinstance(self._iterator, SegmentedIterator) and self._iterator.fetches_here
 
     @property
     def failure(self) -> str | None:
-        """What became of a worker that was added; None where they all work."""
-        return self._iterator.failure if isinstance(self._iterator, ResizableIterator) else None
-
-    @property
-    def draws(self) -> bool:
-        """Whether an added worker has drawn random numbers."""
-        return self._draws.seen or (isinstance(self._iterator, ResizableIterator) and self._iterator.draws)
-
-    def _create_as_if_persistent(self, create: Callable[[], Any]) -> Any:
-        """A new iterator draws a base seed, and iterates its sampler twice: one that continues does neither."""
-        loader, seed = self.loader, self._base_seed
-        assert seed is not None
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        before = {"generator": loader.generator, name: getattr(loader, name)}
-        meanwhile: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed)}
-        if is_plain(loader):
-            meanwhile[name] = Same(iter(before[name]))
-        vars(loader).update(meanwhile)
-        try:
-            iterator = self._create_watched(create)
-        finally:
-            vars(loader).update(before)
-            self._base_seed = None
-        if is_plain(loader):
-            iterator._index_sampler = before[name]
-        return iterator
+        """What became of workers that the user did not ask for; None where they all work."""
+        return self._iterator.failure if isinstance(self._iterator, SegmentedIterator) else None
 
     def follow(self, iterator: Any) -> None:
         """Time this iterator, and make it resizable if possible.
@@ -293,18 +224,14 @@ class RunningLoader:
         if self._iterator is iterator:
             return
         self._current = weakref.ref(iterator)
-        self.problem = None
         if self._began is not None:
             self._set_up, self._began = (self._clock() - self._began, self.loader.num_workers), None
         self._look_at_memory()
-        try:
-            if (reason := self._why_not_live() or why_not_tried()) is not None:
-                raise ResizeUnsupported(reason)
-            adopted = iterator if _resizes(iterator) else adopt(iterator, self.loader, self._depth)
-            if adopted._num_workers != self.loader.num_workers:  # a choice was restored since it was made
-                adopted.resize(self.loader.num_workers)
-        except ResizeUnsupported as unsupported:
-            self.problem = str(unsupported)
+        self.problem = self._why_not_live()
+        if self.problem is None and not _resizes(iterator):
+            self.problem = f"its {type(iterator).__name__} was not made here"
+        elif self.problem is None and running_workers(self.loader, iterator) != self.loader.num_workers:
+            iterator.resize(self.loader.num_workers)  # a choice was restored since it was made
         if not place(self.meter, iterator):  # such as a generator: its loader has an __iter__ of its own
             self.unknown = type(iterator).__name__
             return
@@ -332,7 +259,8 @@ class RunningLoader:
         self.meter, self.frozen, self._depth = old.meter, old.frozen, old._depth
         self._waits_for_next, self._batch = old._waits_for_next, old._batch
         self._grow_at_epochs = old._grow_at_epochs
-        self.order, self._later = old.order, old._later
+        self._later = old._later
+        self.shared.order, self.shared.draws = old.shared.order, old.shared.draws
         if self.meter.seen is not None:  # and not acted on: it was not in training that the old one was iterated last
             self.look()
 
@@ -382,13 +310,14 @@ class RunningLoader:
         cap = self.cap(keep=True)
         return cap if cap.num_workers < self.loader.num_workers else None
 
-    def cap(self, *, keep: bool = False) -> Cap:
-        """The most workers that fit here now, including the running ones.
+    def cap(self, *, keep: bool = False, beside: bool = False) -> Cap:
+        """The most workers that fit here now, in place of the running ones.
 
         Args:
             keep: how many may stay; more may stay than may be started.
+            beside: of others, which start while the running ones finish.
         """
-        running = self._iterator
+        running = None if beside else self._iterator
         workers = workers_of(running)
         factor = int(self.loader.prefetch_factor or 2)
         batch_bytes, tensors = self._batch
@@ -430,15 +359,19 @@ class RunningLoader:
             The number that runs, or will run.
         """
         iterator = self._iterator
-        fewer = iterator is not None and num_workers < running_workers(self.loader, iterator)
         if num_workers > self.loader.num_workers and not self._may_grow(num_workers):
             num_workers = self.loader.num_workers
             self.policy.set(num_workers, settle=True)
-        if (isinstance(iterator, ResizableIterator) or _resizes(iterator)) and (fewer or self.problem is None):
-            num_workers = iterator.resize(num_workers)
+        problem = self.problem if num_workers == self.loader.num_workers else self._why_not_now(num_workers)
+        if _resizes(iterator) and problem is None:
+            if isinstance(iterator, SegmentedIterator):
+                num_workers = iterator.resize(num_workers, overlap=num_workers <= self.cap(beside=True).num_workers)
+            else:
+                num_workers = iterator.resize(num_workers)
             assign(self.loader, num_workers)
             self._waits_for_next = running_workers(self.loader, iterator) != num_workers
         elif num_workers != self.loader.num_workers:
+            self.problem = problem
             assign(self.loader, num_workers)
             self._waits_for_next = iterator is not None
         if num_workers != self.policy.num_workers:
@@ -453,34 +386,36 @@ class RunningLoader:
         if self.start is None:
             self.no_more = "its workers run since an earlier fit, and their dataset may be another by now"
             return False
-        self.no_more = self.start.why_no_more()
-        if self.no_more is None and self.order.changes:
-            self.no_more = self.order.why_not_ahead(self.loader)
+        self.no_more = self.start.why_no_more() or self.order.why_bound(self.loader)
         if self.no_more is None and not self._pays(num_workers):
             self.no_more = (
                 f"starting {num_workers} for every epoch would take longer than they save; give the DataLoader "
                 "persistent_workers=True"
             )
-        if self.no_more is None and self.start.has_changed:
-            self.problem = "its dataset may have changed since they were started, and others would see it as it is now"
-            if self.loader.persistent_workers:
-                self.no_more = "its dataset may have changed since its workers were started, which persist"
-        elif self.no_more is None and not self.order.is_known(self.loader):
-            self.problem = (
-                "its sampler may read what training writes, and is asked further ahead from an epoch's beginning"
-            )
-        elif self.no_more is None and self.problem is None and not self._pays_now(num_workers):
-            self.problem = "the rest of the epoch is shorter than what starting them takes"
+        if self.no_more is None and self.loader.persistent_workers and self.start.has_changed:
+            self.no_more = "its dataset may have changed since its workers were started, which persist"
         return self.no_more is None
+
+    def _why_not_now(self, num_workers: int) -> str | None:
+        """Why other workers should not take over in the running epoch; None where they may."""
+        if self.problem is not None or self.start is None:
+            return self.problem
+        if self.start.has_changed:
+            return "its dataset may have changed since they were started, and others would see it as it is now"
+        if num_workers > self.loader.num_workers:
+            if (reason := self.order.why_not_ahead(self.loader)) is not None:
+                return reason
+            if not self._pays_now(num_workers):
+                return "the rest of the epoch is shorter than what starting them takes"
+        return None
 
     def _pays_now(self, num_workers: int) -> bool:
         """Whether what is left of the epoch is long enough for workers that are started in it to pay."""
         iterator = self._iterator
-        if self._started is None or self._wait_s is None or not isinstance(iterator, ResizableIterator):
+        if self._wait_s is None or not isinstance(iterator, SegmentedIterator) or iterator.started is None:
             return True
-        start_s, before = self._started
-        left = iterator.batches_left
-        return left is None or not before or left * self._wait_s > start_s * (num_workers - before) / before
+        (start_s, before), left = iterator.started, iterator.batches_left
+        return left is None or left * self._wait_s > start_s * num_workers / before
 
     def _pays(self, num_workers: int) -> bool:
         """Whether workers that are not forked, and started anew for each epoch, save more than their start takes."""
@@ -494,28 +429,30 @@ class RunningLoader:
         saved_s = net_saving(num_workers, before, step_s=self._wait_s, steps=steps, set_up_s=set_up_s, cpus=cpus)
         return saved_s > -set_up_s
 
-    def before_epoch(self) -> None:
-        """Drop an iterator with persistent workers, if their number or their copy of the dataset is out of date."""
-        self.meter.epoch_begins(max(self.policy.num_workers, 1))
-        iterator: Any = persistent_iterator(self.loader)
-        if iterator is None or iterator is not self._iterator:  # the loop is about to fetch from it
-            return
-        resizable = isinstance(iterator, ResizableIterator)
-        if resizable:
-            set_prefetch(iterator, self.loader.prefetch_factor)
-        if is_like(iterator, self.loader) and not (resizable and iterator.has_failed):
-            return
-        if self.start is None or self.start.has_changed:  # those that persist go on with what they were given
-            assign(self.loader, running_workers(self.loader, iterator))
-            self.policy.set(self.loader.num_workers, settle=True)
-            return
-        self._base_seed = end_persistent(self.loader)
+    def before_epoch(self, prefetch_factor: int | None = None) -> bool:
+        """The loop is about to begin an epoch; of workers that persist, other ones may begin it.
 
-    def let_go(self) -> None:
-        """Have iterators leave the loader's ``num_workers`` alone from now on."""
-        for iterator in (self._iterator, persistent_iterator(self.loader)):
-            if isinstance(iterator, ResizableIterator):
-                iterator.let_go()
+        Args:
+            prefetch_factor: to be set.
+
+        Returns:
+            Whether the loader has the settings that were asked for: workers stay whose dataset is another by now.
+        """
+        loader = self.loader
+        self.meter.epoch_begins(max(self.policy.num_workers, 1))
+        iterator: Any = persistent_iterator(loader)
+        if iterator is None:
+            return True
+        given = running_workers(loader, iterator), loader.prefetch_factor
+        if (loader.num_workers, prefetch_factor or given[1]) == given:
+            return True
+        if not _resizes(iterator) or self.start is None or self.start.has_changed:
+            assign(loader, given[0])
+            self.policy.set(given[0], settle=True)
+            return False
+        loader.prefetch_factor = prefetch_factor or given[1]
+        self.note_start()
+        return True
 
     def done(self) -> None:
         """End with the fit: the loader keeps its number, and the user's own number is remembered."""

@@ -8,7 +8,6 @@ import os
 import pickle
 import queue
 import random
-import signal
 import threading
 import warnings
 from collections.abc import Iterator
@@ -33,13 +32,14 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_gpuopt.autofix.loader import AdjustableLoader
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
-from lightning_gpuopt.compat import dataloader
-from lightning_gpuopt.compat.lightning import train_iterators, train_loaders
+from lightning_gpuopt.compat.dataloader import running_workers, workers_of
+from lightning_gpuopt.compat.lightning import train_iterators
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.gather import Gather
-from lightning_gpuopt.tuning import added_workers, caps, resize, running, without_workers
+from lightning_gpuopt.tuning import caps, running, without_workers
 from lightning_gpuopt.tuning import loader as loader_module
 from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
 from lightning_gpuopt.tuning.meter import FetchMeter
@@ -242,22 +242,6 @@ def test_each_loader_has_its_own_number_and_validation_is_left_alone(tmp_path: P
     assert tuned["batches"] == plain["batches"]
 
 
-@pytest.mark.matrix
-def test_where_the_iterator_is_not_as_expected_the_next_epoch_changes(
-    tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dataloader, "WORKER_LOOP", [])
-    script[1] = 3
-    for persistent in (False, True):
-        plain = fit(tmp_path, Model(loader(persistent_workers=persistent)))
-        counts = Counts()
-        with pytest.warns(UserWarning, match=r"cannot change workers that run: in torch .* num_workers is 3 from the"):
-            tuned = fit(tmp_path, Model(loader(persistent_workers=persistent)), NumWorkersFinder(), counts)
-        assert tuned["batches"] == plain["batches"]
-        assert set(counts.counts[:80]) <= {0, 1}
-        assert counts.counts[80] == 3
-
-
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(torch.full((FEATURES,), float(index)) for index in range(40))
@@ -438,7 +422,7 @@ class InTraining(Callback):
         self.counts: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.counts.append(train_iterators(trainer)[0]._num_workers)
+        self.counts.append(running_workers(None, train_iterators(trainer)[0]))
 
 
 @pytest.mark.matrix
@@ -481,15 +465,17 @@ def test_new_loaders_of_the_next_epoch_go_on_with_the_number(tmp_path: Path, scr
 class Reloading(Model):
     """Makes a loader each time that it is asked."""
 
+    given: dict[str, Any] = {}
+
     def train_dataloader(self) -> Any:
-        return loader()
+        return loader(**self.given)
 
 
 @pytest.mark.matrix
 def test_a_change_that_waits_for_the_next_epoch_passes_on_to_its_new_loader(
     tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataloader, "WORKER_LOOP", [])
+    monkeypatch.setattr(Reloading, "given", {"timeout": 60})  # with which no other workers take over in mid-epoch
     script.update({1: 3, 3: 5})
     counts = InTraining()
     with pytest.warns(UserWarning, match="num_workers is 3 from the next epoch on"):
@@ -556,7 +542,7 @@ class Threaded(DataLoader[Any]):
         def read() -> None:
             iterator: Any = super(Threaded, self).__iter__()
             for batch in iterator:
-                self.counts.append(len(iterator._workers))
+                self.counts.append(len(workers_of(iterator)))
                 batches.put(batch)
             batches.put(None)
 
@@ -800,9 +786,12 @@ def test_a_stall_detector_sees_workers_of_a_loader_that_began_again(tmp_path: Pa
     seen: list[Any] = []
 
     class Grows(Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            AdjustableLoader(trainer)
+
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 30:  # the shorter loader is read for the fourth time
-                resize.adopt(train_iterators(trainer)[1], train_loaders(trainer)[1]).resize(3)
+                train_iterators(trainer)[1].resize(3)
             assert detector._session is not None
             seen.append(detector._session.loader.facts.num_workers)
 
@@ -1051,7 +1040,7 @@ def test_workers_for_which_there_is_no_room_any_longer_go_at_once(
 ) -> None:
     room = caps.Cap(16, "max_num_workers")
     monkeypatch.setattr(running, "_FITS_FOR_S", 0.0)
-    monkeypatch.setattr(RunningLoader, "cap", lambda self, keep=False: room)
+    monkeypatch.setattr(RunningLoader, "cap", lambda self, keep=False, beside=False: room)
     script[1] = 4
 
     class Grows(Callback):
@@ -1068,39 +1057,6 @@ def test_workers_for_which_there_is_no_room_any_longer_go_at_once(
     assert counts.counts[38:43] == [4, 4, 4, 2, 2]
     assert "num_workers 4 → 2: for more workers there is no room any longer, limited by memory" in caplog.text
     assert finder.choices[0].limited_by == "memory"
-
-
-@pytest.mark.matrix
-@pytest.mark.usefixtures("quick_checks")
-def test_a_worker_that_is_stuck_after_the_fork_holds_training_up_once(
-    tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(added_workers, "_PATIENCE_S", 0.0)
-
-    class Stuck(Numbers):
-        epoch = 0
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            worker = get_worker_info()
-            if worker is not None and worker.id and not self.epoch:
-                signal.pause()
-            return super().__getitem__(index)
-
-    class NextEpoch(Callback):
-        def on_train_epoch_end(self, *args: Any) -> None:
-            dataset.epoch += 1
-
-    dataset = Stuck()
-    plain = fit(tmp_path, Model(DataLoader(Stuck(), batch_size=2, shuffle=True, num_workers=1)), max_epochs=3)
-    script[1] = 3
-    counts = InTraining()
-    model = Model(DataLoader(dataset, batch_size=2, shuffle=True, num_workers=1))
-    with pytest.warns(
-        UserWarning, match="cannot change workers that run: a worker that was started in mid-epoch never"
-    ):
-        tuned = fit(tmp_path, model, NumWorkersFinder(), counts, NextEpoch(), max_epochs=3)
-    assert same(plain, tuned)
-    assert (counts.counts[79], counts.counts[80]) == (1, 3)
 
 
 @combinations("2", workers=[1, 2])
@@ -1168,13 +1124,14 @@ def test_where_no_worker_can_be_started_a_loader_goes_on_without(
 ) -> None:
     plain = fit(tmp_path, Model(DataLoader(Numbers(), batch_size=2, shuffle=True)))
 
-    def fails(source: Any) -> Any:
-        torch.rand(5)
+    def fails(process: Any) -> Any:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(running, "first_workers", fails)
     source, finder = DataLoader(Numbers(), batch_size=2, shuffle=True), NumWorkersFinder()
-    assert same(plain, fit(tmp_path, Model(source), finder))
+    monkeypatch.setattr(loader_module, "check_workers", lambda *args, **kwargs: without_workers.WorkersCheck())
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.Process, "start", fails)
+        assert same(plain, fit(tmp_path, Model(source), finder))
     assert (source.num_workers, finder.optimal_num_workers) == (0, 0)
 
 

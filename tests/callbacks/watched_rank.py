@@ -14,11 +14,11 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import StallDetector
-from lightning_gpuopt.compat.lightning import train_iterators, train_loaders
+from lightning_gpuopt.autofix.loader import AdjustableLoader
+from lightning_gpuopt.compat.lightning import train_iterators
 from lightning_gpuopt.detector.rank_exchange import RankExchange
 from lightning_gpuopt.detector.session import DetectorSession
 from lightning_gpuopt.measurements.ranks import RankWork
-from lightning_gpuopt.tuning.resize import adopt
 from tests.helpers import FEATURES, RecordingLogger, TinyModel, tiny_trainer
 
 STEP_S = 0.02
@@ -83,9 +83,12 @@ class LogsEachEpoch(Model):
 class Grow(Callback):
     """Gives rank 1 another worker in mid-epoch."""
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        AdjustableLoader(trainer)
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if RANK == 1 and batch_idx == 7:
-            adopt(train_iterators(trainer)[0], train_loaders(trainer)[0]).resize(2)
+            train_iterators(trainer)[0].resize(2)
 
 
 def grown() -> dict[str, Any]:

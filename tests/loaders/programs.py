@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -29,10 +30,11 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from lightning_gpuopt.compat.dataloader import workers_of
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.tuning.managed import ManagedLoader
-from lightning_gpuopt.tuning.resize import ResizableIterator
 from lightning_gpuopt.tuning.rules import AskedChange, CannotChange, why_not
+from lightning_gpuopt.tuning.segments import SegmentedIterator
 from tests.helpers import wait_for
 from tests.shared_memory import shared_files
 
@@ -69,6 +71,8 @@ class Program:
             read.
         dies_at: a worker dies as it begins to read this sample, in the first epoch; the order is the sequential one.
         leaves: by epoch, the batch after which it is left.
+        writes: the user changes an attribute of the dataset after each batch.
+        loader: a name in ``LOADERS``.
         acts: in their order.
     """
 
@@ -89,12 +93,14 @@ class Program:
     dies: bool = False
     dies_at: int | None = None
     leaves: dict[int, int] = field(default_factory=dict)
+    writes: bool = False
+    loader: str = "torch"
     acts: tuple[Act, ...] = ()
 
     @property
     def raises(self) -> bool:
         """Whether an epoch may end with an exception."""
-        return self.fails_at is not None or self.dies_at is not None
+        return self.fails_at is not None or self.dies_at is not None or self.dies
 
 
 class Numbers(Dataset[torch.Tensor]):
@@ -289,7 +295,46 @@ class OwnBatches(Sampler[list[int]]):
         return len(list(iter(self)))
 
 
-SAMPLERS = ("sequential", "shuffle", "weighted", "per_index", "without_length", "batch_sampler", "own_batches")
+class Feedback(Sampler[int]):
+    """What it gives depends on how many batches training has told it of, as hard examples are mined."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.told = length, 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.length):
+            yield (number + 5 * self.told) % self.length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Doubles(DataLoader[Any]):
+    """Has an ``__iter__`` of its own."""
+
+    def __iter__(self) -> Any:
+        return (2 * batch for batch in super().__iter__())
+
+
+class Backwards(DataLoader[Any]):
+    """Makes its iterators itself."""
+
+    def _get_iterator(self) -> Any:
+        return iter(list(super()._get_iterator())[::-1])
+
+
+LOADERS: dict[str, Any] = {"torch": DataLoader, "generator": Doubles, "own": Backwards}
+
+SAMPLERS = (
+    "sequential",
+    "shuffle",
+    "weighted",
+    "per_index",
+    "without_length",
+    "batch_sampler",
+    "own_batches",
+    "feedback",
+)
 
 
 def _sampling(program: Program, dataset: Any, generator: torch.Generator | None) -> dict[str, Any]:
@@ -303,6 +348,8 @@ def _sampling(program: Program, dataset: Any, generator: torch.Generator | None)
         return {**sized, "sampler": DrawsPerIndex(program.length)}
     if program.sampler == "without_length":
         return {**sized, "sampler": WithoutLength(program.length)}
+    if program.sampler == "feedback":
+        return {**sized, "sampler": Feedback(program.length)}
     if program.sampler == "batch_sampler":
         shuffled = RandomSampler(dataset, generator=generator)
         return {"batch_sampler": BatchSampler(shuffled, program.batch_size, program.drop_last)}
@@ -320,7 +367,8 @@ def make_loader(program: Program) -> DataLoader[Any]:
     """The loader of a program."""
     dataset: Any = DATASETS[program.dataset](program)
     generator = None if program.seed is None else torch.Generator().manual_seed(program.seed)
-    return DataLoader(
+    kind = LOADERS[program.loader]
+    loader: DataLoader[Any] = kind(
         dataset,
         generator=generator,
         num_workers=program.num_workers,
@@ -331,6 +379,7 @@ def make_loader(program: Program) -> DataLoader[Any]:
         multiprocessing_context=program.start_method if program.num_workers else None,
         **_sampling(program, dataset, generator),
     )
+    return loader
 
 
 @dataclass
@@ -383,10 +432,17 @@ class _Changed(_Untouched):
         self.managed = ManagedLoader(loader, local_ranks=1)
         self.managed.running.freeze()
         self.trains = False
-        make = loader._get_iterator
+        behind = weakref.ref(loader)  # a loader whose workers persist holds its iterator, and that what makes it
+
+        def create(make: Any = None) -> Any:
+            here: Any = behind()
+            return (make or type(here)._get_iterator.__get__(here))()
 
         def get_iterator() -> Any:
-            return (self.managed.make_iterator if self.trains else self.managed.make_as_given)(make)
+            if self.trains:
+                return self.managed.iterator_wanted()(create)
+            with self.managed.as_given():
+                return create()
 
         vars(loader)["_get_iterator"] = get_iterator
 
@@ -403,12 +459,12 @@ class _Changed(_Untouched):
             self.arm(self.program.dies and not self.program.num_workers)
 
     def act(self, act: Act, iterator: Any, *, last_epoch: bool) -> None:
-        before = len(getattr(iterator, "_workers", ()))
+        before = len(workers_of(iterator))
         self.arm(self.program.dies and self.program.num_workers > 0)
         try:
             self._act(act, iterator, last_epoch=last_epoch)
         finally:
-            if len(getattr(iterator, "_workers", ())) <= before:
+            if len(workers_of(iterator)) <= before:
                 self.arm(False)
 
     def arm(self, dies: bool) -> None:
@@ -434,7 +490,9 @@ class _Changed(_Untouched):
             self.outcome.is_exact = self.program.num_workers == 0 or self.program.dataset not in DEPENDS_ON_WORKERS
 
     def _may_resize(self, iterator: Any, workers: int) -> bool:
-        if not isinstance(iterator, ResizableIterator) or iterator.fetches_here or iterator._shutdown:
+        if not isinstance(iterator, SegmentedIterator) or iterator.fetches_here:
+            return False
+        if self.managed.running.start is not None and self.managed.running.start.has_changed:
             return False
         if self.program.dataset == "Counts" and self.program.num_workers:
             return False  # a trial shows it, which whoever resizes has made
@@ -477,7 +535,7 @@ def run(program: Program, *, changed: bool) -> Outcome:
     finally:
         user.end()
         for iterator in failed:
-            end_workers(iterator, kill=program.dies_at is not None)
+            end_workers(iterator, kill=program.dies or program.dies_at is not None)
     outcome.settings = {name: getattr(loader, name) for name in SETTINGS}
     return outcome
 
@@ -515,6 +573,9 @@ def _epoch(program: Program, epoch: int, user: _Untouched, failed: list[Any]) ->
                 for _ in range(4):  # the work of one that was added goes to another, which dies as well
                     dataset.may_die.release()
             seen.append(next(iterator).tolist())
+            dataset.version += program.writes
+            if isinstance(loader.sampler, Feedback):
+                loader.sampler.told += 1
             user.step_done(iterator)
             seen.append((float(torch.rand(())), float(np.random.random()), random.random()))
     except StopIteration:
@@ -522,7 +583,7 @@ def _epoch(program: Program, epoch: int, user: _Untouched, failed: list[Any]) ->
     except ValueError as error:
         seen.append("corrupt" if "is corrupt" in str(error) else repr(error))
     except (RuntimeError, OSError, EOFError):
-        if program.dies_at is None:
+        if program.dies_at is None and not program.dies:
             raise
         seen.append("dead")
         return False
@@ -548,7 +609,7 @@ def end_workers(iterator: Any, *, kill: bool = False) -> None:
         iterator: of any kind.
         kill: one has died: as long as torch knows of it, its handler raises at the end of any child.
     """
-    for worker in getattr(iterator, "_workers", ()) if kill else ():
+    for worker in workers_of(iterator) if kill else ():
         while worker.is_alive():
             with contextlib.suppress(RuntimeError):
                 worker.kill()

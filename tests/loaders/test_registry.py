@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt.loaders.inner import dataloader_in
-from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
+from lightning_gpuopt.loaders.registry import Create, LoaderRegistry, SeenLoader
 from tests.helpers import FEATURES, TinyModel, tiny_trainer
 
 
@@ -30,15 +31,24 @@ class Subscriber:
 
 
 class Maker(Subscriber):
-    def make_iterator(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
-        self.log.append(f"{self.name} begins")
-        iterator = create()
-        self.log.append(f"{self.name} ends")
-        return iterator
+    """Makes iterators of its own, or leaves them to others."""
 
-    def make_as_given(self, loader: DataLoader[Any], create: Callable[[], Any]) -> Any:
-        self.log.append(f"{self.name} as given")
+    def __init__(self, name: str, log: list[Any], *, makes: bool = True) -> None:
+        super().__init__(name, log)
+        self.makes = makes
+
+    def iterator_wanted(self, loader: DataLoader[Any]) -> Callable[[Create], Any] | None:
+        self.log.append(f"{self.name} is asked")
+        return self._make if self.makes else None
+
+    def _make(self, create: Create) -> Any:
+        self.log.append(f"{self.name} makes")
         return create()
+
+    @contextmanager
+    def as_given(self, loader: DataLoader[Any]) -> Iterator[None]:
+        self.log.append(f"{self.name} as given")
+        yield
 
 
 class Subscribes(Callback):
@@ -105,14 +115,15 @@ def test_all_hear_of_the_training_loader_and_of_the_others_and_one_that_fails_hi
 
 def test_a_later_subscriber_makes_iterators_around_an_earlier_one_s(tmp_path: Path) -> None:
     log: list[Any] = []
-    train(tmp_path, Subscribes(Maker("inner", log), Subscriber("none", log), Maker("outer", log)), max_epochs=2)
-    assert log == ["outer begins", "inner begins", "inner ends", "outer ends"] * 2
+    makers = Maker("leaves", log, makes=False), Subscriber("none", log), Maker("first", log), Maker("second", log)
+    train(tmp_path, Subscribes(*makers), max_epochs=2)
+    assert log == ["leaves is asked", "first is asked", "second is asked", "first makes"] * 2
 
 
 def test_a_callback_that_looks_at_a_batch_is_not_the_training_loop(tmp_path: Path) -> None:
     log: list[Any] = []
     train(tmp_path, Subscribes(Maker("maker", log), peeks=True))
-    assert sorted(log) == ["maker as given", "maker begins", "maker ends"]
+    assert sorted(log) == ["maker as given", "maker is asked", "maker makes"]
 
 
 def test_the_iterator_of_a_wrapped_dataloader_is_known(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
+from lightning_gpuopt.compat.dataloader import workers_of
+from lightning_gpuopt.tuning.draws import DrawWatch
 from lightning_gpuopt.tuning.managed import ManagedLoader, changes_of
 from lightning_gpuopt.tuning.rules import BY_TRIAL, RULES, CannotChange
 
@@ -102,6 +104,12 @@ def managed(source: DataLoader[Any] | None = None, **kwargs: Any) -> ManagedLoad
     return made
 
 
+def made_by(one: ManagedLoader) -> Any:
+    """An iterator, as the registry has it made."""
+    create: Any = type(one.loader)._get_iterator.__get__(one.loader)
+    return one.iterator_wanted()(lambda make=create: make())
+
+
 @pytest.mark.parametrize(
     ("made", "setting", "value", "when"),
     [
@@ -157,10 +165,10 @@ def test_a_setting_comes_with_the_next_iterator_and_goes_with_the_one_after() ->
     one, made = managed(), []
     assert one.change("prefetch_factor", 4) is False
     assert (one.is_settled, one.is_waiting("prefetch_factor", None)) == (False, True)
-    one.make_iterator(lambda: made.append(one.loader.prefetch_factor))
+    made.append(made_by(one)._segments[-1].loader.prefetch_factor)
     one.take_back("prefetch_factor", 2)
     assert one.loader.prefetch_factor == 4
-    one.make_iterator(lambda: made.append(one.loader.prefetch_factor))
+    made.append(made_by(one)._segments[-1].loader.prefetch_factor)
     assert made == [4, 2]
     assert one.is_settled
 
@@ -168,12 +176,12 @@ def test_a_setting_comes_with_the_next_iterator_and_goes_with_the_one_after() ->
 def test_running_workers_are_changed_now_and_the_loader_is_as_before_at_the_end() -> None:
     source = loader()
     one = managed(source)
-    iterator = one.make_iterator(source._get_iterator)
+    iterator = made_by(one)
     next(iterator)
     assert one.change("num_workers", 2, iterator) is True
-    assert (iterator._num_workers, one.now("num_workers")) == (2, 2)
+    assert (iterator.num_workers, one.now("num_workers")) == (2, 2)
     one.take_back("num_workers", 1)
-    assert iterator._num_workers == 1
+    assert iterator.num_workers == 1
     assert [int(batch[0]) for batch in iterator] == list(range(2, 24, 2))
     one.end({"num_workers": 1, "persistent_workers": False})
     assert (source.num_workers, source.prefetch_factor, source.persistent_workers) == (1, 2, False)
@@ -266,7 +274,7 @@ def test_a_corrupt_sample_does_not_hide_what_reading_does() -> None:
 def test_what_gives_the_same_when_it_is_read_again_is_served(made: Any) -> None:
     one = managed(loader(made(), sampler=made.keys))
     one.change("persistent_workers", True)
-    one.make_iterator(lambda: None)
+    made_by(one)
     assert one.refused == {}
 
 
@@ -305,7 +313,7 @@ def test_exact_sees_a_generator_that_is_made_in_the_worker() -> None:
         one.change("num_workers", 2)
     first = managed(loader(OwnGenerator(), num_workers=0), exact=True)
     first.change("num_workers", 2)
-    first.make_iterator(lambda: None)
+    made_by(first)
     assert first.refused == {"num_workers": "its dataset makes a random generator in each worker (exact=True)"}
 
 
@@ -322,14 +330,14 @@ def test_exact_gives_first_workers_back_where_one_draws_after_all() -> None:
     source = loader(DrawsInOthers(), num_workers=0)
     one = managed(source, exact=True)
     one.change("num_workers", 2)
-    iterator = one.make_iterator(source._get_iterator)
+    iterator = made_by(one)
     samples = [int(each) for _ in range(12) for each in next(iterator)]
     lost = one.step_done(iterator)
     assert lost is not None
     assert (lost.kind, lost.why) == ("draws", "its workers draw random numbers after all (exact=True)")
     assert [one.step_done(iterator) for _ in range(3)] == [None] * 3  # it is told once, and stays so
     assert (samples, source.num_workers) == (list(range(24)), 1)  # to the end of this epoch
-    assert [int(each) for batch in one.make_iterator(source._get_iterator) for each in batch] == list(range(24))
+    assert [int(each) for batch in made_by(one) for each in batch] == list(range(24))
     assert (source.num_workers, source.prefetch_factor) == (0, None)
 
 
@@ -347,7 +355,7 @@ def test_workers_that_persist_are_replaced_without_a_draw_more() -> None:
         # The timeout has a change come with other workers, in the next epoch.
         source = DataLoader(Numbers(), batch_sampler=DrawsAtOnce(), num_workers=1, persistent_workers=True, timeout=60)
         one, seen, create = managed(source, measures=True), [], source._get_iterator
-        vars(source)["_get_iterator"] = lambda: one.make_iterator(create)
+        vars(source)["_get_iterator"] = lambda: one.iterator_wanted()(lambda make=create: make())
         for _ in range(3):
             one.epoch_begins()
             iterator: Any = iter(source)
@@ -357,7 +365,7 @@ def test_workers_that_persist_are_replaced_without_a_draw_more() -> None:
                 one.running.apply(2)
             seen[-1] += [batch.tolist() for batch in iterator]
             seen.append(torch.rand(1).item())
-        assert iterator._num_workers == 1 + change
+        assert iterator.num_workers == 1 + change
         iterator._shutdown_workers()
         return seen
 
@@ -368,12 +376,12 @@ def test_workers_that_were_to_live_on_and_died_are_started_anew() -> None:
     source = loader()
     one = managed(source)
     one.change("persistent_workers", True)
-    iterator = one.make_iterator(source._get_iterator)
+    iterator = made_by(one)
     list(iterator)
-    (worker,) = iterator._workers
+    (worker,) = workers_of(iterator)
     worker.kill()
     worker.join()
-    after = one.make_iterator(source._get_iterator)
+    after = made_by(one)
     assert after is not iterator
     assert [int(batch[0]) for batch in after] == list(range(0, 24, 2))
     one.end()
@@ -388,7 +396,7 @@ def test_what_a_report_asks_iterates_no_sampler() -> None:
             return iter(range(24))
 
     changes, unshared = changes_of(loader(sampler=Own()))
-    assert (changes["num_workers"], unshared) == ("refused because its sampler (Own) was not looked at", None)
+    assert (changes["num_workers"], unshared) == ("now", None)
     assert Own.iterated == 0
     assert managed(loader(sampler=Own())).when("num_workers", 2) == "now"
     assert Own.iterated == 0
@@ -399,25 +407,26 @@ def test_inside_a_loader_of_somebody_s_own_workers_do_not_live_on() -> None:
     assert managed(wrapped=True).when("num_workers", 2) == "with the next iterator"
 
 
-def test_workers_that_come_with_a_new_iterator_show_their_draws() -> None:
+def test_workers_show_their_draws() -> None:
     source = loader(Draws(), timeout=60)  # which has them come so
     one = managed(source)
-    list(one.make_iterator(source._get_iterator))
-    assert not one.draws  # the user's own may
+    list(made_by(one))
+    assert one.draws  # the user's own do
+    one.running.shared.draws = DrawWatch()
     collate_fn = source.collate_fn
     one.change("num_workers", 2)
-    iterator = one.make_iterator(source._get_iterator)
+    iterator = made_by(one)
     assert source.collate_fn is collate_fn
     list(iterator)
-    assert (iterator._num_workers, one.draws) == (2, True)
+    assert (iterator.num_workers, one.draws) == (2, True)
 
 
 def test_a_generator_that_is_held_counts_as_drawing() -> None:
     one = managed(loader(Numbers(rng=np.random.default_rng(0)), num_workers=2))
-    one.make_iterator(lambda: None)
+    made_by(one)
     assert one.draws
     other = managed()
-    other.make_iterator(lambda: None)
+    made_by(other)
     assert not other.draws
 
 

@@ -1,0 +1,236 @@
+"""What is seen of a loader's sampler while training iterates it: whether it may be asked further ahead.
+
+More workers have more batches under way, so their indices are drawn earlier. Where a sampler draws each of them from a
+random state that training draws from as well, or reads what training writes, other batches would come of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from array import array
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
+from lightning_gpuopt.prefetch.randomness import RandomStates
+from lightning_gpuopt.tuning.dataset_state import DatasetState
+from lightning_gpuopt.utils.replacement import hide_us
+
+_DRAW_AT_ONCE: Final = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+    ElasticSampler,
+)
+"""Samplers that draw from a random state when they are iterated, and not again for each index."""
+
+_CODES: Final = frozenset(each.__iter__.__code__ for each in _DRAW_AT_ONCE if inspect.isfunction(each.__iter__))
+"""What their iterators run: a sampler of the user's may give one of these."""
+
+_LISTS: Final = tuple(map(type, (iter([]), iter(()), iter(range(1)), iter(range(1 << 65)), iter(array("l")))))
+"""Iterators of what is there as a whole when the iteration begins."""
+
+_WRAPS: Final = (BatchSampler, ElasticBatchSampler)
+
+_MAX_WATCH_S: Final = 0.002
+"""Seconds that may go to the state of a sampler for each batch, in the mean, and beside that :data:`_FIRST_S`."""
+
+_FIRST_S: Final = 0.5
+
+_DATASET_SEEN: Final = 3
+"""Indices after the first that are seen to leave the dataset as it is."""
+
+_UNSEEN: Final = "holds too much to see for each batch whether it reads what training writes"
+
+
+class Order:
+    """What was seen of a loader's order: whether it is known ahead, or depends on when it is asked for.
+
+    Attributes:
+        has_begun: an epoch was iterated under observation.
+        is_list: the sampler gave what is there as a whole when the iteration begins.
+        bound: why its indices must be asked for when they would have been, as the end of a sentence about it; None so
+            far.
+    """
+
+    def __init__(self) -> None:
+        self.has_begun = self.is_list = False
+        self.bound: str | None = None
+
+    def why_bound(self, loader: DataLoader[Any]) -> str | None:
+        """Why the sampler must never be asked earlier, by what was seen of it so far."""
+        sampler = _inner_sampler(loader)
+        bound = self.bound
+        if getattr(sampler, "generator", None) is torch.default_generator:
+            bound = "draws from the global generator: another order would come of it"
+        return None if bound is None else f"its sampler ({type(sampler).__name__}) {bound}"
+
+    def why_not_ahead(self, loader: DataLoader[Any]) -> str | None:
+        """Why the next iterator must not ask further ahead than the user has set it; None where it may."""
+        if (reason := self.why_bound(loader)) is not None:
+            return reason
+        if self.has_begun or self.is_known(loader):
+            return None
+        name = type(_inner_sampler(loader)).__name__
+        return f"its sampler ({name}) may read what training writes, which an epoch has to show first"
+
+    def is_known(self, loader: DataLoader[Any]) -> bool:
+        """Whether the order of an epoch is there as it begins, by what its sampler is, or was seen to give."""
+        if isinstance(loader.dataset, IterableDataset) or self.is_list:
+            return True
+        return _is_known(_inner_sampler(loader))
+
+    def note_iterator(self, numbers: Iterator[Any]) -> None:
+        """Note what the sampler gave as it was iterated."""
+        self.is_list = type(numbers) in _LISTS or getattr(numbers, "gi_code", None) in _CODES
+
+    def watched(self, loader: DataLoader[Any]) -> Any:
+        """The sampler of a loader's batches, which is seen as it draws."""
+        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        return _Watched(sampler, _inner_sampler(loader), loader.dataset, self, is_known=self.is_known(loader))
+
+
+class _Watched:
+    """A sampler whose state is compared between what it has given and what it is asked for next."""
+
+    def __init__(self, sampler: Any, inner: Any, dataset: Any, order: Order, *, is_known: bool) -> None:
+        self._sampler, self._inner, self._dataset, self._order = sampler, inner, dataset, order
+        self._is_known, self._is_first = is_known, not order.has_begun
+        self._state: DatasetState | None = None
+        self._batch_size: Any = None
+        self._spent_s = 0.0
+        self._drawn = 0
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = iter(self._sampler)
+        if self._sampler is self._inner:
+            self._order.note_iterator(numbers)
+        return self._rest(numbers)
+
+    def _rest(self, numbers: Iterator[Any]) -> Iterator[Any]:
+        order = self._order
+        while True:
+            if self._drawn and order.bound is None and self._has_changed():
+                order.bound = "reads what changes while training runs: earlier, it would give other batches"
+            try:
+                number = self._next(numbers)
+            except StopIteration:
+                return
+            except BaseException as error:
+                hide_us(error)
+                raise
+            order.has_begun = True
+            self._drawn += 1
+            if order.bound is None:
+                self._take_down()
+            yield number
+
+    def _next(self, numbers: Iterator[Any]) -> Any:
+        """The next one; what asking for it does is seen."""
+        order = self._order
+        if self._is_known or order.bound is not None:
+            return next(numbers)
+        if not self._drawn:
+            return self._first(numbers)
+        looks = self._is_first and self._drawn <= _DATASET_SEEN
+        state = DatasetState(dataset=self._dataset) if looks else None
+        states = RandomStates()
+        number = next(numbers)
+        if states != RandomStates():
+            order.bound = "draws random numbers for each index: another order would come of it"
+        elif state is not None and state.has_changed(but_on_demand=True):
+            order.bound = "changes the dataset as it is iterated: earlier would be another dataset"
+        return number
+
+    def _first(self, numbers: Iterator[Any]) -> Any:
+        """The first one: a BatchSampler then iterates the sampler inside it."""
+        outer = self._sampler
+        if getattr(outer, "sampler", None) is not self._inner or not _iterates_as(outer, (BatchSampler,)):
+            return next(numbers)
+        outer.sampler = _Noting(self._inner, self._order)
+        try:
+            return next(numbers)
+        finally:
+            outer.sampler = self._inner
+
+    def _take_down(self) -> None:
+        """What its own iteration has changed is no change."""
+        if self._is_known:
+            self._batch_size = getattr(self._sampler, "batch_size", None)
+            return
+        began = time.perf_counter()
+        if self._state is None or self._state.has_changed():
+            self._state = DatasetState(sampler=self._sampler)
+            if any(each.kind == "trained" for each in self._state.held):
+                self._order.bound = "reads what training changes: earlier, it would give other batches"
+            elif not self._state.is_comparable:
+                self._order.bound = _UNSEEN
+        self._spent_s += time.perf_counter() - began
+
+    def _has_changed(self) -> bool:
+        if self._is_known:
+            return bool(getattr(self._sampler, "batch_size", None) != self._batch_size)
+        began = time.perf_counter()
+        changed = self._state is not None and self._state.has_changed()
+        self._spent_s += time.perf_counter() - began
+        if not changed and self._spent_s > _FIRST_S + _MAX_WATCH_S * self._drawn:
+            self._order.bound = _UNSEEN
+        return changed
+
+
+class _Noting:
+    """In place of a sampler for the moment at which it is iterated: notes what it gives."""
+
+    def __init__(self, sampler: Any, order: Order) -> None:
+        self._sampler, self._order = sampler, order
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers: Iterator[Any] = iter(self._sampler)
+        self._order.note_iterator(numbers)
+        return numbers
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+def _inner_sampler(loader: DataLoader[Any]) -> Any:
+    sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    while _iterates_as(sampler, _WRAPS) and hasattr(sampler, "sampler"):
+        sampler = sampler.sampler
+    return sampler
+
+
+def _is_known(sampler: Any) -> bool:
+    """Whether the order of a whole epoch is there as it begins, by what the sampler is."""
+    if type(sampler).__module__.startswith("torchdata."):
+        return True
+    return _iterates_as(sampler, _DRAW_AT_ONCE) or type(sampler) in (list, tuple, range, array, np.ndarray)
+
+
+def _iterates_as(sampler: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether a sampler is of these, or of a class that derives from one and has its ``__iter__``.
+
+    Those of torchdata iterate as torch's, and count.
+    """
+    own = getattr(type(sampler), "__iter__", None)
+    counts = type(sampler).__module__.startswith("torchdata.")
+    return any(isinstance(sampler, kind) and (counts or own is vars(kind).get("__iter__")) for kind in kinds)

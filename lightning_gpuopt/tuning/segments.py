@@ -1,0 +1,618 @@
+"""An epoch of a DataLoader in segments: the number of workers changes where one ends and the next begins.
+
+The epoch's sampler is iterated once, in the training process (:class:`Indices`). A *segment* is a copy of the user's
+DataLoader that reads the rest of it. To change the number of workers, the running segment asks for nothing more, and
+the next one takes over; its workers start while what the first was asked for still comes, in order. All that workers
+do, and how they start, fail and end, is torch's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_gpuopt.compat.dataloader import copy_of, number_from, shut_down, workers_of
+from lightning_gpuopt.telemetry.host import usable_cpus
+from lightning_gpuopt.timeline.worker_numbers import NumberedWorkers
+from lightning_gpuopt.tuning.draws import DrawWatch
+from lightning_gpuopt.tuning.order import Order
+from lightning_gpuopt.tuning.sharing import forks
+from lightning_gpuopt.utils.replacement import hide_us
+
+log = logging.getLogger(__name__)
+
+_SEED_STEP: Final = 0x9E3779B97F4A7C15
+_SEEDS: Final = 1 << 63
+
+_DIED: Final = "DataLoader worker (pid"
+_NO_BATCH: Final = "DataLoader "
+"""How torch's own errors begin: a batch was not made, and may still come."""
+
+Make = Callable[[], Any]
+
+
+class Indices:
+    """What the batches of an epoch are made of: drawn from the loader's sampler, for one segment after the other.
+
+    Args:
+        sampler: the loader's ``batch_sampler``, or its ``sampler`` where that makes no batches.
+        due: indices that the loader would have asked for by now, with the user's own number of workers.
+        ahead: whether indices may be drawn before they are due.
+    """
+
+    def __init__(self, sampler: Any, due: int, ahead: Callable[[], bool]) -> None:
+        self.due = due
+        self._sampler = sampler
+        self._ahead = ahead
+        self._iterator: Iterator[Any] = iter(())
+        self._waiting: deque[Any] = deque()
+        self._drawn = 0
+        self._ended = False
+        self._error: Exception | None = None
+        self._length: int | None = None
+        with suppress(TypeError, NotImplementedError):
+            self._length = len(sampler)
+
+    def begin(self) -> None:
+        """Iterate the sampler."""
+        self._iterator = iter(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    @property
+    def left(self) -> int | None:
+        """Indices that no segment was given yet; None where the sampler does not know its length."""
+        if self._ended:
+            return len(self._waiting)
+        return None if self._length is None else max(self._length - self._drawn, 0) + len(self._waiting)
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether some were drawn and given to no segment."""
+        return bool(self._waiting)
+
+    def take(self) -> Any:
+        """The next one, for a segment.
+
+        Raises:
+            StopIteration: there is none; or none yet, where it is not due and must not be drawn earlier.
+        """
+        if not self._waiting and (self._drawn < self.due or self._may_draw_early()):
+            self._draw()
+        if not self._waiting:
+            raise StopIteration
+        return self._waiting.popleft()
+
+    def give_back(self, indices: Iterable[Any]) -> None:
+        """Have the next segment make these batches, which an earlier one was asked for."""
+        self._waiting.extendleft(reversed(list(indices)))
+
+    def draw_what_is_due(self) -> None:
+        """Ask the sampler as far ahead as it would have been.
+
+        Raises:
+            Exception: what it raises, at the batch at which the user's own loader would have met it.
+        """
+        while self._drawn < self.due and not self._ended:
+            self._draw()
+        if self._error is not None and self._drawn < self.due:
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # whose traceback holds this frame
+
+    def _may_draw_early(self) -> bool:
+        """Not the end: torch's samplers draw once more as they end, and the epoch may be left before."""
+        return self._ahead() and (self._length is None or self._drawn < self._length)
+
+    def _draw(self) -> None:
+        if self._ended:
+            return
+        try:
+            index = next(self._iterator)
+        except StopIteration:
+            self._ended = True
+        except Exception as error:
+            self._ended, self._error = True, error
+        else:
+            self._waiting.append(index)
+            self._drawn += 1
+
+
+class _Rest:
+    """The sampler of one segment: the rest of the epoch, until the segment is stopped.
+
+    Attributes:
+        given: what it has given, and whose batches have not come yet.
+        begins: whether iterating it iterates the loader's own sampler.
+    """
+
+    def __init__(self, indices: Indices, *, begins: bool) -> None:
+        self.begin(indices, begins=begins)
+
+    def begin(self, indices: Indices, *, begins: bool) -> None:
+        """Begin an epoch."""
+        self.indices, self.begins = indices, begins
+        self.given: deque[Any] = deque()
+        self.stopped = False
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.begins:
+            self.indices.begin()
+        return self
+
+    def __next__(self) -> Any:
+        if self.stopped:
+            raise StopIteration
+        index = self.indices.take()
+        self.given.append(index)
+        return index
+
+
+@dataclass
+class _Segment:
+    """Part of an epoch.
+
+    Attributes:
+        loader: a copy of the user's, whose sampler is ``rest``.
+        rest: what it reads.
+        batches: iterates it.
+        first: the number of its first worker, in reports.
+    """
+
+    loader: DataLoader[Any]
+    rest: _Rest
+    batches: Any
+    first: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that it was asked for has come, and it asks for nothing more."""
+        return self.rest.stopped and not self.rest.given
+
+    def may_go_on(self, loader: DataLoader[Any]) -> bool:
+        """Whether its workers live, persist, and are as many as a loader should have, with as many batches ahead."""
+        mine, wanted = self.loader, (loader.num_workers, loader.prefetch_factor or 2)
+        return (
+            mine.persistent_workers
+            and (mine.num_workers, mine.prefetch_factor) == wanted
+            and all(each.is_alive() for each in workers_of(self.batches))
+        )
+
+
+@dataclass
+class Segments:
+    """What the iterators of one loader share: of every epoch, and for all who change it.
+
+    Attributes:
+        order: what was seen of its sampler.
+        draws: what was seen of its workers' draws.
+        keeps: whether the workers are to live on from epoch to epoch, although the loader does not say so.
+        kept: those that do.
+    """
+
+    order: Order = field(default_factory=Order)
+    draws: DrawWatch = field(default_factory=DrawWatch)
+    keeps: bool = False
+    kept: _Segment | None = None
+
+    @staticmethod
+    def of(loader: DataLoader[Any]) -> Segments:
+        """Those of a loader."""
+        if loader not in _shared:
+            _shared[loader] = Segments()
+        return _shared[loader]
+
+    def end_kept(self) -> None:
+        """End the workers that were to live on."""
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            shut_down(kept.batches)
+
+
+_shared: weakref.WeakKeyDictionary[DataLoader[Any], Segments] = weakref.WeakKeyDictionary()
+
+
+class SegmentedIterator:
+    """Iterates a DataLoader whose number of workers can change meanwhile; samples and their order are the loader's.
+
+    Args:
+        loader: of torch's own iterators, over a map-style dataset; its ``num_workers`` is how many it begins with.
+        create: makes a segment's iterator by what it is called with, which it calls where the loader would make one.
+        own_workers: the number that the user has given.
+        depth: batches that the loader asks for ahead as the user has set it; 0: it has no workers.
+        changed: says, of the indices of the batches that workers make in place of the training process, whether what
+            these were given has changed: then the training process makes them, and all later ones.
+
+    Attributes:
+        failure: what became of workers that were started in the user's place; None where they all work.
+        takes_ahead: what is fetched is fetched ahead of its turn; :meth:`its_turn` follows.
+        started: seconds that starting the last segment's workers took, and their number; None: none were started.
+    """
+
+    resizes = True
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        create: Callable[[Make], Any],
+        *,
+        own_workers: int,
+        depth: int,
+        changed: Callable[[Iterable[Any]], bool] = lambda indices: False,
+    ) -> None:
+        self._loader = weakref.ref(loader)
+        self._create, self._own_workers, self._depth, self._changed = create, own_workers, depth, changed
+        self.shared = Segments.of(loader)
+        self.failure: str | None = None
+        self.started: tuple[float, int] | None = None
+        self.takes_ahead = False
+        self._segments: deque[_Segment] = deque()
+        self._count = 0
+        self._seed = _next_seed(loader.generator)
+        self._wanted: int | None = None
+        self._kept, self.shared.kept = self.shared.kept, None
+        if self._kept is not None and not (self.shared.keeps and self._kept.may_go_on(loader)):
+            _end(self._kept)
+            self._kept = None
+        self._begin_epoch(loader)
+        if not own_workers:
+            self._begin(0, loader.generator, begins=True)
+            self._wanted = loader.num_workers or None
+        elif self._kept is None:
+            self._begin(loader.num_workers, loader.generator, begins=True)
+        else:
+            self._draw_as_new(loader)
+            self._go_on()
+        try:
+            self._indices.draw_what_is_due()
+        except BaseException:  # the sampler's: nobody will have this iterator, but maybe the exception
+            self._shutdown_workers()
+            raise
+
+    def _begin_epoch(self, loader: DataLoader[Any]) -> None:
+        order = self.shared.order
+        ahead = order.why_not_ahead(loader) is None
+        self._indices = Indices(order.watched(loader), self._depth, lambda: ahead and order.bound is None)
+        self._turns = 0
+
+    def _draw_as_new(self, loader: DataLoader[Any]) -> None:
+        """Draw what a new iterator with workers draws: it iterates its sampler, draws a seed, and iterates it again."""
+        iter(self._copy(loader, _Rest(self._indices, begins=True), 0, loader.generator, 0))
+        self._indices.begin()
+
+    # -- what others may ask
+
+    @property
+    def num_workers(self) -> int:
+        """The workers of the last segment, or of one that is about to begin."""
+        return self._wanted if self._wanted is not None else self._segments[-1].loader.num_workers
+
+    _num_workers = num_workers
+
+    @property
+    def gpuopt_parts(self) -> list[Any]:
+        """The iterators whose workers run: of the segment whose batches come, and of those after it."""
+        there = [each for each in self._segments if not each.is_over]
+        return [each.batches for each in there or list(self._segments)[-1:]]
+
+    @property
+    def batches_left(self) -> int | None:
+        """Batches of this epoch that no worker was asked for yet; None where the sampler does not know its length."""
+        return self._indices.left
+
+    @property
+    def as_without_workers(self) -> bool:
+        """Whether workers stand in for the training process: each batch must match the dataset at its fetch."""
+        return not self._own_workers
+
+    @property
+    def fetches_here(self) -> bool:
+        """Whether the training process makes the batches in place of the workers that were wanted."""
+        return not self._own_workers and self.failure is not None
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    # -- batches
+
+    def __iter__(self) -> SegmentedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self._next_data()
+
+    def _next_data(self) -> Any:
+        try:
+            self._prepare()
+            while True:
+                segment = self._now()
+                try:
+                    batch = next(segment.batches)
+                except StopIteration:
+                    if not self._indices.are_waiting:
+                        raise
+                    self._begin_next(segment.loader.num_workers)  # its sampler gives more than it said
+                    continue
+                except Exception as error:
+                    if self._goes_on_after(error):
+                        continue
+                    if not str(error).startswith(_NO_BATCH):
+                        self._taken(segment)
+                    raise
+                self._taken(segment)
+                return batch
+        except BaseException as error:
+            hide_us(error)
+            raise
+
+    def _prepare(self) -> None:
+        if not self._own_workers and self.num_workers:
+            if not self._turns:
+                self._begin_first()
+            asked = [index for each in self._segments for index in each.rest.given]
+            if self._segments[-1].loader.num_workers and self._changed(_samples(asked)):
+                self._go_back("its dataset was changed while training ran, and workers would have kept the old one")
+        if not self.takes_ahead:
+            self.its_turn()
+        if not self._depth:
+            self._indices.draw_what_is_due()
+
+    def its_turn(self) -> None:
+        """The turn of a batch has come: the sampler may be asked for one more."""
+        self._turns += 1
+        self._indices.due = self._depth + self._turns
+
+    def _taken(self, segment: _Segment) -> None:
+        if segment.rest.given:
+            segment.rest.given.popleft()
+        self._indices.draw_what_is_due()
+
+    def _now(self) -> _Segment:
+        """The segment whose batches come."""
+        while len(self._segments) > 1 and self._segments[0].is_over:
+            _end(self._segments.popleft())
+        if self._wanted is not None and self._segments[0].is_over:
+            wanted, self._wanted = self._wanted, None
+            self._begin_next(wanted)
+            return self._now()
+        return self._segments[0]
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        """Begin another epoch: a DataLoader whose workers persist has the iterator that it holds do so."""
+        self._loader = weakref.ref(loader)
+        self._wanted = None
+        while len(self._segments) > 1:
+            _end(self._segments.popleft())
+        self._begin_epoch(loader)
+        kept = self._segments[0]
+        if kept.may_go_on(loader):
+            kept.rest.begin(self._indices, begins=True)
+            iter(kept.loader)
+        else:
+            _end(self._segments.popleft())
+            self._indices.begin()
+            self._begin(loader.num_workers, self._new_generator())
+        self._indices.draw_what_is_due()
+
+    # -- changing the number of workers
+
+    def resize(self, num_workers: int, *, overlap: bool = True) -> int:
+        """Set the number of workers; call it between two batches, on the consumer's thread.
+
+        Args:
+            num_workers: at least 1.
+            overlap: start the new workers while the old ones finish; else once they have.
+
+        Returns:
+            The number that runs, or will run with the next epoch: as before where the system lets no others start.
+        """
+        if num_workers < 1:
+            raise ValueError(f"num_workers: expected at least 1, got {num_workers}")
+        if self.fetches_here or self._loader() is None:
+            return self.num_workers
+        if num_workers == self.num_workers or self._indices.left == 0:
+            return num_workers
+        if not self._own_workers and not self._turns:
+            self._wanted = num_workers
+        elif not overlap or self._wanted is not None:
+            self._wanted = num_workers
+            self._segments[-1].rest.stopped = True
+        else:
+            self._begin_next(num_workers)
+        return self.num_workers
+
+    def _begin_next(self, workers: int) -> None:
+        before = self._segments[-1]
+        before.rest.stopped = True
+        try:
+            self._begin(workers, self._new_generator())
+        except Exception:  # no more processes, memory, files or threads
+            log.warning("workers of the DataLoader could not be started", exc_info=True)
+            before.rest.stopped = False
+            if not before.rest.given:  # it has nothing left to do, and would end the epoch
+                raise
+
+    def _begin_first(self) -> None:
+        """Start workers in place of the training process."""
+        wanted, self._wanted = self._wanted, None
+        self._segments[-1].rest.stopped = True
+        try:
+            if self._kept is not None:
+                self._go_on()
+            else:
+                self._begin(wanted or 1, self._new_generator())
+        except Exception as error:  # no more processes, memory, files or threads
+            log.warning("no worker of the DataLoader could be started: %s", error, exc_info=True)
+            self._segments[-1].rest.stopped = False
+            self._give_up(f"no worker could be started: {error}")
+
+    def _goes_on_after(self, error: Exception) -> bool:
+        """Go back to the user's own number of workers where one of more has died."""
+        workers = self._segments[-1].loader.num_workers
+        if not str(error).startswith(_DIED) or workers <= self._own_workers or self._loader() is None:
+            return False
+        log.warning("%s; num_workers=%d, and %d from here on", error, workers, self._own_workers)
+        self._go_back(f"a worker died: {error}")
+        return True
+
+    def _go_back(self, why: str) -> None:
+        """Have the user's own number of workers make the batches that others were asked for."""
+        asked = [index for each in self._segments for index in each.rest.given]
+        while self._segments:
+            self._segments[0].rest.stopped = True
+            _end(self._segments.popleft())
+        self._wanted = None
+        self._indices.give_back(asked)
+        self._begin(self._own_workers, self._new_generator())
+        self._give_up(why)
+
+    def _give_up(self, why: str) -> None:
+        self.failure = why
+        loader = self._loader()
+        if loader is not None:
+            loader.num_workers = self._own_workers
+            if not self._own_workers:
+                loader.prefetch_factor = None
+
+    # -- segments
+
+    def _begin(self, workers: int, generator: torch.Generator | None, *, begins: bool = False) -> None:
+        """Start a segment.
+
+        Args:
+            workers: how many.
+            generator: what its workers' seed is drawn from.
+            begins: its iterator draws what the loader's own would have drawn.
+
+        Raises:
+            Exception: its workers could not be started.
+        """
+        loader = self._loader()
+        if loader is None:
+            raise RuntimeError("the DataLoader is gone, and can start no other workers")
+        rest = _Rest(self._indices, begins=begins)
+        running = [(each.first, each.loader.num_workers) for each in self._segments if not each.is_over]
+        first = 0 if all(workers <= number for number, _ in running) else max(map(sum, running))
+        twins: list[DataLoader[Any]] = []
+
+        def make() -> Any:
+            twins.append(self._copy(loader, rest, workers, generator, first))
+            batches = iter(twins[-1])
+            number_from(batches, first)
+            return batches
+
+        began = time.perf_counter()
+        try:
+            with without_hint(workers, self._own_workers):
+                batches = self._create(make)
+        except BaseException:
+            self._indices.give_back(rest.given)
+            raise
+        if workers:
+            self.started = time.perf_counter() - began, workers
+        self._append(_Segment(twins[-1], rest, batches, first), loader)
+
+    def _copy(
+        self, loader: DataLoader[Any], rest: _Rest, workers: int, generator: torch.Generator | None, first: int
+    ) -> DataLoader[Any]:
+        changed: dict[str, Any] = {
+            "sampler" if loader.batch_sampler is None else "batch_sampler": rest,
+            "num_workers": workers,
+            "generator": generator,
+            "prefetch_factor": (loader.prefetch_factor or 2) if workers else None,
+            "persistent_workers": workers > 0 and (loader.persistent_workers or self.shared.keeps),
+        }
+        if not workers:
+            return copy_of(loader, **changed, timeout=0)
+        if not self._own_workers and hasattr(loader, "in_order"):
+            changed["in_order"] = True
+        if forks(loader) is None:
+            changed["collate_fn"] = self.shared.draws.around(loader.collate_fn)
+        if first:
+            changed["worker_init_fn"] = NumberedWorkers(loader.worker_init_fn, first)
+        return copy_of(loader, **changed)
+
+    def _go_on(self) -> None:
+        """Have workers that live on make the batches of this epoch."""
+        kept, self._kept = self._kept, None
+        loader = self._loader()
+        assert kept is not None
+        kept.rest.begin(self._indices, begins=False)
+        iter(kept.loader)
+        self._append(kept, loader)
+
+    def _append(self, segment: _Segment, loader: DataLoader[Any] | None) -> None:
+        self._segments.append(segment)
+        if segment.loader.persistent_workers and loader is not None and not loader.persistent_workers:
+            self.shared.kept = segment
+
+    def _new_generator(self) -> torch.Generator:
+        """What the next segment's seed is drawn from: another one for each, and the same in each run."""
+        self._count += 1
+        return torch.Generator().manual_seed((self._seed + self._count * _SEED_STEP) % _SEEDS)
+
+    def _shutdown_workers(self) -> None:
+        for each in self._segments:
+            shut_down(each.batches)
+
+
+@contextmanager
+def without_hint(workers: int, own_workers: int) -> Iterator[None]:
+    """What is measured is no reason to warn of more workers than CPUs.
+
+    Only where it would be: each change of the filters has Python show once more what it has shown once.
+    """
+    if workers == own_workers or workers <= usable_cpus():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        yield
+
+
+def _next_seed(generator: torch.Generator | None) -> int:
+    """What the generator will draw next; it is left as it is."""
+    again = torch.Generator()
+    again.set_state((generator or torch.default_generator).get_state())
+    return int(torch.empty((), dtype=torch.int64).random_(generator=again).item())
+
+
+def _samples(indices: Iterable[Any]) -> Iterator[Any]:
+    """The samples of these batches."""
+    return chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in indices)
+
+
+def _end(segment: _Segment) -> None:
+    """End a segment's workers, beside training."""
+    if not segment.loader.num_workers:
+        return
+    holder = [segment.batches]
+    try:
+        threading.Thread(target=_finish, args=(holder,), name="gpuopt-end-workers", daemon=True).start()
+    except RuntimeError:  # no more threads
+        _finish(holder)
+
+
+def _finish(holder: list[Any]) -> None:
+    try:
+        shut_down(holder.pop())
+    except Exception:  # of a worker that has died
+        log.debug("workers did not end as they should", exc_info=True)
