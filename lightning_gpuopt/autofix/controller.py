@@ -9,12 +9,14 @@ from statistics import fmean
 from typing import Any, Final
 
 from lightning_gpuopt.autofix.loader import AdjustableLoader
-from lightning_gpuopt.autofix.policy import MIN_BEFORE, Fix, Wanted, wanted_changes
+from lightning_gpuopt.autofix.policy import MIN_BEFORE, NOT_PREDICTED, Fix, Wanted, wanted_changes
 from lightning_gpuopt.autofix.trial import ChangeTrial, Evidence, RunLength
 from lightning_gpuopt.diagnosis.measurement import Measurement
+from lightning_gpuopt.diagnosis.predict import loader_model, speedup_of_workers
 from lightning_gpuopt.diagnosis.record import Change, Finding
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, INTERRUPTED, TOO_SHORT
 from lightning_gpuopt.diagnosis.render.wording import change_line
+from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loader_model import net_saving
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.tuning.managed import DRAWS
@@ -29,6 +31,7 @@ _MIN_SET_UPS: Final = 2
 
 _LAST_EPOCH: Final = "training ended before it could take effect"
 _NO_GAIN: Final = "no gain that could be told from noise"
+_WITH_WORKERS: Final = "with num_workers, and measured with it; not predicted by itself"
 
 
 class AutoFixController:
@@ -136,7 +139,7 @@ class AutoFixController:
         if window.source is not None and window.source.key:  # of several loaders the one that training waits for
             loader = window.loader
         for wanted in wanted_changes(findings, loader, on_gpu=window.waterfall.on_gpu):
-            if self._may_try(wanted) and self._try(wanted, loader):
+            if self._may_try(wanted) and self._try(wanted, loader, window):
                 return
 
     def _may_try(self, wanted: Wanted) -> bool:
@@ -147,7 +150,7 @@ class AutoFixController:
             return False
         return not loader or self._loader.key in (None, loader)
 
-    def _try(self, wanted: Wanted, loader: LoaderFacts) -> bool:
+    def _try(self, wanted: Wanted, loader: LoaderFacts, window: Measurement) -> bool:
         """Begin a change; False where the setting cannot be changed and the change is only advised."""
         setting = wanted.setting
         aims = bool(wanted.loader) and self._loader.aim(wanted.loader)
@@ -155,8 +158,10 @@ class AutoFixController:
         if before is None:  # nobody knows which of several loaders it is about
             before = getattr(loader, setting, None)
         not_forked = setting == "num_workers" and bool(before) and self._loader.starts_slowly
-        pays = self._as_many_as_pay(wanted, before) if not_forked and wanted.value > before else wanted
+        pays = self._as_many_as_pay(wanted, before, window) if not_forked and wanted.value > before else wanted
         wanted = pays or wanted
+        if setting == "persistent_workers":
+            wanted = replace(wanted, predicted=self._speedup_of_persistent_workers(window))
         trial = ChangeTrial(
             wanted,
             {setting: len(self.changes)},
@@ -182,7 +187,7 @@ class AutoFixController:
         self._broadcast.send(["change", setting, wanted.value])
         there = wanted.value if trial.waits else self._loader.now(setting)
         if there != wanted.value:  # no room for all the workers
-            self.changes[-1] = replace(self.changes[-1], to=there, predicted=None)
+            self.changes[-1] = replace(self.changes[-1], to=there, predicted=speedup_of_workers(window, there))
         if not_forked and trial.waits and not trial.persisted:
             self._persist_as_well(trial)
         when = "with the next epoch" if trial.waits else "now"
@@ -192,7 +197,12 @@ class AutoFixController:
         )
         return True
 
-    def _as_many_as_pay(self, wanted: Wanted, now: int) -> Wanted | None:
+    def _speedup_of_persistent_workers(self, window: Measurement) -> Interval | None:
+        model = loader_model(window)
+        first_batch_s = 0.0 if model is None else model.service_s
+        return self._evidence.speedup_of_persistent_workers(self._run_length(), first_batch_s)
+
+    def _as_many_as_pay(self, wanted: Wanted, now: int, window: Measurement) -> Wanted | None:
         """The largest number of workers whose start-up cost is repaid, where that is known; None: not even one more."""
         length, evidence = self._run_length(), self._evidence
         if not length.steps or not evidence.set_ups or wanted.predicted is None:
@@ -214,7 +224,9 @@ class AutoFixController:
         best = max(saving_s, key=lambda workers: saving_s[workers])  # of equals the first: the fewest
         if best == now:
             return None
-        return wanted if best == wanted.value else replace(wanted, value=best, predicted=None)
+        if best == wanted.value:
+            return wanted
+        return replace(wanted, value=best, predicted=speedup_of_workers(window, best))
 
     def _persist_as_well(self, trial: ChangeTrial) -> None:
         """Make the workers persistent as well, where that changes nothing else: starting them is slow."""
@@ -228,7 +240,7 @@ class AutoFixController:
         self._before_change["persistent_workers"] = False
         self._broadcast.send(["change", "persistent_workers", True])
         trial.entries["persistent_workers"] = len(self.changes)
-        self.changes.append(Change("persistent_workers", False, True, why="with num_workers"))
+        self.changes.append(Change("persistent_workers", False, True, why=_WITH_WORKERS))
 
     def _go_on(self, trial: ChangeTrial, step_s: float) -> None:
         """A window has ended while a change is tried."""
@@ -296,8 +308,13 @@ class AutoFixController:
         self._trial = None
         measured = None if trial.waits else self._evidence.measured(trial)
         for setting, index in trial.entries.items():
-            noted = DRAWS if kept and setting == "num_workers" and self._loader.draws else self.changes[index].why
-            self._record(index, measured, kept=None if trial.waits else kept, why=why or noted)
+            reasons = [why or self.changes[index].why]
+            if kept and setting == "num_workers" and self._loader.draws:
+                reasons.append(DRAWS)
+            if kept and setting == trial.wanted.setting and self.changes[index].predicted is None:
+                reasons.append(f"not predicted: {NOT_PREDICTED[setting]}")
+            whole = "; ".join(each for each in reasons if each)
+            self._record(index, measured, kept=None if trial.waits else kept, why=whole)
             measured = None  # noted once for all that was changed together
 
     def _record(self, index: int, measured: float | None, *, kept: bool | None, why: str) -> None:

@@ -19,6 +19,17 @@ from lightning_gpuopt.measurements.loading import LoaderFacts
 Fix = Literal["num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "device_prefetch"]
 FIXES: Final[tuple[Fix, ...]] = get_args(Fix)
 
+_NO_COSTS: Final = "what a batch costs was not measured"
+
+NOT_PREDICTED: Final[dict[str, str]] = {
+    "num_workers": _NO_COSTS,
+    "prefetch_factor": _NO_COSTS,
+    "pin_memory": "how much faster a copy from page-locked memory is, only a trial shows",
+    "persistent_workers": "the length of an epoch is not known",
+    "device_prefetch": "no step was measured",
+}
+"""By setting, why its gain is not predicted, where it is not."""
+
 MIN_BEFORE: Final = 4
 """Windows that must have been seen before anything is changed."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 from typing import Final
 
 from lightning_gpuopt.autofix.policy import MAX_WINDOWS, Wanted, gain_of, judge, judge_pauses
 from lightning_gpuopt.compat.lightning import Trainer
+from lightning_gpuopt.diagnosis.predict import speedup_of_persistent_workers
+from lightning_gpuopt.measurements.loader_costs import Interval
 
 _MANY_EPOCHS: Final = 100
 """Epochs to come where no end is set."""
@@ -100,9 +102,34 @@ class Evidence:
         return (judge_pauses if trial.wanted.setting == "persistent_workers" else judge)(*self._around(trial))
 
     def measured(self, trial: ChangeTrial) -> float | None:
-        """Steps per second, after over before; of persistent workers the set-ups', before over after."""
+        """Steps per second, after over before; of persistent workers of whole epochs, with steps as before the change.
+
+        None before there is something on either side, or where those are asked for and an epoch's length is not known.
+        """
         before, after = self._around(trial)
-        return gain_of(before, after) if before and after else None
+        if not before or not after:
+            return None
+        if trial.wanted.setting != "persistent_workers":
+            return gain_of(before, after)
+        epoch_s = self._epoch_s(trial.length)
+        return (epoch_s + fmean(before)) / (epoch_s + fmean(after)) if epoch_s else None
+
+    def speedup_of_persistent_workers(self, length: RunLength, first_batch_s: float) -> Interval | None:
+        """What workers that persist will bring, by the set-ups after the run's first; None without an epoch's length.
+
+        Args:
+            length: of the run.
+            first_batch_s: seconds in which a worker makes a batch.
+        """
+        epoch_s = self._epoch_s(length)
+        return speedup_of_persistent_workers(epoch_s, fmean(self.set_ups[1:]), first_batch_s) if epoch_s else None
+
+    def _epoch_s(self, length: RunLength) -> float:
+        """Seconds of an epoch's steps; 0 where its length is not known.
+
+        By the median: a look at the dataset makes one of the windows longer.
+        """
+        return length.steps * median(self.before)
 
     def set_up_costs(self, trial: ChangeTrial) -> tuple[float, float]:
         """Seconds a step that the set-ups of epochs cost before and after a change of ``num_workers``.

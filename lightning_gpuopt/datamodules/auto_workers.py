@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -20,6 +17,7 @@ from lightning_gpuopt.telemetry.resources import free_shared_memory
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.caps import PART_OF_SHARED_MEMORY, workers_in
 from lightning_gpuopt.tuning.dataset_state import Held
+from lightning_gpuopt.tuning.main_script import is_guarded, script_run_again
 
 _LARGE_BATCH: Final = 256 << 20
 """Where batches of so many bytes have room in ``/dev/shm``, nobody looks how large they are."""
@@ -52,18 +50,12 @@ def auto_workers(loader: ElasticLoader, held: Sequence[Held], loaders_on_node: i
 def starts_unasked() -> bool:
     """Whether processes may be started in a program that has not said so.
 
-    One that is not forked runs the script's file once more: without a guard, that would train once more.
+    One that is not forked runs the script once more: without a guard, or where that is not known, it could train again.
     """
     if torch.multiprocessing.get_context().get_start_method() == "fork":
         return True
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    if file is None:  # a notebook, or a prompt: nothing is run again
-        return True
-    try:
-        text = Path(file).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return re.search(r"""__name__\s*==\s*['"]__main__['"]""", text) is not None
+    script = script_run_again()
+    return script is None or is_guarded(script) is True
 
 
 def _workers_that_fit(loader: ElasticLoader, loaders_on_node: int) -> tuple[int, str | None]:

@@ -170,11 +170,11 @@ class Change:
         setting: its name.
         from_: its value before; ``"from"`` in JSON and as a key.
         to: its value then.
-        predicted: steady steps per second, after over before, as (low, mid, high); None where it was not predicted.
-        measured: the same, measured; of ``persistent_workers`` in the epoch's set-up alone: seconds before over after.
-            None where it never took effect.
+        predicted: steady steps per second, after over before, as (low, mid, high); of ``persistent_workers`` whole
+            epochs per second. None where it was not predicted.
+        measured: the same, measured. None where it never took effect.
         kept: whether it was kept; None where it never took effect.
-        why: why it was taken back, or never took effect.
+        why: why it was taken back, or never took effect; of one that was kept, why it was not predicted.
     """
 
     setting: str

@@ -58,7 +58,8 @@ def find_num_workers(
     Raises:
         ValueError: an argument is wrong, or the loader cannot be tried (no DataLoader, an IterableDataset, a dataset
             without a length, one that cannot be sent to worker processes, or one that holds an open file or connection
-            where the loader has fewer than two workers, so that no workers share it yet).
+            where the loader has fewer than two workers, so that no workers share it yet). Or its workers are started by
+            spawn or forkserver, and so run the program's script again, which has no ``if __name__ == "__main__":``.
         Exception: whatever the dataset raises in a worker, as it would come out in training.
 
     Example::

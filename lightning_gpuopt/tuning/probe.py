@@ -20,6 +20,7 @@ from lightning_gpuopt.measurements.loader_model import receive_cost, taking
 from lightning_gpuopt.telemetry.resources import worker_memory
 from lightning_gpuopt.timeline.worker_clock import TimedCollate, WorkerClock
 from lightning_gpuopt.tuning.caps import files_of
+from lightning_gpuopt.tuning.main_script import check_guard
 from lightning_gpuopt.tuning.workers import Measured, Trial
 from lightning_gpuopt.utils.interrupts import interrupt_held
 
@@ -87,7 +88,8 @@ def run_trial(
 
     Raises:
         OutOfTime: the deadline came first.
-        ValueError: something of the loader cannot be sent to a worker process.
+        ValueError: something of the loader cannot be sent to a worker process, or one would run a script without a
+            guard again.
         Exception: whatever the dataset raises, as it would come out in training.
     """
     clocks = clocks or Clocks()
@@ -117,7 +119,8 @@ def first_batches(
 
     Raises:
         OutOfTime: not one came in time.
-        ValueError: something of the loader cannot be sent to a worker process.
+        ValueError: something of the loader cannot be sent to a worker process, or one would run a script without a
+            guard again.
         Exception: whatever the dataset raises, as it would come out in training.
     """
     iterator, batches = None, list[Any]()
@@ -157,6 +160,9 @@ def _start(
     seconds: float,
 ) -> Any:
     """An iterator of a copy of the loader, with our own order of samples, number of workers and random state."""
+    context: Any = loader.multiprocessing_context or torch.multiprocessing.get_context()
+    method: str = context.get_start_method()
+    check_guard(method)
     more: dict[str, Any] = {} if getattr(loader, "in_order", True) else {"in_order": False}
     with warnings.catch_warnings():
         # of more workers than CPUs, which a trial starts on purpose
@@ -178,8 +184,7 @@ def _start(
         try:
             return iter(twin)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            context: Any = twin.multiprocessing_context or torch.multiprocessing.get_context()
-            if (method := context.get_start_method()) == "fork":
+            if method == "fork":
                 raise
             raise ValueError(
                 f"dataloader: expected a dataset, collate_fn and worker_init_fn that can be pickled, as worker "

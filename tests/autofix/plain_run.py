@@ -13,7 +13,7 @@ from lightning_gpuopt.autofix.trial import RunLength
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Change, Finding
 from lightning_gpuopt.measurements.gpu import GpuTimes
-from lightning_gpuopt.measurements.loading import LoaderFacts
+from lightning_gpuopt.measurements.loading import LoaderFacts, WorkerTimes
 from lightning_gpuopt.measurements.phases import PHASES, PhaseTimes
 from lightning_gpuopt.tuning.rules import CannotChange
 
@@ -27,13 +27,21 @@ def finding(cause: str = "slow_transform", predicted: Any = GAIN, loader: str = 
     return Finding(cause, 0.5, {"loader": loader} if loader else {}, "advice", settings, predicted)
 
 
-def window(step_s: float | None, *, on_gpu: bool = False) -> Measurement:
-    """A window of four steps, each of so many seconds; None: of none."""
+def window(step_s: float | None, *, on_gpu: bool = False, batch_s: float | None = None) -> Measurement:
+    """A window of four steps, each of so many seconds; None: of none.
+
+    Args:
+        step_s: half of it is the step's own, where the batches of workers were timed.
+        on_gpu: whether it is a GPU's.
+        batch_s: what a worker takes for a batch; None: that was not measured.
+    """
     steps = 0 if step_s is None else STEPS
     wall_s = (step_s or 0.0) * STEPS
-    phases = dict.fromkeys(PHASES, 0.0) | {"forward": wall_s}
+    waits_s = 0.0 if batch_s is None else wall_s / 2
+    phases = dict.fromkeys(PHASES, 0.0) | {"forward": wall_s - waits_s, "data_wait": waits_s}
     gpu = GpuTimes(steps=steps, compute_s=wall_s) if on_gpu else None
-    return Measurement(PhaseTimes(wall_s, steps, phases, {}, 0), LoaderFacts(), gpu=gpu)
+    timed = None if batch_s is None else WorkerTimes(STEPS, batch_s * STEPS)
+    return Measurement(PhaseTimes(wall_s, steps, phases, {}, 0), LoaderFacts(), gpu=gpu, workers=timed)
 
 
 class PlainLoader:
@@ -159,6 +167,7 @@ class PlainRun:
         run_length: what is left of the run.
         facts: what the session says of the loader where it is not what the settings say.
         guard: around what the controller does.
+        batch_s: what a worker takes for a batch; None: that was not measured.
     """
 
     def __init__(
@@ -173,10 +182,11 @@ class PlainRun:
         facts: LoaderFacts | None = None,
         guard: AbstractContextManager[Any] | None = None,
         cpus: float = 2.0,
+        batch_s: float | None = None,
     ) -> None:
         self.settings = PlainSettings(values, waiting)
         self.loader = self.settings
-        self.length, self.facts = run_length, facts
+        self.length, self.facts, self.batch_s = run_length, facts, batch_s
         self.messages: list[str] = []
         self.setup_s, self.epochs = 0.0, 0
         self.broadcast = PlainBroadcast() if several_ranks else None
@@ -210,7 +220,7 @@ class PlainRun:
         """A window ends."""
         values = {name: self.settings.values.get(name) for name in ("num_workers", "prefetch_factor", "pin_memory")}
         facts = LoaderFacts(**values, persistent_workers=self.settings.values.get("persistent_workers"))
-        closed, set_ups = window(step_s, on_gpu=on_gpu), (self.setup_s, self.epochs)
+        closed, set_ups = window(step_s, on_gpu=on_gpu, batch_s=self.batch_s), (self.setup_s, self.epochs)
         return self.controller.window_closed(closed, list(findings), self.facts or facts, set_ups)
 
     def windows(self, number: int, step_s: float, *findings: Finding, on_gpu: bool = False) -> list[bool]:

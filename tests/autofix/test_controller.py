@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt.autofix.trial import RunLength
+from lightning_gpuopt.diagnosis.predict import speedup_of_workers
 from lightning_gpuopt.diagnosis.record import Change
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, INTERRUPTED, TOO_SHORT
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.tuning.loader import DRAWS
-from tests.autofix.plain_run import FAST, GAIN, SLOW, PlainBroadcast, PlainRun, finding
+from tests.autofix.plain_run import FAST, GAIN, LONG, SLOW, PlainBroadcast, PlainRun, finding, window
 
 MORE = finding(num_workers=2)
 FIRST = finding("main_process_loading", num_workers=2)
@@ -22,7 +23,11 @@ LIVE_ON = finding("epoch_restart", None, persistent_workers=True)
 BEFORE, SKIPPED, PROOF = 4, 1, 5
 """Windows that are seen before a change, left out after it, and needed to prove a clear gain."""
 
+TWO_WORKERS = speedup_of_workers(window(SLOW, batch_s=SLOW), 2)
+"""What is predicted of them, where a worker takes a step's time for a batch."""
+
 NO_GAIN = "no gain that could be told from noise"
+WITH_WORKERS = "with num_workers, and measured with it; not predicted by itself"
 LAST_EPOCH = "training ended before it could take effect"
 
 
@@ -206,6 +211,22 @@ class TestAChangeAtOnce:
         tried(run, finding(num_workers=8))
         assert run.changes == [Change("num_workers", 1, 3, predicted=None)]
         assert run.messages == ["AutoFix: num_workers 1 → 3, now, since slow_transform was found"]
+
+    def test_and_the_prediction_is_theirs(self) -> None:
+        run = one_worker(batch_s=SLOW)
+        run.settings.room = 2
+        tried(run, finding(num_workers=8))
+        run.windows(SKIPPED + PROOF, FAST)
+        assert run.changes == [kept("num_workers", 1, 2, predicted=TWO_WORKERS)]
+
+    def test_where_it_is_not_known_what_a_batch_costs_a_kept_change_says_so(self) -> None:
+        run = one_worker()
+        run.settings.room = 3
+        tried(run, finding(num_workers=8))
+        run.loader.draws = True
+        run.windows(SKIPPED + PROOF, FAST)
+        why = f"{DRAWS}; not predicted: what a batch costs was not measured"
+        assert run.changes == [kept("num_workers", 1, 3, predicted=None, why=why)]
 
     def test_workers_that_were_seen_to_draw_are_kept_with_a_word_on_it(self) -> None:
         run = tried(one_worker(), MORE)
@@ -420,7 +441,7 @@ class TestWorkersThatAreNotForked:
         # a step of 0.5 s with 0.1 s of set-up, against 0.25 s with a sixth of 0.1 s: six epochs are left
         assert run.changes == [
             kept("num_workers", 1, 2, measured=0.6 / (0.25 + 0.1 / 6)),
-            Change("persistent_workers", False, True, kept=True, why="with num_workers"),
+            Change("persistent_workers", False, True, kept=True, why=WITH_WORKERS),
         ]
         run.epoch(9.0)  # it is not looked at again
         run.windows(5, FAST)
@@ -453,6 +474,8 @@ class TestWorkersThatAreNotForked:
         run = self.slow(epoch_s=10.0, wanted=9)
         assert run.changes[0] == Change("num_workers", 1, 2, predicted=None)
         assert run.log[0] == ("change", "num_workers", 2)
+        run = self.slow(epoch_s=10.0, wanted=9, batch_s=SLOW)
+        assert run.changes[0] == Change("num_workers", 1, 2, TWO_WORKERS)
 
     @pytest.mark.parametrize(
         ("wanted", "set_up_s", "epochs_left", "persist", "expected"),
@@ -505,9 +528,12 @@ class TestWorkersThatAreNotForked:
 
 
 class TestWorkersThatLiveOn:
+    PREDICTED = pytest.approx((6.0 / 5.5, 1.2, 1.2 * 1.09))
+    """A second of set-up before five seconds of steps."""
+
     def run(self, *set_ups_s: float, **more: Any) -> PlainRun:
-        """Epochs of four windows each."""
-        run = one_worker(waiting=["persistent_workers"], **more)
+        """Epochs of four windows each, and of ten steps, which take 5 s."""
+        run = one_worker(waiting=["persistent_workers"], **{"run_length": RunLength(10, 9), **more})
         for each in set_ups_s:
             run.epoch(each)
             run.windows(4, SLOW, LIVE_ON)
@@ -519,17 +545,31 @@ class TestWorkersThatLiveOn:
 
     def test_they_are_kept_where_the_set_up_becomes_shorter(self) -> None:
         run = self.run(5.0, 1.0, 1.0)
-        assert run.changes == [Change("persistent_workers", False, True)]
+        assert run.changes == [Change("persistent_workers", False, True, self.PREDICTED)]
         run.epoch(0.25)
         run.window(SLOW)
-        assert run.changes == [kept("persistent_workers", False, True, measured=4.0, predicted=None)]
+        assert run.changes == [kept("persistent_workers", False, True, measured=6.0 / 5.25, predicted=self.PREDICTED)]
+        assert run.messages[-1] == (
+            "AutoFix: persistent_workers False → True: predicted 1.20x (1.09x to 1.31x), measured 1.14x, kept"
+        )
+
+    def test_the_first_batch_of_an_epoch_is_made_with_them_as_well(self) -> None:
+        [change] = self.run(5.0, 1.0, batch_s=0.5).changes
+        assert change.predicted == pytest.approx((6.0 / 5.5 / 1.09, 6.0 / 5.5, 6.0 / 5.5 * 1.09))
+
+    def test_where_the_length_of_an_epoch_is_not_known_nothing_is_predicted(self) -> None:
+        run = self.run(5.0, 1.0, 1.0, run_length=LONG)
+        run.epoch(0.25)
+        run.window(SLOW)
+        why = "not predicted: the length of an epoch is not known"
+        assert run.changes == [kept("persistent_workers", False, True, measured=None, predicted=None, why=why)]
 
     def test_and_taken_back_where_it_does_not(self) -> None:
         run = self.run(5.0, 1.0, 1.0)
         run.epoch(0.75)
         run.window(SLOW)
         assert run.changes == [
-            taken_back("persistent_workers", False, True, measured=1 / 0.75, predicted=None),
+            taken_back("persistent_workers", False, True, measured=6.0 / 5.75, predicted=self.PREDICTED),
         ]
         assert run.settings.values["persistent_workers"] is False
 
@@ -546,9 +586,9 @@ class TestWorkersThatLiveOn:
         run = self.run(5.0, 1.0, 1.0)
         run.epoch(0.25)
         run.window(None)
-        assert run.changes == [Change("persistent_workers", False, True)]
+        assert run.changes == [Change("persistent_workers", False, True, self.PREDICTED)]
         run.controller.training_ended()
-        assert run.changes == [kept("persistent_workers", False, True, measured=4.0, predicted=None)]
+        assert run.changes == [kept("persistent_workers", False, True, measured=6.0 / 5.25, predicted=self.PREDICTED)]
 
 
 class TestACopyAhead:
@@ -561,6 +601,13 @@ class TestACopyAhead:
         assert run.changes == [Change("device_prefetch", False, True, GAIN)]
         assert run.windows(SKIPPED + PROOF, FAST, on_gpu=True) == [False] * 6
         assert run.changes == [kept("device_prefetch", False, True)]
+
+    def test_page_locked_memory_is_kept_without_a_prediction_and_says_why(self) -> None:
+        run = tried(PlainRun({"num_workers": 0, "pin_memory": False}), self.COPY, on_gpu=True)
+        run.windows(SKIPPED + PROOF, FAST, on_gpu=True)
+        why = "not predicted: how much faster a copy from page-locked memory is, only a trial shows"
+        assert run.changes == [kept("pin_memory", False, True, predicted=None, why=why)]
+        assert run.messages[-1] == f"AutoFix: pin_memory False → True: measured 2.0x, kept ({why})"
 
     def test_off_the_gpu_there_is_none(self) -> None:
         assert tried(PlainRun({"num_workers": 1, "pin_memory": True}), self.COPY).changes == []

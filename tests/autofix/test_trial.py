@@ -136,7 +136,21 @@ class TestWorkersThatLiveOn:
         # the run's own first epoch is left out, and that in which the workers were started
         seen = evidence(*[1.0] * 4, set_ups=(9.0, 2.0, 2.0, 7.0, 0.5, 0.5))
         change = trial("persistent_workers", *[5.0] * 8, set_ups_before=3)
-        assert (seen.verdict(change), seen.measured(change)) == (True, 4.0)
+        assert seen.verdict(change) is True
+        # ten steps of one second, with two seconds of set-up before and half a second after
+        assert seen.measured(change) == 12.0 / 10.5
+
+    def test_without_the_length_of_an_epoch_nothing_is_predicted_or_measured(self) -> None:
+        seen = evidence(*[1.0] * 4, set_ups=(9.0, 2.0, 2.0, 7.0, 0.5))
+        change = trial("persistent_workers", set_ups_before=3, length=RunLength(0, 3))
+        assert (seen.verdict(change), seen.measured(change)) == (True, None)
+        assert seen.speedup_of_persistent_workers(RunLength(0, 3), 0.5) is None
+
+    def test_what_they_will_bring_is_the_set_ups_after_the_first_without_a_batch(self) -> None:
+        seen = evidence(1.0, 1.0, 1.0, 7.0, set_ups=(9.0, 2.0, 3.0))  # in one window the dataset was looked at
+        assert seen.speedup_of_persistent_workers(RunLength(10, 3), 0.5) == pytest.approx(
+            (12.5 / 11.5, 12.5 / 10.5, 1.09 * 12.5 / 10.5)
+        )
 
     def test_not_before_an_epoch_has_begun_without_starting_any(self) -> None:
         seen = evidence(set_ups=(9.0, 2.0, 7.0))

@@ -72,7 +72,8 @@ class Script(StallDetector):
             return
         step_s, findings = self.windows[min(self.number, len(self.windows) - 1)]
         self.number += 1
-        window: Any = SimpleNamespace(source=None, waterfall=SimpleNamespace(step_s=step_s, on_gpu=self.on_gpu))
+        waterfall = SimpleNamespace(step_s=step_s, on_gpu=self.on_gpu)
+        window: Any = SimpleNamespace(source=None, times=None, workers=None, host=None, waterfall=waterfall)
         self._session.notify(window, findings)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

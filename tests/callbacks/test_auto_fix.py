@@ -114,6 +114,11 @@ class TestWorkersThatLiveOn:
         _set_ups(monkeypatch, pauses)
         run = Run(tmp_path, script([self.FOUND], before=30), loader(), max_epochs=8)
         assert run.changes == [("persistent_workers", False, True, True)]
+        [change] = run.autofix.changes  # epochs of 20 steps, 0.2 s, with a set-up of 1 s before and of 0.1 s after
+        assert change.predicted == pytest.approx((1.2 / 0.7, 1.2 / 0.2, 1.09 * 1.2 / 0.2))
+        assert change.measured == pytest.approx(1.2 / 0.3)
+        told = "persistent_workers False → True: predicted 6.0x (1.7x to 6.5x), measured 4.0x, kept"
+        assert told in " ".join(str(run.detector.report).split())
         epochs = [run.workers.pids[start : start + 20] for start in range(0, 160, 20)]
         alive = [{tuple(pids) for pids in epoch} for epoch in epochs]
         assert all(len(each) == 1 for each in alive)
@@ -481,6 +486,10 @@ class Slow(Dataset[torch.Tensor]):
         return torch.full((2,), float(index))
 
 
+def _starts_slowly(worker_id: int) -> None:
+    time.sleep(0.3)
+
+
 @pytest.mark.timed
 class TestInARealRun:
     def test_workers_that_are_too_few_become_more(self, tmp_path):
@@ -494,6 +503,17 @@ class TestInARealRun:
         first, *_ = autofix.changes
         assert (first.setting, first["from"], first.kept) == ("num_workers", 1, True)
         assert made.num_workers >= first.to
+
+    def test_workers_that_take_long_to_start_live_on_and_bring_what_was_predicted(self, tmp_path):
+        def run() -> AutoFix:
+            autofix = AutoFix(fixes=["persistent_workers"])
+            made = DataLoader(Slow(), 2, num_workers=1, worker_init_fn=_starts_slowly, sampler=range(120))
+            train(tmp_path, made, [autofix], max_epochs=6)
+            return autofix
+
+        [change] = undisturbed(run).changes
+        assert (change.setting, change["from"], change.to, change.kept) == ("persistent_workers", False, True, True)
+        assert change.predicted[0] < change.measured < change.predicted[2]
 
     def test_a_copy_is_hidden_from_the_next_batch_on(self, tmp_path):
         copy_s = 0.01

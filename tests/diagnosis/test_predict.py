@@ -14,6 +14,7 @@ from lightning_gpuopt.diagnosis.predict import (
     headroom,
     loader_costs,
     loader_model,
+    speedup_of_persistent_workers,
     speedup_of_workers,
     speedup_without,
     without_data_s,
@@ -81,6 +82,22 @@ def test_taking_work_away_gains_half_to_all_of_it() -> None:
     assert (low, mid) == pytest.approx((10 / 9, 10 / 8))
     assert high == pytest.approx((1 + SPREADS["without"]) * 10 / 8)
     assert speedup_without(measurement(times(steps=0)), 2.0) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "interval"),
+    [
+        ((10.0, 5.0, 0.0), (15 / 12.5, 1.5, 1.5 * 1.09)),
+        ((10.0, 5.0, 1.0), (15 / 13, 15 / 11, 15 / 11 * 1.09)),
+        ((10.0, 1.0, 0.0), (1.1 / 1.09, 1.1, 1.1 * 1.09)),  # as uncertain as other predictions
+        ((10.0, 1.0, 2.0), (1.0, 1.0, 1.09)),  # the first batch is all of it
+    ],
+)
+def test_workers_that_persist_save_an_epoch_its_set_up_but_for_the_first_batch(
+    seconds: tuple[float, float, float], interval: tuple[float, float, float]
+) -> None:
+    assert SPREADS["without"] == 0.09
+    assert speedup_of_persistent_workers(*seconds) == pytest.approx(interval)
 
 
 def test_the_headroom_is_what_is_not_the_steps_own_work() -> None:
