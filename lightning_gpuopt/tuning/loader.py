@@ -221,6 +221,8 @@ class TunedLoader:
     def iterator_wanted(self) -> Callable[[Create], Any] | None:
         """Set what was chosen: the loop is about to iterate the loader."""
         maker = self.managed.iterator_wanted()
+        if self.running.no_more is not None:
+            self._say_no_more()
         self._warn_of_shared()
         return maker
 
@@ -299,11 +301,14 @@ class TunedLoader:
         before = running.loader.num_workers
         running.apply(number)
         if running.no_more is not None:
-            number = running.loader.num_workers
-            self._say(f"no-more-{self._index}", f"num_workers stays {number}: {running.no_more}.")
+            self._say_no_more()
         elif running.problem is not None and running.loader.num_workers != before:
             self._not_live()
         self._warn_of_shared()
+
+    def _say_no_more(self) -> None:
+        running = self.running
+        self._say(f"no-more-{self._index}", f"num_workers stays {running.loader.num_workers}: {running.no_more}.")
 
     def _warn_of_shared(self) -> None:
         """Warn where more workers than the user's own share an open file."""

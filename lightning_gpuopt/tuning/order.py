@@ -111,11 +111,15 @@ class _Watched:
 
     def __init__(self, sampler: Any, inner: Any, dataset: Any, order: Order, *, is_known: bool) -> None:
         self._sampler, self._inner, self._dataset, self._order = sampler, inner, dataset, order
-        self._is_known, self._is_first = is_known, not order.has_begun
+        self._known, self._is_first = is_known, not order.has_begun
         self._state: DatasetState | None = None
         self._batch_size: Any = None
         self._spent_s = 0.0
         self._drawn = 0
+
+    @property
+    def _is_known(self) -> bool:
+        return self._known or self._order.is_list
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -147,10 +151,10 @@ class _Watched:
     def _next(self, numbers: Iterator[Any]) -> Any:
         """The next one; what asking for it does is seen."""
         order = self._order
+        if not self._drawn and not self._known:
+            return self._first(numbers)
         if self._is_known or order.bound is not None:
             return next(numbers)
-        if not self._drawn:
-            return self._first(numbers)
         looks = self._is_first and self._drawn <= _DATASET_SEEN
         state = DatasetState(dataset=self._dataset) if looks else None
         states = RandomStates()

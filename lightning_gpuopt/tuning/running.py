@@ -196,8 +196,8 @@ class RunningLoader:
             self._later = 0
             self.look()
         elif reason is not None and loader.num_workers > self._own_workers:
-            self.no_more = reason
             never = self.order.bound is not None or not is_plain(loader)
+            self.no_more = reason if never else None
             self._later = 0 if never else loader.num_workers
             assign(loader, self._own_workers)
             if self._later:
@@ -403,8 +403,8 @@ class RunningLoader:
         if self.start.has_changed:
             return "its dataset may have changed since they were started, and others would see it as it is now"
         if num_workers > self.loader.num_workers:
-            if (reason := self.order.why_not_ahead(self.loader)) is not None:
-                return reason
+            if not self.order.is_known(self.loader):
+                return "its sampler may read what training writes, and is asked further ahead from an epoch's beginning"
             if not self._pays_now(num_workers):
                 return "the rest of the epoch is shorter than what starting them takes"
         return None

@@ -290,7 +290,8 @@ class SegmentedIterator:
     def _begin_epoch(self, loader: DataLoader[Any]) -> None:
         order = self.shared.order
         ahead = order.why_not_ahead(loader) is None
-        self._indices = Indices(order.watched(loader), self._depth, lambda: ahead and order.bound is None)
+        may = lambda: order.bound is None and (ahead or order.is_list)  # noqa: E731
+        self._indices = Indices(order.watched(loader), self._depth, may)
         self._turns = 0
 
     def _draw_as_new(self, loader: DataLoader[Any]) -> None:

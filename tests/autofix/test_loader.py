@@ -147,8 +147,6 @@ def without_workers(dataset: Any = None, **kwargs: Any) -> DataLoader[Any]:
     return loader(dataset, num_workers=0, **kwargs)
 
 
-
-
 class TestWhatIsLeftAlone:
     @pytest.mark.parametrize(
         ("made", "why"),

@@ -73,7 +73,7 @@ class TestRunningWorkers:
         assert run.changes == [("num_workers", 1, 3, False)]
         assert run.why == ["no gain that could be told from noise"]
         counts = [len(pids) for pids in run.workers.pids]
-        assert max(counts) == 3
+        assert {1, 3} <= set(counts) <= {1, 3, 4}  # one set takes over from the other
         assert run.loader.num_workers == 1
         assert counts[-1] == 1
         assert run.same_as_without(tmp_path, loader())
@@ -531,7 +531,7 @@ def test_rank_0_decides_and_all_apply():
     first, second = run_ranks("tests.callbacks.auto_fix_rank:grow", 2)
     assert first["changes"] == [["num_workers", 1, 2, True]]
     assert second["changes"] == []
-    assert first["workers"] == second["workers"] == [1, 2]
+    assert first["workers"] == second["workers"] == [1, 2, 3]  # one set takes over from the other
 
 
 @pytest.mark.matrix

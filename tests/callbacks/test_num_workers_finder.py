@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_gpuopt.autofix.loader import AdjustableLoader
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
-from lightning_gpuopt.compat.dataloader import running_workers, workers_of
+from lightning_gpuopt.compat.dataloader import parts, running_workers, workers_of
 from lightning_gpuopt.compat.lightning import train_iterators
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.gather import Gather
@@ -185,7 +185,7 @@ def test_batches_weights_and_random_state_are_as_without(
 ) -> None:
     plain = fit(tmp_path, Model(loader(workers, **kwargs)))
     script.update(decisions)
-    source, finder, counts = loader(workers, **kwargs), NumWorkersFinder(), Counts()
+    source, finder, counts = loader(workers, **kwargs), NumWorkersFinder(), InTraining()
     tuned = fit(tmp_path, Model(source), finder, counts)
     assert same(plain, tuned)
     assert len(tuned["batches"]) == 160
@@ -465,7 +465,7 @@ def test_new_loaders_of_the_next_epoch_go_on_with_the_number(tmp_path: Path, scr
 class Reloading(Model):
     """Makes a loader each time that it is asked."""
 
-    given: dict[str, Any] = {}
+    given: ClassVar[dict[str, Any]] = {}
 
     def train_dataloader(self) -> Any:
         return loader(**self.given)
@@ -526,7 +526,7 @@ def test_a_loader_that_wraps_its_iterator_is_left_alone(
         )
     assert same(plain, tuned)
     assert set(counts.counts) <= {0, 1}
-    assert "leaves a Wrapped alone: training fetches from its generator" in caplog.text
+    assert f"leaves a loader with num_workers={workers} alone: a Wrapped makes its iterators itself" in caplog.text
 
 
 class Threaded(DataLoader[Any]):
@@ -560,7 +560,7 @@ def test_a_loader_that_another_thread_reads_is_left_alone(
     with caplog.at_level(logging.INFO):
         fit(tmp_path, Model(source), NumWorkersFinder())
     assert max(source.counts) == source.num_workers == 1
-    assert "leaves a Threaded alone: training fetches from its generator" in caplog.text
+    assert "leaves a loader with num_workers=1 alone: a Threaded makes its iterators itself" in caplog.text
 
 
 class Ends:
@@ -653,7 +653,7 @@ def test_more_batches_ahead_are_prepared_by_workers_that_persist(
 
     class Looks(Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            factors.append(train_iterators(trainer)[0]._prefetch_factor)
+            factors.append(parts(train_iterators(trainer)[0])[0]._prefetch_factor)
 
     plain = fit(tmp_path, Model(loader(persistent_workers=True, **kwargs)))
     source = loader(persistent_workers=True, **kwargs)

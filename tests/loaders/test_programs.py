@@ -77,6 +77,8 @@ def programs(
     if ends == "dies_at":
         sampler, workers = "sequential", max(workers, 1)
     leaves = st.dictionaries(st.integers(0, epochs - 1), st.integers(0, batches), max_size=1)
+    kinds = ["torch"] * 6 + ["generator", "own"] * (ends in ("well", "fails"))
+    kind = draw(st.sampled_from(kinds))
     first = Act(0, draw(st.integers(1, max(batches // 2, 1))), "change", "num_workers", draw(st.integers(1, 4)))
     return Program(
         dataset=dataset,
@@ -87,7 +89,7 @@ def programs(
         drop_last=draw(st.booleans()),
         num_workers=workers,
         prefetch_factor=draw(st.none() | st.integers(1, 3)),
-        persistent_workers=draw(st.booleans()),
+        persistent_workers=draw(st.booleans()) and kind != "own",  # torch wants its own iterator back
         pin_memory=draw(st.booleans()),
         own_collate=draw(st.booleans()),
         start_method=method,
@@ -98,7 +100,7 @@ def programs(
         # A worker that waits to die in an epoch that was left would do so in the next one, as a second.
         leaves={} if ends == "dies_at" else draw(leaves),
         writes=draw(st.sampled_from([False, False, True])),
-        loader=draw(st.sampled_from(["torch"] * 6 + ["generator", "own"])) if ends in ("well", "fails") else "torch",
+        loader=kind,
         acts=(first, *draw(st.lists(acts(epochs, batches, peeks), max_size=5))),
     )
 
