@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from lightning_gpuopt.compat.dataloader import numbered_workers, running_workers, time_fetches, worker_pids
+from lightning_gpuopt.compat.dataloader import numbered_workers, parts, running_workers, time_fetches, worker_pids
 from lightning_gpuopt.compat.lightning import (
     Trainer,
     replace_train_iterator,
@@ -88,13 +88,17 @@ class _Running(NamedTuple):
         watched: the loader.
         outer: what the loop asks, held weakly.
         inner: what makes the batches, held weakly; None where that is not known.
-        workers: workers behind ``inner``.
+        workers: workers behind ``inner``, and iterators of torch's that they are in.
     """
 
     watched: _Watched
     outer: Callable[[], Any]
     inner: Callable[[], Any]
-    workers: int
+    workers: tuple[int, int]
+
+
+def _workers_behind(watched: _Watched, inner: Any) -> tuple[int, int]:
+    return (0, 0) if inner is None else (running_workers(watched.seen.inner, inner), len(parts(inner)))
 
 
 class _TimedIterator:
@@ -206,7 +210,7 @@ class LoaderWatch:
         if not is_timed and not (is_torchs and time_fetches(outer, watched.waited_ns)):
             outer = _TimedIterator(outer, watched.waited_ns)
             replace_train_iterator(self._trainer, index, outer)
-        workers = running_workers(watched.seen.inner, inner) if inner is not None else 0
+        workers = _workers_behind(watched, inner)
         watched.rows = max([watched.rows, *(number + 1 for number, _ in numbered_workers(inner))])
         return _Running(watched, weakly(outer), weakly(inner), workers)
 
@@ -216,7 +220,7 @@ class LoaderWatch:
             asked, inner = outer(), behind()
             if not train_iterator_is(self._trainer, index, asked):
                 return True
-            if inner is not None and running_workers(watched.seen.inner, inner) != workers:
+            if inner is not None and _workers_behind(watched, inner) != workers:
                 return True
             if inner is not asked and watched.seen.iterator not in (inner, None):
                 return True
