@@ -15,7 +15,7 @@ from multiprocessing import connection
 from typing import Any, Final
 
 from lightning_gpuopt.compat.dataloader import CHECK_EVERY_S, WorkersIterator, may_write, raises_for, result_reader
-from lightning_gpuopt.tuning.dataset_state import DatasetState
+from lightning_gpuopt.objects.dataset_state import DatasetState
 
 log = logging.getLogger(__name__)
 

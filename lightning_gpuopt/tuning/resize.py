@@ -36,8 +36,8 @@ from lightning_gpuopt.compat.dataloader import (
     why_torch_is_not_as_expected,
     worker_process,
 )
+from lightning_gpuopt.objects.dataset_state import DatasetState
 from lightning_gpuopt.tuning.added_workers import AddedWorkers, NoWorkersLeft
-from lightning_gpuopt.tuning.dataset_state import DatasetState
 from lightning_gpuopt.tuning.draws import DrawWatch
 from lightning_gpuopt.tuning.stand_ins import End, Same, raises
 

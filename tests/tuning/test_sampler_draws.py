@@ -256,7 +256,7 @@ class Holds(Own):
         (lambda path: torch.zeros(3).share_memory_(), "sampler['held'] (Tensor)"),
         (lambda path: np.memmap(path, np.int64, "w+", shape=3), "sampler['held'] (memmap)"),
         (lambda path: path.open("w"), "sampler['held'] (TextIOWrapper"),
-        (lambda path: [{"in": path.open("wb", buffering=0)}], "sampler['held'][...]['in'] (FileIO"),
+        (lambda path: [{"in": path.open("wb", buffering=0)}], "sampler['held'][0]['in'] (FileIO"),
     ],
 )
 def test_one_that_holds_what_processes_share_is_not_iterated_in_another(

@@ -20,14 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from evaluation.parts import Model, quiet
 from evaluation.pause_parts import KeepsItsLosses
 from lightning_gpuopt import StallDetector
-from lightning_gpuopt.detector.window_history import WindowHistory
-from lightning_gpuopt.measurements.phases import WindowRecord
-from lightning_gpuopt.recorder.growing_containers import Growing
-from lightning_gpuopt.telemetry.process import ProcessReading, read_process
+from lightning_gpuopt.objects.growing import Growing
 from lightning_gpuopt.telemetry.resources import private_and_anonymous
-from tests.diagnosis.numbers import gpu, measurement, times
-
-HELD = ProcessReading(rss_mib=512.0, threads=9)
 
 
 class Keeps(torch.nn.Module):
@@ -134,64 +128,6 @@ def test_a_look_ends_when_its_time_is_over() -> None:
     assert now_s - before_s < 0.1  # not once for each of its entries
 
 
-class TestWindowHistory:
-    def test_a_window_on_the_cpu(self) -> None:
-        course = WindowHistory(None)
-        course.add(
-            measurement(times(data_wait=2.0, callbacks={"A.on_train_batch_end": 1.0, "A.on_fit_end": 1.0})), 105, HELD
-        )
-        (record,) = course.records
-        assert (record.steps, record.end_step, record.seconds) == (100, 105, pytest.approx(9.0))
-        assert {name: value for name, value in record.parts.items() if value} == {
-            "data_wait": 2.0,
-            "forward": 6.0,
-            "A.on_train_batch_end": 1.0,
-        }
-        assert record.held == {"rss_mib": 512.0, "threads": 9}
-
-    def test_a_window_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        stats = {"allocated_bytes.all.current": 2**30, "reserved_bytes.all.current": 2**31, "num_alloc_retries": 3}
-        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-        course = WindowHistory(torch.device("cuda", 0))
-        course.add(measurement(times(), gpu=gpu(compute_s=8.0, idle={"data_wait": 2.0})), 100, HELD)
-        (record,) = course.records
-        assert record.seconds == 10.0
-        assert record.parts["gpu_work"] == 8.0
-        assert record.parts["data_wait"] == 2.0
-        assert record.host == {"forward": 10.0, "backward": 0.0, "optimizer": 0.0}
-        assert (record.held["gpu_allocated_mib"], record.held["gpu_reserved_mib"], record.held["alloc_retries"]) == (
-            1024,
-            2048,
-            3,
-        )
-
-    def test_an_allocator_without_figures_is_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(device: object) -> None:
-            raise RuntimeError("not supported by this allocator")
-
-        monkeypatch.setattr(torch.cuda, "memory_stats", refuse)
-        course = WindowHistory(torch.device("cuda", 0))
-        course.add(measurement(times(), gpu=gpu()), 100, HELD)
-        assert course.records[0].held == {"rss_mib": 512.0, "threads": 9}
-
-    def test_a_long_run_is_kept_in_64_records_at_most(self) -> None:
-        course = WindowHistory(None)
-        for index in range(2000):
-            course._keep(WindowRecord(10, 10 * (index + 1), 0.5, {"forward": 0.5}))
-        assert len(course.records) <= 64
-        assert sum(record.steps for record in course.records) == 20_000
-        assert course.records[-1].end_step == 20_000
-
-
-def test_without_proc_nothing_is_held(tmp_path: Any) -> None:
-    assert read_process(str(tmp_path)) == ProcessReading()
-    here = read_process()
-    assert here.rss_mib is not None
-    assert here.rss_mib > 10
-    assert here.threads is not None
-    assert here.threads >= 1
-
-
 @pytest.mark.usefixtures("simulated_time")
 def test_a_run_that_gets_slower_names_the_list(tmp_path: Any) -> None:
     detector = StallDetector(on_stall="ignore", window_size=5, warmup_steps=5, report_dir=tmp_path)
@@ -216,7 +152,7 @@ class TestWhyAProcessGrows:
         growing = Growing({"Keeps": model}, process=500 * MIB)
         model.seen += range(100_000)
         model.cache.update({number: bytes(10_000) for number in range(5000)})
-        assert growing.why(550 * MIB) == "Keeps.cache (dict) grew from 0 to 5,000 entries and holds about 48 MiB"
+        assert growing.why(550 * MIB) == "Keeps.cache (dict) grew from 0 to 5,000 entries and holds about 48.2 MiB"
 
     def test_of_objects_that_python_does_not_know_the_size_of_none_is_said(self) -> None:
         model = Keeps()
