@@ -257,7 +257,7 @@ def slots_of(value: Any) -> dict[str, Any]:
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """What an object of a class in Python holds, by name, without what is computed once; None for others."""
     facts, held = facts_of(type(value)), dict_of(value)
-    if not facts.slots and not facts.cached:
+    if not facts.slots and (held is None or facts.cached.isdisjoint(held)):
         return None if held is None else held.copy()
     return {**{name: item for name, item in (held or {}).items() if name not in facts.cached}, **slots_of(value)}
 

@@ -42,11 +42,15 @@ def same(was: Any, now: Any) -> bool:
     kind = type(now)
     if type(was) is not kind:
         return False
-    if kind in (list, tuple, deque):
-        return len(was) == len(now) and (all(map(operator.is_, was, now)) or all(map(same, was, now)))
     if kind is dict:
-        return same(list(was), list(now)) and same(list(was.values()), list(now.values()))
-    return not is_users_own(kind.__module__) and bool(was == now)
+        return len(was) == len(now) and _all_same(was.values(), now.values()) and _all_same(was, now)
+    if kind in (list, tuple, deque):
+        return len(was) == len(now) and _all_same(was, now)
+    return (kind in (int, bytes, str) or not is_users_own(kind.__module__)) and bool(was == now)
+
+
+def _all_same(was: Iterable[Any], now: Iterable[Any]) -> bool:
+    return all(map(operator.is_, was, now)) or all(map(same, was, now))
 
 
 def some_of(value: Any, also: Sequence[int] = ()) -> Iterable[tuple[Any, Any]]:
@@ -62,8 +66,9 @@ def some_of(value: Any, also: Sequence[int] = ()) -> Iterable[tuple[Any, Any]]:
         yield from ((key, entry_at(value, key)) for key in (0, length - 1))
         return
     if isinstance(value, (list, tuple, deque)):
-        step = max(length // LARGE, 1) if length > LARGE else 1
-        yield from ((key, entry_at(value, key)) for key in range(0, length, step))
+        step = max(length // LARGE, 1)
+        some = entries_of(value) if step == 1 else entry_at(value, slice(None, None, step))
+        yield from zip(range(0, length, step), some, strict=False)
         yield from ((key, entry_at(value, key)) for key in also if key < length)
         return
     items = _items_of(value)
@@ -80,6 +85,9 @@ def some_of(value: Any, also: Sequence[int] = ()) -> Iterable[tuple[Any, Any]]:
 def content_of(value: Any, also: Sequence[int] = ()) -> Any:
     """What to compare of a container of Python's: all of it, or its length and some entries."""
     length = entries_in(value)
+    if length > HUGE and isinstance(value, (list, tuple)):
+        some = entry_at(value, slice(None, None, length // LARGE))
+        return length, some, [entry_at(value, key) for key in also if key < length]
     if length > HUGE:
         return length, [] if isinstance(value, (set, frozenset)) else list(some_of(value, also))
     if isinstance(value, dict):

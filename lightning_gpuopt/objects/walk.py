@@ -118,8 +118,8 @@ class Node(NamedTuple):
         """An attribute; of a class it is that of the object whose class it is."""
         path = f"{self.path}.{name}"[:_LONGEST_PATH] if self.path else name
         owner = self.owner if self.kind == "class" else self.value
-        value = _behind(value)
-        return self._replace(path=path, owner=owner, kind=kind_of(value), value=value, attribute=name, inside=False)
+        value, place = _behind(value), (self.near, False, self.sample, self.is_packed, self.is_global)
+        return Node(path, owner, kind_of(value), value, self.root, name, *place)
 
     def behind(self, value: Any) -> Node:
         """What it stands for, which has no name of its own."""
@@ -258,8 +258,9 @@ class Walk:
             keys = (key for key in range(length) if node.kind == "sequence" or holds(value, key))
             yield from (_entry(node, key, entry_at(value, key))._replace(near=False, sample=key) for key in keys)
         else:
-            near = node.near and length <= _NEAR
-            yield from (_entry(node, key, item)._replace(near=near) for key, item in some_of(value, limits.also))
+            node = node._replace(near=node.near and length <= _NEAR)
+            found = ((key, each) for key, each in some_of(value, limits.also) if facts_of(type(each)).kind != "plain")
+            yield from (_entry(node, key, each) for key, each in found)
 
     def _attributes(self, node: Node) -> Iterator[Node]:
         """Of an object, with those of its class."""
@@ -280,6 +281,8 @@ class Walk:
             held = state if isinstance(state, dict) else {"": state}
         inside = node._replace(is_packed=node.is_packed or facts.packs)
         for name, each in (held or {}).items():
+            if facts_of(type(each)).kind == "plain":
+                continue
             if self._limits.everything and name in _OF_MODULES and issubclass(kind, torch.nn.Module):
                 if name == "_modules":
                     yield from (inside.part(key, part) for key, part in list(each.items()))
