@@ -353,7 +353,7 @@ def _of_module(node: Node, module: dict[str, Any], name: str) -> Node:
 
 
 def _is_descriptor(value: Any) -> bool:
-    return type(value) is LRU_CACHE or facts_of(type(value)).is_users or type(value).__module__ == "functools"
+    return facts_of(type(value)).is_users or type(value).__module__ == "functools"
 
 
 def _entry(node: Node, key: Any, value: Any) -> Node:

@@ -96,19 +96,20 @@ def test_a_class_of_the_users_own_is_not_asked_itself(refuses: str) -> None:
     assert growing.look("forward") == text
 
 
-@pytest.mark.parametrize("entry", [dict, lambda tensor: [*tensor.values()], lambda tensor: (*tensor.values(),)])
-def test_tensors_in_the_entries_count(entry: Any) -> None:
+@pytest.mark.parametrize(
+    ("added", "text"),
+    [
+        (lambda: [{"loss": torch.ones(128, 1024), "size": 3} for _ in range(128)], "128 entries and holds 64 MiB"),
+        (lambda: [[torch.ones(128, 1024), 3] for _ in range(128)], "128 entries and holds 64 MiB"),
+        (lambda: [(torch.ones(128, 1024), 3) for _ in range(128)], "128 entries and holds 64 MiB"),
+        (lambda: [[torch.ones(1024)] * 1024] * 64, "64 entries and holds 256 MiB"),
+    ],
+)
+def test_tensors_in_the_entries_count(added: Any, text: str) -> None:
     model = Keeps()
     growing = Growing({"Keeps": model})
-    model.losses += [entry({"loss": torch.ones(128, 1024), "size": 3}) for _ in range(128)]
-    assert growing.look("data_wait") == "Keeps.losses (list) grew from 0 to 128 entries and holds 64 MiB of tensors"
-
-
-def test_of_long_entries_some_parts_are_weighed() -> None:
-    model = Keeps()
-    growing = Growing({"Keeps": model})
-    model.losses += [[torch.ones(1024)] * 1024] * 64
-    assert growing.look("forward") == "Keeps.losses (list) grew from 0 to 64 entries and holds 256 MiB of tensors"
+    model.losses += added()
+    assert growing.look("data_wait") == f"Keeps.losses (list) grew from 0 to {text} of tensors"
 
 
 def test_a_look_ends_when_its_time_is_over() -> None:
@@ -141,45 +142,33 @@ def test_a_run_that_gets_slower_names_the_list(tmp_path: Any) -> None:
 
 MIB = 1 << 20
 SHARED: list[bytes] = []
+SHARED_BYTES = bytes(MIB)
 
 
 class TestWhyAProcessGrows:
     """Of the bytes of a process, which are given, a container explains a quarter or more."""
 
-    def test_the_container_that_has_taken_most_is_named(self) -> None:
+    @pytest.mark.parametrize(
+        ("added", "mib", "text"),
+        [
+            (lambda: [bytes(10_000) for _ in range(5000)], 50, "grew from 1 to 5,001 entries and holds about 47.9 MiB"),
+            # of objects that Python does not know the size of none is said
+            (lambda: [Image.new("RGB", (64, 64)) for _ in range(5000)], 60, "grew from 1 to 5,001 entries"),
+            (lambda: [iter(()) for _ in range(1000)], 200, "grew from 1 to 1,001 entries"),
+            (lambda: [np.zeros(655_360) for _ in range(6)], 30, "grew from 1 to 7 entries and holds about 30 MiB"),
+            (lambda: range(100_000), 200, ""),  # little of it
+            (lambda: [(number, SHARED_BYTES) for number in range(100)], 100, ""),  # which counts once
+        ],
+        ids=["bytes", "images", "opaque", "few-large", "little", "shared"],
+    )
+    def test_what_holds_much_of_it_is_named(self, added: Any, mib: int, text: str) -> None:
         model = Keeps()
-        model.seen, model.cache = [], {}
+        model.seen = []
+        model.losses.append(0)
         growing = Growing({"Keeps": model}, process=500 * MIB)
         model.seen += range(100_000)
-        model.cache.update({number: bytes(10_000) for number in range(5000)})
-        assert growing.why(550 * MIB) == "Keeps.cache (dict) grew from 0 to 5,000 entries and holds about 48.2 MiB"
-
-    def test_of_objects_that_python_does_not_know_the_size_of_none_is_said(self) -> None:
-        model = Keeps()
-        model.images = {}
-        growing = Growing({"Keeps": model}, process=500 * MIB)
-        model.images.update({number: Image.new("RGB", (64, 64)) for number in range(5_000)})
-        assert growing.why(560 * MIB) == "Keeps.images (dict) grew from 0 to 5,000 entries"
-
-    def test_few_large_entries_count_as_well(self) -> None:
-        model = Keeps()
-        model.arrays = [np.zeros(1)]
-        growing = Growing({"Keeps": model})
-        model.arrays += [np.zeros(655_360) for _ in range(6)]
-        assert growing.why(30 * MIB) == "Keeps.arrays (list) grew from 1 to 7 entries and holds about 30 MiB"
-
-    def test_what_holds_little_of_it_is_not_named(self) -> None:
-        model = Keeps()
-        growing = Growing({"Keeps": model})
-        model.losses += range(100_000)
-        assert growing.why(200 * MIB) == ""
-
-    def test_what_entries_share_counts_once(self) -> None:
-        model = Keeps()
-        growing = Growing({"Keeps": model})
-        shared = bytes(MIB)
-        model.losses += [(number, shared) for number in range(100)]
-        assert growing.why(100 * MIB) == ""
+        model.losses += added()
+        assert growing.why((500 + mib) * MIB) == (f"Keeps.losses (list) {text}" if text else "")
 
     def test_nothing_is_looked_at_before_it_has_grown(self) -> None:
         model = Keeps()
@@ -201,12 +190,6 @@ class TestWhyAProcessGrows:
         assert growing.why(200 * MIB) == ""
         model.losses += [bytes(MIB) for _ in range(64)]
         assert growing.why(264 * MIB) == "Keeps.losses (list) grew from 0 to 64 entries and holds about 64 MiB"
-
-    def test_objects_whose_size_is_not_known_are_named_where_there_are_many(self) -> None:
-        model = Keeps()
-        growing = Growing({"Keeps": model})
-        model.losses += [iter(()) for _ in range(1000)]
-        assert growing.why(200 * MIB) == "Keeps.losses (list) grew from 0 to 1,000 entries"
 
     def test_a_global_of_the_module_is_named(self) -> None:
         SHARED.clear()

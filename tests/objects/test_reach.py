@@ -7,8 +7,8 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,10 @@ from torch.utils.data import Dataset, Subset
 
 from lightning_gpuopt.objects.dataset_state import DatasetState
 
-CURRICULUM: Any = {"level": 1}
+CURRICULUM: Any = None
 UNRELATED: Any = {"level": 1}
 SETTINGS = ModuleType("settings_of_a_program")
-vars(SETTINGS)["now"] = UNRELATED  # another of its variables
-Lambda = Callable[[Any], Callable[..., Any]]
+KEPT: list[Any] = []
 
 
 class State:
@@ -30,12 +29,9 @@ class State:
         self.scale: Any = 1
 
     def __eq__(self, other: object) -> bool:
-        raise AssertionError("compared")
+        return True
 
     __hash__ = None  # type: ignore[assignment]
-
-    def by_method(self, x: Any) -> Any:
-        return x * self.scale
 
 
 class Wraps:
@@ -48,156 +44,104 @@ class Wraps:
         return partial(self.function, owner)
 
 
-class Numbers(Dataset[Any]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        return self.transform(index)  # type: ignore[attr-defined]
+def scaled(self: Any, x: Any = None) -> Any:
+    return [CURRICULUM.scale for _ in range(x)]
 
 
-class ByGlobal(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        return self.level(index)
+def imported(self: Any, index: int) -> Any:
+    from settings_of_a_program import level  # type: ignore[import-not-found]
 
-    def level(self, index: int) -> Any:
-        return [CURRICULUM["level"] for _ in range(index)]
+    return level
 
 
-class ByCachedMethod(ByGlobal):
-    @functools.lru_cache(maxsize=1)  # noqa: B019
-    def level(self, index: int) -> Any:
-        return CURRICULUM
-
-
-class ByDescriptor(ByGlobal):
-    @Wraps
-    def level(self, index: int) -> Any:
-        return CURRICULUM
-
-
-class ByImport(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        from settings_of_a_program import level  # type: ignore[import-not-found]
-
-        return level
-
-
-class ByBatch(Numbers):
-    def __getitems__(self, indices: Any) -> Any:
-        return CURRICULUM["level"]
-
-
-class ByCollate:
-    def __call__(self, samples: Any) -> Any:
-        return CURRICULUM["level"]
-
-
-class ByClass(Numbers):
-    level: ClassVar[Any] = None
-
-
-class ByList(list[Any]):
-    """Has an attribute beside its entries, and a global behind its method."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return CURRICULUM["level"]
+def calls(self: Any, index: int) -> Any:
+    return self.level(index)
 
 
 def of(transform: Any) -> Dataset[Any]:
-    dataset = Numbers()
-    dataset.transform = transform  # type: ignore[attr-defined]
-    return dataset
+    """A dataset that holds a transform."""
+    dataset = made()
+    dataset.transform = transform
+    return dataset  # type: ignore[no-any-return]
 
 
-def default(state: Any) -> Callable[..., Any]:
-    def scaled(x: Any, by: Any = state) -> Any:
-        return x * by.scale
-
-    return scaled
+def made(bases: tuple[type, ...] = (Dataset,), **of_class: Any) -> Any:
+    """An object of a user's class with these methods and attributes."""
+    return type("Made", bases, of_class)()
 
 
-def keyword(state: Any) -> Callable[..., Any]:
-    def scaled(x: Any, *, by: Any = state) -> Any:
-        return x * by.scale
-
-    return scaled
-
-
-def wrapped(state: Any) -> Callable[..., Any]:
-    @functools.wraps(sum)
-    def scaled(x: Any) -> Any:
-        return x * CURRICULUM.scale
-
-    CURRICULUM_OF(state)
-    return scaled
+def function(state: Any, keep: str) -> FunctionType:
+    """One that keeps the state in one of its attributes."""
+    copy = FunctionType(scaled.__code__, {}, "function")
+    setattr(copy, keep, {"__defaults__": (state,), "__kwdefaults__": {"x": state}}.get(keep, state))
+    return copy
 
 
-def attribute(state: Any) -> Callable[..., Any]:
-    def scaled(x: Any) -> Any:
-        return x
-
-    scaled.state = state  # type: ignore[attr-defined]
-    return scaled
+def decorated(state: Any) -> Any:
+    """Looks like a function of Python's, and reads a global."""
+    bind(state)
+    return functools.wraps(sum)(lambda x: x * CURRICULUM.scale)
 
 
-def CURRICULUM_OF(state: Any) -> None:
+def bind(state: Any) -> None:
     globals()["CURRICULUM"] = state
 
 
-def by_global(kind: Callable[[], Any]) -> Callable[[Any], Any]:
-    def make(state: Any) -> Any:
-        CURRICULUM_OF(state)
-        return kind()
+def weakly(state: Any) -> Any:
+    KEPT.append(state)
+    return weakref.ref(state)
 
-    return make
+
+def by_global(make: Callable[[], Any]) -> Callable[[Any], Any]:
+    def dataset(state: Any) -> Any:
+        bind(state)
+        return make()
+
+    return dataset
 
 
 def by_import(state: Any) -> Any:
     vars(SETTINGS)["level"] = state
-    return ByImport()
-
-
-def by_class(state: Any) -> Any:
-    ByClass.level = state
-    return ByClass()
+    return made(__getitem__=imported)
 
 
 PATHS: dict[str, Callable[[Any], Any]] = {
     "closure": lambda state: of(lambda x: x * state.scale),
     "closure of a closure": lambda state: of(lambda x: (lambda y: y * state.scale)(x)),
-    "default": lambda state: of(default(state)),
-    "keyword default": lambda state: of(keyword(state)),
+    "default": lambda state: of(function(state, "__defaults__")),
+    "keyword default": lambda state: of(function(state, "__kwdefaults__")),
+    "attribute of a function": lambda state: of(function(state, "state")),
     "partial": lambda state: of(partial(max, state)),
     "partial keyword": lambda state: of(partial(max, key=state)),
-    "bound method": lambda state: of(State.by_method.__get__(state)),
-    "attribute of a function": lambda state: of(attribute(state)),
-    "decorated": lambda state: of(functools.wraps(attribute(state))(lambda x: x)),
-    "decorated installed": lambda state: of(wrapped(state)),
+    "bound method": lambda state: of(scaled.__get__(state)),
+    "decorated": lambda state: of(functools.wraps(function(state, "state"))(lambda x: x)),
+    "decorated installed": lambda state: of(decorated(state)),
     "in a list": lambda state: of([lambda x: x * state.scale]),
-    "map": lambda state: of(map(attribute(state), [])),
-    "weak reference": lambda state: of(partial(max, KEPT.setdefault("ref", []).append(state) or weakref.ref(state))),
+    "map": lambda state: of(map(function(state, "state"), [])),
+    "weak reference": lambda state: of(weakly(state)),
     "namespace": lambda state: of(SimpleNamespace(state=state)),
-    "global": by_global(ByGlobal),
-    "global behind a subset": by_global(lambda: Subset(ByGlobal(), [0])),
-    "global of a cached method": by_global(ByCachedMethod),
-    "global of a descriptor": by_global(ByDescriptor),
-    "global of __getitems__": by_global(ByBatch),
-    "global of __call__": by_global(ByCollate),
-    "global of a list": by_global(ByList),
+    "class attribute": lambda state: made(state=state),
     "import inside": by_import,
-    "class attribute": by_class,
+    "global": by_global(lambda: made(__getitem__=scaled)),
+    "global behind a subset": by_global(lambda: Subset(made(__getitem__=scaled), [0])),
+    "global of a helper": by_global(lambda: made(__getitem__=calls, level=scaled)),
+    "global of a cached helper": by_global(lambda: made(__getitem__=calls, level=functools.lru_cache(scaled))),
+    "global of a descriptor": by_global(lambda: made(__getitem__=calls, level=Wraps(scaled))),
+    "global of a property": by_global(lambda: made(__getitem__=calls, level=property(scaled))),
+    "global of __getitems__": by_global(lambda: made(__getitems__=scaled)),
+    "global of __iter__": by_global(lambda: made(__iter__=scaled)),
+    "global of __call__": by_global(lambda: made(__call__=scaled)),
+    "global of __len__": by_global(lambda: made(__len__=scaled)),
+    "global of a list": by_global(lambda: made((list,), __getitem__=scaled)),
 }
-KEPT: dict[str, list[Any]] = {}
 
 
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "CURRICULUM", {"level": 1})
-    monkeypatch.setattr(ByClass, "level", None)
+    monkeypatch.setitem(globals(), "CURRICULUM", State())
     monkeypatch.setitem(sys.modules, "settings_of_a_program", SETTINGS)
     monkeypatch.setitem(vars(SETTINGS), "level", 1)
-    monkeypatch.setitem(globals(), "KEPT", {})
+    monkeypatch.setitem(globals(), "KEPT", [])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -212,40 +156,29 @@ def test_a_change_behind_it_is_seen(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("where", ["itself", "inside"])
 def test_what_is_trained_behind_it_is_held(path: str, where: str) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    if where == "itself":
-        root = PATHS[path](model if path != "bound method" else _Scaling())
-        kind = "Sequential" if path != "bound method" else "_Scaling"
-    else:
-        state = State()
-        state.scale, kind = model, "Sequential"
-        root = PATHS[path](state)
-    found = DatasetState(dataset=root)
-    assert {(each.kind, each.name) for each in found.held} == {("trained", kind)}
+    model, state = torch.nn.Sequential(torch.nn.Linear(1, 1)), State()
+    state.scale = model
+    found = DatasetState(dataset=PATHS[path](model if where == "itself" else state))
+    assert {(each.kind, each.name) for each in found.held} == {("trained", "Sequential")}
     assert not found.is_comparable
-
-
-class _Scaling(torch.nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(1, 1)
 
 
 def test_the_path_is_as_code_has_it() -> None:
     model = torch.nn.Linear(1, 1)
-    CURRICULUM_OF(model)
+    bind(model)
     (inner,) = DatasetState(dataset=of(lambda x: model(x))).held
-    (named,) = DatasetState(dataset=ByGlobal()).held
+    (named,) = DatasetState(dataset=made(__getitem__=scaled)).held
     assert (str(inner), str(named)) == ("dataset.transform.model (Linear)", f"{__name__}.CURRICULUM (Linear)")
 
 
 def test_a_global_that_is_bound_anew_is_a_change_and_an_unrelated_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = DatasetState(dataset=ByGlobal(), collate_fn=ByCollate(), transform=of(default(State())))
-    monkeypatch.setitem(globals(), "UNRELATED", 2)
-    UNRELATED_OF_SETTINGS = vars(SETTINGS)["now"]
-    UNRELATED_OF_SETTINGS["level"] = 2
+    vars(SETTINGS)["now"] = UNRELATED
+    before = DatasetState(dataset=made(__getitem__=scaled), collate_fn=made(__call__=imported))
+    UNRELATED["level"] = 2
     monkeypatch.setitem(vars(SETTINGS), "now", 2)
+    monkeypatch.setitem(globals(), "UNRELATED", 2)
     assert not before.has_changed()
-    monkeypatch.setitem(globals(), "CURRICULUM", {"level": 2})
+    bind(State())
     assert before.has_changed()
 
 
@@ -267,7 +200,7 @@ def test_the_weights_of_a_module_that_is_not_trained_are_compared() -> None:
 
 
 def test_objects_of_the_users_are_not_compared_by_their_own_code() -> None:
-    dataset = of(State())
+    dataset: Any = of(State())
     before = DatasetState(dataset=dataset)
-    dataset.transform = State()  # type: ignore[attr-defined]
+    dataset.transform = State()
     assert before.has_changed()

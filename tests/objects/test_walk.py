@@ -36,6 +36,8 @@ def walked(root: object, limits: Limits = EVERYTHING, name: str = "D") -> dict[s
 
 
 class Transform:
+    kept: ClassVar[list[int]] = []
+
     def __init__(self) -> None:
         self.seen: list[int] = []
 
@@ -136,7 +138,7 @@ def test_what_a_node_is() -> None:
     assert (entries.inside, nested.inside, seen.inside) == (False, True, False)
     assert (entries.near, seen.near) == (True, False)
     assert (found["load"].kind, found[f"{__name__}.CACHE"].root) == ("lru_cache", __name__)
-    assert found["shared"].owner is photos
+    assert found["far[0].kept"].owner is photos.far[0]  # type: ignore[attr-defined]
 
 
 class Refuses:
