@@ -23,7 +23,6 @@ from types import (
     FunctionType,
     GeneratorType,
     GetSetDescriptorType,
-    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -69,7 +68,7 @@ _TYPES: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     ("array", (np.ndarray,)),
     ("bytes", (bytearray, array.array)),
     ("generator", GENERATORS),
-    ("dict", (dict, MappingProxyType)),  # other mappings may load their values on access
+    ("dict", (dict,)),  # other mappings may load their values on access
     ("sequence", (list, tuple, deque)),
     ("set", (set, frozenset)),
     ("function", (FunctionType,)),

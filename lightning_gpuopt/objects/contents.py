@@ -71,37 +71,25 @@ def some_of(value: Any, also: Sequence[int] = ()) -> Iterable[tuple[Any, Any]]:
         yield from zip(range(0, length, step), some, strict=False)
         yield from ((key, entry_at(value, key)) for key in also if key < length)
         return
-    items = _items_of(value)
+    items = dict.items(value)
     if length > HUGE:
-        first, last = islice(items, LARGE // 2), islice(reversed(items), LARGE // 2)
-        yield from chain(list(first), list(last))
+        yield from chain(list(islice(items, LARGE // 2)), list(islice(reversed(items), LARGE // 2)))
     else:
         yield from list(islice(items, 0, None, max(length // LARGE, 1)))
-    for key in also:
-        if holds(value, key):
-            yield key, entry_at(value, key)
+    yield from ((key, entry_at(value, key)) for key in also if dict.__contains__(value, key))
 
 
 def content_of(value: Any, also: Sequence[int] = ()) -> Any:
     """What to compare of a container of Python's: all of it, or its length and some entries."""
     length = entries_in(value)
-    if length > HUGE and isinstance(value, (list, tuple)):
+    if length <= HUGE:
+        if not isinstance(value, dict):
+            return list(entries_of(value))
+        return dict.copy(value) if type(value).__iter__ is dict.__iter__ else dict(dict.items(value))
+    if isinstance(value, (list, tuple)):
         some = entry_at(value, slice(None, None, length // LARGE))
         return length, some, [entry_at(value, key) for key in also if key < length]
-    if length > HUGE:
-        return length, [] if isinstance(value, (set, frozenset)) else list(some_of(value, also))
-    if isinstance(value, dict):
-        return dict.copy(value) if type(value).__iter__ is dict.__iter__ else dict(dict.items(value))
-    return dict(value) if not isinstance(value, (list, tuple, deque, set, frozenset)) else list(entries_of(value))
-
-
-def holds(value: Any, key: Any) -> bool:
-    """Whether a dict has a key, without asking a class of the user's."""
-    return dict.__contains__(value, key) if isinstance(value, dict) else key in value
-
-
-def _items_of(value: Any) -> Any:
-    return dict.items(value) if isinstance(value, dict) else value.items()
+    return length, [] if isinstance(value, (set, frozenset)) else list(some_of(value, also))
 
 
 def is_open(file: io.IOBase) -> bool:

@@ -96,14 +96,6 @@ class _Seen:
         return f"{self.name} ({self.kind}) grew from {self.before:,} to {self.count:,} {entries}{holds}{keeps}"
 
 
-@dataclass(frozen=True)
-class _Moment:
-    """The sizes of all containers at one time, and the process's own in bytes."""
-
-    sizes: dict[str, int] = field(default_factory=dict)
-    process: int = 0
-
-
 class Growing:
     """Compares the sizes of a program's containers with those at the beginning.
 
@@ -136,7 +128,7 @@ class Growing:
         walk = Walk(self._owners(), self._limits)
         self._first = {each.name: each.count for each in _containers(walk)}
         self._complete = walk.is_whole
-        self._middle = self._newest = _Moment(self._first, process)
+        self._middle = self._newest = (self._first, process)  # sizes of all containers, and the process's own
         self._looks = 0
         self._looked_at = process
         self._why = ""
@@ -189,20 +181,20 @@ class Growing:
         if process - self._looked_at < _GROWN_BYTES:
             return self._why
         self._looked_at = process
+        middle, process_then = self._middle
         sizes: dict[str, int] = {}
         longer, grown = [], []
         for each in self._containers():
             sizes[each.name] = each.count
-            added = each.count - self._middle.sizes.get(each.name, each.before)
-            if added > 0 and (each.name in self._middle.sizes or not each.inside):
+            added = each.count - middle.get(each.name, each.before)
+            if added > 0 and (each.name in middle or not each.inside):
                 each.of_late = added / max(each.count, 1)
                 longer.append((added, each))
-        taken = process - self._middle.process
         for each in self._weighed(longer):
             each.of_late *= each.weight.bytes
             unknown = (each.weight.opaque or each.weight.graphs) and _has_grown(each)
             each.before = min(each.before, each.count)
-            if each.of_late >= max(_EXPLAINS * taken, _GROWN_BYTES / 4) or unknown:
+            if each.of_late >= max(_EXPLAINS * (process - process_then), _GROWN_BYTES / 4) or unknown:
                 grown.append(each)
         one = [each for each in grown if not each.name.endswith(_EACH)]
         most = max(one or grown, key=lambda each: (each.of_late, each.count), default=None)
@@ -212,7 +204,7 @@ class Growing:
             self.keeps = (most.count - most.before) / (samples - self._samples)
         self._looks += 1
         if self._looks & (self._looks - 1) == 0:
-            self._middle, self._newest = self._newest, _Moment(sizes, process)
+            self._middle, self._newest = self._newest, (sizes, process)
         return self._why
 
     def _suspected(self, root: str, suspect: str) -> bool:

@@ -38,7 +38,7 @@ from lightning_gpuopt.objects.classes import (
     module_of,
     users_attributes,
 )
-from lightning_gpuopt.objects.contents import LARGE, holds, some_of
+from lightning_gpuopt.objects.contents import LARGE, some_of
 from lightning_gpuopt.objects.functions import is_users, kept_by, names_in, own_reads, reads_of
 from lightning_gpuopt.utils.plain_containers import entry_at, length_of
 
@@ -255,7 +255,7 @@ class Walk:
         if node.kind == "sequence" and names and len(names) == length:
             yield from (node.part(name, entry_at(value, place)) for place, name in enumerate(names))
         elif self.is_by_sample(node):
-            keys = (key for key in range(length) if node.kind == "sequence" or holds(value, key))
+            keys = (key for key in range(length) if node.kind == "sequence" or dict.__contains__(value, key))
             yield from (_entry(node, key, entry_at(value, key))._replace(near=False, sample=key) for key in keys)
         else:
             node = node._replace(near=node.near and length <= _NEAR)
