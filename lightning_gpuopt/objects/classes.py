@@ -170,7 +170,10 @@ def _is_trained(module: Any) -> bool:
         if is_of(type(module := todo.pop()), ("torchmetrics",)):
             return True
         held = dict_of(module) or {}
-        if any(each is not None and each.requires_grad for each in held.get("_parameters", {}).values()):
+        parameters = held.get("_parameters", {}).values()
+        if issubclass(type(module), torch.jit.ScriptModule):  # they are not in Python
+            parameters = torch.nn.Module.parameters(module)
+        if any(each is not None and each.requires_grad for each in parameters):
             return True
         new = [each for each in held.get("_modules", {}).values() if each is not None and id(each) not in met]
         met.update(map(id, new))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 from multiprocessing.sharedctypes import SynchronizedBase
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -313,8 +313,10 @@ class DatasetState:
         """Whether its attributes say all."""
         value, module = node.value, module_of(type(node.value))
         self.has_epochs |= facts_of(type(value)).has_epochs
-        if isinstance(value, BuiltinFunctionType) or (module.startswith("h5py.") and not value):  # which is closed
-            return node.kind == "builtin"
+        if issubclass(type(value), (BuiltinFunctionType, MappingProxyType)):
+            return True
+        if module.startswith("h5py.") and not value:  # it is closed
+            return False
         if not is_copyable(value):
             if not node.is_packed or module.startswith(_FILE_MODULES):
                 self._note("file", node)

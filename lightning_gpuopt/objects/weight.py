@@ -25,8 +25,8 @@ _SAMPLED: Final = 512
 _MOST_WALKED: Final = 500_000
 """Entries of a dict, set or deque from which the sample is taken: they have to be walked through."""
 
-_MOST_WEIGHED: Final = 20_000
-"""Objects that are weighed at most, but for the parts of an entry."""
+_MOST_WEIGHED: Final = 10_000
+"""Objects that are weighed at most."""
 
 _PARTS: Final = (64, 64, 16, 8)
 """Parts of an entry that are weighed, by depth."""
@@ -133,7 +133,8 @@ class _Scale:
         is_code = facts.kind in _CODE or (not self._with_data and issubclass(kind, torch.nn.Module))
         is_first = self._first.setdefault(id(each), role) is role
         role.sizes[id(each)] = self._size(each) if is_first and each is not None and not is_code else 0
-        if not is_first or is_code or len(name) > len(_PARTS) or issubclass(kind, (*_PLAIN, *_ARRAYS)):
+        is_small = is_code or issubclass(kind, (*_PLAIN, *_ARRAYS))
+        if is_small or not is_first or len(name) > len(_PARTS) or self.count > _MOST_WEIGHED:
             return
         most, length = _PARTS[len(name) - 1], length_of(each) if issubclass(kind, CONTAINERS) else 0
         parts = list(islice(entries_of(each), most)) if length > most else gc.get_referents(each)[:most]

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import h5py
@@ -172,6 +172,7 @@ def test_what_processes_can_have_is_let_through(tmp_path: Path) -> None:
         torch.nn.Sequential(torch.nn.Linear(1, 1)).requires_grad_(False),
         Image.new("RGB", (2, 2)),
         lambda x: x,
+        MappingProxyType({"a": 1}),
         range(3),
         {1, 2},
     ]

@@ -191,6 +191,11 @@ def test_a_parameter_alone_is_trained_and_its_change_is_seen() -> None:
     assert before.has_changed()
 
 
+def test_a_traced_module_is_trained() -> None:
+    traced = torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1, 1))  # type: ignore[no-untyped-call]
+    assert [each.kind for each in DatasetState(dataset=of(lambda x: traced(x))).held] == ["trained"]
+
+
 def test_the_weights_of_a_module_that_is_not_trained_are_compared() -> None:
     teacher = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)).requires_grad_(False)
     before = DatasetState(dataset=of(lambda x: teacher(x)))
