@@ -140,7 +140,7 @@ def _kind_of_class(kind: type) -> Kind:
         return "table" if is_in(module, ("pandas",)) else "image"
     if issubclass(kind, torch.nn.Module):
         return "net"
-    if is_in(module, CLOSED) and not module.startswith(_OPENED):
+    if is_closed(kind) and not is_in(module, ("lightning_gpuopt",)):  # which may stand in for what is the user's
         return "closed"
     return "builtin" if is_in(module, _BUILTIN) and kind.__dictoffset__ == 0 and kind is not object else "object"
 
@@ -182,10 +182,10 @@ def _is_trained(module: Any) -> bool:
 
 
 def is_closed(kind: type) -> bool:
-    """Whether the attributes of an object of Lightning's, or of a module or optimizer, are not the user's."""
-    if issubclass(kind, torch.optim.Optimizer):
-        return True
-    return not issubclass(kind, torch.nn.Module) and is_in(module_of(kind), CLOSED)
+    """Whether what an object holds is a whole training, or its library's."""
+    if issubclass(kind, (torch.optim.Optimizer, torch.nn.Module)):
+        return not issubclass(kind, torch.nn.Module)
+    return is_in(module_of(kind), CLOSED) and not module_of(kind).startswith(_OPENED)
 
 
 @cache

@@ -266,16 +266,16 @@ class Walk:
         """Of an object, with those of its class."""
         value, kind = node.value, type(node.value)
         facts, held = facts_of(kind), attributes_of(value)
-        if node.kind in ("trained", "lightning"):
-            if self._limits.everything and (not node.attribute or not is_closed(kind)):
-                pass
-            elif any(base.__name__ == "LightningDataModule" for base in kind.__mro__):
-                for name, each in users_attributes(value).items():
-                    if not issubclass(type(each), torch.nn.Module):
-                        yield node.part(name, each)
+        if self._limits.everything:
+            if node.attribute and is_closed(kind):
                 return
-            else:
-                return  # they hold the whole run
+        elif node.kind in ("trained", "lightning"):  # they hold the whole run
+            if any(base.__name__ == "LightningDataModule" for base in kind.__mro__):
+                found = users_attributes(value).items()
+                yield from (
+                    node.part(name, each) for name, each in found if not issubclass(type(each), torch.nn.Module)
+                )
+            return
         elif facts.packs and module_of(kind).startswith("lightning_gpuopt."):
             state = value.__getstate__()
             held = state if isinstance(state, dict) else {"": state}

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from lightning_gpuopt.objects.dataset_state import DatasetState
+from lightning_gpuopt.recorder.worker import WorkerStart
 
 CURRICULUM: Any = None
 UNRELATED: Any = {"level": 1}
@@ -119,6 +120,7 @@ PATHS: dict[str, Callable[[Any], Any]] = {
     "in a list": lambda state: of([lambda x: x * state.scale]),
     "map": lambda state: of(map(function(state, "state"), [])),
     "weak reference": lambda state: of(weakly(state)),
+    "stand-in of ours": lambda state: WorkerStart(lambda worker: state.scale, None, "", {}, {}, None),
     "namespace": lambda state: of(SimpleNamespace(state=state)),
     "class attribute": lambda state: made(state=state),
     "import inside": by_import,
