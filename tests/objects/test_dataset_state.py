@@ -33,11 +33,7 @@ from PIL import Image
 
 from lightning_gpuopt.objects.dataset_state import DatasetState
 from lightning_gpuopt.objects.functions import passes_itself_on
-
-
-class Held:
-    def __init__(self, **held: Any) -> None:
-        vars(self).update(held)
+from tests.objects.parts import Held, made
 
 
 def _set(name: str, value: Any) -> Callable[[Any], None]:
@@ -202,13 +198,8 @@ def _cached(index: int) -> int:
     return index
 
 
-class CachedByAFunction:
-    def __getitem__(self, index: int) -> int:
-        return _cached(index)
-
-
 def test_a_cache_of_a_function_is_seen() -> None:
-    dataset = CachedByAFunction()
+    dataset = made(__getitem__=lambda self, index: _cached(index))
     before = DatasetState(dataset=dataset)
     dataset[3]
     assert before.change_by_reading() == "entries"
@@ -414,53 +405,33 @@ def draw() -> float:
     return float(RNG.random())
 
 
-class DrawsFromAGlobal:
-    def __getitem__(self, index: int) -> float:
-        return draw()
+def read(self: Any) -> bytes:
+    return bytes(FILE.read(1))
 
 
-class DrawsFromADefault:
-    def __getitem__(self, index: int, rng: Any = random.Random(0)) -> float:  # noqa: B008
-        return float(rng.random())
-
-
-class ReadsAGlobalFile:
-    def __getitem__(self, index: int) -> bytes:
-        return self.read()
-
-    @staticmethod
-    def read() -> bytes:
-        return bytes(FILE.read(1))
-
-
-class OfTheSameName:
-    def __getitem__(self, index: int) -> Any:
-        return self.FILE, self.RNG  # type: ignore[attr-defined]
-
-
-class DerivesFromOne(ReadsAGlobalFile):
-    def __getitem__(self, index: int) -> Any:
-        return random.random() + np.random.random(), self.read()  # which workers seed
+READS: dict[str, Any] = {"__getitem__": lambda self, index: self.read(), "read": staticmethod(read)}
+OF_DEFAULT = [("generator", "dataset.draw.rng (Random)")]
+OF_FILE = [("file", f"{__name__}.FILE (BufferedReader {{file}})")]
 
 
 @pytest.mark.parametrize(
-    ("kind", "held"),
+    ("methods", "held"),
     [
-        (DrawsFromAGlobal, [("generator", f"{__name__}.RNG (Generator)")]),
-        (DrawsFromADefault, [("generator", "dataset.__getitem__.rng (Random)")]),
-        (ReadsAGlobalFile, [("file", f"{__name__}.FILE (BufferedReader {{file}})")]),
-        (OfTheSameName, []),
-        (DerivesFromOne, [("file", f"{__name__}.FILE (BufferedReader {{file}})")]),
+        ({"__getitem__": lambda self, index: draw()}, [("generator", f"{__name__}.RNG (Generator)")]),
+        ({"draw": lambda self, rng=random.Random(0): rng, "__len__": lambda self: self.draw()}, OF_DEFAULT),  # noqa: B008
+        (READS, OF_FILE),
+        ({**READS, "__getitem__": lambda self, index: random.random() + np.random.random() + self.read()}, OF_FILE),
+        ({"__getitem__": lambda self, index: (self.FILE, self.RNG)}, []),  # attributes of the same name
     ],
 )
 def test_what_its_functions_draw_or_read_from_is_held_as_well(
-    kind: Any, held: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    methods: dict[str, Any], held: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"0")
     with file.open("rb") as opened:
         monkeypatch.setitem(globals(), "FILE", opened)
-        found = DatasetState(dataset=kind()).held
+        found = DatasetState(dataset=made(**methods)).held
     assert [(each.kind, str(each)) for each in found] == [(name, text.format(file=file)) for name, text in held]
 
 
@@ -469,21 +440,15 @@ SCALE = 1.0
 TRIE: dict[str, Any] = {}
 
 
-class Scaled:
-    """Reads one global, and has a method for people that reads another."""
-
-    def __getitem__(self, index: int) -> float:
-        return index * self.factor()
-
-    def factor(self) -> float:
-        return SCALE
-
-    def statistics(self) -> int:
-        return COUNTED
+METHODS: dict[str, Any] = {  # one of them is for people only
+    "__getitem__": lambda self, index: index * self.factor(),
+    "factor": lambda self: SCALE,
+    "statistics": lambda self: COUNTED,
+}
 
 
 def test_of_a_class_what_is_called_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = DatasetState(dataset=Scaled())
+    before = DatasetState(dataset=made(**METHODS))
     monkeypatch.setitem(globals(), "COUNTED", 1)
     assert not before.has_changed()
     monkeypatch.setitem(globals(), "SCALE", 2.0)
@@ -491,7 +456,7 @@ def test_of_a_class_what_is_called_counts(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_environment_counts_where_code_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = DatasetState(dataset=Scaled())
+    plain = DatasetState(dataset=made(**METHODS))
     reads = DatasetState(dataset=lambda: os.environ.get("X"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
     assert (plain.has_changed(), reads.has_changed()) == (False, True)
@@ -511,13 +476,8 @@ def test_a_large_graph_behind_a_global_keeps_nothing_else_from_being_compared() 
 UNPACK = struct.Struct("<I").unpack_from
 
 
-class Unpacks:
-    def __getitem__(self, index: int, read: Any = UNPACK) -> Any:
-        return UNPACK(bytes(4)), read(bytes(4))
-
-
 def test_what_cannot_be_pickled_is_no_file_where_a_method_names_it() -> None:
-    state = DatasetState(dataset=Unpacks())
+    state = DatasetState(dataset=made(__getitem__=lambda self, index, read=UNPACK: (UNPACK(bytes(4)), read(bytes(4)))))
     assert (state.held, state.is_comparable, state.has_changed()) == ([], True, False)
 
 

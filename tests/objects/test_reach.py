@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Subset
 
 from lightning_gpuopt.objects.dataset_state import DatasetState
 from lightning_gpuopt.recorder.worker import WorkerStart
+from tests.objects.parts import made
 
 CURRICULUM: Any = None
 UNRELATED: Any = {"level": 1}
@@ -64,11 +65,6 @@ def of(transform: Any) -> Dataset[Any]:
     dataset = made()
     dataset.transform = transform
     return dataset  # type: ignore[no-any-return]
-
-
-def made(bases: tuple[type, ...] = (Dataset,), **of_class: Any) -> Any:
-    """An object of a user's class with these methods and attributes."""
-    return type("Made", bases, of_class)()
 
 
 def function(state: Any, keep: str) -> FunctionType:
