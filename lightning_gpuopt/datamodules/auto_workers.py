@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 from lightning_gpuopt.loading.engine.iterator import can_serve
 from lightning_gpuopt.loading.engine.memory import can_share
 from lightning_gpuopt.loading.loader import ElasticLoader
+from lightning_gpuopt.objects.dataset_state import Held
 from lightning_gpuopt.telemetry.resources import free_shared_memory
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.caps import PART_OF_SHARED_MEMORY, workers_in
-from lightning_gpuopt.tuning.dataset_state import Held
 from lightning_gpuopt.tuning.main_script import is_guarded, script_run_again
 
 _LARGE_BATCH: Final = 256 << 20

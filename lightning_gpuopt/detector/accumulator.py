@@ -17,7 +17,7 @@ from lightning_gpuopt.measurements.gpu import AheadCopies, GpuTimes
 from lightning_gpuopt.measurements.loading import ImageSamples, LoaderReading, Pipelines, QueueTimes
 from lightning_gpuopt.measurements.phases import PhaseTimes, WindowRecord
 from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, RankWork, ReducerTimes
-from lightning_gpuopt.recorder.growing_containers import Growing
+from lightning_gpuopt.objects.growing import Growing
 from lightning_gpuopt.timeline.pauses import PauseWatch
 
 _MIN_RECORD_S: Final = 0.1

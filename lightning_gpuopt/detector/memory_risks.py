@@ -14,8 +14,8 @@ from lightning_gpuopt.compat.lightning_loops import batches_left, place_in_epoch
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
 from lightning_gpuopt.detector.risk_watch import RiskWatch
 from lightning_gpuopt.measurements.risks import BatchesInFlight, RiskInputs, WorkerMemory
+from lightning_gpuopt.objects.growing import Growing
 from lightning_gpuopt.recorder.flight import FlightRecorder
-from lightning_gpuopt.recorder.growing_containers import Growing
 
 log = logging.getLogger(__name__)
 

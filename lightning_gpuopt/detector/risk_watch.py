@@ -10,10 +10,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_gpuopt.compat.lightning import Trainer
-from lightning_gpuopt.detector.dataset_objects import copied_object
 from lightning_gpuopt.diagnosis.record import Risk, RiskName
 from lightning_gpuopt.diagnosis.risks import risks_of
 from lightning_gpuopt.measurements.risks import CopiedObject, RiskInputs
+from lightning_gpuopt.objects.copied import copied_object
 from lightning_gpuopt.utils.rank_channel import Gathered, RankGather
 
 log = logging.getLogger(__name__)

@@ -127,11 +127,8 @@ def _growth(readings: Sequence[MemoryReading]) -> tuple[int, int | None]:
 
 
 def _has_copied(worker: _Growing, copied: CopiedObject) -> bool:
-    """Whether a worker has copied these objects meanwhile; it may have come to rest.
-
-    It is known without a doubt where the pages that it has copied are, and the code that reads names the objects.
-    """
-    least = _MUCH if worker.exact and copied.certain else max(_MUCH, _EXPLAINED[0] * copied.bytes)
+    """Whether a worker has copied these objects meanwhile; it may have come to rest."""
+    least = max(_MUCH, _EXPLAINED[0] * copied.bytes)
     most = _EXPLAINED[1] * max(copied.bytes, copied.together)
     return (worker.exact or worker.copies) and least <= worker.copied <= most
 
@@ -207,10 +204,9 @@ def _how(per_sample: float | None, grown: float, copied: CopiedObject | None, le
     if copied is None:
         return f"{how}: {leak}." if leak else f"{how}, after {size(grown)} until now; what grows was not found."
     place = f" ({copied.place})" if copied.place else ""
-    touches = "touches" if copied.certain else "probably touches"
     return (
-        f"{how}: reading {touches} `{copied.name}`, {copied.what}, about {size(copied.bytes)} in each worker{place}, "
-        "and so copies it."
+        f"{how}: reading probably touches `{copied.name}`, {copied.what}, about {size(copied.bytes)} in each "
+        f"worker{place}, and so copies it."
     )
 
 

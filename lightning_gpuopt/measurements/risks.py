@@ -12,13 +12,14 @@ from lightning_gpuopt.measurements.flight import MemoryReading
 class CopiedObject:
     """Python objects of a dataset: reading one counts its references, and so copies its page into a forked worker.
 
+    Whether the code that reads samples touches all of them is not known.
+
     Attributes:
         name: where they are, as code has it from the dataset on: ``"paths"``, ``"dataset.samples"``.
         what: ``"a list of 1,281,167 str"``.
         bytes: what they take, estimated.
         plain: whether they are strings, bytes or numbers, which fit one array; else they have parts of their own.
         place: file and line that assigns them, ``"data.py:41"``; empty where that is not known.
-        certain: whether the code that reads samples names them; else they may be touched without that.
         together: bytes of all such objects of the dataset, these among them; 0: of these alone.
     """
 
@@ -27,7 +28,6 @@ class CopiedObject:
     bytes: int
     plain: bool = True
     place: str = ""
-    certain: bool = True
     together: int = 0
 
 

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, Final
 
 from lightning_gpuopt.measurements.code_location import Call
-from lightning_gpuopt.recorder.containers import attributes_of
+from lightning_gpuopt.objects.classes import attributes_of
 from lightning_gpuopt.timeline.frames import bare_name, calls_of, is_own, is_pythons, name_of, raw_frames
 
 _MAX_NESTED: Final = 4
@@ -26,7 +26,7 @@ def nested(dataset: Any) -> Iterator[Any]:
         if dataset is None:
             return
         yield dataset
-        dataset = attributes_of(dataset)[0].get("dataset")
+        dataset = (attributes_of(dataset) or {}).get("dataset")
 
 
 def place_of(frame: FrameType | None) -> str:

@@ -16,8 +16,8 @@ from torch.utils.data import get_worker_info
 
 from lightning_gpuopt.compat.fetchers import set_fatal_handlers, when_fetcher_is_made
 from lightning_gpuopt.measurements.flight import STARTS
+from lightning_gpuopt.objects.growing import Growing
 from lightning_gpuopt.recorder.board import Board
-from lightning_gpuopt.recorder.growing_containers import Growing
 from lightning_gpuopt.recorder.memory import PrivateMemory, in_ring
 from lightning_gpuopt.recorder.places import nested, place_of, place_of_reading
 from lightning_gpuopt.recorder.reading import note_fetches, note_samples_of_ours

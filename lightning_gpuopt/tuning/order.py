@@ -26,8 +26,8 @@ from torch.utils.data import (
 )
 
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
+from lightning_gpuopt.objects.dataset_state import DatasetState
 from lightning_gpuopt.prefetch.randomness import RandomStates
-from lightning_gpuopt.tuning.dataset_state import DatasetState
 from lightning_gpuopt.utils.replacement import hide_us
 
 _DRAW_AT_ONCE: Final = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch.multiprocessing
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt.tuning.dataset_state import DatasetState, Held
+from lightning_gpuopt.objects.dataset_state import DatasetState, Held
 from lightning_gpuopt.tuning.probe import own_collate
 from lightning_gpuopt.utils.replacement import identity
 
@@ -43,7 +43,7 @@ def state_of(loader: DataLoader[Any], also: Sequence[int] = (), *, by_sample: bo
 
     Args:
         loader: the loader.
-        also: as for :class:`~lightning_gpuopt.tuning.dataset_state.DatasetState`.
+        also: as for :class:`~lightning_gpuopt.objects.dataset_state.DatasetState`.
         by_sample: likewise.
     """
     return DatasetState(

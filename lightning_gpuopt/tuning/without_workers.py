@@ -30,12 +30,12 @@ from torch.utils.data import (
 
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.measurements.loader_model import receive_cost
+from lightning_gpuopt.objects.contents import restore_generator, state_of_generator
+from lightning_gpuopt.objects.dataset_state import DatasetState
 from lightning_gpuopt.prefetch.randomness import RandomStates, drawn_since_seeded
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
-from lightning_gpuopt.tuning.dataset_state import DatasetState
 from lightning_gpuopt.tuning.find import workers_can_run
 from lightning_gpuopt.tuning.indices import own_sampling
-from lightning_gpuopt.tuning.object_facts import restore_generator, state_of_generator
 from lightning_gpuopt.tuning.probe import OutOfTime, first_batches, own_collate
 from lightning_gpuopt.tuning.sharing import forks, held_by, state_of, why_not_shared
 

@@ -38,4 +38,5 @@ def entry_at(values: Any, index: Any) -> Any:
 
 
 def _python_class(values: object) -> Any:
-    return next((each for each in CONTAINERS if isinstance(values, each)), None)
+    kind = type(values)
+    return kind if kind in CONTAINERS else next((each for each in CONTAINERS if issubclass(kind, each)), None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from lightning_gpuopt.detector.dataset_objects import copied_object
+from lightning_gpuopt.objects.copied import copied_object
 from lightning_gpuopt.telemetry.resources import private_and_anonymous
 
 N = 40_000
@@ -112,9 +112,7 @@ def test_the_line_is_the_first_that_assigns_it() -> None:
     found = copied_object([Photos([text(number) for number in range(N)])])
     assert found is not None
     lines = Path(__file__).read_text().splitlines()
-    assert (
-        found.place == f"test_dataset_objects.py:{1 + lines.index('        self.entries, self.kept = entries, None')}"
-    )
+    assert found.place == f"test_copied.py:{1 + lines.index('        self.entries, self.kept = entries, None')}"
 
 
 def test_without_source_there_is_no_line() -> None:
@@ -138,7 +136,7 @@ def test_datasets_in_datasets_are_looked_through(wrap: Callable[[Any], Any], nam
     found = copied_object([wrap(Photos([text(number) for number in range(N)]))])
     assert found is not None
     assert found.name == name
-    assert found.place.startswith("test_dataset_objects.py:")
+    assert found.place.startswith("test_copied.py:")
 
 
 def test_columns_of_objects_in_a_table_are_found() -> None:
@@ -194,25 +192,8 @@ def test_a_look_ends_in_time() -> None:
     assert copied_object([many], clock) is None
 
 
-class Knows(Photos):
-    """Has records of which it reads some."""
-
-    def __init__(self, *, unread: Any, read: Any, by_name: bool = True) -> None:
-        self.unread, self.read, self.by_name = unread, read, by_name
-
-    def __len__(self) -> int:
-        return len(self.unread)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.read[index]
-
-
-class ByAName(Knows):
-    def __getitem__(self, index: int) -> Any:
-        return getattr(self, "".join(("un", "read")))[index]
-
-
 TABLE: list[str] = []
+OTHERS: list[str] = []
 
 
 class ByGlobal(Photos):
@@ -224,50 +205,21 @@ def texts(count: int) -> list[str]:
     return [text(number) for number in range(count)]
 
 
-class TestWhatReadingTouches:
-    def test_the_largest_that_it_names(self) -> None:
-        found = copied_object([Subset(Knows(unread=texts(2 * N), read=texts(N)), [0])])
-        assert found is not None
-        assert (found.name, found.certain) == ("dataset.read", True)
-
-    def test_strings_that_it_does_not_name_are_not_touched(self) -> None:
-        assert copied_object([Knows(unread=texts(N), read=np.zeros(N))]) is None
-
-    def test_where_it_makes_names_it_may_touch_all(self) -> None:
-        found = copied_object([ByAName(unread=texts(N), read=np.zeros(N))])
-        assert found is not None
-        assert (found.name, found.certain) == ("unread", False)
-
-    def test_the_garbage_collector_touches_what_it_looks_at(self) -> None:
-        found = copied_object([Knows(unread=[[each] for each in texts(N)], read=np.zeros(N))])
-        assert found is not None
-        assert (found.name, found.certain) == ("unread", False)
-
-    def test_what_it_names_comes_before_what_the_collector_touches(self) -> None:
-        found = copied_object([Knows(unread=[[each] for each in texts(2 * N)], read=texts(N))])
-        assert found is not None
-        assert (found.name, found.certain) == ("read", True)
-        assert found.together == found.bytes
-
-    def test_a_global_that_it_names(self) -> None:
-        TABLE.extend(texts(N))
-        found = copied_object([ByGlobal(texts(2 * N))])
-        TABLE.clear()
-        assert found is not None
-        assert (found.name, found.what, found.certain) == (f"{__name__}.TABLE", "a list of 40,000 str", True)
-
-    def test_all_that_it_names_is_counted_together(self) -> None:
-        both = ReadsBoth(texts(N))
-        both.kept = texts(N // 2)
-        found = copied_object([both])
-        assert found is not None
-        assert found.name == "entries"
-        assert found.together == pytest.approx(1.5 * found.bytes, rel=0.1)
+def test_a_global_that_its_code_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "TABLE", texts(N))
+    monkeypatch.setitem(globals(), "OTHERS", texts(2 * N))
+    found = copied_object([ByGlobal([1])])
+    assert found is not None
+    assert (found.name, found.what, found.place) == (f"{__name__}.TABLE", "a list of 40,000 str", "")
 
 
-class ReadsBoth(Photos):
-    def __getitem__(self, index: int) -> Any:
-        return self.entries[index], self.kept[index]
+def test_all_is_counted_together() -> None:
+    both = Photos(texts(N))
+    both.kept = texts(N // 2)
+    found = copied_object([both])
+    assert found is not None
+    assert found.name == "entries"
+    assert found.together == pytest.approx(1.5 * found.bytes, rel=0.1)
 
 
 class ReadsAll(Photos):

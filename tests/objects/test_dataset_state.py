@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import CellType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import h5py
@@ -31,13 +31,9 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image
 
-from lightning_gpuopt.tuning.dataset_state import DatasetState
-from lightning_gpuopt.tuning.object_facts import passes_itself_on
-
-
-class Held:
-    def __init__(self, **held: Any) -> None:
-        vars(self).update(held)
+from lightning_gpuopt.objects.dataset_state import DatasetState
+from lightning_gpuopt.objects.functions import passes_itself_on
+from tests.objects.parts import Held, made
 
 
 def _set(name: str, value: Any) -> Callable[[Any], None]:
@@ -56,21 +52,22 @@ def _set(name: str, value: Any) -> Callable[[Any], None]:
         (lambda: Held(rng=random.Random(0)), lambda held: held.rng.random()),
         (lambda: Held(rng=torch.Generator()), lambda held: torch.rand(1, generator=held.rng)),
         (lambda: Held(call=partial(print, [1])), lambda held: held.call.args[0].append(2)),
+        (lambda: Held(inner=[{"deep": Slots()}]), _set("extra", 2)),
+        (lambda: Held(x=np.zeros((1024, 64))), lambda held: held.x.__setitem__((slice(None), 2), 5.0)),
+        (lambda: Held(x=np.zeros((4096, 512))), lambda held: held.x.__setitem__((slice(None), 2), 5.0)),
+        (lambda: Held(x=torch.zeros(10, 10)), lambda held: held.x.numpy().__setitem__((2, 2), 1.0)),
+        (lambda: Held(x=bytearray(100)), lambda held: held.x.__setitem__(50, 1)),
+        (lambda: Held(x=partial(print, end="a")), lambda held: held.x.keywords.update(end="b")),
+        (lambda: Held(x=multiprocessing.Value("i", 0)), lambda held: setattr(held.x, "value", 3)),
+        (lambda: Held(x=Data()), lambda held: setattr(held.x, "size", 3)),
     ],
-    ids=["deep", "list", "dict", "tensor", "array", "numpy", "random", "torch", "partial"],
 )
-def test_a_change_is_seen_and_none_is_none(held, change):
+def test_a_change_is_seen_and_none_is_none(held: Any, change: Any) -> None:
     root = held()
     before = DatasetState(dataset=root)
-    assert not before.has_changed()
+    assert (before.has_changed(), before.has_changed_for([])) == (False, False)
     change(root)
-    assert before.has_changed()
-
-
-def test_a_circle_ends():
-    root = Held()
-    root.own = root
-    assert not DatasetState(dataset=root).has_changed()
+    assert (before.has_changed(), before.has_changed_for([])) == (True, True)
 
 
 def test_epochs_are_found_deep_inside():
@@ -88,27 +85,6 @@ def test_a_file_that_is_opened_when_it_is_needed_is_no_change() -> None:
         assert not before.has_changed()
         root.rows = 2
         assert before.has_changed()
-
-
-def test_of_much_a_part_is_looked_at_and_of_too_much_that_is_said():
-    assert DatasetState(dataset=Held(paths=[f"/{number}" for number in range(1_000_000)])).is_whole
-    assert not DatasetState(dataset=[[Held() for _ in range(250)] for _ in range(200)]).is_whole
-
-
-def _chain(length: int) -> Held:
-    chain = Held()
-    for _ in range(length):
-        chain = Held(next=chain)
-    return chain
-
-
-def _empty_closure() -> Callable[[], Any]:
-    def function() -> Any:
-        return later
-
-    if function is None:
-        later = 1
-    return function
 
 
 def _inference() -> torch.Tensor:
@@ -132,40 +108,13 @@ def test_what_cannot_be_looked_into_is_known_by_its_identity() -> None:
     assert before.has_changed()
 
 
-@pytest.mark.parametrize("odd", [_empty_closure, _inference], ids=["closure", "tensor"])
-def test_odd_things_are_looked_into(odd: Callable[[], Any]) -> None:
-    before = DatasetState(dataset=Held(odd=odd()))
-    assert before.is_whole
-    assert not before.has_changed()
-
-
 def test_a_long_chain_is_gone_through_to_its_end() -> None:
-    chain = Held(odd=_chain(5000))
+    last = chain = Held()
+    for _ in range(5000):
+        chain = Held(next=chain)
     before = DatasetState(dataset=chain)
     assert before.is_whole
-    last = chain.odd
-    while hasattr(last, "next"):
-        last = last.next
-    last.extra = 1
-    assert before.has_changed()
-
-
-class Calls:
-    """Pickles in ways of its own, none of which is to be called."""
-
-    def __init__(self) -> None:
-        self.extra = 1
-
-    def __getstate__(self) -> Any:
-        raise TypeError("never asked")
-
-
-def test_a_getstate_of_the_users_is_not_called() -> None:
-    held = Calls()
-    before = DatasetState(dataset=held)
-    assert before.is_whole
-    assert before.held == []
-    held.extra = 2
+    last.extra = 1  # type: ignore[attr-defined]
     assert before.has_changed()
 
 
@@ -176,14 +125,6 @@ class Slots:
         self.extra = 1
 
 
-def test_slots_are_seen() -> None:
-    held = Held(inner=Slots())
-    before = DatasetState(dataset=held)
-    assert not before.has_changed()
-    held.inner.extra = 2
-    assert before.has_changed()
-
-
 def _held(value: Any) -> list[tuple[str, str]]:
     return [(each.kind, str(each)) for each in DatasetState(dataset=Held(inner={"deep": [value]})).held]
 
@@ -191,7 +132,7 @@ def _held(value: Any) -> list[tuple[str, str]]:
 def test_what_processes_cannot_have_a_copy_of_is_named(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file["images"] = np.zeros(3)
-        where = "dataset.inner['deep'][...]"
+        where = "dataset.inner['deep'][0]"
         assert _held(file) == [("file", f"{where} (File)")]
         assert _held(file["images"]) == [("file", f"{where} (Dataset)")]
     assert _held(file) == []  # it is closed
@@ -227,6 +168,7 @@ def test_what_processes_can_have_is_let_through(tmp_path: Path) -> None:
         torch.nn.Sequential(torch.nn.Linear(1, 1)).requires_grad_(False),
         Image.new("RGB", (2, 2)),
         lambda x: x,
+        MappingProxyType({"a": 1}),
         range(3),
         {1, 2},
     ]
@@ -256,13 +198,8 @@ def _cached(index: int) -> int:
     return index
 
 
-class CachedByAFunction:
-    def __getitem__(self, index: int) -> int:
-        return _cached(index)
-
-
 def test_a_cache_of_a_function_is_seen() -> None:
-    dataset = CachedByAFunction()
+    dataset = made(__getitem__=lambda self, index: _cached(index))
     before = DatasetState(dataset=dataset)
     dataset[3]
     assert before.change_by_reading() == "entries"
@@ -296,8 +233,7 @@ def test_the_pages_of_a_memory_map_are_not_read(tmp_path: Path) -> None:
     code = """
 import mmap, os, sys
 import numpy as np
-from lightning_gpuopt.tuning.dataset_state import DatasetState
-from lightning_gpuopt.tuning.object_facts import passes_itself_on
+from lightning_gpuopt.objects.dataset_state import DatasetState
 np.save(sys.argv[1], np.zeros(1 << 20))
 mapped = np.load(sys.argv[1], mmap_mode="r")
 with open(sys.argv[1], "r+b") as file:
@@ -310,11 +246,6 @@ print(state.has_changed(), state.is_whole)
         [sys.executable, "-c", code, str(tmp_path / "map.npy")], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "False True\n"), done.stderr
-
-
-def test_an_array_that_is_not_contiguous_is_not_copied() -> None:
-    held = Held(array=np.broadcast_to(np.float32(0), (1 << 20, 1 << 20)))  # four terabytes, were it copied
-    assert DatasetState(dataset=held).is_whole
 
 
 class Loads(Mapping[str, Any]):
@@ -330,8 +261,21 @@ class Loads(Mapping[str, Any]):
         raise AssertionError("read")
 
 
-def test_a_mapping_that_loads_is_not_read() -> None:
-    assert DatasetState(dataset=Held(samples=Loads())).is_whole
+@pytest.mark.parametrize(
+    ("held", "is_whole"),
+    [
+        (Loads(), True),
+        ([f"/{number}" for number in range(1_000_000)], True),  # of which a part is looked at
+        ([[Held() for _ in range(250)] for _ in range(200)], False),
+        (np.broadcast_to(np.float32(0), (1 << 20, 1 << 20)), True),  # four terabytes, were it copied
+        (_inference(), True),
+        (FunctionType((lambda cell: lambda: cell)(0).__code__, {}, closure=(CellType(),)), True),
+    ],
+    ids=["mapping", "long", "much", "not-contiguous", "inference", "empty-cell"],
+)
+def test_whether_all_was_looked_at(held: Any, is_whole: bool) -> None:
+    before = DatasetState(dataset=Held(held=held))
+    assert (before.is_whole, before.is_comparable, before.has_changed()) == (is_whole, is_whole, False)
 
 
 def _refuses(container: type) -> Any:
@@ -344,15 +288,6 @@ def _refuses(container: type) -> Any:
     return type("Own", (container,), dict.fromkeys(names, read))
 
 
-@pytest.mark.parametrize("container", [list, tuple, deque, set, frozenset, dict])
-@pytest.mark.parametrize("entries", [3, 1000], ids=["few", "many"])
-def test_methods_of_a_users_container_are_not_called(container: type, entries: int) -> None:
-    given: Any = range(entries) if container is not dict else {each: [each] for each in range(entries)}
-    before = DatasetState(dataset=Held(samples=_refuses(container)(given)))
-    assert before.is_whole == DatasetState(dataset=Held(samples=container(given))).is_whole
-    assert not before.has_changed()
-
-
 @pytest.mark.parametrize(
     ("container", "change"),
     [
@@ -360,37 +295,17 @@ def test_methods_of_a_users_container_are_not_called(container: type, entries: i
         (deque, lambda values: deque.append(values, 3)),
         (set, lambda values: set.add(values, -1)),
         (dict, lambda values: dict.update(values, a=1)),
+        (tuple, lambda values: setattr(values, "extra", 1)),
     ],
-    ids=["list", "deque", "set", "dict"],
 )
-def test_a_change_of_a_users_container_is_seen(container: type, change: Callable[[Any], None]) -> None:
-    held = Held(samples=_refuses(container)())
+@pytest.mark.parametrize("entries", [3, 1000, 5000], ids=["few", "many", "very many"])
+def test_methods_of_a_users_container_are_not_called(container: type, change: Any, entries: int) -> None:
+    given: Any = range(entries) if container is not dict else {each: [each] for each in range(entries)}
+    held = Held(samples=_refuses(container)(given))
     before = DatasetState(dataset=held)
+    assert (before.is_whole, before.has_changed()) == (True, False)
     change(held.samples)
     assert before.has_changed()
-
-
-@pytest.mark.parametrize(
-    ("held", "change"),
-    [
-        (lambda: Held(x=np.zeros((1024, 64))), lambda held: held.x.__setitem__((slice(None), 2), 5.0)),
-        (lambda: Held(x=np.zeros((4096, 512))), lambda held: held.x.__setitem__((slice(None), 2), 5.0)),
-        (lambda: Held(x=torch.zeros(10, 10)), lambda held: held.x.numpy().__setitem__((2, 2), 1.0)),
-        (lambda: Held(x=bytearray(100)), lambda held: held.x.__setitem__(50, 1)),
-        (lambda: Held(x=partial(print, end="a")), lambda held: held.x.keywords.update(end="b")),
-        (lambda: Held(x=multiprocessing.Value("i", 0)), lambda held: setattr(held.x, "value", 3)),
-        (lambda: Held(x=Data()), lambda held: setattr(held.x, "size", 3)),
-    ],
-    ids=["column", "large", "numpy", "bytes", "partial", "value", "data"],
-)
-def test_more_changes_are_seen(held: Any, change: Any) -> None:
-    root = held()
-    before = DatasetState(dataset=root)
-    assert not before.has_changed()
-    assert not before.has_changed_for([])
-    change(root)
-    assert before.has_changed()
-    assert before.has_changed_for([])
 
 
 class Data(LightningDataModule):
@@ -451,7 +366,7 @@ class Packs:
         self.inner = inner
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}
+        raise AssertionError("never asked")
 
 
 def test_what_an_object_packs_itself_is_a_file_only_where_it_is_known_as_one(tmp_path: Path) -> None:
@@ -490,58 +405,34 @@ def draw() -> float:
     return float(RNG.random())
 
 
-class DrawsFromAGlobal:
-    def __getitem__(self, index: int) -> float:
-        return draw()
+def read(self: Any) -> bytes:
+    return bytes(FILE.read(1))
 
 
-class DrawsFromADefault:
-    def __getitem__(self, index: int, rng: Any = random.Random(0)) -> float:  # noqa: B008
-        return float(rng.random())
-
-
-class ReadsAGlobalFile:
-    def __getitem__(self, index: int) -> bytes:
-        return self.read()
-
-    @staticmethod
-    def read() -> bytes:
-        return bytes(FILE.read(1))
-
-
-class OfTheSameName:
-    def __getitem__(self, index: int) -> Any:
-        return self.FILE, self.RNG  # type: ignore[attr-defined]
-
-
-class DerivesFromOne(ReadsAGlobalFile):
-    def __getitem__(self, index: int) -> Any:
-        return random.random() + np.random.random(), self.read()  # which workers seed
+READS: dict[str, Any] = {"__getitem__": lambda self, index: self.read(), "read": staticmethod(read)}
+OF_DEFAULT = [("generator", "dataset.draw.rng (Random)")]
+OF_FILE = [("file", f"{__name__}.FILE (BufferedReader {{file}})")]
 
 
 @pytest.mark.parametrize(
-    ("kind", "held"),
+    ("methods", "held"),
     [
-        (DrawsFromAGlobal, [("generator", "RNG (Generator)")]),
-        (DrawsFromADefault, [("generator", "__getitem__(...) (Random)")]),
-        (ReadsAGlobalFile, [("file", "FILE (BufferedReader {file})")]),
-        (OfTheSameName, []),
-        (DerivesFromOne, [("file", "FILE (BufferedReader {file})")]),
+        ({"__getitem__": lambda self, index: draw()}, [("generator", f"{__name__}.RNG (Generator)")]),
+        ({"draw": lambda self, rng=random.Random(0): rng, "__len__": lambda self: self.draw()}, OF_DEFAULT),  # noqa: B008
+        (READS, OF_FILE),
+        ({**READS, "__getitem__": lambda self, index: random.random() + np.random.random() + self.read()}, OF_FILE),
+        ({"__getitem__": lambda self, index: (self.FILE, self.RNG)}, []),  # attributes of the same name
     ],
 )
 def test_what_its_functions_draw_or_read_from_is_held_as_well(
-    kind: Any, held: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    methods: dict[str, Any], held: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"0")
     with file.open("rb") as opened:
         monkeypatch.setitem(globals(), "FILE", opened)
-        found = DatasetState(dataset=kind()).held
+        found = DatasetState(dataset=made(**methods)).held
     assert [(each.kind, str(each)) for each in found] == [(name, text.format(file=file)) for name, text in held]
-
-
-def test_a_function_may_draw_or_read_so_too() -> None:
-    assert [str(each) for each in DatasetState(collate_fn=draw).held] == ["RNG (Generator)"]
 
 
 COUNTED = 0
@@ -549,32 +440,15 @@ SCALE = 1.0
 TRIE: dict[str, Any] = {}
 
 
-class Scaled:
-    """Reads one global, and has a method for people that reads another."""
-
-    def __getitem__(self, index: int) -> float:
-        return index * self.factor()
-
-    def factor(self) -> float:
-        return SCALE
-
-    def statistics(self) -> int:
-        return COUNTED
-
-
-class OfTheTrie:
-    def __init__(self) -> None:
-        self.targets = [0.0] * 300
-
-    def __len__(self) -> int:
-        return 300
-
-    def __getitem__(self, index: int) -> Any:
-        return TRIE, self.targets[index]
+METHODS: dict[str, Any] = {  # one of them is for people only
+    "__getitem__": lambda self, index: index * self.factor(),
+    "factor": lambda self: SCALE,
+    "statistics": lambda self: COUNTED,
+}
 
 
 def test_of_a_class_what_is_called_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = DatasetState(dataset=Scaled())
+    before = DatasetState(dataset=made(**METHODS))
     monkeypatch.setitem(globals(), "COUNTED", 1)
     assert not before.has_changed()
     monkeypatch.setitem(globals(), "SCALE", 2.0)
@@ -582,36 +456,28 @@ def test_of_a_class_what_is_called_counts(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_environment_counts_where_code_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = DatasetState(dataset=Scaled())
+    plain = DatasetState(dataset=made(**METHODS))
     reads = DatasetState(dataset=lambda: os.environ.get("X"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
     assert (plain.has_changed(), reads.has_changed()) == (False, True)
 
 
-def test_a_large_graph_behind_a_global_keeps_nothing_else_from_being_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_graph_behind_a_global_keeps_nothing_else_from_being_compared() -> None:
     for first in range(100):
         TRIE[str(first)] = {str(second): {"of": [second]} for second in range(100)}
-    dataset = OfTheTrie()
-    before = DatasetState(dataset=dataset, by_sample=True)
+    dataset = Records(300)
+    before = DatasetState(dataset=dataset, collate_fn=lambda samples: (samples, TRIE), by_sample=True)
     TRIE.clear()
     assert (before.is_whole, before.is_comparable) == (True, False)
-    dataset.targets[21] = 1.0
+    dataset.records[21].hard = True
     assert before.has_changed_for([21])
 
 
 UNPACK = struct.Struct("<I").unpack_from
 
 
-class Unpacks:
-    def __init__(self) -> None:
-        self.data = bytes(80)
-
-    def __getitem__(self, index: int, read: Any = UNPACK) -> Any:
-        return UNPACK(self.data, 4 * index), read(self.data)
-
-
 def test_what_cannot_be_pickled_is_no_file_where_a_method_names_it() -> None:
-    state = DatasetState(dataset=Unpacks())
+    state = DatasetState(dataset=made(__getitem__=lambda self, index, read=UNPACK: (UNPACK(bytes(4)), read(bytes(4)))))
     assert (state.held, state.is_comparable, state.has_changed()) == ([], True, False)
 
 
@@ -642,22 +508,14 @@ def test_what_is_trained_is_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> N
 
 class WithAClassAttribute(LightningDataModule):
     factor, table = 1.0, {"a": 1.0}
+    by_attribute = lambda self, samples: samples * self.factor  # noqa: E731
+    by_table = lambda self, samples: samples * self.table["a"]  # noqa: E731
+    by_classmethod = lambda self, samples: samples * self.of_class()  # noqa: E731
+    by_dict = lambda self, samples: samples * self.__dict__["size"]  # noqa: E731
 
     @classmethod
     def of_class(cls) -> float:
         return cls.factor
-
-    def by_attribute(self, samples: Any) -> Any:
-        return samples * self.factor
-
-    def by_table(self, samples: Any) -> Any:
-        return samples * self.table["a"]
-
-    def by_classmethod(self, samples: Any) -> Any:
-        return samples * self.of_class()
-
-    def by_dict(self, samples: Any) -> Any:
-        return samples * self.__dict__["size"]
 
 
 @pytest.mark.parametrize("collate", ["by_attribute", "by_table", "by_classmethod"])
@@ -675,78 +533,23 @@ def test_a_method_that_reads_by_a_computed_name_is_that_of_the_whole_object() ->
     assert not DatasetState(collate_fn=datamodule.by_dict).is_comparable
 
 
-def use(value: Any, *more: Any) -> Any:
-    return value
+ATTRIBUTES = """[self.x[i] for i in b]; list(self.x[i] for i in b); sorted(b, key=lambda i: self.k[i])
+lambda: lambda: self.x; super().__init__(); (self.a.b(), f"{self.c}"); setattr(b, 'x', self.n)
+[self.x for self.x in b]"""
+GIVEN_AWAY = """use(self); getattr(self, 'x'); [use(self) for _ in b]; (use(self, 1), lambda: self.x)
+([self, 1], lambda: self.x); ([self.x[i] for i in b], getattr(self, 'trainer')); [0 for b.me in [self]]
+[0 for self.me in [self]]; (me := self).trainer; self[0]; self"""
 
 
-class Uses:
-    """Methods whose name says whether they use ``self`` for anything but its attributes."""
-
-    def own_in_a_comprehension(self, b: Any) -> Any:
-        return [self.x[i] for i in b]
-
-    def own_in_a_generator(self, b: Any) -> Any:
-        return list(self.x[i] for i in b)  # noqa: C400
-
-    def own_in_a_lambda(self, b: Any) -> Any:
-        return sorted(b, key=lambda i: self.k[i])
-
-    def own_in_a_function_of_a_function(self) -> Any:
-        def inner() -> Any:
-            def innermost() -> Any:
-                return self.x
-
-            return innermost
-
-        return inner
-
-    def own_behind_super(self) -> Any:
-        return super().__init__()
-
-    def own_of_an_attribute(self) -> Any:
-        return self.a.b(), f"{self.c}"
-
-    def own_that_is_set(self) -> Any:
-        self.n = self.m
-        del self.k
-
-    def given_away(self) -> Any:
-        return use(self)
-
-    def given_away_by_name(self, n: str) -> Any:
-        return getattr(self, n)
-
-    def given_away_in_a_comprehension(self, b: Any) -> Any:
-        return [use(self) for _ in b]
-
-    def given_away_beside_a_lambda(self) -> Any:
-        use(self, 1)
-        return lambda: self.x
-
-    def given_away_in_a_list_beside_a_lambda(self) -> Any:
-        return [self, 1], (lambda: self.x)
-
-    def given_away_by_name_beside_a_comprehension(self, b: Any) -> Any:
-        return [self.x[i] for i in b], getattr(self, "trainer")  # noqa: B009
-
-    def given_away_to_another(self, other: Any) -> Any:
-        other.me = self
-
-    def given_away_to_itself(self) -> Any:
-        self.me = self
-
-    def given_away_under_another_name(self, b: Any) -> Any:
-        x = b
-        me = self
-        return x, me.trainer
-
-    def given_away_as_an_item(self) -> Any:
-        return self[0]  # type: ignore[index]
-
-    def given_away_as_a_result(self) -> Any:
-        return self
-
-
-@pytest.mark.parametrize("name", [name for name in vars(Uses) if not name.startswith("_")])
-def test_whether_a_method_uses_its_object_for_more_than_attributes(name: str) -> None:
-    assert passes_itself_on(vars(Uses)[name]) is name.startswith("given_away")
+@pytest.mark.parametrize(
+    ("code", "given_away"),
+    [
+        (code.strip(), each is GIVEN_AWAY)
+        for each in (ATTRIBUTES, GIVEN_AWAY)
+        for code in each.replace("\n", ";").split(";")
+    ],
+)
+def test_whether_a_method_uses_its_object_for_more_than_attributes(code: str, given_away: bool) -> None:
+    made: dict[str, Any] = {}
+    exec(f"class Uses:\n    def method(self, b):\n        return {code}", made)
+    assert passes_itself_on(made["Uses"].method) is given_away

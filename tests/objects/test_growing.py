@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import mmap
 import os
 from collections import deque
 from pathlib import Path
@@ -20,14 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from evaluation.parts import Model, quiet
 from evaluation.pause_parts import KeepsItsLosses
 from lightning_gpuopt import StallDetector
-from lightning_gpuopt.detector.window_history import WindowHistory
-from lightning_gpuopt.measurements.phases import WindowRecord
-from lightning_gpuopt.recorder.growing_containers import Growing
-from lightning_gpuopt.telemetry.process import ProcessReading, read_process
+from lightning_gpuopt.objects.growing import Growing
 from lightning_gpuopt.telemetry.resources import private_and_anonymous
-from tests.diagnosis.numbers import gpu, measurement, times
-
-HELD = ProcessReading(rss_mib=512.0, threads=9)
 
 
 class Keeps(torch.nn.Module):
@@ -102,19 +95,20 @@ def test_a_class_of_the_users_own_is_not_asked_itself(refuses: str) -> None:
     assert growing.look("forward") == text
 
 
-@pytest.mark.parametrize("entry", [dict, lambda tensor: [*tensor.values()], lambda tensor: (*tensor.values(),)])
-def test_tensors_in_the_entries_count(entry: Any) -> None:
+@pytest.mark.parametrize(
+    ("added", "text"),
+    [
+        (lambda: [{"loss": torch.ones(128, 1024), "size": 3} for _ in range(128)], "128 entries and holds 64 MiB"),
+        (lambda: [[torch.ones(128, 1024), 3] for _ in range(128)], "128 entries and holds 64 MiB"),
+        (lambda: [(torch.ones(128, 1024), 3) for _ in range(128)], "128 entries and holds 64 MiB"),
+        (lambda: [[torch.ones(1024)] * 1024] * 64, "64 entries and holds 256 MiB"),
+    ],
+)
+def test_tensors_in_the_entries_count(added: Any, text: str) -> None:
     model = Keeps()
     growing = Growing({"Keeps": model})
-    model.losses += [entry({"loss": torch.ones(128, 1024), "size": 3}) for _ in range(128)]
-    assert growing.look("data_wait") == "Keeps.losses (list) grew from 0 to 128 entries and holds 64 MiB of tensors"
-
-
-def test_of_long_entries_some_parts_are_weighed() -> None:
-    model = Keeps()
-    growing = Growing({"Keeps": model})
-    model.losses += [[torch.ones(1024)] * 1024] * 64
-    assert growing.look("forward") == "Keeps.losses (list) grew from 0 to 64 entries and holds 256 MiB of tensors"
+    model.losses += added()
+    assert growing.look("data_wait") == f"Keeps.losses (list) grew from 0 to {text} of tensors"
 
 
 def test_a_look_ends_when_its_time_is_over() -> None:
@@ -134,64 +128,6 @@ def test_a_look_ends_when_its_time_is_over() -> None:
     assert now_s - before_s < 0.1  # not once for each of its entries
 
 
-class TestWindowHistory:
-    def test_a_window_on_the_cpu(self) -> None:
-        course = WindowHistory(None)
-        course.add(
-            measurement(times(data_wait=2.0, callbacks={"A.on_train_batch_end": 1.0, "A.on_fit_end": 1.0})), 105, HELD
-        )
-        (record,) = course.records
-        assert (record.steps, record.end_step, record.seconds) == (100, 105, pytest.approx(9.0))
-        assert {name: value for name, value in record.parts.items() if value} == {
-            "data_wait": 2.0,
-            "forward": 6.0,
-            "A.on_train_batch_end": 1.0,
-        }
-        assert record.held == {"rss_mib": 512.0, "threads": 9}
-
-    def test_a_window_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        stats = {"allocated_bytes.all.current": 2**30, "reserved_bytes.all.current": 2**31, "num_alloc_retries": 3}
-        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-        course = WindowHistory(torch.device("cuda", 0))
-        course.add(measurement(times(), gpu=gpu(compute_s=8.0, idle={"data_wait": 2.0})), 100, HELD)
-        (record,) = course.records
-        assert record.seconds == 10.0
-        assert record.parts["gpu_work"] == 8.0
-        assert record.parts["data_wait"] == 2.0
-        assert record.host == {"forward": 10.0, "backward": 0.0, "optimizer": 0.0}
-        assert (record.held["gpu_allocated_mib"], record.held["gpu_reserved_mib"], record.held["alloc_retries"]) == (
-            1024,
-            2048,
-            3,
-        )
-
-    def test_an_allocator_without_figures_is_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(device: object) -> None:
-            raise RuntimeError("not supported by this allocator")
-
-        monkeypatch.setattr(torch.cuda, "memory_stats", refuse)
-        course = WindowHistory(torch.device("cuda", 0))
-        course.add(measurement(times(), gpu=gpu()), 100, HELD)
-        assert course.records[0].held == {"rss_mib": 512.0, "threads": 9}
-
-    def test_a_long_run_is_kept_in_64_records_at_most(self) -> None:
-        course = WindowHistory(None)
-        for index in range(2000):
-            course._keep(WindowRecord(10, 10 * (index + 1), 0.5, {"forward": 0.5}))
-        assert len(course.records) <= 64
-        assert sum(record.steps for record in course.records) == 20_000
-        assert course.records[-1].end_step == 20_000
-
-
-def test_without_proc_nothing_is_held(tmp_path: Any) -> None:
-    assert read_process(str(tmp_path)) == ProcessReading()
-    here = read_process()
-    assert here.rss_mib is not None
-    assert here.rss_mib > 10
-    assert here.threads is not None
-    assert here.threads >= 1
-
-
 @pytest.mark.usefixtures("simulated_time")
 def test_a_run_that_gets_slower_names_the_list(tmp_path: Any) -> None:
     detector = StallDetector(on_stall="ignore", window_size=5, warmup_steps=5, report_dir=tmp_path)
@@ -205,45 +141,33 @@ def test_a_run_that_gets_slower_names_the_list(tmp_path: Any) -> None:
 
 MIB = 1 << 20
 SHARED: list[bytes] = []
+SHARED_BYTES = bytes(MIB)
 
 
 class TestWhyAProcessGrows:
     """Of the bytes of a process, which are given, a container explains a quarter or more."""
 
-    def test_the_container_that_has_taken_most_is_named(self) -> None:
+    @pytest.mark.parametrize(
+        ("added", "mib", "text"),
+        [
+            (lambda: [bytes(10_000) for _ in range(5000)], 50, "grew from 1 to 5,001 entries and holds about 47.9 MiB"),
+            # of objects that Python does not know the size of none is said
+            (lambda: [Image.new("RGB", (64, 64)) for _ in range(5000)], 60, "grew from 1 to 5,001 entries"),
+            (lambda: [iter(()) for _ in range(1000)], 200, "grew from 1 to 1,001 entries"),
+            (lambda: [np.zeros(655_360) for _ in range(6)], 30, "grew from 1 to 7 entries and holds about 30 MiB"),
+            (lambda: range(100_000), 200, ""),  # little of it
+            (lambda: [(number, SHARED_BYTES) for number in range(100)], 100, ""),  # which counts once
+        ],
+        ids=["bytes", "images", "opaque", "few-large", "little", "shared"],
+    )
+    def test_what_holds_much_of_it_is_named(self, added: Any, mib: int, text: str) -> None:
         model = Keeps()
-        model.seen, model.cache = [], {}
+        model.seen = []
+        model.losses.append(0)
         growing = Growing({"Keeps": model}, process=500 * MIB)
         model.seen += range(100_000)
-        model.cache.update({number: bytes(10_000) for number in range(5000)})
-        assert growing.why(550 * MIB) == "Keeps.cache (dict) grew from 0 to 5,000 entries and holds about 48 MiB"
-
-    def test_of_objects_that_python_does_not_know_the_size_of_none_is_said(self) -> None:
-        model = Keeps()
-        model.images = {}
-        growing = Growing({"Keeps": model}, process=500 * MIB)
-        model.images.update({number: Image.new("RGB", (64, 64)) for number in range(5_000)})
-        assert growing.why(560 * MIB) == "Keeps.images (dict) grew from 0 to 5,000 entries"
-
-    def test_few_large_entries_count_as_well(self) -> None:
-        model = Keeps()
-        model.arrays = [np.zeros(1)]
-        growing = Growing({"Keeps": model})
-        model.arrays += [np.zeros(655_360) for _ in range(6)]
-        assert growing.why(30 * MIB) == "Keeps.arrays (list) grew from 1 to 7 entries and holds about 30 MiB"
-
-    def test_what_holds_little_of_it_is_not_named(self) -> None:
-        model = Keeps()
-        growing = Growing({"Keeps": model})
-        model.losses += range(100_000)
-        assert growing.why(200 * MIB) == ""
-
-    def test_what_entries_share_counts_once(self) -> None:
-        model = Keeps()
-        growing = Growing({"Keeps": model})
-        shared = bytes(MIB)
-        model.losses += [(number, shared) for number in range(100)]
-        assert growing.why(100 * MIB) == ""
+        model.losses += added()
+        assert growing.why((500 + mib) * MIB) == (f"Keeps.losses (list) {text}" if text else "")
 
     def test_nothing_is_looked_at_before_it_has_grown(self) -> None:
         model = Keeps()
@@ -265,12 +189,6 @@ class TestWhyAProcessGrows:
         assert growing.why(200 * MIB) == ""
         model.losses += [bytes(MIB) for _ in range(64)]
         assert growing.why(264 * MIB) == "Keeps.losses (list) grew from 0 to 64 entries and holds about 64 MiB"
-
-    def test_objects_whose_size_is_not_known_are_named_where_there_are_many(self) -> None:
-        model = Keeps()
-        growing = Growing({"Keeps": model})
-        model.losses += [iter(()) for _ in range(1000)]
-        assert growing.why(200 * MIB) == "Keeps.losses (list) grew from 0 to 1,000 entries"
 
     def test_a_global_of_the_module_is_named(self) -> None:
         SHARED.clear()
@@ -360,18 +278,6 @@ class Keeper:
         self.records += [os.urandom(20_000) for _ in range(1000)]
 
 
-class OutOfSight:
-    """A memory map, which is no container, and a list of numbers beside it."""
-
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-
-    def keep(self) -> None:
-        self.numbers += range(1000, 2000)
-        self.map = mmap.mmap(-1, 20_000_000, flags=mmap.MAP_PRIVATE)
-        self.map.write(b" " * 20_000_000)
-
-
 def read_private() -> int:
     private, _ = private_and_anonymous("self")
     assert private is not None
@@ -379,16 +285,9 @@ def read_private() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="this kernel has no smaps_rollup")
-@pytest.mark.parametrize(
-    ("kept", "why"),
-    [
-        (Keeper(), "Leaks.kept.records (list) grew from 0 to 1,000 entries and holds about 19.1 MiB"),
-        (OutOfSight(), ""),
-    ],
-    ids=["list", "map"],
-)
-def test_in_a_worker(kept: Any, why: str) -> None:
+def test_in_a_worker() -> None:
     loader = DataLoader(
-        Leaks(kept), batch_size=None, sampler=[0, 1], num_workers=1, multiprocessing_context="fork", collate_fn=str
+        Leaks(Keeper()), batch_size=None, sampler=[0, 1], num_workers=1, multiprocessing_context="fork", collate_fn=str
     )
+    why = "Leaks.kept.records (list) grew from 0 to 1,000 entries and holds about 19.1 MiB"
     assert list(loader) == ["", why]

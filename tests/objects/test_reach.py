@@ -1,0 +1,209 @@
+"""What samples depend on behind functions: seen as a change, and as trained."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset
+
+from lightning_gpuopt.objects.dataset_state import DatasetState
+from lightning_gpuopt.recorder.worker import WorkerStart
+from tests.objects.parts import made
+
+CURRICULUM: Any = None
+UNRELATED: Any = {"level": 1}
+SETTINGS = ModuleType("settings_of_a_program")
+KEPT: list[Any] = []
+
+
+class State:
+    """What training changes."""
+
+    def __init__(self) -> None:
+        self.scale: Any = 1
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Wraps:
+    """A decorator that is a class, and a descriptor."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return partial(self.function, owner)
+
+
+def scaled(self: Any, x: Any = None) -> Any:
+    return [CURRICULUM.scale for _ in range(x)]
+
+
+def imported(self: Any, index: int) -> Any:
+    from settings_of_a_program import level  # type: ignore[import-not-found]
+
+    return level
+
+
+def calls(self: Any, index: int) -> Any:
+    return self.level(index)
+
+
+def of(transform: Any) -> Dataset[Any]:
+    """A dataset that holds a transform."""
+    dataset = made()
+    dataset.transform = transform
+    return dataset  # type: ignore[no-any-return]
+
+
+def function(state: Any, keep: str) -> FunctionType:
+    """One that keeps the state in one of its attributes."""
+    copy = FunctionType(scaled.__code__, {}, "function")
+    setattr(copy, keep, {"__defaults__": (state,), "__kwdefaults__": {"x": state}}.get(keep, state))
+    return copy
+
+
+def decorated(state: Any) -> Any:
+    """Looks like a function of Python's, and reads a global."""
+    bind(state)
+    return functools.wraps(sum)(lambda x: x * CURRICULUM.scale)
+
+
+def bind(state: Any) -> None:
+    globals()["CURRICULUM"] = state
+
+
+def weakly(state: Any) -> Any:
+    KEPT.append(state)
+    return weakref.ref(state)
+
+
+def by_global(make: Callable[[], Any]) -> Callable[[Any], Any]:
+    def dataset(state: Any) -> Any:
+        bind(state)
+        return make()
+
+    return dataset
+
+
+def by_import(state: Any) -> Any:
+    vars(SETTINGS)["level"] = state
+    return made(__getitem__=imported)
+
+
+PATHS: dict[str, Callable[[Any], Any]] = {
+    "closure": lambda state: of(lambda x: x * state.scale),
+    "closure of a closure": lambda state: of(lambda x: (lambda y: y * state.scale)(x)),
+    "default": lambda state: of(function(state, "__defaults__")),
+    "keyword default": lambda state: of(function(state, "__kwdefaults__")),
+    "attribute of a function": lambda state: of(function(state, "state")),
+    "partial": lambda state: of(partial(max, state)),
+    "partial keyword": lambda state: of(partial(max, key=state)),
+    "bound method": lambda state: of(scaled.__get__(state)),
+    "decorated": lambda state: of(functools.wraps(function(state, "state"))(lambda x: x)),
+    "decorated installed": lambda state: of(decorated(state)),
+    "in a list": lambda state: of([lambda x: x * state.scale]),
+    "map": lambda state: of(map(function(state, "state"), [])),
+    "weak reference": lambda state: of(weakly(state)),
+    "stand-in of ours": lambda state: WorkerStart(lambda worker: state.scale, None, "", {}, {}, None),
+    "namespace": lambda state: of(SimpleNamespace(state=state)),
+    "class attribute": lambda state: made(state=state),
+    "import inside": by_import,
+    "global": by_global(lambda: made(__getitem__=scaled)),
+    "global behind a subset": by_global(lambda: Subset(made(__getitem__=scaled), [0])),
+    "global of a helper": by_global(lambda: made(__getitem__=calls, level=scaled)),
+    "global of a cached helper": by_global(lambda: made(__getitem__=calls, level=functools.lru_cache(scaled))),
+    "global of a descriptor": by_global(lambda: made(__getitem__=calls, level=Wraps(scaled))),
+    "global of a property": by_global(lambda: made(__getitem__=calls, level=property(scaled))),
+    "global of __getitems__": by_global(lambda: made(__getitems__=scaled)),
+    "global of __iter__": by_global(lambda: made(__iter__=scaled)),
+    "global of __call__": by_global(lambda: made(__call__=scaled)),
+    "global of __len__": by_global(lambda: made(__len__=scaled)),
+    "global of a list": by_global(lambda: made((list,), __getitem__=scaled)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "CURRICULUM", State())
+    monkeypatch.setitem(sys.modules, "settings_of_a_program", SETTINGS)
+    monkeypatch.setitem(vars(SETTINGS), "level", 1)
+    monkeypatch.setitem(globals(), "KEPT", [])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_change_behind_it_is_seen(path: str) -> None:
+    state = State()
+    before = DatasetState(dataset=PATHS[path](state))
+    assert (before.has_changed(), before.has_changed_for([]), before.is_comparable) == (False, False, True)
+    state.scale = 2
+    assert (before.has_changed(), before.has_changed_for([])) == (True, True)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("where", ["itself", "inside"])
+def test_what_is_trained_behind_it_is_held(path: str, where: str) -> None:
+    model, state = torch.nn.Sequential(torch.nn.Linear(1, 1)), State()
+    state.scale = model
+    found = DatasetState(dataset=PATHS[path](model if where == "itself" else state))
+    assert {(each.kind, each.name) for each in found.held} == {("trained", "Sequential")}
+    assert not found.is_comparable
+
+
+def test_the_path_is_as_code_has_it() -> None:
+    model = torch.nn.Linear(1, 1)
+    bind(model)
+    (inner,) = DatasetState(dataset=of(lambda x: model(x))).held
+    (named,) = DatasetState(dataset=made(__getitem__=scaled)).held
+    assert (str(inner), str(named)) == ("dataset.transform.model (Linear)", f"{__name__}.CURRICULUM (Linear)")
+
+
+def test_a_global_that_is_bound_anew_is_a_change_and_an_unrelated_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    vars(SETTINGS)["now"] = UNRELATED
+    before = DatasetState(dataset=made(__getitem__=scaled), collate_fn=made(__call__=imported))
+    UNRELATED["level"] = 2
+    monkeypatch.setitem(vars(SETTINGS), "now", 2)
+    monkeypatch.setitem(globals(), "UNRELATED", 2)
+    assert not before.has_changed()
+    bind(State())
+    assert before.has_changed()
+
+
+def test_a_parameter_alone_is_trained_and_its_change_is_seen() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    before = DatasetState(dataset=of(lambda x: x * weight))
+    assert [(each.kind, str(each)) for each in before.held] == [("trained", "dataset.transform.weight (Parameter)")]
+    with torch.no_grad():
+        weight.add_(1)
+    assert before.has_changed()
+
+
+def test_a_traced_module_is_trained() -> None:
+    traced = torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1, 1))  # type: ignore[no-untyped-call]
+    assert [each.kind for each in DatasetState(dataset=of(lambda x: traced(x))).held] == ["trained"]
+
+
+def test_the_weights_of_a_module_that_is_not_trained_are_compared() -> None:
+    teacher = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)).requires_grad_(False)
+    before = DatasetState(dataset=of(lambda x: teacher(x)))
+    assert (before.held, before.is_comparable, before.has_changed()) == ([], True, False)
+    teacher[1].running_mean.add_(1)
+    assert before.has_changed()
+
+
+def test_objects_of_the_users_are_not_compared_by_their_own_code() -> None:
+    dataset: Any = of(State())
+    before = DatasetState(dataset=dataset)
+    dataset.transform = State()
+    assert before.has_changed()
