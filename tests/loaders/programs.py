@@ -490,7 +490,7 @@ class _Changed(_Untouched):
             self.outcome.is_exact = self.program.num_workers == 0 or self.program.dataset not in DEPENDS_ON_WORKERS
 
     def _may_resize(self, iterator: Any, workers: int) -> bool:
-        if not isinstance(iterator, SegmentedIterator) or iterator.fetches_here:
+        if not isinstance(iterator, SegmentedIterator) or not iterator.num_workers or iterator.fetches_here:
             return False
         if self.managed.running.start is not None and self.managed.running.start.has_changed:
             return False
