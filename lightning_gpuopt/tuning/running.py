@@ -451,6 +451,7 @@ class RunningLoader:
             self.policy.set(given[0], settle=True)
             return False
         loader.prefetch_factor = prefetch_factor or given[1]
+        iterator.begins_anew = True
         self.note_start()
         return True
 

@@ -243,6 +243,7 @@ class SegmentedIterator:
 
     Attributes:
         failure: what became of workers that were started in the user's place; None where they all work.
+        begins_anew: workers that persist give way to those that the loader should have, as the next epoch begins.
         takes_ahead: what is fetched is fetched ahead of its turn; :meth:`its_turn` follows.
         started: seconds that starting the last segment's workers took, and their number; None: none were started.
     """
@@ -263,7 +264,7 @@ class SegmentedIterator:
         self.shared = Segments.of(loader)
         self.failure: str | None = None
         self.started: tuple[float, int] | None = None
-        self.takes_ahead = False
+        self.takes_ahead = self.begins_anew = False
         self._segments: deque[_Segment] = deque()
         self._count = 0
         self._seed = _next_seed(loader.generator)
@@ -399,18 +400,18 @@ class SegmentedIterator:
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin another epoch: a DataLoader whose workers persist has the iterator that it holds do so."""
         self._loader = weakref.ref(loader)
-        self._wanted = None
+        anew, self.begins_anew, self._wanted = self.begins_anew or self._wanted is not None, False, None
         while len(self._segments) > 1:
             _end(self._segments.popleft())
         self._begin_epoch(loader)
         kept = self._segments[0]
-        if kept.may_go_on(loader):
-            kept.rest.begin(self._indices, begins=True)
-            iter(kept.loader)
-        else:
+        if anew:
             _end(self._segments.popleft())
             self._indices.begin()
             self._begin(loader.num_workers, self._new_generator())
+        else:
+            kept.rest.begin(self._indices, begins=True)
+            iter(kept.loader)
         self._indices.draw_what_is_due()
 
     # -- changing the number of workers
