@@ -195,10 +195,10 @@ class RunningLoader:
             assign(loader, min(self._later, self.cap().num_workers))
             self._later = 0
             self.look()
-        elif reason is not None and loader.num_workers > self._own_workers:
+        elif reason is not None and (self._later or loader.num_workers > self._own_workers):
             never = self.order.bound is not None or not is_plain(loader)
             self.no_more = reason if never else None
-            self._later = 0 if never else loader.num_workers
+            self._later = 0 if never else max(self._later, loader.num_workers)
             assign(loader, self._own_workers)
             if self._later:
                 self.meter.sleep()
@@ -443,14 +443,15 @@ class RunningLoader:
         iterator: Any = persistent_iterator(loader)
         if iterator is None:
             return True
-        given = running_workers(loader, iterator), loader.prefetch_factor
-        if (loader.num_workers, prefetch_factor or given[1]) == given:
+        wanted = prefetch_factor or loader.prefetch_factor
+        given = running_workers(loader, iterator), getattr(iterator, "prefetch_factor", wanted)
+        if (loader.num_workers, wanted) == given:
             return True
         if not _resizes(iterator) or self.start is None or self.start.has_changed:
             assign(loader, given[0])
             self.policy.set(given[0], settle=True)
             return False
-        loader.prefetch_factor = prefetch_factor or given[1]
+        loader.prefetch_factor = wanted
         iterator.begins_anew = True
         self.note_start()
         return True

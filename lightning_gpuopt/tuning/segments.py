@@ -310,6 +310,11 @@ class SegmentedIterator:
     _num_workers = num_workers
 
     @property
+    def prefetch_factor(self) -> int | None:
+        """Batches that each of them prepares ahead."""
+        return self._segments[-1].loader.prefetch_factor
+
+    @property
     def gpuopt_parts(self) -> list[Any]:
         """The iterators whose workers run: of the segment whose batches come, and of those after it."""
         there = [each for each in self._segments if not each.is_over]
