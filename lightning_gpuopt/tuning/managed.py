@@ -96,6 +96,7 @@ class ManagedLoader:
         self._given = {"num_workers": self.own_workers, "prefetch_factor": None, "pin_memory": loader.pin_memory}
         if self.own_workers:
             self._given["prefetch_factor"] = loader.prefetch_factor or 2
+        self._keeps = False
         self._next: dict[str, Any] = {}
         self._returns: set[str] = set()
         self._follows = measures or (not self.own_workers and loader.num_workers > 0)  # set by an earlier fit
@@ -385,7 +386,7 @@ class ManagedLoader:
         elif setting == "persistent_workers":
             if value and (reason := self._why_not(setting, value)) is not None:
                 raise CannotChange(reason)
-            self.running.shared.keeps = bool(value)
+            self._keeps = self.running.shared.keeps = bool(value)
         else:
             setattr(loader, setting, value)
 
@@ -428,8 +429,9 @@ class ManagedLoader:
             back: settings to restore, by name.
         """
         self.running.done()
-        self.running.shared.keeps = False
-        self.running.shared.end_kept()
+        if self._keeps:
+            self._keeps = self.running.shared.keeps = False
+            self.running.shared.end_kept()
         if self.running.is_of(None):
             return
         loader = self.loader
