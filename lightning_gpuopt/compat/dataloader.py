@@ -337,7 +337,9 @@ def copy_of(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
     Whatever a loader of this or a later torch, or of a class of the user's, holds is taken over.
     """
     twin: DataLoader[Any] = object.__new__(type(loader))
-    own = {name: value for name, value in vars(loader).items() if name != iterator_maker(loader)}
+    left = iterator_maker(loader)
+    # Lightning notes in "__pl_..." how a loader was made, and what was set on it: an iterator would hold itself in it.
+    own = {name: value for name, value in vars(loader).items() if name != left and not name.startswith("__pl_")}
     vars(twin).update({**own, "_iterator": None, **changed})
     return twin
 

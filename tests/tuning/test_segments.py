@@ -322,6 +322,16 @@ def test_a_subclass_with_a_constructor_of_its_own_and_without_batches() -> None:
     assert seen + [int(sample[0]) for sample in iterator] == list(range(50))
 
 
+def test_what_lightning_notes_of_a_loader_is_not_taken_over() -> None:
+    """It notes what is set on a loader while a hook makes it: an iterator in it would be in a cycle with its copy."""
+    source = loader(1)
+    noted: list[Any] = []
+    vars(source)["__pl_attrs_record"] = noted
+    twin = segmented(source)._segments[-1].loader
+    assert "__pl_attrs_record" not in vars(twin)
+    assert vars(source)["__pl_attrs_record"] is noted
+
+
 class Later:
     """The iterator of a torch to come: nothing is as it was, but that it iterates."""
 
