@@ -35,11 +35,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 try:
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
+    from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 except ImportError:
-    _BaseDataLoaderIter = object  # type: ignore[assignment,misc]
+    _BaseDataLoaderIter = _MultiProcessingDataLoaderIter = object  # type: ignore[assignment,misc]
 
 BaseIterator: Any = _BaseDataLoaderIter
+WorkersIterator: Any = _MultiProcessingDataLoaderIter
+"""The kind of iterator that Lightning has end its workers as it drops a loader; nothing else of it is used."""
 
 _MAP: Final = 0
 """``_DatasetKind.Map``."""

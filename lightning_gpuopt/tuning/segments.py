@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt.compat.dataloader import copy_of, number_from, shut_down, workers_of
+from lightning_gpuopt.compat.dataloader import WorkersIterator, copy_of, number_from, shut_down, workers_of
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.timeline.worker_numbers import NumberedWorkers
 from lightning_gpuopt.tuning.draws import DrawWatch
@@ -230,7 +230,7 @@ class Segments:
 _shared: weakref.WeakKeyDictionary[DataLoader[Any], Segments] = weakref.WeakKeyDictionary()
 
 
-class SegmentedIterator:
+class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
     """Iterates a DataLoader whose number of workers can change meanwhile; samples and their order are the loader's.
 
     Args:
@@ -579,6 +579,9 @@ class SegmentedIterator:
     def _shutdown_workers(self) -> None:
         for each in self._segments:
             shut_down(each.batches)
+
+    def __del__(self) -> None:
+        """Each segment's iterator ends its own workers, those that live on excepted."""
 
 
 @contextmanager
