@@ -40,15 +40,6 @@ class AdjustableLoader:
     """The training loader of a ``fit`` whose settings can be changed; ``"device_prefetch"`` is one of them.
 
     Of several, in a CombinedLoader, it is the one that :meth:`aim` has named.
-
-    Args:
-        trainer: the Trainer, in ``setup``: before it has asked for its loaders.
-        prefetch: what copies ahead; None: nothing does.
-        exact: leave alone workers that were not shown to draw no random numbers.
-
-    Attributes:
-        key: of the loader, in a CombinedLoader; None: of the only one, or not known yet.
-        refused: reasons, by setting, why a change that waited for an iterator could not be made.
     """
 
     def __init__(self, trainer: Trainer, prefetch: DevicePrefetch | None = None, *, exact: bool = False) -> None:
@@ -138,14 +129,7 @@ class AdjustableLoader:
         return None if (managed := self._only) is None else managed.now(setting)
 
     def change(self, setting: str, value: Any) -> bool:
-        """Change a setting.
-
-        Args:
-            setting: its name.
-            value: its new value.
-
-        Returns:
-            Whether it is in effect; else it will be with the next iterator.
+        """Change a setting: True where that is in effect, False where it will be with the next iterator.
 
         Raises:
             CannotChange: it has to stay as it is.
@@ -210,11 +194,7 @@ class AdjustableLoader:
         return sum(each.looked_s for each in self._managed)
 
     def step_done(self) -> str | None:
-        """Check the workers that were started while training runs. Called once a window.
-
-        Returns:
-            Why there are fewer workers than were asked for; None if there are as many.
-        """
+        """Check the workers that were started while training runs. Called once a window."""
         managed = self._only
         lost = None if managed is None else managed.step_done(self._iterator)
         if lost is not None and lost.kind == "order":
@@ -225,11 +205,7 @@ class AdjustableLoader:
     # -- the end
 
     def undo(self, back: dict[str, Any]) -> None:
-        """Restore the loader, remove our hooks and end the workers that were kept; may be called more than once.
-
-        Args:
-            back: the settings to restore, by name.
-        """
+        """Restore the loader, remove our hooks and end the workers that were kept; may be called more than once."""
         only = self._only
         self._leave()
         managed, self._managed = self._managed, []

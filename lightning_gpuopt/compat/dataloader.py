@@ -105,11 +105,7 @@ def shut_down(iterator: Any) -> None:
 
 
 def wait_at_most(iterator: Any, seconds: float) -> None:
-    """Have an iterator's next batch end in torch's error after so many seconds, unless its own ``timeout`` is less.
-
-    Raises:
-        AttributeError: it has none of its own.
-    """
+    """Have an iterator's next batch end in torch's error after so many seconds, unless its own ``timeout`` is less."""
     if not iterator._timeout or seconds < iterator._timeout:
         iterator._timeout = seconds
 
@@ -197,9 +193,6 @@ class WorkerBatches:
     When torch hands out a batch it asks the sampler for one more index. Taken ahead, that waits until the turn of the
     batch has come (:meth:`ask_for_more`): so the sampler is asked, and draws its random numbers, exactly when it would
     have been. The batches of an iterable dataset have no indices to draw; there the workers are asked at once.
-
-    Args:
-        iterator: of a DataLoader; :func:`has_workers` must be true for it.
     """
 
     __slots__ = ("_asked", "_indexed", "_part", "iterator")
@@ -258,11 +251,7 @@ class WorkerBatches:
             self.iterator.takes_ahead = True
 
     def taken(self) -> int:
-        """It was taken.
-
-        Returns:
-            How often the workers are to be asked for more when its turn has come.
-        """
+        """It was taken; gives how often the workers are to be asked for more when its turn has come."""
         if not self._indexed:
             return 0
         part, self._part = self._part, None
@@ -271,11 +260,7 @@ class WorkerBatches:
         return self._asked
 
     def ask_for_more(self, times: int) -> None:
-        """The turn of a batch that was taken ahead has come.
-
-        Raises:
-            Exception: what the sampler raises, where it would have raised it.
-        """
+        """The turn of a batch that was taken ahead has come."""
         its_turn = getattr(self.iterator, "its_turn", None)
         if its_turn is not None and self._indexed:
             its_turn()
@@ -360,12 +345,7 @@ def persistent_iterator(loader: Any) -> Any:
 
 
 def time_fetches(iterator: Any, spent_ns: list[int]) -> bool:
-    """Add the nanoseconds of each fetch from an iterator to ``spent_ns[0]``; False for one that is not torch's own.
-
-    Args:
-        iterator: of a DataLoader; it is held weakly.
-        spent_ns: a list of one number.
-    """
+    """Add the nanoseconds of each fetch from an iterator to ``spent_ns[0]``; False for one that is not torch's own."""
     if not callable(getattr(type(iterator), "_next_data", None)) or not hasattr(iterator, "__dict__"):
         return False
     if "_next_data" in vars(iterator):

@@ -31,14 +31,6 @@ class TunedFit:
 
     A loader is taken in when the training loop first iterates it: by then the loop knows which one of several it is,
     and those that it has dropped (for a reload, or after a search for a learning rate) are let go.
-
-    Args:
-        trainer: the Trainer, in ``setup``: before it has asked for its loaders.
-        options: what the user asked for.
-        restored: returns the choices of the run that is resumed, by the loaders' order.
-
-    Attributes:
-        trainer: the Trainer.
     """
 
     def __init__(
@@ -104,11 +96,7 @@ class TunedFit:
                     other.wake()
 
     def undo(self, *, failed: bool = False) -> None:
-        """Remove our hooks; may be called more than once.
-
-        Args:
-            failed: training has ended with an exception, which may keep the iterators alive: end their workers.
-        """
+        """Remove our hooks; may be called more than once."""
         self._undo.close()
         self._watched.clear()
         iterators = train_iterators(self.trainer) if failed else []

@@ -49,23 +49,7 @@ class FinderOptions:
 
 
 class TunedLoader:
-    """A loader under tuning.
-
-    Args:
-        trainer: the Trainer.
-        loader: as Lightning made it ready; about to be iterated.
-        index: of the loader, among the training loaders.
-        alone: whether it is the only one.
-        options: what the user asked for.
-        restored: the choice of the run that is resumed.
-
-    Attributes:
-        managed: the loader, which changes only there.
-        before: the ``num_workers`` that the user had set.
-
-    Raises:
-        CannotChange: it cannot have other workers, or gains nothing by them.
-    """
+    """A loader under tuning."""
 
     def __init__(
         self,
@@ -227,11 +211,7 @@ class TunedLoader:
         return maker
 
     def replace(self, loader: DataLoader[Any]) -> None:
-        """Replace the loader by a reloaded one, which goes on with the choice of the old one.
-
-        Raises:
-            CannotChange: it cannot have other workers.
-        """
+        """Replace the loader by a reloaded one, which goes on with the choice of the old one."""
         old = self.running
         self._check(loader, self._dataset())
         self.managed = self._manage(loader, policy=old.policy)
@@ -239,13 +219,7 @@ class TunedLoader:
         self._raise_prefetch(self._prefetch_factor)
 
     def step_done(self, iterator: Any) -> bool:
-        """Act on what the workers have reported since the last call; cheap where that is nothing.
-
-        Args:
-            iterator: what training has just fetched from.
-
-        Returns:
-            Whether the number of workers has changed.
+        """Act on what the workers have reported since the last call: True where their number has changed.
 
         Raises:
             CannotChange: from now on the loader is left alone.

@@ -10,8 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -21,7 +20,7 @@ from lightning_gpuopt.measurements.loader_description import NEXT, NOW
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.rules import AHEAD, BY_TRIAL, AskedChange, CannotChange, why_not
-from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of
+from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader, assign, depth_of
 from lightning_gpuopt.tuning.sharing import forks, held_by, own_workers, why_not_shared
 from lightning_gpuopt.tuning.without_workers import check_workers, why_not_other_workers
 
@@ -36,40 +35,14 @@ DRAWS: Final = (
 _LAST_EPOCH: Final = "it takes a new iterator of the loader, and this epoch is the last"
 
 
-@dataclass(frozen=True)
-class LostWorkers:
-    """Why a loader has fewer workers than were asked for.
-
-    Attributes:
-        kind: the dataset was changed; a worker that was started in mid-epoch failed; workers draw random numbers;
-            there is no room any longer; what decides on the order was changed.
-        why: the reason.
-    """
-
-    kind: Literal["dataset", "growth", "draws", "room", "order"]
-    why: str
-
-
 class ManagedLoader:
     """A training loader whose settings can be changed.
 
     Args:
-        loader: about to be iterated.
-        local_ranks: ranks on this node.
-        max_num_workers: not more workers; None: as :func:`~lightning_gpuopt.tuning.caps.worker_cap` has it.
-        tolerance: of its :class:`~lightning_gpuopt.tuning.live.LivePolicy`.
-        exact: leave alone what was not shown to draw no random numbers in workers.
         own: the number of workers that the user has given it; None: what is known of it.
-        num_workers: the number of workers to begin with; None: those that it has.
         depth: batches that it asks for ahead with the user's own settings; None: with those that it has.
-        policy: continue with this policy.
         measures: time its fetches from the first one on; else once its number of workers is changed.
         wrapped: the program iterates it inside a loader of its own, maybe on a thread: nothing is changed *now*.
-
-    Attributes:
-        running: its iterator and its workers.
-        refused: reasons, by setting, why a change that waited for an iterator could not be made.
-        looked_s: seconds spent on trials in workers, to check whether they can make the batches.
     """
 
     def __init__(
@@ -100,8 +73,8 @@ class ManagedLoader:
         self._next: dict[str, Any] = {}
         self._returns: set[str] = set()
         self._follows = measures or (not self.own_workers and loader.num_workers > 0)  # set by an earlier fit
-        self.refused: dict[str, str] = {}
-        self.looked_s = 0.0
+        self.refused: dict[str, str] = {}  # reasons, by setting, against changes that waited for an iterator
+        self.looked_s = 0.0  # seconds spent on trials in workers
         if depth is None:
             depth = depth_of(loader) if self.own_workers else 0
         if num_workers is not None:
@@ -128,13 +101,7 @@ class ManagedLoader:
         return getattr(self.loader, setting, None)
 
     def when(self, setting: str, value: Any, *, last_epoch: bool = False) -> str:
-        """When a change would take effect: ``"now"``, ``"with the next iterator"`` or ``"refused because ..."``.
-
-        Args:
-            setting: an argument of a DataLoader.
-            value: its new value.
-            last_epoch: no other iterator will be made.
-        """
+        """When a change would take effect: ``"now"``, ``"with the next iterator"`` or ``"refused because ..."``."""
         try:
             reason = self._why_not(setting, value)
         except Exception as error:  # of the dataset's or the sampler's: what cannot be looked at is left alone
@@ -175,16 +142,7 @@ class ManagedLoader:
         return why_not(AskedChange(self.loader, setting, value, self.own_workers, running.start, changes))
 
     def change(self, setting: str, value: Any, iterator: Any = None, *, last_epoch: bool = False) -> bool:
-        """Change a setting.
-
-        Args:
-            setting: an argument of a DataLoader.
-            value: its new value.
-            iterator: what training fetches from; None between epochs.
-            last_epoch: no other iterator will be made.
-
-        Returns:
-            Whether it is in effect; else it will be with the next iterator.
+        """Change a setting: True where that is in effect, False where it will be with the next iterator.
 
         Raises:
             CannotChange: it has to stay as it is.
@@ -201,12 +159,7 @@ class ManagedLoader:
         return False
 
     def take_back(self, setting: str, value: Any) -> None:
-        """Restore a setting, now or with the next iterator.
-
-        Args:
-            setting: its name.
-            value: its value before.
-        """
+        """Restore a setting, now or with the next iterator."""
         if setting not in self._returns and self._next.pop(setting, None) is not None:
             return
         if setting == "num_workers" and value and self._follows:
@@ -218,12 +171,7 @@ class ManagedLoader:
             self._returns.add(setting)
 
     def is_waiting(self, setting: str, iterator: Any) -> bool:
-        """Whether a change waits for the next iterator.
-
-        Args:
-            setting: its name.
-            iterator: what training fetches from; None between epochs.
-        """
+        """Whether a change waits for the next iterator."""
         if setting == "num_workers" and iterator is not None:
             return setting in self._next or running_workers(self.loader, iterator) != self.loader.num_workers
         return setting in self._next
@@ -286,25 +234,15 @@ class ManagedLoader:
             self.running.follow(iterator)
 
     def step_done(self, iterator: Any) -> LostWorkers | None:
-        """Check the workers that were started while training runs.
-
-        Args:
-            iterator: what training has just fetched from.
-
-        Returns:
-            Why there are fewer workers than were asked for; None if there are as many.
-        """
+        """Check the workers that were started while training runs; gives why some are gone."""
         if self.running.order.bound is not None and self._left is None and (lost := self._ask_as_given()) is not None:
             return lost
         if not self._follows:
             return None
         running = self.running
         self.follow(iterator)
-        if running.fetches_here:
-            changed = "its dataset was changed while training ran, and workers would have kept the old one"
-            return LostWorkers("dataset", running.failure or changed)
-        if running.gives_up_growing():
-            return LostWorkers("growth", running.failure or "a worker that was started in mid-epoch never gave a batch")
+        if (lost := running.lost()) is not None:
+            return lost
         if self._exact and running.draws and self._drawn is None and self.loader.num_workers > self.own_workers:
             self._drawn = "its workers draw random numbers after all (exact=True)"
             self._to_fewer()
@@ -339,11 +277,7 @@ class ManagedLoader:
     # -- iterators
 
     def iterator_wanted(self) -> Callable[[Create], Any]:
-        """The training loop is about to iterate the loader: make the changes that wait.
-
-        Returns:
-            What makes the iterator.
-        """
+        """Make the changes that wait: the loop is about to iterate the loader. Gives what makes the iterator."""
         running = self.running
         running.compare_dataset()
         self._make_waiting_changes()
@@ -363,10 +297,9 @@ class ManagedLoader:
 
     def _make_waiting_changes(self) -> None:
         for setting in list(self._next):
-            value = self._next.pop(setting)
             self._returns.discard(setting)
             try:
-                self._set(setting, value)
+                self._set(setting, self._next.pop(setting))
             except Exception as error:
                 log.debug("a setting could not be changed", exc_info=not isinstance(error, CannotChange))
                 self.refused[setting] = str(error)
@@ -374,7 +307,7 @@ class ManagedLoader:
     def _set(self, setting: str, value: Any) -> None:
         """Change a setting right before an iterator is made."""
         loader = self.loader
-        grows = setting in AHEAD and setting not in self._returns and bool(value)
+        grows = setting in AHEAD and (value or 0) > (self.now(setting) or 0)
         if grows and (reason := self.running.order.why_not_ahead(loader)) is not None:
             raise CannotChange(reason)
         if setting == "num_workers" and value and self.own_workers:
@@ -423,11 +356,7 @@ class ManagedLoader:
     # -- the end
 
     def end(self, back: dict[str, Any] | None = None) -> None:
-        """End with the fit; may be called more than once.
-
-        Args:
-            back: settings to restore, by name.
-        """
+        """End with the fit, and restore these settings; may be called more than once."""
         self.running.done()
         if self._keeps:
             self._keeps = self.running.shared.keeps = False
@@ -445,14 +374,7 @@ class ManagedLoader:
 
 
 def changes_of(loader: DataLoader[Any]) -> tuple[dict[str, str], str | None]:
-    """Which settings of a loader may be changed, and when; and why more workers would read other samples.
-
-    Args:
-        loader: of the user's; it is only looked at.
-
-    Returns:
-        For each setting the answer of :meth:`ManagedLoader.when`; and the reason, None where they would not.
-    """
+    """When each setting of a loader may be changed; and why more workers would read other samples, if they would."""
     managed = ManagedLoader(loader, local_ranks=1)
     wanted = {
         "num_workers": loader.num_workers + 1,

@@ -62,11 +62,7 @@ _UNSEEN: Final = "holds too much to see for each batch whether it reads what tra
 class Order:
     """What was seen of a loader's order: whether it is known ahead, or depends on when it is asked for.
 
-    Attributes:
-        has_begun: an epoch was iterated under observation.
-        is_list: the sampler gave what is there as a whole when the iteration begins.
-        bound: why its indices must be asked for when they would have been, as the end of a sentence about it; None so
-            far.
+    ``bound`` is why its indices must be asked for when they would have been, as the end of a sentence about it.
     """
 
     def __init__(self) -> None:

@@ -6,8 +6,8 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
 import torch
 from torch.utils.data import DataLoader
@@ -51,24 +51,18 @@ def _resizes(iterator: Any) -> bool:
     return bool(getattr(type(iterator), "resizes", False))
 
 
+@dataclass(frozen=True)
+class LostWorkers:
+    """Why a loader has fewer workers than were asked for."""
+
+    kind: Literal["dataset", "growth", "draws", "room", "order"]
+    why: str
+
+
 class RunningLoader:
     """A DataLoader whose number of workers follows what its consumer needs.
 
-    Args:
-        loader: the loader, before it is iterated.
-        policy: decides.
-        max_num_workers: never more than so many; None: as :func:`~lightning_gpuopt.tuning.caps.worker_cap` has it.
-        local_world_size: ranks on this node.
-        depth: batches that the loader asks for ahead as the user has set it; 0: it has no workers.
-        clock: seconds.
-        own_workers: the number that the user has given it; None: what it has now.
-
-    Attributes:
-        no_more: why no worker may be added; None if one may.
-        dataset_changes: whether the dataset was another one when the last two iterators were made.
-        frozen: whether measuring has ended.
-        problem: why the running iterator cannot be changed; None where it can.
-        unknown: what the consumer fetches from, where that cannot be timed; None where it can.
+    The user has given it ``own_workers``, and with these it asks for ``depth`` batches ahead (0: it has none).
     """
 
     def __init__(
@@ -86,15 +80,15 @@ class RunningLoader:
         self._current: weakref.ref[Any] | None = None
         self._has_started = False
         self.policy = policy
-        self.no_more: str | None = None
-        self.dataset_changes = False
+        self.meter = FetchMeter(policy.skip, policy.window)
+        self.no_more: str | None = None  # why no worker may be added
+        self.problem: str | None = None  # why the running iterator cannot be changed
+        self.unknown: str | None = None  # what the consumer fetches from, where that cannot be timed
+        self.dataset_changes = False  # it was another one when the last two iterators were made
+        self.frozen = False  # measuring has ended
         self._own_workers = loader.num_workers if own_workers is None else own_workers
         self._began: float | None = None
         self._set_up: tuple[float, int] | None = None
-        self.meter = FetchMeter(policy.skip, policy.window)
-        self.problem: str | None = None
-        self.unknown: str | None = None
-        self.frozen = False
         self._max_num_workers = max_num_workers
         self._local_world_size = local_world_size
         self._waits_for_next = False
@@ -138,14 +132,8 @@ class RunningLoader:
     @property
     def start(self) -> WorkersStart | None:
         """What the running workers got a copy of; None before they were started."""
-        start = WorkersStart.of(self.loader)
         is_of_now = self._has_started or persistent_iterator(self.loader) is not None
-        return start if is_of_now else None
-
-    @start.setter
-    def start(self, start: WorkersStart) -> None:
-        start.note(self.loader)
-        self._has_started = True
+        return WorkersStart.of(self.loader) if is_of_now else None
 
     @property
     def _iterator(self) -> Any:
@@ -158,16 +146,13 @@ class RunningLoader:
 
     def note_start(self) -> WorkersStart:
         """Remember what the workers that are about to begin an epoch get a copy of."""
-        self.start = start = WorkersStart(self.loader, self._own_workers)
-        self._began = self._clock()
+        start = WorkersStart(self.loader, self._own_workers)
+        start.note(self.loader)
+        self._has_started, self._began = True, self._clock()
         return start
 
     def iterator_wanted(self) -> Callable[[Create], Any]:
-        """The training loop is about to iterate the loader: set its number of workers.
-
-        Returns:
-            What makes the iterator.
-        """
+        """Set the number of workers: the loop is about to iterate the loader. Gives what makes the iterator."""
         self._go_further()
         start = self.note_start()
         note_own_workers(self.loader, self._own_workers)
@@ -205,22 +190,8 @@ class RunningLoader:
             else:
                 self.policy.set(loader.num_workers, settle=True)
 
-    @property
-    def fetches_here(self) -> bool:
-        """Whether the training process makes the batches in place of workers that were wanted."""
-        return isinstance(self._iterator, SegmentedIterator) and self._iterator.fetches_here
-
-    @property
-    def failure(self) -> str | None:
-        """What became of workers that the user did not ask for; None where they all work."""
-        return self._iterator.failure if isinstance(self._iterator, SegmentedIterator) else None
-
     def follow(self, iterator: Any) -> None:
-        """Time this iterator, and make it resizable if possible.
-
-        Args:
-            iterator: what the consumer has just fetched a batch from.
-        """
+        """Time the iterator that the consumer has just fetched from."""
         if self._iterator is iterator:
             return
         self._current = weakref.ref(iterator)
@@ -242,15 +213,19 @@ class RunningLoader:
             self.look()
         self.meter.epoch_begins(max(self.policy.num_workers, 1))
 
-    def gives_up_growing(self) -> bool:
-        """Whether a worker that was started in mid-epoch has turned out not to work; says so once."""
-        if self.failure is None or self._grow_at_epochs is not None:
-            return False
-        self._grow_at_epochs = self.failure
-        self.problem = self._why_not_live()
+    def lost(self) -> LostWorkers | None:
+        """What has become of workers that the user did not ask for; of those added in mid-epoch, once."""
+        iterator = self._iterator
+        if not isinstance(iterator, SegmentedIterator) or iterator.failure is None:
+            return None
+        if iterator.fetches_here:
+            return LostWorkers("dataset", iterator.failure)
+        if self._grow_at_epochs is not None:
+            return None
+        self.problem = self._grow_at_epochs = iterator.failure
         self.policy.set(self.loader.num_workers)
         self.look()
-        return True
+        return LostWorkers("growth", iterator.failure)
 
     def take_over(self, old: RunningLoader) -> None:
         """Continue with the number and policy of the loader that this one replaces."""
@@ -311,11 +286,9 @@ class RunningLoader:
         return cap if cap.num_workers < self.loader.num_workers else None
 
     def cap(self, *, keep: bool = False, beside: bool = False) -> Cap:
-        """The most workers that fit here now, in place of the running ones.
+        """The most workers that fit here now, in place of the running ones, or ``beside`` them.
 
-        Args:
-            keep: how many may stay; more may stay than may be started.
-            beside: of others, which start while the running ones finish.
+        With ``keep`` as many as may stay: more may stay than may be started.
         """
         running = None if beside else self._iterator
         workers = workers_of(running)
@@ -352,12 +325,8 @@ class RunningLoader:
         # the first has run for longest, the last is what another would be like
         self._memory.look([each.pid or 0 for each in {*workers[:1], *workers[-1:]}])
 
-    def apply(self, num_workers: int) -> int:
-        """Set the number of workers: now if possible, else from the next iterator on.
-
-        Returns:
-            The number that runs, or will run.
-        """
+    def apply(self, num_workers: int) -> None:
+        """Set the number of workers: now if possible, else from the next iterator on."""
         iterator = self._iterator
         if num_workers > self.loader.num_workers and not self._may_grow(num_workers):
             num_workers = self.loader.num_workers
@@ -377,7 +346,6 @@ class RunningLoader:
         if num_workers != self.policy.num_workers:
             self.policy.set(num_workers)
         self.look()
-        return num_workers
 
     def _may_grow(self, num_workers: int) -> bool:
         """Whether workers may be added, now or with the next iterator; else ``no_more`` says why not."""
@@ -430,13 +398,9 @@ class RunningLoader:
         return saved_s > -set_up_s
 
     def before_epoch(self, prefetch_factor: int | None = None) -> bool:
-        """The loop is about to begin an epoch; of workers that persist, other ones may begin it.
+        """The loop is about to begin an epoch: of workers that persist, other ones may begin it.
 
-        Args:
-            prefetch_factor: to be set.
-
-        Returns:
-            Whether the loader has the settings that were asked for: workers stay whose dataset is another by now.
+        False where they stay, and with them their settings: their dataset is another by now.
         """
         loader = self.loader
         self.meter.epoch_begins(max(self.policy.num_workers, 1))
@@ -465,11 +429,7 @@ class RunningLoader:
             WorkersStart.forget(self.loader)
 
     def end(self, running: Sequence[Any] = ()) -> None:
-        """End the workers at once: training has failed, and what it failed with may keep the iterator alive.
-
-        Args:
-            running: what the consumer fetches from now.
-        """
+        """End the workers at once, also of ``running``: training has failed, and its error may keep iterators alive."""
         for iterator in (self._iterator, persistent_iterator(self._loader()), *running):
             shut_down(iterator)
 

@@ -46,10 +46,7 @@ Make = Callable[[], Any]
 class Indices:
     """What the batches of an epoch are made of: drawn from the loader's sampler, for one segment after the other.
 
-    Args:
-        sampler: the loader's ``batch_sampler``, or its ``sampler`` where that makes no batches.
-        due: indices that the loader would have asked for by now, with the user's own number of workers.
-        ahead: whether indices may be drawn before they are due.
+    ``due`` indices the user's own number of workers would have asked for by now; more may be drawn if ``ahead()``.
     """
 
     def __init__(self, sampler: Any, due: int, ahead: Callable[[], bool]) -> None:
@@ -85,11 +82,7 @@ class Indices:
         return bool(self._waiting)
 
     def take(self) -> Any:
-        """The next one, for a segment.
-
-        Raises:
-            StopIteration: there is none; or none yet, where it is not due and must not be drawn earlier.
-        """
+        """The next one, for a segment; StopIteration also where there is none yet."""
         if not self._waiting and (self._drawn < self.due or self._may_draw_early()):
             self._draw()
         if not self._waiting:
@@ -101,11 +94,7 @@ class Indices:
         self._waiting.extendleft(reversed(list(indices)))
 
     def draw_what_is_due(self) -> None:
-        """Ask the sampler as far ahead as it would have been.
-
-        Raises:
-            Exception: what it raises, at the batch at which the user's own loader would have met it.
-        """
+        """Ask the sampler as far ahead as it would have been; its errors come at the batch at which they would have."""
         while self._drawn < self.due and not self._ended:
             self._draw()
         if self._error is not None and self._drawn < self.due:
@@ -136,9 +125,7 @@ class Indices:
 class _Rest:
     """The sampler of one segment: the rest of the epoch, until the segment is stopped.
 
-    Attributes:
-        given: what it has given, and whose batches have not come yet.
-        begins: whether iterating it iterates the loader's own sampler.
+    ``given`` is what it gave and whose batches have not come; with ``begins`` iterating it iterates the user's sampler.
     """
 
     def __init__(self, indices: Indices, *, begins: bool) -> None:
@@ -168,14 +155,7 @@ class _Rest:
 
 @dataclass
 class _Segment:
-    """Part of an epoch.
-
-    Attributes:
-        loader: a copy of the user's, whose sampler is ``rest``.
-        rest: what it reads.
-        batches: iterates it.
-        first: the number of its first worker, in reports.
-    """
+    """Part of an epoch: a copy of the loader that reads ``rest``, and the number of its first worker in reports."""
 
     loader: DataLoader[Any]
     rest: _Rest
@@ -199,14 +179,7 @@ class _Segment:
 
 @dataclass
 class Segments:
-    """What the iterators of one loader share: of every epoch, and for all who change it.
-
-    Attributes:
-        order: what was seen of its sampler.
-        draws: what was seen of its workers' draws.
-        keeps: whether the workers are to live on from epoch to epoch, although the loader does not say so.
-        kept: those that do.
-    """
+    """What all iterators of a loader share; with ``keeps`` its workers live on although the loader does not say so."""
 
     order: Order = field(default_factory=Order)
     draws: DrawWatch = field(default_factory=DrawWatch)
@@ -234,18 +207,12 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
     """Iterates a DataLoader whose number of workers can change meanwhile; samples and their order are the loader's.
 
     Args:
-        loader: of torch's own iterators, over a map-style dataset; its ``num_workers`` is how many it begins with.
+        loader: over a map-style dataset; its ``num_workers`` is how many it begins with.
         create: makes a segment's iterator by what it is called with, which it calls where the loader would make one.
         own_workers: the number that the user has given.
         depth: batches that the loader asks for ahead as the user has set it; 0: it has no workers.
-        changed: says, of the indices of the batches that workers make in place of the training process, whether what
-            these were given has changed: then the training process makes them, and all later ones.
-
-    Attributes:
-        failure: what became of workers that were started in the user's place; None where they all work.
-        begins_anew: workers that persist give way to those that the loader should have, as the next epoch begins.
-        takes_ahead: what is fetched is fetched ahead of its turn; :meth:`its_turn` follows.
-        started: seconds that starting the last segment's workers took, and their number; None: none were started.
+        changed: says whether a dataset, as these samples see it, is another than at the start of the epoch: then the
+            training process takes over from workers that stand in for it.
     """
 
     resizes = True
@@ -262,9 +229,10 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         self._loader = weakref.ref(loader)
         self._create, self._own_workers, self._depth, self._changed = create, own_workers, depth, changed
         self.shared = Segments.of(loader)
-        self.failure: str | None = None
-        self.started: tuple[float, int] | None = None
-        self.takes_ahead = self.begins_anew = False
+        self.failure: str | None = None  # what became of workers that were started in the user's place
+        self.started: tuple[float, int] | None = None  # seconds that starting the last ones took, and their number
+        self.takes_ahead = False  # what is fetched is fetched ahead of its turn
+        self.begins_anew = False  # workers that persist give way to others as the next epoch begins
         self._segments: deque[_Segment] = deque()
         self._count = 0
         self._seed = _next_seed(loader.generator)
@@ -422,14 +390,9 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
     # -- changing the number of workers
 
     def resize(self, num_workers: int, *, overlap: bool = True) -> int:
-        """Set the number of workers; call it between two batches, on the consumer's thread.
+        """Set the number of workers, between two batches; gives the number that runs, or will with the next epoch.
 
-        Args:
-            num_workers: at least 1.
-            overlap: start the new workers while the old ones finish; else once they have.
-
-        Returns:
-            The number that runs, or will run with the next epoch: as before where the system lets no others start.
+        With ``overlap`` the new workers start while the old ones finish; else once they have.
         """
         if num_workers < 1:
             raise ValueError(f"num_workers: expected at least 1, got {num_workers}")
@@ -502,16 +465,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
     # -- segments
 
     def _begin(self, workers: int, generator: torch.Generator | None, *, begins: bool = False) -> None:
-        """Start a segment.
-
-        Args:
-            workers: how many.
-            generator: what its workers' seed is drawn from.
-            begins: its iterator draws what the loader's own would have drawn.
-
-        Raises:
-            Exception: its workers could not be started.
-        """
+        """Start a segment; with ``begins`` its iterator draws what the loader's own would have drawn."""
         loader = self._loader()
         if loader is None:
             raise RuntimeError("the DataLoader is gone, and can start no other workers")
