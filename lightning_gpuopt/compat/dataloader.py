@@ -195,13 +195,12 @@ class WorkerBatches:
     have been. The batches of an iterable dataset have no indices to draw; there the workers are asked at once.
     """
 
-    __slots__ = ("_asked", "_indexed", "_part", "iterator")
+    __slots__ = ("_asked", "_indexed", "iterator")
 
     def __init__(self, iterator: Any) -> None:
         self.iterator = iterator
         self._indexed = parts(iterator)[0]._dataset_kind == _MAP
         self._asked = 0
-        self._part: Any = None
 
     def _count(self) -> None:
         self._asked += 1
@@ -246,26 +245,19 @@ class WorkerBatches:
         """From here on, until :meth:`taken`, what is taken is taken ahead of its turn."""
         if self._indexed:
             self._asked = 0
-            self._part = parts(self.iterator)[0]
-            self._part._try_put_index = self._count
-            self.iterator.takes_ahead = True
+            self.iterator._try_put_index = self._count
 
     def taken(self) -> int:
         """It was taken; gives how often the workers are to be asked for more when its turn has come."""
         if not self._indexed:
             return 0
-        part, self._part = self._part, None
-        vars(part).pop("_try_put_index", None)
-        self.iterator.takes_ahead = False
+        vars(self.iterator).pop("_try_put_index", None)
         return self._asked
 
     def ask_for_more(self, times: int) -> None:
         """The turn of a batch that was taken ahead has come."""
-        its_turn = getattr(self.iterator, "its_turn", None)
-        if its_turn is not None and self._indexed:
-            its_turn()
         for _ in range(times):
-            parts(self.iterator)[0]._try_put_index()
+            self.iterator._try_put_index()
 
 
 def has_workers(iterator: Any) -> bool:

@@ -125,7 +125,8 @@ class Indices:
 class _Rest:
     """The sampler of one segment: the rest of the epoch, until the segment is stopped.
 
-    ``given`` is what it gave and whose batches have not come; with ``begins`` iterating it iterates the user's sampler.
+    ``given`` is what it gave and whose batches have not come, ``refused`` how often it was asked too early. With
+    ``begins`` iterating it iterates the user's sampler.
     """
 
     def __init__(self, indices: Indices, *, begins: bool) -> None:
@@ -135,7 +136,7 @@ class _Rest:
         """Begin an epoch."""
         self.indices, self.begins = indices, begins
         self.given: deque[Any] = deque()
-        self.stopped = False
+        self.stopped, self.refused = False, 0
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -148,7 +149,11 @@ class _Rest:
     def __next__(self) -> Any:
         if self.stopped:
             raise StopIteration
-        index = self.indices.take()
+        try:
+            index = self.indices.take()
+        except StopIteration:
+            self.refused += self.indices.left != 0
+            raise
         self.given.append(index)
         return index
 
@@ -166,6 +171,12 @@ class _Segment:
     def is_over(self) -> bool:
         """Whether all that it was asked for has come, and it asks for nothing more."""
         return self.rest.stopped and not self.rest.given
+
+    def ask_again(self) -> None:
+        """Have the workers asked for what could not be drawn yet as a batch was taken ahead of its turn."""
+        times, self.rest.refused = self.rest.refused, 0
+        for _ in range(times):
+            self.batches._try_put_index()
 
     def may_go_on(self, loader: DataLoader[Any]) -> bool:
         """Whether its workers live, persist, and are as many as a loader should have, with as many batches ahead."""
@@ -231,7 +242,6 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         self.shared = Segments.of(loader)
         self.failure: str | None = None  # what became of workers that were started in the user's place
         self.started: tuple[float, int] | None = None  # seconds that starting the last ones took, and their number
-        self.takes_ahead = False  # what is fetched is fetched ahead of its turn
         self.begins_anew = False  # workers that persist give way to others as the next epoch begins
         self._segments: deque[_Segment] = deque()
         self._count = 0
@@ -345,20 +355,34 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             asked = [index for each in self._segments for index in each.rest.given]
             if self._segments[-1].loader.num_workers and self._changed(_samples(asked)):
                 self._go_back("its dataset was changed while training ran, and workers would have kept the old one")
-        if not self.takes_ahead:
-            self.its_turn()
+        if not self._is_ahead:
+            self._count_turn()
         if not self._depth:
             self._indices.draw_what_is_due()
 
-    def its_turn(self) -> None:
-        """The turn of a batch has come: the sampler may be asked for one more."""
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether batches are taken ahead of their turn: somebody puts off asking for more."""
+        return "_try_put_index" in vars(self)
+
+    def _count_turn(self) -> None:
         self._turns += 1
         self._indices.due = self._depth + self._turns
+
+    def _try_put_index(self) -> None:
+        """The turn of a batch that was taken ahead has come: ask for one more."""
+        self._count_turn()
+        self._indices.draw_what_is_due()
+        for each in self._segments:
+            each.ask_again()
 
     def _taken(self, segment: _Segment) -> None:
         if segment.rest.given:
             segment.rest.given.popleft()
-        self._indices.draw_what_is_due()
+        if self._is_ahead:
+            self._try_put_index()
+        else:
+            self._indices.draw_what_is_due()
 
     def _now(self) -> _Segment:
         """The segment whose batches come."""

@@ -16,7 +16,7 @@ from lightning_gpuopt.tuning import caps, running
 from lightning_gpuopt.tuning.caps import Cap, Room
 from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
 from lightning_gpuopt.tuning.meter import FetchMeter
-from lightning_gpuopt.tuning.running import RunningLoader, assign, depth_of, length_of
+from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader, assign, depth_of, length_of
 from lightning_gpuopt.tuning.sharing import own_workers
 from lightning_gpuopt.tuning.workers import Trial
 from tests.helpers import Clock
@@ -162,7 +162,7 @@ class TestDecisions:
 
     def test_nor_while_a_change_waits_for_the_next_epoch(self) -> None:
         made = follower()
-        made.start = running.WorkersStart(made.loader, 1)
+        made.note_start()
         iterator, later = Pulled(), Pulled()
         made.follow(iterator)
         made.apply(2)
@@ -224,35 +224,39 @@ class TestRoom:
 class TestAnotherNumber:
     def test_before_anything_runs_it_is_written_down(self) -> None:
         made = follower()
-        assert made.apply(3) == 3
+        made.apply(3)
+        assert made.loader.num_workers == 3
         assert (made.loader.num_workers, made.policy.num_workers, made.no_more) == (3, 3, None)
         assert made.meter.asleep == made.policy.skip  # and nothing waits
 
     def test_of_an_iterator_that_cannot_be_changed_the_next_has_it(self) -> None:
         made = follower()
-        made.start = running.WorkersStart(made.loader, 1)
+        made.note_start()
         iterator = Pulled()
         made.follow(iterator)
         assert made.problem is not None
-        assert made.apply(3) == 3
+        made.apply(3)
+        assert made.loader.num_workers == 3
         assert made.loader.num_workers == 3
 
     def test_workers_of_an_earlier_fit_get_no_more_beside_them(self) -> None:
         made = follower()
         iterator = Pulled()
         made.follow(iterator)
-        assert made.apply(3) == 1
+        made.apply(3)
+        assert made.loader.num_workers == 1
         assert made.no_more == "its workers run since an earlier fit, and their dataset may be another by now"
         assert (made.loader.num_workers, made.policy.settled) == (1, True)
 
     def test_a_dataset_that_has_changed_is_not_given_to_more_beside_those_that_persist(self) -> None:
         for persist, number in ((True, 1), (False, 3)):
             made = follower(persistent_workers=persist)
-            made.start = running.WorkersStart(made.loader, 1)
+            made.note_start()
             iterator = Pulled()
             made.follow(iterator)
             made.loader.dataset.extra = 5  # type: ignore[attr-defined]
-            assert made.apply(3) == number
+            made.apply(3)
+            assert made.loader.num_workers == number
             assert (made.no_more is not None) is persist
 
     def test_what_an_iterator_without_a_class_of_its_own_gives_cannot_be_timed(self) -> None:
@@ -298,9 +302,10 @@ class TestWhetherAStartPays:
 
     def test_where_they_do_not_none_is_added_and_it_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made = follower(2)
-        made.start = running.WorkersStart(made.loader, 2)
+        made.note_start()
         monkeypatch.setattr(RunningLoader, "_pays", lambda self, number: False)
-        assert made.apply(4) == 2
+        made.apply(4)
+        assert made.loader.num_workers == 2
         assert made.no_more == (
             "starting 4 for every epoch would take longer than they save; give the DataLoader persistent_workers=True"
         )
@@ -315,7 +320,8 @@ def test_in_an_epoch_workers_start_where_its_rest_is_long_enough(start_s: float,
     made.follow(iterator)
     assert iterator.batches_left == 19  # of 40: two are under way
     iterator.started, made._wait_s = (start_s, 1), 1.0  # three take three times as long
-    assert made.apply(3) == 3
+    made.apply(3)
+    assert made.loader.num_workers == 3
     assert (iterator.num_workers, made.loader.num_workers) == (3 if pays else 1, 3)
     iterator._shutdown_workers()
 
@@ -330,18 +336,18 @@ class TestGrowthThatFails:
 
     def test_it_is_given_up_once_and_the_next_epoch_changes(self) -> None:
         made, iterator = self.grown()
-        assert not made.gives_up_growing()
+        assert made.lost() is None
         iterator.failure = "one died"
-        assert made.gives_up_growing()
+        assert made.lost() == LostWorkers("growth", "one died")
         assert made.problem == "one died"
-        assert not made.gives_up_growing()
+        assert made.lost() is None
         made.apply(4)
         assert (iterator.num_workers, made.loader.num_workers) == (2, 4)
 
     def test_the_loader_after_it_does_not_try_again(self) -> None:
         made, iterator = self.grown()
         iterator.failure = "one died"
-        made.gives_up_growing()
+        made.lost()
         new = follower()
         new.take_over(made)
         new.follow(made_by(new))
@@ -349,11 +355,10 @@ class TestGrowthThatFails:
 
     def test_no_other_iterator_fails(self) -> None:
         made = follower()
-        assert not made.gives_up_growing()
-        iterator = Pulled()
-        made.follow(iterator)
-        assert not made.gives_up_growing()
-        assert (made.fetches_here, made.draws) == (False, False)
+        assert made.lost() is None
+        made.follow(Pulled())
+        assert made.lost() is None
+        assert not made.draws
 
 
 def test_no_workers_have_no_batches_ahead() -> None:
@@ -436,7 +441,8 @@ def test_where_training_would_wait_for_new_workers_the_next_epoch_changes(kwargs
         next(iterator)
         made.follow(iterator)
         assert reason in (made.problem or "")
-        assert made.apply(3) == 3
+        made.apply(3)
+        assert made.loader.num_workers == 3
         assert (iterator.num_workers, made.loader.num_workers) == (1, 3)
         iterator._shutdown_workers()
 
@@ -449,7 +455,8 @@ def test_spawned_workers_of_a_loader_without_any_are_not_changed_while_it_runs(m
     iterator = made_by(made)
     next(iterator)
     made.follow(iterator)
-    assert made.apply(3) == 3
+    made.apply(3)
+    assert made.loader.num_workers == 3
     assert (iterator.num_workers, len(workers_of(iterator)), source.num_workers) == (1, 1, 3)
     iterator._shutdown_workers()
 

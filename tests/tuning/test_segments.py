@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from lightning_gpuopt.compat.dataloader import numbered_workers, workers_of
+from lightning_gpuopt.compat.dataloader import WorkerBatches, numbered_workers, workers_of
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.timeline.worker_numbers import worker_number
 from lightning_gpuopt.tuning.running import depth_of
@@ -249,6 +249,48 @@ def test_the_error_of_a_sampler_comes_where_it_would_have(own: int, after: int) 
 
     assert begin(True) == begin(False)
     gc.collect()
+
+
+class Follows(Sampler[int]):
+    """Each index is what was written before it was asked for."""
+
+    def __init__(self) -> None:
+        self.written = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return (1000 * self.written + number for number in range(120))
+
+    def __len__(self) -> int:
+        return 120
+
+
+@pytest.mark.parametrize("plan", [{}, {5: 3, 20: 1, 21: 4}])
+@pytest.mark.parametrize("follows", [False, True])
+def test_batches_taken_ahead_of_their_turn_ask_for_more_in_their_turn(follows: bool, plan: dict[int, int]) -> None:
+    """Also where the workers change in between: each segment is asked as often as it gave a batch, and no oftener."""
+
+    def begin(ahead: int) -> list[Any]:
+        sampler = Follows()
+        order = {"sampler": sampler, "shuffle": False} if follows else {}
+        source = loader(2, 120000 if follows else 240, **order)
+        iterator = segmented(source)
+        workers, waiting, seen = WorkerBatches(iterator), list[tuple[Any, int]](), list[Any]()
+        for number in range(60 if follows else 120):
+            if not waiting:
+                waiting.append((next(iterator), 0))
+            while len(waiting) <= ahead and workers.may_be_taken_ahead:
+                workers.take_ahead()
+                batch = next(iterator)
+                waiting.append((batch, workers.taken()))
+            batch, asks = waiting.pop(0)
+            workers.ask_for_more(asks)
+            seen.append(batch[:, 0].tolist())
+            sampler.written += 1
+            if number in plan and not follows:
+                iterator.resize(plan[number])
+        return seen
+
+    assert begin(ahead=3) == begin(ahead=0)
 
 
 @pytest.mark.parametrize("own", [1, 2])
