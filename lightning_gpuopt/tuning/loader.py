@@ -19,7 +19,7 @@ from lightning_gpuopt.tuning.find import find_num_workers
 from lightning_gpuopt.tuning.indices import own_sampling
 from lightning_gpuopt.tuning.managed import DRAWS, ManagedLoader
 from lightning_gpuopt.tuning.rules import AskedChange, CannotChange, has_own_state, why_left_alone, why_not
-from lightning_gpuopt.tuning.running import RunningLoader, depth_of
+from lightning_gpuopt.tuning.running import RunningLoader
 from lightning_gpuopt.tuning.sharing import own_workers
 from lightning_gpuopt.tuning.without_workers import check_workers, why_not_other_workers
 from lightning_gpuopt.tuning.workers import NumWorkersResult, WorkersChoice
@@ -74,7 +74,6 @@ class TunedLoader:
         self._draws = False
         self._keeps_state = has_own_state(loader)
         self.before = own_workers(loader)
-        depth = 0 if not self.before else depth_of(loader)
         is_known = restored is not None and (restored.settled or not self.before)
         self._check(loader, loader.dataset if is_known else None)
         self._restored = restored = None if restored is None else self._fitting(restored)
@@ -87,26 +86,22 @@ class TunedLoader:
             )
         elif not self.before and not number:
             number = 1
-        self.managed = self._manage(loader, depth, num_workers=self._allowed(number))
+        self._dataset = weakly(loader.dataset)
+        self.managed = ManagedLoader(
+            loader,
+            local_ranks=self._local_ranks,
+            max_num_workers=options.max_num_workers,
+            tolerance=options.tolerance,
+            exact=options.exact,
+            own=self.before,
+            num_workers=self._allowed(number),
+            measures=not self._keeps_state,
+        )
         if restored is not None:
             self._raise_prefetch(restored.prefetch_factor)
         first = trainer.global_rank - trainer.local_rank
         peers = range(first, first + self._local_ranks)
         self._ranks = NodeRanks(f"num-workers-{first}-{index}", trainer.global_rank, peers)
-
-    def _manage(self, loader: DataLoader[Any], depth: int | None = None, **more: Any) -> ManagedLoader:
-        self._dataset = weakly(loader.dataset)
-        return ManagedLoader(
-            loader,
-            local_ranks=self._local_ranks,
-            max_num_workers=self._options.max_num_workers,
-            tolerance=self._options.tolerance,
-            exact=self._options.exact,
-            own=self.before,
-            depth=depth,
-            measures=not self._keeps_state,
-            **more,
-        )
 
     def _check(self, loader: DataLoader[Any], known: Any = None) -> None:
         """Raise :class:`CannotChange` if no other number of workers is safe; a known dataset is not read again."""
@@ -212,10 +207,9 @@ class TunedLoader:
 
     def replace(self, loader: DataLoader[Any]) -> None:
         """Replace the loader by a reloaded one, which goes on with the choice of the old one."""
-        old = self.running
         self._check(loader, self._dataset())
-        self.managed = self._manage(loader, policy=old.policy)
-        self.running.take_over(old)
+        self._dataset = weakly(loader.dataset)
+        self.managed.go_on_with(loader)
         self._raise_prefetch(self._prefetch_factor)
 
     def step_done(self, iterator: Any) -> bool:

@@ -20,7 +20,7 @@ from lightning_gpuopt.measurements.loader_description import NEXT, NOW
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.rules import AHEAD, BY_TRIAL, AskedChange, CannotChange, why_not
-from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader, assign, depth_of
+from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader, assign
 from lightning_gpuopt.tuning.sharing import forks, held_by, own_workers, why_not_shared
 from lightning_gpuopt.tuning.without_workers import check_workers, why_not_other_workers
 
@@ -40,7 +40,6 @@ class ManagedLoader:
 
     Args:
         own: the number of workers that the user has given it; None: what is known of it.
-        depth: batches that it asks for ahead with the user's own settings; None: with those that it has.
         measures: time its fetches from the first one on; else once its number of workers is changed.
         wrapped: the program iterates it inside a loader of its own, maybe on a thread: nothing is changed *now*.
     """
@@ -55,8 +54,6 @@ class ManagedLoader:
         exact: bool = False,
         own: int | None = None,
         num_workers: int | None = None,
-        depth: int | None = None,
-        policy: LivePolicy | None = None,
         measures: bool = False,
         wrapped: bool = False,
     ) -> None:
@@ -66,26 +63,31 @@ class ManagedLoader:
         self._seen: tuple[str | None] | None = None
         self._drawn: str | None = None
         self._left: str | None = None
-        self._given = {"num_workers": self.own_workers, "prefetch_factor": None, "pin_memory": loader.pin_memory}
-        if self.own_workers:
-            self._given["prefetch_factor"] = loader.prefetch_factor or 2
+        self._note_given(loader)
         self._keeps = False
         self._next: dict[str, Any] = {}
         self._returns: set[str] = set()
         self._follows = measures or (not self.own_workers and loader.num_workers > 0)  # set by an earlier fit
         self.refused: dict[str, str] = {}  # reasons, by setting, against changes that waited for an iterator
         self.looked_s = 0.0  # seconds spent on trials in workers
-        if depth is None:
-            depth = depth_of(loader) if self.own_workers else 0
         if num_workers is not None:
             assign(loader, num_workers)
-        policy = policy or LivePolicy(
-            loader.num_workers,
-            cpus=usable_cpus() / local_ranks,
-            tolerance=tolerance,
-            prefetch_factor=loader.prefetch_factor or 2,
-        )
-        self.running = RunningLoader(loader, policy, max_num_workers, local_ranks, depth, own_workers=self.own_workers)
+        cpus, factor = usable_cpus() / local_ranks, loader.prefetch_factor or 2
+        policy = LivePolicy(loader.num_workers, cpus=cpus, tolerance=tolerance, prefetch_factor=factor)
+        self.running = RunningLoader(loader, policy, max_num_workers, local_ranks, own_workers=self.own_workers)
+
+    def _note_given(self, loader: DataLoader[Any]) -> None:
+        factor = (loader.prefetch_factor or 2) if self.own_workers else None
+        self._given = {
+            "num_workers": self.own_workers,
+            "prefetch_factor": factor,
+            "pin_memory": loader.pin_memory,
+        }
+
+    def go_on_with(self, loader: DataLoader[Any]) -> None:
+        """Continue with a loader that replaces this one, and has its own number of workers yet."""
+        self._note_given(loader)
+        self.running.go_on_with(loader)
 
     @property
     def loader(self) -> DataLoader[Any]:

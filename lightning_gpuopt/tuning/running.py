@@ -60,10 +60,7 @@ class LostWorkers:
 
 
 class RunningLoader:
-    """A DataLoader whose number of workers follows what its consumer needs.
-
-    The user has given it ``own_workers``, and with these it asks for ``depth`` batches ahead (0: it has none).
-    """
+    """A DataLoader whose number of workers follows what its consumer needs; the user has given it ``own_workers``."""
 
     def __init__(
         self,
@@ -71,7 +68,6 @@ class RunningLoader:
         policy: LivePolicy,
         max_num_workers: int | None = None,
         local_world_size: int = 1,
-        depth: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         own_workers: int | None = None,
     ) -> None:
@@ -92,7 +88,7 @@ class RunningLoader:
         self._max_num_workers = max_num_workers
         self._local_world_size = local_world_size
         self._waits_for_next = False
-        self._depth = depth_of(loader) if depth is None else depth
+        self._depth = self._own_workers * (loader.prefetch_factor or 2)
         self._clock = clock
         self._fits_until = clock() + _FITS_FOR_S
         self._memory = MemoryWatch(lambda pid: worker_memory(pid))
@@ -227,15 +223,14 @@ class RunningLoader:
         self.look()
         return LostWorkers("growth", iterator.failure)
 
-    def take_over(self, old: RunningLoader) -> None:
-        """Continue with the number and policy of the loader that this one replaces."""
-        assign(self.loader, old.num_workers if not old._later else self.loader.num_workers)
-        self._own_workers = old._own_workers
-        self.meter, self.frozen, self._depth = old.meter, old.frozen, old._depth
-        self._waits_for_next, self._batch = old._waits_for_next, old._batch
-        self._grow_at_epochs = old._grow_at_epochs
-        self._later = old._later
-        self.shared.order, self.shared.draws = old.shared.order, old.shared.draws
+    def go_on_with(self, loader: DataLoader[Any]) -> None:
+        """Continue with a loader that replaces this one, and has the user's own number of workers yet."""
+        old, number = self.shared, self._own_workers if self._later else self.num_workers
+        self._loader, self._current, self._has_started, self.no_more = weakref.ref(loader), None, False, None
+        self.shared = Segments.of(loader)
+        self.shared.order, self.shared.draws = old.order, old.draws
+        self._depth = self._own_workers * (loader.prefetch_factor or 2)
+        assign(loader, number)
         if self.meter.seen is not None:  # and not acted on: it was not in training that the old one was iterated last
             self.look()
 
@@ -432,11 +427,6 @@ class RunningLoader:
         """End the workers at once, also of ``running``: training has failed, and its error may keep iterators alive."""
         for iterator in (self._iterator, persistent_iterator(self._loader()), *running):
             shut_down(iterator)
-
-
-def depth_of(loader: DataLoader[Any]) -> int:
-    """Batches that a loader requests ahead."""
-    return max(loader.num_workers * (loader.prefetch_factor or 2), 1)
 
 
 def assign(loader: DataLoader[Any], num_workers: int) -> None:

@@ -26,7 +26,7 @@ from lightning_gpuopt.diagnosis.render.html import render_html
 from lightning_gpuopt.loading.loader import make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
-from lightning_gpuopt.tuning.running import RunningLoader
+from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader
 from tests.callbacks.auto_fix_runs import (
     FAST,
     SLOW,
@@ -419,7 +419,8 @@ class TestWhenThingsGoWrong:
     @pytest.mark.matrix
     def test_a_worker_that_never_gave_a_batch_is_a_note(self, tmp_path, monkeypatch):
         looks = itertools.count(1)
-        monkeypatch.setattr(RunningLoader, "gives_up_growing", lambda running: next(looks) == 14)
+        lost = LostWorkers("growth", "a worker that was started in mid-epoch never gave a batch")
+        monkeypatch.setattr(RunningLoader, "lost", lambda running: lost if next(looks) == 14 else None)
         run = Run(tmp_path, script([finding(num_workers=2)]), loader())
         assert run.changes == [("num_workers", 1, 2, True)]
         assert (

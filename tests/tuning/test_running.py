@@ -16,7 +16,7 @@ from lightning_gpuopt.tuning import caps, running
 from lightning_gpuopt.tuning.caps import Cap, Room
 from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
 from lightning_gpuopt.tuning.meter import FetchMeter
-from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader, assign, depth_of, length_of
+from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader, assign, length_of
 from lightning_gpuopt.tuning.sharing import own_workers
 from lightning_gpuopt.tuning.workers import Trial
 from tests.helpers import Clock
@@ -171,12 +171,12 @@ class TestDecisions:
         assert made.meter.asleep == made.policy.skip
 
     def test_a_loader_that_replaces_it_goes_on_where_it_stopped(self) -> None:
-        old, new = follower(), follower()
-        old.apply(4)
-        old.meter.seen = STATS
-        new.take_over(old)
-        assert (new.loader.num_workers, new.meter is old.meter) == (4, True)
-        assert new.meter.seen is None  # what was not acted on was no training
+        made, new = follower(), loader()
+        made.apply(4)
+        made.meter.seen = STATS
+        made.go_on_with(new)
+        assert (made.loader, new.num_workers) == (new, 4)
+        assert made.meter.seen is None  # what was not acted on was no training
 
 
 class TestRoom:
@@ -348,10 +348,10 @@ class TestGrowthThatFails:
         made, iterator = self.grown()
         iterator.failure = "one died"
         made.lost()
-        new = follower()
-        new.take_over(made)
-        new.follow(made_by(new))
-        assert new.problem == "one died"
+        new = loader()
+        made.go_on_with(new)
+        made.follow(made_by(made))
+        assert made.problem == "one died"
 
     def test_no_other_iterator_fails(self) -> None:
         made = follower()
@@ -363,11 +363,11 @@ class TestGrowthThatFails:
 
 def test_no_workers_have_no_batches_ahead() -> None:
     source = loader(2)
-    assert (depth_of(source), length_of(source)) == (4, 80)
+    assert length_of(source) == 80
     assign(source, 0)
-    assert (source.num_workers, source.prefetch_factor, depth_of(source)) == (0, None, 1)
+    assert (source.num_workers, source.prefetch_factor) == (0, None)
     assign(source, 3)
-    assert (source.num_workers, source.prefetch_factor, depth_of(source)) == (3, 2, 6)
+    assert (source.num_workers, source.prefetch_factor) == (3, 2)
 
 
 def test_a_length_that_is_not_known_is_none() -> None:
@@ -451,7 +451,7 @@ def test_spawned_workers_of_a_loader_without_any_are_not_changed_while_it_runs(m
     monkeypatch.setattr(RunningLoader, "_why_not_live", lambda self: "workers started by 'spawn' take seconds")
     source = DataLoader(Numbers(), batch_size=2, shuffle=True)
     source.num_workers, source.prefetch_factor = 1, 2
-    made = RunningLoader(source, LivePolicy(1, cpus=1.0), depth=0)
+    made = RunningLoader(source, LivePolicy(1, cpus=1.0), own_workers=0)
     iterator = made_by(made)
     next(iterator)
     made.follow(iterator)

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from lightning_gpuopt.compat.dataloader import WorkerBatches, numbered_workers, workers_of
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.timeline.worker_numbers import worker_number
-from lightning_gpuopt.tuning.running import depth_of
 from lightning_gpuopt.tuning.segments import SegmentedIterator, Segments
 from tests.helpers import wait_for
 from tests.lanes import combinations
@@ -59,7 +58,7 @@ def segmented(
 ) -> SegmentedIterator:
     """An iterator of a loader, as ManagedLoader has it made."""
     own = source.num_workers if own is None else own
-    depth = depth_of(source) if own else 0
+    depth = own * (source.prefetch_factor or 2)
     made = SegmentedIterator(source, lambda make: make(), own_workers=own, depth=depth, changed=changed)
     if not source.persistent_workers:  # with which the loader holds the iterator
         vars(made)["source"] = source  # as a Trainer does
