@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
-from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_gpuopt import CudaPrefetcher, NumWorkersFinder, find_num_workers
@@ -168,25 +168,11 @@ class TestOpenFiles:
         assert sorted(fit.model.seen) == [float(index) for index in range(60)]
         assert fit.num_workers == 2
 
-    @pytest.mark.matrix
-    def test_what_two_workers_share_already_more_may_share_with_a_warning(self, tmp_path, caplog):
-        source = loader(Hdf5(tmp_path / "data"), workers=2)
-        with pytest.warns(UserWarning, match=r"the workers share dataset.x \(Dataset\)"):
-            fit = Fit(tmp_path, caplog, source)
-        assert fit.num_workers == 5
-
     def test_find_num_workers_advises_none(self, tmp_path):
         with pytest.raises(ValueError, match=r"expected a dataset that workers can share, but its dataset holds"):
             find_num_workers(loader(OpenFile(tmp_path / "data")))
         with pytest.warns(UserWarning, match=r"the workers share dataset.file"):
             find_num_workers(loader(OpenFile(tmp_path / "data"), workers=2), max_seconds=1.0, max_num_workers=1)
-
-    @pytest.mark.matrix
-    def test_autofix_shares_what_two_share_already(self, tmp_path):
-        run = Run(tmp_path, script([finding(num_workers=3)]), loader(Hdf5(tmp_path / "a", 40), workers=2))
-        assert run.changes == [("num_workers", 2, 3, True)]
-        run = Run(tmp_path, script([finding(num_workers=3)]), loader(Hdf5(tmp_path / "b", 40)))
-        assert run.changes == [("num_workers", 1, 3, None)]
 
 
 class Changes(Callback):
@@ -231,18 +217,6 @@ class TestChangedDatasets:
         assert fit.num_workers == 0
         assert [each for each in fit.said if "its dataset was changed while training ran" in each]
         assert not multiprocessing.active_children()
-
-    @pytest.mark.matrix
-    def test_of_no_workers_in_a_second_fit_as_well(self, tmp_path, caplog):
-        def two(source: DataLoader[Any], *callbacks: Callback) -> list[float]:
-            first = train(tmp_path, source, list(callbacks), max_epochs=1)[0].seen
-            source.dataset.extra = 0
-            return first + train(tmp_path, source, [*callbacks, Changes("step", 7)])[0].seen
-
-        expected = two(loader(workers=0))
-        source = loader(workers=0)
-        assert two(source, NumWorkersFinder()) == expected
-        assert source.num_workers == 0
 
     def test_a_look_at_a_batch_makes_no_workers_newer_than_they_are(self, tmp_path, caplog):
         class ChangesAndPeeks(Callback):
@@ -406,20 +380,6 @@ class TestSamplers:
         assert fit.num_workers == workers
         assert any("draws random numbers for each index" in str(each.message) for each in said)
 
-    @pytest.mark.matrix
-    def test_one_of_ones_own_that_draws_at_once_is_served(self, tmp_path, caplog):
-        class AtOnce(SubsetRandomSampler):
-            def __iter__(self) -> Iterator[int]:
-                yield from torch.randperm(len(self.indices)).tolist()
-
-        def made() -> DataLoader[Any]:
-            return loader(workers=1, shuffle=False, sampler=AtOnce(range(60)))
-
-        expected = plain(tmp_path, made())
-        fit = Fit(tmp_path, caplog, made())
-        assert fit.model.seen == expected
-        assert fit.num_workers == 4
-
 
 NO_GUARD = """
 import os, sys, time
@@ -548,14 +508,6 @@ class TestCheckpoints:
         assert f"num_workers={most + 1} is kept, though there is room for {most} here" in fit.said[0]
 
 
-class DrawsInOthers(Numbers):
-    """Draws in all workers but the first, which alone is looked at before."""
-
-    def __getitem__(self, index):
-        info = torch.utils.data.get_worker_info()
-        return super().__getitem__(index) + (0 if info is None or not info.id else torch.rand(()) * 0)
-
-
 class Augmented(Values):
     def __init__(self, held: Any = None, draws: bool = True) -> None:
         super().__init__()
@@ -580,12 +532,6 @@ class TestRandomNumbers:
         fit = Fit(tmp_path, caplog, loader(Augmented(np.random.default_rng(0)), workers))
         assert fit.num_workers == workers
         assert "its dataset holds a random generator, dataset.held (Generator)" in fit.said[0]
-
-    @pytest.mark.matrix
-    def test_it_may_be_copied_where_it_is_seeded_in_each_worker_or_two_have_copies(self, tmp_path, caplog):
-        seeded = loader(Augmented(np.random.default_rng(0)), worker_init_fn=print)
-        assert Fit(tmp_path, caplog, seeded).num_workers == 4
-        assert Fit(tmp_path, caplog, loader(Augmented(random.Random(0)), workers=2)).num_workers == 5
 
     @pytest.mark.matrix
     def test_autofix_says_it_as_well(self, tmp_path):
@@ -632,23 +578,6 @@ class TestExact:
     def test_autofix(self, tmp_path):
         run = Run(tmp_path, script([finding(num_workers=3)]), loader(Augmented(draws=False)), exact=True)
         assert run.changes == [("num_workers", 1, 3, True)]
-
-    @pytest.mark.matrix
-    def test_autofix_leaves_workers_that_draw(self, tmp_path):
-        run = Run(tmp_path, script([finding(num_workers=3)]), loader(Augmented()), exact=True)
-        assert run.changes == [("num_workers", 1, 3, None)]
-        assert run.why == ["its workers draw random numbers (exact=True)"]
-
-    def test_autofix_takes_first_workers_back_where_one_draws_after_all(self, tmp_path):
-        run = Run(tmp_path, script([finding(num_workers=3)]), loader(DrawsInOthers(), 0), exact=True, max_epochs=4)
-        reason = "its workers draw random numbers after all (exact=True)"
-        assert (run.changes, run.why) == ([("num_workers", 0, 3, False)], [reason])
-        assert (run.loader.num_workers, run.loader.prefetch_factor) == (0, None)
-
-    def test_without_it_a_change_says_so(self, tmp_path, caplog):
-        fit = Fit(tmp_path, caplog, loader(Augmented(np.random.default_rng(0)), 2, worker_init_fn=print))
-        assert fit.num_workers == 5
-        assert "random numbers are drawn in the workers" in fit.said[1]
 
 
 class TestSpawnedWorkers:

@@ -198,14 +198,6 @@ def test_exact_waits_for_a_first_look_and_leaves_alone_what_draws(setting: str) 
     assert one.when("prefetch_factor", 4) == "with the next iterator"
 
 
-def test_exact_leaves_alone_what_is_not_forked() -> None:
-    one = managed(loader(multiprocessing_context="forkserver"), exact=True)
-    with pytest.raises(
-        CannotChange, match="its workers are started by 'forkserver': what they draw cannot be looked at"
-    ):
-        one.change("num_workers", 2)
-
-
 def test_first_workers_that_would_run_the_script_again_are_refused() -> None:
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("spawn", force=True)
