@@ -57,11 +57,6 @@ class TestWindows:
     def test_the_last_eight_before_are_kept(self) -> None:
         assert list(evidence(*range(12)).before) == [4, 5, 6, 7, 8, 9, 10, 11]
 
-    def test_those_after_a_change_that_was_kept_are_those_before_the_next(self) -> None:
-        seen = evidence(1.0, 1.0)
-        seen.begin_after(trial("prefetch_factor", *range(10)))
-        assert list(seen.before) == [2, 3, 4, 5, 6, 7, 8, 9]
-
     def test_steps_alone_decide_on_a_setting_of_the_steps(self) -> None:
         seen = evidence(*[1.0] * 4, set_ups=(0.0, 99.0))
         faster = trial("prefetch_factor", *[0.5] * 5)
@@ -73,9 +68,6 @@ class TestWindows:
         assert evidence(1.0).measured(trial("prefetch_factor")) is None
         assert evidence().measured(trial("prefetch_factor", 1.0)) is None
         assert evidence(1.0).verdict(trial("prefetch_factor")) is None
-
-    def test_what_a_change_saves_leaves_set_ups_out(self) -> None:
-        assert evidence(1.0, 3.0, set_ups=(0.0, 99.0)).saved_s(trial("num_workers", 0.5, 1.0)) == 1.25
 
 
 class TestWorkers:
