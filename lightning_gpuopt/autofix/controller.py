@@ -94,7 +94,11 @@ class AutoFixController:
             if trial is None:
                 self._look_at_costs()
             if self._trial is None and len(self._evidence.before) >= MIN_BEFORE and self._loader.is_settled:
-                self._look_for_more(window, findings, loader)
+                if window.source is not None and window.source.key:  # of several loaders the one that is waited for
+                    loader = window.loader
+                for wanted in wanted_changes(findings, loader, on_gpu=window.waterfall.on_gpu):
+                    if self._may_try(wanted) and self._try(wanted, loader, window):
+                        break
         return bool(self._loader.now("device_prefetch")) and not awake
 
     def _note_problem(self, workers: int, problem: str) -> None:
@@ -113,13 +117,6 @@ class AutoFixController:
             self.notes.append(f"AutoFix gives the loader its own num_workers back with the next epoch: {problem}.")
         else:
             self.notes.append(f"AutoFix starts workers at the beginning of an epoch only: {problem}.")
-
-    def _look_for_more(self, window: Measurement, findings: list[Finding], loader: LoaderFacts) -> None:
-        if window.source is not None and window.source.key:  # of several loaders the one that training waits for
-            loader = window.loader
-        for wanted in wanted_changes(findings, loader, on_gpu=window.waterfall.on_gpu):
-            if self._may_try(wanted) and self._try(wanted, loader, window):
-                return
 
     def _may_try(self, wanted: Wanted) -> bool:
         setting, loader = wanted.setting, wanted.loader
@@ -246,19 +243,22 @@ class AutoFixController:
             return
         self._unpaid = []
         before_s, after_s = evidence.set_up_costs(kept[-1])
-        if after_s - before_s <= sum(each.saved_s for each in kept):
+        costs_s, step_s = after_s - before_s, fmean(evidence.before)
+        if costs_s <= sum(each.saved_s for each in kept):
             return
-        step_s = fmean(evidence.before)
         evidence.before.clear()
-        self._failed.add("num_workers")
-        workers = self.changes[kept[0].entries["num_workers"]].from_
-        self._loader.take_back("num_workers", workers)
-        self._broadcast.send(["back", "num_workers", workers])
-        for index in [each.entries["num_workers"] for each in kept]:
+        indices = [each.entries["num_workers"] for each in kept]
+        self._restore("num_workers", self.changes[indices[0]].from_)
+        for index in indices:
             measured = self.changes[index].measured
-            if measured is not None:
-                measured *= step_s / (step_s + after_s - before_s)
-            self._record(index, measured, kept=False, why=COSTS_MORE)
+            slower = None if measured is None else measured * step_s / (step_s + costs_s)
+            self._record(index, slower, kept=False, why=COSTS_MORE)
+
+    def _restore(self, setting: str, value: Any) -> None:
+        """Give a setting its value back on all ranks, and do not try it again."""
+        self._failed.add(setting)
+        self._loader.take_back(setting, value)
+        self._broadcast.send(["back", setting, value])
 
     def _keep(self, trial: ChangeTrial) -> None:
         self._conclude(trial, kept=True)
@@ -275,10 +275,7 @@ class AutoFixController:
     def _take_back(self, trial: ChangeTrial, why: str) -> None:
         self._conclude(trial, why=why)
         for setting in trial.entries:
-            before = self._before_change.pop(setting)
-            self._failed.add(setting)
-            self._loader.take_back(setting, before)
-            self._broadcast.send(["back", setting, before])
+            self._restore(setting, self._before_change.pop(setting))
         self._evidence.before.clear()  # a loader needs some batches to be as it was before the change
 
     def _conclude(self, trial: ChangeTrial, *, kept: bool = False, why: str = "") -> None:

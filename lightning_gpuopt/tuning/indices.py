@@ -1,7 +1,6 @@
 """Chooses the samples that a trial reads: the dataset's indices in our own order, without the user's sampler.
 
-All trials of a search share one walk: no trial reads what an earlier one has left in the page cache, until every
-sample was read once.
+All trials of a search share one walk, so that none reads what an earlier one has left in the page cache.
 """
 
 from __future__ import annotations

@@ -79,19 +79,16 @@ class FetchMeter:
 
     def _close(self, workers: Any) -> LoaderStats:
         steps = len(self._waits)
-        # Receiving a batch that lies ready is no wait.
         taking_s = taking(self._ready) if self._ready else receive_cost(self._bytes)[1] if workers else 0.0
-        wait_s = fmean(max(wait - taking_s, 0.0) for wait in self._waits)
+        wait_s = fmean(max(wait - taking_s, 0.0) for wait in self._waits)  # taking what lies ready is no wait
         usual_s = median(self._owns)
         usual = [own for own in self._owns if own <= _PAUSE * usual_s]
         own_s = fmean(usual if len(usual) > _USUAL * steps else self._owns)
         cpu_before, process_before = self._cpu_began
         cpu_after, process_s = _cpu_s(workers), time.process_time() - process_before
         worker_cpu_s = None if cpu_before is None or cpu_after is None else max(cpu_after - cpu_before, 0.0) / steps
-        consumer_cpu_s = process_s / steps
-        busy = fmean(self._busy) if self._busy else None
-        step_s = own_s + fmean(self._waits)
-        return LoaderStats(step_s, wait_s, busy, worker_cpu_s, consumer_cpu_s, self._bytes, self._tensors)
+        busy, step_s = fmean(self._busy) if self._busy else None, own_s + fmean(self._waits)
+        return LoaderStats(step_s, wait_s, busy, worker_cpu_s, process_s / steps, self._bytes, self._tensors)
 
 
 class _Timed:
