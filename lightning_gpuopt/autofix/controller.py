@@ -9,14 +9,13 @@ from statistics import fmean
 from typing import Any, Final
 
 from lightning_gpuopt.autofix.loader import AdjustableLoader
-from lightning_gpuopt.autofix.policy import MIN_BEFORE, NOT_PREDICTED, Fix, Wanted, wanted_changes
+from lightning_gpuopt.autofix.policy import MIN_BEFORE, NOT_PREDICTED, Fix, Wanted, judge, wanted_changes
 from lightning_gpuopt.autofix.trial import ChangeTrial, Evidence, RunLength
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import loader_model, speedup_of_workers
 from lightning_gpuopt.diagnosis.record import Change, Finding
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, INTERRUPTED, TOO_SHORT
 from lightning_gpuopt.diagnosis.render.wording import change_line
-from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loader_model import net_saving
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.tuning.managed import DRAWS
@@ -26,9 +25,7 @@ from lightning_gpuopt.utils.rank_channel import RankBroadcast
 
 log = logging.getLogger(__name__)
 
-_MIN_SET_UPS: Final = 2
-"""Epochs that must have begun before workers are made persistent: the first set-up contains more than the workers."""
-
+_MIN_SET_UPS: Final = 2  # before workers are made persistent: the run's first set-up contains more than the workers
 _LAST_EPOCH: Final = "training ended before it could take effect"
 _NO_GAIN: Final = "no gain that could be told from noise"
 _WITH_WORKERS: Final = "with num_workers, and measured with it; not predicted by itself"
@@ -37,18 +34,8 @@ _WITH_WORKERS: Final = "with num_workers, and measured with it; not predicted by
 class AutoFixController:
     """Listens to the detector of one ``fit``, changes one setting at a time, and compares the windows before and after.
 
-    Args:
-        loader: the training loader, whose settings can be changed.
-        fixes: names of the settings that may be changed.
-        run_length: returns what is left of the run.
-        notify: reports to the user what is tried, and the result.
-        guard: context manager around each call from the detector; catches our own errors.
-        rank: this rank; rank 0 decides, the others do the same.
-        cpus: usable CPUs.
-
-    Attributes:
-        changes: what was tried, oldest first.
-        notes: sentences for the report.
+    Rank 0 decides, the others do the same. ``guard`` catches our own errors in calls from the detector. ``changes`` are
+    what was tried, oldest first, and ``notes`` sentences for the report.
     """
 
     def __init__(
@@ -62,13 +49,9 @@ class AutoFixController:
         rank: int,
         cpus: float,
     ) -> None:
-        self._loader = loader
-        self._fixes = fixes
-        self._run_length = run_length
-        self._notify = notify
-        self._guard = guard
-        self._rank = rank
-        self._cpus = cpus
+        self._loader, self._fixes = loader, fixes
+        self._run_length, self._notify, self._guard = run_length, notify, guard
+        self._rank, self._cpus = rank, cpus
         self.changes: list[Change] = []
         self.notes: list[str] = []
         self._evidence = Evidence()
@@ -80,11 +63,7 @@ class AutoFixController:
         self._broadcast = RankBroadcast("autofix", rank, 1)  # to nobody, until training begins
 
     def start(self, broadcast: RankBroadcast) -> None:
-        """Training begins.
-
-        Args:
-            broadcast: sends the decisions of rank 0 to the other ranks.
-        """
+        """Training begins, with a way to send the decisions of rank 0 to the others; without one nothing is changed."""
         self._broadcast = broadcast
         if broadcast.problem is not None:
             self._fixes = []
@@ -115,11 +94,15 @@ class AutoFixController:
             if trial is None:
                 self._look_at_costs()
             if self._trial is None and len(self._evidence.before) >= MIN_BEFORE and self._loader.is_settled:
-                self._look_for_more(window, findings, loader)
+                if window.source is not None and window.source.key:  # of several loaders the one that is waited for
+                    loader = window.loader
+                for wanted in wanted_changes(findings, loader, on_gpu=window.waterfall.on_gpu):
+                    if self._may_try(wanted) and self._try(wanted, loader, window):
+                        break
         return bool(self._loader.now("device_prefetch")) and not awake
 
     def _note_problem(self, workers: int, problem: str) -> None:
-        """The number of workers changed without a decision here: for lack of memory, or since a worker failed."""
+        """The workers changed without a decision here: for lack of memory, or since one failed."""
         if (trial := self._trial) is not None:
             of_workers = trial.wanted.setting == "num_workers"
             trial.waits = trial.waits and not (of_workers and workers != self._before_change["num_workers"])
@@ -135,13 +118,6 @@ class AutoFixController:
         else:
             self.notes.append(f"AutoFix starts workers at the beginning of an epoch only: {problem}.")
 
-    def _look_for_more(self, window: Measurement, findings: list[Finding], loader: LoaderFacts) -> None:
-        if window.source is not None and window.source.key:  # of several loaders the one that training waits for
-            loader = window.loader
-        for wanted in wanted_changes(findings, loader, on_gpu=window.waterfall.on_gpu):
-            if self._may_try(wanted) and self._try(wanted, loader, window):
-                return
-
     def _may_try(self, wanted: Wanted) -> bool:
         setting, loader = wanted.setting, wanted.loader
         if setting not in self._fixes or setting in self._failed or (loader, setting) in self._refused:
@@ -151,7 +127,7 @@ class AutoFixController:
         return not loader or self._loader.key in (None, loader)
 
     def _try(self, wanted: Wanted, loader: LoaderFacts, window: Measurement) -> bool:
-        """Begin a change; False where the setting cannot be changed and the change is only advised."""
+        """Begin a change; False where it is only advised."""
         setting = wanted.setting
         aims = bool(wanted.loader) and self._loader.aim(wanted.loader)
         before = self._loader.now(setting)
@@ -161,7 +137,10 @@ class AutoFixController:
         pays = self._as_many_as_pay(wanted, before, window) if not_forked and wanted.value > before else wanted
         wanted = pays or wanted
         if setting == "persistent_workers":
-            wanted = replace(wanted, predicted=self._speedup_of_persistent_workers(window))
+            model = loader_model(window)
+            first_batch_s = 0.0 if model is None else model.service_s
+            predicted = self._evidence.speedup_of_persistent_workers(self._run_length(), first_batch_s)
+            wanted = replace(wanted, predicted=predicted)
         trial = ChangeTrial(
             wanted,
             {setting: len(self.changes)},
@@ -197,11 +176,6 @@ class AutoFixController:
         )
         return True
 
-    def _speedup_of_persistent_workers(self, window: Measurement) -> Interval | None:
-        model = loader_model(window)
-        first_batch_s = 0.0 if model is None else model.service_s
-        return self._evidence.speedup_of_persistent_workers(self._run_length(), first_batch_s)
-
     def _as_many_as_pay(self, wanted: Wanted, now: int, window: Measurement) -> Wanted | None:
         """The largest number of workers whose start-up cost is repaid, where that is known; None: not even one more."""
         length, evidence = self._run_length(), self._evidence
@@ -222,10 +196,8 @@ class AutoFixController:
         if self._loader.now("persistent_workers"):  # those that run are not started again
             saving_s[now] = 0.0
         best = max(saving_s, key=lambda workers: saving_s[workers])  # of equals the first: the fewest
-        if best == now:
-            return None
-        if best == wanted.value:
-            return wanted
+        if best in (now, wanted.value):
+            return None if best == now else wanted
         return replace(wanted, value=best, predicted=speedup_of_workers(window, best))
 
     def _persist_as_well(self, trial: ChangeTrial) -> None:
@@ -257,10 +229,12 @@ class AutoFixController:
         else:
             trial.after.append(step_s)
             verdict = self._evidence.verdict(trial)
-            if verdict is True:
+            if verdict:
                 self._keep(trial)
             elif verdict is False:
-                self._take_back(trial, COSTS_MORE if self._evidence.costs_more(trial) else _NO_GAIN)
+                before_s, after_s = self._evidence.set_up_costs(trial)
+                steps_alone = judge(self._evidence.before, trial.after)
+                self._take_back(trial, COSTS_MORE if after_s > before_s and steps_alone is not False else _NO_GAIN)
 
     def _look_at_costs(self) -> None:
         """Take back changes, kept in mid-epoch, that cost more at the next epoch's set-up than their steps save."""
@@ -269,19 +243,22 @@ class AutoFixController:
             return
         self._unpaid = []
         before_s, after_s = evidence.set_up_costs(kept[-1])
-        if after_s - before_s <= sum(each.saved_s for each in kept):
+        costs_s, step_s = after_s - before_s, fmean(evidence.before)
+        if costs_s <= sum(each.saved_s for each in kept):
             return
-        step_s = fmean(evidence.before)
         evidence.before.clear()
-        self._failed.add("num_workers")
-        workers = self.changes[kept[0].entries["num_workers"]].from_
-        self._loader.take_back("num_workers", workers)
-        self._broadcast.send(["back", "num_workers", workers])
-        for index in [each.entries["num_workers"] for each in kept]:
+        indices = [each.entries["num_workers"] for each in kept]
+        self._restore("num_workers", self.changes[indices[0]].from_)
+        for index in indices:
             measured = self.changes[index].measured
-            if measured is not None:
-                measured *= step_s / (step_s + after_s - before_s)
-            self._record(index, measured, kept=False, why=COSTS_MORE)
+            slower = None if measured is None else measured * step_s / (step_s + costs_s)
+            self._record(index, slower, kept=False, why=COSTS_MORE)
+
+    def _restore(self, setting: str, value: Any) -> None:
+        """Give a setting its value back on all ranks, and do not try it again."""
+        self._failed.add(setting)
+        self._loader.take_back(setting, value)
+        self._broadcast.send(["back", setting, value])
 
     def _keep(self, trial: ChangeTrial) -> None:
         self._conclude(trial, kept=True)
@@ -289,18 +266,16 @@ class AutoFixController:
             del self._before_change[setting]
             self._broadcast.send(["keep", setting, None])
         if trial.wanted.setting == "num_workers" and len(self._evidence.set_ups) <= trial.set_ups_before:
-            trial.saved_s = self._evidence.saved_s(trial)
+            trial.saved_s = fmean(self._evidence.before) - fmean(trial.after)
             self._unpaid.append(trial)
-        if trial.wanted.setting != "persistent_workers":
-            self._evidence.begin_after(trial)
+        if trial.wanted.setting != "persistent_workers":  # the windows after it are those before the next
+            self._evidence.before.clear()
+            self._evidence.before.extend(trial.after)
 
     def _take_back(self, trial: ChangeTrial, why: str) -> None:
         self._conclude(trial, why=why)
         for setting in trial.entries:
-            before = self._before_change.pop(setting)
-            self._failed.add(setting)
-            self._loader.take_back(setting, before)
-            self._broadcast.send(["back", setting, before])
+            self._restore(setting, self._before_change.pop(setting))
         self._evidence.before.clear()  # a loader needs some batches to be as it was before the change
 
     def _conclude(self, trial: ChangeTrial, *, kept: bool = False, why: str = "") -> None:
@@ -327,11 +302,10 @@ class AutoFixController:
             self._end_trial()
 
     def _end_trial(self) -> None:
-        """Judge the trial under way by the windows that there are."""
         trial, self._trial = self._trial, None
         if trial is None:
             return
-        if not trial.waits and self._evidence.verdict(trial) is True:
+        if not trial.waits and self._evidence.verdict(trial):
             self._keep(trial)
         else:
             refused = self._loader.refused.get(trial.wanted.setting, _LAST_EPOCH)

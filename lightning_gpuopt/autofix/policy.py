@@ -1,7 +1,4 @@
-"""Which settings can be changed while training runs, which a finding asks for, and whether a change has helped.
-
-Numbers in, decisions out: no torch, no clock.
-"""
+"""Which settings can be changed while training runs, which a finding asks for, and whether a change has helped."""
 
 from __future__ import annotations
 
@@ -19,50 +16,27 @@ from lightning_gpuopt.measurements.loading import LoaderFacts
 Fix = Literal["num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "device_prefetch"]
 FIXES: Final[tuple[Fix, ...]] = get_args(Fix)
 
-_NO_COSTS: Final = "what a batch costs was not measured"
-
 NOT_PREDICTED: Final[dict[str, str]] = {
-    "num_workers": _NO_COSTS,
-    "prefetch_factor": _NO_COSTS,
+    "num_workers": "what a batch costs was not measured",
+    "prefetch_factor": "what a batch costs was not measured",
     "pin_memory": "how much faster a copy from page-locked memory is, only a trial shows",
     "persistent_workers": "the length of an epoch is not known",
     "device_prefetch": "no step was measured",
 }
 """By setting, why its gain is not predicted, where it is not."""
 
-MIN_BEFORE: Final = 4
-"""Windows that must have been seen before anything is changed."""
-
-LOOKS: Final = (5, 8)
-"""Numbers of windows after a change at which it is judged. Only two: each look can be fooled by chance."""
-
-MAX_WINDOWS: Final = 8
-"""At most so many windows before and after a change are compared; an unproved gain is then taken back."""
-
-MIN_TO_LOSE: Final = 3
-"""Windows after which a change that has made the steps slower is taken back."""
-
-MIN_GAIN: Final = 1.02
-"""Least gain, steps per second after over before: a smaller one is not worth its workers and memory."""
-
-_CHANCE: Final = 0.01
-"""False positive rate of one look, for independent windows and a change without effect."""
-
-_MIN_PAUSE_SAVED: Final = 0.3
-"""Persistent workers must save at least this share of an epoch's set-up."""
+MIN_BEFORE: Final = 4  # windows that must have been seen before a change
+MAX_WINDOWS: Final = 8  # before and after a change that are compared at most; an unproved gain is then taken back
+_LOOKS: Final = (5, 8)  # windows after a change at which it is judged. Only two: each look can be fooled by chance
+_MIN_TO_LOSE: Final = 3  # windows after which a change that has made the steps slower is taken back
+_MIN_GAIN: Final = 1.02  # least gain: a smaller one is not worth its workers and memory
+_CHANCE: Final = 0.01  # false positive rate of one look, for independent windows and a change without effect
+_MIN_PAUSE_SAVED: Final = 0.3  # persistent workers must save at least this share of an epoch's set-up
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A change that a finding asks for.
-
-    Attributes:
-        setting: what to change.
-        value: what to set it to.
-        cause: the finding.
-        predicted: steps per second, after over before, as (low, mid, high); None where that is not predicted.
-        loader: key of the loader that it is about, in a CombinedLoader.
-    """
+    """A change that a finding (``cause``) asks for; in a CombinedLoader, of the ``loader`` with that key."""
 
     setting: Fix
     value: Any
@@ -72,13 +46,7 @@ class Wanted:
 
 
 def wanted_changes(findings: Sequence[Finding], loader: LoaderFacts, *, on_gpu: bool) -> list[Wanted]:
-    """The changes that the findings ask for, in the order to try them.
-
-    Args:
-        findings: the largest first.
-        loader: the settings now.
-        on_gpu: whether training runs on a GPU.
-    """
+    """The changes that the findings ask for, in the order to try them; ``loader`` has the settings now."""
     found = [each for finding in findings for each in _of(finding, loader, on_gpu=on_gpu)]
     return [each for each in found if getattr(loader, each.setting, None) != each.value]
 
@@ -99,39 +67,29 @@ def _of(finding: Finding, loader: LoaderFacts, *, on_gpu: bool) -> Iterator[Want
 
 
 def judge(before: Sequence[float], after: Sequence[float]) -> bool | None:
-    """Whether steps have become faster.
+    """Whether steps have become faster, by the mean seconds per step of each window before and after a change.
 
     Wilcoxon's rank-sum test, exact: a gain is proved where a change without effect would show such an order, or a
     clearer one, in 1 of 100 cases, at one of two looks. Windows are compared rather than steps: batches come in
     bursts, so that successive steps depend on each other. If steps were getting faster before the change already, as
     a page cache warms, they must have become faster than that trend alone explains.
 
-    Args:
-        before: mean seconds per step of each window before the change.
-        after: of each window after it.
-
-    Returns:
-        True: a gain is proved. False: there is none, or it cannot be told from noise. None: more windows may tell.
+    Returns None where more windows may tell, and False also for a gain that cannot be told from noise.
     """
-    if len(before) < MIN_BEFORE or len(after) < MIN_TO_LOSE:
+    if len(before) < MIN_BEFORE or len(after) < _MIN_TO_LOSE:
         return None
     if gain_of(before, after) < 1:
         return False
     gain = expected_of(before, len(after)) / fmean(after)
-    if len(after) in LOOKS and gain >= MIN_GAIN and chance_of(before, after) <= _CHANCE:
+    if len(after) in _LOOKS and gain >= _MIN_GAIN and chance_of(before, after) <= _CHANCE:
         return True
     return False if len(after) >= MAX_WINDOWS else None
 
 
 def expected_of(before: Sequence[float], number: int) -> float:
-    """Seconds per step expected after the change if the trend before it goes on; at least half of those before.
-
-    Args:
-        before: mean seconds per step of each window before.
-        number: of windows after; one between them is left out.
-    """
+    """Seconds per step expected of so many windows after the change if the trend goes on; at least half of before."""
     mean_s, slope = fmean(before), linear_regression(range(len(before)), before).slope
-    windows = (len(before) + number) / 2 + 1  # from the middle of those before to the middle of those after
+    windows = (len(before) + number) / 2 + 1  # from the middle of those before to that of those after; one is skipped
     return max(mean_s + min(slope, 0.0) * windows, mean_s / 2)
 
 
@@ -150,22 +108,15 @@ def chance_of(before: Sequence[float], after: Sequence[float]) -> float:
 @cache
 def _orders(n: int, m: int, losses: int) -> int:
     """Number of orders of n and m values with exactly so many inversions."""
-    if losses < 0:
-        return 0
-    if not n or not m:
+    if losses < 0 or not n or not m:
         return int(losses == 0)
     return _orders(n - 1, m, losses - m) + _orders(n, m - 1, losses)
 
 
 def judge_pauses(before_s: Sequence[float], after_s: Sequence[float]) -> bool | None:
-    """Whether the set-up of epochs has become shorter, which persistent workers are for.
+    """Whether each epoch's set-up is shorter than the shortest before, and the mean clearly; None before one has come.
 
-    Args:
-        before_s: seconds of each set-up before the change, without the first of the run.
-        after_s: of each after it, without the one in which the workers were started.
-
-    Returns:
-        True: each is shorter than the shortest before, by a third in the mean. False: not so. None: none came yet.
+    The first of the run, and the one in which the persistent workers were started, are left out.
     """
     if not before_s or not after_s:
         return None

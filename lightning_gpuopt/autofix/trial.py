@@ -12,25 +12,19 @@ from lightning_gpuopt.compat.lightning import Trainer
 from lightning_gpuopt.diagnosis.predict import speedup_of_persistent_workers
 from lightning_gpuopt.measurements.loader_costs import Interval
 
-_MANY_EPOCHS: Final = 100
-"""Epochs to come where no end is set."""
+_MANY_EPOCHS: Final = 100  # epochs to come where no end is set
 
 
 @dataclass(frozen=True)
 class RunLength:
-    """What is left of a run, by what the Trainer was asked for.
-
-    Attributes:
-        steps: batches of an epoch; 0 where that is not known.
-        epochs_left: epochs to come after the one that runs, at least 1.
-    """
+    """What is left of a run: the steps of an epoch, 0 where not known, and the epochs after this one, at least 1."""
 
     steps: int
     epochs_left: int
 
 
 def run_length_of(trainer: Trainer) -> RunLength:
-    """What is left of a Trainer's ``fit``."""
+    """What is left of a Trainer's ``fit``, by what it was asked for."""
     batches = trainer.num_training_batches
     steps = int(batches) if batches != float("inf") else 0
     left = float(_MANY_EPOCHS)
@@ -45,16 +39,11 @@ def run_length_of(trainer: Trainer) -> RunLength:
 class ChangeTrial:
     """A change that is being tried.
 
-    Attributes:
-        wanted: the change.
-        entries: index among the changes, by setting: its own, and ``persistent_workers`` where that is changed with it.
-        set_ups_before: set-ups of epochs before it took effect; that of the epoch with which it came is none of them.
-        length: what was left of the run when it took effect.
-        persisted: whether the workers lived on before it.
-        waits: whether it has not taken effect: it waits for the loader's next iterator, or was refused.
-        skip: windows to leave out before it is measured.
-        after: mean seconds per step of each window since.
-        saved_s: seconds a step that it saves, the set-ups of epochs left out; known once it is kept.
+    ``entries``: index among the changes, by setting; ``persistent_workers`` may be changed beside the wanted one.
+    ``set_ups_before``: set-ups of epochs before it took effect, without that of the epoch with which it came.
+    ``length``: what was left of the run then. ``persisted``: the workers lived on before it. ``waits``: it has not
+    taken effect. ``skip``: windows to leave out before it is measured. ``after``: seconds per step of each window
+    since. ``saved_s``: seconds a step that it saves, the set-ups of epochs left out; known once it is kept.
     """
 
     wanted: Wanted
@@ -69,12 +58,7 @@ class ChangeTrial:
 
 
 class Evidence:
-    """Seconds a step of the windows before a change, and of the set-ups of epochs.
-
-    Attributes:
-        before: mean seconds per step of the last windows, at most eight.
-        set_ups: seconds of each epoch's set-up so far.
-    """
+    """Seconds per step of the last eight windows before a change, and seconds of each epoch's set-up so far."""
 
     def __init__(self) -> None:
         self.before: deque[float] = deque(maxlen=MAX_WINDOWS)
@@ -82,20 +66,11 @@ class Evidence:
         self._setup_s = 0.0
 
     def note_set_ups(self, setup_s: float, epochs: int) -> None:
-        """Take in the set-ups of the epochs that have begun since the last window.
-
-        Args:
-            setup_s: seconds of all set-ups so far.
-            epochs: that have begun so far.
-        """
+        """Take in the set-ups since the last window, by the seconds of all so far and the epochs that have begun."""
         begun = epochs - len(self.set_ups)
         if begun > 0:
             self.set_ups += [max(setup_s - self._setup_s, 0.0) / begun] * begun
         self._setup_s = setup_s
-
-    def begin_after(self, trial: ChangeTrial) -> None:
-        """The windows after a change that was kept are those before the next."""
-        self.before = deque(trial.after, MAX_WINDOWS)
 
     def verdict(self, trial: ChangeTrial) -> bool | None:
         """Whether a change has proved a gain; None: more windows may tell."""
@@ -115,20 +90,12 @@ class Evidence:
         return (epoch_s + fmean(before)) / (epoch_s + fmean(after)) if epoch_s else None
 
     def speedup_of_persistent_workers(self, length: RunLength, first_batch_s: float) -> Interval | None:
-        """What workers that persist will bring, by the set-ups after the run's first; None without an epoch's length.
-
-        Args:
-            length: of the run.
-            first_batch_s: seconds in which a worker makes a batch.
-        """
+        """What persistent workers will bring, by the set-ups after the run's first; None where that is not known."""
         epoch_s = self._epoch_s(length)
         return speedup_of_persistent_workers(epoch_s, fmean(self.set_ups[1:]), first_batch_s) if epoch_s else None
 
     def _epoch_s(self, length: RunLength) -> float:
-        """Seconds of an epoch's steps; 0 where its length is not known.
-
-        By the median: a look at the dataset makes one of the windows longer.
-        """
+        """Seconds of an epoch's steps, 0 where not known: by the median, as a look at the dataset prolongs a window."""
         return length.steps * median(self.before)
 
     def set_up_costs(self, trial: ChangeTrial) -> tuple[float, float]:
@@ -144,15 +111,6 @@ class Evidence:
         persist = trial.persisted or "persistent_workers" in trial.entries  # what starting them takes is spent once
         after_s = sum(after) / (trial.length.epochs_left + 1) if persist else fmean(after)
         return before_s / steps, after_s / steps
-
-    def costs_more(self, trial: ChangeTrial) -> bool:
-        """Whether the set-ups of epochs cost more than before, and steps alone were no reason to take it back."""
-        before_s, after_s = self.set_up_costs(trial)
-        return after_s > before_s and judge(self.before, trial.after) is not False
-
-    def saved_s(self, trial: ChangeTrial) -> float:
-        """Seconds a step that a change saves, the set-ups of epochs left out."""
-        return fmean(self.before) - fmean(trial.after)
 
     def _around(self, trial: ChangeTrial) -> tuple[list[float], list[float]]:
         """Seconds a step of each window before and after a change, with its epoch's set-up spread over them.

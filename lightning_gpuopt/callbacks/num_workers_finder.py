@@ -93,15 +93,13 @@ class NumWorkersFinder(CallbackBase):
         None before a DataLoader was seen, with ``mode="off"``, and under ``fast_dev_run``.
         """
         choice = self.choices.get(0)
-        if choice is not None:
-            return choice.num_workers
-        return self._first()
+        return self._first() if choice is None else choice.num_workers
 
     @property
     def trials(self) -> list[Trial]:
         """What was measured on that loader, in the order in which the numbers were first tried."""
         choice = self.choices.get(0)
-        return list(choice.trials) if choice is not None else []
+        return [] if choice is None else list(choice.trials)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -145,9 +143,8 @@ class NumWorkersFinder(CallbackBase):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The choices: plain numbers."""
-        return {
-            "loaders": {index: {name: getattr(each, name) for name in _SAVED} for index, each in self.choices.items()}
-        }
+        loaders = {index: {name: getattr(each, name) for name in _SAVED} for index, each in self.choices.items()}
+        return {"loaders": loaders}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -14,45 +14,23 @@ from lightning_gpuopt.telemetry.resources import available_memory, files_left, f
 from lightning_gpuopt.timeline.worker_clock import tensors_in
 from lightning_gpuopt.tuning.workers import LimitedBy
 
-_PART_OF_MEMORY: Final = 0.5
-"""Share of the available memory for workers; the training process, the page cache and workers' caches grow later."""
-
-_PART_TO_KEEP: Final = 0.95
-"""Workers are removed where they and their batches fill more than this share of the memory."""
-
-_PART_FOR_BATCHES: Final = 0.25
-"""Share of the available memory for batches that are prepared ahead."""
-
-PART_OF_SHARED_MEMORY: Final = 0.8
-"""Share of the free bytes of /dev/shm; a worker that finds no room there is killed by a bus error."""
-
-FILES_OF_A_WORKER: Final = 4
-"""Descriptors of a worker in the training process: both ends of its index queue's pipe, and its sentinel."""
-
-_FILES_FOR_OTHERS: Final = 64
-"""Descriptors kept free for checkpoints, logs and sockets."""
-
-THREADS_OF_A_WORKER: Final = 4
-"""Threads of a worker: its main thread, one that sends batches, one that serves their files; one here feeds it."""
-
+_PART_OF_MEMORY: Final = 0.5  # share of the available memory for workers; other memory grows later
+_PART_TO_KEEP: Final = 0.95  # workers are removed where they and their batches fill more than this share of the memory
+_PART_FOR_BATCHES: Final = 0.25  # share of the available memory for batches that are prepared ahead
+PART_OF_SHARED_MEMORY: Final = 0.8  # share of what is free in /dev/shm; a worker without room there gets a bus error
+FILES_OF_A_WORKER: Final = 4  # descriptors here: both ends of its index queue's pipe, and its sentinel
+_FILES_FOR_OTHERS: Final = 64  # descriptors kept free for checkpoints, logs and sockets
+THREADS_OF_A_WORKER: Final = 4  # its main thread, those that send batches and serve their files; one here feeds it
 _THREADS_FOR_OTHERS: Final = 32
-
 BY_NAME: Final = (
     "each tensor on its way is an open file, and this process may open no more: put "
     "torch.multiprocessing.set_sharing_strategy('file_system') at the beginning of the program, or raise `ulimit -n`"
 )
-"""What helps where descriptors run out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cap:
-    """The most workers that fit.
-
-    Attributes:
-        num_workers: the number, at least 1.
-        limited_by: the resource that sets it.
-        remedy: what would leave room for more; empty where nothing simple does.
-    """
+    """The most workers that fit, at least 1; ``remedy`` is what would leave room for more, if something simple does."""
 
     num_workers: int
     limited_by: LimitedBy
@@ -64,14 +42,9 @@ class Cap:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a node has for the workers of all its ranks. A figure that could not be read is None.
+    """What a node still has for the workers of all its ranks, in this process's cgroup; None where it is not known.
 
-    Attributes:
-        cpus: CPUs that this process may use at once (affinity, cgroup quota); may be a fraction.
-        memory_bytes: memory that is available here, to this process's cgroup.
-        shared_memory_bytes: free bytes in ``/dev/shm``.
-        processes: processes and threads that this process's cgroup still allows.
-        files: files that this process may still open.
+    ``cpus`` may be a fraction; ``processes`` counts threads, too.
     """
 
     cpus: float
@@ -82,11 +55,7 @@ class Room:
 
 
 def room(files: int = 0) -> Room:
-    """Read the room of this node now, before any worker of ours runs.
-
-    Args:
-        files: files that are wanted: where fewer may be opened, the process's soft limit becomes its hard one.
-    """
+    """The room of this node now; where fewer ``files`` may be opened, the process's soft limit becomes its hard one."""
     return Room(usable_cpus(), available_memory(), free_shared_memory(), processes_left(), files_left(files))
 
 
@@ -101,17 +70,9 @@ def worker_cap(
     prefetch_factor: int = 2,
     keep: bool = False,
 ) -> Cap:
-    """The most workers that one rank's loader should have.
+    """The most workers that one rank's loader should have; ``max_num_workers=None`` is min(32, 8 × usable CPUs).
 
-    Args:
-        room: what the node has.
-        max_num_workers: not more than so many (None: min(32, 8 × usable CPUs)).
-        local_world_size: ranks on this node, which share the room.
-        worker_bytes: what another worker process takes, from :func:`worker_memory`; None where not known.
-        batch_bytes: bytes of a batch, which lies in shared memory until it is taken; None where not known.
-        batch_tensors: open files of a batch until it is taken, from :func:`files_of`.
-        prefetch_factor: batches that each worker prepares ahead.
-        keep: of workers that run already: how many may stay. Only what is really short counts then, and no reserve.
+    ``keep``: of workers that run already, how many may stay. Only what is really short counts then, and no reserve.
     """
     most = max_num_workers if max_num_workers is not None else most_workers(room.cpus / local_world_size)
     caps = [Cap(sys.maxsize if keep else most, "max_num_workers")]
@@ -134,23 +95,17 @@ def worker_cap(
 
 
 def workers_in(shared_bytes: float, batch_bytes: float, prefetch_factor: int) -> int:
-    """Workers whose batches lie in so many bytes of shared memory; 0 where those of one do not."""
-    # one more batch is with the consumer
+    """Workers whose batches, and one that is with the consumer, lie in so many bytes of shared memory; may be 0."""
     return max(0, int((shared_bytes / batch_bytes - 1) / prefetch_factor))
 
 
 def files_wanted(workers: int, prefetch_factor: int, batch_tensors: int) -> int:
-    """Descriptors that so many workers leave for batches on their way."""
-    # one more batch is with the consumer
-    batches = workers * prefetch_factor + 1
-    return _FILES_FOR_OTHERS + workers * FILES_OF_A_WORKER + batches * batch_tensors
+    """Descriptors for so many workers, their batches and one that is with the consumer, and for others."""
+    return _FILES_FOR_OTHERS + workers * FILES_OF_A_WORKER + (workers * prefetch_factor + 1) * batch_tensors
 
 
 def prefetch_that_fits(room: Room, *, workers: int, batch_bytes: float, local_world_size: int = 1) -> int | None:
-    """The largest ``prefetch_factor`` for which there is room, at least 1; None where that cannot be known.
-
-    Of ``/dev/shm``, what lies in it; of memory no more than a quarter of what is available.
-    """
+    """The largest ``prefetch_factor`` for which there is room, at least 1; None where that cannot be known."""
     if room.shared_memory_bytes is None or not batch_bytes:
         return None
     bytes_left = PART_OF_SHARED_MEMORY * room.shared_memory_bytes
@@ -160,9 +115,6 @@ def prefetch_that_fits(room: Room, *, workers: int, batch_bytes: float, local_wo
 
 
 def files_of(batch: Any) -> int:
-    """Descriptors that a batch holds on its way from a worker and while it is used: one for each tensor.
-
-    0 where torch shares tensors by name (``set_sharing_strategy("file_system")``).
-    """
+    """Descriptors of a batch until it is freed: one for each tensor; none where torch shares tensors by name."""
     strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
     return tensors_in(batch) if strategy == "file_descriptor" else 0

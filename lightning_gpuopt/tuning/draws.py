@@ -11,8 +11,7 @@ from lightning_gpuopt.prefetch.randomness import RandomStates, drawn_since_seede
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
 from lightning_gpuopt.utils.replacement import hide_us
 
-_BATCHES: Final = 50
-"""Batches without a draw after which a worker is no longer checked."""
+_BATCHES: Final = 50  # batches without a draw after which a worker is no longer checked
 
 
 class DrawWatch:
@@ -23,11 +22,11 @@ class DrawWatch:
 
     @property
     def seen(self) -> bool:
-        """Whether one of them has drawn."""
+        """Whether a worker has drawn."""
         return self._flag is not None and self._flag[0] != 0
 
     def around(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap a ``collate_fn`` in one that detects draws."""
+        """A ``collate_fn`` around this one that detects draws."""
         if self._flag is None:
             self._flag = mmap.mmap(-1, 1)  # shared with forked workers
         if not isinstance(collate_fn, TimedCollate):

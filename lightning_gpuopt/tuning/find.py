@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,18 +15,16 @@ from lightning_gpuopt.measurements.loader_model import most_workers, prefetch_ne
 from lightning_gpuopt.telemetry.resources import files_left
 from lightning_gpuopt.tuning.caps import Cap, files_wanted, prefetch_that_fits, room, worker_cap
 from lightning_gpuopt.tuning.indices import own_sampling
-from lightning_gpuopt.tuning.probe import Clocks, OutOfTime, run_trial
+from lightning_gpuopt.tuning.probe import OutOfTime, run_trial
 from lightning_gpuopt.tuning.search import UNEVEN, Search, model_of
 from lightning_gpuopt.tuning.sharing import forks, held_by, why_not_shared
 from lightning_gpuopt.tuning.workers import NumWorkersResult
 from lightning_gpuopt.utils.arguments import flag, or_none, real_number, whole_number
 
 _USUAL_PREFETCH: Final = 2
-_REFINE: Final = 0.6
-"""Share of the budget after which no trial is repeated just for certainty."""
-_RESERVE: Final = 0.25
+_REFINE: Final = 0.6  # share of the budget after which no trial is repeated just for certainty
+_RESERVE: Final = 0.25  # share of the budget, and seconds at most, that are kept for ending the last trial's workers
 _MAX_RESERVE_S: Final = 0.75
-"""Seconds, at most, of the quarter of the budget that is kept for ending the last trial's workers."""
 
 
 def find_num_workers(
@@ -96,15 +95,7 @@ def workers_can_run(dataloader: DataLoader[Any]) -> bool:
 
 
 def check_shared(dataloader: DataLoader[Any]) -> list[str]:
-    """Refuse a loader whose samples more workers would read wrongly.
-
-    Returns:
-        What to warn of: a file that the user's workers share already; a random generator, or a tensor on a GPU, that
-        workers would get.
-
-    Raises:
-        ValueError: its dataset holds an open file or the like that no two of its workers share already.
-    """
+    """What to warn of in what workers would share; ValueError where more workers would read samples wrongly."""
     held = [] if isinstance(dataloader.dataset, IterableDataset) else held_by(dataloader)
     files = [each for each in held if each.kind == "file"]
     if (reason := why_not_shared(dataloader, files, workers=dataloader.num_workers)) is not None:
@@ -133,10 +124,9 @@ class _Finder:
     local_world_size: int
 
     def __post_init__(self) -> None:
-        self._clocks = Clocks()
-        began = self._clocks.now()
-        self._refine_until = began + _REFINE * self.max_seconds
-        self._deadline = began + self.max_seconds - min(_RESERVE * self.max_seconds, _MAX_RESERVE_S)
+        began_s = time.perf_counter()
+        self._refine_until_s = began_s + _REFINE * self.max_seconds
+        self._deadline_s = began_s + self.max_seconds - min(_RESERVE * self.max_seconds, _MAX_RESERVE_S)
         self._room = room()
         self._cpus = self._room.cpus / self.local_world_size
         self._search = Search(self._cpus, self.tolerance)
@@ -153,8 +143,7 @@ class _Finder:
                     count,
                     prefetch_factor=self._prefetch,
                     step_time_s=self.step_time_s,
-                    deadline=self._deadline,
-                    clocks=self._clocks,
+                    deadline_s=self._deadline_s,
                 )
                 self._seen.append(measured)
                 if len(self._seen) <= 2:  # repeated: a hiccup in the first trial will not be in the second
@@ -193,7 +182,7 @@ class _Finder:
 
     def _next_count(self) -> int | None:
         """The workers of the next trial: no more than the time left allows, and then none that were tried already."""
-        count = self._search.next_count(self._cap(), in_haste=self._clocks.now() > self._refine_until)
+        count = self._search.next_count(self._cap(), in_haste=time.perf_counter() > self._refine_until_s)
         while count is not None and self._seen and not self._time_for(count):
             count = count - 1 if count - 1 > max(each.trial.num_workers for each in self._seen) else None
         return count
@@ -203,4 +192,4 @@ class _Finder:
         first, cpus = self._seen[0], max(self._cpus, 0.1)
         startup_s = max(first.startup_s, count * first.startup_cpu_s / cpus)
         round_s = max(first.service_s, count * first.consumer_s, count * first.cpu_s / cpus)
-        return self._clocks.now() + startup_s + round_s <= self._deadline
+        return time.perf_counter() + startup_s + round_s <= self._deadline_s

@@ -1,7 +1,6 @@
 """Chooses the samples that a trial reads: the dataset's indices in our own order, without the user's sampler.
 
-All trials of a search share one walk: no trial reads what an earlier one has left in the page cache, until every
-sample was read once.
+All trials of a search share one walk, so that none reads what an earlier one has left in the page cache.
 """
 
 from __future__ import annotations
@@ -20,18 +19,13 @@ from lightning_gpuopt.loading.order import mix, permute
 from lightning_gpuopt.utils.arguments import refuse
 
 _DRAWN_AT_ONCE = 256
-
-_USUAL_BATCH = 32
-"""Assumed batch size of a batch sampler from which it cannot be read."""
+_USUAL_BATCH = 32  # assumed batch size of a batch sampler from which it cannot be read
 
 
 def walk(length: int, *, in_order: bool, seed: int | None = None) -> Iterator[int]:
-    """Endless numbers from 0 to ``length - 1``, each once before any comes again.
+    """Endless numbers from 0 to ``length - 1``, each once before any comes again: in order, or as a shuffle has them.
 
-    Args:
-        length: how many there are, at least 1.
-        in_order: one after the other; else at random, as a shuffle has them: samples that cost more come in clusters.
-        seed: where it begins, and in which order; None: another one each time.
+    The seed decides where they begin, and in which order; without one that is another each time.
     """
     if seed is None:  # not from Python's, NumPy's or torch's global random state
         seed = int.from_bytes(os.urandom(7), "little")
@@ -48,16 +42,8 @@ def walk(length: int, *, in_order: bool, seed: int | None = None) -> Iterator[in
 def own_sampling(loader: DataLoader[Any], iterable: bool = False) -> dict[str, Any]:
     """The arguments of a DataLoader that reads this loader's dataset in an endless order of our own.
 
-    Args:
-        loader: the loader; only read.
-        iterable: an ``IterableDataset`` will do, which is read in its own order.
-
-    Returns:
-        Arguments of a DataLoader: a sampler or batch sampler of our own.
-
-    Raises:
-        ValueError: it cannot be tried: no DataLoader, an ``IterableDataset``, or a dataset without samples that are
-            numbered from 0.
+    ValueError where it cannot be tried: no DataLoader, an ``IterableDataset`` unless ``iterable``, or a dataset without
+    samples that are numbered from 0.
     """
     if not isinstance(loader, DataLoader):
         refuse("dataloader", "a torch.utils.data.DataLoader", loader, wrong_type=True)

@@ -1,7 +1,7 @@
 """Decides on the number of workers of a running loader: measurements in, the number to try next out.
 
-Numbers in, a number out: no clock, no process, no thread. The policy looks for a while, changes the number, looks
-whether that helped, and when there is nothing left to gain it sleeps, and looks again now and then.
+The policy measures a window, changes the number, measures whether that helped, and when there is nothing left to gain
+it sleeps, and measures again now and then.
 """
 
 from __future__ import annotations
@@ -15,35 +15,20 @@ from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.workers import LimitedBy, Trial
 
 _MIN_WINDOW: Final = 6
-_IDLE_WINDOW: Final = 50
-"""Steps measured before a worker is removed: an idle worker costs little, a missing one much."""
-
-_MAX_LEAP: Final = 8
-"""Largest factor by which workers grow at once: measurements with few of them are a rough guide."""
-
-_LOOK_AGAIN: Final = 200
+_IDLE_WINDOW: Final = 50  # steps measured before a worker is removed: an idle worker costs little, a missing one much
+_MAX_LEAP: Final = 8  # largest factor by which workers grow at once: measurements with few of them are a rough guide
+_LOOK_AGAIN: Final = 200  # steps between two measurements of a settled loader; doubles up to the next
 _LOOK_AGAIN_AT_LAST: Final = 3200
-"""Steps between two measurements of a loader that needs no change: the pause doubles from the first to the second."""
-
-_ALL_CPUS: Final = 0.9
-"""CPU utilization, 0-1, from which on another worker is not tried."""
-
-_ANOTHER_STEP: Final = 0.25
-"""Relative change of the step time after which earlier measurements no longer count."""
+_ALL_CPUS: Final = 0.9  # CPU utilization, 0-1, from which on another worker is not tried
+_ANOTHER_STEP: Final = 0.25  # relative change of the step time after which earlier measurements no longer count
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
-    """Steps with the same number of workers; all times in seconds per step, or batch.
+    """Steps with the same number of workers; times are per step, and None is not known.
 
-    Attributes:
-        step_s: from one batch to the next.
-        wait_s: waited for the loader in it, beyond what taking a batch that lies ready costs.
-        busy: batches that were being made, or waited for a worker, when the consumer came for one; None: not known.
-        worker_cpu_s: CPU time of the workers; None: not known.
-        consumer_cpu_s: CPU time of the training process.
-        batch_bytes: bytes of a batch.
-        batch_tensors: files that a batch keeps open, one for each tensor.
+    ``wait_s`` leaves out what taking a batch that lies ready costs. ``busy``: batches that were being made, or waited
+    for a worker, when the consumer came for one. ``batch_tensors``: files that a batch keeps open.
     """
 
     step_s: float
@@ -56,20 +41,10 @@ class LoaderStats:
 
 
 class LivePolicy:
-    """Decide on the number of workers, window by window.
+    """Decides, window by window, on the ``num_workers`` that should run; ``settled`` while nothing is being tried.
 
-    Args:
-        num_workers: what runs now.
-        cpus: CPUs that the loader and its consumer may use.
-        tolerance: share of the step, 0-1: a wait below it is none, and a gain below it is not worth a worker.
-        prefetch_factor: batches that each worker prepares ahead.
-
-    Attributes:
-        num_workers: what should run.
-        skip: steps to leave out before the next window: until then the workers' number changes, or nothing can be new.
-        window: steps to look at then.
-        settled: whether nothing is being tried.
-        limited_by: why not more.
+    ``cpus`` are for the loader and its consumer; a wait or a gain below ``tolerance``, a share of the step, does not
+    count. The next window is of ``window`` steps, after ``skip`` steps in which nothing can be learned.
     """
 
     def __init__(self, num_workers: int, *, cpus: float, tolerance: float = 0.05, prefetch_factor: int = 2) -> None:
@@ -83,11 +58,8 @@ class LivePolicy:
         self._before: tuple[int, LoaderStats] | None = None
         self._settled_step_s: float | None = None
         self._ceiling: tuple[int, LimitedBy] | None = None
-        self._floor = 1
-        self._idle = False
-        self._look_again = _LOOK_AGAIN
-        self.skip = max(num_workers, 2)
-        self.window = _window(num_workers)
+        self._floor, self._idle, self._look_again = 1, False, _LOOK_AGAIN
+        self.skip, self.window = max(num_workers, 2), _window(num_workers)
 
     @property
     def trials(self) -> list[Trial]:
@@ -95,20 +67,14 @@ class LivePolicy:
         return list(self._trials.values())
 
     def decide(self, seen: LoaderStats, cap: Cap) -> int:
-        """Decide after a window.
-
-        Args:
-            seen: what was measured with ``num_workers`` workers.
-            cap: the most that fit.
-
-        Returns:
-            The number to run now.
-        """
+        """The number to run now, after a window with ``num_workers``."""
         count = self.num_workers
         self._trials[count] = Trial(count, 1.0 / seen.step_s, seen.wait_s)
-        self._forget_if_another(seen)
-        starved = seen.wait_s > self._tolerance * seen.step_s
         before, self._before = self._before, None
+        settled_s = self._settled_step_s
+        if before is None and settled_s is not None and abs(seen.step_s - settled_s) > _ANOTHER_STEP * settled_s:
+            self._ceiling, self._floor, self._settled_step_s, self._look_again = None, 1, None, _LOOK_AGAIN
+        starved = seen.wait_s > self._tolerance * seen.step_s
         if before is None or self._helped(*before, seen, starved):
             return self._improve(seen, starved, cap)
         number, earlier = before
@@ -118,20 +84,16 @@ class LivePolicy:
     def set(self, num_workers: int, *, settle: bool = False) -> None:
         """Set the number that actually runs: fewer could be started, or other ranks need more.
 
-        Args:
-            num_workers: what runs.
-            settle: leave it so for a while; else measure whether it is right.
+        ``settle``: leave it so for a while; else measure whether it is right.
         """
         self._change(num_workers, None)
         if settle:
-            self.settled = True
-            self.skip = _LOOK_AGAIN_AT_LAST
+            self.settled, self.skip = True, _LOOK_AGAIN_AT_LAST
 
     def wake(self) -> None:
         """Measure again soon, as something around the loader has changed."""
         if self.settled:
-            self.settled = False
-            self.skip, self.window = 0, _window(self.num_workers)
+            self.settled, self.skip, self.window = False, 0, _window(self.num_workers)
 
     def _improve(self, seen: LoaderStats, starved: bool, cap: Cap) -> int:
         if starved:
@@ -142,14 +104,13 @@ class LivePolicy:
         if fewer >= self.num_workers:
             return self._settle(seen)
         if not self._idle:
-            self._idle = True
-            self.settled = False
+            self.settled, self._idle = False, True
             self.skip, self.window = 0, max(_IDLE_WINDOW, _window(self.num_workers))
             return self.num_workers
         return self._change(fewer, seen)
 
     def _helped(self, number: int, earlier: LoaderStats, seen: LoaderStats, starved: bool) -> bool:
-        """Whether the change from ``number`` stays; what has not helped is not tried again."""
+        """Whether the change from ``number`` helped; what has not is not tried again."""
         if self.num_workers > number:
             if earlier.step_s >= (1 + self._tolerance) * seen.step_s:
                 return True
@@ -164,7 +125,7 @@ class LivePolicy:
         return True
 
     def _more(self, seen: LoaderStats, cap: Cap) -> int:
-        """How many workers a starved consumer should have; the number now where more would not help."""
+        """The workers that a starved consumer should have; the number now where more would not help."""
         count = self.num_workers
         model = self._model(seen, count * seen.step_s)
         most = min(cap.num_workers, _MAX_LEAP * count)
@@ -181,7 +142,7 @@ class LivePolicy:
         return needed
 
     def _fewer(self, seen: LoaderStats) -> int:
-        """How many workers suffice for a consumer that does not wait; the current number unless clearly fewer do."""
+        """The workers that suffice for a consumer that does not wait; the number now unless clearly fewer do."""
         count = self.num_workers
         if seen.busy is None or count <= 1:
             return count
@@ -199,30 +160,19 @@ class LivePolicy:
         """Try another number, to be compared with ``seen``."""
         earlier, self.num_workers = self.num_workers, count
         self._before = (earlier, seen) if seen is not None else None
-        self._idle = False
-        self._look_again = _LOOK_AGAIN
-        self.settled = False
+        self.settled, self._idle, self._look_again = False, False, _LOOK_AGAIN
         # what was asked for before comes first, then one round of the first batches of all
-        self.skip = self._prefetch_factor * earlier + count
-        self.window = _window(count)
+        self.skip, self.window = self._prefetch_factor * earlier + count, _window(count)
         return count
 
     def _settle(self, seen: LoaderStats) -> int:
         self._settled_step_s = seen.step_s
-        self._idle = False
-        self.settled = True
+        self.settled, self._idle = True, False
         self.skip, self.window = self._look_again, _window(self.num_workers)
         self._look_again = min(2 * self._look_again, _LOOK_AGAIN_AT_LAST)
         return self.num_workers
 
-    def _forget_if_another(self, seen: LoaderStats) -> None:
-        settled_s = self._settled_step_s
-        if settled_s is not None and abs(seen.step_s - settled_s) > _ANOTHER_STEP * settled_s and self._before is None:
-            self._ceiling, self._floor, self._settled_step_s = None, 1, None
-            self._look_again = _LOOK_AGAIN
-
 
 def _window(count: int) -> int:
     """Steps of the next window, in whole rounds: busy workers deliver in bursts of one batch each."""
-    count = max(count, 1)
-    return count * math.ceil(_MIN_WINDOW / count)
+    return max(count, 1) * math.ceil(_MIN_WINDOW / max(count, 1))

@@ -8,15 +8,13 @@ import warnings
 from pathlib import Path
 from typing import Any, Final
 
-_NAMES: Final = ("__main__", "__mp_main__")
-"""What a script is called as the program, and where a worker process runs it again."""
+_NAMES: Final = ("__main__", "__mp_main__")  # of the program, and of its script where a worker process runs it again
 
 
 def script_run_again() -> Path | None:
-    """The script that a process started by spawn or forkserver runs again, by the rules of ``multiprocessing.spawn``.
+    """The script that a process started by spawn or forkserver runs again; None where ``multiprocessing`` runs none.
 
-    None at a prompt, in a notebook, under ``python -c``, and where the program is the ``__main__.py`` of a package, a
-    folder or an archive, such as ``python -m pytest``: nothing is run again there.
+    Such as in a notebook, under ``python -c``, and for the ``__main__.py`` of a package, as of ``python -m pytest``.
     """
     main: Any = sys.modules.get("__main__")
     module = getattr(getattr(main, "__spec__", None), "name", None)  # of ``python -m``
@@ -28,11 +26,7 @@ def script_run_again() -> Path | None:
 
 
 def is_guarded(script: Path) -> bool | None:
-    """Whether a script asks somewhere whether it is the main one, by its ``__name__``; None where it cannot be read.
-
-    What happens then: if its file is gone, or it came from standard input, a process fails before it runs anything of
-    it; compiled code runs again.
-    """
+    """Whether a script compares its ``__name__`` to the main one's somewhere; None where it cannot be read."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the script's own, such as of an escape in a text
@@ -50,18 +44,7 @@ def _asks_for_name(comparison: ast.Compare) -> bool:
 
 
 def check_guard(method: str) -> None:
-    """Refuse to start worker processes that would run a script without a guard again.
-
-    A script that cannot be read is not refused: see :func:`is_guarded`.
-
-    Args:
-        method: how they are started.
-
-    Raises:
-        ValueError: the script has no ``if __name__ == "__main__":``.
-    """
-    if method == "fork":
-        return
+    """Raise ValueError where worker processes that this method starts would run a script without a guard again."""
     script = script_run_again()
     if script is not None and is_guarded(script) is False:
         raise ValueError(

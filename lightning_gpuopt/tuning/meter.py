@@ -1,7 +1,6 @@
 """Times the fetches of a loader that runs: what its consumer waited, and what its workers had under way.
 
-The iterator that the consumer fetches from stays the same object, with a ``__next__`` of ours around its own. While
-there is nothing to look at, that is a counter that goes down.
+The iterator stays the same object, with a ``__next__`` of ours around its own, which mostly only counts down.
 """
 
 from __future__ import annotations
@@ -19,27 +18,13 @@ from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.caps import files_of
 from lightning_gpuopt.tuning.live import LoaderStats
 
-_PAUSE: Final = 4.0
-"""A step that takes so many times the median contains a validation, a checkpoint or the like."""
-
-_USUAL: Final = 0.75
-"""Share of the steps from which on pauses count as training's own pace, as where gradients accumulate."""
-
+_PAUSE: Final = 4.0  # a step that takes so many times the median contains a validation, a checkpoint or the like
+_USUAL: Final = 0.75  # share of usual steps below which pauses are training's own pace, as where gradients accumulate
 _NEVER: Final = 1 << 60
 
 
 class FetchMeter:
-    """Times the fetches of one loader, whichever iterator they come from.
-
-    Args:
-        skip: fetches to ignore first.
-        window: fetches to measure then.
-        clock: seconds.
-
-    Attributes:
-        asleep: fetches still to be ignored.
-        seen: the last complete window; None before.
-    """
+    """Times the fetches of one loader, whichever iterator they come from; ``seen`` is the last complete window."""
 
     def __init__(self, skip: int, window: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -63,13 +48,13 @@ class FetchMeter:
         self.begin(_NEVER, self._window)
 
     def epoch_begins(self, skip: int) -> None:
-        """Begin with a new iterator: its first batches and the time between epochs are not representative."""
+        """Ignore a new iterator's first fetches, and the time between epochs."""
         if self.seen is None:
             self.asleep = max(self.asleep, skip)
             self._last = None
 
     def fetch(self, iterator: Any, take: Callable[[], Any]) -> Any:
-        """Take a batch, and note how long that took."""
+        """Take a batch, and time that."""
         workers = workers_of(iterator)
         ready, busy = lies_ready(iterator), in_the_making(iterator)
         began = self._clock()
@@ -94,19 +79,16 @@ class FetchMeter:
 
     def _close(self, workers: Any) -> LoaderStats:
         steps = len(self._waits)
-        # Receiving a batch that lies ready is no wait.
         taking_s = taking(self._ready) if self._ready else receive_cost(self._bytes)[1] if workers else 0.0
-        wait_s = fmean(max(wait - taking_s, 0.0) for wait in self._waits)
+        wait_s = fmean(max(wait - taking_s, 0.0) for wait in self._waits)  # taking what lies ready is no wait
         usual_s = median(self._owns)
         usual = [own for own in self._owns if own <= _PAUSE * usual_s]
         own_s = fmean(usual if len(usual) > _USUAL * steps else self._owns)
         cpu_before, process_before = self._cpu_began
         cpu_after, process_s = _cpu_s(workers), time.process_time() - process_before
         worker_cpu_s = None if cpu_before is None or cpu_after is None else max(cpu_after - cpu_before, 0.0) / steps
-        consumer_cpu_s = process_s / steps
-        busy = fmean(self._busy) if self._busy else None
-        step_s = own_s + fmean(self._waits)
-        return LoaderStats(step_s, wait_s, busy, worker_cpu_s, consumer_cpu_s, self._bytes, self._tensors)
+        busy, step_s = fmean(self._busy) if self._busy else None, own_s + fmean(self._waits)
+        return LoaderStats(step_s, wait_s, busy, worker_cpu_s, process_s / steps, self._bytes, self._tensors)
 
 
 class _Timed:

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import psutil
@@ -21,48 +21,25 @@ from lightning_gpuopt.telemetry.resources import worker_memory
 from lightning_gpuopt.timeline.worker_clock import TimedCollate, WorkerClock
 from lightning_gpuopt.tuning.caps import files_of
 from lightning_gpuopt.tuning.main_script import check_guard
+from lightning_gpuopt.tuning.sharing import forks, own_collate
 from lightning_gpuopt.tuning.workers import Measured, Trial
 from lightning_gpuopt.utils.interrupts import interrupt_held
 
 _MIN_S: Final = 0.5
 _MIN_BATCHES: Final = 8
 _MIN_ROUNDS: Final = 2
-
-_MAX_S: Final = 1.2
-"""Seconds after which a trial ends with what it has measured: batches differ much, or are slow."""
-
-_EVEN_ENOUGH: Final = 0.04
-"""Relative standard error of a batch's mean time."""
-
-_HARDLY_BUSY: Final = 0.5
-"""Share of idle time from which on workers are not the bottleneck, and their times need no precision."""
-
+_MAX_S: Final = 1.2  # seconds after which a trial ends with what it has measured: batches differ much, or are slow
+_EVEN_ENOUGH: Final = 0.04  # relative standard error of a batch's mean time
+_HARDLY_BUSY: Final = 0.5  # share of busy time below which workers are no bottleneck, and need no precise times
 _MAX_PAUSE_S: Final = 0.25
 _MORE_S: Final = 2.0
 _GRACE_S: Final = 2.0
-_MIN_GRACE_S: Final = 0.2
-"""Seconds in which a healthy worker ends, beside the batch that it is making."""
-
+_MIN_GRACE_S: Final = 0.2  # seconds in which a healthy worker ends, beside the batch that it is making
 _TIMED_OUT: Final = "DataLoader timed out after"
 
 
 class OutOfTime(Exception):
     """The deadline came before anything could be measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Clocks:
-    """The clocks of a trial, so that tests can replace them.
-
-    Attributes:
-        now: seconds, from any origin.
-        sleep: lets seconds pass.
-        cpu: CPU seconds of this process.
-    """
-
-    now: Callable[[], float] = time.perf_counter
-    sleep: Callable[[float], object] = time.sleep
-    cpu: Callable[[], float] = time.process_time
 
 
 def run_trial(
@@ -72,56 +49,29 @@ def run_trial(
     *,
     prefetch_factor: int,
     step_time_s: float,
-    deadline: float,
-    clocks: Clocks | None = None,
+    deadline_s: float,
 ) -> Measured:
-    """Measure the loader with so many workers. Nothing of it is left when this returns or raises.
+    """Measure a copy of the loader with so many workers and samples from ``own_sampling``; no worker is left.
 
-    Args:
-        loader: the user's; only read.
-        sampling: the arguments for its samples, from :func:`lightning_gpuopt.tuning.indices.own_sampling`.
-        num_workers: at least 1.
-        prefetch_factor: batches that each worker prepares ahead.
-        step_time_s: what the consumer takes for a batch.
-        deadline: when to stop, on the clock of ``clocks.now``.
-        clocks: instead of the real ones.
-
-    Raises:
-        OutOfTime: the deadline came first.
-        ValueError: something of the loader cannot be sent to a worker process, or one would run a script without a
-            guard again.
-        Exception: whatever the dataset raises, as it would come out in training.
+    Raises OutOfTime where the deadline, by ``time.perf_counter``, comes first, and whatever the dataset raises.
     """
-    clocks = clocks or Clocks()
     clock = WorkerClock()
-    timed = TimedCollate(own_collate(loader), clock)
-    began = clocks.now()
-    iterator = None
+    began_s, iterator = time.perf_counter(), None
     try:
         with interrupt_held():
-            iterator = _start(loader, sampling, num_workers, prefetch_factor, timed, deadline - began)
-        return _TrialReading(iterator, clock, num_workers, step_time_s, deadline, clocks).run(began)
+            timed = TimedCollate(own_collate(loader), clock)
+            iterator = _start(loader, sampling, num_workers, prefetch_factor, timed, deadline_s - began_s)
+        return _TrialReading(iterator, clock, num_workers, step_time_s, deadline_s).run(began_s)
     finally:
-        _stop(iterator, max(min(deadline - clocks.now(), _GRACE_S), _MIN_GRACE_S))
+        _stop(iterator, max(min(deadline_s - time.perf_counter(), _GRACE_S), _MIN_GRACE_S))
 
 
 def first_batches(
     loader: DataLoader[Any], sampling: dict[str, Any], collate_fn: Callable[[Any], Any], most: int, seconds: float
 ) -> list[Any]:
-    """A few batches from one worker. Nothing of it is left when this returns or raises.
+    """At most so many batches from one worker, fewer two seconds after the first; no worker is left.
 
-    Args:
-        loader: the user's; only read.
-        sampling: the arguments for its samples, from :func:`lightning_gpuopt.tuning.indices.own_sampling`.
-        collate_fn: in place of the loader's own.
-        most: number of batches; fewer if the data ends, or two seconds after the first.
-        seconds: longest wait for the first.
-
-    Raises:
-        OutOfTime: not one came in time.
-        ValueError: something of the loader cannot be sent to a worker process, or one would run a script without a
-            guard again.
-        Exception: whatever the dataset raises, as it would come out in training.
+    Raises OutOfTime where the first takes longer than ``seconds``, and whatever the dataset raises.
     """
     iterator, batches = None, list[Any]()
     try:
@@ -129,9 +79,9 @@ def first_batches(
             iterator = _start(loader, sampling, 1, 2, collate_fn, seconds)
         for batch in iterator:
             if not batches:
-                deadline = time.perf_counter() + _MORE_S
+                deadline_s = time.perf_counter() + _MORE_S
             batches.append(batch)
-            left_s = deadline - time.perf_counter()
+            left_s = deadline_s - time.perf_counter()
             if len(batches) == most or left_s <= 0:
                 break
             wait_at_most(iterator, left_s)
@@ -145,12 +95,6 @@ def first_batches(
     return batches
 
 
-def own_collate(loader: DataLoader[Any]) -> Callable[[Any], Any]:
-    """The loader's own ``collate_fn``, without the clock that we wrap around it."""
-    collate: Any = loader.collate_fn
-    return collate.collate_fn if isinstance(collate, TimedCollate) else collate
-
-
 def _start(
     loader: DataLoader[Any],
     sampling: dict[str, Any],
@@ -159,15 +103,18 @@ def _start(
     collate: Callable[[Any], Any],
     seconds: float,
 ) -> Any:
-    """An iterator of a copy of the loader, with our own order of samples, number of workers and random state."""
-    context: Any = loader.multiprocessing_context or torch.multiprocessing.get_context()
-    method: str = context.get_start_method()
-    check_guard(method)
+    """An iterator of a copy of the loader, with our own order of samples, number of workers and random state.
+
+    ValueError where something of it cannot be sent to a worker process, or that would run a script without a guard.
+    """
+    method = forks(loader)
+    if method is not None:
+        check_guard(method)
     more: dict[str, Any] = {} if getattr(loader, "in_order", True) else {"in_order": False}
+    kind = type(loader) if getattr(type(loader), "iterates_as_torch", False) else DataLoader
     with warnings.catch_warnings():
         # of more workers than CPUs, which a trial starts on purpose
         warnings.filterwarnings("ignore", message="This DataLoader will create|Got pickle error")
-        kind = type(loader) if getattr(type(loader), "iterates_as_torch", False) else DataLoader
         twin = kind(
             loader.dataset,
             num_workers=num_workers,
@@ -184,7 +131,7 @@ def _start(
         try:
             return iter(twin)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            if method == "fork":
+            if method is None:
                 raise
             raise ValueError(
                 f"dataloader: expected a dataset, collate_fn and worker_init_fn that can be pickled, as worker "
@@ -194,10 +141,9 @@ def _start(
 
 
 def _stop(iterator: Any, grace_s: float) -> None:
-    """End the workers; those that are stuck are killed after a grace period.
+    """End the workers; those that are stuck are killed after a grace period: torch would wait 5 s for each of them.
 
-    Not when its last reference goes: an exception's traceback may hold one. torch alone would wait 5 s for each worker
-    that is stuck.
+    Now, not when the iterator's last reference goes: an exception's traceback may hold one.
     """
     workers = workers_of(iterator)
 
@@ -227,38 +173,35 @@ class _TrialReading:
     clock: WorkerClock
     workers: int
     step_s: float
-    deadline: float
-    clocks: Clocks
+    deadline_s: float
+    waits_s: list[float] = field(default_factory=list)
+    ready_s: list[float] = field(default_factory=list)
+    ends_s: list[float] = field(default_factory=list)
+    files: int = 0
 
-    def __post_init__(self) -> None:
-        self._waits_s: list[float] = []
-        self._ready_s: list[float] = []
-        self._ends: list[float] = []
-        self._files = 0
-
-    def run(self, began: float) -> Measured:
+    def run(self, began_s: float) -> Measured:
         """Read batches until the figures are precise enough, or until the deadline."""
-        clocks = self.clocks
-        while len(self._ends) < self.workers and self._fetch():
+        now = time.perf_counter
+        while len(self.ends_s) < self.workers and self._fetch():
             pass  # a worker's first batch contains one-time work
-        if not self._ends:
+        if not self.ends_s:
             raise OutOfTime
-        startup_s = clocks.now() - began
-        times_before, cpu_before, own_before = self.clock.times(self.workers), self._cpu_s(), clocks.cpu()
-        start = clocks.now()
-        while len(self._ends) >= self.workers and self._round() and not self._enough(clocks.now() - start):
+        startup_s = now() - began_s
+        times_before, cpu_before, own_before = self.clock.times(self.workers), self._cpu_s(), time.process_time()
+        start_s = now()
+        while len(self.ends_s) >= self.workers and self._round() and not self._enough(now() - start_s):
             pass
-        own_cpu_s, worker_cpu_s = clocks.cpu() - own_before, self._cpu_s() - cpu_before
+        own_cpu_s, worker_cpu_s = time.process_time() - own_before, self._cpu_s() - cpu_before
         times = self.clock.times(self.workers) - times_before
-        waits_s, ends = self._waits_s[self.workers :], self._ends[self.workers :]
+        waits_s, ends_s = self.waits_s[self.workers :], self.ends_s[self.workers :]
         if waits_s:
             # Workers that were started together deliver in bursts: only whole rounds, if any, say how fast they are.
             whole = len(waits_s) // self.workers * self.workers or len(waits_s)
-            waits_s, elapsed_s = waits_s[:whole], ends[whole - 1] - start
+            waits_s, elapsed_s = waits_s[:whole], ends_s[whole - 1] - start_s
         else:  # nothing came after the first round: that one has to do
-            waits_s, elapsed_s = self._waits_s, clocks.now() - began
+            waits_s, elapsed_s = self.waits_s, now() - began_s
         rate, wait_s = len(waits_s) / max(elapsed_s, 1e-9), sum(waits_s) / len(waits_s)
-        seen = max(len(self._waits_s) - self.workers, 1)
+        seen = max(len(self.waits_s) - self.workers, 1)
         service_s = times.busy_s / times.batches if times.batches else self.workers / rate
         memory = [size for pid in worker_pids([self.iterator]) if (size := worker_memory(pid)) is not None]
         return Measured(
@@ -269,7 +212,7 @@ class _TrialReading:
             consumer_cpu_s=own_cpu_s / seen,
             unevenness=times.unevenness or 0.0,
             batch_bytes=self.clock.times(self.workers).batch_bytes,
-            batch_tensors=self._files,
+            batch_tensors=self.files,
             worker_bytes=max(memory, default=None),
             startup_s=startup_s,
             startup_cpu_s=cpu_before / self.workers,
@@ -279,16 +222,15 @@ class _TrialReading:
         """Consume one batch of each worker; False when there is no more."""
         for _ in range(self.workers):
             if self.step_s:
-                self.clocks.sleep(max(min(self.step_s, self.deadline - self.clocks.now()), 0.0))
+                time.sleep(max(min(self.step_s, self.deadline_s - time.perf_counter()), 0.0))
             if not self._fetch():
                 return False
         return True
 
     def _fetch(self) -> bool:
         """Take a batch; False when there is none: the deadline has come, or the data has ended."""
-        clocks = self.clocks
-        before = clocks.now()
-        left_s = self.deadline - before
+        before_s = time.perf_counter()
+        left_s = self.deadline_s - before_s
         if left_s <= 0:
             return False
         with contextlib.suppress(AttributeError):
@@ -299,15 +241,16 @@ class _TrialReading:
         except StopIteration:
             return False
         except RuntimeError as error:
-            if str(error).startswith(_TIMED_OUT) and self.deadline - clocks.now() <= 0.01:
+            if str(error).startswith(_TIMED_OUT) and self.deadline_s - time.perf_counter() <= 0.01:
                 return False
             raise
-        if not self._ends:
-            self._files = files_of(batch)
-        self._ends.append(after := clocks.now())
-        self._waits_s.append(after - before)
+        after_s = time.perf_counter()
+        if not self.ends_s:
+            self.files = files_of(batch)
+        self.ends_s.append(after_s)
+        self.waits_s.append(after_s - before_s)
         if ready:
-            self._ready_s.append(after - before)
+            self.ready_s.append(after_s - before_s)
         return True
 
     def _cpu_s(self) -> float:
@@ -320,26 +263,25 @@ class _TrialReading:
         return total
 
     def _enough(self, elapsed_s: float) -> bool:
-        times = self.clock.times(self.workers)
+        batches = len(self.waits_s) - self.workers
         if elapsed_s >= _MAX_S:
             return True
-        batches = len(self._waits_s) - self.workers
         if elapsed_s < _MIN_S or batches < max(_MIN_BATCHES, _MIN_ROUNDS * self.workers):
             return False
+        times = self.clock.times(self.workers)
         hardly_busy = times.busy_s < _HARDLY_BUSY * self.workers * elapsed_s
         return hardly_busy or (times.unevenness or 0.0) <= times.batches * _EVEN_ENOUGH**2
 
     def _receive_s(self, service_s: float) -> float:
         """Cost of taking a batch that lies ready: of most batches, or of two after a pause."""
-        if len(self._ready_s) >= max(len(self._waits_s) / 2, _MIN_BATCHES):
-            return taking(self._ready_s)
-        quickest_s = min(self._waits_s)
-        pause_s = 2.5 * service_s
-        if pause_s > _MAX_PAUSE_S or self.deadline - self.clocks.now() < 2 * pause_s:
+        if len(self.ready_s) >= max(len(self.waits_s) / 2, _MIN_BATCHES):
+            return taking(self.ready_s)
+        quickest_s, pause_s = min(self.waits_s), 2.5 * service_s
+        if pause_s > _MAX_PAUSE_S or self.deadline_s - time.perf_counter() < 2 * pause_s:
             # not worth the time: beside a batch that takes this long, it is little
             return min(quickest_s, receive_cost(self.clock.times(self.workers).batch_bytes or 0.0)[1])
-        self.clocks.sleep(pause_s)
-        before = len(self._waits_s)
+        time.sleep(pause_s)
+        before = len(self.waits_s)
         if not (self._fetch() and self._fetch()):
             return quickest_s
-        return min(min(self._waits_s[before:]), 2 * quickest_s)
+        return min(min(self.waits_s[before:]), 2 * quickest_s)

@@ -17,8 +17,6 @@ from lightning_gpuopt.loading.loader import ElasticLoader
 from lightning_gpuopt.tuning.order import Order
 from lightning_gpuopt.tuning.sharing import WorkersStart, forks, held_by, state_of, why_not_shared
 
-_WORKERS: Final = ("num_workers",)
-_KEPT: Final = ("persistent_workers",)
 AHEAD: Final = ("num_workers", "prefetch_factor", "persistent_workers")
 """Settings with which a sampler is asked at other moments."""
 
@@ -29,16 +27,10 @@ class CannotChange(Exception):
 
 @dataclass(frozen=True)
 class AskedChange:
-    """A change that somebody wants, and what is known of the loader.
+    """A change of an argument that somebody wants, and what is known of the loader.
 
-    Attributes:
-        loader: the DataLoader.
-        setting: the name of one of its arguments.
-        value: the new value.
-        own_workers: the number of workers that the user has given it.
-        start: what its running workers got a copy of; None where none were started, or earlier than can be known.
-        dataset_changes: whether the dataset was another one at the last two starts of an epoch.
-        before_first: the loader was never iterated, and its state is a new one.
+    ``own_workers``: the user's number. ``start``: what its running workers got a copy of, where that is known.
+    ``dataset_changes``: it was another one at the last two starts of an epoch. ``before_first``: it was never iterated.
     """
 
     loader: DataLoader[Any]
@@ -59,21 +51,10 @@ class AskedChange:
         """Whether a loader with workers would get more."""
         return self.setting == "num_workers" and 0 < self.loader.num_workers < self.value
 
-    @property
-    def dataset(self) -> str:
-        """The dataset's class."""
-        return type(self.loader.dataset).__name__
-
 
 @dataclass(frozen=True)
 class Rule:
-    """One reason to leave a setting as it is.
-
-    Attributes:
-        name: what speaks against the change, as the table of the docs has it.
-        settings: the settings that it is about.
-        why: gives the reason; None where it does not apply.
-    """
+    """One reason to leave these settings as they are, by its name in the docs; ``why`` gives it where it applies."""
 
     name: str
     settings: tuple[str, ...]
@@ -81,13 +62,12 @@ class Rule:
 
 
 def _own_iterators(asked: AskedChange) -> str | None:
-    if is_plain(asked.loader) or kind_of(asked.loader) == "stateful":
+    loader, kind = asked.loader, kind_of(asked.loader)
+    ours = getattr(type(loader), "iterates_as_torch", False)
+    stream = kind == "torch" and isinstance(loader.dataset, IterableDataset)
+    if is_plain(loader) or kind == "stateful" or ours or stream:
         return None
-    if getattr(type(asked.loader), "iterates_as_torch", False):  # with iterators of our own
-        return None
-    if isinstance(asked.loader.dataset, IterableDataset) and kind_of(asked.loader) == "torch":
-        return None
-    return f"a {type(asked.loader).__name__} makes its iterators itself"
+    return f"a {type(loader).__name__} makes its iterators itself"
 
 
 def _own_state(asked: AskedChange) -> str | None:
@@ -99,14 +79,8 @@ def _own_state(asked: AskedChange) -> str | None:
     return f"the state of a {type(loader).__name__} holds for the settings that it began with"
 
 
-def _to_none(asked: AskedChange) -> str | None:
-    if asked.value:
-        return None
-    return "without workers the training process draws what its workers draw now: training would be another"
-
-
-def _no_workers(asked: AskedChange) -> str | None:
-    return None if asked.loader.num_workers else "there are no workers that it could be about"
+_TO_NONE: Final = "without workers the training process draws what its workers draw now: training would be another"
+_NO_WORKERS: Final = "there are no workers that it could be about"
 
 
 def _start_method(asked: AskedChange) -> str | None:
@@ -157,28 +131,28 @@ def _pinning(asked: AskedChange) -> str | None:
 def _keeping(asked: AskedChange) -> str | None:
     if isinstance(asked.loader.dataset, IterableDataset):
         return "workers that live on would go on with the stream that they have read"
-    state = state_of(asked.loader)
+    state, name = state_of(asked.loader), type(asked.loader.dataset).__name__
     if state.has_epochs:
-        return f"{asked.dataset} has set_epoch(), which workers that live on would not hear of"
+        return f"{name} has set_epoch(), which workers that live on would not hear of"
     if not state.is_comparable:
         trained = [f"can depend on {each}, which training changes" for each in state.held if each.kind == "trained"]
-        return f"{asked.dataset} {[*trained, 'holds too much to see whether it changes between epochs'][0]}"
+        return f"{name} {[*trained, 'holds too much to see whether it changes between epochs'][0]}"
     if asked.dataset_changes:
-        return f"{asked.dataset} changes between epochs, and workers that live on would keep the old one"
+        return f"{name} changes between epochs, and workers that live on would keep the old one"
     return None
 
 
 RULES: Final = (
-    Rule("iterators of its own", (*_WORKERS, *_KEPT), _own_iterators),
+    Rule("iterators of its own", ("num_workers", "persistent_workers"), _own_iterators),
     Rule("state of its own", (*AHEAD, "pin_memory"), _own_state),
-    Rule("to no workers", _WORKERS, _to_none),
-    Rule("no workers", ("prefetch_factor", *_KEPT), _no_workers),
-    Rule("start method", _WORKERS, _start_method),
+    Rule("to no workers", ("num_workers",), lambda asked: None if asked.value else _TO_NONE),
+    Rule("no workers", AHEAD[1:], lambda asked: None if asked.loader.num_workers else _NO_WORKERS),
+    Rule("start method", ("num_workers",), _start_method),
     Rule("sampler", AHEAD, _sampler),
-    Rule("held by the dataset", _WORKERS, _held),
-    Rule("changes while training runs", _WORKERS, _changed),
+    Rule("held by the dataset", ("num_workers",), _held),
+    Rule("changes while training runs", ("num_workers",), _changed),
     Rule("pinning", ("pin_memory",), _pinning),
-    Rule("workers that live on", _KEPT, _keeping),
+    Rule("workers that live on", ("persistent_workers",), _keeping),
 )
 
 BY_TRIAL: Final = {
@@ -189,25 +163,13 @@ BY_TRIAL: Final = {
 
 
 def why_not(asked: AskedChange) -> str | None:
-    """Why a setting has to stay as it is; None where it may be changed.
-
-    Raises:
-        Exception: what the dataset or the sampler raises when it is looked at.
-    """
+    """Why a setting has to stay as it is, where it has to; raises what the dataset or the sampler does."""
     reasons = (rule.why(asked) for rule in RULES if asked.setting in rule.settings)
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def why_left_alone(loader: Any, *, iterable: bool = False) -> str | None:
-    """Why a loader keeps its number of workers, whatever is measured; None where it may be changed.
-
-    Args:
-        loader: a loader of any kind.
-        iterable: an ``IterableDataset`` may get other workers.
-
-    Returns:
-        What completes "NumWorkersFinder leaves ...".
-    """
+    """Why a loader keeps its number of workers, whatever is measured: what completes "NumWorkersFinder leaves ..."."""
     name = type(loader).__name__
     if not isinstance(loader, DataLoader):
         return f"a {name} alone, which is no torch DataLoader"

@@ -19,67 +19,34 @@ from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.workers import LimitedBy, Measured, NumWorkersResult
 
 _MAX_TRIALS: Final = 12
-
-_BUSY: Final = 0.85
-"""From this share on, a processor, or this process's one thread, counts as in use all the time."""
-
-_ALL_BUSY: Final = 1.0
-"""From this share of the processors on, more workers are not even tried; it is measured in ticks of 10 ms."""
-
-_OWN: Final = 0.5
-"""A consumer that spends less of its time in its own step mostly takes batches: that is quicker when more lie ready."""
-
-UNEVEN: Final = 0.25
-"""Variance of a batch's time over the square of its mean: from here on, single slow batches hold up the others."""
-
-_TOO_MANY: Final = 1.4
-"""So many times the number that could do are worth a trial of fewer."""
-
-_DISTURBED: Final = 0.65
-"""A trial beside which something else ran may have shown as little as this share of what it would have shown."""
-
-_SCATTER: Final = 0.05
-"""Two trials of the same number that differ by more: one of them was disturbed."""
-
-_MEASURED_TWICE: Final = 1.05
-"""What a consumer counts and what workers time agree to this factor."""
+_BUSY: Final = 0.85  # from this share on, a processor, or this process's one thread, counts as in use all the time
+_ALL_BUSY: Final = 1.0  # share of the processors, measured in ticks of 10 ms, from which on no more workers are tried
+_OWN: Final = 0.5  # below this share in its own step, a consumer mostly takes batches: quicker when more lie ready
+UNEVEN: Final = 0.25  # variance of a batch's time over its squared mean, from which on single batches hold up others
+_TOO_MANY: Final = 1.4  # so many times the number that could do are worth a trial of fewer
+_DISTURBED: Final = 0.65  # a trial beside which something else ran may have shown as little as this share
+_SCATTER: Final = 0.05  # two trials of the same number that differ by more: one of them was disturbed
+_MEASURED_TWICE: Final = 1.05  # what a consumer counts and what workers time agree to this factor
 
 
 def model_of(first: Measured, cpus: float) -> LoaderModel:
-    """The throughput model, from a trial of one worker.
-
-    Args:
-        first: the trial.
-        cpus: CPUs for this loader and its consumer.
-    """
-    cpu_s, consumer_cpu_s = min(first.cpu_s, first.service_s), first.consumer_cpu_s
+    """The throughput model, from a trial of one worker."""
+    cpu_s = min(first.cpu_s, first.service_s)
     return LoaderModel(
-        first.service_s, cpu_s, first.consumer_s, consumer_cpu_s, (cpus,) * 3, unevenness=first.unevenness
+        first.service_s, cpu_s, first.consumer_s, first.consumer_cpu_s, (cpus,) * 3, unevenness=first.unevenness
     )
 
 
 class Search:
-    """The trials so far, and what follows from them.
-
-    Args:
-        cpus: CPUs for this loader and its consumer.
-        tolerance: a gain below this share does not count.
-    """
+    """The trials so far, and what follows from them; ``cpus`` are for the loader and its consumer."""
 
     def __init__(self, cpus: float, tolerance: float = 0.05) -> None:
         self.seen: list[Measured] = []
-        self._cpus = cpus
-        self._tolerance = tolerance
-        # a fifth of the tolerance is left for what trials this short get wrong
-        self._as_good = 1 - 0.8 * tolerance
+        self._cpus, self._tolerance = cpus, tolerance
+        self._as_good = 1 - 0.8 * tolerance  # a fifth of it is left for what trials this short get wrong
 
     def next_count(self, cap: Cap, *, in_haste: bool = False) -> int | None:
-        """How many workers to try; None when nothing is left to find out.
-
-        Args:
-            cap: the most that fit.
-            in_haste: do not try again what was tried, to be surer.
-        """
+        """How many workers to try; None when nothing is left to find out. In haste, nothing is tried a second time."""
         if not self.seen:
             return 1
         if len(self.seen) >= _MAX_TRIALS:
@@ -90,29 +57,25 @@ class Search:
         return self._again(cap) if untried is None and not in_haste else untried
 
     def choose(self, cap: Cap) -> NumWorkersResult:
-        """The smallest number that is as good as the best; where only one worker was tried, what the model says.
-
-        Args:
-            cap: the most that fit.
-        """
+        """The smallest number that is as good as the best; where only one worker was tried, what the model says."""
         trials = tuple(each.trial for each in self.seen)
         if len(self._within(cap)) == 1 and self._second(cap.num_workers) is not None:
             model = model_of(self.seen[0], self._cpus)
             needed = model.workers_needed(cap.num_workers)
             return NumWorkersResult(needed, trials, "time", 1 / model.step_s(needed)[1])
         chosen = self._enough(self._within(cap))
-        number = chosen.trial.num_workers
+        top = self._within(cap)[-1]
         if self._is_fed(chosen) or _is_busy(chosen):
             limited_by: LimitedBy = "consumer"
         elif self._cpu_share(chosen) >= _BUSY:
             limited_by = "cpu"
-        elif self._more_would_idle(chosen, cap):
+        elif _count(top) > _count(chosen) and _busy(top) < min(_BUSY, _busy(chosen)):  # more had less to do
             limited_by = "consumer"
-        elif len(self.seen) < _MAX_TRIALS and len(self.seen) > 1 and self._untried(cap) is not None:
+        elif 1 < len(self.seen) < _MAX_TRIALS and self._untried(cap) is not None:
             limited_by = "time"
         else:
-            limited_by = cap.limited_by if number >= cap.num_workers else "cpu"
-        return NumWorkersResult(number, trials, limited_by, chosen.trial.batches_per_s)
+            limited_by = cap.limited_by if _count(chosen) >= cap.num_workers else "cpu"
+        return NumWorkersResult(_count(chosen), trials, limited_by, chosen.trial.batches_per_s)
 
     def _untried(self, cap: Cap) -> int | None:
         """A number that may be better than those that were tried."""
@@ -129,8 +92,7 @@ class Search:
     def _more(self, cap: Cap) -> int | None:
         """Where the largest number tried is the best, and nothing says that it is the end: larger ones."""
         within = self._within(cap)
-        top = within[-1]
-        count = _count(top)
+        top, count = within[-1], _count(within[-1])
         if _count(self._enough(within)) != count or count >= cap.num_workers:
             return None
         if self._is_fed(top) or _is_busy(top) or self._cpu_share(top) >= _ALL_BUSY:
@@ -142,41 +104,38 @@ class Search:
         """Where far fewer could have given as many batches: a number between."""
         within = self._within(cap)
         enough = self._enough(within)
-        count = enough.trial.num_workers
+        count = _count(enough)
         least = max([self._least(enough), *(_count(each) + 1 for each in within if _count(each) < count)])
-        if count < _TOO_MANY * least:
-            return None
-        return math.isqrt(least * count)
+        return math.isqrt(least * count) if count >= _TOO_MANY * least else None
 
     def _again(self, cap: Cap) -> int | None:
         """A rival of the chosen number that may have been disturbed: the one with the fewest trials, the best of those.
 
-        Smaller numbers that could give as many batches by the time that a batch takes a worker; of the larger ones the
-        best.
+        Rivals are smaller numbers that could give as many batches by a worker's time, and the best of the larger ones.
         """
         within = self._within(cap)
         enough = self._enough(within)
-        as_good, number = self._as_good * _rate(enough), _count(enough)
-        least = self._least(enough)
+        as_good, number, least = self._as_good * _rate(enough), _count(enough), self._least(enough)
         rivals = [each for each in within if least <= _count(each) < number]
         rivals += sorted((each for each in within if _count(each) > number), key=_rate, reverse=True)[:1]
-        doubtful = [each for each in rivals if _rate(each) >= _DISTURBED * as_good and not self._is_sure(_count(each))]
+        doubtful = [
+            each
+            for each in rivals
+            if _rate(each) >= _DISTURBED * as_good
+            # two trials that agree are sure; after three it is as sure as it gets
+            and len(trials := self._trials(_count(each))) < 3
+            and len(_agreeing(trials)) < 2
+        ]
         first = min(doubtful, key=lambda each: (len(self._trials(_count(each))), -_rate(each)), default=None)
         return None if first is None else _count(first)
-
-    def _is_sure(self, count: int) -> bool:
-        """Whether two trials of this number agree; after three it is as sure as it gets."""
-        trials = self._trials(count)
-        return len(trials) > 2 or (len(trials) == 2 and len(_agreeing(trials)) == 2)
 
     def _trials(self, count: int) -> list[Measured]:
         return [each for each in self.seen if _count(each) == count]
 
     def _within(self, cap: Cap) -> Sequence[Measured]:
-        """One measurement for each number that still fits, smallest first; what a worker takes may have grown since.
+        """One measurement for each number that still fits, smallest first: the mean of its trials that agree.
 
-        Of repeated trials those that agree, by their mean: what else runs on a machine makes a trial slower, hardly
-        ever faster, but the best of several is also the luckiest.
+        What else runs on a machine makes a trial slower, hardly ever faster, but the best of several is the luckiest.
         """
         counts = sorted({count for count in map(_count, self.seen) if count <= cap.num_workers})
         return [_mean(_agreeing(self._trials(count))) for count in counts]
@@ -195,11 +154,6 @@ class Search:
         if _count(measured) == 1 and own < _OWN:  # it and its consumer wait for one another
             return False
         return _rate(measured) * measured.consumer_s >= self._as_good
-
-    def _more_would_idle(self, chosen: Measured, cap: Cap) -> bool:
-        """Whether more workers than these were seen to have less to do."""
-        top = self._within(cap)[-1]
-        return _count(top) > _count(chosen) and _busy(top) < min(_BUSY, _busy(chosen))
 
     def _cpu_share(self, measured: Measured) -> float:
         """How much of the CPUs was in use, 0-1."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.multiprocessing
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt.objects.dataset_state import DatasetState, Held
-from lightning_gpuopt.tuning.probe import own_collate
+from lightning_gpuopt.timeline.worker_clock import TimedCollate
 from lightning_gpuopt.utils.replacement import identity
 
 _own: weakref.WeakKeyDictionary[DataLoader[Any], tuple[int, int]] = weakref.WeakKeyDictionary()
 """For each changed loader: the user's number of workers, and the number set here."""
-
 
 _START = "_gpuopt_start"
 
@@ -38,14 +37,14 @@ def forks(loader: DataLoader[Any]) -> str | None:
     return None if method == "fork" else method
 
 
-def state_of(loader: DataLoader[Any], also: Sequence[int] = (), *, by_sample: bool = False) -> DatasetState:
-    """The state of everything that workers get a copy of.
+def own_collate(loader: DataLoader[Any]) -> Callable[[Any], Any]:
+    """The loader's own ``collate_fn``, without the clock that we wrap around it."""
+    collate: Any = loader.collate_fn
+    return collate.collate_fn if isinstance(collate, TimedCollate) else collate
 
-    Args:
-        loader: the loader.
-        also: as for :class:`~lightning_gpuopt.objects.dataset_state.DatasetState`.
-        by_sample: likewise.
-    """
+
+def state_of(loader: DataLoader[Any], also: Sequence[int] = (), *, by_sample: bool = False) -> DatasetState:
+    """The state of everything that workers get a copy of."""
     return DatasetState(
         also=also,
         by_sample=by_sample,
@@ -61,13 +60,7 @@ def held_by(loader: DataLoader[Any]) -> list[Held]:
 
 
 def why_not_shared(loader: DataLoader[Any], held: Sequence[Held], *, workers: int) -> str | None:
-    """Why a loader must not get more workers, by what it holds; None if it may.
-
-    Args:
-        loader: the loader.
-        held: what it holds, from :func:`held_by`.
-        workers: how many the user has given it: what two of them share, more may.
-    """
+    """Why a loader must not get more ``workers`` than the user's, by what it holds: what two share, more may share."""
     for each in held:
         if each.kind == "trained" and not workers:
             return (
@@ -90,20 +83,16 @@ def why_not_shared(loader: DataLoader[Any], held: Sequence[Held], *, workers: in
 
 
 def _seeds_workers(loader: DataLoader[Any]) -> bool:
-    """Whether the user's own ``worker_init_fn`` may seed what the dataset holds; Lightning's seeds global states."""
+    """Whether the user's own ``worker_init_fn`` may seed what the dataset holds; Lightning's does not."""
     function: Any = loader.worker_init_fn
     function = getattr(function, "func", function)
     return function is not None and getattr(function, "__name__", "") != "pl_worker_init_function"
 
 
 class WorkersStart:
-    """What a loader's workers got a copy of when they were started.
+    """What a loader's workers get a copy of; the loader holds it, so that the dataset lives no longer than the loader.
 
-    The loader holds it, so that the dataset lives as long as the loader, and not as whoever has changed its workers.
-
-    Args:
-        loader: the loader, about to start workers.
-        own_workers: the number that the user has given it.
+    ``own_workers`` is the number that the user has given it.
     """
 
     def __init__(self, loader: DataLoader[Any], own_workers: int) -> None:
@@ -113,7 +102,7 @@ class WorkersStart:
 
     @staticmethod
     def of(loader: DataLoader[Any]) -> WorkersStart | None:
-        """Of the workers that the loader has started last, where it was noted."""
+        """What was noted of the workers that the loader has started last."""
         start: WorkersStart | None = vars(loader).get(_START)
         return start
 
@@ -123,7 +112,7 @@ class WorkersStart:
         vars(loader).pop(_START, None)
 
     def note(self, loader: DataLoader[Any]) -> None:
-        """Have the loader hold it, until it starts others."""
+        """Have the loader hold this, until it starts others."""
         vars(loader)[_START] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -144,15 +133,14 @@ class WorkersStart:
         """Why no worker may be added, now or later, by what the loader holds now; None if one may."""
         if self.state.has_failed:
             return "its dataset holds what cannot be looked into, and may change unseen"
+        loader = self._loader
         before = {id(each.value) for each in self.state.held}
-        held = held_by(self._loader)
+        held = held_by(loader)
         new = [each for each in held if id(each.value) not in before]
-        return why_not_shared(self._loader, held, workers=self._own_workers) or why_not_shared(
-            self._loader, new, workers=0
-        )
+        return why_not_shared(loader, held, workers=self._own_workers) or why_not_shared(loader, new, workers=0)
 
     @property
     def shared_file(self) -> Held | None:
-        """A file that the user's workers share already; None where there is none."""
+        """A file that the user's workers share already."""
         files = (each for each in self.state.held if each.kind == "file")
         return next(files, None) if self._own_workers >= 2 and forks(self._loader) is None else None

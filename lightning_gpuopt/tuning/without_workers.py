@@ -1,9 +1,7 @@
 """A loader without workers: whether worker processes can do for it what the training process does.
 
-With ``num_workers=0`` a dataset may hold what cannot be shared among processes, or not even used in another: an open
-file, whose position all would move; a generator, of which each would have its own; tensors on a GPU. It may keep what
-it has read, which a worker would keep for itself. So what the loader holds is gone through first, and then a worker
-makes a few batches, in an order of ours.
+Its dataset may hold what processes cannot share, such as a generator or an open file, or keep what it has read. So what
+the loader holds is gone through first, and then a worker makes a few batches, in an order of ours.
 """
 
 from __future__ import annotations
@@ -36,34 +34,23 @@ from lightning_gpuopt.prefetch.randomness import RandomStates, drawn_since_seede
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.find import workers_can_run
 from lightning_gpuopt.tuning.indices import own_sampling
-from lightning_gpuopt.tuning.probe import OutOfTime, first_batches, own_collate
-from lightning_gpuopt.tuning.sharing import forks, held_by, state_of, why_not_shared
+from lightning_gpuopt.tuning.probe import OutOfTime, first_batches
+from lightning_gpuopt.tuning.sharing import forks, held_by, own_collate, state_of, why_not_shared
 
-_MAX_LOOK_S: Final = 30.0
-"""Seconds without a batch after which a worker may be stuck for ever."""
-
+_MAX_LOOK_S: Final = 30.0  # seconds without a batch after which a worker may be stuck for ever
 _BATCHES: Final = 5
-_AGAIN: Final = (2, 3)
-"""The batches that are the second again: what was kept of that is read faster."""
-
-_TRIES: Final = 3
-"""Workers that are started to read a few samples, where one of these raises."""
-
-_KEPT: Final = 1.5
-"""A batch that is read so many times as fast when it is read again was kept."""
+_AGAIN: Final = (2, 3)  # the batches that are the second again: what was kept of that is read faster
+_TRIES: Final = 3  # workers that are started to read a few samples, where one of these raises
+_KEPT: Final = 1.5  # a batch that is read so many times as fast when it is read again was kept
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersCheck:
     """What a worker made of a loader.
 
-    Attributes:
-        problem: why the loader should go on without workers; None where it need not.
-        shuffles: whether reading samples draws from the random state that the loader's sampler is seeded from: without
-            workers that decides what the next shuffle is, with workers it does not.
-        draws: whether it draws from any random state of the process: without workers that decides what training draws
-            afterwards.
-        making_s: seconds that a batch takes to be made.
+    ``problem``: why the loader should go on without workers. ``draws``: reading samples draws from a random state of
+    the process; ``shuffles``: from that which the loader's sampler is seeded from, and so decides on the next shuffle.
+    ``making_s``: seconds that a batch takes to be made.
     """
 
     problem: str | None = None
@@ -75,15 +62,10 @@ class WorkersCheck:
 def check_workers(
     loader: DataLoader[Any], *, longest_s: float = _MAX_LOOK_S, iterable: bool = False, exact: bool = False
 ) -> WorkersCheck:
-    """See whether workers can make a loader's batches, and gain anything by it.
+    """See whether workers can make the batches of a loader that was not iterated yet, and gain anything by it.
 
-    The loader, its dataset, its sampler and the random states are as before; what was read is in the page cache.
-
-    Args:
-        loader: with ``num_workers=0``, not iterated yet.
-        longest_s: seconds to wait for a batch; half a minute at most.
-        iterable: an ``IterableDataset`` will do.
-        exact: only where the worker was not seen to draw random numbers.
+    The loader and the random states are as before; what was read is in the page cache. A batch is waited for half a
+    minute at most. ``exact``: it is a problem where the worker was seen to draw random numbers.
     """
     if (method := forks(loader)) is not None:
         return WorkersCheck(
@@ -95,9 +77,7 @@ def check_workers(
         return WorkersCheck(held)
     longest_s = min(longest_s, _MAX_LOOK_S)
     try:
-        sampling, again = _second_twice(own_sampling(loader, iterable))
-        looking = _CheckingCollate(own_collate(loader), loader, again)
-        batches = first_batches(loader, sampling, looking, _BATCHES, longest_s)
+        batches = _read(loader, longest_s, iterable=iterable)
     except OutOfTime:
         return WorkersCheck(f"a worker process gave no batch within {longest_s:g} s")
     except Exception as error:  # such as CUDA in a forked process
@@ -106,14 +86,9 @@ def check_workers(
 
 
 def why_not_other_workers(loader: DataLoader[Any], *, exact: bool) -> str | None:
-    """Why the samples of a loader with workers would be others if it had more or fewer; None if no reason was seen.
+    """Why the samples of a loader with workers would be others if it had more or fewer, by what a worker reads.
 
-    A worker reads a few of them. The loader, its sampler and the random states are as before.
-
-    Args:
-        loader: with workers.
-        exact: its workers must be shown to draw nothing: whole batches are read, else single samples. A few batches
-            without a draw are no proof.
+    ``exact``: its workers must be shown to draw nothing: whole batches are read, else single samples.
     """
     if not exact:
         return None if isinstance(loader.dataset, IterableDataset) else _why_not_read_by_others(loader, exact=False)
@@ -133,9 +108,7 @@ def _why_not_read_by_others(loader: DataLoader[Any], *, exact: bool) -> str | No
     failed = ""
     for _ in range(_TRIES):
         try:
-            sampling, again = _second_twice(own_sampling(loader), None if exact else 1)
-            looking = _CheckingCollate(own_collate(loader), loader, again)
-            seen = [each for _, each in first_batches(loader, sampling, looking, _BATCHES, _MAX_LOOK_S)]
+            seen = [each for _, each in _read(loader, _MAX_LOOK_S, most=None if exact else 1)]
             break
         except OutOfTime:
             return f"a worker process gave no batch within {_MAX_LOOK_S:g} s to see what reading does"
@@ -146,6 +119,23 @@ def _why_not_read_by_others(loader: DataLoader[Any], *, exact: bool) -> str | No
     if len(seen) > _AGAIN[0] and seen[_AGAIN[0]].change is not None:
         return "its dataset changes as it is read: what a sample is depends on what its worker has read before"
     return "its workers draw random numbers" if exact and any(each.drawn or each.holds for each in seen) else None
+
+
+def _read(
+    loader: DataLoader[Any], longest_s: float, *, iterable: bool = False, most: int | None = None
+) -> list[tuple[Any, _Seen]]:
+    """A few batches of at most so many samples, and what was seen beside each; the second comes three times."""
+    sampling = own_sampling(loader, iterable)
+    name = next((each for each in ("batch_sampler", "sampler") if each in sampling), None)
+    numbers: list[int] = []
+    if name is not None:  # no IterableDataset
+        if most is not None and isinstance(sampling[name], BatchSampler):
+            sampling[name].batch_size = min(sampling[name].batch_size, most)
+        first, second, *others = islice(sampling[name], _BATCHES - len(_AGAIN))
+        numbers = [each for each in (second if isinstance(second, list) else [second]) if isinstance(each, int)]
+        sampling[name] = [first, second, *[second] * len(_AGAIN), *others]
+    looking = _CheckingCollate(own_collate(loader), loader, numbers)
+    return first_batches(loader, sampling, looking, _BATCHES, longest_s)
 
 
 def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]], *, exact: bool) -> WorkersCheck:
@@ -164,28 +154,8 @@ def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]], *, ex
     return WorkersCheck(problem, shuffles, bool(drawn), making_s)
 
 
-def _second_twice(sampling: dict[str, Any], most: int | None = None) -> tuple[dict[str, Any], list[int]]:
-    """Have the second batch come again, and again.
-
-    Args:
-        sampling: the arguments of a loader.
-        most: samples of a batch; None: as many as it has.
-
-    Returns:
-        The arguments of a loader, and the numbers of the samples in that batch.
-    """
-    name = next((each for each in ("batch_sampler", "sampler") if each in sampling), None)
-    if name is None:  # an IterableDataset
-        return sampling, []
-    if most is not None and isinstance(sampling[name], BatchSampler):
-        sampling[name].batch_size = min(sampling[name].batch_size, most)
-    first, second, *others = islice(sampling[name], _BATCHES - len(_AGAIN))
-    numbers = [each for each in (second if isinstance(second, list) else [second]) if isinstance(each, int)]
-    return {**sampling, name: [first, second, *[second] * len(_AGAIN), *others]}, numbers
-
-
 def _why_kept(seen: Sequence[_Seen]) -> str | None:
-    """Why workers would lose by what the dataset keeps of the samples; None where it keeps nothing to speak of."""
+    """Why workers would lose by what the dataset keeps of the samples, where that is anything to speak of."""
     changes = [each.change for each in seen[1:]]
     again = seen[_AGAIN[0]].change if len(seen) > _AGAIN[0] else changes[0] if changes else None
     if "entries" not in changes and again is None:
@@ -214,13 +184,9 @@ def _first_line(error: Exception) -> str:
 
 
 class _Seen(NamedTuple):
-    """What was seen in a worker beside a batch.
+    """What was seen in a worker beside a batch: the random state it drew from, and its change of the dataset.
 
-    Attributes:
-        drawn: the global random state that was drawn from.
-        change: how reading it has changed the dataset.
-        read_s: seconds since the batch before.
-        holds: whether the dataset holds a random generator in the worker, which it may have made there.
+    ``read_s``: seconds since the batch before. ``holds``: the dataset holds a random generator, perhaps made there.
     """
 
     drawn: Literal["torch", "another"] | None
@@ -232,10 +198,7 @@ class _Seen(NamedTuple):
 class _CheckingCollate:
     """In place of a ``collate_fn``, in a worker: the batch, and what reading it has drawn, and has changed.
 
-    Args:
-        collate_fn: the loader's own.
-        loader: what the worker has of it.
-        numbers: of the samples in the second batch.
+    ``numbers`` are those of the samples in the second batch.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any], loader: DataLoader[Any], numbers: Sequence[int]) -> None:

@@ -34,20 +34,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a trial saw. All seconds are per batch.
+    """What a trial saw, per batch: wall and CPU time of a worker (``service_s``, ``cpu_s``), and the consumer's own.
 
-    Attributes:
-        trial: what the consumer saw.
-        service_s: wall time that a worker needs.
-        cpu_s: CPU time of the workers, all their threads.
-        consumer_s: the consumer's own time: its step, and taking the batch.
-        consumer_cpu_s: CPU time of this process.
-        unevenness: variance of a worker's time over the square of the mean.
-        batch_bytes: bytes of the tensors and arrays in a batch; None where none was counted.
-        batch_tensors: files that a batch keeps open, one for each tensor.
-        worker_bytes: memory of the largest worker; None where it could not be read.
-        startup_s: from the start of the workers to the first batch of each.
-        startup_cpu_s: CPU time that each worker took for it.
+    ``unevenness``: variance of a worker's time over the square of its mean. ``batch_tensors``: files that a batch keeps
+    open. ``startup_s``: until the first batch of each worker, of which each used the CPU for ``startup_cpu_s``.
     """
 
     trial: Trial
@@ -99,16 +89,9 @@ class NumWorkersResult:
 
 @dataclass(frozen=True)
 class WorkersChoice:
-    """What was chosen for a loader.
+    """What was chosen for a loader, for which the user had set ``before``; ``settled`` once the search was over.
 
-    Attributes:
-        num_workers: the number.
-        settled: whether the search for it was over.
-        before: the number that the user had set.
-        trials: what was measured.
-        limited_by: why not more.
-        prefetch_factor: batches that each worker prepares ahead; None: as the user had set it.
-        making_s: seconds that the training process would take to make a batch, where the user had set no workers.
+    ``making_s``: seconds that the training process would take to make a batch, where the user had set no workers.
     """
 
     num_workers: int
@@ -124,21 +107,20 @@ class WorkersChoice:
         if self.num_workers == self.before:
             return f"num_workers {self.before} is left as it is{ahead}: limited by {self.limited_by}"
         text = f"num_workers {self.before} → {self.num_workers}{ahead}: "
-        if (gain := self._gain) is not None and gain >= 1.05:
+        if (gain := self._gain) >= 1.05:
             text += f"{gain:.1f}× faster input, "
         return f"{text}limited by {self.limited_by}"
 
     @property
-    def _gain(self) -> float | None:
-        """Batches per second, over those with the user's own number; None where that is not known."""
-        # of repeated ones the best
+    def _gain(self) -> float:
+        """Batches per second, over those with the user's own number; 0 where that is not known."""
         best = {each.num_workers: each for each in sorted(self.trials, key=lambda each: each.batches_per_s)}
         now, own = best.get(self.num_workers), best.get(self.before)
         if now is None:
-            return None
+            return 0.0
         if own is not None:
-            return now.batches_per_s / own.batches_per_s if own.batches_per_s else None
+            return now.batches_per_s / own.batches_per_s if own.batches_per_s else 0.0
         if self.before or self.making_s is None:
-            return None
+            return 0.0
         step_s = max(1 / now.batches_per_s - now.data_wait_s, 0.0)
         return (step_s + self.making_s) * now.batches_per_s

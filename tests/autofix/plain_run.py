@@ -28,13 +28,7 @@ def finding(cause: str = "slow_transform", predicted: Any = GAIN, loader: str = 
 
 
 def window(step_s: float | None, *, on_gpu: bool = False, batch_s: float | None = None) -> Measurement:
-    """A window of four steps, each of so many seconds; None: of none.
-
-    Args:
-        step_s: half of it is the step's own, where the batches of workers were timed.
-        on_gpu: whether it is a GPU's.
-        batch_s: what a worker takes for a batch; None: that was not measured.
-    """
+    """A window of four steps, each of so many seconds, or of none; of timed workers (``batch_s``) half is waiting."""
     steps = 0 if step_s is None else STEPS
     wall_s = (step_s or 0.0) * STEPS
     waits_s = 0.0 if batch_s is None else wall_s / 2
@@ -84,17 +78,7 @@ class PlainLoader:
 
 
 class PlainSettings(PlainLoader):
-    """Settings that are a dict.
-
-    Args:
-        values: what they are.
-        waiting: those that change with the next epoch.
-
-    Attributes:
-        refuses: those that cannot be changed, each with the reason.
-        room: the most workers that there may be.
-        log: what was changed, and taken back.
-    """
+    """Settings that are a dict; those in ``waiting`` change with the next epoch, those in ``refuses`` never."""
 
     def __init__(self, values: dict[str, Any], waiting: Sequence[str]) -> None:
         super().__init__()
@@ -156,19 +140,7 @@ class PlainBroadcast:
 
 
 class PlainRun:
-    """A controller, and all that is around it.
-
-    Args:
-        values: the settings at the beginning.
-        waiting: those that change with the next epoch.
-        fixes: what may be changed.
-        rank: of this process.
-        several_ranks: whether there are others.
-        run_length: what is left of the run.
-        facts: what the session says of the loader where it is not what the settings say.
-        guard: around what the controller does.
-        batch_s: what a worker takes for a batch; None: that was not measured.
-    """
+    """A controller, and all that is around it; ``facts`` replace what the settings say, ``batch_s`` is of a worker."""
 
     def __init__(
         self,

@@ -16,7 +16,8 @@ PERSIST = {"num_workers": 0, "persistent_workers": 1}
 
 def trial(setting: Fix, *after: float, set_ups_before: int = 1, **more: Any) -> ChangeTrial:
     values = {"entries": {setting: 0}, "length": RunLength(STEPS, 3), "persisted": False, "waits": False, **more}
-    return ChangeTrial(Wanted(setting, 2, "cause", None), set_ups_before=set_ups_before, after=list(after), **values)
+    values.setdefault("wanted", Wanted(setting, 2, "cause", None))
+    return ChangeTrial(set_ups_before=set_ups_before, after=list(after), **values)
 
 
 def evidence(*before: float, set_ups: tuple[float, ...] = ()) -> Evidence:
@@ -27,40 +28,27 @@ def evidence(*before: float, set_ups: tuple[float, ...] = ()) -> Evidence:
 
 
 class TestSetUps:
-    def test_each_epoch_that_has_begun_since_has_its_own(self) -> None:
+    @pytest.mark.parametrize(
+        ("so_far", "set_ups"),
+        [
+            ([(3.0, 1), (3.0, 1), (4.0, 2), (4.5, 3)], [3.0, 1.0, 0.5]),
+            ([(3.0, 1), (7.0, 3)], [3.0, 2.0, 2.0]),  # those of one window share its seconds
+            ([(3.0, 1), (2.5, 2)], [3.0, 0.0]),  # a look that is taken off leaves no less than nothing
+            ([(3.0, 1), (5.0, 1), (6.0, 2)], [3.0, 1.0]),  # seconds without an epoch are no part of the next
+        ],
+    )
+    def test_each_epoch_that_has_begun_since_has_its_own(
+        self, so_far: list[tuple[float, int]], set_ups: list[float]
+    ) -> None:
         noted = Evidence()
-        for seconds, epochs in ((3.0, 1), (3.0, 1), (4.0, 2), (4.5, 3)):
+        for seconds, epochs in so_far:
             noted.note_set_ups(seconds, epochs)
-        assert noted.set_ups == [3.0, 1.0, 0.5]
-
-    def test_those_of_one_window_share_its_seconds(self) -> None:
-        noted = Evidence()
-        noted.note_set_ups(3.0, 1)
-        noted.note_set_ups(7.0, 3)
-        assert noted.set_ups == [3.0, 2.0, 2.0]
-
-    def test_what_is_taken_off_for_a_look_is_never_less_than_nothing(self) -> None:
-        noted = Evidence()
-        noted.note_set_ups(3.0, 1)
-        noted.note_set_ups(2.5, 2)
-        assert noted.set_ups == [3.0, 0.0]
-
-    def test_seconds_without_an_epoch_are_no_part_of_the_next(self) -> None:
-        noted = Evidence()
-        noted.note_set_ups(3.0, 1)
-        noted.note_set_ups(5.0, 1)
-        noted.note_set_ups(6.0, 2)
-        assert noted.set_ups == [3.0, 1.0]
+        assert noted.set_ups == set_ups
 
 
 class TestWindows:
     def test_the_last_eight_before_are_kept(self) -> None:
         assert list(evidence(*range(12)).before) == [4, 5, 6, 7, 8, 9, 10, 11]
-
-    def test_those_after_a_change_that_was_kept_are_those_before_the_next(self) -> None:
-        seen = evidence(1.0, 1.0)
-        seen.begin_after(trial("prefetch_factor", *range(10)))
-        assert list(seen.before) == [2, 3, 4, 5, 6, 7, 8, 9]
 
     def test_steps_alone_decide_on_a_setting_of_the_steps(self) -> None:
         seen = evidence(*[1.0] * 4, set_ups=(0.0, 99.0))
@@ -73,9 +61,6 @@ class TestWindows:
         assert evidence(1.0).measured(trial("prefetch_factor")) is None
         assert evidence().measured(trial("prefetch_factor", 1.0)) is None
         assert evidence(1.0).verdict(trial("prefetch_factor")) is None
-
-    def test_what_a_change_saves_leaves_set_ups_out(self) -> None:
-        assert evidence(1.0, 3.0, set_ups=(0.0, 99.0)).saved_s(trial("num_workers", 0.5, 1.0)) == 1.25
 
 
 class TestWorkers:
@@ -90,15 +75,6 @@ class TestWorkers:
         change = trial("num_workers", *[0.5] * 5)
         assert (seen.verdict(change), seen.measured(change)) == (False, pytest.approx(1 / 1.5))
 
-    def test_before_an_epoch_has_begun_with_them_steps_alone_count(self) -> None:
-        seen = evidence(*[1.0] * 4, set_ups=(10.0,))
-        assert seen.set_up_costs(trial("num_workers")) == (0.0, 0.0)
-        assert seen.measured(trial("num_workers", 0.5)) == 2.0
-
-    def test_where_the_length_of_an_epoch_is_not_known_too(self) -> None:
-        seen = evidence(*[1.0] * 4, set_ups=(10.0, 99.0))
-        assert seen.measured(trial("num_workers", 0.5, length=RunLength(0, 3))) == 2.0
-
     @pytest.mark.parametrize(
         ("before", "after", "more", "expected"),
         [
@@ -108,6 +84,7 @@ class TestWorkers:
             ([1.0, 1.0], [8.0], {"persisted": True}, (0.0, 0.02)),
             ([1.0], [8.0], {"length": RunLength(0, 3)}, (0.0, 0.0)),
             ([1.0], [], {}, (0.0, 0.0)),
+            ([1.0], [8.0], {"wanted": Wanted("prefetch_factor", 2, "cause", None)}, (0.0, 0.0)),
         ],
     )
     def test_set_ups_are_spread_over_the_steps_of_an_epoch(
@@ -115,20 +92,6 @@ class TestWorkers:
     ) -> None:
         change = trial("num_workers", set_ups_before=len(before), **{"length": RunLength(100, 3), **more})
         assert evidence(set_ups=(*before, *after)).set_up_costs(change) == pytest.approx(expected)
-
-    def test_of_another_setting_they_cost_nothing(self) -> None:
-        assert evidence(set_ups=(10.0, 5.0)).set_up_costs(trial("prefetch_factor")) == (0.0, 0.0)
-
-    @pytest.mark.parametrize(
-        ("more", "costs"),
-        [
-            ({"entries": PERSIST}, (1.0, 0.2)),  # started once, for four epochs
-            ({"persisted": True}, (0.0, 0.2)),  # and so were those before
-        ],
-    )
-    def test_workers_that_live_on_are_started_once(self, more: dict[str, Any], costs: tuple[float, float]) -> None:
-        seen = evidence(set_ups=(10.0, 8.0))
-        assert seen.set_up_costs(trial("num_workers", **more)) == pytest.approx(costs)
 
 
 class TestWorkersThatLiveOn:

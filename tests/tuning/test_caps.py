@@ -1,18 +1,9 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch.multiprocessing
 
-from lightning_gpuopt.tuning.caps import (
-    Cap,
-    Room,
-    files_of,
-    prefetch_that_fits,
-    room,
-    worker_cap,
-)
+from lightning_gpuopt.tuning.caps import Cap, Room, files_of, prefetch_that_fits, worker_cap
 
 GIB = 1 << 30
 
@@ -47,14 +38,11 @@ def test_the_narrowest_of_cpus_memory_and_shared_memory_is_the_cap(
     assert worker_cap(Room(cpus, 8 * GIB, GIB), **arguments) == cap  # type: ignore[arg-type]
 
 
-def test_what_could_not_be_read_limits_nothing() -> None:
-    assert worker_cap(Room(2.0), worker_bytes=GIB, batch_bytes=GIB) == Cap(16, "max_num_workers")
-    assert worker_cap(Room(2.0, 8 * GIB, GIB)) == Cap(16, "max_num_workers")
-
-
 @pytest.mark.parametrize(
     ("room", "arguments", "cap"),
     [
+        # what could not be read limits nothing
+        (Room(2.0), {"worker_bytes": GIB, "batch_bytes": GIB}, Cap(16, "max_num_workers")),
         # 64 for others, a batch with the consumer; each worker 4 and 2 batches
         (Room(2.0, files=1000), {"batch_tensors": 20}, Cap(16, "max_num_workers")),
         (Room(2.0, files=1000), {"batch_tensors": 50}, Cap(8, "shared_memory")),
@@ -93,13 +81,6 @@ def test_the_queue_is_no_deeper_than_fits() -> None:
     assert prefetch_that_fits(Room(2.0), workers=4, batch_bytes=1) is None
     # of memory, a quarter
     assert prefetch_that_fits(Room(2.0, 2 * GIB, GIB), workers=4, batch_bytes=0.04 * GIB) == 2
-
-
-def test_this_machine_has_room() -> None:
-    has = room()
-    assert 0 < has.cpus <= (os.cpu_count() or 1)
-    assert has.memory_bytes is not None
-    assert has.memory_bytes > 1 << 20
 
 
 def test_where_descriptors_run_out_the_other_sharing_strategy_is_advised() -> None:

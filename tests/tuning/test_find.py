@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from lightning_gpuopt.timeline.worker_clock import watch_workers
 from lightning_gpuopt.tuning import find, probe
 from lightning_gpuopt.tuning.caps import Room
 from lightning_gpuopt.tuning.find import find_num_workers
-from lightning_gpuopt.tuning.probe import Clocks
 from lightning_gpuopt.tuning.workers import Measured
 from tests.helpers import Clock, wait_for
 from tests.shared_memory import shared_files
@@ -250,7 +250,7 @@ def test_late_in_the_budget_nothing_is_tried_again_only_to_be_surer(
         return world.try_(num_workers)
 
     monkeypatch.setattr(find, "run_trial", trial)
-    monkeypatch.setattr(find, "Clocks", lambda: Clocks(now=clock))
+    monkeypatch.setattr(find, "time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(find, "room", lambda: Room(2.0, 1 << 40, 1 << 40))
     find_num_workers(DataLoader(Numbers(), 4), max_seconds=10.0)
     assert seen == tried

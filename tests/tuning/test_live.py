@@ -60,11 +60,21 @@ def test_the_search_ends_and_says_what_limits_it() -> None:
     ]
 
 
-def test_a_loader_that_keeps_up_is_left_alone() -> None:
-    live = policy(2)
-    assert Machine(0.018, 0.01).run(live, 20_000) == []
-    assert live.settled
-    assert live.limited_by == "consumer"
+@pytest.mark.parametrize(
+    ("machine", "workers", "cap", "changes", "limited_by"),
+    [
+        (Machine(0.018, 0.01), 2, CAP, [], "consumer"),  # a loader that keeps up is left alone
+        (Machine(0.04, 0.01, cpu_s=0.04, cpus=2.0), 1, CAP, [(8, 3)], "cpu"),
+        (Machine(0.2, 0.01), 1, Cap(3, "memory"), [(8, 3)], "memory"),
+    ],
+    ids=["keeps up", "CPUs in use", "cap"],
+)
+def test_what_ends_the_growth_is_named(
+    machine: Machine, workers: int, cap: Cap, changes: list[tuple[int, int]], limited_by: str
+) -> None:
+    live = policy(workers, cpus=machine.cpus)
+    assert machine.run(live, 20_000, cap) == changes
+    assert (live.settled, live.limited_by) == (True, limited_by)
 
 
 def test_looks_become_rare() -> None:
@@ -108,18 +118,6 @@ def test_another_step_makes_it_try_again() -> None:
         live.decide(seen, CAP)
     assert live.num_workers == 2
     assert live.decide(LoaderStats(0.04, 0.03), CAP) > 2
-
-
-def test_cpus_in_use_end_the_growth() -> None:
-    live = policy(1, cpus=2.0)
-    assert Machine(0.04, 0.01, cpu_s=0.04, cpus=2.0).run(live, 2_000) == [(8, 3)]
-    assert (live.settled, live.limited_by) == (True, "cpu")
-
-
-def test_the_cap_ends_the_growth_and_is_named() -> None:
-    live = policy(1)
-    assert Machine(0.2, 0.01).run(live, 2_000, Cap(3, "memory")) == [(8, 3)]
-    assert (live.settled, live.limited_by) == (True, "memory")
 
 
 def test_uneven_batches_get_more_ahead() -> None:

@@ -205,9 +205,6 @@ class TestWithoutAGuard:
             first_batches(loader, own_sampling(loader), loader.collate_fn, 1, 60)
         assert why_not_other_workers(loader, exact=False) is None  # as where a worker fails
 
-    def test_forked_processes_run_nothing_again(self) -> None:
-        check_guard("fork")
-
     def test_what_cannot_be_read_is_not_refused(self, script: Path) -> None:
         script.unlink()
         check_guard("spawn")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,104 +11,92 @@ from torch.utils.data import DataLoader
 
 from lightning_gpuopt.tuning import probe
 from lightning_gpuopt.tuning.indices import own_sampling
-from lightning_gpuopt.tuning.probe import Clocks, OutOfTime, run_trial
+from lightning_gpuopt.tuning.probe import OutOfTime, run_trial
 from tests.helpers import Clock
 from tests.tuning.datasets import Numbers, Stuck
 
 
 class Pace(Clock):
-    """Time passes only while the consumer sleeps; ``slept`` is how often it did."""
+    """Time passes only while the consumer sleeps, and at each look at the clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, look_s: float = 0.0) -> None:
         super().__init__()
         self.slept: list[float] = []
+        self.look_s = look_s
+        fake = SimpleNamespace(perf_counter=self, sleep=self.sleep, process_time=lambda: 0.0)
+        monkeypatch.setattr(probe, "time", fake)
+
+    def __call__(self) -> float:
+        self.now_s += self.look_s
+        return self.now_s
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self.now_s += seconds
 
+    def trial(self, loader: DataLoader[Any], workers: int, sampling: Any = None, **arguments: Any) -> Any:
+        given = {"prefetch_factor": 2, "step_time_s": 0.1, "deadline_s": self.now_s + 100, **arguments}
+        return run_trial(loader, sampling or own_sampling(loader), workers, **given)
 
-def trial(loader: DataLoader[Any], workers: int, clock: Pace, **arguments: Any) -> Any:
-    given = {"prefetch_factor": 2, "step_time_s": 0.1, "deadline": clock.now_s + 100, **arguments}
-    clocks = Clocks(clock, clock.sleep, lambda: 0.0)
-    return run_trial(loader, own_sampling(loader), workers, clocks=clocks, **given)
+
+@pytest.fixture
+def pace(monkeypatch: pytest.MonkeyPatch) -> Pace:
+    return Pace(monkeypatch)
 
 
 @pytest.mark.parametrize(("workers", "batches"), [(1, 8), (3, 9)])
-def test_a_trial_consumes_whole_rounds_at_the_pace_of_the_step(workers: int, batches: int) -> None:
-    clock = Pace()
-    measured = trial(DataLoader(Numbers(size=1000), 4), workers, clock)
-    assert clock.slept[:batches] == [0.1] * batches
-    assert len(clock.slept) <= batches + 1  # and a pause, after which a batch must lie ready
+def test_a_trial_consumes_whole_rounds_at_the_pace_of_the_step(pace: Pace, workers: int, batches: int) -> None:
+    measured = pace.trial(DataLoader(Numbers(size=1000), 4, collate_fn=list), workers)
+    assert pace.slept[:batches] == [0.1] * batches
+    assert len(pace.slept) <= batches + 1  # and a pause, after which a batch must lie ready
     assert measured.trial.num_workers == workers
     assert measured.trial.batches_per_s == pytest.approx(10)
     assert (measured.trial.data_wait_s, measured.consumer_s) == pytest.approx((0, 0.1))
     assert measured.service_s > 0
     assert measured.worker_bytes > 1_000_000
+    assert (measured.batch_bytes, measured.batch_tensors) == (4 * 1000 * 4, 4)
 
 
 def test_where_a_batch_takes_long_its_wait_does_not_pass_for_the_cost_of_taking_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(probe, "_MAX_PAUSE_S", 0.0)  # any batch takes long
-
-    class Late(Pace):
-        def __call__(self) -> float:  # every look at the clock takes a second
-            self.now_s += 1.0
-            return self.now_s
-
-    measured = trial(DataLoader(Numbers(), 4), 1, Late(), step_time_s=0.0)
+    measured = Pace(monkeypatch, look_s=1.0).trial(DataLoader(Numbers(), 4), 1, step_time_s=0.0)
     assert measured.trial.data_wait_s == 1.0
     assert measured.consumer_s == pytest.approx(1 / measured.trial.batches_per_s - 1.0 + 0.0008)
 
 
-def test_the_size_of_a_batch_is_counted() -> None:
-    assert trial(DataLoader(Numbers(size=1000), 4), 1, Pace()).batch_bytes == 4 * 1000 * 4
+@pytest.mark.parametrize(
+    ("step_time_s", "left_s", "slept"), [(0.1, 0.25, [0.1, 0.1, 0.05]), (30.0, 2.0, [2.0])], ids=["steps", "long step"]
+)
+def test_the_deadline_ends_a_trial_and_what_was_seen_counts(
+    pace: Pace, step_time_s: float, left_s: float, slept: list[float]
+) -> None:
+    measured = pace.trial(DataLoader(Numbers(), 4), 1, step_time_s=step_time_s, deadline_s=pace.now_s + left_s)
+    assert pace.slept[:3] == pytest.approx(slept)
+    assert measured.trial.num_workers == 1
 
 
-def test_the_deadline_ends_a_trial_and_what_was_seen_counts() -> None:
-    clock = Pace()
-    measured = trial(DataLoader(Numbers(), 4), 1, clock, deadline=clock.now_s + 0.25)
-    assert measured.trial.batches_per_s == pytest.approx(10)
-    assert clock.slept[:3] == pytest.approx([0.1, 0.1, 0.05])
+def test_without_a_batch_before_the_deadline_there_is_no_trial() -> None:
+    loader = DataLoader(Stuck(from_the_start=True), 4)
     with pytest.raises(OutOfTime):
         run_trial(
-            loader := DataLoader(Stuck(from_the_start=True), 4),
+            loader,
             own_sampling(loader),
             1,
             prefetch_factor=2,
             step_time_s=0,
-            deadline=Clocks().now() + 0.2,
+            deadline_s=time.perf_counter() + 0.2,
         )
 
 
-def test_a_trial_goes_on_where_the_last_one_ended() -> None:
+def test_a_trial_goes_on_where_the_last_one_ended(pace: Pace) -> None:
     loader = DataLoader(Numbers(length=100_000), 4)
     sampling = own_sampling(loader)
     walk = sampling["batch_sampler"].sampler
-    begin, clock = next(walk), Pace()
+    begin = next(walk)
     for workers, batches in ((1, 9), (2, 10)):
-        run_trial(
-            loader,
-            sampling,
-            workers,
-            prefetch_factor=2,
-            step_time_s=0.1,
-            deadline=clock.now_s + 100,
-            clocks=Clocks(clock, clock.sleep, lambda: 0.0),
-        )
+        pace.trial(loader, workers, sampling)
         end = next(walk)
         assert (end - begin) % 100_000 > 4 * batches
         begin = end
-
-
-def test_a_step_longer_than_the_time_that_is_left_ends_with_it() -> None:
-    clock = Pace()
-    seen = trial(DataLoader(Numbers(), 4), 1, clock, step_time_s=30.0, deadline=clock.now_s + 2)
-    assert sum(clock.slept) == 2.0
-    assert seen.trial.num_workers == 1
-
-
-def test_the_files_of_a_batch_are_counted() -> None:
-    clock = Pace()
-    assert trial(DataLoader(Numbers(), 4, collate_fn=list), 1, clock).batch_tensors == 4

@@ -114,24 +114,27 @@ def test_the_cap_is_never_passed_and_named_where_it_is_what_limits() -> None:
     assert search(World(0.032, 0.032), Cap(2, "memory"))[1].limited_by == "cpu"
 
 
-def test_a_trial_that_no_longer_fits_is_not_chosen() -> None:
-    search = Search(cpus=2.0)
-    world = World(0.032)
-    search.seen += [world.try_(1), world.try_(8), world.try_(16)]
-    assert choice(search, Cap(8, "memory")) == Choice(8, "memory", pytest.approx(250.0))
+def seen(world: World, *trials: tuple[int, float]) -> Search:
+    """A search that has seen these throughputs."""
+    search = Search(world.cpus)
+    for count, rate in trials:
+        search.seen.append(replace(world.try_(count), trial=Trial(count, rate, 1 / rate - world.step_s)))
+    return search
 
 
-def test_after_one_trial_only_the_model_chooses() -> None:
-    search = Search(cpus=2.0)
-    search.seen.append(World(0.032, step_s=0.005).try_(1))
-    assert choice(search) == Choice(6, "time", pytest.approx(1 / 0.006))
-
-
-def test_a_search_that_was_stopped_says_so() -> None:
-    search = Search(cpus=2.0)
-    world = World(0.032, at_most_per_s=100)
-    search.seen += [world.try_(1), world.try_(16)]
-    assert choice(search) == Choice(16, "time", pytest.approx(100.0))
+@pytest.mark.parametrize(
+    ("search", "cap", "chosen", "limited_by", "rate"),
+    [
+        (seen(World(0.032), (1, 31.25), (8, 250), (16, 500)), Cap(8, "memory"), 8, "memory", 250.0),  # 16 no longer fit
+        (seen(World(0.05, step_s=0.004), (1, 20), (11, 200)), Cap(8, "memory"), 8, "time", 160.0),  # by the model
+        (seen(World(0.032, step_s=0.005), (1, 1 / 0.032)), CAP, 6, "time", 1 / 0.006),  # by the model
+        (seen(World(0.032, at_most_per_s=100), (1, 31.25), (16, 100)), CAP, 16, "time", 100.0),  # it was stopped
+    ],
+)
+def test_what_is_chosen_of_what_fits_and_was_seen(
+    search: Search, cap: Cap, chosen: int, limited_by: LimitedBy, rate: float
+) -> None:
+    assert choice(search, cap) == Choice(chosen, limited_by, pytest.approx(rate))  # type: ignore[arg-type]
 
 
 def test_what_was_prepared_before_a_trial_does_not_count() -> None:
@@ -140,14 +143,6 @@ def test_what_was_prepared_before_a_trial_does_not_count() -> None:
     search = Search(cpus=2.0)
     search.seen += [World(0.032, step_s=0.005).try_(1), lucky]
     assert search.next_count(CAP) == 6
-
-
-def seen(world: World, *trials: tuple[int, float]) -> Search:
-    """A search that has seen these throughputs."""
-    search = Search(world.cpus)
-    for count, rate in trials:
-        search.seen.append(replace(world.try_(count), trial=Trial(count, rate, 1 / rate - world.step_s)))
-    return search
 
 
 SHARED = World(0.02, at_most_per_s=100)
@@ -185,12 +180,6 @@ def test_what_may_have_been_disturbed_is_tried_again(
     assert search.next_count(cap) == again
     assert search.next_count(cap, in_haste=True) is None
     assert choice(search, cap).num_workers == chosen
-
-
-def test_where_only_one_worker_is_left_of_what_was_tried_the_model_counts() -> None:
-    search = seen(World(0.05, step_s=0.004), (1, 20), (11, 200))
-    assert choice(search, Cap(8, "memory")) == Choice(8, "time", pytest.approx(160.0))
-    assert search.next_count(Cap(8, "memory")) == 8
 
 
 def test_a_wide_tolerance_makes_more_numbers_rivals() -> None:

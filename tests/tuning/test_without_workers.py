@@ -71,20 +71,25 @@ def test_a_loader_that_a_worker_can_serve() -> None:
         ("numpy", {"sampler": list(range(64))}, True),
         ("numpy", {"shuffle": True}, False),  # torch's samplers are seeded from torch's state
         ("python", {"shuffle": True}, False),
+        ("collate_fn", {"shuffle": True, "collate_fn": lambda samples: torch.rand(())}, True),
     ],
 )
-def test_a_dataset_that_draws_from_what_the_sampler_is_seeded_from(
+def test_a_dataset_or_collate_fn_that_draws_from_what_the_sampler_is_seeded_from(
     draw: str, kwargs: dict[str, Any], shuffles: bool
 ) -> None:
-    drawn = {"torch": lambda: torch.rand(1), "numpy": np.random.random, "python": random.random}[draw]
+    drawn = {"torch": lambda: torch.rand(1), "numpy": np.random.random, "python": random.random}.get(draw)
     assert look(loader(Reads(drawn), **kwargs)).shuffles is shuffles
 
 
-def test_a_collate_fn_that_draws_counts_too() -> None:
-    def collate(samples: Any) -> Any:
-        return torch.stack(samples) + torch.rand(())
-
-    assert look(loader(Reads(), collate_fn=collate, shuffle=True)).shuffles
+@pytest.mark.parametrize(
+    ("dataset", "longest_s", "problem"),
+    [
+        (Broken(), 30.0, "a worker process fails: KeyError: 'no sample"),
+        (Stuck(from_the_start=True), 0.2, "a worker process gave no batch within 0.2 s"),
+    ],
+)
+def test_what_becomes_of_the_worker_is_told(dataset: Any, longest_s: float, problem: str) -> None:
+    assert (look(loader(dataset), longest_s).problem or "").startswith(problem)
 
 
 class Holding(Numbers):
@@ -97,24 +102,22 @@ def numbers() -> Any:
     yield from range(3)
 
 
-@pytest.mark.parametrize("what", ["file", "generator", "connection"])
+@pytest.mark.parametrize("what", ["file", "generator", "connection", "function"])
 def test_what_other_processes_cannot_have_is_named(tmp_path: Path, what: str) -> None:
     connection = sqlite3.connect(":memory:")
     with (tmp_path / "data").open("wb") as file:
-        held = {"file": file, "generator": numbers(), "connection": connection}[what]
-        problem = look(loader(Holding(held))).problem
+        held = {"file": file, "generator": numbers(), "connection": connection}.get(what)
+        more = {"collate_fn": lambda samples: file.write(b"")} if what == "function" else {}
+        problem = look(loader(Holding(held), **more)).problem
     connection.close()
-    name = {"file": "BufferedWriter", "generator": "generator", "connection": "Connection"}[what]
+    found = {
+        "file": "dataset.held['deep'][0] (BufferedWriter",
+        "generator": "dataset.held['deep'][0] (generator",
+        "connection": "dataset.held['deep'][0] (Connection",
+        "function": "collate_fn.file (BufferedWriter",
+    }
     assert problem is not None
-    assert problem.startswith("its dataset holds dataset.held['deep'][0] (" + name)
-
-
-def test_a_file_behind_a_function_is_found(tmp_path: Path) -> None:
-    with (tmp_path / "data").open("wb") as file:
-        source = loader(Numbers(), collate_fn=lambda samples: file.write(b""))
-        problem = look(source).problem
-    assert problem is not None
-    assert problem.startswith("its dataset holds collate_fn.file (BufferedWriter")
+    assert problem.startswith("its dataset holds " + found[what])
 
 
 def test_functions_classes_and_arrays_are_let_through_unread() -> None:
@@ -129,15 +132,6 @@ def test_functions_classes_and_arrays_are_let_through_unread() -> None:
             self.itself = [self]
 
     assert held_by(loader(Inner(), sampler=[0])) == []
-
-
-def test_an_error_in_a_worker_is_told() -> None:
-    assert (look(loader(Broken())).problem or "").startswith("a worker process fails: KeyError: 'no sample")
-
-
-def test_a_worker_that_gives_nothing_is_not_waited_for() -> None:
-    seen = look(loader(Stuck(from_the_start=True)), longest_s=0.2)
-    assert seen.problem == "a worker process gave no batch within 0.2 s"
 
 
 def test_batches_that_are_made_sooner_than_handed_over_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
