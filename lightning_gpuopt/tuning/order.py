@@ -56,6 +56,9 @@ _FIRST_S: Final = 0.5
 _DATASET_SEEN: Final = 3
 """Indices after the first that are seen to leave the dataset as it is."""
 
+_SHOWN: Final = 8
+"""Batches of an epoch that show what its sampler reads: an iterator may be made, and dropped after the first."""
+
 _UNSEEN: Final = "holds too much to see for each batch whether it reads what training writes"
 
 
@@ -66,8 +69,14 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self.has_begun = self.is_list = False
+        self.turns = 0  # batches handed out since it is watched
+        self.is_list = False  # the sampler gave what is there as a whole when the iteration begins
         self.bound: str | None = None
+        self._kind: type | None = None
+
+    def holds_for(self, loader: DataLoader[Any]) -> bool:
+        """Whether what was seen of one loader counts for another in its place: its sampler is of the same class."""
+        return self._kind is type(_inner_sampler(loader))
 
     def why_bound(self, loader: DataLoader[Any]) -> str | None:
         """Why the sampler must never be asked earlier, by what was seen of it so far."""
@@ -81,7 +90,7 @@ class Order:
         """Why the next iterator must not ask further ahead than the user has set it; None where it may."""
         if (reason := self.why_bound(loader)) is not None:
             return reason
-        if self.has_begun or self.is_known(loader):
+        if self.turns >= _SHOWN or self.is_known(loader):
             return None
         name = type(_inner_sampler(loader)).__name__
         return f"its sampler ({name}) may read what training writes, which an epoch has to show first"
@@ -99,7 +108,9 @@ class Order:
     def watched(self, loader: DataLoader[Any]) -> Any:
         """The sampler of a loader's batches, which is seen as it draws."""
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        return _Watched(sampler, _inner_sampler(loader), loader.dataset, self, is_known=self.is_known(loader))
+        inner = _inner_sampler(loader)
+        self._kind = type(inner)
+        return _Watched(sampler, inner, loader.dataset, self, is_known=_is_known(inner))
 
 
 class _Watched:
@@ -107,7 +118,7 @@ class _Watched:
 
     def __init__(self, sampler: Any, inner: Any, dataset: Any, order: Order, *, is_known: bool) -> None:
         self._sampler, self._inner, self._dataset, self._order = sampler, inner, dataset, order
-        self._known, self._is_first = is_known, not order.has_begun
+        self._known, self._is_first = is_known, not order.turns
         self._state: DatasetState | None = None
         self._batch_size: Any = None
         self._spent_s = 0.0
@@ -138,7 +149,6 @@ class _Watched:
             except BaseException as error:
                 hide_us(error)
                 raise
-            order.has_begun = True
             self._drawn += 1
             if order.bound is None:
                 self._take_down()
@@ -177,21 +187,21 @@ class _Watched:
         if self._is_known:
             self._batch_size = getattr(self._sampler, "batch_size", None)
             return
-        began = time.perf_counter()
+        began = time.thread_time()
         if self._state is None or self._state.has_changed():
             self._state = DatasetState(sampler=self._sampler)
             if any(each.kind == "trained" for each in self._state.held):
                 self._order.bound = "reads what training changes: earlier, it would give other batches"
             elif not self._state.is_comparable:
                 self._order.bound = _UNSEEN
-        self._spent_s += time.perf_counter() - began
+        self._spent_s += time.thread_time() - began
 
     def _has_changed(self) -> bool:
         if self._is_known:
             return bool(getattr(self._sampler, "batch_size", None) != self._batch_size)
-        began = time.perf_counter()
+        began = time.thread_time()
         changed = self._state is not None and self._state.has_changed()
-        self._spent_s += time.perf_counter() - began
+        self._spent_s += time.thread_time() - began
         if not changed and self._spent_s > _FIRST_S + _MAX_WATCH_S * self._drawn:
             self._order.bound = _UNSEEN
         return changed

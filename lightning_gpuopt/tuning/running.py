@@ -228,7 +228,9 @@ class RunningLoader:
         old, number = self.shared, self._own_workers if self._later else self.num_workers
         self._loader, self._current, self._has_started, self.no_more = weakref.ref(loader), None, False, None
         self.shared = Segments.of(loader)
-        self.shared.order, self.shared.draws = old.order, old.draws
+        self.shared.draws = old.draws
+        if old.order.holds_for(loader):
+            self.shared.order = old.order
         self._depth = self._own_workers * (loader.prefetch_factor or 2)
         assign(loader, number)
         if self.meter.seen is not None:  # and not acted on: it was not in training that the old one was iterated last

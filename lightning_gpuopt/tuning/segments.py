@@ -367,6 +367,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
 
     def _count_turn(self) -> None:
         self._turns += 1
+        self.shared.order.turns += 1
         self._indices.due = self._depth + self._turns
 
     def _try_put_index(self) -> None:

@@ -432,5 +432,5 @@ def test_the_page_has_a_row_for_each_rule() -> None:
 def test_more_batches_ahead_are_prepared_only_where_the_sampler_may_be_asked_for_them() -> None:
     made = managed(loader(batch_size=1, batch_sampler=DrawsAtOnce()))
     assert (made.raise_prefetch(4), made.loader.prefetch_factor) == (False, 2)
-    made.running.order.has_begun = True  # an epoch in which it was changed by its own iteration alone
+    made.running.order.turns = 8  # an epoch in which it was changed by its own iteration alone
     assert (made.raise_prefetch(4), made.loader.prefetch_factor) == (True, 4)

@@ -58,6 +58,7 @@ def seen(loader: DataLoader[Any], between: Any = None) -> Order:
     """What is seen in an epoch of a loader, with something done between its batches."""
     order = Order()
     for _ in order.watched(loader):
+        order.turns += 1
         if between is not None:
             between()
     return order
