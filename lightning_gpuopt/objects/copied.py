@@ -22,25 +22,16 @@ from lightning_gpuopt.utils.plain_containers import entries_of, length_of
 
 log = logging.getLogger(__name__)
 
-_MAX_S: Final = 0.02
-"""Seconds at most for weighing the containers, and as many for finding them."""
-
-_FEW: Final = 64
-"""Entries of a container in which other containers are looked for."""
-
+_MAX_S: Final = 0.02  # for weighing the containers, and as many for finding them
+_FEW: Final = 64  # entries of a container in which other containers are looked for
 _LEAST_BYTES: Final = 1 << 20
 
 
 def copied_object(datasets: Iterable[object], clock: Callable[[], float] = time.thread_time) -> CopiedObject | None:
     """The largest Python objects of datasets, or of globals that their code names; None where there are none of 1 MiB.
 
-    Whether the code that reads samples touches all of them is not known. It takes some 40 ms at most.
-
-    The objects are the user's, and other threads may change them meanwhile: what cannot be looked at is left out.
-
-    Args:
-        datasets: of the training loaders.
-        clock: seconds, for the limit on what a look takes.
+    Whether the code that reads samples touches all of them is not known. It takes some 40 ms at most, by the clock in
+    seconds. Other threads may change the user's objects meanwhile: what cannot be looked at is left out.
     """
     walk = Walk([("", each) for each in datasets], Limits(seconds=_MAX_S, clock=clock, few=_FEW))
     found: list[tuple[str, str, Any, Node]] = []
@@ -48,7 +39,7 @@ def copied_object(datasets: Iterable[object], clock: Callable[[], float] = time.
         found += _containers(node)
         if node.kind == "table":
             walk.leave_out()
-    found.sort(key=lambda each: len(each[2]), reverse=True)
+    found.sort(key=lambda each: length_of(each[2]), reverse=True)
     end_s = clock() + _MAX_S
     weighed: list[tuple[Weight, str, str, int, Node]] = []
     for name, kind, values, node in found:
@@ -58,7 +49,7 @@ def copied_object(datasets: Iterable[object], clock: Callable[[], float] = time.
             log.debug("%s could not be weighed", name, exc_info=True)
             continue
         if weight.bytes >= _LEAST_BYTES:
-            weighed.append((weight, name, kind, len(values), node))
+            weighed.append((weight, name, kind, length_of(values), node))
         if clock() > end_s:
             break
     if not weighed:

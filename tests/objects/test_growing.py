@@ -29,6 +29,9 @@ class Keeps(torch.nn.Module):
         self.layer = torch.nn.Linear(2, 2)
         self.losses: list[Any] = []
 
+    def forward(self, x: Any) -> Any:
+        SHARED.append(x)
+
 
 def test_a_list_of_tensors_with_their_graphs_is_named() -> None:
     model = Keeps()
@@ -190,7 +193,7 @@ class TestWhyAProcessGrows:
         model.losses += [bytes(MIB) for _ in range(64)]
         assert growing.why(264 * MIB) == "Keeps.losses (list) grew from 0 to 64 entries and holds about 64 MiB"
 
-    def test_a_global_of_the_module_is_named(self) -> None:
+    def test_a_global_that_its_code_names_is_named(self) -> None:
         SHARED.clear()
         model = Keeps()
         growing = Growing({"Keeps": model})
