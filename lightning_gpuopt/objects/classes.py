@@ -15,6 +15,7 @@ import random
 import socket
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial, partialmethod
@@ -49,6 +50,7 @@ _PICKLES_ITS_WAY: Final = ("__reduce__", "__reduce_ex__", "__getnewargs__", "__g
 _TYPES: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     ("plain", (bool, int, float, complex, str, bytes, type(None), np.generic, range, slice, types.CodeType)),
     ("plain", (torch.dtype, torch.device, memoryview, ctypes._SimpleCData, ctypes._Pointer, ctypes.CDLL)),
+    ("plain", weakref.ProxyTypes),  # nearly all that is asked of one is asked of what it stands for
     ("class", (type,)),
     ("module", (types.ModuleType,)),
     ("tensor", (torch.Tensor,)),

@@ -9,7 +9,7 @@ import inspect
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from lightning_gpuopt.measurements.code_location import INSTALLED, short
 from lightning_gpuopt.measurements.risks import CopiedObject
 from lightning_gpuopt.objects.classes import facts_of
 from lightning_gpuopt.objects.walk import CONTAINERS, Limits, Node, Walk
-from lightning_gpuopt.objects.weight import Weight, weigh
+from lightning_gpuopt.objects.weight import Clock, Weight, weigh
 from lightning_gpuopt.utils.plain_containers import entries_of, length_of
 
 log = logging.getLogger(__name__)
@@ -27,11 +27,10 @@ _FEW: Final = 64  # entries of a container in which other containers are looked 
 _LEAST_BYTES: Final = 1 << 20
 
 
-def copied_object(datasets: Iterable[object], clock: Callable[[], float] = time.thread_time) -> CopiedObject | None:
+def copied_object(datasets: Iterable[object], clock: Clock = time.thread_time) -> CopiedObject | None:
     """The largest Python objects of datasets, or of globals that their code names; None where there are none of 1 MiB.
 
-    Whether the code that reads samples touches all of them is not known. It takes some 40 ms at most, by the clock in
-    seconds. Other threads may change the user's objects meanwhile: what cannot be looked at is left out.
+    It takes some 40 ms at most. Whether the code that reads samples touches all of them is not known.
     """
     walk = Walk([("", each) for each in datasets], Limits(seconds=_MAX_S, clock=clock, few=_FEW))
     found: list[tuple[str, str, Any, Node]] = []
@@ -76,13 +75,13 @@ def _containers(node: Node) -> Iterator[tuple[str, str, Any, Node]]:
                     yield name, "column", column.to_numpy(), node
         elif node.kind == "array" and value.dtype.hasobject and value.size:
             yield node.path, "array", value.reshape(-1), node
-        elif node.kind in CONTAINERS and not node.inside and not _is_opened(value):
+        elif node.kind in CONTAINERS and not node.inside and not _has_objects(value):
             yield node.path, type(value).__name__, value, node
     except Exception:
         log.debug("%s could not be looked through", node.path, exc_info=True)
 
 
-def _is_opened(values: Any) -> bool:
+def _has_objects(values: Any) -> bool:
     """Whether a container holds few objects, each of which is looked at itself."""
     return length_of(values) <= _FEW and any(facts_of(type(each)).kind == "object" for each in entries_of(values))
 

@@ -35,16 +35,13 @@ _GLOBAL_GENERATORS: Final = [getattr(each, "__self__", each) for each in _GLOBAL
 _FILE_MODULES: Final = ("h5py.", "sqlite3.", "lmdb.", "netCDF4.", "tables.", "rasterio.", "pysam.", "zipfile.")
 _ENVIRONMENT: Final = frozenset({"environ", "environb", "getenv"})
 
+# "file" is also a connection, or what says that it cannot be pickled; "device" a tensor on a GPU
 HeldKind = Literal["file", "generator", "device", "trained"]
 
 
 @dataclass(frozen=True)
 class Held:
-    """Something in a dataset that cannot simply be copied to another process.
-
-    A ``"file"`` is also a connection, or what says that it cannot be pickled; a ``"device"``, a tensor on a GPU;
-    ``"trained"``, a Trainer, a module, an optimizer or the like.
-    """
+    """Something in a dataset that cannot simply be copied to another process."""
 
     kind: HeldKind
     name: str  # its type
@@ -71,17 +68,16 @@ class _Part(NamedTuple):
 
 
 class DatasetState:
-    """The content of some objects now, by name, to be compared with their content later; the first is the dataset.
+    """The content of some objects, the dataset first, to be compared with their content later; nothing is raised.
 
-    Of large containers and arrays a part is looked at, and the entries of the samples in ``also``; with ``by_sample``
-    those of all samples, for :meth:`has_changed_for`. Of memory maps the content is not. Whatever the objects are,
-    nothing is raised. ``is_comparable`` says whether a change would be seen, and nothing of it is trained.
+    Of large containers and arrays a part is looked at, and the entries of the samples in ``also``, or with
+    ``by_sample`` of all of them; of memory maps the content is not.
     """
 
     def __init__(self, *, also: Sequence[int] = (), by_sample: bool = False, **roots: Any) -> None:
         self.held: list[Held] = []
         self.has_epochs = False  # something in it has a set_epoch method
-        self.is_comparable = True
+        self.is_comparable = True  # a change would be seen, and nothing of it is trained
         self._near: list[_Part] = []
         self._far: list[_Part] = []
         self._of_samples: dict[int, list[_Part]] = {}

@@ -6,7 +6,7 @@ import dis
 import inspect
 import sys
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -49,23 +49,24 @@ def _may_change(value: Any) -> bool:
 
 
 @cache
+def _codes_in(code: Any) -> tuple[Any, ...]:
+    """Code, and that of the functions in it; what has no code names nothing."""
+    inner = [each for each in getattr(code, "co_consts", ()) if isinstance(each, CodeType)]
+    return (code, *chain.from_iterable(map(_codes_in, inner)))
+
+
+@cache
 def names_in(code: Any) -> frozenset[str]:
-    """The names that a function's code, and the functions in it, read; of what has no code none."""
-    inner = (each for each in getattr(code, "co_consts", ()) if isinstance(each, CodeType))
-    return frozenset(getattr(code, "co_names", ())).union(*map(names_in, inner))
+    """The names that a function's code, and the functions in it, read."""
+    return frozenset(name for each in _codes_in(code) for name in getattr(each, "co_names", ()))
 
 
 @cache
 def _variables_of(code: CodeType) -> tuple[list[str], list[str]]:
     """The names of global variables that code, and the functions in it, read, and of modules that it imports."""
-    own = [(each.opname, each.argval) for each in dis.get_instructions(code)]
-    variables = [name for step, name in own if step in ("LOAD_GLOBAL", "LOAD_NAME")]
-    imports = [name for step, name in own if step == "IMPORT_NAME"]
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            variables += _variables_of(each)[0]
-            imports += _variables_of(each)[1]
-    return list(dict.fromkeys(variables)), list(dict.fromkeys(imports))
+    steps = [(step.opname, step.argval) for each in _codes_in(code) for step in dis.get_instructions(each)]
+    variables = dict.fromkeys(name for step, name in steps if step in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return list(variables), list(dict.fromkeys(name for step, name in steps if step == "IMPORT_NAME"))
 
 
 def kept_by(function: FunctionType) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FunctionType
@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_gpuopt.objects.walk import CONTAINERS, Limits, Node, Walk
-from lightning_gpuopt.objects.weight import Weight, weigh
+from lightning_gpuopt.objects.weight import Clock, Weight, weigh
 from lightning_gpuopt.utils.plain_containers import entries_of, length_of
 from lightning_gpuopt.utils.weakly import weakly
 
@@ -79,20 +79,13 @@ class _Seen:
 
 
 class Growing:
-    """Compares the sizes of a program's containers with those at the beginning.
+    """Compares the sizes of what owners, by a name for people, hold and their code names with those at the beginning.
 
-    Looked at is what the owners, by a name for people, hold, and the globals that their code names; the clock is this
-    thread's, as the GIL may be another's meanwhile. ``process`` is this process's bytes, where these are to be
-    explained, ``samples`` what it has read.
+    The clock is this thread's, as the GIL may be another's meanwhile; ``process`` is bytes of this process.
     """
 
     def __init__(
-        self,
-        owners: Mapping[str, object],
-        clock: Callable[[], float] = time.thread_time,
-        *,
-        process: int = 0,
-        samples: int = 0,
+        self, owners: Mapping[str, object], clock: Clock = time.thread_time, *, process: int = 0, samples: int = 0
     ) -> None:
         # A dataset ends with its loader, and not with whoever looks at it.
         self._behind = {name: weakly(owner) for name, owner in owners.items()}
@@ -118,10 +111,7 @@ class Growing:
             yield each
 
     def look(self, suspect: str = "") -> str:
-        """What has grown most, for people; empty where nothing has. Takes a few milliseconds.
-
-        Of what the suspect, the phase or hook whose time grows, does not own, only what holds tensors is named.
-        """
+        """What has grown most, for people; of what is not the suspect's, a phase or hook, only what holds tensors."""
         suspect = suspect.rpartition(".")[0] or {"data_wait": "dataset"}.get(suspect, "module")
         longer = [
             (each.count - each.before, each)
@@ -138,10 +128,9 @@ class Growing:
         return max(grown)[-1] if grown else ""
 
     def why(self, process: int, samples: int = 0) -> str:
-        """Why this process, of so many bytes, grows: the container that has taken most of late; empty where none has.
+        """The container that explains most of what this process has grown by of late; empty where none does.
 
-        Compared is with a moment about half of the looks ago, so that what was filled before and is at rest does not
-        count. Takes a few milliseconds, where the process has grown by 8 MiB since the last time.
+        Compared is with a moment about half of the looks ago, so that what has come to rest does not count.
         """
         if process - self._looked_at < _GROWN_BYTES:
             return self._why

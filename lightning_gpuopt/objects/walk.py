@@ -32,7 +32,6 @@ _NEAR: Final = 32  # containers longer than this hold data, and are entered afte
 _AT_ONCE: Final = 16  # objects between two looks at the clock
 _LONGEST_PATH: Final = 200
 _LONGEST_KEY: Final = 40
-_PROXIES: Final = (weakref.ProxyType, weakref.CallableProxyType)
 _OF_MODULES: Final = ("_modules", "_parameters", "_buffers")
 _OF_HOOKS: Final = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 _CODE: Final = (ModuleType, type, FunctionType, MemberDescriptorType)
@@ -75,10 +74,6 @@ class Node(NamedTuple):
 
     def behind(self, value: Any) -> Node:
         """What it stands for, which has no name of its own."""
-        try:
-            value = value.__init__.__self__ if type(value) in _PROXIES else value
-        except ReferenceError:  # what it stands for is gone
-            value = None
         value = value() if type(value) is weakref.ref else value
         return self._replace(kind=kind_of(value), value=value)
 
@@ -97,14 +92,11 @@ class Node(NamedTuple):
 
 
 class Walk:
-    """The objects that some objects hold, the nearest first, each once. To be gone through once.
-
-    ``is_whole`` says whether all was looked at within the limits, but for entries of long containers and the globals;
-    ``is_within``, whether what is behind global variables was, too.
-    """
+    """The objects that some objects hold, the nearest first, each once; to be gone through once."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]], limits: Limits | None = None) -> None:
-        self.is_whole = self.is_within = True
+        self.is_whole = True  # all was looked at within the limits, but for entries of long containers and globals
+        self.is_within = True  # and what is behind global variables
         self.has_failed = False
         self._limits = limits or Limits()
         self._met: dict[int, Any] = {}  # and keeps them alive: an id is of one object only as long as that lives

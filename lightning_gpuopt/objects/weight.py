@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import islice, repeat
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 
 from lightning_gpuopt.objects.classes import facts_of
 from lightning_gpuopt.utils.plain_containers import CONTAINERS, entries_of, entry_at, length_of
+
+Clock: TypeAlias = Callable[[], float]  # seconds
 
 _FEW: Final = 64  # entries that are looked at first, whatever the time
 _SAMPLED: Final = 512
@@ -42,11 +44,8 @@ class Weight:
     opaque: bool = False  # some are objects whose size Python does not know
 
 
-def weigh(values: Collection[Any], clock: Callable[[], float], end_s: float, *, with_data: bool) -> Weight:
-    """Weigh what a container holds, until ``end_s`` by the clock; a few entries are looked at in any case.
-
-    With data, that of arrays, tensors and modules counts; else the objects themselves, which reading touches.
-    """
+def weigh(values: Collection[Any], clock: Clock, end_s: float, *, with_data: bool) -> Weight:
+    """Weigh what a container holds, with the data of arrays, tensors and modules, or only the objects themselves."""
     number = length_of(values)  # now: others may add some
     scale, kinds, looked_at = _Scale(with_data), Counter[str](), 0
     for key, value in _sample(values):
@@ -74,12 +73,10 @@ class _Role:
     stand_for: float = 0.0  # how many there are in the entries that were looked at
 
     def bytes(self, times: float) -> float:
-        """What all of them take in so many times the entries; one that several entries share counts once.
-
-        If there are K different ones, n that are drawn are K - K exp(-n / K) different ones.
-        """
+        """What all of them take in so many times the entries; one that several entries share counts once."""
         count, total = len(self.sizes), self.stand_for * times
         different = total
+        # if there are K different ones, n that are drawn are K - K exp(-n / K) different ones
         for _ in range(200 if count < 0.98 * self.seen else 0):
             different = min(total, count / -math.expm1(-self.seen / different))
         return sum(self.sizes.values()) / count * different

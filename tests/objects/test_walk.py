@@ -169,8 +169,8 @@ def test_no_code_of_the_objects_runs(limits: Limits) -> None:
 
 def test_what_a_weak_reference_is_of_is_found() -> None:
     held = Transform()
-    found = walked(Photos(proxy=weakref.proxy(held), ref=weakref.ref(Photos()), also=weakref.ref(held)), Limits())
-    assert (found["D.proxy"].value, found["D.proxy.seen"].value, "D.ref" in found) == (held, held.seen, False)
+    found = walked(Photos(gone=weakref.ref(Photos()), ref=weakref.ref(held)), Limits())
+    assert (found["D.ref"].value, found["D.ref.seen"].value, "D.gone" in found) == (held, held.seen, False)
 
 
 @pytest.mark.parametrize("limits", [TRAINED, Limits()], ids=["trained", "plain"])
