@@ -124,7 +124,11 @@ def kind_of(value: Any) -> Kind:
     """Of which kind an object is; of modules and Lightning's objects the class alone does not say it."""
     kind = facts_of(type(value)).kind
     if kind == "net":
-        return "trained" if "_modules" in (dict_of(value) or {}) and _is_trained(value) else "object"
+        if "_modules" not in (dict_of(value) or {}):  # it is not made yet
+            return "object"
+        is_trained = any(each.requires_grad for each in torch.nn.Module.parameters(value))
+        modules = torch.nn.Module.modules(value)
+        return "trained" if is_trained or any(is_of(type(each), ("torchmetrics",)) for each in modules) else "object"
     if kind == "lightning":  # a Trainer, a module, or what has attributes of the user's: a data module, a callback
         names = {base.__name__ for base in type(value).__mro__}
         with_attributes = names & {"LightningDataModule", "Callback"} and users_attributes(value)
@@ -135,13 +139,6 @@ def kind_of(value: Any) -> Kind:
 def is_data_module(kind: type) -> bool:
     """Whether a class is a ``LightningDataModule``, of whichever of Lightning's packages."""
     return any(base.__name__ == "LightningDataModule" for base in kind.__mro__)
-
-
-def _is_trained(module: Any) -> bool:
-    """Whether a module is a metric, or one of its parameters requires gradients."""
-    parameters, modules = torch.nn.Module.parameters(module), torch.nn.Module.modules(module)
-    is_of_metrics = (is_of(type(each), ("torchmetrics",)) for each in modules)
-    return any(each.requires_grad for each in parameters) or any(is_of_metrics)
 
 
 def is_closed(kind: type) -> bool:

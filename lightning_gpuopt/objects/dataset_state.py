@@ -115,20 +115,19 @@ class DatasetState:
     def change_by_reading(self) -> Literal["entries", "other"] | None:
         """What reading has changed, but for generators and opened files: only what is kept for samples, or other."""
         changed = {each.kind for each in self._parts if each.kind != "generator" and each.has_changed()}
-        if not changed:
-            return None
-        return "entries" if changed <= {"entries", "cache"} else "other"
+        if changed <= {"entries", "cache"}:
+            return "entries" if changed else None
+        return "other"
 
     @property
     def _parts(self) -> Iterable[_Part]:
         return chain(self._near, self._far, *self._of_samples.values())
 
     def _watch(self, node: Node, read: Callable[[], Any], kind: str = "value") -> None:
-        part = _Part(read, kind, read())
+        parts = self._near if node.near else self._far
         if node.sample is not None:
-            self._of_samples.setdefault(node.sample, []).append(part)
-        else:
-            (self._near if node.near else self._far).append(part)
+            parts = self._of_samples.setdefault(node.sample, [])
+        parts.append(_Part(read, kind, read()))
 
     def _see(self, node: Node, walk: Walk) -> None:
         """Record what to compare of one object, and what it is that cannot be copied."""

@@ -6,10 +6,8 @@ import gc
 import logging
 import sys
 import time
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from types import FunctionType
 from typing import Any, Final
 
@@ -18,7 +16,7 @@ from torch.utils.data import Dataset
 
 from lightning_gpuopt.objects.walk import CONTAINERS, Limits, Node, Walk
 from lightning_gpuopt.objects.weight import Clock, Weight, weigh
-from lightning_gpuopt.utils.plain_containers import entries_of, length_of
+from lightning_gpuopt.utils.plain_containers import length_of
 from lightning_gpuopt.utils.weakly import weakly
 
 log = logging.getLogger(__name__)
@@ -29,21 +27,16 @@ _MOST_CACHED: Final = 100_000  # entries of a bounded cache, which shows all at 
 _GROWN: Final = 64  # a container has grown if it has so many more entries than at the beginning, and twice as many
 _GROWN_BYTES: Final = 8 << 20  # that a process has grown by before it is looked at why
 _EXPLAINS: Final = 0.25  # a container explains that a process has grown by holding this share of it
-_EACH: Final = "[...]"
-_GROW: Final = (list, dict, set, deque, defaultdict, OrderedDict)
 _HEAVY_MIB: Final = 1.0
 _MIB: Final = 1024 * 1024
 
 
 @dataclass
 class _Seen:
-    """A container, or those in it together."""
+    """A container, or a cache."""
 
-    name: str
-    kind: str
-    count: int  # entries
     node: Node
-    inside: bool
+    count: int  # entries
     before: int = 0  # entries that there were
     weight: Weight = field(default_factory=lambda: Weight(opaque=True))
 
@@ -75,7 +68,8 @@ class _Seen:
         if not (holds or keeps or self.weight.opaque) and self.weight.bytes >= _HEAVY_MIB * _MIB:
             holds = f" and holds about {_size(self.weight.bytes / _MIB)}"
         entries = "entry" if self.count == 1 else "entries"
-        return f"{self.name} ({self.kind}) grew from {self.before:,} to {self.count:,} {entries}{holds}{keeps}"
+        kind = "lru_cache" if self.node.kind == "lru_cache" else type(self.node.value).__name__
+        return f"{self.node.path} ({kind}) grew from {self.before:,} to {self.count:,} {entries}{holds}{keeps}"
 
 
 class Growing:
@@ -91,7 +85,7 @@ class Growing:
         self._behind = {name: weakly(owner) for name, owner in owners.items()}
         self._limits = Limits(of_globals=sys.maxsize, seconds=_MAX_S, clock=clock, few=_FEW, trained=True)
         walk = Walk(self._owners().items(), self._limits)
-        self._first = {each.name: each.count for each in _containers(walk)}
+        self._first = {each.node.path: each.count for each in _containers(walk)}
         self._complete = walk.is_whole
         self._middle = self._newest = (self._first, process)  # sizes of all containers, and the process's own
         self._looks = 0
@@ -106,8 +100,8 @@ class Growing:
 
     def _containers(self) -> Iterator[_Seen]:
         for each in _containers(Walk(self._owners().items(), self._limits)):
-            first = self._first  # where not all were seen then, at first sight
-            each.before = first.get(each.name, 0) if self._complete else first.setdefault(each.name, each.count)
+            first, name = self._first, each.node.path  # where not all were seen then, at first sight
+            each.before = first.get(name, 0) if self._complete else first.setdefault(name, each.count)
             yield each
 
     def look(self, suspect: str = "") -> str:
@@ -116,9 +110,8 @@ class Growing:
         longer = [
             (each.count - each.before, each)
             for each in self._containers()
-            if each.has_grown
-            and not each.name.endswith(_EACH)
-            and (each.name in self._first or not each.inside)  # what is new in another counts there
+            # what is new in another counts there
+            if each.has_grown and (each.node.path in self._first or not each.node.inside)
         ]
         grown = []
         for _, each in self._weighed(longer):
@@ -140,21 +133,22 @@ class Growing:
         sizes: dict[str, int] = {}
         longer, grown = [], []
         for each in self._containers():
-            sizes[each.name] = each.count
-            added = each.count - middle.get(each.name, each.before)
-            if added > 0 and (each.name in middle or not each.inside):
+            name = each.node.path
+            sizes[name] = each.count
+            added = each.count - middle.get(name, each.before)
+            if added > 0 and (name in middle or not each.node.inside):
                 longer.append((added, each))
         for added, each in self._weighed(longer):
             bytes_of_late = each.weight.bytes * added / max(each.count, 1)
             unknown = (each.weight.opaque or each.weight.graphs) and each.has_grown
             each.before = min(each.before, each.count)
             if bytes_of_late >= least or unknown:
-                grown.append((not each.name.endswith(_EACH), bytes_of_late, each.count, each))
+                grown.append((bytes_of_late, each.count, each))
         self._why, self.keeps = "", 0.0
         if grown:
-            most = max(grown, key=lambda each: each[:3])[-1]
+            most = max(grown, key=lambda each: each[:2])[-1]
             self._why = most.text
-            if most.kind != "lru_cache" and samples > self._samples:
+            if most.node.kind != "lru_cache" and samples > self._samples:
                 self.keeps = (most.count - most.before) / (samples - self._samples)
         self._looks += 1
         if self._looks & (self._looks - 1) == 0:
@@ -179,30 +173,17 @@ class Growing:
                     each.weight.bytes += sys.getsizeof(entries)
                 yield added, each
             except Exception:  # it is the user's, and another thread may change it
-                log.debug("what %s holds could not be looked at", each.name, exc_info=True)
+                log.debug("what %s holds could not be looked at", each.node.path, exc_info=True)
 
 
 def _containers(walk: Walk) -> Iterator[_Seen]:
-    """Each container; and of one that holds containers, these together, by its name with ``[...]``."""
     met: set[str] = set()
     for node in walk:
-        value = node.value
-        if node.kind not in (*CONTAINERS, "lru_cache") or isinstance(value, (tuple, frozenset)) or node.path in met:
-            continue
-        met.add(node.path)  # a class may have one of the same name
-        try:
-            if node.kind == "lru_cache":
-                yield _Seen(node.path, "lru_cache", value.cache_info().currsize, node, node.inside)
-                continue
-            count = length_of(value)
-            yield _Seen(node.path, type(value).__name__, count, node, node.inside)
-            few = list(islice(entries_of(value), _FEW))  # the first: to go through all would copy them
-            lengths = [len(one) for one in few if type(one) in _GROW]
-            if lengths and not node.inside:
-                together = sum(lengths) * count // len(few)
-                yield _Seen(f"{node.path}{_EACH}", type(few[-1]).__name__, together, node, inside=True)
-        except Exception:  # another thread may change it
-            log.debug("%s could not be looked at", node.path, exc_info=True)
+        is_cache = node.kind == "lru_cache"
+        if (is_cache or node.kind in CONTAINERS) and not isinstance(node.value, (tuple, frozenset)):
+            if node.path not in met:  # a class may have one of the same name
+                yield _Seen(node, node.value.cache_info().currsize if is_cache else length_of(node.value))
+            met.add(node.path)
 
 
 def _size(mib: float) -> str:

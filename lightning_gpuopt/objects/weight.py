@@ -125,10 +125,7 @@ class _Scale:
 
 
 def _sample(values: Collection[Any]) -> Iterable[tuple[Any, Any]]:
-    """Entries, of a dict with their keys, at random distances where they have numbers, so that what repeats is seen to.
-
-    Those of other containers are taken at once, under the GIL: the next one added would end going through them.
-    """
+    """Entries, of a dict with their keys, at random distances where they have numbers: some repeat with a period."""
     number = length_of(values)
     if isinstance(values, (list, tuple, np.ndarray)):
         steps, index = random.Random(0), 0
@@ -138,6 +135,7 @@ def _sample(values: Collection[Any]) -> Iterable[tuple[Any, Any]]:
         return
     count = min(number, _MOST_WALKED)
     items: Any = dict.items(values) if isinstance(values, dict) else zip(repeat(None), entries_of(values))
+    # at once, under the GIL: the next one added would end going through them
     yield from list(islice(items, 0, count, max(1, count // _SAMPLED)))
 
 

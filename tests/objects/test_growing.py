@@ -221,17 +221,6 @@ class TestWhyAProcessGrows:
                 assert why == "Keeps.by_key (dict) grew from 0 to 1 entry and holds about 20 MiB"
         assert why == "Keeps.by_key['train'] (list) grew from 0 to 60 entries and holds about 60 MiB"
 
-    @pytest.mark.parametrize("keys", [26, 200])
-    def test_many_lists_that_grow_together_are_named_by_what_holds_them(self, keys: int) -> None:
-        model = Keeps()
-        model.by_key = {key: [] for key in range(keys)}
-        growing = Growing({"Keeps": model})
-        for kept in model.by_key.values():
-            kept += [bytes(MIB // 10) for _ in range(10)]
-        assert growing.why(keys * MIB) == (
-            f"Keeps.by_key[...] (list) grew from 0 to {keys * 10:,} entries and holds about {keys} MiB"
-        )
-
     def test_an_entry_that_is_added_meanwhile_does_not_matter(self) -> None:
         model = Keeps()
         model.cache = {}
