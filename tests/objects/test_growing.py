@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,85 +34,68 @@ class Keeps(torch.nn.Module):
         SHARED.append(x)
 
 
-def test_a_list_of_tensors_with_their_graphs_is_named() -> None:
-    model = Keeps()
-    growing = Growing({"Keeps": model})
-    model.losses += [model.layer(torch.ones(16_384, 2)).sum(1) for _ in range(128)]
-    assert growing.look("forward") == (
-        "Keeps.losses (list) grew from 0 to 128 entries and holds 8 MiB of tensors with their autograd graphs"
-    )
-
-
-def test_hooks_that_are_registered_again_and_again_are_named() -> None:
-    model = Keeps()
-    growing = Growing({"Keeps": model})
-    for _ in range(100):
-        model.layer.register_forward_hook(lambda *args: None)
-    assert growing.look("forward") == "Keeps.layer._forward_hooks (OrderedDict) grew from 0 to 100 entries"
-
-
-@pytest.mark.parametrize("suspect", ["Other.on_train_batch_end", "data_wait"])
-def test_numbers_of_somebody_else_are_not_named(suspect: str) -> None:
-    model = Keeps()
-    growing = Growing({"Keeps": model, "Other": SimpleNamespace(history=deque(maxlen=5))})
-    model.losses += range(1000)
-    assert growing.look(suspect) == ""
-    assert growing.look("backward") == "Keeps.losses (list) grew from 0 to 1,000 entries"
-
-
-def test_what_stays_or_grows_a_little_is_not_named() -> None:
-    model = Keeps()
-    model.losses += [torch.ones(1024, 1024)] * 100
-    growing = Growing({"Keeps": model})
-    model.losses += [torch.ones(1024, 1024)] * 90
-    assert growing.look("forward") == ""
-
-
-def test_an_attribute_that_cannot_be_looked_at_is_left_out() -> None:
-    assert Growing({"slots": object(), "None": None}).look("forward") == ""
-
-
 class Refuses(list[Any]):
-    """A user's list that may refuse to say how long it is, or what is in it."""
-
-    refuses = ""
+    """A user's list that must not be asked how long it is, or what is in it."""
 
     def __len__(self) -> int:
-        if self.refuses == "len":
-            raise RuntimeError("no length")
-        return super().__len__()
+        raise RuntimeError("asked")
 
-    def __getitem__(self, index: Any) -> Any:
-        if self.refuses == "entries":
-            raise IndexError("it has become shorter")
-        return super().__getitem__(index)
+    __getitem__ = __iter__ = __len__  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("refuses", ["len", "entries"])
-def test_a_class_of_the_users_own_is_not_asked_itself(refuses: str) -> None:
+def hook_again_and_again(model: Any) -> None:
+    for _ in range(100):
+        model.layer.register_forward_hook(lambda *args: None)
+
+
+def keep(values: Callable[[], Any]) -> Callable[[Any], None]:
+    return lambda model: list.extend(model.losses, values())
+
+
+LOSSES = "Keeps.losses (list) grew from 0 to"
+LARGE = torch.ones(128, 1024)
+LOOKS: dict[str, tuple[Callable[[Any], None], str, str]] = {  # what grows, whose time does, and what is said
+    "graphs": (
+        lambda model: model.losses.extend(model.layer(torch.ones(16_384, 2)).sum(1) for _ in range(128)),
+        "forward",
+        f"{LOSSES} 128 entries and holds 8 MiB of tensors with their autograd graphs",
+    ),
+    "hooks": (hook_again_and_again, "forward", "Keeps.layer._forward_hooks (OrderedDict) grew from 0 to 100 entries"),
+    "own numbers": (keep(lambda: range(1000)), "backward", f"{LOSSES} 1,000 entries"),
+    "numbers beside a callback": (keep(lambda: range(1000)), "Other.on_train_batch_end", ""),
+    "numbers beside the data": (keep(lambda: range(1000)), "data_wait", ""),
+    "little": (lambda model: model.full.extend([LARGE] * 90), "forward", ""),
+    "not asked": (
+        lambda model: list.extend(model.own, [torch.ones(1024, 1024)] * 1000),
+        "forward",
+        "Keeps.own (Refuses) grew from 0 to 1,000 entries and holds 3.91 GiB of tensors",
+    ),
+    "in dicts": (
+        keep(lambda: [{"loss": torch.ones(128, 1024), "size": 3} for _ in range(128)]),
+        "data_wait",
+        f"{LOSSES} 128 entries and holds 64 MiB of tensors",
+    ),
+    "in lists": (
+        keep(lambda: [[torch.ones(1024)] * 1024] * 64),
+        "data_wait",
+        f"{LOSSES} 64 entries and holds 256 MiB of tensors",
+    ),
+    "in tuples": (
+        keep(lambda: [(LARGE, 3)] * 128),
+        "data_wait",
+        f"{LOSSES} 128 entries and holds 64 MiB of tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_what_grows_is_named_where_it_is_suspected_or_holds_tensors(name: str) -> None:
+    grow, suspect, text = LOOKS[name]
     model = Keeps()
-    model.own = Refuses()
-    model.own.refuses = refuses
-    growing = Growing({"Keeps": model})
-    model.own.extend([torch.ones(1024, 1024)] * 1000)
-    text = "Keeps.own (Refuses) grew from 0 to 1,000 entries and holds 3.91 GiB of tensors"
-    assert growing.look("forward") == text
-
-
-@pytest.mark.parametrize(
-    ("added", "text"),
-    [
-        (lambda: [{"loss": torch.ones(128, 1024), "size": 3} for _ in range(128)], "128 entries and holds 64 MiB"),
-        (lambda: [[torch.ones(128, 1024), 3] for _ in range(128)], "128 entries and holds 64 MiB"),
-        (lambda: [(torch.ones(128, 1024), 3) for _ in range(128)], "128 entries and holds 64 MiB"),
-        (lambda: [[torch.ones(1024)] * 1024] * 64, "64 entries and holds 256 MiB"),
-    ],
-)
-def test_tensors_in_the_entries_count(added: Any, text: str) -> None:
-    model = Keeps()
-    growing = Growing({"Keeps": model})
-    model.losses += added()
-    assert growing.look("data_wait") == f"Keeps.losses (list) grew from 0 to {text} of tensors"
+    model.own, model.full = Refuses(), [LARGE] * 100
+    growing = Growing({"Keeps": model, "Other": SimpleNamespace(history=deque(maxlen=5)), "slots": object()})
+    grow(model)
+    assert growing.look(suspect) == text
 
 
 def test_a_look_ends_when_its_time_is_over() -> None:
@@ -249,25 +233,17 @@ class TestWhyAProcessGrows:
 class Leaks(Dataset[str]):
     """A dataset whose worker says with its second sample why it has grown."""
 
-    def __init__(self, kept: Any) -> None:
-        self.kept = kept
-        self.growing: Growing | None = None
+    growing: Growing | None = None
+
+    def __init__(self) -> None:
+        self.kept = SimpleNamespace(records=[])
 
     def __getitem__(self, index: int) -> str:
-        held = read_private()
         if self.growing is None:
-            self.growing = Growing({"Leaks": self}, process=held)
+            self.growing = Growing({"Leaks": self}, process=read_private())
         else:
-            self.kept.keep()
+            self.kept.records += [os.urandom(20_000) for _ in range(1000)]
         return self.growing.why(read_private())
-
-
-class Keeper:
-    def __init__(self) -> None:
-        self.records: list[bytes] = []
-
-    def keep(self) -> None:
-        self.records += [os.urandom(20_000) for _ in range(1000)]
 
 
 def read_private() -> int:
@@ -279,7 +255,7 @@ def read_private() -> int:
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="this kernel has no smaps_rollup")
 def test_in_a_worker() -> None:
     loader = DataLoader(
-        Leaks(Keeper()), batch_size=None, sampler=[0, 1], num_workers=1, multiprocessing_context="fork", collate_fn=str
+        Leaks(), batch_size=None, sampler=[0, 1], num_workers=1, multiprocessing_context="fork", collate_fn=str
     )
     why = "Leaks.kept.records (list) grew from 0 to 1,000 entries and holds about 19.1 MiB"
     assert list(loader) == ["", why]
