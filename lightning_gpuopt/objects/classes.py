@@ -18,6 +18,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, cached_property, partial, partialmethod
 from multiprocessing import connection, sharedctypes
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
@@ -124,11 +125,11 @@ def kind_of(value: Any) -> Kind:
     """Of which kind an object is; of modules and Lightning's objects the class alone does not say it."""
     kind = facts_of(type(value)).kind
     if kind == "net":
-        if "_modules" not in (dict_of(value) or {}):  # it is not made yet
-            return "object"
-        is_trained = any(each.requires_grad for each in torch.nn.Module.parameters(value))
-        modules = torch.nn.Module.modules(value)
-        return "trained" if is_trained or any(is_of(type(each), ("torchmetrics",)) for each in modules) else "object"
+        with suppress(AttributeError):  # its class may not have called Module's __init__
+            is_metric = (is_of(type(each), ("torchmetrics",)) for each in torch.nn.Module.modules(value))
+            if any(each.requires_grad for each in torch.nn.Module.parameters(value)) or any(is_metric):
+                return "trained"
+        return "object"
     if kind == "lightning":  # a Trainer, a module, or what has attributes of the user's: a data module, a callback
         names = {base.__name__ for base in type(value).__mro__}
         with_attributes = names & {"LightningDataModule", "Callback"} and users_attributes(value)

@@ -113,9 +113,11 @@ class Growing:
             # what is new in another counts there
             if each.has_grown and (each.node.path in self._first or not each.node.inside)
         ]
-        grown = []
+        grown, owners = [], self._owners()
         for _, each in self._weighed(longer):
-            suspected, is_heavy = self._suspected(each.node.root, suspect), each.tensor_mib >= _HEAVY_MIB
+            owner, is_heavy = owners.get(each.node.root), each.tensor_mib >= _HEAVY_MIB
+            kind = {"module": torch.nn.Module, "dataset": Dataset}.get(suspect)
+            suspected = each.node.root == suspect if kind is None else isinstance(owner, kind)
             if suspected or each.weight.graphs or is_heavy:
                 grown.append((is_heavy, suspected, each.tensor_mib, each.count, each.text))
         return max(grown)[-1] if grown else ""
@@ -154,13 +156,6 @@ class Growing:
         if self._looks & (self._looks - 1) == 0:
             self._middle, self._newest = self._newest, (sizes, process)
         return self._why
-
-    def _suspected(self, root: str, suspect: str) -> bool:
-        """Whether a container belongs to whoever's time grows: a callback, the data, or the module."""
-        owner = self._owners().get(root)
-        if suspect == "module":
-            return isinstance(owner, torch.nn.Module)
-        return isinstance(owner, Dataset) if suspect == "dataset" else root == suspect
 
     def _weighed(self, longer: list[tuple[int, _Seen]]) -> Iterator[tuple[int, _Seen]]:
         """What their entries weigh; those with most added come first."""
