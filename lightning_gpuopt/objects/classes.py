@@ -223,21 +223,14 @@ def has_attributes(container: Any) -> bool:
 
 def users_attributes(value: Any) -> dict[str, Any]:
     """What an object of Lightning's holds of the user's."""
-    held = dict_of(value) or {}
-    return {
-        name: item
-        for name, item in held.items()
-        if (name == "_hparams" or not name.startswith("_")) and name not in FRAMEWORK_NAMES
-    }
+    own = ((name, item) for name, item in (dict_of(value) or {}).items() if name not in FRAMEWORK_NAMES)
+    return {name: item for name, item in own if name == "_hparams" or not name.startswith("_")}
 
 
 def data_of(kind: type) -> dict[str, Any]:
     """What a class itself holds beside functions, other classes, descriptors and the like, by name."""
-    return {
-        name: item
-        for name, item in list(vars(kind).items())
-        if not (name.startswith(("__", "_abc")) or issubclass(type(item), type) or hasattr(type(item), "__get__"))
-    }
+    own = ((name, item) for name, item in list(vars(kind).items()) if not name.startswith(("__", "_abc")))
+    return {name: item for name, item in own if not (issubclass(type(item), type) or hasattr(type(item), "__get__"))}
 
 
 def function_in(value: Any) -> FunctionType | None:

@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,15 +76,12 @@ def _containers(node: Node) -> Iterator[tuple[str, str, Any, Node]]:
                     yield name, "column", column.to_numpy(), node
         elif node.kind == "array" and value.dtype.hasobject and value.size:
             yield node.path, "array", value.reshape(-1), node
-        elif node.kind in CONTAINERS and not node.inside and not _has_objects(value):
-            yield node.path, type(value).__name__, value, node
+        elif node.kind in CONTAINERS and not node.inside:
+            few = entries_of(value) if length_of(value) <= _FEW else ()
+            if not any(facts_of(type(each)).kind == "object" for each in few):  # each is looked at itself
+                yield node.path, type(value).__name__, value, node
     except Exception:
         log.debug("%s could not be looked through", node.path, exc_info=True)
-
-
-def _has_objects(values: Any) -> bool:
-    """Whether a container holds few objects, each of which is looked at itself."""
-    return length_of(values) <= _FEW and any(facts_of(type(each)).kind == "object" for each in entries_of(values))
 
 
 def _place(owner: object, attribute: str) -> str:
@@ -91,13 +89,9 @@ def _place(owner: object, attribute: str) -> str:
     target = rf"\w+\.{attribute}\b|{attribute}\s*:"
     assigns = re.compile(rf"\s*(\w+\.\w+\s*,\s*)*({target})[^=()\[\]]*(\[[^=]*\]\s*)?=(?!=)")
     for each in type(owner).__mro__[:-1]:
-        try:
-            file = inspect.getsourcefile(each) or ""
-            lines, first = inspect.getsourcelines(each)
-        except (OSError, TypeError):  # no source
-            continue
-        if not any(folder in Path(file).parts for folder in INSTALLED):
-            for number, line in enumerate(lines, first):
-                if assigns.match(line):
-                    return f"{short(file)}:{number}"
+        with suppress(OSError, TypeError):  # it has no source
+            file, (lines, first) = inspect.getsourcefile(each) or "", inspect.getsourcelines(each)
+            found = (number for number, line in enumerate(lines, first) if assigns.match(line))
+            if not any(folder in Path(file).parts for folder in INSTALLED) and (number := next(found, 0)):
+                return f"{short(file)}:{number}"
     return ""

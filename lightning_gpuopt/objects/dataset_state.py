@@ -1,8 +1,4 @@
-"""Records what workers get a copy of, to see later whether it has changed, and what of it cannot be copied.
-
-That is what behaves differently once several processes have it: an open file, whose position they would share; a
-generator, of which each would draw the same numbers; a module that is trained.
-"""
+"""Records what workers get a copy of, to see later whether it has changed, and what of it cannot be copied."""
 
 from __future__ import annotations
 
@@ -78,8 +74,7 @@ class DatasetState:
         self.held: list[Held] = []
         self.has_epochs = False  # something in it has a set_epoch method
         self.is_comparable = True  # a change would be seen, and nothing of it is trained
-        self._near: list[_Part] = []
-        self._far: list[_Part] = []
+        self._near, self._far = list[_Part](), list[_Part]()
         self._of_samples: dict[int, list[_Part]] = {}
         self._turn = 0
         self._also = tuple(also)
@@ -102,10 +97,7 @@ class DatasetState:
         return any(each.has_changed(on_demand=but_on_demand) for each in self._parts if each.kind != "cache")
 
     def has_changed_for(self, samples: Iterable[Any]) -> bool:
-        """Whether anything has changed, quickly: of long containers, these samples' entries and a few others in turn.
-
-        A file that was opened since counts here, as what is read from it is unknown.
-        """
+        """Whether anything has changed or a file was opened, quickly: of long containers, these samples' and some."""
         some = self._far[self._turn : self._turn + _FAR_AT_ONCE]
         self._turn = self._turn + _FAR_AT_ONCE if self._turn + _FAR_AT_ONCE < len(self._far) else 0
         theirs = (self._of_samples.get(each, ()) for each in samples if isinstance(each, int))

@@ -27,8 +27,7 @@ _MOST_CACHED: Final = 100_000  # entries of a bounded cache, which shows all at 
 _GROWN: Final = 64  # a container has grown if it has so many more entries than at the beginning, and twice as many
 _GROWN_BYTES: Final = 8 << 20  # that a process has grown by before it is looked at why
 _EXPLAINS: Final = 0.25  # a container explains that a process has grown by holding this share of it
-_HEAVY_MIB: Final = 1.0
-_MIB: Final = 1024 * 1024
+_HEAVY: Final = 1 << 20  # bytes that are said
 
 
 @dataclass
@@ -57,16 +56,13 @@ class _Seen:
         return self.count - self.before >= _GROWN and self.count >= 2 * self.before
 
     @property
-    def tensor_mib(self) -> float:
-        return self.weight.tensor_bytes / _MIB
-
-    @property
     def text(self) -> str:
-        holds = f" and holds {_size(self.tensor_mib)} of tensors" if self.tensor_mib >= _HEAVY_MIB else ""
+        tensors = self.weight.tensor_bytes
+        holds = f" and holds {_size(tensors)} of tensors" if tensors >= _HEAVY else ""
         keeps = " with their autograd graphs" if holds else ", with autograd graphs"
         keeps *= self.weight.graphs
-        if not (holds or keeps or self.weight.opaque) and self.weight.bytes >= _HEAVY_MIB * _MIB:
-            holds = f" and holds about {_size(self.weight.bytes / _MIB)}"
+        if not (holds or keeps or self.weight.opaque) and self.weight.bytes >= _HEAVY:
+            holds = f" and holds about {_size(self.weight.bytes)}"
         entries = "entry" if self.count == 1 else "entries"
         kind = "lru_cache" if self.node.kind == "lru_cache" else type(self.node.value).__name__
         return f"{self.node.path} ({kind}) grew from {self.before:,} to {self.count:,} {entries}{holds}{keeps}"
@@ -115,11 +111,11 @@ class Growing:
         ]
         grown, owners = [], self._owners()
         for _, each in self._weighed(longer):
-            owner, is_heavy = owners.get(each.node.root), each.tensor_mib >= _HEAVY_MIB
+            owner, is_heavy = owners.get(each.node.root), each.weight.tensor_bytes >= _HEAVY
             kind = {"module": torch.nn.Module, "dataset": Dataset}.get(suspect)
             suspected = each.node.root == suspect if kind is None else isinstance(owner, kind)
             if suspected or each.weight.graphs or is_heavy:
-                grown.append((is_heavy, suspected, each.tensor_mib, each.count, each.text))
+                grown.append((is_heavy, suspected, each.weight.tensor_bytes, each.count, each.text))
         return max(grown)[-1] if grown else ""
 
     def why(self, process: int, samples: int = 0) -> str:
@@ -181,5 +177,6 @@ def _containers(walk: Walk) -> Iterator[_Seen]:
             met.add(node.path)
 
 
-def _size(mib: float) -> str:
+def _size(size: float) -> str:
+    mib = size / (1 << 20)
     return f"{mib / 1024:.3g} GiB" if mib >= 1024 else f"{mib:.3g} MiB"

@@ -104,8 +104,7 @@ class Walk:
         self._unnamed: dict[str, list[Node]] = {}  # functions of classes that nothing has named so far
         self._is_entered = True
         self._near = deque(Node(name, root, kind_of(root), root, name) for name, root in roots if root is not None)
-        self._far: deque[Node] = deque()
-        self._globals: deque[Node] = deque()
+        self._far, self._globals = deque[Node](), deque[Node]()
 
     def __iter__(self) -> Iterator[Node]:
         limits, of_globals = self._limits, 0
