@@ -66,9 +66,9 @@ _TYPES: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     ("partial", (partial,)),
     ("lru_cache", (LRU_CACHE,)),
     ("file", (socket.socket, connection._ConnectionBase, types.GeneratorType, io.IOBase)),
+    ("trained", (torch.optim.Optimizer,)),
     ("shared", (sharedctypes.SynchronizedBase, ctypes.Array, mmap.mmap)),
 )
-_BUILTIN: Final = ("builtins", "itertools", "operator", "functools")
 
 
 class Facts(NamedTuple):
@@ -108,8 +108,6 @@ def _kind_of_class(kind: type) -> Kind:
     module = module_of(kind)
     if is_of(kind, LIGHTNING):
         return "lightning"
-    if issubclass(kind, torch.optim.Optimizer):
-        return "trained"
     if is_of(kind, ("multiprocessing",)):
         return "shared"
     if is_in(module, ("pandas", "PIL")):
@@ -118,7 +116,8 @@ def _kind_of_class(kind: type) -> Kind:
         return "net"
     if is_closed(kind) and not is_in(module, ("lightning_gpuopt",)):  # which may stand in for what is the user's
         return "closed"
-    return "builtin" if is_in(module, _BUILTIN) and kind.__dictoffset__ == 0 and kind is not object else "object"
+    is_builtin = is_in(module, ("builtins", "itertools", "operator", "functools")) and kind.__dictoffset__ == 0
+    return "builtin" if is_builtin and kind is not object else "object"
 
 
 def kind_of(value: Any) -> Kind:

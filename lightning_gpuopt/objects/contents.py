@@ -72,10 +72,9 @@ def content_of(value: Any, also: Sequence[int] = ()) -> Any:
 
 def is_open(file: io.IOBase) -> bool:
     """Whether there is an open file behind this, and not only memory, or one of the standard streams."""
-    if any(file is each for each in (sys.stdin, sys.stdout, sys.stderr)):
-        return False
+    is_standard = any(file is each for each in (sys.stdin, sys.stdout, sys.stderr))
     try:
-        return not file.closed and file.fileno() > 2
+        return not is_standard and not file.closed and file.fileno() > 2
     except (OSError, ValueError):  # in memory, or closed meanwhile
         return False
 

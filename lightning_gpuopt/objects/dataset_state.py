@@ -66,8 +66,7 @@ class _Part(NamedTuple):
 class DatasetState:
     """The content of some objects, the dataset first, to be compared with their content later; nothing is raised.
 
-    Of large containers and arrays a part is looked at, and the entries of the samples in ``also``, or with
-    ``by_sample`` of all of them; of memory maps the content is not.
+    Of large data a part is looked at, and the samples in ``also``, or all with ``by_sample``; of memory maps none is.
     """
 
     def __init__(self, *, also: Sequence[int] = (), by_sample: bool = False, **roots: Any) -> None:
@@ -79,9 +78,8 @@ class DatasetState:
         self._turn = 0
         self._also = tuple(also)
         self._length: int | None = None
-        if by_sample:
-            with suppress(Exception):  # it need not have one
-                self._length = len(next(iter(roots.values())))
+        with suppress(Exception):  # it need not have one
+            self._length = len(next(iter(roots.values()))) if by_sample else None
         walk = Walk(roots.items(), Limits(also=self._also, length=self._length))
         for node in walk:
             try:
@@ -153,9 +151,8 @@ class DatasetState:
             self._watch(node, lambda: value.cache_info().currsize, "cache")
         elif kind == "table":  # its indices cache lookups
             self._watch(node, lambda: [id(each) for each in classes.arrays_of(value)])
-        elif kind == "file":
-            if not isinstance(value, io.IOBase) or contents.is_open(value):
-                self._note("file", node)
+        elif kind == "file" and (not isinstance(value, io.IOBase) or contents.is_open(value)):
+            self._note("file", node)
         elif kind == "shared" and isinstance(value, SynchronizedBase):
             self._watch(node, lambda: bytes(value.get_obj()))
         elif kind in ("trained", "lightning"):

@@ -14,7 +14,6 @@ from lightning_gpuopt.objects import classes
 from lightning_gpuopt.objects.classes import dict_of, function_in, is_users_own
 
 _OF_ATTRIBUTES: Final = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "SUPER_ATTR", "SUPER_METHOD")
-_OF_TRAINING: Final = frozenset({"trainer", "current_epoch", "global_step", "__dict__"})
 _MISSING: Final = object()
 
 Read: TypeAlias = tuple[dict[str, Any], str]  # a variable: a module's namespace, and the name in it
@@ -114,7 +113,9 @@ def own_reads(method: MethodType) -> OwnReads | None:
             inner = function_in(inspect.getattr_static(type(owner), name, None))
             if inner is not None and not classes.is_in(inner.__module__, classes.LIGHTNING):
                 todo.append(inner)
-    if names & _OF_TRAINING or any(passes_itself_on(each.__code__) for each in functions):
+    if names & {"trainer", "current_epoch", "global_step", "__dict__"} or any(
+        passes_itself_on(each.__code__) for each in functions
+    ):
         return None
     if "hparams" in names:
         names.add("_hparams")

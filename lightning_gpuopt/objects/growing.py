@@ -83,7 +83,7 @@ class Growing:
         walk = Walk(self._owners().items(), self._limits)
         self._first = {each.node.path: each.count for each in _containers(walk)}
         self._complete = walk.is_whole
-        self._middle = self._newest = (self._first, process)  # sizes of all containers, and the process's own
+        self._middle = self._newest = (self._first, process)  # sizes, the process's too, about half of the looks ago
         self._looks = 0
         self._looked_at = process
         self._why = ""
@@ -119,10 +119,7 @@ class Growing:
         return max(grown)[-1] if grown else ""
 
     def why(self, process: int, samples: int = 0) -> str:
-        """The container that explains most of what this process has grown by of late; empty where none does.
-
-        Compared is with a moment about half of the looks ago, so that what has come to rest does not count.
-        """
+        """The container that explains most of what this process has grown by of late; empty where none does."""
         if process - self._looked_at < _GROWN_BYTES:
             return self._why
         self._looked_at = process

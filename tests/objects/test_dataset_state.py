@@ -170,7 +170,8 @@ def test_what_processes_can_have_is_let_through(tmp_path: Path) -> None:
 
 
 def test_what_reading_changes_is_told_apart() -> None:
-    held = Held(kept={}, rows=[None] * 5000, count=0, rng=random.Random(0), file=None, files={})
+    cached = functools.cache(lambda index: index)
+    held = Held(kept={}, rows=[None] * 5000, count=0, rng=random.Random(0), file=None, files={}, cached=cached)
     held.kept[0] = "first"
     before = DatasetState(dataset=held, also=[4321])
     held.rng.random()
@@ -178,6 +179,8 @@ def test_what_reading_changes_is_told_apart() -> None:
     with open(os.devnull, "rb") as file:
         held.file, held.files["a"] = file, file
         assert before.change_by_reading() is None  # opened when it is needed
+        cached(3)
+        assert before.change_by_reading() == "entries"
         held.kept[1] = "second"
         assert before.change_by_reading() == "entries"
         del held.kept[1]
@@ -185,18 +188,6 @@ def test_what_reading_changes_is_told_apart() -> None:
         assert before.change_by_reading() == "entries"
         held.count += 1
         assert before.change_by_reading() == "other"
-
-
-@functools.cache
-def _cached(index: int) -> int:
-    return index
-
-
-def test_a_cache_of_a_function_is_seen() -> None:
-    dataset = made(__getitem__=lambda self, index: _cached(index))
-    before = DatasetState(dataset=dataset)
-    dataset[3]
-    assert before.change_by_reading() == "entries"
 
 
 class Module(LightningModule):

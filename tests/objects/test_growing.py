@@ -33,6 +33,13 @@ class Keeps(torch.nn.Module):
     def forward(self, x: Any) -> Any:
         SHARED.append(x)
 
+    def keep_outputs(self) -> None:
+        self.losses += [self.layer(torch.ones(16_384, 2)).sum(1) for _ in range(128)]
+
+    def hook_again_and_again(self) -> None:
+        for _ in range(100):
+            self.layer.register_forward_hook(lambda *args: None)
+
 
 class Refuses(list[Any]):
     """A user's list that must not be asked how long it is, or what is in it."""
@@ -43,48 +50,32 @@ class Refuses(list[Any]):
     __getitem__ = __iter__ = __len__  # type: ignore[assignment]
 
 
-def hook_again_and_again(model: Any) -> None:
-    for _ in range(100):
-        model.layer.register_forward_hook(lambda *args: None)
-
-
 def keep(values: Callable[[], Any]) -> Callable[[Any], None]:
     return lambda model: list.extend(model.losses, values())
 
 
 LOSSES = "Keeps.losses (list) grew from 0 to"
 LARGE = torch.ones(128, 1024)
+OF_64_MIB = f"{LOSSES} 128 entries and holds 64 MiB of tensors"
+OF_OWN = "Keeps.own (Refuses) grew from 0 to 1,000 entries and holds 3.91 GiB of tensors"
+OF_GRAPHS = f"{LOSSES} 128 entries and holds 8 MiB of tensors with their autograd graphs"
+OF_HOOKS = "Keeps.layer._forward_hooks (OrderedDict) grew from 0 to 100 entries"
 LOOKS: dict[str, tuple[Callable[[Any], None], str, str]] = {  # what grows, whose time does, and what is said
-    "graphs": (
-        lambda model: model.losses.extend(model.layer(torch.ones(16_384, 2)).sum(1) for _ in range(128)),
-        "forward",
-        f"{LOSSES} 128 entries and holds 8 MiB of tensors with their autograd graphs",
-    ),
-    "hooks": (hook_again_and_again, "forward", "Keeps.layer._forward_hooks (OrderedDict) grew from 0 to 100 entries"),
+    "graphs": (lambda model: model.keep_outputs(), "forward", OF_GRAPHS),
+    "hooks": (lambda model: model.hook_again_and_again(), "forward", OF_HOOKS),
     "own numbers": (keep(lambda: range(1000)), "backward", f"{LOSSES} 1,000 entries"),
     "numbers beside a callback": (keep(lambda: range(1000)), "Other.on_train_batch_end", ""),
     "numbers beside the data": (keep(lambda: range(1000)), "data_wait", ""),
     "little": (lambda model: model.full.extend([LARGE] * 90), "forward", ""),
-    "not asked": (
-        lambda model: list.extend(model.own, [torch.ones(1024, 1024)] * 1000),
-        "forward",
-        "Keeps.own (Refuses) grew from 0 to 1,000 entries and holds 3.91 GiB of tensors",
-    ),
+    "not asked": (lambda model: list.extend(model.own, [torch.ones(1024, 1024)] * 1000), "forward", OF_OWN),
     "in dicts": (
         keep(lambda: [{"loss": torch.ones(128, 1024), "size": 3} for _ in range(128)]),
         "data_wait",
-        f"{LOSSES} 128 entries and holds 64 MiB of tensors",
+        OF_64_MIB,
     ),
-    "in lists": (
-        keep(lambda: [[torch.ones(1024)] * 1024] * 64),
-        "data_wait",
-        f"{LOSSES} 64 entries and holds 256 MiB of tensors",
-    ),
-    "in tuples": (
-        keep(lambda: [(LARGE, 3)] * 128),
-        "data_wait",
-        f"{LOSSES} 128 entries and holds 64 MiB of tensors",
-    ),
+    "in lists": (keep(lambda: [[torch.ones(128, 1024), 3] for _ in range(128)]), "data_wait", OF_64_MIB),
+    "in tuples": (keep(lambda: [(LARGE, 3)] * 128), "data_wait", OF_64_MIB),
+    "many": (keep(lambda: [[torch.ones(256)] * 512] * 128), "data_wait", OF_64_MIB),
 }
 
 
