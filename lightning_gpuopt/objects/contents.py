@@ -10,6 +10,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count, islice, repeat
 from typing import Any, Final
 
@@ -73,10 +74,9 @@ def content_of(value: Any, also: Sequence[int] = ()) -> Any:
 def is_open(file: io.IOBase) -> bool:
     """Whether there is an open file behind this, and not only memory, or one of the standard streams."""
     is_standard = any(file is each for each in (sys.stdin, sys.stdout, sys.stderr))
-    try:
+    with suppress(OSError, ValueError):  # in memory, or closed meanwhile
         return not is_standard and not file.closed and file.fileno() > 2
-    except (OSError, ValueError):  # in memory, or closed meanwhile
-        return False
+    return False
 
 
 def is_mapped(value: np.ndarray[Any, Any]) -> bool:

@@ -113,9 +113,8 @@ def own_reads(method: MethodType) -> OwnReads | None:
             inner = function_in(inspect.getattr_static(type(owner), name, None))
             if inner is not None and not classes.is_in(inner.__module__, classes.LIGHTNING):
                 todo.append(inner)
-    if names & {"trainer", "current_epoch", "global_step", "__dict__"} or any(
-        passes_itself_on(each.__code__) for each in functions
-    ):
+    of_training = names & {"trainer", "current_epoch", "global_step", "__dict__"}
+    if of_training or any(passes_itself_on(each.__code__) for each in functions):
         return None
     if "hparams" in names:
         names.add("_hparams")
