@@ -168,21 +168,19 @@ class TestWhyAProcessGrows:
         model.losses += [bytes(MIB) for _ in range(64)]
         assert growing.why(264 * MIB) == "Keeps.losses (list) grew from 0 to 64 entries and holds about 64 MiB"
 
-    def test_a_global_that_its_code_names_is_named(self) -> None:
+    def test_a_global_that_its_code_names_and_a_cache_around_a_function_are_named(self) -> None:
         SHARED.clear()
-        model = Keeps()
-        growing = Growing({"Keeps": model})
-        SHARED.extend(bytes(MIB) for _ in range(20))
-        assert growing.why(20 * MIB) == f"{__name__}.SHARED (list) grew from 0 to 20 entries and holds about 20 MiB"
-        SHARED.clear()
-
-    def test_a_cache_around_a_function_is_named(self) -> None:
         model = Keeps()
         model.load = functools.lru_cache(maxsize=None)(lambda number: bytes(MIB))
         growing = Growing({"Keeps": model})
+        SHARED.extend(bytes(MIB) for _ in range(20))
+        what = "grew from 0 to 20 entries and holds about 20 MiB"
+        assert growing.why(20 * MIB, 20) == f"{__name__}.SHARED (list) {what}"
+        assert growing.keeps == 1.0
+        SHARED.clear()
         for number in range(20):
             model.load(number)
-        assert growing.why(20 * MIB, 20) == "Keeps.load (lru_cache) grew from 0 to 20 entries and holds about 20 MiB"
+        assert growing.why(40 * MIB, 40) == f"Keeps.load (lru_cache) {what}"
         assert growing.keeps == 0.0  # it has a bound, as a rule
 
     def test_lists_by_key_are_named_once_they_are_known(self) -> None:
