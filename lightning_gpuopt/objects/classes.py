@@ -14,19 +14,14 @@ import os
 import random
 import socket
 import sys
+import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, cached_property, partial, partialmethod
 from multiprocessing import connection, sharedctypes
-from types import (
-    CodeType,
-    FunctionType,
-    GeneratorType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -38,71 +33,54 @@ Kind: TypeAlias = str
 ``generator``: of random numbers; ``file``; ``shared``: memory; ``trained``: what training changes in each step;
 ``lightning``: else of Lightning; ``builtin``: an iterator or function in C; ``closed``: not looked at."""
 
-GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 LRU_CACHE: Final[Any] = functools._lru_cache_wrapper
 LIGHTNING: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
+# attributes of Lightning's objects that are not the user's
 FRAMEWORK_NAMES: Final = frozenset({"trainer", "fabric", "log", "log_dict", "training", "prepare_data_per_node"})
-"""Attributes of Lightning's objects that are not the user's."""
-
+# modules whose objects each process may have: made to be shared, or with a state of its own in each
 SHARED_ON_PURPOSE: Final = ("multiprocessing", "threading", "_thread", "logging", "weakref", "contextvars", "mmap")
-"""Modules whose objects each process may have: made to be shared, or with a state of its own in each."""
-
 CLOSED: Final = (*SHARED_ON_PURPOSE, *LIGHTNING, "pyarrow", "re", "torch", "lightning_gpuopt")
-_OPENED: Final = (
+_OPENED: Final = (  # of closed packages, what holds data, or what is the user's
     *("torch.utils.data.", "torch.nn.", "torch.distributions.", "torch.optim.lr_scheduler."),
     *(f"lightning_gpuopt.{room}." for room in ("storage", "loading", "images", "dali", "datamodules")),
 )
-"""Of closed packages, what holds data, or what is the user's."""
-
+# modules whose objects hold no position that processes could move for one another, though some cannot be pickled
 _FORK_SAFE: Final = (*SHARED_ON_PURPOSE, "torch", "numpy", "pyarrow", "pandas", "_ctypes", "lightning_gpuopt")
-"""Modules whose objects hold no position that processes could move for one another, though some cannot be pickled."""
-
 _PICKLES_ITS_WAY: Final = ("__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__")
 
 _TYPES: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
-    ("plain", (bool, int, float, complex, str, bytes, type(None), np.generic, range, slice, CodeType)),
+    ("plain", (bool, int, float, complex, str, bytes, type(None), np.generic, range, slice, types.CodeType)),
     ("plain", (torch.dtype, torch.device, memoryview, ctypes._SimpleCData, ctypes._Pointer, ctypes.CDLL)),
+    ("plain", weakref.ProxyTypes),  # nearly all that is asked of one is asked of what it stands for
     ("class", (type,)),
-    ("module", (ModuleType,)),
+    ("module", (types.ModuleType,)),
     ("tensor", (torch.Tensor,)),
     ("array", (np.ndarray,)),
     ("bytes", (bytearray, array.array)),
-    ("generator", GENERATORS),
+    ("generator", (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)),
     ("dict", (dict,)),  # other mappings may load their values on access
     ("sequence", (list, tuple, deque)),
     ("set", (set, frozenset)),
     ("function", (FunctionType,)),
-    ("method", (MethodType,)),
+    ("method", (types.MethodType,)),
     ("partial", (partial,)),
     ("lru_cache", (LRU_CACHE,)),
-    ("file", (socket.socket, connection._ConnectionBase, GeneratorType, io.IOBase)),
+    ("file", (socket.socket, connection._ConnectionBase, types.GeneratorType, io.IOBase)),
+    ("trained", (torch.optim.Optimizer,)),
     ("shared", (sharedctypes.SynchronizedBase, ctypes.Array, mmap.mmap)),
 )
-_BUILTIN: Final = ("builtins", "itertools", "operator", "functools")
 
 
 class Facts(NamedTuple):
-    """What is the same for all objects of a class.
+    """What is the same for all objects of a class."""
 
-    Attributes:
-        kind: of its objects, as far as the class says it.
-        is_users: whether it is of the user's program.
-        has_epochs: whether it has a ``set_epoch`` method.
-        is_open_python: whether pickling it is left to Python, so that what it holds says all.
-        packs: whether it says itself what is sent to another process.
-        cached: names of attributes that are computed once.
-        dictionary: the descriptor of ``__dict__``; None where there is none.
-        slots: the descriptors of the attributes beside it, by name.
-    """
-
-    kind: Kind
-    is_users: bool
-    has_epochs: bool
-    is_open_python: bool
-    packs: bool
-    cached: frozenset[str]
-    dictionary: Any
-    slots: tuple[tuple[str, Any], ...]
+    kind: Kind  # as far as the class says it
+    has_epochs: bool  # it has a set_epoch method
+    is_open_python: bool  # pickling is left to Python: what its objects hold says all
+    packs: bool  # it says itself what is sent to another process
+    cached: frozenset[str]  # attributes that are computed once
+    dictionary: Any  # the descriptor of __dict__; None where there is none
+    slots: tuple[tuple[str, Any], ...]  # descriptors of the attributes beside it
 
 
 def _facts_of(kind: type) -> Facts:
@@ -111,7 +89,6 @@ def _facts_of(kind: type) -> Facts:
     slots = {name: item for each in reversed(own) if "__slots__" in each for name, item in each.items()}
     return Facts(
         _kind_of_class(kind),
-        is_users_own(kind.__module__),
         "set_epoch" in named,
         named.isdisjoint(_PICKLES_ITS_WAY),
         "__getstate__" in named,
@@ -122,18 +99,15 @@ def _facts_of(kind: type) -> Facts:
 
 
 facts_of: Final[Callable[[Any], Facts]] = cache(_facts_of)
-"""Looks at a class, once."""
 
 
 def _kind_of_class(kind: type) -> Kind:
-    for name, types in _TYPES:
-        if issubclass(kind, types):
+    for name, bases in _TYPES:
+        if issubclass(kind, bases):
             return name
     module = module_of(kind)
     if is_of(kind, LIGHTNING):
         return "lightning"
-    if issubclass(kind, torch.optim.Optimizer):
-        return "trained"
     if is_of(kind, ("multiprocessing",)):
         return "shared"
     if is_in(module, ("pandas", "PIL")):
@@ -142,43 +116,29 @@ def _kind_of_class(kind: type) -> Kind:
         return "net"
     if is_closed(kind) and not is_in(module, ("lightning_gpuopt",)):  # which may stand in for what is the user's
         return "closed"
-    return "builtin" if is_in(module, _BUILTIN) and kind.__dictoffset__ == 0 and kind is not object else "object"
+    is_builtin = is_in(module, ("builtins", "itertools", "operator", "functools")) and kind.__dictoffset__ == 0
+    return "builtin" if is_builtin and kind is not object else "object"
 
 
 def kind_of(value: Any) -> Kind:
-    """Of which kind an object is, for all visitors of a walk."""
+    """Of which kind an object is; of modules and Lightning's objects the class alone does not say it."""
     kind = facts_of(type(value)).kind
-    if kind == "lightning":
-        return "trained" if _is_of_training(value) else "lightning"
     if kind == "net":
-        return "trained" if _is_trained(value) else "object"
+        with suppress(AttributeError):  # its class may not have called Module's __init__
+            is_metric = (is_of(type(each), ("torchmetrics",)) for each in torch.nn.Module.modules(value))
+            if any(each.requires_grad for each in torch.nn.Module.parameters(value)) or any(is_metric):
+                return "trained"
+        return "object"
+    if kind == "lightning":  # a Trainer, a module, or what has attributes of the user's: a data module, a callback
+        names = {base.__name__ for base in type(value).__mro__}
+        with_attributes = names & {"LightningDataModule", "Callback"} and users_attributes(value)
+        return "trained" if names & {"Trainer", "Fabric", "LightningModule"} or with_attributes else "lightning"
     return kind
 
 
-def _is_of_training(value: Any) -> bool:
-    """A Trainer, a module, or what has attributes of the user's: a data module, a callback."""
-    names = {base.__name__ for base in type(value).__mro__}
-    if names & {"Trainer", "Fabric", "LightningModule"}:
-        return True
-    return bool(names & {"LightningDataModule", "Callback"} and users_attributes(value))
-
-
-def _is_trained(module: Any) -> bool:
-    """Whether a module is a metric, or one of its parameters requires gradients."""
-    todo, met = [module], {id(module)}
-    while todo:
-        if is_of(type(module := todo.pop()), ("torchmetrics",)):
-            return True
-        held = dict_of(module) or {}
-        parameters = held.get("_parameters", {}).values()
-        if issubclass(type(module), torch.jit.ScriptModule):  # they are not in Python
-            parameters = torch.nn.Module.parameters(module)
-        if any(each is not None and each.requires_grad for each in parameters):
-            return True
-        new = [each for each in held.get("_modules", {}).values() if each is not None and id(each) not in met]
-        met.update(map(id, new))
-        todo += new
-    return False
+def is_data_module(kind: type) -> bool:
+    """Whether a class is a ``LightningDataModule``, of whichever of Lightning's packages."""
+    return any(base.__name__ == "LightningDataModule" for base in kind.__mro__)
 
 
 def is_closed(kind: type) -> bool:
@@ -213,22 +173,18 @@ def is_of(kind: type, packages: Sequence[str]) -> bool:
     return any(is_in(module_of(base), packages) for base in kind.__mro__[:-1])
 
 
+_reduced: Final[dict[type, bool]] = {}
+
+
 def is_copyable(value: Any) -> bool:
     """Whether nothing says that an object cannot be pickled, as files and connections do."""
-    facts = facts_of(type(value))
-    if facts.is_open_python and (facts.dictionary is not None or facts.slots):
+    kind = type(value)
+    facts = facts_of(kind)
+    if (facts.is_open_python and (facts.dictionary is not None or facts.slots)) or is_of(kind, _FORK_SAFE):
         return True
-    return is_of(type(value), _FORK_SAFE) or _can_reduce(value, type(value))
-
-
-_reduced: dict[type, bool] = {}
-
-
-def _can_reduce(value: Any, kind: type) -> bool:
     if kind not in _reduced:
         try:
-            value.__reduce_ex__(5)
-            _reduced[kind] = True
+            _reduced[kind] = bool(value.__reduce_ex__(5))
         except Exception:
             _reduced[kind] = False
     return _reduced[kind]
@@ -245,23 +201,18 @@ def dict_of(value: Any) -> dict[str, Any] | None:
     return held
 
 
-def slots_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object that are in slots."""
-    found: dict[str, Any] = {}
-    for name, each in facts_of(type(value)).slots:
-        try:
-            found[name] = each.__get__(value)
-        except AttributeError:  # not set
-            continue
-    return found
-
-
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """What an object of a class in Python holds, by name, without what is computed once; None for others."""
     facts, held = facts_of(type(value)), dict_of(value)
     if not facts.slots and (held is None or facts.cached.isdisjoint(held)):
         return None if held is None else held.copy()
-    return {**{name: item for name, item in (held or {}).items() if name not in facts.cached}, **slots_of(value)}
+    found = {name: item for name, item in (held or {}).items() if name not in facts.cached}
+    for name, slot in facts.slots:
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:  # not set
+            continue
+    return found
 
 
 def has_attributes(container: Any) -> bool:
@@ -271,21 +222,14 @@ def has_attributes(container: Any) -> bool:
 
 def users_attributes(value: Any) -> dict[str, Any]:
     """What an object of Lightning's holds of the user's."""
-    held = dict_of(value) or {}
-    return {
-        name: item
-        for name, item in held.items()
-        if (name == "_hparams" or not name.startswith("_")) and name not in FRAMEWORK_NAMES
-    }
+    own = ((name, item) for name, item in (dict_of(value) or {}).items() if name not in FRAMEWORK_NAMES)
+    return {name: item for name, item in own if name == "_hparams" or not name.startswith("_")}
 
 
 def data_of(kind: type) -> dict[str, Any]:
     """What a class itself holds beside functions, other classes, descriptors and the like, by name."""
-    return {
-        name: item
-        for name, item in list(vars(kind).items())
-        if not (name.startswith(("__", "_abc")) or issubclass(type(item), type) or hasattr(type(item), "__get__"))
-    }
+    own = ((name, item) for name, item in list(vars(kind).items()) if not name.startswith(("__", "_abc")))
+    return {name: item for name, item in own if not (issubclass(type(item), type) or hasattr(type(item), "__get__"))}
 
 
 def function_in(value: Any) -> FunctionType | None:

@@ -6,33 +6,26 @@ import io
 import math
 import mmap
 import operator
-import os
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import count, islice, repeat
 from typing import Any, Final
 
 import numpy as np
 import torch
 
 from lightning_gpuopt.objects.classes import is_users_own
-from lightning_gpuopt.utils.plain_containers import entries_of, entry_at
-from lightning_gpuopt.utils.plain_containers import length_of as entries_in
+from lightning_gpuopt.utils.plain_containers import entries_of, entry_at, length_of
 
-LARGE: Final = 256
-"""Of containers with more items so many are looked at, evenly spread."""
-
-HUGE: Final = 4096
-"""Lists and dicts up to this size are compared whole. To walk through larger dicts takes too long: of these the
-beginning and the end are looked at."""
-
-WHOLE_BYTES: Final = 1 << 17
-"""Arrays up to this size are compared whole."""
-
-_SAMPLED: Final = 4096
-"""Of larger ones so many elements are, beside those of the samples that are asked for."""
+LARGE: Final = 256  # of containers with more items so many are looked at, evenly spread
+HUGE: Final = (
+    4096  # containers up to this size are compared whole; of larger ones a part, of those without numbers the beginning
+)
+WHOLE_BYTES: Final = 1 << 17  # arrays up to this size are compared whole
+_SAMPLED: Final = 4096  # of larger ones so many elements are, beside those of the samples that are asked for
 
 
 def same(was: Any, now: Any) -> bool:
@@ -53,53 +46,37 @@ def _all_same(was: Iterable[Any], now: Iterable[Any]) -> bool:
     return all(map(operator.is_, was, now)) or all(map(same, was, now))
 
 
-def some_of(value: Any, also: Sequence[int] = ()) -> Iterable[tuple[Any, Any]]:
-    """Some of the entries of a container of Python's, those of these samples among them, with their keys.
-
-    An entry of a set has None for a key.
-    """
-    length = entries_in(value)
-    if isinstance(value, (set, frozenset)):
-        yield from ((None, item) for item in islice(entries_of(value), LARGE if length > HUGE else HUGE))
-        return
-    if isinstance(value, deque) and length > LARGE:
-        yield from ((key, entry_at(value, key)) for key in (0, length - 1))
-        return
-    if isinstance(value, (list, tuple, deque)):
-        step = max(length // LARGE, 1)
-        some = entries_of(value) if step == 1 else entry_at(value, slice(None, None, step))
-        yield from zip(range(0, length, step), some, strict=False)
+def some_of(value: Any, also: Sequence[int] = ()) -> Iterator[tuple[Any, Any]]:
+    """Some of the entries of a container of Python's, those of these samples among them, with their keys or None."""
+    length = length_of(value)
+    step = max(length // LARGE, 1)
+    if isinstance(value, (list, tuple)):
+        yield from zip(range(0, length, step), entry_at(value, slice(None, None, step)), strict=False)
         yield from ((key, entry_at(value, key)) for key in also if key < length)
         return
-    items = dict.items(value)
-    if length > HUGE:
-        yield from chain(list(islice(items, LARGE // 2)), list(islice(reversed(items), LARGE // 2)))
-    else:
-        yield from list(islice(items, 0, None, max(length // LARGE, 1)))
-    yield from ((key, entry_at(value, key)) for key in also if dict.__contains__(value, key))
+    keys = repeat(None) if isinstance(value, (set, frozenset)) else count()
+    items: Any = dict.items(value) if isinstance(value, dict) else zip(keys, entries_of(value), strict=False)
+    yield from list(islice(items, 0, None, step) if length <= HUGE else islice(items, LARGE))
+    if isinstance(value, dict):
+        yield from ((key, entry_at(value, key)) for key in also if dict.__contains__(value, key))
 
 
 def content_of(value: Any, also: Sequence[int] = ()) -> Any:
     """What to compare of a container of Python's: all of it, or its length and some entries."""
-    length = entries_in(value)
-    if length <= HUGE:
-        if not isinstance(value, dict):
-            return list(entries_of(value))
-        return dict.copy(value) if type(value).__iter__ is dict.__iter__ else dict(dict.items(value))
-    if isinstance(value, (list, tuple)):
-        some = entry_at(value, slice(None, None, length // LARGE))
-        return length, some, [entry_at(value, key) for key in also if key < length]
-    return length, [] if isinstance(value, (set, frozenset)) else list(some_of(value, also))
+    length = length_of(value)
+    if length > HUGE:
+        return length, [each for _, each in some_of(value, also)]
+    if not isinstance(value, dict):
+        return list(entries_of(value))
+    return dict.copy(value) if type(value).__iter__ is dict.__iter__ else dict(dict.items(value))
 
 
 def is_open(file: io.IOBase) -> bool:
     """Whether there is an open file behind this, and not only memory, or one of the standard streams."""
-    if any(file is each for each in (sys.stdin, sys.stdout, sys.stderr)):
-        return False
-    try:
-        return not file.closed and file.fileno() > 2
-    except (OSError, ValueError):  # in memory, or closed meanwhile
-        return False
+    is_standard = any(file is each for each in (sys.stdin, sys.stdout, sys.stderr))
+    with suppress(OSError, ValueError):  # in memory, or closed meanwhile
+        return not is_standard and not file.closed and file.fileno() > 2
+    return False
 
 
 def is_mapped(value: np.ndarray[Any, Any]) -> bool:
@@ -110,18 +87,6 @@ def is_mapped(value: np.ndarray[Any, Any]) -> bool:
     return isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
 
 
-def environment() -> dict[Any, Any]:
-    """The environment variables, as their bytes where these can be had: they are compared for each batch."""
-    return dict(getattr(os.environ, "_data", os.environ))
-
-
-def digest(data: Any) -> int:
-    """A number for these bytes; of many of them, for some."""
-    if len(data) <= WHOLE_BYTES:
-        return hash(bytes(data))
-    return hash(bytes(data[:: len(data) // _SAMPLED | 1]))
-
-
 def digest_of(value: np.ndarray[Any, Any]) -> int:
     """A number for an array's content; of a large one, for some of its elements, spread over rows and columns."""
     if value.nbytes <= WHOLE_BYTES and value.size * value.itemsize == value.nbytes:
@@ -130,14 +95,6 @@ def digest_of(value: np.ndarray[Any, Any]) -> int:
     while any(side > 1 and math.gcd(step, side) > 1 for side in value.shape[1:]):  # so that it meets all columns
         step += 1
     return hash(value.flat[::step].tobytes())  # ravel() would copy what is not contiguous
-
-
-def length_of(dataset: Any) -> int | None:
-    """The length of a dataset; None where it does not say."""
-    try:
-        return len(dataset)
-    except Exception:
-        return None
 
 
 def drawn_to(generator: Any) -> bytes:

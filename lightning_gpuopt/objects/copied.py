@@ -9,7 +9,8 @@ import inspect
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,30 +18,20 @@ from lightning_gpuopt.measurements.code_location import INSTALLED, short
 from lightning_gpuopt.measurements.risks import CopiedObject
 from lightning_gpuopt.objects.classes import facts_of
 from lightning_gpuopt.objects.walk import CONTAINERS, Limits, Node, Walk
-from lightning_gpuopt.objects.weight import Weight, weigh
+from lightning_gpuopt.objects.weight import Clock, Weight, weigh
 from lightning_gpuopt.utils.plain_containers import entries_of, length_of
 
 log = logging.getLogger(__name__)
 
-_MAX_S: Final = 0.02
-"""Seconds at most for weighing the containers, and as many for finding them."""
-
-_FEW: Final = 64
-"""Entries of a container in which other containers are looked for."""
-
+_MAX_S: Final = 0.02  # for weighing the containers, and as many for finding them
+_FEW: Final = 64  # entries of a container in which other containers are looked for
 _LEAST_BYTES: Final = 1 << 20
 
 
-def copied_object(datasets: Iterable[object], clock: Callable[[], float] = time.thread_time) -> CopiedObject | None:
+def copied_object(datasets: Iterable[object], clock: Clock = time.thread_time) -> CopiedObject | None:
     """The largest Python objects of datasets, or of globals that their code names; None where there are none of 1 MiB.
 
-    Whether the code that reads samples touches all of them is not known. It takes some 40 ms at most.
-
-    The objects are the user's, and other threads may change them meanwhile: what cannot be looked at is left out.
-
-    Args:
-        datasets: of the training loaders.
-        clock: seconds, for the limit on what a look takes.
+    It takes some 40 ms at most. Whether the code that reads samples touches all of them is not known.
     """
     walk = Walk([("", each) for each in datasets], Limits(seconds=_MAX_S, clock=clock, few=_FEW))
     found: list[tuple[str, str, Any, Node]] = []
@@ -48,7 +39,7 @@ def copied_object(datasets: Iterable[object], clock: Callable[[], float] = time.
         found += _containers(node)
         if node.kind == "table":
             walk.leave_out()
-    found.sort(key=lambda each: len(each[2]), reverse=True)
+    found.sort(key=lambda each: length_of(each[2]), reverse=True)
     end_s = clock() + _MAX_S
     weighed: list[tuple[Weight, str, str, int, Node]] = []
     for name, kind, values, node in found:
@@ -58,7 +49,7 @@ def copied_object(datasets: Iterable[object], clock: Callable[[], float] = time.
             log.debug("%s could not be weighed", name, exc_info=True)
             continue
         if weight.bytes >= _LEAST_BYTES:
-            weighed.append((weight, name, kind, len(values), node))
+            weighed.append((weight, name, kind, length_of(values), node))
         if clock() > end_s:
             break
     if not weighed:
@@ -85,15 +76,12 @@ def _containers(node: Node) -> Iterator[tuple[str, str, Any, Node]]:
                     yield name, "column", column.to_numpy(), node
         elif node.kind == "array" and value.dtype.hasobject and value.size:
             yield node.path, "array", value.reshape(-1), node
-        elif node.kind in CONTAINERS and not node.inside and not _is_opened(value):
-            yield node.path, type(value).__name__, value, node
+        elif node.kind in CONTAINERS and not node.inside:
+            few = entries_of(value) if length_of(value) <= _FEW else ()
+            if not any(facts_of(type(each)).kind == "object" for each in few):  # each is looked at itself
+                yield node.path, type(value).__name__, value, node
     except Exception:
         log.debug("%s could not be looked through", node.path, exc_info=True)
-
-
-def _is_opened(values: Any) -> bool:
-    """Whether a container holds few objects, each of which is looked at itself."""
-    return length_of(values) <= _FEW and any(facts_of(type(each)).kind == "object" for each in entries_of(values))
 
 
 def _place(owner: object, attribute: str) -> str:
@@ -101,13 +89,9 @@ def _place(owner: object, attribute: str) -> str:
     target = rf"\w+\.{attribute}\b|{attribute}\s*:"
     assigns = re.compile(rf"\s*(\w+\.\w+\s*,\s*)*({target})[^=()\[\]]*(\[[^=]*\]\s*)?=(?!=)")
     for each in type(owner).__mro__[:-1]:
-        try:
-            file = inspect.getsourcefile(each) or ""
-            lines, first = inspect.getsourcelines(each)
-        except (OSError, TypeError):  # no source
-            continue
-        if not any(folder in Path(file).parts for folder in INSTALLED):
-            for number, line in enumerate(lines, first):
-                if assigns.match(line):
-                    return f"{short(file)}:{number}"
+        with suppress(OSError, TypeError):  # it has no source
+            file, (lines, first) = inspect.getsourcefile(each) or "", inspect.getsourcelines(each)
+            found = (number for number, line in enumerate(lines, first) if assigns.match(line))
+            if not any(folder in Path(file).parts for folder in INSTALLED) and (number := next(found, 0)):
+                return f"{short(file)}:{number}"
     return ""

@@ -8,11 +8,10 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import sys
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MemberDescriptorType, ModuleType
@@ -20,24 +19,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from lightning_gpuopt.objects.classes import (
-    CLOSED,
-    LRU_CACHE,
-    Kind,
-    arrays_of,
-    attributes_of,
-    data_of,
-    dict_of,
-    facts_of,
-    function_in,
-    has_attributes,
-    is_closed,
-    is_in,
-    is_users_own,
-    kind_of,
-    module_of,
-    users_attributes,
-)
+from lightning_gpuopt.objects import classes
+from lightning_gpuopt.objects.classes import Kind, attributes_of, facts_of, kind_of
 from lightning_gpuopt.objects.contents import LARGE, some_of
 from lightning_gpuopt.objects.functions import is_users, kept_by, names_in, own_reads, reads_of
 from lightning_gpuopt.utils.plain_containers import entry_at, length_of
@@ -45,15 +28,10 @@ from lightning_gpuopt.utils.plain_containers import entry_at, length_of
 log = logging.getLogger(__name__)
 
 CONTAINERS: Final = ("dict", "sequence", "set")
-_NEAR: Final = 32
-"""Containers longer than this hold data, and are entered after everything else."""
-
-_AT_ONCE: Final = 16
-"""Objects between two looks at the clock."""
-
+_NEAR: Final = 32  # containers longer than this hold data, and are entered after everything else
+_AT_ONCE: Final = 16  # objects between two looks at the clock
 _LONGEST_PATH: Final = 200
 _LONGEST_KEY: Final = 40
-_PROXIES: Final = (weakref.ProxyType, weakref.CallableProxyType)
 _OF_MODULES: Final = ("_modules", "_parameters", "_buffers")
 _OF_HOOKS: Final = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 _CODE: Final = (ModuleType, type, FunctionType, MemberDescriptorType)
@@ -61,112 +39,72 @@ _CODE: Final = (ModuleType, type, FunctionType, MemberDescriptorType)
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a walk goes.
-
-    Attributes:
-        objects: that it gives at most.
-        of_globals: of them, behind global variables; these come last.
-        seconds: that it takes at most, by ``clock``.
-        clock: seconds.
-        few: containers with more entries are not entered; None: some of their entries are looked at.
-        everything: all functions of the user's classes and all globals of their modules are looked at, and what is
-            trained, and packages that a root is of; else what is called, and what that names.
-        also: samples whose entries are looked at in containers of any size.
-        length: all entries of containers as long as this are looked at, as those of single samples.
-    """
+    """How far a walk goes."""
 
     objects: int = 20_000
-    of_globals: int = 1_000
+    of_globals: int = 1_000  # of the objects, those behind global variables, which come last
     seconds: float = math.inf
     clock: Callable[[], float] = time.thread_time
-    few: int | None = None
-    everything: bool = False
-    also: tuple[int, ...] = ()
-    length: int | None = None
+    few: int | None = None  # containers with more entries are not entered; None: some of their entries are looked at
+    trained: bool = False  # what is trained is entered, but for its weights
+    also: tuple[int, ...] = ()  # samples whose entries are looked at in containers of any size
+    length: int | None = None  # of containers as long as this all entries are looked at, as those of single samples
 
 
 class Node(NamedTuple):
-    """An object, and where it was found.
+    """An object, and where it was found."""
 
-    Attributes:
-        path: as code has it: ``"dataset.transform.transforms[1].rng"``, ``"settings.SCALE"``.
-        owner: the object whose attribute it is.
-        kind: of which kind it is.
-        value: the object.
-        root: name of the root, or of the module whose global it is.
-        attribute: its name in ``owner``; empty for a root.
-        near: whether it lies outside long containers.
-        inside: whether it is an entry of a container.
-        sample: number of the sample whose entry it belongs to; None where it belongs to none.
-        is_packed: whether an object above it has its own ``__getstate__``, or a function names it.
-        is_global: whether it was reached through a global variable.
-    """
-
-    path: str
-    owner: Any
+    path: str  # as code has it: "dataset.transform.transforms[1].rng", "settings.SCALE"
+    owner: Any  # whose attribute it is
     kind: Kind
     value: Any
-    root: str
-    attribute: str = ""
-    near: bool = True
-    inside: bool = False
-    sample: int | None = None
-    is_packed: bool = False
-    is_global: bool = False
+    root: str  # name of the root, or of the module whose global it is
+    attribute: str = ""  # its name in the owner; empty for a root
+    near: bool = True  # outside long containers
+    inside: bool = False  # an entry of a container
+    sample: int | None = None  # number of the sample whose entry it belongs to
+    is_packed: bool = False  # an object above it has its own __getstate__, or a function names it
+    is_global: bool = False  # behind a global variable
 
     def part(self, name: str, value: Any) -> Node:
         """An attribute; of a class it is that of the object whose class it is."""
         path = f"{self.path}.{name}"[:_LONGEST_PATH] if self.path else name
         owner = self.owner if self.kind == "class" else self.value
-        value, place = _behind(value), (self.near, False, self.sample, self.is_packed, self.is_global)
-        return Node(path, owner, kind_of(value), value, self.root, name, *place)
+        return self.behind(value)._replace(path=path, owner=owner, attribute=name, inside=False)
 
     def behind(self, value: Any) -> Node:
         """What it stands for, which has no name of its own."""
-        value = _behind(value)
+        value = value() if type(value) is weakref.ref else value
         return self._replace(kind=kind_of(value), value=value)
 
+    def entry(self, key: Any, value: Any) -> Node:
+        """An entry of a container; those with long keys, or other objects for keys, are ``[...]``."""
+        known = type(key) is int or (type(key) is str and len(key) <= _LONGEST_KEY)
+        found = self.behind(value)
+        path = f"{self.path}[{repr(key) if known else '...'}]"[:_LONGEST_PATH]
+        return found._replace(path=path, inside=self.inside or found.kind in CONTAINERS)
 
-def _behind(value: Any) -> Any:
-    if type(value) is weakref.ref:
-        return value()
-    try:
-        return value.__init__.__self__ if type(value) in _PROXIES else value
-    except ReferenceError:  # what it stands for is gone
-        return None
+    def variable(self, module: dict[str, Any], name: str) -> Node:
+        """A global variable that a function names."""
+        root = str(module.get("__name__"))
+        found = self._replace(path=root, value=module, kind="module", root=root, near=True, sample=None)
+        return found.part(name, module.get(name))._replace(is_packed=True, is_global=True)
 
 
 class Walk:
-    """The objects that some objects hold, the nearest first, each once. To be gone through once.
+    """The objects that some objects hold, the nearest first, each once; to be gone through once."""
 
-    Args:
-        roots: the objects by name; names of what they hold begin with it where it is not empty. None is left out.
-        limits: how far to go.
-
-    Attributes:
-        is_whole: whether all was looked at within the limits, but for entries of long containers and the globals.
-        is_within: whether what is behind global variables was, too.
-        has_failed: whether an object could not be looked into.
-    """
-
-    def __init__(self, roots: Mapping[str, Any] | Iterable[tuple[str, Any]], limits: Limits | None = None) -> None:
-        self.is_whole = self.is_within = True
+    def __init__(self, roots: Iterable[tuple[str, Any]], limits: Limits | None = None) -> None:
+        self.is_whole = True  # all was looked at within the limits, but for entries of long containers and globals
+        self.is_within = True  # and what is behind global variables
         self.has_failed = False
         self._limits = limits or Limits()
         self._met: dict[int, Any] = {}  # and keeps them alive: an id is of one object only as long as that lives
         self._named: set[str] = set()  # names that functions of the user's read, so far
         self._unnamed: dict[str, list[Node]] = {}  # functions of classes that nothing has named so far
-        self._packages: set[str] = set()
         self._is_entered = True
-        self._near: deque[Node] = deque()
-        self._far: deque[Node] = deque()
-        self._globals: deque[Node] = deque()
-        for name, value in roots.items() if isinstance(roots, Mapping) else roots:
-            if value is not None:
-                self._near.append(Node(name, value, kind_of(value), value, name))
-                module = value.__module__ if type(value) is FunctionType else module_of(type(value))
-                self._packages.add((module or "").partition(".")[0])
-        self._packages -= {*sys.stdlib_module_names, *CLOSED}
+        self._near = deque(Node(name, root, kind_of(root), root, name) for name, root in roots if root is not None)
+        self._far, self._globals = deque[Node](), deque[Node]()
 
     def __iter__(self) -> Iterator[Node]:
         limits, of_globals = self._limits, 0
@@ -224,15 +162,13 @@ class Walk:
             yield from self._entries(node)
         elif kind == "array" and value.dtype.hasobject:
             step = max(value.size // LARGE, 1)
-            yield from (_entry(node, None, item)._replace(near=False) for item in value.flat[::step].tolist())
+            yield from (node.entry(None, item)._replace(near=False) for item in value.flat[::step].tolist())
         elif kind == "table":
-            yield from map(node.behind, arrays_of(value))
+            yield from map(node.behind, classes.arrays_of(value))
         elif kind == "function":
             yield from self._of_function(node)
         elif kind == "class":
             yield from self._of_class(node)
-        elif kind == "module" and self._limits.everything and self._is_looked_through(value.__name__):
-            yield from (_of_module(node, vars(value), name) for name in list(vars(value)) if not name.startswith("__"))
         elif kind == "method":
             yield from self._of_method(node)
         elif kind == "partial":
@@ -242,8 +178,8 @@ class Walk:
         elif kind == "builtin":
             yield from map(node.behind, gc.get_referents(value))
         elif kind == "lru_cache":
-            yield from (node.part(name, each) for name, each in (dict_of(value) or {}).items())
-        if kind in ("object", "trained", "lightning") or (kind in CONTAINERS and has_attributes(value)):
+            yield from (node.part(name, each) for name, each in (classes.dict_of(value) or {}).items())
+        if kind in ("object", "trained", "lightning") or (kind in CONTAINERS and classes.has_attributes(value)):
             yield from self._attributes(node)
 
     def _entries(self, node: Node) -> Iterator[Node]:
@@ -251,39 +187,32 @@ class Walk:
         length = length_of(value)
         if limits.few is not None and length > limits.few:
             return
-        names = getattr(type(value), "_fields", ())
-        if node.kind == "sequence" and names and len(names) == length:
-            yield from (node.part(name, entry_at(value, place)) for place, name in enumerate(names))
-        elif self.is_by_sample(node):
+        if self.is_by_sample(node):
             keys = (key for key in range(length) if node.kind == "sequence" or dict.__contains__(value, key))
-            yield from (_entry(node, key, entry_at(value, key))._replace(near=False, sample=key) for key in keys)
+            yield from (node.entry(key, entry_at(value, key))._replace(near=False, sample=key) for key in keys)
         else:
             node = node._replace(near=node.near and length <= _NEAR)
             found = ((key, each) for key, each in some_of(value, limits.also) if facts_of(type(each)).kind != "plain")
-            yield from (_entry(node, key, each) for key, each in found)
+            yield from (node.entry(key, each) for key, each in found)
 
     def _attributes(self, node: Node) -> Iterator[Node]:
         """Of an object, with those of its class."""
-        value, kind = node.value, type(node.value)
+        value, kind, trained = node.value, type(node.value), self._limits.trained
         facts, held = facts_of(kind), attributes_of(value)
-        if self._limits.everything:
-            if node.attribute and is_closed(kind):
-                return
-        elif node.kind in ("trained", "lightning"):  # they hold the whole run
-            if any(base.__name__ == "LightningDataModule" for base in kind.__mro__):
-                found = users_attributes(value).items()
-                yield from (
-                    node.part(name, each) for name, each in found if not issubclass(type(each), torch.nn.Module)
-                )
+        if trained and node.attribute and classes.is_closed(kind):
             return
-        elif facts.packs and module_of(kind).startswith("lightning_gpuopt."):
+        if not trained and node.kind in ("trained", "lightning"):  # they hold the whole run
+            found = classes.users_attributes(value) if classes.is_data_module(kind) else {}
+            yield from (node.part(*each) for each in found.items() if not issubclass(type(each[1]), torch.nn.Module))
+            return
+        if not trained and facts.packs and classes.module_of(kind).startswith("lightning_gpuopt."):
             state = value.__getstate__()
             held = state if isinstance(state, dict) else {"": state}
         inside = node._replace(is_packed=node.is_packed or facts.packs)
         for name, each in (held or {}).items():
             if facts_of(type(each)).kind == "plain":
                 continue
-            if self._limits.everything and name in _OF_MODULES and issubclass(kind, torch.nn.Module):
+            if trained and name in _OF_MODULES and issubclass(kind, torch.nn.Module):
                 if name == "_modules":
                     yield from (inside.part(key, part) for key, part in list(each.items()))
             elif not (name.endswith(_OF_HOOKS) and type(each) in (dict, OrderedDict) and not each):  # there are many
@@ -292,73 +221,41 @@ class Walk:
 
     def _of_class(self, node: Node) -> Iterator[Node]:
         """The attributes and functions of a user's class, and of those it derives from; other classes do not change."""
-        every = self._limits.everything
-        bases = node.value.__mro__[:-1]
-        own = [base for base in bases if self._is_looked_through(base.__module__)]
+        own = [base for base in node.value.__mro__ if classes.is_users_own(base.__module__)]
         installed = {name for base in node.value.__mro__ if base not in own for name in vars(base)}
-        for base in bases:
+        for base in node.value.__mro__[:-1]:
             if base not in own:
-                yield from (node.part(name, each) for name, each in vars(base).items() if type(each) is LRU_CACHE)
+                found = vars(base).items()
+                yield from (node.part(name, each) for name, each in found if type(each) is classes.LRU_CACHE)
                 continue
-            data = data_of(base)
+            data = classes.data_of(base)
             for name, each in list(vars(base).items()):
                 if name in data:
                     yield node.part(name, each)
                     continue
-                function = function_in(each)
-                if function is None and (issubclass(type(each), _CODE) or not _is_descriptor(each)):
+                function = classes.function_in(each)
+                module = type(each).__module__
+                is_descriptor = module == "functools" or classes.is_users_own(module)
+                if function is None and (issubclass(type(each), _CODE) or not is_descriptor):
                     continue
                 part = node.part(name, each if function is None else function)._replace(is_packed=True)
-                if every or name.startswith("__") or name in installed or name in self._named:
+                if name.startswith("__") or name in installed or name in self._named:
                     yield part  # it is called: by Python, by what the class derives from, or by its name
                 else:
                     self._unnamed.setdefault(name, []).append(part)
-            if every and (module := sys.modules.get(base.__module__)) is not None:
-                yield self._module(node, module)
 
     def _of_function(self, node: Node) -> Iterator[Node]:
-        function = node.value
-        yield from (node.part(name, each) for name, each in kept_by(function).items())
-        module = function.__globals__
-        if self._limits.everything:
-            if (found := sys.modules.get(module.get("__name__", ""))) is not None:
-                yield self._module(node, found)
-        elif is_users(function):
-            yield from (_of_module(node, *read) for read in reads_of(function))
-            new = names_in(function.__code__) - self._named
+        yield from (node.part(name, each) for name, each in kept_by(node.value).items())
+        if is_users(node.value):
+            yield from (node.variable(*read) for read in reads_of(node.value))
+            new = names_in(node.value.__code__) - self._named
             self._named |= new
             yield from (each for name in new for each in self._unnamed.pop(name, ()))
 
     def _of_method(self, node: Node) -> Iterator[Node]:
-        reads = None if self._limits.everything else own_reads(node.value)
+        reads = own_reads(node.value)
         if reads is None:
             yield from map(node.behind, (node.value.__func__, node.value.__self__))
             return
         yield from map(node.behind, reads.functions)
         yield from (node.part(name, each)._replace(owner=reads.owner) for name, each in reads.values().items())
-
-    def _module(self, node: Node, module: ModuleType) -> Node:
-        name = module.__name__
-        return node._replace(path=name, kind="module", value=module, root=name, is_global=True)
-
-    def _is_looked_through(self, module: str) -> bool:
-        """Whether a module's classes and globals are: the user's own, or of a package that a root is of."""
-        return is_users_own(module) or (self._limits.everything and is_in(module, self._packages))
-
-
-def _of_module(node: Node, module: dict[str, Any], name: str) -> Node:
-    root = str(module.get("__name__"))
-    found = node._replace(path=root, value=module, kind="module", root=root, near=True, sample=None)
-    return found.part(name, module.get(name))._replace(is_packed=True, is_global=True)
-
-
-def _is_descriptor(value: Any) -> bool:
-    return facts_of(type(value)).is_users or type(value).__module__ == "functools"
-
-
-def _entry(node: Node, key: Any, value: Any) -> Node:
-    known = type(key) is int or (type(key) is str and len(key) <= _LONGEST_KEY)
-    path = f"{node.path}[{repr(key) if known else '...'}]"[:_LONGEST_PATH]
-    value = _behind(value)
-    kind = kind_of(value)
-    return node._replace(path=path, kind=kind, value=value, inside=node.inside or kind in CONTAINERS)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import islice, repeat
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -18,25 +18,15 @@ import torch
 from lightning_gpuopt.objects.classes import facts_of
 from lightning_gpuopt.utils.plain_containers import CONTAINERS, entries_of, entry_at, length_of
 
-_FEW: Final = 64
-"""Entries that are looked at first, whatever the time."""
+Clock: TypeAlias = Callable[[], float]  # seconds
 
+_FEW: Final = 64  # entries that are looked at first, whatever the time
 _SAMPLED: Final = 512
-_MOST_WALKED: Final = 500_000
-"""Entries of a dict, set or deque from which the sample is taken: they have to be walked through."""
-
-_MOST_WEIGHED: Final = 10_000
-"""Objects that are weighed at most."""
-
-_PARTS: Final = (64, 64, 16, 8)
-"""Parts of an entry that are weighed, by depth."""
-
-_LIKE_A_TUPLE: Final = 16
-"""In objects of no more parts, each place has objects of its own kind."""
-
-_HEADER: Final = 128
-"""Bytes of an array or tensor without its data."""
-
+_MOST_WALKED: Final = 500_000  # entries of a dict, set or deque, which have to be walked through, for the sample
+_MOST_WEIGHED: Final = 10_000  # objects
+_PARTS: Final = (64, 64, 16, 8)  # parts of an entry that are weighed, by depth
+_LIKE_A_TUPLE: Final = 16  # in objects of no more parts, each place has objects of its own kind
+_HEADER: Final = 128  # bytes of an array or tensor without its data
 _ARRAYS: Final = (np.ndarray, torch.Tensor)
 _PLAIN: Final = (str, bytes, int, float, complex, bool, type(None), np.generic)
 _CODE: Final = ("class", "module", "function", "method")
@@ -44,34 +34,18 @@ _CODE: Final = ("class", "module", "function", "method")
 
 @dataclass
 class Weight:
-    """What a container's entries take.
+    """What a container's entries take."""
 
-    Attributes:
-        bytes: of memory of this process; what several entries share counts once.
-        what: what most entries are: ``"str"``, ``"tuple (str, int)"``.
-        plain: whether they are strings, bytes or numbers.
-        tensor_bytes: of tensors, wherever they are, as often as they come.
-        graphs: whether tensors keep their autograd graphs.
-        opaque: whether some are objects whose size Python does not know.
-    """
-
-    bytes: float = 0.0
-    what: str = "entries"
-    plain: bool = True
-    tensor_bytes: float = 0.0
-    graphs: bool = False
-    opaque: bool = False
+    bytes: float = 0.0  # of memory of this process; what several entries share counts once
+    what: str = "entries"  # what most of them are: "str", "tuple (str, int)"
+    plain: bool = True  # all are strings, bytes or numbers
+    tensor_bytes: float = 0.0  # of tensors, wherever they are, as often as they come
+    graphs: bool = False  # tensors keep their autograd graphs
+    opaque: bool = False  # some are objects whose size Python does not know
 
 
-def weigh(values: Collection[Any], clock: Callable[[], float], end_s: float, *, with_data: bool) -> Weight:
-    """Weigh what a container holds.
-
-    Args:
-        values: the container, or what is in it.
-        clock: seconds.
-        end_s: when to stop; a few entries are looked at in any case.
-        with_data: the data of arrays, tensors and modules counts; else the objects themselves, which reading touches.
-    """
+def weigh(values: Collection[Any], clock: Clock, end_s: float, *, with_data: bool) -> Weight:
+    """Weigh what a container holds, with the data of arrays, tensors and modules, or only the objects themselves."""
     number = length_of(values)  # now: others may add some
     scale, kinds, looked_at = _Scale(with_data), Counter[str](), 0
     for key, value in _sample(values):
@@ -92,22 +66,20 @@ def weigh(values: Collection[Any], clock: Callable[[], float], end_s: float, *, 
 
 @dataclass
 class _Role:
-    """Objects in the same place of each entry: the first item of a tuple, a dict's value by its key.
+    """Objects in the same place of each entry: the first item of a tuple, a dict's value by its key."""
 
-    Attributes:
-        sizes: bytes by identity, of those that were seen.
-        seen: how often one was seen.
-        stand_for: how many there are in the entries that were looked at.
-    """
-
-    sizes: dict[int, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)  # bytes, by identity
     seen: int = 0
-    stand_for: float = 0.0
+    stand_for: float = 0.0  # how many there are in the entries that were looked at
 
     def bytes(self, times: float) -> float:
         """What all of them take in so many times the entries; one that several entries share counts once."""
-        different = _different(len(self.sizes), self.seen, self.stand_for * times)
-        return sum(self.sizes.values()) / len(self.sizes) * different
+        count, total = len(self.sizes), self.stand_for * times
+        different = total
+        # if there are K different ones, n that are drawn are K - K exp(-n / K) different ones
+        for _ in range(200 if count < 0.98 * self.seen else 0):
+            different = min(total, count / -math.expm1(-self.seen / different))
+        return sum(self.sizes.values()) / count * different
 
 
 class _Scale:
@@ -149,15 +121,11 @@ class _Scale:
             return (sys.getsizeof(each) + 15) & ~15
         if not self._with_data:
             return min(sys.getsizeof(each), _HEADER)
-        is_elsewhere = issubclass(type(each), torch.Tensor) and each.device.type != "cpu"
-        return 0 if is_elsewhere else int(each.nbytes)
+        return int(each.nbytes) if issubclass(type(each), np.ndarray) or each.device.type == "cpu" else 0
 
 
 def _sample(values: Collection[Any]) -> Iterable[tuple[Any, Any]]:
-    """Entries, of a dict with their keys, at random distances where they have numbers, so that what repeats is seen to.
-
-    Those of other containers are taken at once, under the GIL: the next one added would end going through them.
-    """
+    """Entries, of a dict with their keys, at random distances where they have numbers: some repeat with a period."""
     number = length_of(values)
     if isinstance(values, (list, tuple, np.ndarray)):
         steps, index = random.Random(0), 0
@@ -167,6 +135,7 @@ def _sample(values: Collection[Any]) -> Iterable[tuple[Any, Any]]:
         return
     count = min(number, _MOST_WALKED)
     items: Any = dict.items(values) if isinstance(values, dict) else zip(repeat(None), entries_of(values))
+    # at once, under the GIL: the next one added would end going through them
     yield from list(islice(items, 0, count, max(1, count // _SAMPLED)))
 
 
@@ -176,17 +145,3 @@ def _what(value: Any) -> str:
     if issubclass(type(value), tuple) and 0 < tuple.__len__(value) <= 4:
         return f"{kind} ({', '.join(type(each).__name__ for each in entries_of(value))})"
     return kind
-
-
-def _different(different: int, seen: int, all_: float) -> float:
-    """How many different objects there are, if a sample of some had so many: K - K exp(-seen / K) of K are drawn."""
-    if different >= 0.98 * seen:
-        return all_
-    low, high = float(different), max(all_, different)
-    for _ in range(40):
-        middle = (low + high) / 2
-        if middle * -math.expm1(-seen / middle) < different:
-            low = middle
-        else:
-            high = middle
-    return high

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,86 +30,63 @@ class Keeps(torch.nn.Module):
         self.layer = torch.nn.Linear(2, 2)
         self.losses: list[Any] = []
 
+    def forward(self, x: Any) -> Any:
+        SHARED.append(x)
 
-def test_a_list_of_tensors_with_their_graphs_is_named() -> None:
-    model = Keeps()
-    growing = Growing({"Keeps": model})
-    model.losses += [model.layer(torch.ones(16_384, 2)).sum(1) for _ in range(128)]
-    assert growing.look("forward") == (
-        "Keeps.losses (list) grew from 0 to 128 entries and holds 8 MiB of tensors with their autograd graphs"
-    )
+    def keep_outputs(self) -> None:
+        self.losses += [self.layer(torch.ones(16_384, 2)).sum(1) for _ in range(128)]
 
-
-def test_hooks_that_are_registered_again_and_again_are_named() -> None:
-    model = Keeps()
-    growing = Growing({"Keeps": model})
-    for _ in range(100):
-        model.layer.register_forward_hook(lambda *args: None)
-    assert growing.look("forward") == "Keeps.layer._forward_hooks (OrderedDict) grew from 0 to 100 entries"
-
-
-@pytest.mark.parametrize("suspect", ["Other.on_train_batch_end", "data_wait"])
-def test_numbers_of_somebody_else_are_not_named(suspect: str) -> None:
-    model = Keeps()
-    growing = Growing({"Keeps": model, "Other": SimpleNamespace(history=deque(maxlen=5))})
-    model.losses += range(1000)
-    assert growing.look(suspect) == ""
-    assert growing.look("backward") == "Keeps.losses (list) grew from 0 to 1,000 entries"
-
-
-def test_what_stays_or_grows_a_little_is_not_named() -> None:
-    model = Keeps()
-    model.losses += [torch.ones(1024, 1024)] * 100
-    growing = Growing({"Keeps": model})
-    model.losses += [torch.ones(1024, 1024)] * 90
-    assert growing.look("forward") == ""
-
-
-def test_an_attribute_that_cannot_be_looked_at_is_left_out() -> None:
-    assert Growing({"slots": object(), "None": None}).look("forward") == ""
+    def hook_again_and_again(self) -> None:
+        for _ in range(100):
+            self.layer.register_forward_hook(lambda *args: None)
 
 
 class Refuses(list[Any]):
-    """A user's list that may refuse to say how long it is, or what is in it."""
-
-    refuses = ""
+    """A user's list that must not be asked how long it is, or what is in it."""
 
     def __len__(self) -> int:
-        if self.refuses == "len":
-            raise RuntimeError("no length")
-        return super().__len__()
+        raise RuntimeError("asked")
 
-    def __getitem__(self, index: Any) -> Any:
-        if self.refuses == "entries":
-            raise IndexError("it has become shorter")
-        return super().__getitem__(index)
+    __getitem__ = __iter__ = __len__  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("refuses", ["len", "entries"])
-def test_a_class_of_the_users_own_is_not_asked_itself(refuses: str) -> None:
+def keep(values: Callable[[], Any]) -> Callable[[Any], None]:
+    return lambda model: list.extend(model.losses, values())
+
+
+LOSSES = "Keeps.losses (list) grew from 0 to"
+LARGE = torch.ones(128, 1024)
+OF_64_MIB = f"{LOSSES} 128 entries and holds 64 MiB of tensors"
+OF_OWN = "Keeps.own (Refuses) grew from 0 to 1,000 entries and holds 3.91 GiB of tensors"
+OF_GRAPHS = f"{LOSSES} 128 entries and holds 8 MiB of tensors with their autograd graphs"
+OF_HOOKS = "Keeps.layer._forward_hooks (OrderedDict) grew from 0 to 100 entries"
+LOOKS: dict[str, tuple[Callable[[Any], None], str, str]] = {  # what grows, whose time does, and what is said
+    "graphs": (lambda model: model.keep_outputs(), "forward", OF_GRAPHS),
+    "hooks": (lambda model: model.hook_again_and_again(), "forward", OF_HOOKS),
+    "own numbers": (keep(lambda: range(1000)), "backward", f"{LOSSES} 1,000 entries"),
+    "numbers beside a callback": (keep(lambda: range(1000)), "Other.on_train_batch_end", ""),
+    "numbers beside the data": (keep(lambda: range(1000)), "data_wait", ""),
+    "little": (lambda model: model.full.extend([LARGE] * 90), "forward", ""),
+    "not asked": (lambda model: list.extend(model.own, [torch.ones(1024, 1024)] * 1000), "forward", OF_OWN),
+    "in dicts": (
+        keep(lambda: [{"loss": torch.ones(128, 1024), "size": 3} for _ in range(128)]),
+        "data_wait",
+        OF_64_MIB,
+    ),
+    "in lists": (keep(lambda: [[torch.ones(128, 1024), 3] for _ in range(128)]), "data_wait", OF_64_MIB),
+    "in tuples": (keep(lambda: [(LARGE, 3)] * 128), "data_wait", OF_64_MIB),
+    "many": (keep(lambda: [[torch.ones(256)] * 512] * 128), "data_wait", OF_64_MIB),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_what_grows_is_named_where_it_is_suspected_or_holds_tensors(name: str) -> None:
+    grow, suspect, text = LOOKS[name]
     model = Keeps()
-    model.own = Refuses()
-    model.own.refuses = refuses
-    growing = Growing({"Keeps": model})
-    model.own.extend([torch.ones(1024, 1024)] * 1000)
-    text = "Keeps.own (Refuses) grew from 0 to 1,000 entries and holds 3.91 GiB of tensors"
-    assert growing.look("forward") == text
-
-
-@pytest.mark.parametrize(
-    ("added", "text"),
-    [
-        (lambda: [{"loss": torch.ones(128, 1024), "size": 3} for _ in range(128)], "128 entries and holds 64 MiB"),
-        (lambda: [[torch.ones(128, 1024), 3] for _ in range(128)], "128 entries and holds 64 MiB"),
-        (lambda: [(torch.ones(128, 1024), 3) for _ in range(128)], "128 entries and holds 64 MiB"),
-        (lambda: [[torch.ones(1024)] * 1024] * 64, "64 entries and holds 256 MiB"),
-    ],
-)
-def test_tensors_in_the_entries_count(added: Any, text: str) -> None:
-    model = Keeps()
-    growing = Growing({"Keeps": model})
-    model.losses += added()
-    assert growing.look("data_wait") == f"Keeps.losses (list) grew from 0 to {text} of tensors"
+    model.own, model.full = Refuses(), [LARGE] * 100
+    growing = Growing({"Keeps": model, "Other": SimpleNamespace(history=deque(maxlen=5)), "slots": object()})
+    grow(model)
+    assert growing.look(suspect) == text
 
 
 def test_a_look_ends_when_its_time_is_over() -> None:
@@ -190,21 +168,19 @@ class TestWhyAProcessGrows:
         model.losses += [bytes(MIB) for _ in range(64)]
         assert growing.why(264 * MIB) == "Keeps.losses (list) grew from 0 to 64 entries and holds about 64 MiB"
 
-    def test_a_global_of_the_module_is_named(self) -> None:
+    def test_a_global_that_its_code_names_and_a_cache_around_a_function_are_named(self) -> None:
         SHARED.clear()
-        model = Keeps()
-        growing = Growing({"Keeps": model})
-        SHARED.extend(bytes(MIB) for _ in range(20))
-        assert growing.why(20 * MIB) == f"{__name__}.SHARED (list) grew from 0 to 20 entries and holds about 20 MiB"
-        SHARED.clear()
-
-    def test_a_cache_around_a_function_is_named(self) -> None:
         model = Keeps()
         model.load = functools.lru_cache(maxsize=None)(lambda number: bytes(MIB))
         growing = Growing({"Keeps": model})
+        SHARED.extend(bytes(MIB) for _ in range(20))
+        what = "grew from 0 to 20 entries and holds about 20 MiB"
+        assert growing.why(20 * MIB, 20) == f"{__name__}.SHARED (list) {what}"
+        assert growing.keeps == 1.0
+        SHARED.clear()
         for number in range(20):
             model.load(number)
-        assert growing.why(20 * MIB, 20) == "Keeps.load (lru_cache) grew from 0 to 20 entries and holds about 20 MiB"
+        assert growing.why(40 * MIB, 40) == f"Keeps.load (lru_cache) {what}"
         assert growing.keeps == 0.0  # it has a bound, as a rule
 
     def test_lists_by_key_are_named_once_they_are_known(self) -> None:
@@ -217,17 +193,6 @@ class TestWhyAProcessGrows:
             if look == 1:
                 assert why == "Keeps.by_key (dict) grew from 0 to 1 entry and holds about 20 MiB"
         assert why == "Keeps.by_key['train'] (list) grew from 0 to 60 entries and holds about 60 MiB"
-
-    @pytest.mark.parametrize("keys", [26, 200])
-    def test_many_lists_that_grow_together_are_named_by_what_holds_them(self, keys: int) -> None:
-        model = Keeps()
-        model.by_key = {key: [] for key in range(keys)}
-        growing = Growing({"Keeps": model})
-        for kept in model.by_key.values():
-            kept += [bytes(MIB // 10) for _ in range(10)]
-        assert growing.why(keys * MIB) == (
-            f"Keeps.by_key[...] (list) grew from 0 to {keys * 10:,} entries and holds about {keys} MiB"
-        )
 
     def test_an_entry_that_is_added_meanwhile_does_not_matter(self) -> None:
         model = Keeps()
@@ -257,25 +222,17 @@ class TestWhyAProcessGrows:
 class Leaks(Dataset[str]):
     """A dataset whose worker says with its second sample why it has grown."""
 
-    def __init__(self, kept: Any) -> None:
-        self.kept = kept
-        self.growing: Growing | None = None
+    growing: Growing | None = None
+
+    def __init__(self) -> None:
+        self.kept = SimpleNamespace(records=[])
 
     def __getitem__(self, index: int) -> str:
-        held = read_private()
         if self.growing is None:
-            self.growing = Growing({"Leaks": self}, process=held)
+            self.growing = Growing({"Leaks": self}, process=read_private())
         else:
-            self.kept.keep()
+            self.kept.records += [os.urandom(20_000) for _ in range(1000)]
         return self.growing.why(read_private())
-
-
-class Keeper:
-    def __init__(self) -> None:
-        self.records: list[bytes] = []
-
-    def keep(self) -> None:
-        self.records += [os.urandom(20_000) for _ in range(1000)]
 
 
 def read_private() -> int:
@@ -287,7 +244,7 @@ def read_private() -> int:
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="this kernel has no smaps_rollup")
 def test_in_a_worker() -> None:
     loader = DataLoader(
-        Leaks(Keeper()), batch_size=None, sampler=[0, 1], num_workers=1, multiprocessing_context="fork", collate_fn=str
+        Leaks(), batch_size=None, sampler=[0, 1], num_workers=1, multiprocessing_context="fork", collate_fn=str
     )
     why = "Leaks.kept.records (list) grew from 0 to 1,000 entries and holds about 19.1 MiB"
     assert list(loader) == ["", why]
