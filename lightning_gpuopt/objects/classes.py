@@ -18,7 +18,6 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache, cached_property, partial, partialmethod
 from multiprocessing import connection, sharedctypes
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
@@ -124,16 +123,30 @@ def kind_of(value: Any) -> Kind:
     """Of which kind an object is; of modules and Lightning's objects the class alone does not say it."""
     kind = facts_of(type(value)).kind
     if kind == "net":
-        with suppress(AttributeError):  # its class may not have called Module's __init__
-            is_metric = (is_of(type(each), ("torchmetrics",)) for each in torch.nn.Module.modules(value))
-            if any(each.requires_grad for each in torch.nn.Module.parameters(value)) or any(is_metric):
-                return "trained"
-        return "object"
+        return "trained" if _is_trained(value) else "object"
     if kind == "lightning":  # a Trainer, a module, or what has attributes of the user's: a data module, a callback
         names = {base.__name__ for base in type(value).__mro__}
         with_attributes = names & {"LightningDataModule", "Callback"} and users_attributes(value)
         return "trained" if names & {"Trainer", "Fabric", "LightningModule"} or with_attributes else "lightning"
     return kind
+
+
+def _is_trained(module: Any) -> bool:
+    """Whether a module is a metric, or one of its parameters requires gradients; read past what its class overrides."""
+    todo, met = [module], {id(module)}
+    while todo:
+        if is_of(type(module := todo.pop()), ("torchmetrics",)):
+            return True
+        held = dict_of(module) or {}
+        parameters = held.get("_parameters", {}).values()
+        if issubclass(type(module), torch.jit.ScriptModule):  # they are not in Python
+            parameters = torch.nn.Module.parameters(module)
+        if any(each is not None and each.requires_grad for each in parameters):
+            return True
+        new = [each for each in held.get("_modules", {}).values() if each is not None and id(each) not in met]
+        met.update(map(id, new))
+        todo += new
+    return False
 
 
 def is_data_module(kind: type) -> bool:
