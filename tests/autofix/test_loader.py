@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_gpuopt.autofix.loader import AdjustableLoader
 from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.managed import ManagedLoader
 from lightning_gpuopt.tuning.rules import CannotChange
-from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader
+from lightning_gpuopt.tuning.running import RunningLoader
 
 
 class Numbers(Dataset[torch.Tensor]):
@@ -207,46 +207,6 @@ class TestWhatIsLeftAlone:
         rig = Rig(loader(), reload_dataloaders_every_n_epochs=1)
         assert rig.change("num_workers", 3) == "the loaders are made anew while training runs"
 
-    def test_what_is_so_already(self) -> None:
-        assert Rig(loader()).change("num_workers", 1) == "it is so already"
-
-    @pytest.mark.parametrize(
-        ("setting", "value"), [("num_workers", 2), ("prefetch_factor", 5), ("persistent_workers", True)]
-    )
-    def test_settings_by_which_a_sampler_would_draw_earlier(self, setting: str, value: Any) -> None:
-        sampler: Any = RandomSampler(range(40), replacement=True, generator=torch.default_generator)
-        said = Rig(loader(sampler=sampler)).change(setting, value)
-        assert isinstance(said, str)
-        assert "another order would come of it" in said
-
-    def test_pinning_draws_nothing(self) -> None:
-        assert Rig(loader(sampler=Shuffles(), collate_fn=None)).change("pin_memory", True) is False
-
-    def test_no_workers_instead_of_some(self) -> None:
-        assert Rig(loader()).change("num_workers", 0) == (
-            "without workers the training process draws what its workers draw now: training would be another"
-        )
-
-    @pytest.mark.parametrize(
-        ("dataset", "why"),
-        [
-            (Epochs, "Epochs has set_epoch(), which workers that live on would not hear of"),
-            (
-                lambda: Subset(Epochs(), range(40)),
-                "Subset has set_epoch(), which workers that live on would not hear of",
-            ),
-        ],
-        ids=["own", "inside"],
-    )
-    def test_a_dataset_whose_workers_must_not_live_on(self, dataset: Any, why: str) -> None:
-        assert Rig(loader(dataset())).change("persistent_workers", True) == why
-
-    def test_one_that_cannot_be_looked_into(self) -> None:
-        dataset: Any = Numbers()
-        dataset.closed = Closed()
-        said = Rig(loader(dataset)).change("persistent_workers", True)
-        assert said == "Numbers holds too much to see whether it changes between epochs"
-
 
 class Wraps:
     """A loader of somebody's own, around a DataLoader."""
@@ -325,16 +285,6 @@ class TestSeveralLoaders:
 
 
 class TestWithTheNextIterator:
-    def test_a_setting_comes_then(self) -> None:
-        rig = Rig(loader())
-        assert rig.change("prefetch_factor", 5) is False
-        assert (rig.adjustable.now("prefetch_factor"), rig.adjustable.is_waiting("prefetch_factor")) == (2, True)
-        assert not rig.adjustable.is_settled
-        rig.epoch()
-        assert (rig.adjustable.now("prefetch_factor"), rig.adjustable.is_waiting("prefetch_factor")) == (5, False)
-        assert rig.adjustable.is_settled
-        assert rig.loaders[0].prefetch_factor == 5
-
     def test_not_with_somebody_elses(self) -> None:
         rig = Rig(loader())
         rig.change("prefetch_factor", 5)
@@ -414,13 +364,6 @@ class TestWithTheNextIterator:
 
 
 class TestRunningWorkers:
-    def test_before_the_first_iterator_their_number_is_only_written_down(self) -> None:
-        rig = Rig(loader())
-        assert rig.change("num_workers", 3) is False
-        assert rig.loaders[0].num_workers == 3
-        rig.adjustable.take_back("num_workers", 1)
-        assert rig.loaders[0].num_workers == 1
-
     def test_there_are_no_more_than_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(RunningLoader, "cap", lambda self, **options: Cap(2, "memory"))
         rig = Rig(loader())
@@ -438,12 +381,6 @@ class TestRunningWorkers:
         said = rig.adjustable.step_done()
         assert said == "for more workers there is no room any longer, limited by memory"
         assert rig.loaders[0].num_workers == 2
-
-    def test_what_becomes_of_them_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        rig = Rig(loader())
-        rig.change("num_workers", 3)
-        monkeypatch.setattr(RunningLoader, "lost", lambda self: LostWorkers("growth", "a worker died"))
-        assert rig.adjustable.step_done() == "a worker died"
 
     @pytest.mark.parametrize(("method", "slowly"), [("fork", False), ("spawn", True)])
     def test_whether_they_start_slowly(self, method: str, slowly: bool) -> None:

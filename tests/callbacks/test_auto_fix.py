@@ -15,7 +15,7 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_gpuopt import AutoFix, CudaPrefetcher, NumWorkersFinder, StallDetector, StallReport
@@ -34,7 +34,6 @@ from tests.callbacks.auto_fix_runs import (
     Numbers,
     Run,
     Script,
-    Shuffles,
     finding,
     loader,
     script,
@@ -181,45 +180,6 @@ class TestOtherSettings:
         assert run.loader.pin_memory is pins
 
 
-class PerIndex(RandomSampler):
-    """Derives from a sampler that is known, and draws as it likes."""
-
-    def __iter__(self) -> Any:
-        return iter(Shuffles(len(self)))
-
-
-class Nested(Numbers):
-    """Holds its samples a level deeper."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = {"numbers": [Numbers()]}
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.inner["numbers"][0][index]
-
-
-class InAFile(Numbers):
-    """Reads with one position in an open file."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        path.write_bytes(bytes(range(40)))
-        self.file = open(path, "rb")  # noqa: SIM115
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.file.seek(index)
-        return torch.tensor([float(self.file.read(1)[0]), 0.0])
-
-
-class Closed:
-    """Cannot be looked into."""
-
-    @property
-    def __dict__(self) -> Any:  # type: ignore[override]
-        raise TypeError("nobody looks into a Closed")
-
-
 class ChangesIt(Callback):
     """Changes the dataset, from some step on."""
 
@@ -234,37 +194,6 @@ class ChangesIt(Callback):
 
 
 class TestOrderAndSamplesStay:
-    @combinations(
-        "own-1",
-        sampler={
-            "own": lambda: Shuffles(40),
-            "derived": lambda: PerIndex(range(40)),
-            "default-generator": lambda: RandomSampler(range(40), replacement=True, generator=torch.default_generator),
-        },
-        workers=[0, 1],
-    )
-    def test_of_samplers_that_draw_for_each_index(self, tmp_path, workers, sampler):
-        def made() -> Any:
-            return loader(SLOWER, shuffle=False, sampler=sampler(), num_workers=workers)
-
-        run = Run(tmp_path, script([finding(num_workers=2)]), made())
-        assert run.changes == [("num_workers", workers, 2, None)]
-        assert "another order would come of it" in run.why[0]
-        assert run.same_as_without(tmp_path, made())
-
-    def test_of_an_open_file(self, tmp_path):
-        run = Run(tmp_path, script([finding(num_workers=3)]), loader(InAFile(tmp_path / "file")))
-        assert run.changes == [("num_workers", 1, 3, None)]
-        assert "its dataset holds dataset.file (BufferedReader" in run.why[0]
-        assert run.same_as_without(tmp_path, loader(InAFile(tmp_path / "file")))
-
-    def test_of_a_dataset_that_has_changed_since_its_workers_were_started(self, tmp_path):
-        def change(dataset: Any, step: int) -> None:
-            dataset.inner["numbers"][0].extra = 100
-
-        run = Run(tmp_path, script([finding(num_workers=2)]), loader(Nested()), callbacks=(ChangesIt(change),))
-        assert run.changes == [("num_workers", 1, 2, False)]  # the windows were fast before the next epoch has come
-
     def test_of_a_dataset_that_training_changes_in_each_step(self, tmp_path):
         def change(dataset: Any, step: int) -> None:
             dataset.extra = step
@@ -275,27 +204,6 @@ class TestOrderAndSamplesStay:
         run = Run(tmp_path, script([finding(num_workers=2)]), made(), callbacks=(ChangesIt(change),))
         assert run.changes == [("num_workers", 0, 2, None)]
         assert run.why == ["the dataset changes while training runs, and workers would keep the old one"]
-
-    @pytest.mark.matrix
-    def test_of_a_nested_dataset_whose_workers_were_kept(self, tmp_path, monkeypatch):
-        _set_ups(monkeypatch, iter([1.0, 1.0, 1.0] + [0.1] * 9))
-
-        def change(dataset: Any, step: int) -> None:
-            dataset.dataset.extra = 100
-
-        made = loader(Subset(Numbers(), range(40)))
-        callbacks = (ChangesIt(change, since=110),)  # in the sixth epoch
-        run = Run(tmp_path, script([TestWorkersThatLiveOn.FOUND], before=30), made, callbacks=callbacks, max_epochs=8)
-        assert run.changes == [("persistent_workers", False, True, True)]
-        assert [min(run.model.seen[start : start + 40]) // 100 for start in range(0, 320, 40)] == [0] * 6 + [1] * 2
-
-    @pytest.mark.matrix
-    def test_of_a_dataset_that_cannot_be_looked_into(self, tmp_path):
-        dataset = Numbers()
-        dataset.closed = Closed()
-        run = Run(tmp_path, script([finding("epoch_restart", persistent_workers=True)], before=20), loader(dataset))
-        assert run.changes == [("persistent_workers", False, True, None)]
-        assert run.same_as_without(tmp_path, loader(dataset))
 
     def test_of_our_own_data_modules(self, tmp_path):
         def made() -> Any:

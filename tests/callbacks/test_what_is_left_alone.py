@@ -26,7 +26,7 @@ from lightning_gpuopt import CudaPrefetcher, NumWorkersFinder, find_num_workers
 from lightning_gpuopt.measurements.loader_model import most_workers
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning import loader as loader_module
-from lightning_gpuopt.tuning import running, without_workers
+from lightning_gpuopt.tuning import without_workers
 from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
 from lightning_gpuopt.tuning.running import RunningLoader
@@ -602,14 +602,3 @@ class TestSpawnedWorkers:
         assert fit.num_workers == 1
         kept = loader(Numbers(40), multiprocessing_context="spawn", persistent_workers=True)
         assert Fit(tmp_path, caplog, kept, max_epochs=1).num_workers == 4  # from the next epoch on
-
-    @pytest.mark.parametrize(
-        ("set_up_s", "wait_s", "pays"), [(4.0, 0.1, True), (4.0, 0.01, False), (0.1, 0.01, True), (None, 0.0, True)]
-    )
-    def test_what_pays(self, monkeypatch, set_up_s, wait_s, pays):
-        monkeypatch.setattr(running, "usable_cpus", lambda: 2.0)
-        source = loader(Numbers(200), multiprocessing_context="spawn")
-        one = RunningLoader(source, LivePolicy(1, cpus=2.0))
-        one._set_up, one._wait_s = None if set_up_s is None else (set_up_s, 1), wait_s
-        # four workers take twice as long to start as one; they save three quarters of 100 waits
-        assert one._pays(4) is pays

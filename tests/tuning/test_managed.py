@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, Subset
 
 from lightning_gpuopt.compat.dataloader import workers_of
 from lightning_gpuopt.tuning.draws import DrawWatch
@@ -77,6 +77,18 @@ class OwnGenerator(Numbers):
         return torch.tensor([self.rng.random()])
 
 
+class Epochs(Numbers):
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+class Closed:
+    """Cannot be looked into."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise TypeError("nobody looks into a Closed")
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(24))
@@ -130,6 +142,18 @@ def made_by(one: ManagedLoader) -> Any:
             "prefetch_factor",
             4,
             "refused because its sampler (RandomSampler) draws from the global generator",
+        ),
+        (
+            lambda: loader(Subset(Epochs(), range(4))),
+            "persistent_workers",
+            True,
+            "refused because Subset has set_epoch(), which workers that live on would not hear of",
+        ),
+        (
+            lambda: loader(Numbers(closed=Closed())),
+            "persistent_workers",
+            True,
+            "refused because Numbers holds too much to see whether it changes between epochs",
         ),
         (lambda: loader(num_workers=0), "pin_memory", True, "refused because its batches would come as other types"),
         (lambda: loader(persistent_workers=True, num_workers=1), "pin_memory", True, "with the next iterator"),
