@@ -1,7 +1,7 @@
 """The door to torch's DataLoader: what is private of its iterators is read and checked here.
 
-Nothing of it is changed but what :class:`WorkerBatches` puts off. ``loading/engine/iterator.py`` alone goes behind it,
-with a subclass of the iterators' base, which is as old as DataLoader.
+Nothing of it is changed but what :class:`WorkerBatches` puts off. ``loading/engine/iterator.py`` and
+``tuning/segments.py`` have iterators of their own, of torch's classes in name: for those who ask for the class.
 
 Read in torch 2.4 to 2.13 (``_MultiProcessingDataLoaderIter``) and torchdata 0.11 (``StatefulDataLoader``'s own). What
 is looked at, where it was read, and what happens when it is gone or other than expected:
@@ -20,12 +20,15 @@ name                                             torch        when it is gone
 ``_timeout``                                     2.4 - 2.13   a trial may wait longer than its deadline
 ``_shutdown_workers``                            2.4 - 2.13   workers end when the last reference to the iterator goes
 ``_utils.pin_memory.pin_memory``                 2.4 - 2.13   the loader's pin-memory thread is left off
-``DataLoader._iterator``, ``_get_iterator``      2.4 - 2.13   the loader's workers are left as they are
+``DataLoader._iterator``, ``_get_iterator``,     2.4 - 2.13   the loader's workers are left as they are
+``_reset``
+``_MultiProcessingDataLoaderIter``               2.4 - 2.13   Lightning drops persistent workers without ending them
 ===============================================  ===========  ==========================================================
 """
 
 from __future__ import annotations
 
+import inspect
 import queue
 import time
 import weakref
@@ -47,8 +50,14 @@ _MAP: Final = 0
 """``_DatasetKind.Map``."""
 
 _MAP_PIPES: Final = tuple(filter(None, [getattr(torch.utils.data, "MapDataPipe", None)]))
-_ITERATES_BY: Final = frozenset(name for name in vars(DataLoader) if not name.startswith("__")) | {"__iter__"}
-"""What a subclass leaves alone that iterates as a DataLoader does."""
+_ITERATES_BY: Final = frozenset(
+    {
+        *(name for name in vars(DataLoader) if not name.startswith("__")),
+        *inspect.signature(DataLoader).parameters,
+        *("__iter__", "__del__", "__getattribute__"),
+    }
+)
+"""What a subclass leaves alone that iterates as a DataLoader does, and so do copies of it."""
 
 _QUEUES: Final = ("_data_queue", "_worker_result_queue", "_task_info", "_rcvd_idx")
 _AHEAD: Final = ("_data_queue", "_dataset_kind", "_persistent_workers", "_rcvd_idx", "_send_idx", "_task_info")

@@ -29,6 +29,7 @@ _FAR_AT_ONCE: Final = 64  # objects of long containers that are compared for eac
 _GLOBAL: Final[list[Any]] = [torch.default_generator, random.random, np.random.random]
 _GLOBAL_GENERATORS: Final = [getattr(each, "__self__", each) for each in _GLOBAL]  # each worker seeds its own
 _FILE_MODULES: Final = ("h5py.", "sqlite3.", "lmdb.", "netCDF4.", "tables.", "rasterio.", "pysam.", "zipfile.")
+_SEEDS: Final = frozenset({"seed", "manual_seed", "default_rng", "RandomState", "Random", "SeedSequence", "Generator"})
 _ENVIRONMENT: Final = frozenset({"environ", "environb", "getenv"})
 
 # "file" is also a connection, or what says that it cannot be pickled; "device" a tensor on a GPU
@@ -73,6 +74,7 @@ class DatasetState:
         self.held: list[Held] = []
         self.has_epochs = False  # something in it has a set_epoch method
         self.is_comparable = True  # a change would be seen, and nothing of it is trained
+        self.seeds_by_number = False  # workers seed themselves by their number, and not by torch's seed
         self._near, self._far = list[_Part](), list[_Part]()
         self._of_samples: dict[int, list[_Part]] = {}
         self._turn = 0
@@ -211,7 +213,10 @@ class DatasetState:
         if is_users(function):
             # what is trained is noted, and not held by this
             reads = [(m, name) for m, name in reads_of(function) if kind_of(m[name]) not in ("trained", "lightning")]
-            if names_in(function.__code__) & _ENVIRONMENT:  # as bytes where these can be had: for each batch
+            names = names_in(function.__code__)
+            if names & _SEEDS and "initial_seed" not in names:
+                self.seeds_by_number |= "get_worker_info" in names or node.path.startswith("worker_init_fn")
+            if names & _ENVIRONMENT:  # as bytes where these can be had: for each batch
                 self._watch(node, lambda: dict(getattr(os.environ, "_data", os.environ)))
         if reads or function.__closure__ or kept_by(function):
             self._watch(node, lambda: (kept_by(function), [module.get(name) for module, name in reads]))

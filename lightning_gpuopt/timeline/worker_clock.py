@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from lightning_gpuopt.compat.dataloader import parts
 from lightning_gpuopt.compat.fetchers import calling_fetcher
 from lightning_gpuopt.measurements.loading import WorkerTimes
 from lightning_gpuopt.timeline.worker_numbers import worker_number
@@ -378,7 +379,7 @@ def watch_workers(loader: Any) -> tuple[WorkerClock, Callable[[], None]] | None:
         return None
     iterator = getattr(loader, "_iterator", None)
     if iterator is not None:  # persistent workers of an earlier fit still run, and still have its wrapper
-        known = getattr(iterator, "_collate_fn", None)
+        known = getattr(parts(iterator)[0], "_collate_fn", None)
         before = known.gpuopt_clock if isinstance(known, TimedCollate) else None
         return None if before is None else (before, lambda: None)
     clock = WorkerClock()

@@ -72,6 +72,8 @@ class Order:
         self.turns = 0  # batches handed out since it is watched
         self.is_list = False  # the sampler gave what is there as a whole when the iteration begins
         self.bound: str | None = None
+        self._keeps_place = False  # iterating it changes its own state
+        self._was_left = False  # the last epoch, before its end
         self._kind: type | None = None
 
     def holds_for(self, loader: DataLoader[Any]) -> bool:
@@ -109,7 +111,11 @@ class Order:
         """The sampler of a loader's batches, which is seen as it draws."""
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         inner = _inner_sampler(loader)
-        self._kind = type(inner)
+        if self._keeps_place and self._was_left and self.bound is None:
+            self.bound = (
+                "keeps its place, and epochs end before it does: asked further ahead, the next begins elsewhere"
+            )
+        self._kind, self._was_left = type(inner), True
         return _Watched(sampler, inner, loader.dataset, self, is_known=_is_known(inner))
 
 
@@ -145,6 +151,7 @@ class _Watched:
             try:
                 number = self._next(numbers)
             except StopIteration:
+                order._was_left = False
                 return
             except BaseException as error:
                 hide_us(error)
@@ -176,11 +183,12 @@ class _Watched:
         outer = self._sampler
         if getattr(outer, "sampler", None) is not self._inner or not _iterates_as(outer, (BatchSampler,)):
             return next(numbers)
-        outer.sampler = _Noting(self._inner, self._order)
+        held = vars(outer)  # Lightning may record what is set on it
+        held["sampler"] = _Noting(self._inner, self._order)
         try:
             return next(numbers)
         finally:
-            outer.sampler = self._inner
+            held["sampler"] = self._inner
 
     def _take_down(self) -> None:
         """What its own iteration has changed is no change."""
@@ -189,6 +197,7 @@ class _Watched:
             return
         began = time.thread_time()
         if self._state is None or self._state.has_changed():
+            self._order._keeps_place |= self._state is not None
             self._state = DatasetState(sampler=self._sampler)
             if any(each.kind == "trained" for each in self._state.held):
                 self._order.bound = "reads what training changes: earlier, it would give other batches"

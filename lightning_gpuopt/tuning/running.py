@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -160,14 +160,19 @@ class RunningLoader:
         return self._iterate
 
     def _iterate(self, create: Create) -> Any:
-        loader, start = self.loader, self.start
+        loader = self.loader
         if not is_plain(loader):
             with without_hint(loader.num_workers, self._own_workers):
                 return create()
-        assert start is not None
         return SegmentedIterator(
-            loader, create, own_workers=self._own_workers, depth=self._depth, changed=start.state.has_changed_for
+            loader, create, own_workers=self._own_workers, depth=self._depth, changed=self._has_changed
         )
+
+    def _has_changed(self, samples: Iterable[Any] | None) -> bool:
+        """Whether the dataset is another than the running workers got a copy of, for these samples, or at all."""
+        start = self.start
+        assert start is not None
+        return start.has_changed if samples is None else start.state.has_changed_for(samples)
 
     def _go_further(self) -> None:
         """The user's own workers until an epoch has shown what the sampler reads; then those that are wanted."""
@@ -198,7 +203,9 @@ class RunningLoader:
         if self.problem is None and not _resizes(iterator):
             self.problem = f"its {type(iterator).__name__} was not made here"
         elif self.problem is None and running_workers(self.loader, iterator) != self.loader.num_workers:
-            iterator.resize(self.loader.num_workers)  # a choice was restored since it was made
+            restored = self.loader.num_workers  # since it was made
+            assign(self.loader, running_workers(self.loader, iterator))
+            self.apply(restored)
         if not place(self.meter, iterator):  # such as a generator: its loader has an __iter__ of its own
             self.unknown = type(iterator).__name__
             return
@@ -367,6 +374,8 @@ class RunningLoader:
             return self.problem
         if self.start.has_changed:
             return "its dataset may have changed since they were started, and others would see it as it is now"
+        if self.start.state.seeds_by_number:
+            return "they seed themselves by their number, and others in the same epoch would draw the same again"
         if num_workers > self.loader.num_workers:
             if not self.order.is_known(self.loader):
                 return "its sampler may read what training writes, and is asked further ahead from an epoch's beginning"
@@ -404,6 +413,7 @@ class RunningLoader:
         iterator: Any = persistent_iterator(loader)
         if iterator is None:
             return True
+        self._go_further()
         wanted = prefetch_factor or loader.prefetch_factor
         given = running_workers(loader, iterator), getattr(iterator, "prefetch_factor", wanted)
         if (loader.num_workers, wanted) == given:

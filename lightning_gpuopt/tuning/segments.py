@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections import deque
@@ -77,6 +78,16 @@ class Indices:
         return None if self._length is None else max(self._length - self._drawn, 0) + len(self._waiting)
 
     @property
+    def may_come_early(self) -> bool:
+        """Whether they may be drawn before they are due."""
+        return self._ahead()
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether the sampler has no more of them."""
+        return self._ended
+
+    @property
     def are_waiting(self) -> bool:
         """Whether some were drawn and given to no segment."""
         return bool(self._waiting)
@@ -122,6 +133,21 @@ class Indices:
             self._drawn += 1
 
 
+class _Drained:
+    """Batches that have come, and errors, in their turn."""
+
+    def __init__(self) -> None:
+        self.came: deque[tuple[Any, Exception | None]] = deque()
+
+    def __next__(self) -> Any:
+        if not self.came:
+            raise StopIteration
+        batch, error = self.came.popleft()
+        if error is not None:
+            raise error
+        return batch
+
+
 class _Rest:
     """The sampler of one segment: the rest of the epoch, until the segment is stopped.
 
@@ -152,7 +178,7 @@ class _Rest:
         try:
             index = self.indices.take()
         except StopIteration:
-            self.refused += self.indices.left != 0
+            self.refused += not self.indices.have_ended
             raise
         self.given.append(index)
         return index
@@ -173,17 +199,33 @@ class _Segment:
         return self.rest.stopped and not self.rest.given
 
     def ask_again(self) -> None:
-        """Have the workers asked for what could not be drawn yet as a batch was taken ahead of its turn."""
+        """Have the workers asked for what could not be drawn yet when they were asked before."""
         times, self.rest.refused = self.rest.refused, 0
-        for _ in range(times):
+        for _ in range(times if self.can_be_asked_again else 0):
             self.batches._try_put_index()
+
+    @property
+    def can_be_asked_again(self) -> bool:
+        """Whether this torch has what it takes."""
+        return hasattr(self.batches, "_try_put_index")
+
+    def drain(self) -> None:
+        """Receive all that its workers were asked for, and end them."""
+        self.rest.stopped, drained = True, _Drained()
+        for _ in range(len(self.rest.given)):
+            try:
+                drained.came.append((next(self.batches), None))
+            except Exception as error:  # in its turn
+                drained.came.append((None, error))
+        shut_down(self.batches)
+        self.batches = drained
 
     def may_go_on(self, loader: DataLoader[Any]) -> bool:
         """Whether its workers live, persist, and are as many as a loader should have, with as many batches ahead."""
-        mine, wanted = self.loader, (loader.num_workers, loader.prefetch_factor or 2)
+        mine, wanted = self.loader, (loader.num_workers, loader.prefetch_factor or 2, loader.pin_memory)
         return (
             mine.persistent_workers
-            and (mine.num_workers, mine.prefetch_factor) == wanted
+            and (mine.num_workers, mine.prefetch_factor, mine.pin_memory) == wanted
             and all(each.is_alive() for each in workers_of(self.batches))
         )
 
@@ -222,8 +264,8 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         create: makes a segment's iterator by what it is called with, which it calls where the loader would make one.
         own_workers: the number that the user has given.
         depth: batches that the loader asks for ahead as the user has set it; 0: it has no workers.
-        changed: says whether a dataset, as these samples see it, is another than at the start of the epoch: then the
-            training process takes over from workers that stand in for it.
+        changed: says whether the dataset is another than as the epoch began, as these samples see it or, of None, at
+            all: then no others take over from workers, and the training process from those that stand in for it.
     """
 
     resizes = True
@@ -235,7 +277,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         *,
         own_workers: int,
         depth: int,
-        changed: Callable[[Iterable[Any]], bool] = lambda indices: False,
+        changed: Callable[[Iterable[Any] | None], bool] = lambda samples: False,
     ) -> None:
         self._loader = weakref.ref(loader)
         self._create, self._own_workers, self._depth, self._changed = create, own_workers, depth, changed
@@ -288,6 +330,10 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
     _num_workers = num_workers
 
     @property
+    def _persistent_workers(self) -> bool:
+        return self._segments[-1].loader.persistent_workers
+
+    @property
     def prefetch_factor(self) -> int | None:
         """Batches that each of them prepares ahead."""
         return self._segments[-1].loader.prefetch_factor
@@ -295,8 +341,8 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
     @property
     def gpuopt_parts(self) -> list[Any]:
         """The iterators whose workers run: of the segment whose batches come, and of those after it."""
-        there = [each for each in self._segments if not each.is_over]
-        return [each.batches for each in there or list(self._segments)[-1:]]
+        segments = list(self._segments)  # other threads ask as well
+        return [each.batches for each in segments if not each.is_over] or [segments[-1].batches]
 
     @property
     def batches_left(self) -> int | None:
@@ -337,7 +383,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
                     self._begin_next(segment.loader.num_workers)  # its sampler gives more than it said
                     continue
                 except Exception as error:
-                    if self._goes_on_after(error):
+                    if self._goes_on_after(segment, error):
                         continue
                     if not str(error).startswith(_NO_BATCH):
                         self._taken(segment)
@@ -384,15 +430,12 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             self._try_put_index()
         else:
             self._indices.draw_what_is_due()
+            self._segments[-1].ask_again()
 
     def _now(self) -> _Segment:
         """The segment whose batches come."""
         while len(self._segments) > 1 and self._segments[0].is_over:
             _end(self._segments.popleft())
-        if self._wanted is not None and self._segments[0].is_over:
-            wanted, self._wanted = self._wanted, None
-            self._begin_next(wanted)
-            return self._now()
         return self._segments[0]
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
@@ -404,9 +447,10 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         self._begin_epoch(loader)
         kept = self._segments[0]
         if anew:
-            _end(self._segments.popleft())
+            self._segments.popleft()
+            shut_down(kept.batches)
             self._indices.begin()
-            self._begin(loader.num_workers, self._new_generator())
+            self._begin_or_own(loader.num_workers)
         else:
             kept.rest.begin(self._indices, begins=True)
             iter(kept.loader)
@@ -417,7 +461,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
     def resize(self, num_workers: int, *, overlap: bool = True) -> int:
         """Set the number of workers, between two batches; gives the number that runs, or will with the next epoch.
 
-        With ``overlap`` the new workers start while the old ones finish; else once they have.
+        With ``overlap`` the new workers start while the old ones finish; else once these have, and ended.
         """
         if num_workers < 1:
             raise ValueError(f"num_workers: expected at least 1, got {num_workers}")
@@ -425,22 +469,34 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             return self.num_workers
         if num_workers == self.num_workers or self._indices.left == 0:
             return num_workers
+        if not (self._indices.may_come_early or self._segments[-1].can_be_asked_again):
+            return self.num_workers
         if not self._own_workers and not self._turns:
             self._wanted = num_workers
-        elif not overlap or self._wanted is not None:
-            self._wanted = num_workers
-            self._segments[-1].rest.stopped = True
-        else:
+        elif overlap:
             self._begin_next(num_workers)
+        else:
+            for each in self._segments:
+                each.drain()
+            self._begin_or_own(num_workers)
         return self.num_workers
+
+    def _begin_or_own(self, workers: int) -> None:
+        """Start workers where none run; the user's own number where the system lets no more start."""
+        try:
+            self._begin(workers, self._new_generator())
+        except Exception as error:  # no more processes, memory, files or threads
+            log.warning("workers of the DataLoader could not be started: %s", error)
+            self._begin(self._own_workers, self._new_generator())
+            self._give_up(f"workers could not be started: {error}")
 
     def _begin_next(self, workers: int) -> None:
         before = self._segments[-1]
         before.rest.stopped = True
         try:
             self._begin(workers, self._new_generator())
-        except Exception:  # no more processes, memory, files or threads
-            log.warning("workers of the DataLoader could not be started", exc_info=True)
+        except Exception as error:  # no more processes, memory, files or threads
+            log.warning("workers of the DataLoader could not be started: %s", error)
             before.rest.stopped = False
             if not before.rest.given:  # it has nothing left to do, and would end the epoch
                 raise
@@ -455,14 +511,18 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             else:
                 self._begin(wanted or 1, self._new_generator())
         except Exception as error:  # no more processes, memory, files or threads
-            log.warning("no worker of the DataLoader could be started: %s", error, exc_info=True)
+            log.warning("no worker of the DataLoader could be started: %s", error)
             self._segments[-1].rest.stopped = False
             self._give_up(f"no worker could be started: {error}")
 
-    def _goes_on_after(self, error: Exception) -> bool:
+    def _goes_on_after(self, segment: _Segment, error: Exception) -> bool:
         """Go back to the user's own number of workers where one of more has died."""
-        workers = self._segments[-1].loader.num_workers
+        workers = segment.loader.num_workers
         if not str(error).startswith(_DIED) or workers <= self._own_workers or self._loader() is None:
+            return False
+        if not getattr(segment.loader, "in_order", True):  # which batches have come is not known
+            return False
+        if self._own_workers and self._changed(None):
             return False
         log.warning("%s; num_workers=%d, and %d from here on", error, workers, self._own_workers)
         self._go_back(f"a worker died: {error}")
@@ -509,8 +569,11 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         try:
             with without_hint(workers, self._own_workers):
                 batches = self._create(make)
-        except BaseException:
+        except BaseException as error:
             self._indices.give_back(rest.given)
+            for frame, _ in traceback.walk_tb(error.__traceback__):  # torch leaves those that it had started
+                for worker in getattr(frame.f_locals.get("self"), "_workers", ()):
+                    worker.terminate()
             raise
         if workers:
             self.started = time.perf_counter() - began, workers

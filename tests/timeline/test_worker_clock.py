@@ -9,6 +9,7 @@ import multiprocessing
 import pickle
 import time
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing import sharedctypes
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from lightning_gpuopt.measurements.loading import WorkerTimes
 from lightning_gpuopt.timeline.worker_clock import TimedCollate, WorkerClock, _bin_of, nbytes_of, watch_workers
+from lightning_gpuopt.tuning.segments import SegmentedIterator
 
 BATCHES = 20
 SLEEP_S = 0.004
@@ -103,8 +105,12 @@ def test_single_samples_without_batching_are_timed() -> None:
     assert times.data_wall_s / times.batches >= (SLEEP_S + SPIN_S) / 4
 
 
-def test_persistent_workers_of_an_earlier_fit_are_still_heard() -> None:
+@pytest.mark.parametrize("segmented", [False, True])
+def test_persistent_workers_of_an_earlier_fit_are_still_heard(segmented: bool) -> None:
     loader = DataLoader(Data(), batch_size=4, num_workers=1, persistent_workers=True)
+    if segmented:
+        made: Any = partial(SegmentedIterator, loader, lambda make: make(), own_workers=1, depth=2)
+        vars(loader)["_get_iterator"] = made
     clock, undo = watch_workers(loader) or pytest.fail("not watched")
     list(loader)
     undo()

@@ -211,3 +211,25 @@ def test_of_a_loader_that_cannot_be_watched_the_order_has_to_be_known() -> None:
         reason = why_not(AskedChange(source, "num_workers", 2, 1, before_first=True))
         assert (reason is None) is served
         assert served or "may read what training writes" in (reason or "")
+
+
+class KeepsPlace(Own):
+    """Goes on where it was: as those do that never end, or that a resumed run goes on with."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(300):
+            self.place += 1
+            yield self.place % 300
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_one_that_keeps_its_place_may_not_where_epochs_end_before_it(leaves: bool) -> None:
+    loader, order = DataLoader(DATA, sampler=KeepsPlace(), batch_size=2), Order()
+    for number, _ in enumerate(order.watched(loader)):
+        order.turns += 1
+        if leaves and number == 20:
+            break
+    order.watched(loader)
+    assert ("keeps its place" in (order.why_not_ahead(loader) or "")) is leaves

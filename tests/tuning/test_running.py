@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -445,6 +446,21 @@ def test_where_training_would_wait_for_new_workers_the_next_epoch_changes(kwargs
         assert made.loader.num_workers == 3
         assert (iterator.num_workers, made.loader.num_workers) == (1, 3)
         iterator._shutdown_workers()
+
+
+def seeds(worker: int) -> None:
+    random.seed(42 + worker)
+
+
+def test_workers_that_seed_themselves_by_their_number_change_with_the_next_epoch() -> None:
+    made = follower(1, worker_init_fn=seeds)
+    iterator = made_by(made)
+    next(iterator)
+    made.follow(iterator)
+    made.apply(3)
+    assert "they seed themselves by their number" in (made.problem or "")
+    assert (iterator.num_workers, made.loader.num_workers) == (1, 3)
+    iterator._shutdown_workers()
 
 
 def test_spawned_workers_of_a_loader_without_any_are_not_changed_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

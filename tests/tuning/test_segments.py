@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from lightning_gpuopt.compat.dataloader import WorkerBatches, numbered_workers, workers_of
+from lightning_gpuopt.loaders.describe import describe
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.timeline.worker_numbers import worker_number
 from lightning_gpuopt.tuning.segments import SegmentedIterator, Segments
@@ -505,17 +506,54 @@ def test_an_iterator_that_is_dropped_with_two_segments_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("own", [1, 2])
-def test_where_there_is_no_room_for_both_the_next_ones_wait(own: int) -> None:
-    iterator = segmented(loader(own))
+def test_where_there_is_no_room_for_both_the_old_ones_end_first(own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, most, before = loader(own, dataset=Numbers(240, (3,)), shuffle=False), list[int](), children()
+    start = multiprocessing.Process.start
+    plain = outcomes(iter(loader(own, dataset=Numbers(240, (3,)), shuffle=False)), {})
+
+    def counts(process: Any) -> None:
+        start(process)
+        most.append(len(children() - before))
+
+    iterator = segmented(source)
     next(iterator)
-    assert iterator.resize(3, overlap=False) == 3
-    assert len(workers_of(iterator)) == own
-    for _ in range(2 * own):
-        next(iterator)
-    assert len(workers_of(iterator)) == own
-    next(iterator)
-    assert len(workers_of(iterator)) == 3
-    assert len(list(iterator)) == 120 - 2 - 2 * own
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.Process, "start", counts)
+        assert iterator.resize(3, overlap=False) == 3
+    assert most == [1, 2, 3]
+    assert [plain[0], *outcomes(iterator, {})] == plain  # the error in its turn
+
+
+def test_where_none_can_be_started_in_their_place_the_user_s_own_number_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, real = loader(1), multiprocessing.Process.start
+    iterator, starts = segmented(source), list[int]()
+    seen = [next(iterator)]
+
+    def fails(process: Any) -> None:
+        starts.append(1)
+        if len(starts) == 2:
+            raise OSError("no more processes")
+        real(process)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.Process, "start", fails)
+        assert iterator.resize(3, overlap=False) == 1
+    assert iterator.failure == "workers could not be started: no more processes"
+    seen += list(iterator)
+    assert [batch[:, 0].tolist() for batch in seen] == [list(each) for each in read(loader(1), {})]
+
+
+def test_a_sampler_that_must_not_be_asked_early_feeds_those_that_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They start once, as the number changes: not again as the old ones end, with what the dataset is by then."""
+    source = loader(2, sampler=Follows(), dataset=Versioned(), shuffle=False)
+    iterator = segmented(source)
+    seen = [next(iterator)]
+    assert iterator.resize(1) == 1
+    source.dataset.version = 1  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.Process, "start", lambda process: pytest.fail("another was started"))
+        seen += list(iterator)
+    assert [batch[:, :2].tolist() for batch in seen] == [[[number, 0], [number + 1, 0]] for number in range(0, 120, 2)]
 
 
 def test_a_number_below_one_is_refused() -> None:
@@ -532,6 +570,18 @@ class Versioned(Numbers):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([index, self.version, -1 if get_worker_info() is None else 1])
+
+
+@pytest.mark.usefixtures("quick_checks", "deaths_show_in_fetches")
+@pytest.mark.parametrize("why", ["no order", "another dataset"])
+def test_where_going_back_would_give_other_batches_a_death_is_the_error_of_torch(why: str) -> None:
+    source = loader(1, dataset=Dies(2), shuffle=False, **{"in_order": False} if why == "no order" else {})
+    iterator = segmented(source, 1, lambda samples: why == "another dataset")
+    next(iterator)
+    iterator.resize(2)
+    with pytest.raises(RuntimeError, match=r"^DataLoader worker \(pid\(s\) \d+\) exited unexpectedly$"):
+        list(iterator)
+    iterator._shutdown_workers()
 
 
 def test_a_dataset_that_changes_is_read_here_from_that_batch_on() -> None:
@@ -563,6 +613,20 @@ def test_workers_that_live_on_take_over_from_the_process_in_each_epoch() -> None
         assert seen == [batch[:, 0].tolist() for batch in plain]
     assert len(pids) == 2
     shared.end_kept()
+
+
+def test_workers_that_live_on_go_where_others_are_asked_for() -> None:
+    source = loader(1)
+    Segments.of(source).keeps = True
+    first = segmented(source)
+    list(first)
+    assert describe(source, first).persistent_workers
+    source.pin_memory = True
+    second = segmented(source)
+    assert workers_of(second)[0].pid != workers_of(first)[0].pid
+    assert second._segments[-1].loader.pin_memory
+    list(second)
+    Segments.of(source).end_kept()
 
 
 def test_workers_that_live_on_draw_from_the_loader_s_generator_as_new_ones() -> None:
