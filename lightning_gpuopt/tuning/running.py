@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -160,19 +160,14 @@ class RunningLoader:
         return self._iterate
 
     def _iterate(self, create: Create) -> Any:
-        loader = self.loader
+        loader, start = self.loader, self.start
         if not is_plain(loader):
             with without_hint(loader.num_workers, self._own_workers):
                 return create()
-        return SegmentedIterator(
-            loader, create, own_workers=self._own_workers, depth=self._depth, changed=self._has_changed
-        )
-
-    def _has_changed(self, samples: Iterable[Any] | None) -> bool:
-        """Whether the dataset is another than the running workers got a copy of, for these samples, or at all."""
-        start = self.start
         assert start is not None
-        return start.has_changed if samples is None else start.state.has_changed_for(samples)
+        return SegmentedIterator(
+            loader, create, own_workers=self._own_workers, depth=self._depth, changed=start.has_changed_for
+        )
 
     def _go_further(self) -> None:
         """The user's own workers until an epoch has shown what the sampler reads; then those that are wanted."""
@@ -423,8 +418,7 @@ class RunningLoader:
             self.policy.set(given[0], settle=True)
             return False
         loader.prefetch_factor = wanted
-        iterator.begins_anew = True
-        self.note_start()
+        iterator.begins_anew, iterator.changed = True, self.note_start().has_changed_for
         return True
 
     def done(self) -> None:

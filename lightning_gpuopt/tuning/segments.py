@@ -217,6 +217,8 @@ class _Segment:
                 drained.came.append((next(self.batches), None))
             except Exception as error:  # in its turn
                 drained.came.append((None, error))
+                if str(error).startswith(_DIED):  # no more will come
+                    break
         shut_down(self.batches)
         self.batches = drained
 
@@ -280,7 +282,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         changed: Callable[[Iterable[Any] | None], bool] = lambda samples: False,
     ) -> None:
         self._loader = weakref.ref(loader)
-        self._create, self._own_workers, self._depth, self._changed = create, own_workers, depth, changed
+        self._create, self._own_workers, self._depth, self.changed = create, own_workers, depth, changed
         self.shared = Segments.of(loader)
         self.failure: str | None = None  # what became of workers that were started in the user's place
         self.started: tuple[float, int] | None = None  # seconds that starting the last ones took, and their number
@@ -342,7 +344,8 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
     def gpuopt_parts(self) -> list[Any]:
         """The iterators whose workers run: of the segment whose batches come, and of those after it."""
         segments = list(self._segments)  # other threads ask as well
-        return [each.batches for each in segments if not each.is_over] or [segments[-1].batches]
+        there = [each.batches for each in segments if not each.is_over]
+        return [each for each in there if type(each) is not _Drained] or [segments[-1].batches]
 
     @property
     def batches_left(self) -> int | None:
@@ -399,7 +402,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             if not self._turns:
                 self._begin_first()
             asked = [index for each in self._segments for index in each.rest.given]
-            if self._segments[-1].loader.num_workers and self._changed(_samples(asked)):
+            if self._segments[-1].loader.num_workers and self.changed(_samples(asked)):
                 self._go_back("its dataset was changed while training ran, and workers would have kept the old one")
         if not self._is_ahead:
             self._count_turn()
@@ -478,6 +481,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         else:
             for each in self._segments:
                 each.drain()
+            self.shared.kept = None
             self._begin_or_own(num_workers)
         return self.num_workers
 
@@ -522,7 +526,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             return False
         if not getattr(segment.loader, "in_order", True):  # which batches have come is not known
             return False
-        if self._own_workers and self._changed(None):
+        if self._own_workers and self.changed(None):
             return False
         log.warning("%s; num_workers=%d, and %d from here on", error, workers, self._own_workers)
         self._go_back(f"a worker died: {error}")
@@ -534,7 +538,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         while self._segments:
             self._segments[0].rest.stopped = True
             _end(self._segments.popleft())
-        self._wanted = None
+        self._wanted = self.shared.kept = None
         self._indices.give_back(asked)
         self._begin(self._own_workers, self._new_generator())
         self._give_up(why)

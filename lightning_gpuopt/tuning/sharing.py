@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.multiprocessing
@@ -128,6 +128,10 @@ class WorkersStart:
     def has_changed(self) -> bool:
         """Whether workers started now might get another dataset than the running ones."""
         return bool(self._own_workers and not self.state.is_comparable) or self.state.has_changed()
+
+    def has_changed_for(self, samples: Iterable[Any] | None) -> bool:
+        """The same, for these samples alone; None: for all."""
+        return self.has_changed if samples is None else self.state.has_changed_for(samples)
 
     def why_no_more(self) -> str | None:
         """Why no worker may be added, now or later, by what the loader holds now; None if one may."""
