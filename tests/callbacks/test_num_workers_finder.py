@@ -29,6 +29,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_gpuopt import CudaPrefetcher
 from lightning_gpuopt.autofix.loader import AdjustableLoader
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
@@ -185,6 +186,40 @@ def test_batches_weights_and_random_state_are_as_without(
     assert finder.optimal_num_workers == source.num_workers == last
     assert max(counts.counts) == max(decisions.values() if workers < 3 else [3])
     assert counts.counts[-2] == last
+
+
+class Validated(Model):
+    def val_dataloader(self) -> Any:
+        return loader(1, 6)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        torch.rand(())
+
+
+@combinations(
+    "limited-1-False validated-2-True",
+    options={
+        "limited": {"limit_train_batches": 9},
+        "steps": {"max_steps": 50, "max_epochs": -1},
+        "overfits": {"overfit_batches": 20},
+        "validated": {"val_check_interval": 6},
+        "reloads": {"reload_dataloaders_every_n_epochs": 1},
+    },
+    loaders=[1, 2],
+    ahead=[False, True],
+)
+def test_however_an_epoch_goes_on_and_ends_workers_that_take_over_in_it_change_nothing(
+    tmp_path: Path, script: dict[Any, int], options: dict[str, Any], loaders: int, ahead: bool
+) -> None:
+    def model() -> Model:
+        return Validated(*(loader(1, 60) for _ in range(loaders)))
+
+    plain = fit(tmp_path, model(), **options)
+    script.update({1: 3, 3: 2})
+    finder = NumWorkersFinder()
+    tuned = fit(tmp_path, model(), finder, *[CudaPrefetcher(enabled=True)][: int(ahead)], **options)
+    assert same(plain, tuned)
+    assert finder.optimal_num_workers == 2
 
 
 def test_the_trainer_and_the_loader_are_left_as_they_were(tmp_path: Path, script: dict[Any, int]) -> None:
