@@ -10,6 +10,7 @@ import inspect
 import time
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -129,6 +130,9 @@ class _Watched:
         self._batch_size: Any = None
         self._spent_s = 0.0
         self._drawn = 0
+        self._length: int | None = None
+        with suppress(TypeError, NotImplementedError):
+            self._length = len(sampler)
 
     @property
     def _is_known(self) -> bool:
@@ -157,6 +161,7 @@ class _Watched:
                 hide_us(error)
                 raise
             self._drawn += 1
+            order._was_left = self._drawn != self._length
             if order.bound is None:
                 self._take_down()
             yield number
