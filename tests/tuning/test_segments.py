@@ -104,6 +104,10 @@ def read(
     return seen
 
 
+without_order = pytest.mark.skipif(
+    "in_order" not in inspect.signature(DataLoader).parameters, reason="this torch has no in_order"
+)
+
 PLANS = [{0: 3, 5: 8}, {3: 4, 10: 2, 11: 5, 12: 1, 40: 3}, {30: 2, 31: 1, 32: 2}, {2: 6, 59: 1}]
 
 
@@ -125,7 +129,7 @@ def test_the_order_of_samples_is_as_without(
     vars(changed).clear()  # its persistent workers end with it
 
 
-@pytest.mark.skipif("in_order" not in inspect.signature(DataLoader).parameters, reason="this torch has no in_order")
+@without_order
 @combinations("1-plan3-True", prefetch_factor=[1, 3], plan=PLANS, persistent=[False, True])
 def test_without_an_order_no_sample_is_lost_or_comes_twice(
     plan: dict[int, int], persistent: bool, prefetch_factor: int
@@ -573,7 +577,7 @@ class Versioned(Numbers):
 
 
 @pytest.mark.usefixtures("quick_checks", "deaths_show_in_fetches")
-@pytest.mark.parametrize("why", ["no order", "another dataset"])
+@pytest.mark.parametrize("why", [pytest.param("no order", marks=without_order), "another dataset"])
 def test_where_going_back_would_give_other_batches_a_death_is_the_error_of_torch(why: str) -> None:
     source = loader(1, dataset=Dies(2), shuffle=False, **{"in_order": False} if why == "no order" else {})
     iterator = segmented(source, 1, lambda samples: why == "another dataset")
