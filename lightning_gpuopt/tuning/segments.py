@@ -200,9 +200,10 @@ class _Segment:
 
     def ask_again(self) -> None:
         """Have the workers asked for what could not be drawn yet when they were asked before."""
-        times, self.rest.refused = self.rest.refused, 0
-        for _ in range(times if self.can_be_asked_again else 0):
-            self.batches._try_put_index()
+        if self.rest.refused and self.can_be_asked_again:
+            times, self.rest.refused = self.rest.refused, 0
+            for _ in range(times):
+                self.batches._try_put_index()
 
     @property
     def can_be_asked_again(self) -> bool:
