@@ -7,6 +7,7 @@ random state that training draws from as well, or reads what training writes, ot
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from array import array
 from collections.abc import Iterator
@@ -46,6 +47,11 @@ _CODES: Final = frozenset(each.__iter__.__code__ for each in _DRAW_AT_ONCE if in
 
 _LISTS: Final = tuple(map(type, (iter([]), iter(()), iter(range(1)), iter(range(1 << 65)), iter(array("l")))))
 """Iterators of what is there as a whole when the iteration begins."""
+
+_WRITABLE: Final = (list, array, np.ndarray)
+
+_HELD_BY_ITERATOR: Final = 3
+"""References to a list by its iterator, a variable and an argument."""
 
 _WRAPS: Final = (BatchSampler, ElasticBatchSampler)
 
@@ -104,10 +110,6 @@ class Order:
             return True
         return _is_known(_inner_sampler(loader))
 
-    def note_iterator(self, numbers: Iterator[Any]) -> None:
-        """Note what the sampler gave as it was iterated."""
-        self.is_list = type(numbers) in _LISTS or getattr(numbers, "gi_code", None) in _CODES
-
     def watched(self, loader: DataLoader[Any]) -> Any:
         """The sampler of a loader's batches, which is seen as it draws."""
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -126,6 +128,12 @@ class _Watched:
     def __init__(self, sampler: Any, inner: Any, dataset: Any, order: Order, *, is_known: bool) -> None:
         self._sampler, self._inner, self._dataset, self._order = sampler, inner, dataset, order
         self._known, self._is_first = is_known, not order.turns
+        self._is_known = is_known or order.is_list
+        self._reads: Any = None if is_known else sampler  # what its order may be read from while it goes on
+        if isinstance(inner, SubsetRandomSampler) and is_known:
+            self._reads = inner if type(inner) is SubsetRandomSampler else inner.indices
+        elif isinstance(inner, _WRITABLE):
+            self._reads = inner
         self._state: DatasetState | None = None
         self._batch_size: Any = None
         self._spent_s = 0.0
@@ -134,18 +142,26 @@ class _Watched:
         with suppress(TypeError, NotImplementedError):
             self._length = len(sampler)
 
-    @property
-    def _is_known(self) -> bool:
-        return self._known or self._order.is_list
-
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
         numbers = iter(self._sampler)
         if self._sampler is self._inner:
-            self._order.note_iterator(numbers)
+            self.note(numbers)
         return self._rest(numbers)
+
+    def note(self, numbers: Any) -> None:
+        """Note what the sampler gave as it was iterated."""
+        is_list = type(numbers) in _LISTS
+        self._order.is_list = is_list or getattr(numbers, "gi_code", None) in _CODES
+        self._is_known = self._known or self._order.is_list
+        if self._is_known and not self._known:
+            self._reads = None
+        if is_list:
+            behind = numbers.__reduce__()[1][0]
+            if isinstance(behind, _WRITABLE) and sys.getrefcount(behind) > _HELD_BY_ITERATOR:
+                self._reads = behind  # others that have it may write to it
 
     def _rest(self, numbers: Iterator[Any]) -> Iterator[Any]:
         order = self._order
@@ -162,7 +178,7 @@ class _Watched:
                 raise
             self._drawn += 1
             order._was_left = self._drawn != self._length
-            if order.bound is None:
+            if order.bound is None and (self._reads is not None or self._drawn == 1):
                 self._take_down()
             yield number
 
@@ -189,7 +205,7 @@ class _Watched:
         if getattr(outer, "sampler", None) is not self._inner or not _iterates_as(outer, (BatchSampler,)):
             return next(numbers)
         held = vars(outer)  # Lightning may record what is set on it
-        held["sampler"] = _Noting(self._inner, self._order)
+        held["sampler"] = _Noting(self._inner, self)
         try:
             return next(numbers)
         finally:
@@ -199,11 +215,12 @@ class _Watched:
         """What its own iteration has changed is no change."""
         if self._is_known:
             self._batch_size = getattr(self._sampler, "batch_size", None)
+        if self._reads is None:
             return
         began = time.thread_time()
         if self._state is None or self._state.has_changed():
             self._order._keeps_place |= self._state is not None
-            self._state = DatasetState(sampler=self._sampler)
+            self._state = DatasetState(sampler=self._reads)
             if any(each.kind == "trained" for each in self._state.held):
                 self._order.bound = "reads what training changes: earlier, it would give other batches"
             elif not self._state.is_comparable:
@@ -211,12 +228,14 @@ class _Watched:
         self._spent_s += time.thread_time() - began
 
     def _has_changed(self) -> bool:
-        if self._is_known:
-            return bool(getattr(self._sampler, "batch_size", None) != self._batch_size)
+        if self._is_known and getattr(self._sampler, "batch_size", None) != self._batch_size:
+            return True
+        if self._state is None:
+            return False
         began = time.thread_time()
-        changed = self._state is not None and self._state.has_changed()
+        changed = self._state.has_changed()
         self._spent_s += time.thread_time() - began
-        if not changed and self._spent_s > _FIRST_S + _MAX_WATCH_S * self._drawn:
+        if not changed and self._spent_s > _FIRST_S + _MAX_WATCH_S * self._drawn and not self._is_known:
             self._order.bound = _UNSEEN
         return changed
 
@@ -224,12 +243,12 @@ class _Watched:
 class _Noting:
     """In place of a sampler for the moment at which it is iterated: notes what it gives."""
 
-    def __init__(self, sampler: Any, order: Order) -> None:
-        self._sampler, self._order = sampler, order
+    def __init__(self, sampler: Any, watched: _Watched) -> None:
+        self._sampler, self._watched = sampler, watched
 
     def __iter__(self) -> Iterator[Any]:
         numbers: Iterator[Any] = iter(self._sampler)
-        self._order.note_iterator(numbers)
+        self._watched.note(numbers)
         return numbers
 
     def __len__(self) -> int:
@@ -247,7 +266,7 @@ def _is_known(sampler: Any) -> bool:
     """Whether the order of a whole epoch is there as it begins, by what the sampler is."""
     if type(sampler).__module__.startswith("torchdata."):
         return True
-    return _iterates_as(sampler, _DRAW_AT_ONCE) or type(sampler) in (list, tuple, range, array, np.ndarray)
+    return _iterates_as(sampler, _DRAW_AT_ONCE) or type(sampler) in (tuple, range, *_WRITABLE)
 
 
 def _iterates_as(sampler: Any, kinds: tuple[type, ...]) -> bool:

@@ -1,22 +1,22 @@
 """An epoch of a DataLoader in segments: the number of workers changes where one ends and the next begins.
 
-The epoch's sampler is iterated once, in the training process (:class:`Indices`). A *segment* is a copy of the user's
-DataLoader that reads the rest of it. To change the number of workers, the running segment asks for nothing more, and
-the next one takes over; its workers start while what the first was asked for still comes, in order. All that workers
-do, and how they start, fail and end, is torch's.
+The epoch's sampler is iterated once, in the training process (:mod:`~lightning_gpuopt.tuning.epoch_indices`). A
+*segment* (:mod:`~lightning_gpuopt.tuning.segment`) is a copy of the user's DataLoader that reads the rest of it. To
+change the number of workers, the running segment asks for nothing more, and the next one takes over; its workers start
+while what the first was asked for still comes, in order. All that workers do, and how they start, fail and end, is
+torch's.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import traceback
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
@@ -24,11 +24,13 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt.compat.dataloader import WorkersIterator, copy_of, number_from, shut_down, workers_of
+from lightning_gpuopt.compat.dataloader import WorkersIterator, copy_of, number_from, shut_down
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.timeline.worker_numbers import NumberedWorkers
 from lightning_gpuopt.tuning.draws import DrawWatch
+from lightning_gpuopt.tuning.epoch_indices import EpochIndices, RestOfEpoch
 from lightning_gpuopt.tuning.order import Order
+from lightning_gpuopt.tuning.segment import Drained, Segment
 from lightning_gpuopt.tuning.sharing import forks
 from lightning_gpuopt.utils.replacement import hide_us
 
@@ -38,199 +40,9 @@ _SEED_STEP: Final = 0x9E3779B97F4A7C15
 _SEEDS: Final = 1 << 63
 
 _DIED: Final = "DataLoader worker (pid"
-_NO_BATCH: Final = "DataLoader "
-"""How torch's own errors begin: a batch was not made, and may still come."""
+"""How torch's error begins where a worker has died."""
 
 Make = Callable[[], Any]
-
-
-class Indices:
-    """What the batches of an epoch are made of: drawn from the loader's sampler, for one segment after the other.
-
-    ``due`` indices the user's own number of workers would have asked for by now; more may be drawn if ``ahead()``.
-    """
-
-    def __init__(self, sampler: Any, due: int, ahead: Callable[[], bool]) -> None:
-        self.due = due
-        self._sampler = sampler
-        self._ahead = ahead
-        self._iterator: Iterator[Any] = iter(())
-        self._waiting: deque[Any] = deque()
-        self._drawn = 0
-        self._ended = False
-        self._error: Exception | None = None
-        self._length: int | None = None
-        with suppress(TypeError, NotImplementedError):
-            self._length = len(sampler)
-
-    def begin(self) -> None:
-        """Iterate the sampler."""
-        self._iterator = iter(self._sampler)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    @property
-    def left(self) -> int | None:
-        """Indices that no segment was given yet; None where the sampler does not know its length."""
-        if self._ended:
-            return len(self._waiting)
-        return None if self._length is None else max(self._length - self._drawn, 0) + len(self._waiting)
-
-    @property
-    def may_come_early(self) -> bool:
-        """Whether they may be drawn before they are due."""
-        return self._ahead()
-
-    @property
-    def have_ended(self) -> bool:
-        """Whether the sampler has no more of them."""
-        return self._ended
-
-    @property
-    def are_waiting(self) -> bool:
-        """Whether some were drawn and given to no segment."""
-        return bool(self._waiting)
-
-    def take(self) -> Any:
-        """The next one, for a segment; StopIteration also where there is none yet."""
-        if not self._waiting and (self._drawn < self.due or self._may_draw_early()):
-            self._draw()
-        if not self._waiting:
-            raise StopIteration
-        return self._waiting.popleft()
-
-    def give_back(self, indices: Iterable[Any]) -> None:
-        """Have the next segment make these batches, which an earlier one was asked for."""
-        self._waiting.extendleft(reversed(list(indices)))
-
-    def draw_what_is_due(self) -> None:
-        """Ask the sampler as far ahead as it would have been; its errors come at the batch at which they would have."""
-        while self._drawn < self.due and not self._ended:
-            self._draw()
-        if self._error is not None and self._drawn < self.due:
-            error, self._error = self._error, None
-            try:
-                raise error
-            finally:
-                del error  # whose traceback holds this frame
-
-    def _may_draw_early(self) -> bool:
-        """Not the end: torch's samplers draw once more as they end, and the epoch may be left before."""
-        return self._ahead() and (self._length is None or self._drawn < self._length)
-
-    def _draw(self) -> None:
-        if self._ended:
-            return
-        try:
-            index = next(self._iterator)
-        except StopIteration:
-            self._ended = True
-        except Exception as error:
-            self._ended, self._error = True, error
-        else:
-            self._waiting.append(index)
-            self._drawn += 1
-
-
-class _Drained:
-    """Batches that have come, and errors, in their turn."""
-
-    def __init__(self) -> None:
-        self.came: deque[tuple[Any, Exception | None]] = deque()
-
-    def __next__(self) -> Any:
-        if not self.came:
-            raise StopIteration
-        batch, error = self.came.popleft()
-        if error is not None:
-            raise error
-        return batch
-
-
-class _Rest:
-    """The sampler of one segment: the rest of the epoch, until the segment is stopped.
-
-    ``given`` is what it gave and whose batches have not come, ``refused`` how often it was asked too early. With
-    ``begins`` iterating it iterates the user's sampler.
-    """
-
-    def __init__(self, indices: Indices, *, begins: bool) -> None:
-        self.begin(indices, begins=begins)
-
-    def begin(self, indices: Indices, *, begins: bool) -> None:
-        """Begin an epoch."""
-        self.indices, self.begins = indices, begins
-        self.given: deque[Any] = deque()
-        self.stopped, self.refused = False, 0
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.begins:
-            self.indices.begin()
-        return self
-
-    def __next__(self) -> Any:
-        if self.stopped:
-            raise StopIteration
-        try:
-            index = self.indices.take()
-        except StopIteration:
-            self.refused += not self.indices.have_ended
-            raise
-        self.given.append(index)
-        return index
-
-
-@dataclass
-class _Segment:
-    """Part of an epoch: a copy of the loader that reads ``rest``, and the number of its first worker in reports."""
-
-    loader: DataLoader[Any]
-    rest: _Rest
-    batches: Any
-    first: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all that it was asked for has come, and it asks for nothing more."""
-        return self.rest.stopped and not self.rest.given
-
-    def ask_again(self) -> None:
-        """Have the workers asked for what could not be drawn yet when they were asked before."""
-        if self.rest.refused and self.can_be_asked_again:
-            times, self.rest.refused = self.rest.refused, 0
-            for _ in range(times):
-                self.batches._try_put_index()
-
-    @property
-    def can_be_asked_again(self) -> bool:
-        """Whether this torch has what it takes."""
-        return hasattr(self.batches, "_try_put_index")
-
-    def drain(self) -> None:
-        """Receive all that its workers were asked for, and end them."""
-        self.rest.stopped, drained = True, _Drained()
-        for _ in range(len(self.rest.given)):
-            try:
-                drained.came.append((next(self.batches), None))
-            except Exception as error:  # in its turn
-                drained.came.append((None, error))
-                if str(error).startswith(_DIED):  # no more will come
-                    break
-        shut_down(self.batches)
-        self.batches = drained
-
-    def may_go_on(self, loader: DataLoader[Any]) -> bool:
-        """Whether its workers live, persist, and are as many as a loader should have, with as many batches ahead."""
-        mine, wanted = self.loader, (loader.num_workers, loader.prefetch_factor or 2, loader.pin_memory)
-        return (
-            mine.persistent_workers
-            and (mine.num_workers, mine.prefetch_factor, mine.pin_memory) == wanted
-            and all(each.is_alive() for each in workers_of(self.batches))
-        )
 
 
 @dataclass
@@ -240,7 +52,7 @@ class Segments:
     order: Order = field(default_factory=Order)
     draws: DrawWatch = field(default_factory=DrawWatch)
     keeps: bool = False
-    kept: _Segment | None = None
+    kept: Segment | None = None
 
     @staticmethod
     def of(loader: DataLoader[Any]) -> Segments:
@@ -288,13 +100,13 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         self.failure: str | None = None  # what became of workers that were started in the user's place
         self.started: tuple[float, int] | None = None  # seconds that starting the last ones took, and their number
         self.begins_anew = False  # workers that persist give way to others as the next epoch begins
-        self._segments: deque[_Segment] = deque()
+        self._segments: deque[Segment] = deque()
         self._count = 0
         self._seed = _next_seed(loader.generator)
         self._wanted: int | None = None
         self._kept, self.shared.kept = self.shared.kept, None
         if self._kept is not None and not (self.shared.keeps and self._kept.may_go_on(loader)):
-            _end(self._kept)
+            self._kept.end()
             self._kept = None
         self._begin_epoch(loader)
         if not own_workers:
@@ -315,12 +127,11 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         order = self.shared.order
         ahead = order.why_not_ahead(loader) is None
         may = lambda: order.bound is None and (ahead or order.is_list)  # noqa: E731
-        self._indices = Indices(order.watched(loader), self._depth, may)
-        self._turns = 0
+        self._indices = EpochIndices(order.watched(loader), self._depth, may)
 
     def _draw_as_new(self, loader: DataLoader[Any]) -> None:
         """Draw what a new iterator with workers draws: it iterates its sampler, draws a seed, and iterates it again."""
-        iter(self._copy(loader, _Rest(self._indices, begins=True), 0, loader.generator, 0))
+        iter(self._copy(loader, RestOfEpoch(self._indices, begins=True), 0, loader.generator, 0))
         self._indices.begin()
 
     # -- what others may ask
@@ -346,7 +157,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         """The iterators whose workers run: of the segment whose batches come, and of those after it."""
         segments = list(self._segments)  # other threads ask as well
         there = [each.batches for each in segments if not each.is_over]
-        return [each for each in there if type(each) is not _Drained] or [segments[-1].batches]
+        return [each for each in there if type(each) is not Drained] or [segments[-1].batches]
 
     @property
     def batches_left(self) -> int | None:
@@ -376,49 +187,54 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
 
     def _next_data(self) -> Any:
         try:
-            self._prepare()
+            if not self._own_workers and self.num_workers:
+                self._stand_in()
+            if "_try_put_index" not in self.__dict__:
+                self._count_turn()
+            if not self._depth:
+                self._indices.draw_what_is_due()
             while True:
-                segment = self._now()
+                segment = self._segments[0]
+                if segment.rest.stopped:
+                    segment = self._now()
                 try:
                     batch = next(segment.batches)
                 except StopIteration:
-                    if not self._indices.are_waiting:
+                    if len(self._segments) > 1:  # it gave less than it was asked for
+                        self._segments.popleft().end()
+                    elif self._indices.waiting:  # the sampler gives more than it said
+                        self._begin_next(segment.loader.num_workers)
+                    else:
                         raise
-                    self._begin_next(segment.loader.num_workers)  # its sampler gives more than it said
-                    continue
                 except Exception as error:
-                    if self._goes_on_after(segment, error):
-                        continue
-                    if not str(error).startswith(_NO_BATCH):
+                    if segment.has_come(error):
                         self._taken(segment)
-                    raise
-                self._taken(segment)
-                return batch
+                        raise
+                    if not self._goes_on_after(segment, error):
+                        raise
+                else:
+                    self._taken(segment)
+                    return batch
         except BaseException as error:
             hide_us(error)
             raise
 
-    def _prepare(self) -> None:
-        if not self._own_workers and self.num_workers:
-            if not self._turns:
-                self._begin_first()
-            asked = [index for each in self._segments for index in each.rest.given]
-            if self._segments[-1].loader.num_workers and self.changed(_samples(asked)):
-                self._go_back("its dataset was changed while training ran, and workers would have kept the old one")
-        if not self._is_ahead:
-            self._count_turn()
-        if not self._depth:
-            self._indices.draw_what_is_due()
+    def _stand_in(self) -> None:
+        """Workers stand in for the training process, while the dataset is as it was."""
+        if not self._has_begun:
+            self._begin_first()
+        asked = [index for each in self._segments for index in each.rest.given]
+        if self._segments[-1].loader.num_workers and self.changed(_samples(asked)):
+            self._go_back("its dataset was changed while training ran, and workers would have kept the old one")
 
     @property
-    def _is_ahead(self) -> bool:
-        """Whether batches are taken ahead of their turn: somebody puts off asking for more."""
-        return "_try_put_index" in vars(self)
+    def _has_begun(self) -> bool:
+        """Whether a batch of this epoch was asked for."""
+        return self._indices.due > self._depth
 
     def _count_turn(self) -> None:
-        self._turns += 1
         self.shared.order.turns += 1
-        self._indices.due = self._depth + self._turns
+        self._indices.due += 1
 
     def _try_put_index(self) -> None:
         """The turn of a batch that was taken ahead has come: ask for one more."""
@@ -427,19 +243,21 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         for each in self._segments:
             each.ask_again()
 
-    def _taken(self, segment: _Segment) -> None:
+    def _taken(self, segment: Segment) -> None:
         if segment.rest.given:
             segment.rest.given.popleft()
-        if self._is_ahead:
+        if "_try_put_index" in self.__dict__:  # batches are taken ahead of their turn: asking for more is put off
             self._try_put_index()
-        else:
+            return
+        if self._indices.drawn < self._indices.due:
             self._indices.draw_what_is_due()
+        if self._segments[-1].rest.refused:
             self._segments[-1].ask_again()
 
-    def _now(self) -> _Segment:
+    def _now(self) -> Segment:
         """The segment whose batches come."""
         while len(self._segments) > 1 and self._segments[0].is_over:
-            _end(self._segments.popleft())
+            self._segments.popleft().end()
         return self._segments[0]
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
@@ -447,7 +265,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         self._loader = weakref.ref(loader)
         anew, self.begins_anew, self._wanted = self.begins_anew or self._wanted is not None, False, None
         while len(self._segments) > 1:
-            _end(self._segments.popleft())
+            self._segments.popleft().end()
         self._begin_epoch(loader)
         kept = self._segments[0]
         if anew:
@@ -473,9 +291,9 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             return self.num_workers
         if num_workers == self.num_workers or self._indices.left == 0:
             return num_workers
-        if not (self._indices.may_come_early or self._segments[-1].can_be_asked_again):
+        if not (self._indices.ahead() or self._segments[-1].can_be_asked_again):
             return self.num_workers
-        if not self._own_workers and not self._turns:
+        if not self._own_workers and not self._has_begun:
             self._wanted = num_workers
         elif overlap:
             self._begin_next(num_workers)
@@ -520,7 +338,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             self._segments[-1].rest.stopped = False
             self._give_up(f"no worker could be started: {error}")
 
-    def _goes_on_after(self, segment: _Segment, error: Exception) -> bool:
+    def _goes_on_after(self, segment: Segment, error: Exception) -> bool:
         """Go back to the user's own number of workers where one of more has died."""
         workers = segment.loader.num_workers
         if not str(error).startswith(_DIED) or workers <= self._own_workers or self._loader() is None:
@@ -538,7 +356,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         asked = [index for each in self._segments for index in each.rest.given]
         while self._segments:
             self._segments[0].rest.stopped = True
-            _end(self._segments.popleft())
+            self._segments.popleft().end()
         self._wanted = self.shared.kept = None
         self._indices.give_back(asked)
         self._begin(self._own_workers, self._new_generator())
@@ -559,7 +377,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         loader = self._loader()
         if loader is None:
             raise RuntimeError("the DataLoader is gone, and can start no other workers")
-        rest = _Rest(self._indices, begins=begins)
+        rest = RestOfEpoch(self._indices, begins=begins)
         running = [(each.first, each.loader.num_workers) for each in self._segments if not each.is_over]
         first = 0 if all(workers <= number for number, _ in running) else max(map(sum, running))
         twins: list[DataLoader[Any]] = []
@@ -582,10 +400,10 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             raise
         if workers:
             self.started = time.perf_counter() - began, workers
-        self._append(_Segment(twins[-1], rest, batches, first), loader)
+        self._append(Segment(twins[-1], rest, batches, first), loader)
 
     def _copy(
-        self, loader: DataLoader[Any], rest: _Rest, workers: int, generator: torch.Generator | None, first: int
+        self, loader: DataLoader[Any], rest: RestOfEpoch, workers: int, generator: torch.Generator | None, first: int
     ) -> DataLoader[Any]:
         changed: dict[str, Any] = {
             "sampler" if loader.batch_sampler is None else "batch_sampler": rest,
@@ -613,7 +431,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         iter(kept.loader)
         self._append(kept, loader)
 
-    def _append(self, segment: _Segment, loader: DataLoader[Any] | None) -> None:
+    def _append(self, segment: Segment, loader: DataLoader[Any] | None) -> None:
         self._segments.append(segment)
         if segment.loader.persistent_workers and loader is not None and not loader.persistent_workers:
             self.shared.kept = segment
@@ -655,21 +473,3 @@ def _next_seed(generator: torch.Generator | None) -> int:
 def _samples(indices: Iterable[Any]) -> Iterator[Any]:
     """The samples of these batches."""
     return chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in indices)
-
-
-def _end(segment: _Segment) -> None:
-    """End a segment's workers, beside training."""
-    if not segment.loader.num_workers:
-        return
-    holder = [segment.batches]
-    try:
-        threading.Thread(target=_finish, args=(holder,), name="gpuopt-end-workers", daemon=True).start()
-    except RuntimeError:  # no more threads
-        _finish(holder)
-
-
-def _finish(holder: list[Any]) -> None:
-    try:
-        shut_down(holder.pop())
-    except Exception:  # of a worker that has died
-        log.debug("workers did not end as they should", exc_info=True)

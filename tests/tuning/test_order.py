@@ -137,6 +137,44 @@ def test_one_that_gives_a_list_is_known_from_the_first_batch_on(kind: type[Own],
     assert loader.batch_sampler.sampler is sampler  # type: ignore[union-attr]
 
 
+class Holds(Own):
+    """Gives a list that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indices: Any = list(range(300))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+
+def _in_place(sampler: Any) -> None:
+    sampler.indices[:] = sampler.indices[1:] + sampler.indices[:1]
+
+
+def _anew(sampler: Any) -> None:
+    sampler.indices = list(reversed(sampler.indices))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "writes", "tells"),
+    [
+        (Holds(), _in_place, True),
+        (Holds(), _anew, False),  # of which the next epoch is made, and not this one
+        (Holds(), lambda sampler: None, False),
+        (SubsetRandomSampler(list(range(300))), _in_place, True),
+        (SubsetRandomSampler(list(range(300))), _anew, True),
+        (SubsetRandomSampler(list(range(300))), lambda sampler: None, False),
+        (list(range(300)), lambda sampler: sampler.reverse(), True),
+        (list(range(300)), lambda sampler: None, False),
+    ],
+)
+def test_a_list_that_training_writes_to(sampler: Any, writes: Any, tells: bool) -> None:
+    loader = DataLoader(DATA, sampler=sampler, batch_size=30)
+    reason = seen(loader, lambda: writes(sampler)).why_not_ahead(loader)
+    assert ("reads what changes while training runs" in (reason or "")) is tells
+
+
 class Follows(Own):
     """Reads what training writes into it."""
 

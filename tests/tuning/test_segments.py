@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from lightning_gpuopt.compat.dataloader import WorkerBatches, numbered_workers, workers_of
+from lightning_gpuopt.compat.dataloader import WorkerBatches, WorkersIterator, numbered_workers, workers_of
 from lightning_gpuopt.loaders.describe import describe
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.timeline.worker_numbers import worker_number
@@ -305,6 +305,24 @@ def test_an_error_in_any_batch_of_a_segment_loses_nothing(own: int) -> None:
         given: dict[str, Any] = {"dataset": Numbers(240, (fails_at,)), "shuffle": False}
         assert outcomes(segmented(loader(own, **given)), plan) == outcomes(iter(loader(own, **given)), {})
     gc.collect()
+
+
+def test_an_error_of_torch_s_own_leaves_the_batch_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(iterator: Any) -> None:
+        raise RuntimeError("Pin memory thread exited unexpectedly")
+
+    iterator, seen = segmented(loader(2, shuffle=False)), list[int]()
+    for number in range(120):
+        if number in (3, 5):
+            with monkeypatch.context() as patched:
+                patched.setattr(WorkersIterator, "_next_data", fails)
+                with pytest.raises(RuntimeError, match="thread exited"):
+                    next(iterator)
+        seen += next(iterator)[:, 0].tolist()
+        if number in (4, 5):
+            iterator.resize(number - 1)
+    assert seen == list(range(240))
+    assert next(iterator, None) is None
 
 
 def test_workers_have_numbers_of_their_own_while_two_segments_run() -> None:

@@ -1,0 +1,117 @@
+"""What the batches of an epoch are made of: the sampler is iterated once, for one segment after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+
+class EpochIndices:
+    """What the batches of an epoch are made of: drawn from the loader's sampler, for one segment after the other.
+
+    ``due`` indices the user's own number of workers would have asked for by now, of which ``drawn`` have been; more may
+    be drawn if ``ahead()``. ``waiting`` are those that no segment was given, and with ``ended`` there are no more.
+    """
+
+    def __init__(self, sampler: Any, due: int, ahead: Callable[[], bool]) -> None:
+        self.due = due
+        self._sampler = sampler
+        self.ahead = ahead
+        self._iterator: Iterator[Any] = iter(())
+        self.waiting: deque[Any] = deque()
+        self.drawn = 0
+        self.ended = False
+        self._error: Exception | None = None
+        self._length: int | None = None
+        with suppress(TypeError, NotImplementedError):
+            self._length = len(sampler)
+
+    def begin(self) -> None:
+        """Iterate the sampler."""
+        self._iterator = iter(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    @property
+    def left(self) -> int | None:
+        """Indices that no segment was given yet; None where the sampler does not know its length."""
+        if self.ended:
+            return len(self.waiting)
+        return None if self._length is None else max(self._length - self.drawn, 0) + len(self.waiting)
+
+    def take(self) -> Any:
+        """The next one, for a segment; StopIteration also where there is none yet."""
+        # the end is not asked for early: torch's samplers draw once more as they end, and the epoch may be left before
+        more = self._length is None or self.drawn < self._length
+        if not self.waiting and (self.drawn < self.due or (more and self.ahead())):
+            self._draw()
+        if not self.waiting:
+            raise StopIteration
+        return self.waiting.popleft()
+
+    def give_back(self, indices: Iterable[Any]) -> None:
+        """Have the next segment make these batches, which an earlier one was asked for."""
+        self.waiting.extendleft(reversed(list(indices)))
+
+    def draw_what_is_due(self) -> None:
+        """Ask the sampler as far ahead as it would have been; its errors come at the batch at which they would have."""
+        while self.drawn < self.due and not self.ended:
+            self._draw()
+        if self._error is not None and self.drawn < self.due:
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # whose traceback holds this frame
+
+    def _draw(self) -> None:
+        if self.ended:
+            return
+        try:
+            index = next(self._iterator)
+        except StopIteration:
+            self.ended = True
+        except Exception as error:
+            self.ended, self._error = True, error
+        else:
+            self.waiting.append(index)
+            self.drawn += 1
+
+
+class RestOfEpoch:
+    """The sampler of one segment: the rest of the epoch, until the segment is stopped.
+
+    ``given`` is what it gave and whose batches have not come, ``refused`` how often it was asked too early. With
+    ``begins`` iterating it iterates the user's sampler.
+    """
+
+    def __init__(self, indices: EpochIndices, *, begins: bool) -> None:
+        self.begin(indices, begins=begins)
+
+    def begin(self, indices: EpochIndices, *, begins: bool) -> None:
+        """Begin an epoch."""
+        self.indices, self.begins = indices, begins
+        self.given: deque[Any] = deque()
+        self.stopped, self.refused = False, 0
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.begins:
+            self.indices.begin()
+        return self
+
+    def __next__(self) -> Any:
+        if self.stopped:
+            raise StopIteration
+        try:
+            index = self.indices.take()
+        except StopIteration:
+            self.refused += not self.indices.ended
+            raise
+        self.given.append(index)
+        return index

@@ -1,0 +1,102 @@
+"""A part of an epoch: a copy of the user's DataLoader, and the iterator whose workers make its batches."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_gpuopt.compat.dataloader import shut_down, workers_of
+from lightning_gpuopt.tuning.epoch_indices import RestOfEpoch
+
+log = logging.getLogger(__name__)
+
+
+class Drained:
+    """Batches that have come, and errors, in their turn."""
+
+    def __init__(self, came: Iterable[tuple[Any, Exception | None]]) -> None:
+        self._came = iter(came)
+
+    def __next__(self) -> Any:
+        batch, error = next(self._came)
+        if error is not None:
+            raise error
+        return batch
+
+
+@dataclass
+class Segment:
+    """Part of an epoch: a copy of the loader that reads ``rest``, and the number of its first worker in reports."""
+
+    loader: DataLoader[Any]
+    rest: RestOfEpoch
+    batches: Any
+    first: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that it was asked for has come, and it asks for nothing more."""
+        return self.rest.stopped and not self.rest.given
+
+    def ask_again(self) -> None:
+        """Have the workers asked for what could not be drawn yet when they were asked before."""
+        if self.can_be_asked_again:
+            times, self.rest.refused = self.rest.refused, 0
+            for _ in range(times):
+                self.batches._try_put_index()
+
+    @property
+    def can_be_asked_again(self) -> bool:
+        """Whether this torch has what it takes."""
+        return hasattr(self.batches, "_try_put_index")
+
+    def drain(self) -> None:
+        """Receive all that its workers were asked for, and end them."""
+        self.rest.stopped, came = True, list[tuple[Any, Exception | None]]()
+        for _ in range(len(self.rest.given)):
+            try:
+                came.append((next(self.batches), None))
+            except Exception as error:  # in its turn
+                came.append((None, error))
+                if not self.has_come(error):  # nor will another
+                    break
+        shut_down(self.batches)
+        self.batches = Drained(came)
+
+    def has_come(self, error: Exception) -> bool:
+        """Whether an error came in place of a batch: torch's own, as of a worker's death, leave the batch to come."""
+        return not self.loader.num_workers or any(
+            frame.f_code.co_name == "reraise" for frame, _ in traceback.walk_tb(error.__traceback__)
+        )
+
+    def end(self) -> None:
+        """End its workers, beside training."""
+        if not self.loader.num_workers:
+            return
+        holder = [self.batches]
+        try:
+            threading.Thread(target=_finish, args=(holder,), name="gpuopt-end-workers", daemon=True).start()
+        except RuntimeError:  # no more threads
+            _finish(holder)
+
+    def may_go_on(self, loader: DataLoader[Any]) -> bool:
+        """Whether its workers live, persist, and are as many as a loader should have, with as many batches ahead."""
+        mine, wanted = self.loader, (loader.num_workers, loader.prefetch_factor or 2, loader.pin_memory)
+        return (
+            mine.persistent_workers
+            and (mine.num_workers, mine.prefetch_factor, mine.pin_memory) == wanted
+            and all(each.is_alive() for each in workers_of(self.batches))
+        )
+
+
+def _finish(holder: list[Any]) -> None:
+    try:
+        shut_down(holder.pop())
+    except Exception:  # of a worker that has died
+        log.debug("workers did not end as they should", exc_info=True)
