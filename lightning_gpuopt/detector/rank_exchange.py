@@ -9,12 +9,7 @@ from lightning_gpuopt.utils.rank_channel import RankGather
 
 
 class RankExchange:
-    """Sends this rank's work to rank 0, which collects that of all ranks; without a collective.
-
-    Args:
-        rank: global rank.
-        world_size: number of ranks.
-    """
+    """Sends this rank's work to rank 0, which collects that of all ranks; without a collective."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._gather = RankGather("stall-detector", rank, world_size)
