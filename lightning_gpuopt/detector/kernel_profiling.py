@@ -52,8 +52,8 @@ class KernelProfiling:
     it idle. On several ranks once, at the same steps on each. The second with ``profile="on"`` in any case: on one rank
     as soon as there is reason, else late; of several ranks on rank 0, since a collective that waits reads as busy. With
     ``"auto"`` on one rank, where the GPU may be idle inside the steps, in the last steps before an end that can be
-    foreseen (``batches_left`` is not None). ``rhythm`` returns after how many batches steps repeat themselves, when a
-    look begins. A look waits while ``is_taken``: torch.profiler is at work for a trace. ``modules`` is None where the
+    foreseen (``batches_left`` gives a number). ``rhythm`` returns after how many batches steps repeat themselves, when
+    a look begins. A look waits while ``is_taken``: torch.profiler is at work for a trace. ``modules`` is None where the
     user's modules may not be noted.
     """
 

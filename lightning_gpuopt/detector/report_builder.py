@@ -59,7 +59,7 @@ def report_of(
     padded: Sequence[PaddedBatch] = (),
     **known: Any,
 ) -> StallReport:
-    """Put a report together, of ``times`` of the whole run, and ``measured`` since the last change (None: no step yet).
+    """Put a report together: ``times`` are of the whole run, ``measured`` since the last change (None: no step yet).
 
     ``known`` are fields of the report that are known already; ``run_settings`` are None on other devices than CUDA.
     """

@@ -153,7 +153,10 @@ def speedup_of_cheaper_batches(measurement: Measurement, saved_s: float, saved_c
 def speedup_without(
     measurement: Measurement, seconds: float, host_s: float = 0.0, spread: float = SPREADS["without"]
 ) -> Interval | None:
-    """Steps per second without these seconds of waits, over now: (low, mid, high); the low end is half of it."""
+    """Steady steps per second without these seconds of the device's waits, over now: (low: half of it, mid, high).
+
+    ``host_s`` are seconds of the training process that the advice takes away as well; ``spread``: see ``SPREADS``.
+    """
     waterfall = measurement.waterfall
     if waterfall.step_s is None or not waterfall.steps:
         return None
@@ -164,7 +167,7 @@ def speedup_without(
 def speedup_of_persistent_workers(epoch_s: float, set_up_s: float, first_batch_s: float) -> Interval:
     """Epochs per second with workers that persist, over now: (low, mid, high).
 
-    The first batch stays; half of what they save is the low end.
+    ``first_batch_s``, a part of ``set_up_s``, stays; half of what they save is the low end.
     """
     return _speedup_to(epoch_s + first_batch_s, epoch_s + set_up_s, SPREADS["without"])
 

@@ -146,7 +146,7 @@ class _Run:
     sides: list[Pipeline]  # at best, as expected, at worst
     step_s: float  # of one batch as it was, measured
     samples: float  # of a batch, after over before
-    most: float  # speed-up of a GPU that cannot be exceeded
+    most: float  # speed-up per GPU that cannot be exceeded
     own_share: float  # share of ``consumer_s`` that is the step's own work
     batches: int  # between two reductions
     notes: list[str]

@@ -37,7 +37,8 @@ class Collections:
     seconds: float = 0.0  # of all of them
     longest_s: float = 0.0  # of the longest
     tracked: int | None = None  # objects that it looks through, once it took long; None: not counted
-    where: str = ""  # "function (file:line)" that calls ``gc.collect()``, if due to most full-collection time
+    # function, file and line that call ``gc.collect()``, where that takes most of the time of full collections
+    where: str = ""
     where_share: float = 0.0  # share of all collections' time that is due to that, 0-1
 
 

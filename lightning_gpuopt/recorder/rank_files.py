@@ -24,7 +24,7 @@ MAX_WAIT_S: Final = 10.0
 
 
 class RankFiles:
-    """Files at the rings' ``path``, made by :meth:`open`; OSError where they cannot be made."""
+    """Use :meth:`open`; ``path`` is the rings' file, whose folder is made. OSError: the files cannot be made."""
 
     def __init__(self, path: Path, run: str, rank: int, board: Board) -> None:
         self._run = run

@@ -38,7 +38,7 @@ def private_and_anonymous(pid: int | str, proc: Path = Path("/proc")) -> tuple[i
 
 
 def files_left(wanted: int = 0, proc: Path = Path("/proc")) -> int | None:
-    """Files still to be opened; None: not known. Of fewer than ``wanted``, the soft limit is raised first."""
+    """Files that this process may still open (None: unknown); for ``wanted`` ones the soft limit is raised."""
     if (opened := entries(f"{proc}/self/fd")) is None:
         return None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

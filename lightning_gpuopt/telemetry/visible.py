@@ -76,9 +76,9 @@ def visible_devices(
     cuda_device_order: str | None = None,
     cuda: Sequence[CudaDevice] = (),
 ) -> Visible:
-    """What each CUDA ordinal stands for; in ``listed`` MIG instances follow their parent; ``cuda`` may be empty.
+    """What each CUDA ordinal stands for; in ``listed`` MIG instances follow their parent.
 
-    Of an initialised CUDA it has what that says of each ordinal; it is empty when CUDA must not be initialised.
+    ``cuda`` is what an initialised CUDA says of each ordinal; it is empty when CUDA must not be initialised.
     """
     from_variable, by_number = _read_variable(_default_order(listed), listed, cuda_visible_devices)
     if cuda:

@@ -33,7 +33,7 @@ class ActivitySpan:
     ended_s: float  # the GPU ended it
     issue_begun_s: float  # the host began to issue it
     issue_ended_s: float  # the host had issued all of it
-    forward_s: _Interval | None = None  # of the forward's work on the GPU; None: not timed
+    forward_s: _Interval | None = None  # when the GPU began and ended the forward's work; None: not timed
     optimizer_s: tuple[_Interval, ...] = ()  # when the host issued work of the optimizer
 
 

@@ -12,7 +12,10 @@ from lightning_gpuopt.measurements.loading import LoaderFacts, Pipelines, Pipeli
 
 
 def facts_of(loaders: Sequence[LoaderDescription]) -> LoaderFacts:
-    """Sums and minima over loaders; a setting that one does not have is None, as all of what is no DataLoader."""
+    """Sums and minima over loaders; a setting that one of them does not have is None.
+
+    What is no DataLoader, and has none inside it, has none of its settings.
+    """
     if not loaders or any(each.kind in WITHOUT_SETTINGS for each in loaders):
         return LoaderFacts(duplicates=_duplicates(loaders))
     workers = [each.num_workers for each in loaders if each.num_workers is not None]

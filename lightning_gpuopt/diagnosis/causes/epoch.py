@@ -111,7 +111,10 @@ def _restart(measurement: Measurement, pause: Pause, share: float) -> Finding:
 
 
 def validation_restart(measurement: Measurement) -> Iterator[Candidate]:
-    """Workers that start again for each validation: all but the first start, each then waits for one ordinary batch."""
+    """Workers of the validation's loader that are started again for each validation.
+
+    The first validation has to start them, and each waits for its first batch, which takes as long as any other.
+    """
     times, reading, waterfall = measurement.times, measurement.validation, measurement.waterfall
     if reading is None or reading.workers is None or not reading.workers.batches or times.validations < _MIN_EPOCHS:
         return
